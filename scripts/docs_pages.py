@@ -22,6 +22,7 @@ import docs_reference
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGURATION = "reference/configuration.md"
+STYLE = "site.css"
 COPIES = "repository"  # the folder of the site for files of the repository that are no pages
 _AS_IT_IS = (".gif", ".html", ".jpg", ".jpeg", ".pdf", ".png", ".svg", ".webp", ".txt")  # any other becomes a text
 
@@ -49,11 +50,10 @@ def sources(root: Path = ROOT) -> dict[Path, str]:
     found = {root / "README.md": "index.md"}
     others = (root / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"))
     found |= {path: path.name for path in others if path.exists()}
-    for path in sorted((root / "docs").rglob("*.md")):
-        place = path.relative_to(root / "docs").as_posix()
-        found[path] = re.sub(r"(^|/)README\.md$", r"\1index.md", place)
-    for path in sorted((root / "examples").glob("*/README.md")):
-        found[path] = f"examples/{path.parent.name}/index.md"
+    for folder, inside in ((root / "docs", root / "docs"), (root / "examples", root)):
+        for path in sorted(folder.rglob("*.md")):
+            place = path.relative_to(inside).as_posix()
+            found[path] = re.sub(r"(^|/)README\.md$", r"\1index.md", place)
     return found
 
 
@@ -66,6 +66,7 @@ def lay_out(root: Path = ROOT) -> Site:
     anchors = {path.resolve(): anchors_of(text) for path, text in texts.items()}
     places = {path.resolve(): place for path, place in of_file.items()}
     keys = docs_reference.keys()
+    site.files |= {STYLE: root / "docs" / STYLE} if (root / "docs" / STYLE).exists() else {}
     for path, place in of_file.items():
         assert place not in site.pages and place not in generated, f"two pages at {place}"
 
@@ -156,7 +157,7 @@ def anchors_of(text: str) -> set[str]:
 
 
 def whole_nav(nav: list[Any], places: Collection[str]) -> list[Any]:
-    """`nav` of mkdocs.yml with the pages for which `folder/*` stands; a section without any is left out."""
+    """`nav` of mkdocs.yml with the pages that `folder/*` stands for, index.md first; without an empty section."""
     named = {place for place in named_in(nav) if "*" not in place}
 
     def expanded(entry: Any) -> list[Any]:
@@ -168,7 +169,8 @@ def whole_nav(nav: list[Any], places: Collection[str]) -> list[Any]:
             return [entry]
         if "*" not in entry:
             return [entry]
-        return [place for place in sorted(places) if fnmatchcase(place, entry) and place not in named]
+        matching = [place for place in places if fnmatchcase(place, entry) and place not in named]
+        return sorted(matching, key=lambda place: (place != entry.replace("*", "index.md"), place))
 
     return [one for entry in nav for one in expanded(entry)]
 

@@ -244,6 +244,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
+def printable_lines(text: str) -> str:
+    """A text of several lines with a question mark for each character that is not to be shown. Tabs become spaces."""
+    return "\n".join(printable(line.expandtabs()) for line in text.replace("\r\n", "\n").split("\n"))
+
+
 def is_number(value: object) -> bool:
     """Whether a value that the user gave is a number of Python's own; True and False are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)

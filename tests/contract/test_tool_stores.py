@@ -180,17 +180,20 @@ def tool(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 class RunOf:
     """A process of the run in `folder`/run: its files, and one tool."""
 
-    def __init__(self, tool: str, folder: Path, *, resumed: bool, cut: int) -> None:
+    def __init__(
+        self, tool: str, folder: Path, *, resumed: bool, cut: int, name: str = "demo run", project: str = "shown"
+    ) -> None:
         self.path, self.heard = folder / "run", []
         self.path.mkdir(exist_ok=True)
         config = TrackConfig(
-            trackers=[tool], project="shown", group="g", tags=["a"], finish_s=300.0, tracker_rollouts=len(HOSTILE)
-        )
+            trackers=[tool], project=project, group="g", tags=["a"], finish_s=300.0, tracker_rollouts=len(HOSTILE),
+            artifacts=["model", "records"],
+        )  # fmt: skip
         self.files, self.tools = Trackers(), Tools([tool], config, self.heard.append)
         self.files.add("metrics", MetricsFile(self.path / "metrics.jsonl"))
         self.files.add("evals", EvalFile(self.path / "eval.jsonl"))
         for trackers in (self.files, self.tools):
-            trackers.on_start(RunInfo("demo run", self.path, {"train": {"learning_rate": 1e-3}}, resumed=resumed))
+            trackers.on_start(RunInfo(name, self.path, {"train": {"learning_rate": 1e-3}}, resumed=resumed))
             trackers.truncate(Cut(cut))
 
     def step(self, step: int, salt: float = 0.0) -> None:
@@ -218,7 +221,9 @@ class RunOf:
         for trackers in (self.files, self.tools):
             trackers.on_eval(row)
 
-    def end(self) -> None:
+    def end(self, *, finished: bool = False) -> None:
+        if finished:
+            (self.path / "finished").write_text("{}")
         self.tools.on_phase("done")
         for trackers in (self.files, self.tools):
             trackers.close()
@@ -273,6 +278,54 @@ def test_it_has_what_the_files_have(tool: str, tmp_path: Path) -> None:
     assert not leaks, "a credential is in a file"
 
 
+def artifacts_of(tool: str, folder: Path) -> dict[str, bytes]:
+    """What a tool has of model and records: the files' paths there, and what is in them."""
+    if tool == "mlflow":
+        client = pytest.importorskip("mlflow").MlflowClient()
+        (run,) = client.search_runs([client.get_experiment_by_name("shown").experiment_id])
+        place = Path(run.info.artifact_uri.removeprefix("file://"))
+        return {str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()}
+    if tool == "swanlab":
+        (place,) = (folder / "run" / "swanlog").glob("run-*/files")
+        return {str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()}
+    if tool == "trackio":
+        (file,) = (folder / "trackio").glob("*.db")
+        kept = "SELECT name, type, manifest FROM artifacts JOIN artifact_versions ON artifacts.id = artifact_id"
+        with sqlite3.connect(file) as store:
+            found = {}
+            for name, kind, manifest in store.execute(kept):
+                assert name.startswith("demo-run-") and kind == name.rpartition("-")[2]
+                for entry in json.loads(manifest):
+                    (blob,) = (folder / "trackio").rglob(entry["digest"])
+                    found[f"{kind}/{entry['path']}"] = blob.read_bytes()
+        return found
+    (file,) = (folder / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    found = {}
+    for record in records(file, pytest.importorskip("wandb.proto.wandb_internal_pb2").Record):
+        artifact = record.artifact if record.HasField("artifact") else record.request.log_artifact.artifact
+        for entry in artifact.manifest.contents:
+            found[f"{artifact.type}/{entry.path}"] = Path(entry.local_path).read_bytes()
+    return found
+
+
+def test_it_keeps_what_a_finished_run_leaves(tool: str, tmp_path: Path) -> None:
+    run = RunOf(tool, tmp_path, resumed=False, cut=-1)
+    run.step(1)
+    left = {"model/config.json": b"{}", "model/deep/tokens.json": b"[1]", "rollouts/step-000001.jsonl": b"[]\n"}
+    for name, content in left.items():
+        (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (run.path / name).write_bytes(content)
+    left["metrics.jsonl"] = (run.path / "metrics.jsonl").read_bytes()
+    run.end(finished=True)
+    if tool == "tensorboard":
+        return  # keeps no files: refused where it stands alone
+    found = artifacts_of(tool, tmp_path)
+    for name, content in left.items():
+        places = [place for place in found if place.endswith(name.removeprefix("model/"))]
+        assert any(found[place] == content for place in places), (name, sorted(found))
+    check(tool, tmp_path)
+
+
 @pytest.mark.parametrize("cut", [2, 4], ids=["back", "on"])
 def test_a_run_that_was_killed_goes_on_as_one_run(tool: str, tmp_path: Path, cut: int) -> None:
     """Back: two steps are undone, and come again with other values. On: one step is in the files alone."""
@@ -300,6 +353,45 @@ def test_a_run_that_was_killed_goes_on_as_one_run(tool: str, tmp_path: Path, cut
     third.step(7)
     third.end()
     check(tool, tmp_path)
+
+
+NAMES = ["../../up", "/etc/x", "a//b", "\x1b[2J\x00", "\u202ename", "", ".", "n" * 400, "\U0001f600", "half \ud800"]
+
+
+def test_a_source_may_be_called_anything(tool: str, tmp_path: Path) -> None:
+    """Data may give the name: no row is lost for it."""
+    run = RunOf(tool, tmp_path, resumed=False, cut=-1)
+    run.step(1)
+    sources = {name: {"mean": 0.25} for name in NAMES} | {"plain": {"mean": 0.75}}
+    for trackers in (run.files, run.tools):
+        trackers.on_eval({"step": 1, "policy_version": 1, "mean": 0.5, "sources": sources})
+    run.step(2)
+    run.end()
+    stored = READ[tool](tmp_path)
+    found = {key: stored.points[1, key] for key in ("eval/mean", "eval/sources/plain/mean", "loss")}
+    assert found == {"eval/mean": [0.5], "eval/sources/plain/mean": [0.75], "loss": [-1.5]}
+    found = sum(key.startswith("eval/sources/") for _, key in stored.points)
+    assert found == len(NAMES) + 1 or (tool == "mlflow" and found > 6), "there several become _"
+    assert all(character not in key for _, key in stored.points for character in "\x1b\x00\u202e\ud800")
+
+
+def test_a_run_may_be_called_as_a_path_is(tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written where the name leads."""
+    folder = tmp_path / "a" / "b" / "c"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(folder / "shared"))
+    run = RunOf(tool, folder, resumed=False, cut=-1, name="../../up \x1b[1m")
+    run.step(1)
+    run.end()
+    (folder / "run" / "tracked_as").unlink()
+    run = RunOf(tool, folder, resumed=False, cut=-1, project="../../up")
+    run.step(1)
+    for trackers in (run.files, run.tools):
+        trackers.close()
+    failed = run.tools.stats()["trackers/failed"]
+    assert not failed or any("roject" in line and "../../up" in line for line in run.heard), "it may refuse that one"
+    assert not [path for path in (tmp_path / "a").rglob("*up*") if folder not in path.parents]
+    assert not list(tmp_path.parent.glob("*up*"))
 
 
 class Server:

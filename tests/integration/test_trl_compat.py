@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 import tiny
 from documents import blocks
 from rollover.compat import trl as ours
+from rollover.compat.trl.arguments import run_of
 from rollover.config import ConfigError
 
 LETTERS = "abcdefgh"
@@ -139,6 +140,53 @@ def test_a_callback_is_told_and_ends_the_run_and_a_reward_sees_the_step(model: s
     assert [row["reward/mean"] for row in trainer.run.metrics] == [0.0, 1.0]
     trainer.save_model(str(tmp_path / "saved"))
     assert (tmp_path / "saved" / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_run_is_evaluated_before_it_begins_and_goes_on_in_another_program(model: str, tmp_path: Path) -> None:
+    def trainer(max_steps: int) -> ours.GRPOTrainer:
+        args = ours.GRPOConfig(str(tmp_path / "out"), **{**FAST, "max_steps": max_steps})
+        return ours.GRPOTrainer(model, share_of_letters, args, TEXTS, eval_dataset=TEXTS[:3])
+
+    first = trainer(2)
+    before = first.evaluate()
+    assert 0 <= before["eval_reward"] <= 1 and first.state.log_history[-1]["step"] == 0
+    assert (tmp_path / "out" / "before_training").is_dir() and not (tmp_path / "out" / "metrics.jsonl").exists()
+    first.train()
+    records = {r["rollout_id"]: r["completion"] for r in first.run.records()}
+    with pytest.raises(ValueError, match="holds a run already"):
+        trainer(3).train()
+    second = trainer(3)
+    output = second.train(resume_from_checkpoint=True)
+    assert output.global_step == 3 and [row["step"] for row in second.run.metrics] == [1, 2, 3]
+    assert [entry["step"] for entry in second.state.log_history if "reward" in entry] == [3]
+    kept = {r["rollout_id"]: r["completion"] for r in second.run.records() if r["step"] <= 2}
+    assert kept == records and len(kept) == 16
+    assert 0 <= second.evaluate()["eval_reward"] <= 1
+    with pytest.raises(ConfigError, match="is no run's folder"):
+        trainer(3).train(resume_from_checkpoint=str(tmp_path))
+
+
+def fields_of(model: str, **fields: Any) -> dict[str, Any]:
+    """Keys of ours that a GRPOConfig with these fields says."""
+    return run_of(
+        ours.GRPOConfig("out", max_steps=2, **fields), model=model, reward_funcs=[share_of_letters],
+        train_dataset=TEXTS, eval_dataset=None, peft_config=None, refused={},
+    ).values  # fmt: skip
+
+
+def test_a_run_is_shown_in_the_tools_that_report_to_names(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def track(**fields: Any) -> dict[str, Any]:
+        return {key: value for key, value in fields_of(model, **fields).items() if key.startswith("track.")}
+
+    assert track() == track(report_to="none", run_name="r") == {}
+    assert track(report_to="wandb") == {"track.trackers": ["wandb"], "track.tracker_rollouts": 0}
+    shown = track(report_to=["trackio", "tensorboard"], project="mine", log_completions=True)
+    assert shown == {"track.trackers": ["trackio", "tensorboard"], "track.project": "mine"}
+    monkeypatch.setattr("rollover.compat.trl.arguments.is_installed", lambda name: name == "mlflow")
+    assert track(report_to="all")["track.trackers"] == ["mlflow"]
+    with pytest.warns(UserWarning, match="report_to=.'comet_ml', 'mlflow'.*there is no comet_ml"):
+        assert track(report_to=["comet_ml", "mlflow"])["track.trackers"] == ["mlflow"]
 
 
 class Streamed:

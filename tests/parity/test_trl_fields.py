@@ -11,7 +11,7 @@ import pytest
 from rollover.compat.trl import GRPOConfig
 from rollover.config.load import load_config
 from rollover.convert.mapping import convert
-from rollover.convert.trl import ROWS, TRL
+from rollover.convert.trl.rows import ROWS, TRL
 
 trl = pytest.importorskip("trl")
 FIELDS = {

@@ -184,7 +184,8 @@ def test_a_backtick_alone_takes_nothing_else_for_code() -> None:
 
 def test_a_folder_in_the_nav_stands_for_its_pages_that_are_not_named() -> None:
     nav = [{"First": ["t/b.md", "t/*"]}, {"None": ["u/*"]}]
-    assert docs_pages.whole_nav(nav, ["t/a.md", "t/b.md", "t/c.md"]) == [{"First": ["t/b.md", "t/a.md", "t/c.md"]}]
+    places = ["t/a.md", "t/b.md", "t/c.md", "t/index.md"]
+    assert docs_pages.whole_nav(nav, places) == [{"First": ["t/b.md", "t/index.md", "t/a.md", "t/c.md"]}]
 
 
 # README.md

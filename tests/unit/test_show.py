@@ -12,6 +12,7 @@ from rich.console import Console
 from recorded_run import HOSTILE, is_harmless, row, write_run
 from rollover import cli
 from rollover.commands.eval import print_eval
+from rollover.commands.verb import to_stderr
 from rollover.run.lock import DirectoryLock
 from rollover.track.answers import Answer, print_worst, write_answers
 from rollover.track.live import LiveView
@@ -171,6 +172,26 @@ def test_the_live_view_prints_hostile_text_as_text(mode, hostile: str) -> None:
     view = LiveView(mode, 1, console=(on := console()))
     view.on_message(f"health: {hostile}\nsecond line")
     assert is_harmless(printed(on)) and printed(on).endswith("\nsecond line\n")
+    on.print(LiveView(mode, 1, title=hostile[:100], console=on).render())  # run.name, of somebody's file
+    assert is_harmless(printed(on))
+
+
+def test_an_error_prints_hostile_text_as_text(tmp_path: Path, capsys, hostile: str) -> None:
+    write_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(f"{hostile}\n", encoding="utf-8", errors="replace")
+    assert cli.main(["show", str(tmp_path)]) == 2
+    to_stderr(f"rollover: error: {hostile}\nand a second line")
+    err = capsys.readouterr().err
+    assert is_harmless(err) and err.endswith("\nand a second line\n")
+
+
+def test_the_trace_of_somebody_else_s_run_is_text(tmp_path: Path, capsys, hostile: str) -> None:
+    write_run(tmp_path)
+    events = [[f"{hostile}_start", 1.0, 0], [f"{hostile}_end", 2.0, 0]]
+    (tmp_path / "trace.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert cli.main(["trace", str(tmp_path)]) == 0
+    out, _ = capsys.readouterr()
+    assert is_harmless(out) and "1.0 s (50%)" in out
 
 
 def test_the_table_of_an_evaluation_prints_hostile_text_as_text(capsys, hostile: str) -> None:

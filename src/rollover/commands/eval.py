@@ -38,6 +38,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     config = load(args.files, overrides).config
     from rollover.ending import run_bounded
     from rollover.files import check_output_file
+    from rollover.functions import printable_lines
     from rollover.run.evaluate import summarised
     from rollover.track.against import compared, read_recorded
     from rollover.track.answers import print_worst, worst, write_answers
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
         return 0
     print_eval(result)
     for comparison in comparisons:
-        print(f"against {args.against}: {comparison}")
+        print(printable_lines(f"against {args.against}: {comparison}"))
     print_worst(chosen)
     return 0
 

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
         raise ValueError("give FILE.toml, or a rollout of a run by --from, to which --model and --json belong")
     config = load(args.files, overrides, require_sources=False).config
     from rollover.ending import run_bounded
-    from rollover.track.shown import printable_lines
+    from rollover.functions import printable_lines
 
     workflow, grace_s = config.workflow, config.watchdog.grace_s
     if workflow.agent or workflow.environment or config.rollout.environment != "single_turn":

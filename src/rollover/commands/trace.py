@@ -28,6 +28,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
 def show_traces(run_dirs: Sequence[Path], to_perfetto: Path | None, to_svg: Path | None) -> int:
     """Exit code. ValueError where a run has no trace, or an output cannot be written there."""
     from rollover.files import check_output_file
+    from rollover.functions import printable_lines
     from rollover.track.perfetto import perfetto
     from rollover.track.picture import draw
 
@@ -42,7 +43,7 @@ def show_traces(run_dirs: Sequence[Path], to_perfetto: Path | None, to_svg: Path
     if to_svg is not None:
         write(to_svg, draw(traces))
     if to_perfetto is None and to_svg is None:
-        print("\n\n".join(summary(title, events) for title, events in traces))
+        print(printable_lines("\n\n".join(summary(title, events) for title, events in traces)))
     return 0
 
 

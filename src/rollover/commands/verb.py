@@ -56,8 +56,11 @@ def load(files: Sequence[Path], overrides: Overrides, *, require_sources: bool =
 
 
 def to_stderr(line: str) -> None:
-    """Print a line that is no part of what the verb prints: it may be piped into a file or a program."""
-    print(line, file=sys.stderr, flush=True)
+    """Print a line that is no part of what the verb prints: it may be piped into a file or a program. What a file of
+    somebody else's says in it cannot command the terminal."""
+    from rollover.functions import printable_lines
+
+    print(printable_lines(line), file=sys.stderr, flush=True)
 
 
 def positive(text: str) -> int:

@@ -12,6 +12,7 @@ _TRACKERS = ("track.trackers",)
 TOOLS = ("wandb", "tensorboard", "trackio", "mlflow", "swanlab")
 """What track.trackers may name beside classes of the user's own."""
 _WITH_ENTITY = {"wandb", "swanlab"}
+_WITH_ARTIFACTS = {"wandb", "trackio", "mlflow", "swanlab"}
 
 
 class RunConfig(Table):
@@ -137,6 +138,18 @@ class TrackConfig(Table):
         "At the end of the run the tools of track.trackers have so long to take what is left; then they are ended.",
         ge=0,
         only_if=_TRACKERS,
+    )
+    artifacts: list[Literal["model", "best_model", "records"]] = Field(
+        default_factory=list,
+        description="What of a finished run goes to the tools of track.trackers that keep files (all but tensorboard):"
+        " the folders model and best_model, and records: metrics, evaluations, rollouts and trace.",
+        json_schema_extra={"only_if": {"track.trackers": "set"}},
+    )
+    artifacts_s: float = option(
+        600.0,
+        "How long tools may take for track.artifacts, after track.finish_s; then they are ended.",
+        ge=0,
+        only_if=("track.artifacts",),
     )
 
 
@@ -265,6 +278,29 @@ RULES: tuple[Rule, ...] = (
         lambda c: not _WITH_ENTITY & {*c.track.trackers},
         f"without {' or '.join(sorted(_WITH_ENTITY))} in track.trackers",
         'Set track.trackers = ["wandb"]',
+    ),
+    Inert(
+        ("track.artifacts",),
+        ("track.trackers",),
+        lambda c: not _WITH_ARTIFACTS & {*c.track.trackers},
+        f"without {' or '.join(sorted(_WITH_ARTIFACTS))} in track.trackers: TensorBoard keeps no files",
+        'Set track.trackers = ["mlflow"], say',
+    ),
+    *(
+        Refused(
+            ("track.artifacts", f"checkpoint.{switch}"),
+            lambda c, name=name, switch=switch: name in c.track.artifacts and not getattr(c.checkpoint, switch),
+            lambda c, name=name, switch=switch: (
+                f"track.artifacts has {name}, and checkpoint.{switch} = false: there is none. Set checkpoint.{switch} ="
+                " true"
+            ),
+        )
+        for name, switch in (("model", "save_final_model"), ("best_model", "save_best_model"))
+    ),
+    Refused(
+        ("track.artifacts", "backend.type"),
+        lambda c: "model" in c.track.artifacts and c.backend.type == "tinker",
+        lambda c: 'track.artifacts has model, and backend.type = "tinker": the service has the weights. Leave it out',
     ),
     Inert(
         ("plan.tool_s", "plan.tool_tokens"),

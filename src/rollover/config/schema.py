@@ -240,7 +240,8 @@ def expected(info: FieldInfo) -> str:
         return words if takes_text(info.annotation) else f"an integer, at least 0, or {words.removeprefix('one of ')}"
     if get_origin(info.annotation) is list:
         inner = get_args(info.annotation)[0]
-        return f"a list of {_PLURALS.get(inner, 'tables')}"
+        of = ", ".join(json.dumps(choice) for choice in choices_of(inner)) or _PLURALS.get(inner, "tables")
+        return f"a list of {of}"
     if get_origin(info.annotation) is dict and (named := table_of(get_args(info.annotation)[1])):
         return f"a table for each name, with {', '.join(named.model_fields)}"
     noun = _NOUNS[get_origin(info.annotation) or info.annotation]  # type: ignore[index]

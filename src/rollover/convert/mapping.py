@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+# Why options of every system have no counterpart, and no result depends on them.
+WHERE = "where and in what portions it computes: `[engine]`, `[backend]`, `[cluster]` and `train.micro_batch_tokens`"
+SHOWN = "what is shown and stored of a run, and where: `[track]`; W&B and others: docs/trackers.md"
+
 
 class Unanswered(ValueError):
     """An option that cannot be converted without changing what is learned. values: of ours, which hold in any case."""
@@ -50,7 +54,7 @@ class Row:
     file says nothing (None: nothing is). example: a value that changes the resolved run, beside those of `beside`
     (None: any value is asked about, and the keys answer it).
     note: what is different, or why there is no counterpart. neutral: values without which as much is learned; None of
-    a row without keys: all are (the option changes no result).
+    a row without keys: all are (the option changes no result). secret: its value may be a credential, and is not shown.
     """
 
     option: str
@@ -62,6 +66,12 @@ class Row:
     also: tuple[str, ...] = ()
     note: str = ""
     neutral: tuple[Any, ...] | None = None
+    secret: bool = False
+
+    @property
+    def only_shows(self) -> bool:
+        """Whether no result depends on its keys: what has no counterpart is left out, and nobody is asked."""
+        return bool(self.keys) and all(key == "run.name" or key.startswith("track.") for key in self.keys)
 
     def names(self, option: str) -> bool:
         """Whether `option` is this row's."""
@@ -109,22 +119,25 @@ def convert(system: System, options: Mapping[str, Any]) -> Conversion:
         if row is None:
             done.questions[name] = "is not known here"
         elif isinstance(value, Unread) and (row.keys or row.neutral is not None):
-            done.questions[row.option] = value.reason + ("" if row.keys or not row.note else f"; {row.note}")
+            asked = done.without if row.only_shows else done.questions
+            asked[row.option] = value.reason + ("" if row.keys or not row.note else f"; {row.note}")
         elif not row.keys:
             harmless = row.neutral is None or options[name] in row.neutral
             (done.without if harmless else done.questions)[name] = row.note
     for row in system.rows:
         if not row.keys or (row.option not in given and row.default is None):
             continue
-        shown = f"{row.option} = {of(row.option)}" + ("" if row.option in given else ", the default")
+        value = "***" if row.secret else of(row.option)
+        shown = f"{row.option} = {value}" + ("" if row.option in given else ", the default")
+        asked = done.without if row.only_shows else done.questions
         try:
             values = row.values(of(row.option), of)
         except Unanswered as error:
-            done.questions[row.option] = str(error)
+            asked[row.option] = str(error)
             values = error.values
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             # A text where a number belongs, say, also as the value of another option.
-            done.questions[row.option] = f"{of(row.option)!r} is not understood ({error})"
+            asked[row.option] = f"{value!r} is not understood ({error})"
             values = {}
         for key, value in values.items():
             if row.option in given or key not in done.values:

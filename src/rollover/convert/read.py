@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollover.convert.axolotl_file import is_axolotl, options_of_axolotl
-from rollover.convert.lightrft_script import is_lightrft, options_of_flags
+from rollover.convert.axolotl.file import is_axolotl, options_of_axolotl
+from rollover.convert.lightrft.script import is_lightrft, options_of_flags
 from rollover.convert.mapping import System
 from rollover.convert.systems import SYSTEMS
-from rollover.convert.trl_flags import is_trl_command, is_trl_yaml, options_of_trl_command, options_of_trl_flags
-from rollover.convert.trl_script import calls_grpo_trainer, options_of_trl_script
-from rollover.convert.verl_script import flat, options_of_script
+from rollover.convert.trl.flags import is_trl_command, is_trl_yaml, options_of_trl_command, options_of_trl_flags
+from rollover.convert.trl.script import calls_grpo_trainer, options_of_trl_script
+from rollover.convert.verl.script import flat, options_of_script
 
 _YAML = (".yaml", ".yml")
 _MOST_BYTES = 1 << 20  # a launch script has some kilobytes

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rollover.convert.axolotl import AXOLOTL
-from rollover.convert.lightrft import LIGHTRFT
+from rollover.convert.axolotl.rows import AXOLOTL
+from rollover.convert.lightrft.rows import LIGHTRFT
 from rollover.convert.mapping import System
-from rollover.convert.trl import TRL
-from rollover.convert.verl import VERL
+from rollover.convert.trl.rows import TRL
+from rollover.convert.verl.rows import VERL
 
 SYSTEMS: dict[str, System] = {"verl": VERL, "trl": TRL, "axolotl": AXOLOTL, "lightrft": LIGHTRFT}

@@ -20,6 +20,7 @@ from rollover.reading.tail import Tail
 from rollover.reading.trace_index import TraceIndex
 from rollover.reading.warnings import HealthWarning, warnings_of
 from rollover.run.lock import holder_of
+from rollover.track.sinks import check_evaluation
 from rollover.track.trace import TRACE, TraceEvent, trace_events
 
 CONFIG, METRICS, EVALUATIONS, FINISHED, ROLLOUTS, EVALUATED = (
@@ -80,7 +81,10 @@ class RunFiles:
 
     def evaluations(self) -> list[dict[str, Any]]:
         """One dict an evaluation: step, mean, ci, pass@k, sources, samples."""
-        return self._evaluations.rows()
+        rows = self._evaluations.rows()
+        for row in rows:
+            check_evaluation(self._evaluations.path, row)
+        return rows
 
     def events(self) -> Iterator[TraceEvent]:
         """What happened to every rollout, and when (docs/trace.md), one after the other; nothing where track.trace is

@@ -2,10 +2,11 @@
 
 Owns the child's end of the protocol (JSON lines; rewards/wire.py). A function that the program of the parent handed
 over comes inside the message that loads it (rewards/travel.py). Functions run in the main thread, so they may use
-signal.alarm. It never limits time: the parent kills it.
+signal.alarm. It never limits time: the parent kills it. Services are told how much there is.
 
     in   {"op": "load", "spec"}                    out  {"pid", "mode": "each" | "together" | "batch"} | a failure
-    in   {"op": "score", "spec", "items": [...]}   out  each, together: a line for each item as it is scored,
+    in   {"op": "score", "spec", "items": [...],
+          "limit_s": of the call}                  out  each, together: a line for each item as it is scored,
                                                         {"index", "result": {"score", "extras"} | a failure}
                                                         batch: {"results": [...]} | a failure
 
@@ -23,6 +24,7 @@ import sys
 from typing import TextIO
 
 from rollover.processes import limit_memory
+from rollover.rewards import service
 from rollover.rewards.inside import Replies, clear_alarm, failure_of, private_pipes
 from rollover.rewards.registry import Item, LoadedReward, runner
 from rollover.rewards.several import LoadedSum, loaded
@@ -54,11 +56,12 @@ def serve(requests: TextIO, replies: Replies, base_dir: str) -> None:
             else:
                 replies.send({"pid": own_pid, "mode": rewards[spec].mode})
         else:
-            _score(rewards[spec], request["items"], replies)
+            _score(rewards[spec], request["items"], replies, request["limit_s"])
 
 
-def _score(reward: LoadedReward | LoadedSum, items: list[Item], replies: Replies) -> None:
+def _score(reward: LoadedReward | LoadedSum, items: list[Item], replies: Replies, limit_s: float) -> None:
     """Score the items and reply. An alarm that a function left pending would kill a later call: it is cleared."""
+    service.within(limit_s)
     if reward.mode == "batch":
         try:
             message = {"results": reward.score_all(items)}
@@ -71,6 +74,7 @@ def _score(reward: LoadedReward | LoadedSum, items: list[Item], replies: Replies
         clear_alarm()
     else:
         for index, item in enumerate(items):
+            service.within(limit_s)
             try:
                 result = reward.score_one(item)
             except BaseException as error:  # boundary: the user's function, KeyboardInterrupt included

@@ -77,7 +77,7 @@ class RewardClient:
             missing.difference_update(results)
             return take(results) or not missing
 
-        message = {"op": "score", "spec": spec, "items": items}
+        message = {"op": "score", "spec": spec, "items": items, "limit_s": self._config.timeout_s}
         await self._process.ask(message, take_reply, self._config.timeout_s, limit_each=mode == "each")
 
     async def kill(self) -> None:

@@ -2,6 +2,7 @@
 
 Owns what was answered to what, how many tokens that took, and that nothing is asked twice, also where several want to
 know it at a time. Where the file cannot be written, what was paid for is held here until it can: no score is lost.
+The file is used in a thread of its own: who waits for another worker's write holds up no request.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import json
 import sqlite3
 import sys
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +46,10 @@ class Judged:
         self._under_way: dict[str, asyncio.Task[str]] = {}
         self._unwritten: list[tuple[str, str | None, int]] = []  # hash, answer, tokens
         self._told = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="judged")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = sqlite3.connect(path, timeout=_WAIT_S, isolation_level=None)
+            self._file = sqlite3.connect(path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
             self._file.execute("CREATE TABLE IF NOT EXISTS answers (hash TEXT PRIMARY KEY, said TEXT, tokens INTEGER)")
             self._file.execute("SELECT hash, said, tokens FROM answers LIMIT 1")  # it may be another program's table
         except (OSError, sqlite3.Error) as error:
@@ -56,11 +60,7 @@ class Judged:
         passes through."""
         key = hash_of(body)
         if key not in self._under_way:
-            answer = self._answer(key)
-            if answer is not None:
-                return answer
-            self._check_budget()
-            self._under_way[key] = asyncio.ensure_future(self._asked(key, body, ask))
+            self._under_way[key] = asyncio.ensure_future(self._said(key, body, ask))
             self._under_way[key].add_done_callback(lambda _: self._under_way.pop(key))
         return await asyncio.shield(self._under_way[key])
 
@@ -72,6 +72,22 @@ class Judged:
 
     # Private
 
+    async def _said(self, key: str, body: dict[str, Any], ask: Ask) -> str:
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, self._thread)
+        answer = await in_thread(self._answer, key)
+        if answer is not None:
+            return answer
+        await in_thread(self._check_budget)
+        said, tokens = None, [0]
+        try:
+            said = await ask(body, tokens.append)
+            return said
+        finally:
+            if said is not None or sum(tokens):
+                await in_thread(self._keep, key, said, sum(tokens))
+
+    # In its thread
+
     def _answer(self, key: str) -> str | None:
         held = next((said for of, said, _ in self._unwritten if of == key and said is not None), None)
         if held is not None:
@@ -79,15 +95,9 @@ class Judged:
         row = self._file.execute("SELECT said FROM answers WHERE hash = ?", (key,)).fetchone()
         return row[0] if row else None
 
-    async def _asked(self, key: str, body: dict[str, Any], ask: Ask) -> str:
-        said, tokens = None, [0]
-        try:
-            said = await ask(body, tokens.append)
-            return said
-        finally:
-            if said is not None or sum(tokens):
-                self._unwritten.append((key, said, sum(tokens)))
-                self._write()
+    def _keep(self, key: str, said: str | None, tokens: int) -> None:
+        self._unwritten.append((key, said, tokens))
+        self._write()
 
     def _check_budget(self) -> None:
         """What is under way in other calls comes on top."""

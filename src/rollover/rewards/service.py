@@ -2,16 +2,20 @@
 
 Owns what may pass (429, 5xx, a connection that breaks or stays silent, half an answer), how long is waited before the
 next try, how many requests are under way, and the token that they carry, which no answer of the service brings into a
-file or a message. Never reads what an answer means.
+file or a message. Nothing is tried beyond the time of the call that it is for: a service that is dead must not look
+like a reward function that hangs, and what others answered counts. Never reads what an answer means.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+_SPARE, _MOST_SPARE_S = 0.25, 3.0  # of the time of a call, for what is done with its answers
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 _MAX_ANSWER_BYTES = 16 << 20
 _SHORTEST_SECRET = 12  # characters: what servers of one's own are given ("EMPTY") is none
@@ -24,6 +28,17 @@ class ServiceFailed(RuntimeError):
 
 class Again(Exception):
     """A failure that may pass."""
+
+
+class _Time:
+    """When the present call of this worker has to be through; it has one call at a time."""
+
+    ends = math.inf
+
+
+def within(limit_s: float) -> None:
+    """A call begins that has so many seconds (rewards.timeout_s): what services were asked by then has failed."""
+    _Time.ends = time.monotonic() + limit_s - min(_SPARE * limit_s, _MOST_SPARE_S)
 
 
 class Service:
@@ -68,16 +83,23 @@ class Service:
                 connector=connections, headers=self._headers, timeout=self._limit, trust_env=False
             )
             self._free = asyncio.Semaphore(self._concurrency)
-        pause_s, why = self.first_pause_s, ""
-        for attempt in range(self._retries + 1):
-            if attempt:
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            async with self._free:
-                try:
-                    return read(await self._once(body))
-                except Again as again:
-                    why = str(again)
+        pause_s, why = self.first_pause_s, "it is silent, or too slow for so many requests"
+        left_s = None if math.isinf(_Time.ends) else max(0.0, _Time.ends - time.monotonic())
+        try:
+            async with asyncio.timeout(left_s):
+                for attempt in range(self._retries + 1):
+                    if attempt:
+                        await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                    async with self._free:
+                        try:
+                            return read(await self._once(body))
+                        except Again as again:
+                            why = str(again)
+        except TimeoutError:
+            raise ServiceFailed(
+                f"{self.what}: {self.url} gave no answer in the time of the call (rewards.timeout_s): {why}"
+            ) from None
         raise ServiceFailed(f"{self.what}: {self.url} failed {self._retries + 1} times: {why}")
 
     async def close(self) -> None:

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.text import Text
 
 from rollover.files import atomic_write_text
-from rollover.functions import printable
+from rollover.functions import printable, printable_lines
 from rollover.track.figures import decimal
-from rollover.track.shown import excerpt, printable_lines
+from rollover.track.shown import excerpt
 from rollover.track.sinks import to_json
 from rollover.track.statistics import summarise_eval
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollover.track.figures import DASH, TIME_SPLIT, count, decimal, duration, percent, sparkline, time_split
-from rollover.track.shown import shown_lines
+from rollover.track.shown import shown, shown_lines
 from rollover.track.step_line import full_line, staleness, step_line
 from rollover.track.still import Still
 from rollover.track.tracker import Cut, Row, RunInfo, Tracker
@@ -182,7 +182,7 @@ class LiveView(Tracker):
             rows.add_row("waits", Text(self._verdict.text))
             if self._verdict.advice:
                 rows.add_row("try", Text(self._verdict.advice))
-        title = Text.assemble(("rollover", "bold"), f"  {self._title}" if self._title else "")
+        title = Text.assemble(("rollover", "bold"), f"  {shown(self._title, self._console)}" if self._title else "")
         return Panel(Group(self._progress(), Text(), rows), title=title, title_align="left", width=min(width, 120))
 
     def _now(self) -> RenderableType:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from rollover.functions import printable
+from rollover.functions import printable, printable_lines
 
 MAX_CHARS = 400  # of an excerpt
 _READ_CHARS = 16 * MAX_CHARS  # of a text that may be long, with its spaces
@@ -29,8 +29,3 @@ def shown(text: str, console: Console) -> str:
 def shown_lines(text: str, console: Console) -> str:
     """A text of several lines, as this console can show it."""
     return "\n".join(shown(line, console) for line in printable_lines(text).split("\n"))
-
-
-def printable_lines(text: str) -> str:
-    """A text of several lines with a question mark for each character that is not to be shown. Tabs become spaces."""
-    return "\n".join(printable(line.expandtabs()) for line in text.replace("\r\n", "\n").split("\n"))

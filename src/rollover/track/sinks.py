@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rollover.files import naming
+from rollover.functions import is_number
 from rollover.track.metrics import validate
 from rollover.track.tracker import Cut, Row, Tracker
 
@@ -64,7 +66,7 @@ class JsonlSink(Tracker):
         if self._check is not None:
             self._check(row)
         line = json.dumps(to_json(row), ensure_ascii=False, allow_nan=False)
-        left = memoryview(line.encode() + b"\n")
+        left = memoryview(line.encode("utf-8", "replace") + b"\n")  # data may call a source by half a character
         with naming(self.path):
             while left:
                 left = left[self._file.write(left) :]
@@ -130,6 +132,46 @@ class EvalFile(JsonlSink):
 
     def on_eval(self, row: Mapping[str, Any]) -> None:
         self.write(row)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The complete rows of the file. ValueError for values of another kind than evaluations have."""
+        rows = super().rows()
+        for row in rows:
+            check_evaluation(self.path, row)
+        return rows
+
+
+_FIGURE = re.compile(r"mean|seconds|step|policy_version|(pass|maj)@\d+")
+_PARTS = ("settings", "sources", "data_sources", "roles")
+_OF_SAMPLE = {"prompt": str, "completion": str, "score": (int, float, type(None))}
+
+
+def check_evaluation(path: Path, row: Mapping[str, Any], place: str = "") -> None:
+    """ValueError where a row of the file at `path`, or the part at `place` of one, has a value of another kind than
+    what reads it takes: a run must not end by it when all its steps are made."""
+    for name, value in row.items():
+        if _FIGURE.fullmatch(name):
+            is_one = value is None or is_number(value)
+        elif name == "ci":
+            is_one = value is None or _is_interval(value)
+        elif name == "samples" and not place:
+            is_one = isinstance(value, list) and all(map(_is_sample, value))
+        elif name in _PARTS:
+            is_one = isinstance(value, dict) and all(isinstance(part, dict) for part in value.values())
+        else:
+            continue
+        if not is_one:
+            raise ValueError(f"{path} has an evaluation whose {place + name!r} is {value!r:.100}: restore the file")
+        for inner, part in value.items() if name in _PARTS else ():
+            check_evaluation(path, part, f"{place}{name}/{inner}/")
+
+
+def _is_interval(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(of is None or is_number(of) for of in value)
+
+
+def _is_sample(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in _OF_SAMPLE.items())
 
 
 def row_of_line(path: Path, line: bytes) -> dict[str, Any]:

@@ -114,6 +114,7 @@ VALUES = (
     {"score": 2.0},
     ["wandb"],
     ["q_proj"],
+    ["model"],
 )
 BESIDE = {  # what else an option needs
     "filters.mask_in_baseline": {"filters.mask_truncated": True},

@@ -13,7 +13,7 @@ from rollover import cli
 from rollover.config import Config
 from rollover.config.load import load_config
 from rollover.convert.mapping import Unread
-from rollover.convert.trl_script import options_of_trl_script
+from rollover.convert.trl.script import options_of_trl_script
 
 SCRIPT = '''
 import torch

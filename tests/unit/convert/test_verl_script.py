@@ -9,7 +9,7 @@ import pytest
 
 from rollover import cli
 from rollover.config.load import load_config
-from rollover.convert.verl_script import options_of_script
+from rollover.convert.verl.script import options_of_script
 
 SCRIPT = """#!/usr/bin/env bash
 set -x
@@ -128,7 +128,7 @@ def test_the_toml_loads_and_says_where_each_value_is_from(tmp_path: Path, capsys
     assert [source.path[-9:] for source in config.tasks.sources] == ["a.parquet", "b.parquet"]
     assert "group_size = 16  # actor_rollout_ref.rollout.n = 16\n" in out
     assert "dual_clip = 3.0  # actor_rollout_ref.actor.clip_ratio_c = 3.0, the default\n" in out
-    assert "trainer.logger is left out" in err
+    assert "actor_rollout_ref.actor.use_dynamic_bsz is left out: where" in err
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,17 @@ class Endpoint:
         return web.Response(text=text.replace('"total_tokens": 0', f'"total_tokens": {self.tokens}'))
 
 
-def scored(endpoint: Endpoint, completions: list[str], prompt: Any = "What is 2 + 2?", **params: Any) -> list[Reward]:
-    """By the pool, as a run scores: in its processes, by the spec that the configuration makes."""
+def scored(
+    endpoint: Endpoint,
+    completions: list[str],
+    prompt: Any = "What is 2 + 2?",
+    *,
+    call_s: float = 120.0,
+    stats: dict[str, float] | None = None,
+    **params: Any,
+) -> list[Reward]:
+    """By the pool, as a run scores: in its processes, by the spec that the configuration makes. `call_s`: its
+    rewards.timeout_s; `stats` gets what it counted."""
 
     async def main() -> list[Reward]:
         app = web.Application()
@@ -66,10 +75,12 @@ def scored(endpoint: Endpoint, completions: list[str], prompt: Any = "What is 2 
         messages = None if isinstance(prompt, str) else tuple(prompt)
         text = prompt if messages is None else None
         task = Task("t", "s", spec, messages=messages, prompt=text, columns={"answer": 4})
-        pool = RewardPool(RewardsConfig(num_workers=1, timeout_s=120))
+        pool = RewardPool(RewardsConfig(num_workers=1, timeout_s=call_s))
         try:
             return await pool.score([ScoreRequest(task, text) for text in completions])
         finally:
+            if stats is not None:
+                stats.update(pool.stats())
             await pool.close()
             endpoint.gone.set()
             await runner.cleanup()
@@ -143,6 +154,39 @@ def test_what_may_pass_is_tried_again(fault: str) -> None:
 def test_without_a_score_the_reward_is_missing(says: str, params: dict[str, Any], why: str) -> None:
     rewards = scored(Endpoint(says), ["a", "b"], **params)
     assert all(reward.score is None and why in str(reward.error) for reward in rewards)
+
+
+def test_a_dead_service_is_no_worker_that_hangs_and_what_it_answered_before_counts() -> None:
+    """Its request may be silent for longer than the call has."""
+    stats: dict[str, float] = {}
+    rewards = scored(Endpoint("Score: 1", "silent"), ["a", "b", "c"], call_s=6.0, stats=stats)
+    assert sorted(reward.score is None for reward in rewards) == [False, True, True]
+    why = [str(reward.error) for reward in rewards if reward.missing]
+    assert all("gave no answer in the time of the call (rewards.timeout_s): it is silent" in error for error in why)
+    counted = {name: stats[f"rewards/{name}"] for name in ("timeouts", "crashes", "retries", "quarantined", "errors")}
+    assert counted == {"timeouts": 0, "crashes": 0, "retries": 0, "quarantined": 0, "errors": 2}
+
+
+def test_a_file_that_another_worker_holds_stops_no_request(tmp_path: Path) -> None:
+    """What is answered meanwhile shows that the event loop goes on: as often as it likes, before the lock is let go."""
+
+    async def main() -> list[str]:
+        kept = Judged(tmp_path / "judge.sqlite", 100)
+        other = sqlite3.connect(tmp_path / "judge.sqlite", isolation_level=None)
+        other.execute("BEGIN EXCLUSIVE")
+
+        async def ask(body: dict[str, Any], paid: Callable[[int], None]) -> str:
+            paid(1)
+            return "yes"
+
+        waiting = asyncio.ensure_future(kept.said({"text": "a"}, ask))
+        for _ in range(200):
+            await asyncio.sleep(0)
+        turns_meanwhile = not waiting.done()
+        other.execute("COMMIT")
+        return [await waiting, str(turns_meanwhile)]
+
+    assert asyncio.run(main()) == ["yes", "True"]
 
 
 def test_what_was_answered_is_kept_and_paid_for_once(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.track.metrics import validate
-from rollover.track.sinks import JsonlSink, to_json
+from rollover.track.sinks import EvalFile, JsonlSink, to_json
 from rollover.track.tracker import Cut
 from scripted import output_of
 
@@ -118,6 +119,44 @@ with JsonlSink(folder / "metrics.jsonl") as again:
     sink.close()
     assert again.rows() == [{"step": 1}], "what the first could not write came after all"
 """
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        ({"mean": "high"}, "'mean' is 'high'"),
+        ({"seconds": [1]}, "'seconds'"),
+        ({"pass@4": True}, "'pass@4'"),
+        ({"ci": [0.1]}, "'ci'"),
+        ({"ci": ["a", 1]}, "'ci'"),
+        ({"samples": 3}, "'samples'"),
+        ({"samples": [{"prompt": 1}]}, "'samples'"),
+        ({"sources": [1]}, "'sources'"),
+        ({"sources": {"a": {"mean": {}}}}, "'sources/a/mean'"),
+        ({"settings": {"sampled": {"sources": {"b": {"ci": 1}}}}}, "'settings/sampled/sources/b/ci'"),
+    ],
+)
+def test_an_evaluation_of_another_kind_is_refused_by_its_place(
+    tmp_path: Path, damage: dict[str, Any], named: str
+) -> None:
+    """Not by a TypeError, when a run that has made all its steps sums it up."""
+    sample = {"prompt": "p", "completion": "c", "score": None}
+    part = {"mean": 0.5, "ci": [0.25, None], "pass@1": 0.5, "samples": 3, "tasks": 2}
+    whole = {"step": 1, "mean": None, "ci": None, "seconds": 1.5, "samples": [sample], "sources": {"a": part}}
+    with EvalFile(tmp_path / "eval.jsonl") as file:
+        file.on_eval(whole)
+        assert file.rows() == [whole]
+        file.on_eval(whole | damage)
+        with pytest.raises(ValueError, match="eval.jsonl has an evaluation whose .*: restore the file") as refused:
+            file.rows()
+    assert named in str(refused.value)
+
+
+def test_half_a_character_is_not_worth_the_run(tmp_path: Path) -> None:
+    """Data may call a source so."""
+    with JsonlSink(tmp_path / "eval.jsonl") as sink:
+        sink.write({"step": 1, "sources": {"half \ud800": 1.0}})
+        assert sink.rows() == [{"step": 1, "sources": {"half ?": 1.0}}]
 
 
 def test_a_full_disk_is_named_and_what_found_no_room_never_comes_later(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from rollover.track.trackers.tool import plain, redacted, without_secrets
 from rollover.track.trackers.tools import Tools
 from samples import group, rollout, segment
 
+MODEL = [("track.trackers", '["wandb"]'), ("track.artifacts", '["model"]')]
 REPOSITORY = Path(__file__).parents[3]
 FAKE = """
 import json, os, time
@@ -63,6 +64,14 @@ class Kept(Tool):
 
     def on_rollouts(self, step, rows):
         self.tell("rollouts", step, rows)
+
+    def on_artifact(self, name, files):
+        folder = self.about.directory
+        while (folder / "hang").exists():
+            time.sleep(0.01)
+        if name == "best_model" and (folder / "raise").exists():
+            raise OSError("no space for " + os.environ["FAKE_API_KEY"])
+        self.tell("artifact", -1, [name, {path: file.read_text() for path, file in files.items()}])
 
     def close(self):
         self.tell("close", -1, self.failed)
@@ -255,6 +264,87 @@ def test_a_class_that_cannot_be_loaded_is_no_end(tmp_path: Path, monkeypatch: py
     assert any("track.trackers: fake failed: AttributeError" in line for line in run.heard.lines)
 
 
+def leave(folder: Path, *, finished: bool = True) -> None:
+    """What a run leaves in its directory."""
+    for name, text in {
+        "model/config.json": "{}",
+        "model/deep/weights.safetensors": "s3cr3t-of-the-user",  # by chance
+        "best_model/config.json": "best",
+        "rollouts/step-000001.jsonl": "x" * (1 << 22) + "s3cr3t-of-the-user",
+        "rollouts/step-000002.jsonl": "of two",
+        "checkpoints/step-000002/state": "much",
+        "logs/out.txt": "a line",
+        "config.resolved.json": "{}",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "rollouts" / "elsewhere").symlink_to("/etc/passwd")
+    if finished:
+        (folder / "finished").write_text("{}")
+
+
+def test_a_finished_run_leaves_its_artifacts_without_credentials(tmp_path: Path) -> None:
+    run = RunOf(tmp_path, artifacts=["model", "best_model", "records"])
+    run.trackers.truncate(Cut(-1))
+    run.step(1)
+    until(lambda: not run.tools.tools[0].under_way)
+    leave(tmp_path)
+    (tmp_path / "raise").touch()
+    run.end()
+    found = {what[0]: what[1] for _, _, what in run.told("artifact")}
+    assert found["model"] == {"config.json": "{}", "deep/weights.safetensors": "s3cr3t-of-the-user"}
+    metrics = (tmp_path / "metrics.jsonl").read_text()
+    assert found["records"] == {"metrics.jsonl": metrics, "rollouts/step-000002.jsonl": "of two", "eval.jsonl": ""}
+    assert "best_model" not in found
+    lines = [line for line in run.heard.lines if "did not go there" in line]
+    assert "best_model did not go there: OSError: no space for ***" in lines[0] and "tried again" not in lines[0]
+    assert "rollouts/step-000001.jsonl of records did not go there: a credential is in it" in lines[1]
+    assert len(lines) == 2 and run.told()[-1] == ["close", -1, False], "it goes on"
+
+
+@pytest.mark.parametrize(("finished", "phase"), [(False, "done"), (True, "stopped")])
+def test_a_run_that_is_not_finished_leaves_none(tmp_path: Path, finished: bool, phase: str) -> None:
+    run = RunOf(tmp_path, artifacts=["model"])
+    run.trackers.truncate(Cut(-1))
+    leave(tmp_path, finished=finished)
+    run.trackers.on_phase(phase)
+    run.trackers.close()
+    assert [what[0] for what in run.told()] == ["close"]
+
+
+def test_artifacts_have_their_own_time_and_hold_the_end_up_no_longer(tmp_path: Path) -> None:
+    run = RunOf(tmp_path, artifacts=["model"], finish_s=0.2, artifacts_s=0.3)
+    run.trackers.truncate(Cut(-1))
+    run.step(1)
+    until(lambda: not run.tools.tools[0].under_way)
+    leave(tmp_path)
+    (tmp_path / "hang").touch()
+    run.end()
+    assert run.tools.tools[0].wait(0), "its process is gone"
+    waiting, ended = (line for line in run.heard.lines if "model" in line)
+    assert "waiting for fake to take model, for 0.3 s (track.artifacts_s)" in waiting
+    assert "fake had not taken model 0.3 s later, and was ended" in ended and str(tmp_path) in ended
+
+
+def test_one_that_still_has_rows_to_take_gets_no_time_for_artifacts(tmp_path: Path) -> None:
+    (tmp_path / "hang").touch()
+    run = RunOf(tmp_path, artifacts=["model"], finish_s=0.2, artifacts_s=1e6)
+    run.trackers.truncate(Cut(-1))
+    run.step(1)
+    leave(tmp_path)
+    run.end()
+    assert any("0.2 s after the end (track.finish_s)" in line for line in run.heard.lines)
+
+
+def test_one_that_is_not_open_says_that_it_took_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(names.TOOLS, "fake", Named("fake_tool:Nothing", "json"))
+    run = RunOf(tmp_path, artifacts=["model"])
+    run.trackers.truncate(Cut(-1))
+    leave(tmp_path)
+    run.end()
+    assert any("it is not open, and model did not go there (track.artifacts)" in line for line in run.heard.lines)
+
+
 def test_hostile_texts_arrive_as_text_and_long_ones_are_cut(tmp_path: Path) -> None:
     texts = [
         "<script>alert(1)</script>",
@@ -357,6 +447,19 @@ def test_no_group_is_wanted_where_no_rollout_is_shown(tmp_path: Path) -> None:
         ([("track.project", "mine")], "track.project has no effect"),
         ([("track.trackers", '["tensorboard"]'), ("track.entity", "us")], "track.entity has no effect"),
         ([("track.tags", '["a"]')], "track.tags has no effect"),
+        ([("track.artifacts", '["model"]')], "track.artifacts has no effect"),
+        ([("track.trackers", '["tensorboard"]'), ("track.artifacts", '["model"]')], "TensorBoard keeps no files"),
+        ([("track.trackers", '["wandb"]'), ("track.artifacts_s", "9")], "track.artifacts_s has no effect"),
+        ([("track.trackers", '["wandb"]'), ("track.artifacts", '["all"]')], 'expected a list of "model", "best_model"'),
+        (
+            [*MODEL, ("checkpoint.save_final_model", "false")],
+            "track.artifacts has model, and checkpoint.save_final_model = false: there is none",
+        ),
+        (
+            [("track.trackers", '["wandb"]'), ("track.artifacts", '["best_model"]')],
+            "track.artifacts has best_model, and checkpoint.save_best_model = false",
+        ),
+        ([*MODEL, ("backend.type", "tinker")], 'track.artifacts has model, and backend.type = "tinker"'),
     ],
 )
 def test_options_without_effect_are_refused(overrides: list[tuple[str, str]], message: str) -> None:

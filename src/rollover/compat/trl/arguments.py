@@ -1,4 +1,4 @@
-"""What TRL's GRPOTrainer is given, as options of convert/trl.py and arguments of `rollover.Session`.
+"""What TRL's GRPOTrainer is given, as options of convert/trl/rows.py and arguments of `rollover.Session`.
 
 Every argument is mapped, or refused by name with the reason, before a model is loaded.
 """
@@ -6,6 +6,7 @@ Every argument is mapped, or refused by name with the reason, before a model is 
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +17,9 @@ from rollover.compat.trl.config import GRPOConfig
 from rollover.compat.trl.rewards import TrlReward, WithState
 from rollover.config import ConfigError
 from rollover.convert.mapping import Options, convert
-from rollover.convert.trl import TRL
-from rollover.convert.trl_values import step, updates
+from rollover.convert.trl.rows import TRL
+from rollover.convert.trl.values import step, updates
+from rollover.track.trackers.names import TOOLS, is_installed
 
 _IMAGES = ("image", "images")
 _SOME = "<python>"  # rows and rewards that are handed over as objects
@@ -59,6 +61,8 @@ def run_of(
         "model": model, "train_dataset": _SOME, "prompts": _form_of_prompts(tasks), "reward_funcs": rewards,
         "output_dir": args.output_dir or "trainer_output",
     }  # fmt: skip
+    if options.get("report_to") in ("all", ["all"]):  # as transformers has it: of those that are installed
+        options["report_to"] = [name for name in TOOLS if is_installed(name)]
     options |= {} if eval_tasks is None else {"eval_dataset": _SOME}
     options |= {} if peft_config is None else {"peft_config": _lora(peft_config)}
     options |= {name: value for name, value in refused.items() if value not in (None, [])}
@@ -85,6 +89,8 @@ def _values(options: Mapping[str, Any]) -> dict[str, Any]:
     if done.questions:
         named = "\n".join(f"  {name}: {reason}" for name, reason in done.questions.items())
         raise ConfigError(f"GRPOConfig and GRPOTrainer: this has no counterpart here; leave it out:\n{named}")
+    if why := done.without.get("report_to"):
+        warnings.warn(f"GRPOConfig(report_to={options['report_to']!r}): {why}", stacklevel=2)
     return {key: value for key, (value, _) in done.values.items() if key != "tasks.sources"}
 
 

@@ -1,4 +1,4 @@
-"""TRL 1.16's GRPOConfig: its fields by name, with its defaults. What each is here stands in convert/trl.py."""
+"""TRL 1.16's GRPOConfig: its fields by name, with its defaults. What each is here stands in convert/trl/rows.py."""
 
 from __future__ import annotations
 

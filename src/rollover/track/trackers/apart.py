@@ -141,7 +141,8 @@ class Apart:
             self.heard.append(answer["say"])
         elif "failed" in answer:
             self.failures += 1
-            self._say(f"failed: {answer['failed']}; the run goes on, and it is tried again with the next step")
+            again = ", and it is tried again with the next step" if answer.get("again", True) else ""
+            self._say(f"failed: {answer['failed']}; the run goes on{again}")
 
     def _say(self, what: str) -> None:
         """Each thing once."""

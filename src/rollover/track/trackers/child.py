@@ -1,9 +1,10 @@
 """The process of one tool: it takes what the run tells, a line of JSON each, and answers each with a line.
 
-    {"about": ...} once, {"cut": step}, {"row": ...}, {"eval": ...}, {"rollouts": [...], "step": n}, {"close": failed}
+    {"about": ...} once, {"cut": step}, {"row": ...}, {"eval": ...}, {"rollouts": [...], "step": n},
+    {"artifacts": [...]} of a run that is finished, {"close": failed}
     each may say "gap": something before it was lost, and is told from metrics.jsonl and eval.jsonl
 
-    {"done": true} for each; before it any of {"say": text}, {"failed": text}
+    {"done": true} for each; before it any of {"say": text}, {"failed": text, "again": whether it is tried again}
 
 Owns what the tool has and what it lacks. A tool that cannot be opened, or fails at a step, is tried again with what
 comes next: nothing is left out for that, and nothing is told twice.
@@ -24,6 +25,7 @@ from rollover.functions import explained
 from rollover.track.recorded import records_of, step_files
 from rollover.track.sinks import read_rows
 from rollover.track.tracker import Cut
+from rollover.track.trackers.artifacts import files_of
 from rollover.track.trackers.sample import sample_of_records
 from rollover.track.trackers.tool import About, Newest, Tool, plain, redacted
 
@@ -55,7 +57,7 @@ def main(name: str, tracker: str, num_shown: str) -> None:
         try:
             teller.take(message)
         except Exception as error:  # boundary: the tool, and all that it imports
-            answer(failed=redacted(explained(error)))
+            answer(failed=redacted(explained(error)), again=not {"artifacts", "close"} & message.keys())
         answer(done=True)
         if "close" in message:
             break
@@ -98,6 +100,9 @@ class Teller:
         elif "rollouts" in message:
             self._catch_up(message["step"] - 1, message["step"] - 1)  # tools take steps in their order
             self._rollouts(message["step"], message["rollouts"])
+        elif "artifacts" in message:
+            self._catch_up(_ALL, _ALL)  # whatever becomes of these, which may take long
+            self._artifacts(message["artifacts"])
         elif "close" in message and self.tool is not None:
             self.tool.failed = message["close"]
             self._close()
@@ -154,6 +159,22 @@ class Teller:
         if self._is_open and self.tool is not None and rows:
             self._sampled.add(step)
             self.tool.on_rollouts(step, rows)
+
+    def _artifacts(self, names: list[str]) -> None:
+        """Hand the files over. Each failure is said, and is not worth the next one."""
+        if not self._is_open or self.tool is None:
+            raise ConnectionError(f"it is not open, and {' and '.join(names)} did not go there (track.artifacts)")
+        assert self._about is not None
+        for name in names:
+            files, left_out = files_of(name, self._about.directory)
+            if left_out:
+                which = ", ".join(left_out)
+                self.answer(failed=f"{which} of {name} did not go there: a credential is in it", again=False)
+            try:
+                if files:
+                    self.tool.on_artifact(name, files)
+            except Exception as error:  # boundary: the tool
+                self.answer(failed=f"{name} did not go there: {redacted(explained(error))}", again=False)
 
     def _tell(self, step: int, kind: str, row: dict[str, Any]) -> None:
         """Tell the tool, if it has not that already. One that fails is behind: the file has the row."""

@@ -1,8 +1,7 @@
-"""MLflow: one run of an experiment, found again by the tag rollover.id.
+"""MLflow: one run of an experiment, found again by the tag rollover.id, in the store of MLflow's own variables.
 
-Store and credentials are those of MLflow's own variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME). A value once
-logged can be neither changed nor removed there. So where a run goes back, it becomes a new MLflow run, with all steps
-before; the old one is deleted, which MLflow can undo.
+A value once logged can be neither changed nor removed there. So where a run goes back, it becomes a new MLflow run,
+with all steps before; the old one is deleted, which MLflow can undo.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
@@ -19,8 +19,8 @@ from rollover.track.tracker import Cut, Row
 from rollover.track.trackers.tool import About, Newest, Tool, flat, numbers_of, numbers_of_eval
 
 _ID = "rollover.id"
-_NOT_IN_NAMES = re.compile(r"[^\w\-. :/]", re.ASCII)
-_MOST_METRICS, _MOST_PARAMS, _MOST_CHARS = 1000, 100, 500  # of one request; of a parameter's value, everywhere
+_NOT_IN_NAMES = re.compile(r"[^\w\-. :/]|(?<![^/])\.*(?![^/])", re.ASCII)  # nor may a part of a path be "", . or ..
+_MOST_METRICS, _MOST_PARAMS, _MOST_CHARS, _MOST_NAME = 1000, 100, 500, 250  # of a request; of a value, a name
 
 
 class MLflow(Tool):
@@ -61,19 +61,22 @@ class MLflow(Tool):
     def on_answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         self._table(f"answers/step-{step:06d}.json", rows)
 
+    def on_artifact(self, name: str, files: Mapping[str, Path]) -> None:
+        assert self._client is not None
+        for path, file in files.items():
+            self._client.log_artifact(self._run, str(file), (PurePosixPath(name) / path).parent.as_posix())
+
     def close(self) -> None:
         if self._client is not None and self._run:
             self._client.set_terminated(self._run, "FAILED" if self.failed else "FINISHED")
 
     def _begin(self, client: MlflowClient, experiment: str) -> str:
         about = self.about
-        tags = {_ID: about.id, **({"group": about.group} if about.group else {}), **dict.fromkeys(about.tags, "true")}
+        group = {"group": about.group} if about.group else {}
+        tags = {_ID: about.id} | group | dict.fromkeys(map(_name, about.tags), "true")
         run = client.create_run(experiment, run_name=about.name, tags=tags).info.run_id
-        params = [
-            Param(_NOT_IN_NAMES.sub("_", key).replace("/", "."), str(value)[:_MOST_CHARS])
-            for key, value in flat(about.config).items()
-            if value != ""
-        ]
+        values = {_name(key).replace("/", "."): value for key, value in flat(about.config).items() if value != ""}
+        params = [Param(key, str(value)[:_MOST_CHARS]) for key, value in values.items()]
         for start in range(0, len(params), _MOST_PARAMS):
             client.log_batch(run, params=params[start : start + _MOST_PARAMS])
         return run
@@ -81,12 +84,16 @@ class MLflow(Tool):
     def _log(self, step: Any, numbers: Mapping[str, float]) -> None:
         assert self._client is not None
         now = int(time.time() * 1000)
-        metrics = [Metric(_NOT_IN_NAMES.sub("_", key), value, now, step) for key, value in numbers.items()]
+        metrics = [Metric(_name(key), value, now, step) for key, value in numbers.items()]
         for start in range(0, len(metrics), _MOST_METRICS):
             self._client.log_batch(self._run, metrics=metrics[start : start + _MOST_METRICS])
 
     def _table(self, file: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """As MLflow's own tables are written."""
         assert self._client is not None
-        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
+        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}  # as MLflow's own
         self._client.log_dict(self._run, table, file)
+
+
+def _name(key: str) -> str:
+    name = _NOT_IN_NAMES.sub("_", key)
+    return name if len(name) <= _MOST_NAME else f"{name[:100]}...{name[103 - _MOST_NAME :]}"

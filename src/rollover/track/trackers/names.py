@@ -25,7 +25,12 @@ TOOLS = {
 
 
 def check_installed(name: str) -> None:
-    """ValueError with the line for pip where the tool's library is missing. It is not imported: that takes seconds."""
-    found = importlib.util.find_spec(TOOLS[name].library)
-    if found is None or found.origin is None:  # a mere folder of that name, as wandb makes one where it is used
+    """ValueError with the line for pip where the tool's library is missing."""
+    if not is_installed(name):
         raise ValueError(f'track.trackers: {name} is not installed: pip install "rollover[{name}]"')
+
+
+def is_installed(name: str) -> bool:
+    """Whether the tool's library is there. It is not imported: that takes seconds."""
+    found = importlib.util.find_spec(TOOLS[name].library)
+    return found is not None and found.origin is not None  # no mere folder, as wandb makes one where it is used

@@ -8,6 +8,7 @@ up to the last that it has, so steps after a cut stay as they are, and later one
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -60,6 +61,10 @@ class SwanLab(Tool):
 
     def on_answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         swanlab.log({"answers": [_text(row) for row in rows]}, step=step)
+
+    def on_artifact(self, name: str, files: Mapping[str, Path]) -> None:
+        for file in files.values():
+            swanlab.save(glob.escape(str(file)), base_path=str(self.about.directory), policy="now")
 
     def close(self) -> None:
         self._end("crashed" if self.failed else "success")

@@ -30,7 +30,7 @@ class TensorBoard(Tool):
     def __init__(self, about: About) -> None:
         super().__init__(about)
         shared = os.environ.get("TENSORBOARD_LOGGING_DIR") or os.environ.get("TENSORBOARD_DIR")
-        self.place = str(Path(shared) / f"{about.name}-{about.id}" if shared else about.directory / "tensorboard")
+        self.place = str(Path(shared) / about.file_name if shared else about.directory / "tensorboard")
         self._writer: EventFileWriter | None = None
 
     def truncate(self, cut: Cut) -> None:

@@ -19,6 +19,7 @@ MOST_CHARS = 10_000
 """Of one text."""
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _LEAST_SECRET = 8  # characters: shorter values are words such as "true"
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 # What a terminal obeys, as the pictures that Unicode has of it; what turns the direction of a text, by its number.
 _SHOWN = {
@@ -42,6 +43,11 @@ class About:
     entity: str
     tags: Sequence[str]
     config: Mapping[str, Any]
+
+    @property
+    def file_name(self) -> str:
+        """Name and id as a file, or an artifact, may be called: letters, digits, dots, underscores and hyphens."""
+        return f"{_NOT_IN_NAMES.sub('-', self.name).strip('.-') or 'run'}-{self.id}"
 
     def project_or(self, variable: str) -> str:
         """The project that is chosen, or that the environment's `variable` names, or "rollover"."""
@@ -75,6 +81,10 @@ class Tool(Tracker):
     def on_answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """A sample of the answers of the evaluation after `step`; all have the same keys."""
 
+    def on_artifact(self, name: str, files: Mapping[str, Path]) -> None:
+        """What the finished run leaves as `name` (track.artifacts): its files by their paths in it. Once they are where
+        they belong, it returns. A tool that keeps no files does nothing."""
+
 
 def numbers_of(row: Row) -> dict[str, float]:
     """What a step's row measures, by key; None is no measurement."""
@@ -83,7 +93,8 @@ def numbers_of(row: Row) -> dict[str, float]:
 
 def numbers_of_eval(row: Mapping[str, Any]) -> dict[str, float]:
     """What an evaluation measures: eval/mean, eval/ci/0, eval/sources/NAME/mean ..."""
-    return {f"eval/{key}": value for key, value in flat(row).items() if isinstance(value, int | float)}
+    numbers = {key: value for key, value in flat(row).items() if isinstance(value, int | float)}
+    return {f"eval/{plain(key)}": value for key, value in numbers.items()}  # a source may be called anything
 
 
 def flat(values: Mapping[str, Any] | Sequence[Any], under: str = "") -> dict[str, Any]:
@@ -109,10 +120,14 @@ def plain(text: str, most: int = MOST_CHARS) -> str:
 def redacted(text: str) -> str:
     """The text without what variables of the environment hold that are named as secrets are, and without the user and
     password of an address."""
-    for name, value in os.environ.items():
-        if _SECRET.search(name) and len(value) >= _LEAST_SECRET:
-            text = text.replace(value, "***")
+    for value in secrets():
+        text = text.replace(value, "***")
     return _IN_ADDRESS.sub("***", text)
+
+
+def secrets() -> list[str]:
+    """What variables of the environment hold that are named as secrets are."""
+    return [value for name, value in os.environ.items() if _SECRET.search(name) and len(value) >= _LEAST_SECRET]
 
 
 def without_secrets(value: Any) -> Any:

@@ -1,7 +1,8 @@
 """All tools of others that a run is shown in: `Tools`, the tracker that hands each event on to the process of each.
 
 Owns what is handed on (rows as they are, a sample of the rollouts), and what is said of a tool that fails, hangs or
-does not keep up. None of them holds the run up, but for track.finish_s seconds at its end.
+does not keep up. None of them holds the run up, but for track.finish_s seconds at its end, and
+track.artifacts_s where files of it are to go there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from rollover.track.trackers.sample import sample_of
 from rollover.track.trackers.tool import without_secrets
 
 ID_FILE = "tracked_as"
+FINISHED = "finished"  # of a run that has made all its steps
 _SILENT_S = 60.0
+_LAST_TWO = 2  # messages: the artifacts, and the end
 
 
 class Tools(Counted):
@@ -34,6 +37,7 @@ class Tools(Counted):
         self._silent: set[str] = set()
         self._lossy: set[str] = set()
         self._failed = False
+        self._finished = Path()
 
     @property
     def wants_groups(self) -> bool:
@@ -50,6 +54,7 @@ class Tools(Counted):
             "tags": list(self._config.tags),
             "config": without_secrets(to_json(run.config)),
         }
+        self._finished = run.directory / FINISHED
         for tool in self.tools:
             tool.start()
         self._tell({"about": about}, always=True)
@@ -90,14 +95,21 @@ class Tools(Counted):
         self._relay()
 
     def close(self) -> None:
-        deadline = time.monotonic() + self._config.finish_s
+        config, deadline = self._config, time.monotonic() + self._config.finish_s
         try:
+            hands_over = bool(config.artifacts) and not self._failed and self._finished.is_file()
+            if hands_over:
+                self._tell({"artifacts": config.artifacts}, always=True)
             self._tell({"close": self._failed}, always=True)
             for tool in self.tools:
-                if not tool.wait(max(0.0, deadline - time.monotonic())) and tool.under_way:
+                if tool.wait(max(0.0, deadline - time.monotonic())) or not tool.under_way:
+                    continue
+                if hands_over and tool.under_way <= _LAST_TWO:
+                    self._wait_for_artifacts(tool, deadline + config.artifacts_s)
+                else:
                     tool.heard.append(
-                        f"track.trackers: {tool.name} had not taken {tool.under_way} messages"
-                        f" {self._config.finish_s:g} s after the end (track.finish_s), and was ended"
+                        f"track.trackers: {tool.name} had not taken {tool.under_way} messages {config.finish_s:g} s"
+                        " after the end (track.finish_s), and was ended"
                     )
         finally:
             for tool in self.tools:
@@ -110,6 +122,16 @@ class Tools(Counted):
             "trackers/failed": sum(tool.failures for tool in self.tools),
             "trackers/lost": sum(tool.lost for tool in self.tools),
         }
+
+    def _wait_for_artifacts(self, tool: Apart, deadline: float) -> None:
+        limit_s = self._config.artifacts_s
+        names = " and ".join(self._config.artifacts)
+        self._say(f"track.trackers: waiting for {tool.name} to take {names}, for {limit_s:g} s (track.artifacts_s)")
+        if not tool.wait(max(0.0, deadline - time.monotonic())) and tool.under_way:
+            tool.heard.append(
+                f"track.trackers: {tool.name} had not taken {names} {limit_s:g} s later, and was ended; they are in"
+                f" {self._finished.parent}"
+            )
 
     def _tell(self, message: dict[str, Any], *, always: bool = False) -> None:
         for tool in self.tools:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import trackio  # pyright: ignore[reportMissingImports]
@@ -61,6 +62,12 @@ class Trackio(Tool):
 
     def on_answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         self._run.log({"answers": [_trace(row, "answer") for row in rows]}, step=step)
+
+    def on_artifact(self, name: str, files: Mapping[str, Path]) -> None:
+        artifact = trackio.Artifact(f"{self.about.file_name}-{name}", type="records" if name == "records" else "model")
+        for path, file in files.items():
+            artifact.add_file(file, name=path)
+        self._run.log_artifact(artifact)
 
     def close(self) -> None:
         if self._run is not None:

@@ -28,10 +28,12 @@ class Wandb(Tool):
         super().__init__(about)
         self._folder = Path(os.environ.get("WANDB_DIR") or about.directory)
         self._run: Any = None
+        self._offline = False
 
     def truncate(self, cut: Cut) -> None:
         self._end()
-        if wandb.setup().settings.mode in ("offline", "dryrun"):
+        self._offline = wandb.setup().settings.mode in ("offline", "dryrun")
+        if self._offline:
             for old in self._folder.glob(f"wandb/offline-run-*-{self.about.id}"):
                 shutil.rmtree(old)
             self._run = self._begin()
@@ -59,6 +61,14 @@ class Wandb(Tool):
 
     def on_answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         self._run.log({"answers": _table(rows)}, step=step)
+
+    def on_artifact(self, name: str, files: Mapping[str, Path]) -> None:
+        artifact = wandb.Artifact(f"{self.about.file_name}-{name}", type="records" if name == "records" else "model")
+        for path, file in files.items():
+            artifact.add_file(str(file), name=path, policy="immutable", skip_cache=True)
+        logged = self._run.log_artifact(artifact)
+        if not self._offline:
+            logged.wait()
 
     def close(self) -> None:
         self._end(1 if self.failed else 0)

@@ -6,27 +6,27 @@ the installed TRL. `num_processes` is accelerate's; `prompts` says what the data
 
 from __future__ import annotations
 
-from rollover.convert import trl_data as data
-from rollover.convert import trl_values as to
-from rollover.convert.mapping import Row, System
+from rollover.convert.mapping import SHOWN, WHERE, Row, System
+from rollover.convert.shown import where
+from rollover.convert.trl import data
+from rollover.convert.trl import values as to
 
 _EVALUATED = {"eval_dataset": "held_out.jsonl", "eval_strategy": "steps", "eval_steps": 5}
 _SYNCED = {"beta": 0.04, "sync_ref_model": True}
 _VLLM = {"use_vllm": True}
+_SHOWN_IN = {"report_to": ["wandb"]}
 _TWO = {"reward_funcs": ["mine.py:right", "mine.py:short"]}
 _PER_STEP = ("rollout.groups_per_step", "train.minibatches_per_step")
 _EVAL = ("eval.num_tasks", "eval.every_steps")
 
 # No result depends on these: they say where and how fast something is computed, or what is shown of it.
-_WHERE = "where and in what portions it computes: `[engine]`, `[backend]`, `[cluster]` and `train.micro_batch_tokens`"
-_SHOWN = "what is shown of a run, and where: `[track]`; W&B and others: docs/trackers.md"
 _HUB = "nothing is uploaded: `model/` of the run is a folder as `from_pretrained` reads it"
 _OTHERS = "of other trainers: GRPOTrainer does not read it"
 _ADAPTIVE = "goes with `use_adaptive_entropy`"
 
 # fmt: off
 _NO_RESULT = (
-    *((name, _WHERE) for name in (
+    *((name, WHERE) for name in (
         "per_device_eval_batch_size", "eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object",
         "batch_eval_metrics", "activation_checkpointing", "activation_checkpointing_kwargs",
         "gradient_checkpointing_kwargs", "torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32",
@@ -40,8 +40,9 @@ _NO_RESULT = (
         "use_transformers_continuous_batching", "transformers_continuous_batching_config", "use_transformers_paged",
         "enable_jit_checkpoint", "save_on_each_node", "skip_memory_metrics", "debug",
     )),
-    *((name, _SHOWN) for name in (
-        "logging_*", "log_*", "disable_tqdm", "report_to", "project", "trackio_*", "include_num_input_tokens_seen",
+    *((name, SHOWN) for name in (
+        "logging_*", "log_level", "log_level_replica", "log_on_each_node", "log_multimodal", "log_unique_prompts",
+        "log_completions_hub_repo", "disable_tqdm", "trackio_*", "include_num_input_tokens_seen",
         "include_for_metrics", "num_completions_to_print",
     )),
     *((name, _HUB) for name in ("push_to_hub", "hub_*")),
@@ -188,6 +189,12 @@ ROWS = (
     Row("seed", ("run.seed",), default=42, example=7),
     Row("output_dir", ("run.dir",), data.given("run.dir"), example="out"),
     Row("run_name", ("run.name",), data.given("run.name"), example="mine"),
+    Row("report_to", ("track.trackers",), data.trackers, example=["wandb"],
+        note="`wandb`, `tensorboard`, `trackio`, `mlflow` and `swanlab` (docs/trackers.md)"),
+    Row("project", ("track.project",), where(data.tools, "track.project", of=("trackio",)), example="mine",
+        beside={"report_to": ["trackio"]}, note="of trackio alone there"),
+    Row("log_completions", ("track.tracker_rollouts",), data.completions, False, True, _SHOWN_IN,
+        note="four of each step, where TRL sends all"),
     Row("eval_strategy", _EVAL, data.evaluation, "no", "steps", {"eval_dataset": "held_out.jsonl", "eval_steps": 5},
         note="with an `eval_dataset`. One more evaluation comes at the end"),
     Row("eval_steps", _EVAL[1:], data.evaluation, example=20, beside=_EVALUATED, note="not set: `logging_steps`"),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rollover.convert.verl_script import flat
+from rollover.convert.verl.script import flat
 
 _ONLY_THERE = ("base_model", "trl", "rl", "micro_batch_size", "adapter")
 _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")

@@ -1,11 +1,12 @@
 """Axolotl (GRPO and its asynchronous trainer, commit 067b021, with TRL 1.8): what its options are here, row by row.
 
-Most of `trl:` is handed on to TRL, whose rows (trl.py) hold. One process is taken; more of them are more a batch.
+Most of `trl:` is handed on to TRL, whose rows (trl/rows.py) hold. One process is taken; more of them are more a batch.
 """
 
 from __future__ import annotations
 
-from rollover.convert.axolotl_values import (
+from rollover.convert.axolotl import shown
+from rollover.convert.axolotl.values import (
     adapter,
     advantage,
     clip,
@@ -34,7 +35,7 @@ from rollover.convert.axolotl_values import (
     with_adam,
     with_producer,
 )
-from rollover.convert.mapping import Row, System
+from rollover.convert.mapping import SHOWN, WHERE, Row, System
 
 # fmt: off
 _PREFETCH = {"trl.use_data_producer": True, "trl.async_prefetch": True, "trl.use_vllm": True}
@@ -43,12 +44,10 @@ _ADAPTER = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16}
 _LORA = _ADAPTER | {"lora_target_linear": True}
 _SEVERAL = {"trl.reward_funcs": ["mine.accuracy", "mine.form"]}
 
-_WHERE = "where and in what portions it computes: `[engine]`, `[backend]`, `[cluster]` and `train.micro_batch_tokens`"
-_SHOWN = "what is shown and stored of a run, and where: `[track]`; W&B and others: docs/trackers.md"
 _OTHER = "no part of training by rollouts: other kinds of training read it"
 _DATA = "how the data are prepared and stored before training"
 NO_RESULT = {
-    _WHERE: (
+    WHERE: (
         "trl.vllm_mode", "trl.vllm_server_host", "trl.vllm_server_port", "trl.vllm_server_timeout",
         "trl.vllm_enable_sleep_mode", "trl.vllm_lora_sync", "trl.use_liger_loss", "trl.streaming_partial_batch",
         "trl.streaming_min_groups",
@@ -68,9 +67,8 @@ NO_RESULT = {
         "ray_num_workers", "resources_per_worker", "tiled_mlp", "tiled_mlp_*", "chunked_cross_entropy",
         "chunked_cross_entropy_num_chunks", "liger_*", "cut_cross_entropy", "use_kernels", "experts_implementation",
     ),
-    _SHOWN: (
-        "trl.log_completions", "trl.num_completions_to_print", "logging_steps", "use_wandb", "wandb_*", "use_mlflow",
-        "mlflow_*", "hf_mlflow_log_artifacts", "use_comet", "comet_*", "use_trackio", "trackio_*", "use_tensorboard",
+    SHOWN: (
+        "trl.num_completions_to_print", "logging_steps", "wandb_*", "mlflow_*", "comet_*", "trackio_*",
         "use_otel_metrics", "otel_metrics_*", "gradio_*", "ray_run_name", "profiler_steps", "profiler_steps_start",
         "include_tokens_per_second", "include_tkps", "hub_model_id", "hub_strategy", "hub_revision",
         "hf_use_auth_token", "save_safetensors", "save_strategy", "saves_per_epoch", "save_first_step",
@@ -261,6 +259,23 @@ ROWS = (
         note="updates, or a share of `max_steps`"),
     Row("save_total_limit", ("checkpoint.keep",), None, 4, 8),
     Row("output_dir", ("run.dir",), example="folder"),
+    *(Row(f"use_{name}", ("track.trackers",), shown.trackers, example=True)
+      for name in ("wandb", "tensorboard", "trackio", "mlflow")),
+    Row("use_comet", note="there is no Comet: docs/trackers.md has the tools that there are"),
+    Row("wandb_mode", ("track.trackers",), shown.trackers, example="disabled", beside={"use_wandb": True},
+        note="`offline` is W&B's own variable `WANDB_MODE`"),
+    *(Row(name, ("track.project", "track.trackers"), shown.project, example="mine",
+          note="a project switches its tool on") for name in
+      ("wandb_project", "mlflow_experiment_name", "trackio_project_name")),
+    *(Row(name, ("run.name",), shown.name, example="mine", beside={f"use_{name.partition('_')[0]}": True})
+      for name in ("wandb_name", "wandb_run_id", "mlflow_run_name", "trackio_run_name")),
+    Row("wandb_entity", ("track.entity",), shown.entity, example="us", beside={"use_wandb": True}),
+    Row("wandb_log_model", ("track.artifacts",), shown.artifacts, example="end", beside={"use_wandb": True},
+        note="the model of the end"),
+    Row("hf_mlflow_log_artifacts", ("track.artifacts",), shown.artifacts, example=True, beside={"use_mlflow": True},
+        note="the model of the end, no checkpoints"),
+    Row("trl.log_completions", ("track.tracker_rollouts",), shown.completions, False, True, {"use_wandb": True},
+        note="four of each step, where TRL sends all"),
     Row("seed", ("run.seed",), None, 42, 7),
     *(Row(name, note=note) for note, names in NO_RESULT.items() for name in names),
     *(Row(name, note=note, neutral=neutral) for name, (note, neutral) in _NOT_THERE.items()),

@@ -1,4 +1,4 @@
-"""How values of verl's options become values of ours: the functions of the rows of verl.py."""
+"""How values of verl's options become values of ours: the functions that rows.py names."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from rollover.config.traits import LOSSES
 from rollover.convert.mapping import Options, Unanswered
+from rollover.convert.shown import where
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 IS = "algorithm.rollout_correction"
@@ -260,6 +261,16 @@ def critic_warmup(value: Any, options: Options) -> dict[str, Any]:
 
 def adam(value: Any, options: Options) -> dict[str, Any]:
     return {"train.adam_beta1": value[0], "train.adam_beta2": value[1]}
+
+
+def tools(options: Options) -> list[str]:
+    """What trainer.logger names beside the terminal and files."""
+    names = ("wandb" if name == "tracking" else name for name in files(options("trainer.logger") or []))
+    return [name for name in names if name not in ("console", "file")]
+
+
+def generations(value: Any, options: Options) -> dict[str, Any]:
+    return where(tools, "track.tracker_rollouts")(max(int(value), 0), options)
 
 
 def every(key: str) -> Any:

@@ -1,10 +1,11 @@
-"""How values of LightRFT's flags become values of ours: the functions of the rows of lightrft.py."""
+"""How values of LightRFT's flags become values of ours: the functions that rows.py names."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from rollover.convert.mapping import Options, Unanswered
+from rollover.convert.shown import trackers, where
 
 BUDGET = 1024  # its trainer reads max_token_budget, which no flag sets
 _ADVANTAGES = {
@@ -180,6 +181,15 @@ def lora(key: str) -> Any:
         return {key: [value] if isinstance(value, str) else value}
 
     return to
+
+
+def tools(options: Options) -> list[str]:
+    """W&B, else TensorBoard, as there."""
+    return ["wandb"] if options("use_wandb") else ["tensorboard"] if options("use_tensorboard") else []
+
+
+def shown_in(value: Any, options: Options) -> dict[str, Any]:
+    return trackers(tools(options)) | where(tools, "track.tracker_rollouts")(0, options)
 
 
 def asked(question: str) -> Any:

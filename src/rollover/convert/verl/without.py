@@ -1,4 +1,4 @@
-"""Options of verl 0.9.1, and of releases before it, that have no counterpart here: rows of verl.py.
+"""Options of verl 0.9.1, and of releases before it, that have no counterpart here: part of rows.py.
 
 A name is matched as a whole; `*` stands in the place of what several options have in common, and of a table whose
 options are all about one thing. What of such a table changes what is learned comes before it.
@@ -6,8 +6,8 @@ options are all about one thing. What of such a table changes what is learned co
 
 from __future__ import annotations
 
-from rollover.convert.mapping import Row
-from rollover.convert.verl_values import ACTOR, IS, MODEL, ROLLOUT
+from rollover.convert.mapping import SHOWN, WHERE, Row
+from rollover.convert.verl.values import ACTOR, IS, MODEL, ROLLOUT
 
 # fmt: off
 _NULL = (None, "null")
@@ -96,11 +96,9 @@ ASKED = {
     "trainer.val_only": ("`rollover eval` evaluates a model", (False,)),
     "skip.*.enable": ("set `run.train_on_recorded` to train recorded rollouts", (False,)),
 }
-_WHERE = "where and in what portions it computes: `[engine]`, `[backend]`, `[cluster]` and `train.micro_batch_tokens`"
-_SHOWN = "what is shown and stored of a run, and where: `[track]`; W&B and others: docs/trackers.md"
 _ENGINES = (ROLLOUT, "reward.reward_model.rollout", "reward_model.rollout")
 NO_RESULT = {
-    _WHERE: (
+    WHERE: (
         "*.*micro_batch_size", "*.*micro_batch_size_per_gpu", "*.use_dynamic_bsz", "*.log_prob_use_dynamic_bsz",
         "*.*max_token_len_per_gpu", "*.fsdp_config.*", "critic.fsdp.*", "*.megatron.*", "*.veomni.*", "*.torchtitan.*",
         "*.fsdp_size",
@@ -136,11 +134,11 @@ NO_RESULT = {
         "critic.model.hf_config_path", f"{MODEL}.tokenizer_path", "critic.model.tokenizer_path",
         "algorithm.filter_groups.max_inflight_gen_batches",
     ),
-    _SHOWN: (
-        "trainer.logger", "trainer.project_name", "trainer.log_val_generations", "trainer.rollout_data_dir",
-        "trainer.validation_data_dir", "*.profiler.*", "global_profiler.*", "trainer.profile_steps",
-        "trainer.resume_mode", "trainer.resume_from_path", f"{ROLLOUT}.prometheus.*", "*.prometheus.*",
-        "trainer.default_hdfs_dir", "trainer.max_critic_ckpt_to_keep", "trainer.del_local_ckpt_after_load",
+    SHOWN: (
+        "trainer.rollout_data_dir", "trainer.validation_data_dir", "*.profiler.*", "global_profiler.*",
+        "trainer.profile_steps", "trainer.resume_mode", "trainer.resume_from_path", f"{ROLLOUT}.prometheus.*",
+        "*.prometheus.*", "trainer.default_hdfs_dir", "trainer.max_critic_ckpt_to_keep",
+        "trainer.del_local_ckpt_after_load",
         "trainer.esi_redundant_time", "trainer.checkpoint_callback_class", "*.checkpoint.*",
         "*.overlong_buffer.log", "*.overlong_buffer_cfg.log", f"{ROLLOUT}.trace.*", f"{ACTOR}.calculate_entropy",
         f"{ACTOR}.calculate_sum_pi_squared", f"{ROLLOUT}.moe_load_balance_metrics_interval",

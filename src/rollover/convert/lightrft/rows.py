@@ -3,7 +3,8 @@ here, row by row."""
 
 from __future__ import annotations
 
-from rollover.convert.lightrft_values import (
+from rollover.config.run import TOOLS
+from rollover.convert.lightrft.values import (
     advantage,
     asked,
     batches,
@@ -18,25 +19,27 @@ from rollover.convert.lightrft_values import (
     overlong,
     partial,
     running_norm,
+    shown_in,
     sources,
+    tools,
     truncated,
     with_critic,
 )
-from rollover.convert.mapping import Row, System
+from rollover.convert.mapping import SHOWN, WHERE, Row, System
+from rollover.convert.shown import where
 
 # fmt: off
 _GAE = {"advantage_estimator": "gae", "critic_pretrain": "another"}
 _KL_REWARD = _GAE | {"use_kl_loss": False, "kl_estimator": "k1"}
 _PARTIAL = {"use_partial": True, "generate_max_len": 4096}
 _LORA = {"lora_rank": 8}
+_SHOWN_IN = {"use_wandb": "a-key"}
 _OVERLONG = {"overlong_buffer": True, "overlong_buffer_len": 64}
 _NORM = _GAE | {"reward_running_norm": True}
 
-_WHERE = "where and in what portions it computes: `[engine]`, `[backend]`, `[cluster]` and `train.micro_batch_tokens`"
-_SHOWN = "what is shown and stored of a run, and where: `[track]`; W&B and others: docs/trackers.md"
 _IMAGES = "there are no images"
 NO_RESULT = {
-    _WHERE: (
+    WHERE: (
         "micro_train_batch_size", "micro_rollout_batch_size", "engine_type", "engine_tp_size", "engine_mem_util",
         "enable_engine_sleep", "disable_engine_sleep", "packing_samples", "sp_size", "fsdp", "fsdp_cpu_offload",
         "zero_stage", "zpg", "adam_offload", "actor_init_on_gpu", "flash_attn", "grad_accum_dtype", "overlap_comm",
@@ -44,11 +47,10 @@ NO_RESULT = {
         "initial_model_shard_size", "local_rank", "rm_use_engine", "rm_engine_cudagraph", "fused_linear_logprob",
         "chunk_size", "use_ms",
     ),
-    _SHOWN: (
+    SHOWN: (
         "save_trajectories", "num_trajectories_to_save", "mark_high_entropy_tokens", "trajectory_analysis",
         "print_replay_buffer_stats", "logging_steps", "save_hf_ckpt", "disable_ds_ckpt", "max_ckpt_mem",
-        "load_checkpoint", "save_value_network", "use_wandb", "wandb_*", "use_tensorboard", "log_dir", "plot_every",
-        "ckpt_path",
+        "load_checkpoint", "save_value_network", "log_dir", "plot_every", "ckpt_path",
     ),
     _IMAGES: ("freeze_prefix", "images_key", "limit_mm_image_per_prompt", "mixed_mm_data", "no_shard_vit"),
     "its examples choose a reward by it": ("label_key",),
@@ -171,6 +173,13 @@ ROWS = (
     Row("l2", ("train.weight_decay",), None, 0.0, 0.1),
     Row("max_norm", ("train.max_grad_norm",), None, 1.0, 0.5),
     Row("save_path", ("run.dir",), example="folder"),
+    Row("use_wandb", ("track.trackers", "track.tracker_rollouts"), shown_in, example="a-key", secret=True,
+        note="its value is a key, which is not written down: W&B reads `WANDB_API_KEY`. Texts do not go there"),
+    Row("use_tensorboard", ("track.trackers", "track.tracker_rollouts"), shown_in, example="folder",
+        note="without `use_wandb`; the folder is `<run.dir>/tensorboard`"),
+    *(Row(name, (key,), where(tools, key, of), example="mine", beside=_SHOWN_IN) for name, key, of in (
+        ("wandb_org", "track.entity", ("wandb",)), ("wandb_group", "track.group", TOOLS),
+        ("wandb_project", "track.project", TOOLS), ("wandb_run_name", "run.name", TOOLS))),
     Row("save_steps", ("checkpoint.every_steps",), lambda v, o: {"checkpoint.every_steps": max(int(v), 0)}, -1, 20),
     Row("max_ckpt_num", ("checkpoint.keep",), None, 3, 5),
     Row("seed", ("run.seed",), None, 42, 7),

@@ -1,13 +1,14 @@
 """Options of TRL's GRPOConfig, and what GRPOTrainer is given, as values of ours: data, rewards, the model, evaluations
-and checkpoints. What is left of trl_values.py, for the rows of trl.py."""
+and checkpoints. What values.py leaves, for rows.py."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from rollover.convert import shown
 from rollover.convert.mapping import Options, Unanswered
-from rollover.convert.trl_values import in_steps, reward_rows
+from rollover.convert.trl.values import in_steps, reward_rows
 
 # fmt: off
 _LORA = {
@@ -140,6 +141,26 @@ def saves(value: Any, options: Options) -> dict[str, Any]:
     if strategy != "steps":
         raise Unanswered(f"a checkpoint is written every so many steps: {strategy} is none")
     return {"checkpoint.every_steps": in_steps(options("save_steps"), options)}
+
+
+# Where it is shown
+
+
+def tools(options: Options) -> list[str]:
+    """What report_to names; "all" stays, as it depends on what is installed."""
+    named = options("report_to") or []
+    return [name for name in ([named] if isinstance(named, str) else named) if name != "none"]
+
+
+def trackers(value: Any, options: Options) -> dict[str, Any]:
+    if "all" in tools(options):
+        raise Unanswered("which tools are installed is not known here: name them in `track.trackers`")
+    return shown.trackers(tools(options))
+
+
+def completions(value: Any, options: Options) -> dict[str, Any]:
+    """Texts go to a tool where they went there before."""
+    return {} if value else shown.where(tools, "track.tracker_rollouts")(0, options)
 
 
 def given(key: str) -> Any:

@@ -1,4 +1,4 @@
-"""How values of Axolotl's options become values of ours: the functions of the rows of axolotl.py."""
+"""How values of Axolotl's options become values of ours: the functions that rows.py names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from rollover.convert.mapping import Options, Row, Unanswered
-from rollover.convert.trl import TRL
+from rollover.convert.trl.rows import TRL
 
 # Fields of TRL's GRPOConfig under the names that Axolotl hands them on by.
 TRL_FIELDS = {

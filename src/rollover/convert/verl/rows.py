@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rollover.convert.mapping import Row, System
-from rollover.convert.verl_values import (
+from rollover.convert.shown import trackers, where
+from rollover.convert.verl.values import (
     ACTOR,
     IS,
     MODEL,
@@ -22,6 +23,7 @@ from rollover.convert.verl_values import (
     every,
     further,
     gamma,
+    generations,
     give_up,
     group_size,
     kl_in_loss,
@@ -38,16 +40,18 @@ from rollover.convert.verl_values import (
     reward,
     schedule,
     sources,
+    tools,
     truncation,
     uncorrected,
     warmup,
     warmup_ratio,
     with_critic,
 )
-from rollover.convert.verl_without import WITHOUT
+from rollover.convert.verl.without import WITHOUT
 
 # fmt: off
 _WITH_CRITIC = {"algorithm.adv_estimator": "gae", "critic.model.path": "another"}
+_SHOWN_IN = {"trainer.logger": ["wandb"]}
 _KL_LOSS = {f"{ACTOR}.use_kl_loss": True}
 _KL_REWARD = {"algorithm.use_kl_in_reward": True}
 _LORA = {f"{MODEL}.lora_rank": 8}
@@ -225,6 +229,12 @@ ROWS = (
         lambda v, o: {"checkpoint.keep": v} if v not in (None, "null") else {}, example=5),
     Row("trainer.default_local_dir", ("checkpoint.dir",), example="folder"),
     Row("trainer.experiment_name", ("run.name",), example="mine"),
+    Row("trainer.logger", ("track.trackers",), lambda v, o: trackers(tools(o)), example=["console", "wandb"],
+        note="`wandb`, `mlflow`, `swanlab`, `tensorboard` and `trackio`, where a file names them; the terminal and the"
+        " run's own files are there in any case (docs/trackers.md)"),
+    Row("trainer.project_name", ("track.project",), where(tools, "track.project"), example="mine", beside=_SHOWN_IN),
+    Row("trainer.log_val_generations", ("track.tracker_rollouts",), generations, 0, 8, _SHOWN_IN,
+        note="of rollouts of each step, too"),
     *WITHOUT,
 )
 

@@ -107,7 +107,7 @@ $(VERIFIERS)/.stamp: pyproject.toml | $(STAMP)
 	touch $(VERIFIERS)/.stamp
 
 # The documentation as a site, in site/: strict, so a link that leads nowhere ends it. In an environment of its own of some
-# 100 MB: what the pages are made of needs no torch.
+# 270 MB: what the pages are made of needs no torch.
 docs: $(DOCS)/.stamp
 	@PYTHONPATH=src NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet
 	@echo "site/index.html"

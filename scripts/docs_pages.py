@@ -1,8 +1,9 @@
 """The pages of the documentation's site as Markdown: what is a page, where it stands, where its links lead.
 
 A page is written for GitHub, where a link leads to a file of the repository. On the site that file is another page, or
-a copy. Owns the layout, the links, the order (`nav` of mkdocs.yml, in which `folder/*` stands for all pages of a folder
-that it does not name) and llms.txt (https://llmstxt.org). Renders nothing: docs_hooks.py hands this to mkdocs.
+a copy. Owns the layout, the links, the order (`nav` of mkdocs.yml, in which `folder/*` stands for the other pages of a
+folder, as its index.md has them) and llms.txt (https://llmstxt.org). Renders nothing: docs_hooks.py hands this to
+mkdocs.
 
     python scripts/docs_pages.py      prints what is wrong with links, and then every link to another site
 """
@@ -156,8 +157,8 @@ def anchors_of(text: str) -> set[str]:
 # Order
 
 
-def whole_nav(nav: list[Any], places: Collection[str]) -> list[Any]:
-    """`nav` of mkdocs.yml with the pages that `folder/*` stands for, index.md first; without an empty section."""
+def whole_nav(nav: list[Any], pages: Mapping[str, str]) -> list[Any]:
+    """`nav` of mkdocs.yml with the pages that `folder/*` stands for; without an empty section."""
     named = {place for place in named_in(nav) if "*" not in place}
 
     def expanded(entry: Any) -> list[Any]:
@@ -169,10 +170,18 @@ def whole_nav(nav: list[Any], places: Collection[str]) -> list[Any]:
             return [entry]
         if "*" not in entry:
             return [entry]
-        matching = [place for place in places if fnmatchcase(place, entry) and place not in named]
-        return sorted(matching, key=lambda place: (place != entry.replace("*", "index.md"), place))
+        matching = [place for place in pages if fnmatchcase(place, entry) and place not in named]
+        index = entry.replace("*", "index.md")
+        inside = posixpath.dirname(index)
+        order = [index, *(posixpath.normpath(f"{inside}/{link}") for link in _links(pages.get(index, "")))]
+        return sorted(matching, key=lambda place: (order.index(place) if place in order else len(order), place))
 
     return [one for entry in nav for one in expanded(entry)]
+
+
+def _links(text: str) -> list[str]:
+    """The files that a text links to, in order."""
+    return [link.partition("#")[0] for part in _CODE.split(text)[::2] for link, _ in _LINK.findall(part)]
 
 
 def named_in(nav: Any) -> Iterator[str]:

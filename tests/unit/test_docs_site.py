@@ -182,10 +182,15 @@ def test_a_backtick_alone_takes_nothing_else_for_code() -> None:
     assert docs_pages.with_links(text, lambda target: f"to/{target}") == text.replace("d.md", "to/d.md")
 
 
-def test_a_folder_in_the_nav_stands_for_its_pages_that_are_not_named() -> None:
+def test_a_folder_in_the_nav_stands_for_its_other_pages_in_the_order_of_its_index() -> None:
     nav = [{"First": ["t/b.md", "t/*"]}, {"None": ["u/*"]}]
-    places = ["t/a.md", "t/b.md", "t/c.md", "t/index.md"]
-    assert docs_pages.whole_nav(nav, places) == [{"First": ["t/b.md", "t/index.md", "t/a.md", "t/c.md"]}]
+    index = "# T\n\n[c](c.md#x), [a](../t/a.md), [e](e/index.md)\n"
+    pages = {"t/a.md": "", "t/b.md": "", "t/c.md": "", "t/d.md": "", "t/e/index.md": "", "t/index.md": index}
+    ordered = ["t/b.md", "t/index.md", "t/c.md", "t/a.md", "t/e/index.md", "t/d.md"]
+    assert docs_pages.whole_nav(nav, pages) == [{"First": ordered}]
+    assert docs_pages.whole_nav(nav, {"t/b.md": "", "t/d.md": "", "t/c.md": ""}) == [
+        {"First": ["t/b.md", "t/c.md", "t/d.md"]}
+    ]
 
 
 # README.md

@@ -38,7 +38,7 @@ export class RolloutView {
     this.text = el("div", { class: "tokens", tabindex: "0", role: "application", "aria-label": "Tokens of the answer: arrow keys go from token to token", on: {
       keydown: (event) => this._key(event),
       pointerover: (event) => this._point(event.target),
-      click: (event) => this._point(event.target),
+      click: (event) => this._choose(event.target),
     } });
     this.more = el("p", {});
     this.current = null;
@@ -48,7 +48,7 @@ export class RolloutView {
       this._actions(), this._facts(),
       el("section", {}, el("h2", { text: "Asked" }), this._prompt()),
       el("section", {}, el("h2", { text: "Answered" }), this._shades(), this._segments(), this.hover, this.text, this.more),
-      this._why(), this._siblings(), this._life(), this._resume(),
+      this._why(), this._resume(), this._siblings(), this._life(),
       told.columns && Object.keys(told.columns).length ? el("section", {}, el("h2", { text: "Columns of the task" }), el("pre", { text: visible(JSON.stringify(told.columns, null, 2)) })) : null,
     );
   }
@@ -168,7 +168,12 @@ export class RolloutView {
       parts.push(...this._trained(at));
     }
     this.hover.textContent = parts.join(" · ");
-    this._resumesAt(place);
+  }
+
+  /** Clicked, or reached by a key: to point at another on the way to a button changes no command. */
+  _choose(node) {
+    this._point(node);
+    if (this.current) this._resumesAt(Number(this.current.dataset.place));
   }
 
   /** What training made of a token, where the run recorded it. */
@@ -189,7 +194,7 @@ export class RolloutView {
     const place = this.current ? [...all].indexOf(this.current) + moves[event.key] : 0;
     const node = all[Math.max(0, Math.min(all.length - 1, place))];
     if (node) {
-      this._point(node);
+      this._choose(node);
       node.scrollIntoView({ block: "nearest" });
     }
   }
@@ -211,7 +216,7 @@ export class RolloutView {
 
   _resumesAt(place) {
     this.resumesAfter.textContent = place === null
-      ? "This answers the prompt once more, with the newest weights of the run. Choose a token above to keep the answer up to it."
+      ? "This answers the prompt once more, with the newest weights of the run. Click a token above to keep the answer up to it."
       : `This keeps the answer up to token ${place} and goes on from there, with the newest weights of the run.`;
     this.resume.textContent = `${this.told.resume}:${place === null ? 0 : place + 1}`;
   }

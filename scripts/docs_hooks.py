@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,15 @@ def on_config(config: Any) -> Any:
     site = docs_pages.lay_out(ROOT)
     if site.problems:
         raise PluginError("\n".join(site.problems))
-    shutil.rmtree(LAID_OUT, ignore_errors=True)
-    for place, text in site.pages.items():
-        path = LAID_OUT / place
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    for place, file in site.files.items():
-        path = LAID_OUT / place
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, path)
+    contents = {LAID_OUT / place: text.encode() for place, text in site.pages.items()}
+    contents |= {LAID_OUT / place: file.read_bytes() for place, file in site.files.items()}
+    for path in LAID_OUT.rglob("*"):
+        if path.is_file() and path not in contents:
+            path.unlink()
+    for path, content in contents.items():
+        if not path.exists() or path.read_bytes() != content:  # `mkdocs serve` builds again at what is written here
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
     config.docs_dir = str(LAID_OUT)
     config.nav = docs_pages.whole_nav(config.nav, site.pages)
     return config

@@ -40,7 +40,7 @@ def measured(directory: Path, also: str) -> dict[str, Any]:
             max((e["tasks"] for e in run.evaluations), default=0),
             run.config["eval"]["samples_per_task"],
         ],
-        "also": [round(row[also], 4) for row in run.metrics] if also else [],
+        "also": [round(row[also], 4) for row in run.metrics if also in row],
         "seed": run.config["run"]["seed"],
         "seconds": round(end - start),
     }
@@ -116,7 +116,8 @@ def panel(left: int, title: str, curves: dict[str, tuple[list[float], list[list[
     out.append(f'<text x="{x(steps / 2)}" y="{HEIGHT - 3}" text-anchor="middle" fill="#57606a">step</text>')
     for color, (values, points) in zip(COLORS, curves.values(), strict=False):
         path = " ".join(f"{x(step)},{y(value)}" for step, value in enumerate(values, start=1))
-        out.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"/>')
+        if values:
+            out.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"/>')
         for step, mean, least, most in points:
             out.append(f'<path d="M{x(step)} {y(least)}V{y(most)}" stroke="{color}" stroke-opacity="0.5"/>')
             out.append(f'<circle cx="{x(step)}" cy="{y(mean)}" r="3.5" fill="{color}"><title>held out</title></circle>')

@@ -1,0 +1,43 @@
+"""A toy for the examples that show how something is wired, not what a language model learns: seconds on any CPU.
+
+    python ../toy.py toy       writes the folder `toy`: a random model of 80,000 weights, and tasks.jsonl
+
+It writes characters at random, and `digits` rewards digits: a tenth of what it writes at first, nearly all of it soon.
+"""
+
+import json
+import string
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def digits(completions: list[str], **columns: Any) -> list[float]:
+    """The share of digits in each completion; 0 for an empty one."""
+    return [sum(c in string.digits for c in text) / max(1, len(text)) for text in completions]
+
+
+def write(folder: Path) -> None:
+    """The model and its tokenizer of one token a character, as from_pretrained wants them, and the tasks."""
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    vocab = {"<pad>": 0, "<eos>": 1, **{c: i + 2 for i, c in enumerate(string.printable)}}
+    characters = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    characters.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + '<eos>' }}{% endfor %}"
+    sizes = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, head_dim=16)
+    special = dict(bos_token_id=None, eos_token_id=1, pad_token_id=0, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512, **sizes, **special)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    rows = [{"prompt": f"write {a}{b}"} for a in string.ascii_lowercase for b in "abcd"]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1] if len(sys.argv) > 1 else "toy"))

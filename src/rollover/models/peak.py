@@ -5,6 +5,7 @@ Owns the table of names. Knows no model.
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 
@@ -49,7 +50,13 @@ def known_peak(name: str, dtype: torch.dtype) -> float | None:
 
 
 def measured_peak(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of the fastest of a few square matrix products. On a busy machine less than it can do alone."""
+    """FLOP/s of the fastest of a few square matrix products, measured once in a process with so many threads. On a busy
+    machine less than it can do alone."""
+    return _measured(dtype, device, torch.get_num_threads())
+
+
+@functools.cache
+def _measured(dtype: torch.dtype, device: torch.device, num_threads: int) -> float:
     size = 1024 if device.type == "cpu" else 8192
     # No random numbers: a run's come from the same generator.
     left = torch.linspace(-1, 1, size * size, device=device).view(size, size).to(dtype)

@@ -103,13 +103,10 @@ class Inert:
 
     def without_effect(self, config: Any, keys: Collection[str]) -> list[str]:
         """The options of this rule, of those among `keys`, that are set and have no effect in `config`."""
-        if not self.when(config):
+        of_these = [key for key in self.options if key in keys]
+        if not of_these or not self.when(config):
             return []
-        return [
-            key
-            for key in self.options
-            if key in keys and value_of(config, key) not in (self.neutral or neutral_values(config, key))
-        ]
+        return [key for key in of_these if value_of(config, key) not in (self.neutral or neutral_values(config, key))]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import runs
+from reward_functions import digits
 
 import rollover
 from rollover import cli
@@ -30,10 +31,6 @@ SETTINGS: dict[str, Any] = {
 }
 SYNC: dict[str, Any] = {"in_flight_groups": None, "interrupt": None, "max_staleness": None}
 ROWS = [{"prompt": f"count to {i}", "answer": str(i)} for i in range(400)]
-
-
-def digits(prompts, completions, **columns):
-    return [sum(c.isdigit() for c in text) / 48 for text in completions]
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reward_functions import has_letter, share_of_letters, unique_chars
 from transformers import TrainerCallback
 
 import tiny
@@ -27,20 +28,6 @@ FAST = {
     "max_completion_length": 6, "max_steps": 3, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
     "gradient_checkpointing": False, "lr_scheduler_type": "constant",
 }  # fmt: skip
-
-
-def share_of_letters(completions: list[str], **kwargs: Any) -> list[float]:
-    """How many of the characters are lower-case letters."""
-    return [sum(c.islower() for c in text) / max(1, len(text)) for text in completions]
-
-
-def unique_chars(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
-    return [float(len(set(one[-1]["content"]))) for one in completions]
-
-
-async def has_letter(completions: list[Any], letter: list[str], log_metric: Any, **kwargs: Any) -> list[float | None]:
-    log_metric("asked", 2.0)
-    return [None if a == "a" else float(a in one[-1]["content"]) for one, a in zip(completions, letter, strict=True)]
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ def test_engine_logprobs_equal_the_trainers(family: str) -> None:
 @pytest.mark.parametrize("policy", ["recompute", "keep", "salt"])
 def test_interrupted_at_every_cut_equals_uninterrupted(temperature: float, policy: str) -> None:
     """DESIGN test 4: frozen weights, fp32 CPU. The neighbours are interrupted too, so the batch changes."""
-    new = 40
+    new = 20
     model = tiny.model()
     wanted = [
         request(f"{i}-{s}", text, new, temperature=temperature) for i, text in enumerate(PROMPTS) for s in range(2)

@@ -1,4 +1,4 @@
-"""Properties of every configuration of [algorithm] that is accepted, over 2,000 drawn ones each."""
+"""Properties of every accepted configuration of [algorithm], over 1,000 drawn ones; the slow tests draw 2,000."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollover.config import AlgorithmConfig, Config, FiltersConfig
 from rollover.config.load import ConfigError
 from rollover.trainer.objective import Objective
 
-NUM = 2000
+NUMS = (1000, pytest.param(2000, marks=pytest.mark.slow))
 WEIGHTS = ("algorithm.correction", "algorithm.correction_cap", "algorithm.correction_floor")
 # Two names of one thing, as docs/algorithms.md says.
 SYNONYMS = (
@@ -49,12 +49,13 @@ def weight_alone(config: Config) -> Config:
     return config.model_copy(update={"algorithm": plain, "filters": FiltersConfig()})
 
 
-def test_stale_rollouts_are_corrected_or_it_was_permitted() -> None:
+@pytest.mark.parametrize("num", NUMS)
+def test_stale_rollouts_are_corrected_or_it_was_permitted(num: int) -> None:
     """The loss of stale tokens depends on the probability that they were sampled with."""
     rng = random.Random(1)
     seen: dict[str, bool] = {}
     permitted = 0
-    for _ in range(NUM):
+    for _ in range(num):
         config = draw(rng, off_policy=True).config
         algorithm = config.algorithm
         permitted += algorithm.allow_uncorrected
@@ -76,7 +77,7 @@ def test_later_updates_of_a_step_are_corrected_or_it_was_permitted() -> None:
     rng = random.Random(3)
     seen: dict[str, bool] = {}
     permitted = 0
-    for _ in range(NUM // 4):
+    for _ in range(500):
         config = draw(rng, off_policy=False, always=rng.choice(SEVERAL_UPDATES)).config
         permitted += config.algorithm.allow_uncorrected
         if config.algorithm.allow_uncorrected:
@@ -91,9 +92,9 @@ def test_later_updates_of_a_step_are_corrected_or_it_was_permitted() -> None:
     assert len(seen) > 50 and permitted
 
 
-def acts(before: Config, after: Config) -> bool:
-    """On one of some random batches: a threshold may leave the same tokens on any one of them."""
-    return any(not same(objective_of(before, seed), objective_of(after, seed)) for seed in range(60))
+def acts(before: Config, after: Config, num_batches: int) -> bool:
+    """On one of so many random batches: a threshold may leave the same tokens on any one of them."""
+    return any(not same(objective_of(before, seed), objective_of(after, seed)) for seed in range(num_batches))
 
 
 def is_synonym(key: str, drawn: Drawn, value: object) -> bool:
@@ -110,11 +111,13 @@ def is_synonym(key: str, drawn: Drawn, value: object) -> bool:
     return isinstance(value, str) and {getattr(algorithm, key.partition(".")[2], None), value} in SYNONYMS
 
 
-def test_every_key_of_an_accepted_configuration_acts_or_its_change_is_refused() -> None:
+@pytest.mark.parametrize("num", NUMS)
+def test_every_key_of_an_accepted_configuration_acts_or_its_change_is_refused(num: int) -> None:
     rng = random.Random(2)
     acted, refused = Counter[str](), Counter[str]()
-    for i in range(NUM):
-        key = sorted(VALUES)[i % len(VALUES)]
+    keys = [*sorted(VALUES), *3 * ["algorithm.loss_options"]]  # few of which are of the loss that is drawn with them
+    for i in range(num):
+        key = keys[i % len(keys)]
         drawn = draw(rng, about=key)
         value = rng.choice([v for v in VALUES[key] if v != drawn.values[key]])
         try:
@@ -123,9 +126,10 @@ def test_every_key_of_an_accepted_configuration_acts_or_its_change_is_refused() 
         except (ConfigError, ValueError):
             refused[key] += 1
             continue
-        if acts(drawn.config, changed):
+        may_be_the_same = is_synonym(key, drawn, value)
+        if acts(drawn.config, changed, 3 if may_be_the_same else 60):
             acted[key] += 1
         else:
-            assert is_synonym(key, drawn, value), (key, value, drawn.preset, drawn.values)
+            assert may_be_the_same, (key, value, drawn.preset, drawn.values)
     permission = {"algorithm.allow_uncorrected"}  # it changes nothing but what is refused
-    assert {key for key in VALUES if acted[key] < 5} == permission and refused[HERE] == 0
+    assert {key for key in VALUES if acted[key] < num // 400} == permission and refused[HERE] == 0

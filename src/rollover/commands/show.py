@@ -67,7 +67,8 @@ def now(files: RunFiles) -> dict[str, str]:
     state, holder = files.state, files.holder
     told = {"state": f"{state}: {holder}" if state == "running" and holder else state}
     if state == "stopped":
-        told["state"] += f"; `rollover train ... --run.dir {files.directory} --resume` goes on"
+        command, folder = files.resume
+        told["state"] += f"; to go on{', in ' + folder if folder else ''}: {command}"
     told["step"] = f"{rows[-1]['step'] if rows else 0} of {'?' if num_steps is None else num_steps}"
     if not rows:
         return told

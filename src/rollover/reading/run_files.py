@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -23,13 +24,14 @@ from rollover.run.lock import holder_of
 from rollover.track.sinks import check_evaluation
 from rollover.track.trace import TRACE, TraceEvent, trace_events
 
-CONFIG, METRICS, EVALUATIONS, FINISHED, ROLLOUTS, EVALUATED = (
+CONFIG, METRICS, EVALUATIONS, FINISHED, ROLLOUTS, EVALUATED, RESUME = (
     "config.resolved.json",
     "metrics.jsonl",
     "eval.jsonl",
     "finished",
     "rollouts",
     "evaluations",
+    "resume.json",
 )
 State = Literal["running", "finished", "stopped"]
 
@@ -118,6 +120,16 @@ class RunFiles:
         if not isinstance(end, dict):
             return ""
         return end.get("enough") or (f"the {end['used_up']} are used up" if end.get("used_up") else "")
+
+    @property
+    def resume(self) -> tuple[str, str]:
+        """What to type to go on with the run, and in which folder ("": any), as it said itself when it began."""
+        unknown = f"rollover train FILE.toml --run.dir {shlex.quote(str(self.directory))} --resume", ""
+        try:
+            told = json.loads((self.directory / RESUME).read_text(encoding="utf-8"))
+            return str(told["command"]), str(told["folder"])
+        except (OSError, ValueError, KeyError, TypeError):  # of an older version, or a file of somebody else
+            return unknown
 
     @property
     def holder(self) -> str:

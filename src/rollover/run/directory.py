@@ -4,6 +4,7 @@
     evaluations/ (every answer)  best_model/
     tracked_as (by tools of others)
     lock (held while the run lives)  checkpointed (where its checkpoints are)  finished (at which step)
+    resume.json (what to type to go on, and where)
 
 Owns where things lie. Never decides what is written, nor when.
 """
@@ -36,8 +37,9 @@ from rollover.track.tracker import Cut
 _CONFIG = "config.resolved.json"
 _CHECKPOINTED = "checkpointed"
 _FINISHED = "finished"
+_RESUME = "resume.json"
 _SHARED = "on_their_way"  # files of remote checkpoints, where ranks on other machines see them
-_FILES = (_CONFIG, "metrics.jsonl", "metrics.parquet", "eval.jsonl", TRACE, LOCK, _CHECKPOINTED, _FINISHED)
+_FILES = (_CONFIG, "metrics.jsonl", "metrics.parquet", "eval.jsonl", TRACE, LOCK, _CHECKPOINTED, _FINISHED, _RESUME)
 
 
 class RunDirectory:
@@ -236,6 +238,12 @@ class RunDirectory:
             # Copied, not renamed: a kill in between must leave the settings that the next start is compared with.
             atomic_write_text(next(p for p in kept if not p.exists()), path.read_text())
         atomic_write_text(path, self.config.model_dump_json(indent=2) + "\n")
+
+    def write_resume(self, command: str) -> None:
+        """Write resume.json: what to type to go on (`resume_command`), and in which folder, for whoever sees a run that
+        was killed."""
+        told = {"command": command, "folder": str(Path.cwd())}
+        atomic_write_text(self.path / _RESUME, json.dumps(told, indent=2) + "\n")
 
     def _earlier_config(self) -> dict[str, Any]:
         """The settings of the start before this one; {} if their file is gone."""

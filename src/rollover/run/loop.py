@@ -125,6 +125,7 @@ class Run:
         self.checkpointing.hold_best(self.held_out.best_step)  # before one is written, and others go
         await self.checkpointing.begin()
         self.directory.write_config()
+        self.directory.write_resume(self.checkpointing.resume_command)
         self.directory.on_begun()
         self.stop.listen(self.trackers.on_message)
         return newest

@@ -142,6 +142,7 @@ class RunData:
             "state": state,
             "holder": files.holder if state == "running" else "",
             "ended_early": files.ended_early,
+            "resume": dict(zip(("command", "folder"), files.resume, strict=True)) if state == "stopped" else None,
             "step": step,
             "num_steps": num_steps,
             "seconds_a_step": number(pace),

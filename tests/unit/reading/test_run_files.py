@@ -71,6 +71,18 @@ def test_who_makes_it_is_known_and_looking_hinders_nobody(tmp_path: Path) -> Non
     assert (files.state, files.ended_early) == ("finished", "")
 
 
+def test_how_to_go_on_is_what_the_run_said_itself(tmp_path: Path) -> None:
+    files = RunFiles(write_run(tmp_path / "a run"))
+    unknown = (f"rollover train FILE.toml --run.dir '{tmp_path}/a run' --resume", "")
+    assert files.resume == unknown
+    file = files.directory / "resume.json"
+    file.write_text(json.dumps({"command": "rollover train my.toml --resume", "folder": "/home"}))
+    assert files.resume == ("rollover train my.toml --resume", "/home")
+    for damaged in ("[]", "{", '{"command": "x"}', "null"):
+        file.write_text(damaged)
+        assert files.resume == unknown
+
+
 def test_warnings_are_those_that_the_run_was_told(tmp_path: Path) -> None:
     files = RunFiles(write_run(tmp_path))
     rows = [row(step, entropy=0.01) for step in range(1, 7)]

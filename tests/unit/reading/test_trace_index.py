@@ -209,6 +209,16 @@ def test_a_damaged_line_is_named_each_time_it_is_looked_at(tmp_path: Path) -> No
                 index.look()
 
 
+def test_a_rollout_that_begins_twice_leaves_no_slot_behind(tmp_path: Path) -> None:
+    """As where a killed process did not tell how the first visit ended."""
+    events = [TraceEvent("start", 1.0, 0, 0, 0), TraceEvent("start", 1.1, 0, 0, 1)]
+    events += [TraceEvent("resume", 5.0, 0, 0, 0), TraceEvent("resume", 5.1, 0, 0, 1)]
+    events += [TraceEvent("finish", 6.0, 0, 0, of, segments=((0, 2),)) for of in (0, 1)]
+    index = index_of(tmp_path / TRACE, events)
+    assert index.bars()["slot"].tolist() == [0, 1] and index.bars()["start"].tolist() == [5.0, 5.1]
+    assert len(index.open_bars()) == 0
+
+
 def test_it_agrees_with_the_trace_that_is_read_at_once(tmp_path: Path) -> None:
     rng, events, now, running = random.Random(1), [], 0.0, set()
     for _ in range(12_000):

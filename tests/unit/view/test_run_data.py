@@ -48,7 +48,9 @@ def test_the_state_of_a_live_run(tmp_path: Path) -> None:
     assert state["waits"]["bound"] == "generation"
     lock.release()
     assert asked(RunData(tmp_path), "state")["state"] == "stopped"
-    assert asked(RunData(tmp_path), "state")["seconds_left"] is None
+    stopped = asked(RunData(tmp_path), "state")
+    assert stopped["seconds_left"] is None and state["resume"] is None
+    assert stopped["resume"] == {"command": f"rollover train FILE.toml --run.dir {tmp_path} --resume", "folder": ""}
 
 
 def test_revisions_change_with_what_is_written_and_with_nothing_else(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import { themed, lineColour } from "./colours.js";
 
 const HEIGHT = 180;
 const CLOSE_PX = 8;
+const WHOLE = Array.from({ length: 16 }, (_, power) => [1, 2, 5].map((by) => by * 10 ** power)).flat(); // there is no step 2.5
 
 /**
  * `keys`: metrics, one line each, with `labels` of the same number. `onPick(step)`: a point was chosen.
@@ -67,7 +68,7 @@ export class Chart {
       cursor: { sync: { key: this.group }, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, focus: { prox: 24 } },
       scales: { x: { time: false, range: (plot, low, high) => this._across(low, high) }, y: { distr: this.log ? 3 : 1, range: (plot, low, high) => this._range(low, high) } },
       axes: [
-        { ...axis, values: (plot, splits) => splits.map(say), size: 30 },
+        { ...axis, values: (plot, splits) => splits.map(say), size: 30, ...(this.xName === "time" ? {} : { incrs: WHOLE }) },
         { ...axis, values: (plot, splits) => splits.map((value) => (value === null ? "" : short(value))), size: 56 },
       ],
       series: [{}, ...this.keys.map((key, number) => this._line(key, number))],

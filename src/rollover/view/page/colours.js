@@ -7,11 +7,6 @@ export function themed(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
 
-export function isDark() {
-  const chosen = document.documentElement.dataset.theme;
-  return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-}
-
 /** "" follows the system. */
 export function chooseTheme(theme) {
   if (theme) document.documentElement.dataset.theme = theme;
@@ -37,14 +32,14 @@ export function versionHue(version) {
 }
 
 export function versionColour(version, alpha = 1) {
-  if (version < 0) return `hsl(0 0% 60% / ${alpha})`;
-  // Light enough for dark letters on it, in either theme; versions that are eight apart differ in lightness, too.
-  return `hsl(${versionHue(version).toFixed(1)} 62% ${[66, 58, 74][Math.floor(version / 8) % 3]}% / ${alpha})`;
+  if (version < 0) return `oklch(68% 0 0 / ${alpha})`;
+  // Light enough for dark letters on it, whatever the hue, in either theme; versions that are eight apart differ in lightness, too.
+  return `oklch(${[74, 66, 82][Math.floor(version / 8) % 3]}% 0.13 ${versionHue(version).toFixed(1)} / ${alpha})`;
 }
 
-/** Behind a text. */
+/** Behind a text: the style sheet knows how light that is in the theme of the moment, and on paper. */
 export function versionBackground(version) {
-  return `hsl(${versionHue(version).toFixed(1)} 65% ${isDark() ? 24 : 89}%)`;
+  return `hsl(${versionHue(version).toFixed(1)} 65% var(--behind))`;
 }
 
 const LINES = ["line1", "line2", "line3", "line4", "line5", "line6", "line7", "line8"];

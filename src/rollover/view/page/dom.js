@@ -1,4 +1,9 @@
 // Elements of the page. Whatever a run says becomes a text node here, and never markup: there is no innerHTML anywhere.
+// Characters that are not seen, or that turn the reading order around, are shown by what they are called.
+
+import { visible } from "./words.js";
+
+const READ = new Set(["title", "aria-label", "placeholder"]); // attributes that somebody reads
 
 /**
  * An element. `properties`: `class`, `text`, `title`, `data-*`, `aria-*` and other attributes as strings or true;
@@ -10,9 +15,9 @@ export function el(tag, properties = {}, ...children) {
     if (value === null || value === undefined || value === false) continue;
     if (name === "on") for (const [event, listener] of Object.entries(value)) made.addEventListener(event, listener);
     else if (name === "style") for (const [key, to] of Object.entries(value)) made.style.setProperty(key, to);
-    else if (name === "text") made.textContent = value;
+    else if (name === "text") made.textContent = visible(String(value));
     else if (name === "value") made.value = value;
-    else made.setAttribute(name, value === true ? "" : String(value));
+    else made.setAttribute(name, value === true ? "" : READ.has(name) ? visible(String(value)) : String(value));
   }
   append(made, children);
   return made;
@@ -21,7 +26,7 @@ export function el(tag, properties = {}, ...children) {
 export function append(parent, children) {
   for (const child of children.flat(Infinity)) {
     if (child === null || child === undefined || child === false) continue;
-    parent.append(child instanceof Node ? child : document.createTextNode(String(child)));
+    parent.append(child instanceof Node ? child : document.createTextNode(visible(String(child))));
   }
 }
 
@@ -61,7 +66,7 @@ export function table(caption, columns, rows, properties = {}) {
 /** Say to a screen reader, politely, what has just changed. */
 export function announce(text) {
   const place = document.getElementById("announcements");
-  if (place) place.textContent = text;
+  if (place) place.textContent = visible(text);
 }
 
 export async function copyText(text, what) {
@@ -72,7 +77,7 @@ export async function copyText(text, what) {
   } catch {
     // A page from a disk, or without the permission: the text is shown, selected.
     const area = el("textarea", { readonly: true, "aria-label": what, value: text });
-    const dialog = el("dialog", { class: "copy" }, el("p", { text: `Copy ${what} from here:` }), area, button("Close", () => dialog.remove()));
+    const dialog = el("dialog", { class: "copy", "aria-label": `Copy ${what}`, on: { close: () => dialog.remove() } }, el("p", { text: `Copy ${what} from here:` }), area, button("Close", () => dialog.close()));
     document.body.append(dialog);
     dialog.showModal();
     area.select();

@@ -285,7 +285,7 @@ export class LanesPicture {
 
   barText(i) {
     const { bars } = this.told, how = bars.how[i];
-    return [`rollout ${bars.group[i]}-${bars.siblings[bars.sibling[i]]}`, `version ${bars.version[i]}`, how & RUNS ? "still running" : plural(bars.tokens[i], "token"),
+    return [`rollout ${bars.group[i]}-${bars.siblings[bars.sibling[i]]}`, `version ${bars.version[i]}`, how & RUNS ? "running at the last event" : plural(bars.tokens[i], "token"),
       `${duration(bars.end[i] - bars.start[i], 0.001)} from ${duration(bars.start[i], 0.001)}`, how & RESUMED ? "resumed" : "", how & PARKED ? "then interrupted: it rolls over" : "", how & DROPPED ? "its group was dropped" : ""].filter(Boolean).join(" · ");
   }
 }

@@ -5,6 +5,7 @@ import { openSource } from "./source.js";
 import { percent } from "./words.js";
 import { readRoute, address, go } from "./route.js";
 import { chooseTheme, rememberedTheme } from "./colours.js";
+import { visible } from "./words.js";
 import { Overview } from "./overview.js";
 import { Timeline } from "./timeline.js";
 import { Rollouts } from "./rollouts.js";
@@ -41,7 +42,7 @@ class Page {
     replace(document.body, el("a", { class: "skip", href: "#main", text: "To the content", on: { click: (event) => { event.preventDefault(); this.place.focus(); } } }),
       this.header, this.trouble, this.place, el("p", { id: "announcements", class: "unseen", "aria-live": "polite" }));
     window.addEventListener("hashchange", () => this.show());
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.view?.repaint?.());
+    for (const media of ["(prefers-color-scheme: dark)", "print"]) matchMedia(media).addEventListener("change", () => this.view?.repaint?.());
     try {
       this.runs = await this.source.runs();
     } catch (error) {
@@ -54,7 +55,7 @@ class Page {
 
   failed(error) {
     console.error(error);
-    this.trouble.textContent = error.message;
+    replace(this.trouble, error.message);
     this.trouble.hidden = false;
   }
 
@@ -66,7 +67,7 @@ class Page {
     this.view?.close?.();
     const view = (this.view = new View(this));
     this._navigation(route.view);
-    document.title = `${TITLES[route.view] ?? "Rollout"} – ${this.state?.name ?? "Rollover"}`;
+    document.title = visible(`${TITLES[route.view] ?? "Rollout"} – ${this.state?.name ?? "Rollover"}`);
     replace(this.place, el("p", { class: "loading", text: "Loading…" }));
     this.trouble.hidden = true;
     try {

@@ -1,7 +1,7 @@
 // Overview: what the run learns, how long it takes, who waits for whom, and what it was warned of.
 
 import { el, replace, link, labelled, button, table, copyText } from "./dom.js";
-import { short, duration, percent, plural, quoted } from "./words.js";
+import { short, duration, percent, plural } from "./words.js";
 import { Chart } from "./charts.js";
 import { StalenessMap } from "./heat.js";
 import { address, go, refine } from "./route.js";
@@ -134,10 +134,12 @@ export class Overview {
       ["Partial rollouts", percent(last("rollouts/partial_share")), "of several policy versions"],
       ["Bound by", state.waits?.bound ?? "–", state.waits ? `${state.waits.text}${state.waits.advice ? `; try ${state.waits.advice}` : ""}` : ""],
     ];
-    // A file of the configuration is not in the run's directory: whoever resumes names it.
-    const resume = `rollover train FILE.toml --run.dir ${quoted(state.directory)} --resume`;
     replace(this.cards, cards.map(([name, value, more]) => el("div", { class: "card" }, el("h2", { text: name }), el("p", { class: "figure", text: value }), more ? el("p", { class: "more", text: more }) : null)),
-      state.state === "stopped" ? el("div", { class: "card" }, el("h2", { text: "To go on" }), el("code", { text: resume }), " ", button("Copy", () => copyText(resume, "the command"))) : null);
+      state.resume ? this._resume(state.resume) : null);
+  }
+
+  _resume({ command, folder }) {
+    return el("div", { class: "card wide" }, el("h2", { text: folder ? `To go on, in ${folder}` : "To go on" }), el("code", { text: command }), " ", button("Copy", () => copyText(command, "the command")));
   }
 
   _more(keys) {

@@ -150,7 +150,7 @@ export class Timeline {
   }
 
   _say(text) {
-    this.hover.textContent = text;
+    replace(this.hover, text);
   }
 
   _listen() {

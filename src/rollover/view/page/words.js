@@ -54,11 +54,6 @@ export function versions(oldest, newest) {
   return oldest === newest ? String(newest) : `${oldest} to ${newest}`;
 }
 
-/** A path or a text as one word of a shell. */
-export function quoted(text) {
-  return /^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`;
-}
-
 /** What stands for characters that are not seen, or that turn the reading order around: in a text that is shown. */
 export function visible(text) {
   return text.replace(/[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g, (of) => {

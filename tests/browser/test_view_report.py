@@ -1,0 +1,74 @@
+"""A report in a real browser: opened from a disk, without a network, with everything but what is live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from drawn_run import make_run
+from watched import Watched
+
+from rollover.view.report import MOST_BYTES, make_report
+from rollover.view.run_data import RunData
+
+pytestmark = pytest.mark.browser
+VIEWS = ("overview", "timeline", "rollouts", "rollout?step=2&id=7-0", "ledger", "compare", "plan")
+Opens = Callable[..., Watched]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("report")
+    path = folder / "report.html"
+    runs = [RunData(make_run(folder / name)) for name in ("run", "other")]
+    path.write_text(make_report(runs), encoding="utf-8")
+    assert path.stat().st_size < MOST_BYTES < 3_000_000
+    yield path.as_uri()
+
+
+def offline(open_page: Opens) -> Watched:
+    watched = open_page()
+    watched.page.context.set_offline(True)
+    return watched
+
+
+def test_every_view_opens(file: str, open_page: Opens) -> None:
+    watched = offline(open_page)
+    for view in VIEWS:
+        watched.show(file, view)
+        assert watched.text(".trouble") == "", view
+        assert watched.value("checks.tooWide()") == [] == watched.value("checks.unnamed()"), view
+    assert watched.text(".live") == "a report"
+    watched.check("file:")
+
+
+def test_from_a_point_to_the_text_and_its_siblings(file: str, open_page: Opens) -> None:
+    watched = offline(open_page)
+    watched.show(file, "overview")
+    watched.click(".chart .u-over")
+    watched.drawn("rollouts")
+    watched.click(".rollouts .row")
+    watched.drawn("rollout")
+    assert "the answer of step " in watched.text(".tokens")
+    first = watched.text("h1")
+    watched.click("td a")
+    watched.until(f"document.querySelector('h1').textContent !== {first!r}")
+
+
+def test_rollouts_are_searched_and_filtered(file: str, open_page: Opens) -> None:
+    watched = offline(open_page)
+    watched.show(file, "rollouts?text=of+step+7")
+    assert watched.text(".count").startswith("2 rollouts of 60")
+    watched.page.locator("select[name=scored]").select_option("no")
+    watched.until("location.hash.includes('scored=no')")
+    watched.until("document.querySelector('.count').textContent.startsWith('0 rollouts')")
+
+
+def test_what_cannot_be_copied_is_shown_to_be_copied(file: str, open_page: Opens) -> None:
+    watched = offline(open_page)
+    watched.page.add_init_script("delete Navigator.prototype.clipboard")
+    watched.show(file, "rollout?step=2&id=7-0")
+    watched.click("text=Copy the answer")
+    assert watched.value("document.querySelector('dialog[open] textarea').value") == "the answer 0"
+    watched.press("Escape")
+    watched.until("document.querySelector('dialog') === null")

@@ -31,7 +31,7 @@ _AS_IT_IS = (".gif", ".html", ".jpg", ".jpeg", ".pdf", ".png", ".svg", ".webp", 
 _CODE = re.compile(
     r"(^[ >]*```.*?^[ >]*```[ ]*$|``[^\n]+?``|`(?:[^`\n]|\n(?![ \t]*(?:\n|\||#|<!--)))+`)", re.MULTILINE | re.DOTALL
 )
-_LINK = re.compile(r'\]\(([^)\s]+)((?: "[^"]*")?)\)')
+_LINK = re.compile(r'(\]\(|<(?:a|img)\b[^>]*? (?:href|src)=")([^)\s"]+)')
 _HEADING = re.compile(r"^(#+) +(.*?) *$", re.MULTILINE)
 _NAMED = re.compile(r"\{ #([\w.-]+) \}")
 
@@ -112,7 +112,7 @@ def _copied(root: Path, file: Path) -> str:
 def with_links(text: str, follow: Callable[[str], str]) -> str:
     """A text with another target for each of its links; code stays as it is."""
     parts = _CODE.split(text)
-    parts[::2] = [_LINK.sub(lambda m: f"]({follow(m[1])}{m[2]})", part) for part in parts[::2]]
+    parts[::2] = [_LINK.sub(lambda m: m[1] + follow(m[2]), part) for part in parts[::2]]
     return "".join(parts)
 
 
@@ -181,7 +181,7 @@ def whole_nav(nav: list[Any], pages: Mapping[str, str]) -> list[Any]:
 
 def _links(text: str) -> list[str]:
     """The files that a text links to, in order."""
-    return [link.partition("#")[0] for part in _CODE.split(text)[::2] for link, _ in _LINK.findall(part)]
+    return [link.partition("#")[0] for part in _CODE.split(text)[::2] for _, link in _LINK.findall(part)]
 
 
 def named_in(nav: Any) -> Iterator[str]:

@@ -120,7 +120,8 @@ def test_the_command_line_has_every_verb_and_option() -> None:
 def repository(tmp_path: Path) -> Path:
     """A repository with a page, a tutorial, an example, code and a picture."""
     pages = {
-        "README.md": "# Home\n\nSee [start](docs/start.md#a-part), [it](docs/start.md) and ![it](docs/images/a.png).\n",
+        "README.md": "# Home\n\nSee [start](docs/start.md#a-part), [it](docs/start.md) and ![it](docs/images/a.png).\n"
+        '\n<img src="a.png" width="3">\n',
         "docs/start.md": "# Start\n\nUp to [home](../README.md), [code](../src/a.py) and [more](tutorials/one.md)."
         "\n\n## A part\n",
         "docs/tutorials/one.md": "# One\n\n[Example](../../examples/first/README.md), [folder](../../examples/first),"
@@ -129,6 +130,7 @@ def repository(tmp_path: Path) -> Path:
         "examples/first/recipe.toml": "",
         "src/a.py": "",
         "docs/images/a.png": "",
+        "a.png": "",
     }
     for name, text in pages.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -143,10 +145,12 @@ def test_links_between_files_become_links_between_pages(repository: Path) -> Non
     start, one, first = (site.pages[place] for place in ("start.md", "tutorials/one.md", "examples/first/index.md"))
     assert "[home](index.md), [code](repository/src/a.py.txt) and [more](tutorials/one.md)" in start
     assert "[Example](../examples/first/index.md), [folder](../examples/first/index.md), ![a](../images/a.png)" in one
+    assert '<img src="repository/a.png" width="3">' in site.pages["index.md"]
     assert "[recipe](../../repository/examples/first/recipe.toml.txt) [back](../../start.md)" in first
     assert "[not](a-link.md)" in one and "`[nor](this.md)`" in first, "code stays as it is"
     assert set(site.files) == {
         "images/a.png",
+        "repository/a.png",
         "repository/src/a.py.txt",
         "repository/examples/first/recipe.toml.txt",
     }
@@ -159,8 +163,10 @@ def test_links_between_files_become_links_between_pages(repository: Path) -> Non
 def test_a_link_that_leads_nowhere_is_found(repository: Path, link: str) -> None:
     (repository.parent / "outside.md").write_text("")
     page = repository / "docs" / "start.md"
-    page.write_text(page.read_text() + f"\n[wrong]({link})\n")
-    assert docs_pages.lay_out(repository).problems == [f"docs/start.md: {link} leads nowhere"]
+    text = page.read_text()
+    for wrong in (f"[wrong]({link})", f'<a href="{link}">wrong</a>'):
+        page.write_text(f"{text}\n{wrong}\n")
+        assert docs_pages.lay_out(repository).problems == [f"docs/start.md: {link} leads nowhere"]
 
 
 def test_a_key_of_the_configuration_leads_to_what_it_means() -> None:

@@ -114,6 +114,18 @@ def test_the_page_tells_why_and_the_sum_is_the_advantage(run: Path) -> None:
         assert part["tokens"]["trained"]["entropies"] == trained["entropies"][3:5]
 
 
+def test_the_texts_of_tokens_are_known_without_the_model(run: Path, tmp_path: Path) -> None:
+    """On another machine, say, or before the run has saved any."""
+    for name in ("config.resolved.json", "metrics.jsonl", "tokenizer.json", "rollouts"):
+        (tmp_path / name).symlink_to(run / name)
+    config = json.loads((run / "config.resolved.json").read_text())
+    (tmp_path / "config.resolved.json").unlink()
+    (tmp_path / "config.resolved.json").write_text(json.dumps(config | {"model": {"path": "nobody/has-this-model"}}))
+    record = runs.records(run)[0]
+    told = RunData(tmp_path).answer("rollout", {"step": str(record["step"]), "id": record["rollout_id"]})
+    assert "".join(told["tokens"]["texts"]).removesuffix("<eos>") == record["completion"]
+
+
 def sample(capsys: pytest.CaptureFixture[str], *words: str | Path) -> Any:
     capsys.readouterr()
     assert main(["sample", *map(str, words), "--json"]) == 0

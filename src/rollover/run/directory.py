@@ -1,7 +1,7 @@
 """The directory of one run: its files, whether this run may use it, and the command that goes on with it.
 
     config.resolved.json  metrics.jsonl  eval.jsonl  trace.jsonl  rollouts/  checkpoints/  journal/  model/  logs/
-    evaluations/ (every answer)  best_model/
+    evaluations/ (every answer)  best_model/  tokenizer.json
     tracked_as (by tools of others)
     lock (held while the run lives)  checkpointed (where its checkpoints are)  finished (at which step)
     resume.json (what to type to go on, and where)

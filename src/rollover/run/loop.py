@@ -40,7 +40,7 @@ from rollover.run.profile import profiled
 from rollover.run.resume import Resume
 from rollover.run.stateful import stateful_parts
 from rollover.run.stop import Stop
-from rollover.run.tracking import Tracking, step_progress
+from rollover.run.tracking import Tracking, step_progress, write_tokenizer
 from rollover.track.live import LiveView
 from rollover.track.summary import RunSummary, run_summary
 from rollover.trainer.batch import Batch
@@ -126,6 +126,8 @@ class Run:
         await self.checkpointing.begin()
         self.directory.write_config()
         self.directory.write_resume(self.checkpointing.resume_command)
+        if self.config.track.rollouts:
+            write_tokenizer(self.parts.loaded.tokenizer, self.directory.path)
         self.directory.on_begun()
         self.stop.listen(self.trackers.on_message)
         return newest

@@ -6,8 +6,11 @@ Owns the last check: a step that breaks a promise (the ledger, the bound of stal
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from rollover.config import Config
+from rollover.files import atomic_write_text
 from rollover.rollout.lifecycle import Event
 from rollover.run.parts import Parts
 from rollover.run.records import Records
@@ -15,6 +18,8 @@ from rollover.track.live import Progress
 from rollover.track.tracker import Trackers
 from rollover.trainer.batch import Batch
 from rollover.types import Group
+
+TOKENIZER = "tokenizer.json"
 
 
 class Tracking:
@@ -46,6 +51,14 @@ class Tracking:
         bound = self.config.staleness_bound
         assert self.recorded or row["staleness/max"] <= bound, f"staleness {row['staleness/max']} is above {bound}"
         assert row.get("staleness/replayed_max", 0) <= self.config.replay.max_staleness, "replayed above its bound"
+
+
+def write_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """tokenizer.json beside the records, by which the text of each of their tokens is known wherever they are read; not
+    of a tokenizer without one."""
+    core, path = getattr(tokenizer, "backend_tokenizer", None), directory / TOKENIZER
+    if core is not None and not path.exists():
+        atomic_write_text(path, core.to_str())
 
 
 def step_progress(config: Config, parts: Parts) -> Callable[[], Progress]:

@@ -57,9 +57,9 @@ class RunTokens:
         return None
 
     def _places(self) -> list[Path]:
-        """Where it may be: beside the models that the run saved, or where its model came from."""
+        """Where it may be: in the run's directory, beside the models that it saved, or where its model came from."""
         name = str(self._files.value("model.path") or "")
-        folders = [self._files.directory / folder for folder in ("model", "best_model")]
+        folders = [self._files.directory / folder for folder in ("", "model", "best_model")]
         if name == ALIAS:
             folders.append(cache_root() / "models" / ALIAS)
         elif name:

@@ -40,13 +40,14 @@ def test_whatever_the_bytes_are_nothing_after_them_is_lost(seed: int) -> None:
     assert "".join(pieces(by_bytes, ids)).endswith("the end") and len(pieces(by_bytes, ids)) == len(ids)
 
 
-def test_spaces_before_words_are_told_with_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["", "model"])
+def test_spaces_before_words_are_told_with_them(tmp_path: Path, folder: str) -> None:
     vocabulary = {"\u2581one": 0, "\u2581two": 1, "x": 2}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="x"))
     tokenizer.decoder = decoders.Metaspace()
     run = write_run(tmp_path)
     (run / "model").mkdir()
-    tokenizer.save(str(run / "model" / "tokenizer.json"))
+    tokenizer.save(str(run / folder / "tokenizer.json"))
     assert RunTokens(RunFiles(run))([0, 1, 2]) == ["one", " two", "x"]
 
 

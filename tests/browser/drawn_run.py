@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from recorded_run import write_run
+from rollover.track.answers import Answer, write_answers
 from rollover.track.trace import TRACE, TraceEvent, TraceFile
 
 STEPS = 12
@@ -27,4 +28,12 @@ def make_run(path: Path, text: Callable[[int], str] = lambda step: f"the answer 
         events += [TraceEvent("generate_end", at + 50, step - 1), TraceEvent("train_start", at + 50, step - 1)]
         events += [TraceEvent("train_end", at + 90, step - 1), TraceEvent("publish", at + 91, step)]
     TraceFile(path / TRACE).write(sorted(events, key=lambda event: event.seconds))
+    (path / "evaluations").mkdir()
+    for step, score in ((0, 0.0), (10, 1.0)):
+        answers = [_answer(0, 0, score, text(step)), _answer(0, 1, 0.5, "eight"), _answer(1, 0, 0.25, text(step))]
+        write_answers(path / "evaluations" / f"step-{step:06d}.jsonl", answers)
     return path
+
+
+def _answer(task: int, sibling: int, score: float, text: str) -> Answer:
+    return Answer(f"task-{task}", sibling, "sums", None, "7", "eos", 9, score, None, f"What is {task} + 5?", text)

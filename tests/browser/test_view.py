@@ -14,7 +14,7 @@ from recorded_run import HOSTILE, group, recorded
 from rollover.track.recorder import RolloutRecorder
 
 pytestmark = pytest.mark.browser
-VIEWS = ("overview", "timeline", "rollouts", "rollout?step=2&id=7-0", "ledger", "compare", "plan")
+VIEWS = ("overview", "timeline", "rollouts", "rollout?step=2&id=7-0", "answers", "ledger", "compare", "plan")
 WIDTHS = {"phone": 390, "tablet": 820, "desktop": 1280}
 Opens = Callable[..., Watched]
 

@@ -12,7 +12,7 @@ from rollover.view.report import MOST_BYTES, make_report
 from rollover.view.run_data import RunData
 
 pytestmark = pytest.mark.browser
-VIEWS = ("overview", "timeline", "rollouts", "rollout?step=2&id=7-0", "ledger", "compare", "plan")
+VIEWS = ("overview", "timeline", "rollouts", "rollout?step=2&id=7-0", "answers", "ledger", "compare", "plan")
 Opens = Callable[..., Watched]
 
 

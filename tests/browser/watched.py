@@ -18,6 +18,7 @@ HEADLINES = {
     "timeline": ".lanes canvas",
     "rollouts": ".rollouts .row",
     "rollout": ".said",
+    "answers": "h1",
     "ledger": ".flow",
     "compare": "h1",
     "plan": "h1",

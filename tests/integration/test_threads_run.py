@@ -75,17 +75,19 @@ def test_how_threads_wait_reaches_the_openmp_library(tmp_path: Path, monkeypatch
     assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
 
 
-def test_the_script_for_a_busy_machine_compares_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kinds", [("decode",), pytest.param(("decode", "train"), marks=pytest.mark.slow)], ids=str)
+def test_the_script_for_a_busy_machine_compares_both_ways(tmp_path: Path, kinds: tuple[str, ...]) -> None:
     """Its speeds are not tested."""
     tiny.save(tmp_path / "model")
-    args = busy_machine.arguments(["--model", str(tmp_path / "model"), "--beside", "0", "1", "--runs", "1"])
+    words = ["--model", str(tmp_path / "model"), "--beside", "0", "1", "--runs", "1", "--what", *kinds]
+    args = busy_machine.arguments(words)
     args.seconds = args.settle_s = 0.1
     said: list[dict[str, Any]] = []
     results = busy_machine.measure(args, said.append)
     assert [(r["beside"], r["what"], r["way"]) for r in results] == [
-        (num, kind, way) for num in (0, 1) for kind in ("decode", "train") for way in ("fixed", "auto")
+        (num, kind, way) for num in (0, 1) for kind in kinds for way in ("fixed", "auto")
     ]
     assert all(len(r["runs"]) == 1 and r["tokens_per_s"] > 0 for r in results)
     assert all(r["threads"] == cores() for r in results if r["way"] == "fixed")
     ratios = busy_machine.ratios(results)
-    assert ratios["decode_fixed_beside_0"] == 1 and ratios["train_auto_beside_1"] > 0
+    assert ratios["decode_fixed_beside_0"] == 1 and ratios[f"{kinds[-1]}_auto_beside_1"] > 0

@@ -34,8 +34,9 @@ _ARGUMENTS = (
 
 def missing() -> str:
     """What has to be installed first; "" where all is there."""
-    if importlib.util.find_spec("playwright") is None:
-        return "playwright is not installed: pip install 'rollover[browser]'"
+    for name, module in (("playwright", "playwright"), ("pillow", "PIL")):
+        if importlib.util.find_spec(module) is None:
+            return f"{name} is not installed: pip install 'rollover[browser]'"
     return "" if PROGRAM else "there is no Chromium: apt-get install chromium"
 
 

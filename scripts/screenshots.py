@@ -1,6 +1,7 @@
 """Makes the pictures of docs/dashboard.md and README.md from a run, in Chromium.
 
-    .venv/bin/python scripts/screenshots.py RUN_DIR docs/images
+    .venv/bin/python scripts/screenshots.py RUN_DIR docs/images            all of them
+    .venv/bin/python scripts/screenshots.py RUN_DIR docs/images rollout    these
 
 A run of `make demo` is what the docs show. Each picture is a PNG of what `rollover view` shows, at one place that is
 chosen for what it tells: steps after each of which rollouts roll over, one of those rollouts with siblings that got
@@ -13,6 +14,7 @@ import argparse
 import sys
 from bisect import bisect_right
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -48,7 +50,7 @@ def pictures(run: RunData) -> list[Picture]:
         Picture("dashboard", f"timeline?{window(run)}", ".lanes canvas", height=860),
         Picture("overview", "overview", ".charts .u-wrap", height=900),
         Picture("rollouts", f"rollouts?step_from={step}&step_to={step}&sort=advantage&order=down", ".row", height=760),
-        Picture("rollout", one, ".tokens", height=980),
+        Picture("rollout", one, ".tokens", height=1220),
         Picture("ledger", "ledger", ".flow", height=820),
         Picture("phone", one, ".tokens", width=390, height=844, scheme="dark"),
     ]
@@ -92,13 +94,24 @@ def take(page: Page, url: str, picture: Picture) -> bytes:
     page.wait_for_selector(".loading", state="detached")
     page.wait_for_load_state("networkidle")
     page.wait_for_timeout(_SETTLED_MS)  # the last curve is drawn
-    return page.screenshot()
+    return small(page.screenshot())
+
+
+def small(content: bytes) -> bytes:
+    """The same picture in the 256 colours that tell most of it, none of them mixed."""
+    from PIL import Image
+
+    packed = BytesIO()
+    with Image.open(BytesIO(content)) as image:
+        image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(packed, "PNG", optimize=True)
+    return packed.getvalue()
 
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("out_dir", type=Path)
+    parser.add_argument("names", nargs="*", help="the pictures to make; all without one")
     args = parser.parse_args(words)
     if why := missing():
         print(f"screenshots.py: {why}", file=sys.stderr)
@@ -108,7 +121,7 @@ def main(words: list[str] | None = None) -> int:
     large = []
     with served(args.run_dir) as url, chromium() as browser:
         page = browser.new_page()
-        for picture in pictures(run):
+        for picture in [of for of in pictures(run) if not args.names or of.name in args.names]:
             content = take(page, url, picture)
             path = args.out_dir / f"{picture.name}.png"
             path.write_bytes(content)

@@ -20,5 +20,7 @@ def test_every_picture_of_the_docs_is_made(tmp_path: Path) -> None:
     made = {path.name: path.read_bytes() for path in (tmp_path / "images").iterdir()}
     page = (ROOT / "docs" / "dashboard.md").read_text(encoding="utf-8")
     assert set(re.findall(r"[(\"]images/([\w.-]+)[)\"]", page)) == set(made)
+    assert screenshots.main([str(tmp_path / "run"), str(tmp_path / "one"), "phone"]) == 0
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["phone.png"]
     for content in made.values():
         assert content.startswith(b"\x89PNG") and struct.unpack(">II", content[16:24])[0] in (390, 1280)

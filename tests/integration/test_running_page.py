@@ -17,7 +17,7 @@ PAGE = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
 
 def first_column(section: str) -> list[str]:
     """The names in the first column of the table under a heading."""
-    text = PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    text = re.split(r"\n#{2,} ", PAGE.partition(f"\n## {section}\n")[2])[0]
     assert text, section
     return [name for row in re.findall(r"^\| (.*?) \|", text, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)]
 

@@ -39,7 +39,7 @@ export function versionColour(version, alpha = 1) {
 
 /** Behind a text: the style sheet knows how light that is in the theme of the moment, and on paper. */
 export function versionBackground(version) {
-  return `hsl(${versionHue(version).toFixed(1)} 65% var(--behind))`;
+  return `oklch(var(--behind) 0.055 ${versionHue(version).toFixed(1)})`;
 }
 
 const LINES = ["line1", "line2", "line3", "line4", "line5", "line6", "line7", "line8"];

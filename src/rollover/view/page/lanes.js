@@ -107,7 +107,8 @@ export class LanesPicture {
       ctx.moveTo(x, AXIS - 5);
       ctx.lineTo(x, this.layout.total);
       ctx.stroke();
-      ctx.fillText(duration(at, step), x, AXIS / 2);
+      const said = duration(at, step);
+      if (x + ctx.measureText(said).width / 2 <= width) ctx.fillText(said, x, AXIS / 2); // half a time tells another one
     }
   }
 

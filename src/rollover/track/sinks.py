@@ -162,8 +162,9 @@ def check_evaluation(path: Path, row: Mapping[str, Any], place: str = "") -> Non
             continue
         if not is_one:
             raise ValueError(f"{path} has an evaluation whose {place + name!r} is {value!r:.100}: restore the file")
-        for inner, part in value.items() if name in _PARTS else ():
-            check_evaluation(path, part, f"{place}{name}/{inner}/")
+        if name in _PARTS and isinstance(value, dict):
+            for inner, part in value.items():
+                check_evaluation(path, part, f"{place}{name}/{inner}/")
 
 
 def _is_interval(value: Any) -> bool:

@@ -23,7 +23,7 @@ from rollover.track.tracker import Cut, RecordedGroup, RunInfo, Tracker, Tracker
 from rollover.track.trackers import apart, names
 from rollover.track.trackers.names import Named
 from rollover.track.trackers.sample import sample_of, sample_of_records
-from rollover.track.trackers.tool import plain, redacted, without_secrets
+from rollover.track.trackers.tool import as_paths, plain, redacted, without_secrets
 from rollover.track.trackers.tools import Tools
 from samples import group, rollout, segment
 
@@ -426,6 +426,23 @@ def test_a_damaged_record_is_said_and_costs_no_row(tmp_path: Path) -> None:
 
 def test_a_cut_in_a_pair_of_halves_is_no_half() -> None:
     assert plain("ab\U0001f600", most=3) == "ab\U0001f600" and plain("abcd", most=3) == "abc [cut here: 4 characters]"
+
+
+def test_names_can_be_paths_of_files() -> None:
+    values = {"time": 1, "time/a": 2, "x/../y": 3, "": 4, "a//\u202e": 5, "n" * 300: 6, "a.b/c-d e:f": 7}
+    assert as_paths(values, 250) == {
+        "time_": 1, "time/a": 2, "x/_/y": 3, "_": 4, "a/_/_": 5, "n" * 100 + "..." + "n" * 147: 6, "a.b/c-d e:f": 7,
+    }  # fmt: skip
+
+
+def test_rows_that_a_tool_does_not_take_keep_it_from_no_artifact(tmp_path: Path) -> None:
+    (tmp_path / "raise").touch()
+    run = RunOf(tmp_path, artifacts=["model"])
+    run.trackers.truncate(Cut(-1))
+    run.step(1)
+    leave(tmp_path)
+    run.end()
+    assert [what[0] for _, _, what in run.told("artifact")] == ["model"]
 
 
 def test_secrets_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,8 +101,10 @@ class Teller:
             self._catch_up(message["step"] - 1, message["step"] - 1)  # tools take steps in their order
             self._rollouts(message["step"], message["rollouts"])
         elif "artifacts" in message:
-            self._catch_up(_ALL, _ALL)  # whatever becomes of these, which may take long
-            self._artifacts(message["artifacts"])
+            try:
+                self._catch_up(_ALL, _ALL)  # before what may take long
+            finally:
+                self._artifacts(message["artifacts"])
         elif "close" in message and self.tool is not None:
             self.tool.failed = message["close"]
             self._close()

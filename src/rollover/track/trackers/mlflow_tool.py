@@ -6,7 +6,6 @@ with all steps before; the old one is deleted, which MLflow can undo.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -16,10 +15,9 @@ from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
 from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
 from rollover.track.tracker import Cut, Row
-from rollover.track.trackers.tool import About, Newest, Tool, flat, numbers_of, numbers_of_eval
+from rollover.track.trackers.tool import About, Newest, Tool, as_paths, flat, numbers_of, numbers_of_eval
 
 _ID = "rollover.id"
-_NOT_IN_NAMES = re.compile(r"[^\w\-. :/]|(?<![^/])\.*(?![^/])", re.ASCII)  # nor may a part of a path be "", . or ..
 _MOST_METRICS, _MOST_PARAMS, _MOST_CHARS, _MOST_NAME = 1000, 100, 500, 250  # of a request; of a value, a name
 
 
@@ -73,10 +71,10 @@ class MLflow(Tool):
     def _begin(self, client: MlflowClient, experiment: str) -> str:
         about = self.about
         group = {"group": about.group} if about.group else {}
-        tags = {_ID: about.id} | group | dict.fromkeys(map(_name, about.tags), "true")
+        tags = {_ID: about.id} | group | as_paths(dict.fromkeys(about.tags, "true"), _MOST_NAME)
         run = client.create_run(experiment, run_name=about.name, tags=tags).info.run_id
-        values = {_name(key).replace("/", "."): value for key, value in flat(about.config).items() if value != ""}
-        params = [Param(key, str(value)[:_MOST_CHARS]) for key, value in values.items()]
+        values = {key: str(value)[:_MOST_CHARS] for key, value in flat(about.config).items() if value != ""}
+        params = [Param(key.replace("/", "."), value) for key, value in as_paths(values, _MOST_NAME).items()]
         for start in range(0, len(params), _MOST_PARAMS):
             client.log_batch(run, params=params[start : start + _MOST_PARAMS])
         return run
@@ -84,7 +82,7 @@ class MLflow(Tool):
     def _log(self, step: Any, numbers: Mapping[str, float]) -> None:
         assert self._client is not None
         now = int(time.time() * 1000)
-        metrics = [Metric(_name(key), value, now, step) for key, value in numbers.items()]
+        metrics = [Metric(key, value, now, step) for key, value in as_paths(numbers, _MOST_NAME).items()]
         for start in range(0, len(metrics), _MOST_METRICS):
             self._client.log_batch(self._run, metrics=metrics[start : start + _MOST_METRICS])
 
@@ -92,8 +90,3 @@ class MLflow(Tool):
         assert self._client is not None
         table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}  # as MLflow's own
         self._client.log_dict(self._run, table, file)
-
-
-def _name(key: str) -> str:
-    name = _NOT_IN_NAMES.sub("_", key)
-    return name if len(name) <= _MOST_NAME else f"{name[:100]}...{name[103 - _MOST_NAME :]}"

@@ -20,6 +20,7 @@ MOST_CHARS = 10_000
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _LEAST_SECRET = 8  # characters: shorter values are words such as "true"
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+_NOT_IN_PATHS = re.compile(r"[^\w\-. :/]|(?<![^/])\.*(?![^/])", re.ASCII)  # also a part that is "", . or ..
 _IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 # What a terminal obeys, as the pictures that Unicode has of it; what turns the direction of a text, by its number.
 _SHOWN = {
@@ -88,7 +89,7 @@ class Tool(Tracker):
 
 def numbers_of(row: Row) -> dict[str, float]:
     """What a step's row measures, by key; None is no measurement."""
-    return {key: value for key, value in row.items() if value is not None and key != "step"}
+    return {plain(key): value for key, value in row.items() if value is not None and key != "step"}
 
 
 def numbers_of_eval(row: Mapping[str, Any]) -> dict[str, float]:
@@ -107,6 +108,16 @@ def flat(values: Mapping[str, Any] | Sequence[Any], under: str = "") -> dict[str
         elif value is not None:
             found[f"{under}{key}"] = value
     return found
+
+
+def as_paths(values: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """The values by names that can be paths of files, of `most` characters: what else is in a name, and parts such as
+    .. are _, and a name that would also be the folder of another ends with _."""
+    names = {key: _NOT_IN_PATHS.sub("_", key) for key in values}
+    names = {key: of if len(of) <= most else f"{of[:100]}...{of[103 - most :]}" for key, of in names.items()}
+    parts = [name.split("/") for name in names.values()]
+    folders = {"/".join(of[:n]) for of in parts for n in range(1, len(of))}
+    return {f"{name}_" if name in folders else name: values[key] for key, name in names.items()}
 
 
 def plain(text: str, most: int = MOST_CHARS) -> str:

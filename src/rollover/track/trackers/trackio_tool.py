@@ -18,6 +18,8 @@ from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissin
 from rollover.track.tracker import Cut, Row
 from rollover.track.trackers.tool import About, Newest, Tool, numbers_of, numbers_of_eval
 
+_RENAMED = {"time": "time_"}  # trackio has a time of its own
+
 
 class Trackio(Tool):
     """`place`: what it is shown by."""
@@ -52,7 +54,8 @@ class Trackio(Tool):
         self.place = f"project {self._project} of {remote}" if remote else f"trackio show --project {self._project}"
 
     def on_step(self, row: Row) -> None:
-        self._run.log(numbers_of(row), step=row["step"])
+        numbers = numbers_of(row)
+        self._run.log({_RENAMED.get(key, key): value for key, value in numbers.items()}, step=row["step"])
 
     def on_eval(self, row: Mapping[str, Any]) -> None:
         self._run.log(numbers_of_eval(row), step=row["step"])

@@ -13,6 +13,7 @@ from chromium import served
 from watched import Watched
 
 from recorded_run import HOSTILE, recorded, row
+from rollover.track.answers import Answer, RoleScore, write_answers
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.sinks import EvalFile, MetricsFile
 from rollover.track.trace import TRACE, TraceEvent, TraceFile
@@ -27,6 +28,7 @@ ALL = MARKUP + "".join(HOSTILE[name] for name in sorted(HOSTILE) if name not in 
 LINES = ALL + HOSTILE["surrogate"]
 VIEWS = ("overview?add={key}", "timeline", "rollouts?limit=100", "rollout?step=2&id=2-0", "rollout?step=2&id=3-1")
 VIEWS += ("ledger", "compare?keys={key}", "plan")
+VIEWS += ("answers", "answers?step=2&place=0", "episode?step=1&group=0&sibling=0")
 
 
 def hostile_run(path: Path, number: int = 0) -> Path:
@@ -55,7 +57,14 @@ def hostile_run(path: Path, number: int = 0) -> Path:
             metrics.write(row(step) | {f"own/{ALL}": 0.5 * step})
             scores = {"mean": 0.5, "ci": [0.4, 0.6], "tasks": 2, "missing": 0}
             evaluations.write({"step": step, **scores, "sources": {ALL: {"mean": 0.5}}})
+            (path / "evaluations").mkdir(exist_ok=True)
+            write_answers(path / "evaluations" / f"step-{step:06d}.jsonl", [answer_of(0, None), answer_of(1, 0.5)])
     return path
+
+
+def answer_of(sibling: int, score: float | None) -> Answer:
+    roles = (RoleScore(ALL, 0.5),)
+    return Answer(LINES, sibling, LINES, ALL, LINES, ALL, 3, score, LINES, LINES, LINES, roles, ALL, LINES)
 
 
 def group_of(group_id: int) -> Group:

@@ -19,6 +19,7 @@ HEADLINES = {
     "rollouts": ".rollouts .row",
     "rollout": ".said",
     "answers": "h1",
+    "episode": "h1",
     "ledger": ".flow",
     "compare": "h1",
     "plan": "h1",

@@ -11,9 +11,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))  # their blocks are run by test_tutorials.py
 RECIPES = sorted((ROOT / "configs").glob("*.toml"))
 
-_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(
     r"(?:\w+=\S+ |nice )*(?:rollover \w|bench \w|make \w|(?:\S*bin/)?pytest\b"
     r"|(?:(?:\S*bin/)?python )?(?:scripts|experiments)/\w+\.py|(?:\S*bin/)?python -m (?:rollover|pytest))"
@@ -52,7 +53,7 @@ def spans(page: Path) -> Iterator[str]:
 def commands() -> list[tuple[str, str]]:
     """(where, command) of everything that a reader could type, once for each page."""
     found: dict[tuple[str, str], None] = {}
-    for page in PAGES:
+    for page in [*PAGES, *TUTORIALS]:
         for span in spans(page):
             if _COMMAND.match(span):
                 found[page.name, span] = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import string
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from rollover.models.attention import IMPLEMENTATION
 from rollover.models.load import LoadedModel
+from rollover.recipes.toy_model import character_tokenizer
 from rollover.trainer.local_backend import LocalBackend
 from rollover.trainer.trainer import Trainer
 
@@ -26,16 +26,7 @@ _TEMPLATE = (
 @functools.cache
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token per printable ASCII character, plus <pad> (0) and <eos> (1)."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    characters = string.printable
-    vocab = {"<pad>": 0, "<eos>": 1, **{c: i + 2 for i, c in enumerate(characters)}}
-    core = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    core.decoder = decoders.Fuse()
-    out = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
-    out.chat_template = _TEMPLATE
-    return out
+    return character_tokenizer(_TEMPLATE)
 
 
 def model(family: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

@@ -14,6 +14,8 @@ import tutorial
 
 FOLDER = runs.REPOSITORY / "docs" / "tutorials"
 PAGES = sorted(page for page in FOLDER.glob("*.md") if page.stem != "index")
+QUICK = ("own-task-and-reward",)  # of the default tests; the others are of `make test-slow`
+MARKED = [pytest.param(p, id=p.stem, marks=[] if p.stem in QUICK else [pytest.mark.slow]) for p in PAGES]
 INDEX = (FOLDER / "index.md").read_text(encoding="utf-8")
 
 
@@ -35,14 +37,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+@pytest.mark.parametrize("page", MARKED)
 def test_a_tutorial_does_what_it_says(page: Path, folder: Path, toy: Path) -> None:
+    pytest.importorskip("datasets")
+    if page.stem == "reading-the-dashboard":
+        pytest.importorskip("starlette")
     tutorial.Reader(page, toy).follow()
 
 
 def test_the_index_names_every_page_once_and_each_is_short() -> None:
     assert sorted(re.findall(r"\]\(([\w-]+)\.md\)", INDEX)) == [page.stem for page in PAGES]
-    assert not [page.name for page in FOLDER.glob("*.md") if len(page.read_text().splitlines()) > 200]
+    assert not [page.name for page in FOLDER.glob("*.md") if len(page.read_text().splitlines()) > 240]
 
 
 @pytest.mark.parametrize(

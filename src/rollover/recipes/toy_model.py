@@ -2,9 +2,9 @@
 
     python -m rollover.recipes.toy_model toy     writes the folder `toy`, a model for transformers' from_pretrained
 
-Asked `3+4=` it thinks in dots, answers and ends: `...7`. Now and then it loses the thread (`~~~~~~~`), for ten times as
-long, so that lengths have the long tail of reasoning models. It was shown right and random answers alike, so that
-about half of its own are right: what reinforcement learning has to find is there, and found in seconds.
+Asked `3+4=` it thinks in dots, answers and ends: `...7`. Half of the time it gives up at once: `?`. Now and then it
+loses the thread (`~~~~~~~`), for ten times as long, so that lengths have the long tail of reasoning models. What
+reinforcement learning has to find, that trying pays, is there to be found in seconds.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SEED, STEPS, RATE = 0, 300, 5e-3
-RIGHT = 0.5  # share of the answers that are right by intention; of the others one in 19 is by chance
-LOST = 0.2  # share of those that lose the thread
-SHORT, LONG = 4, 40  # mean number of thoughts of each kind
-MAX_SHOWN = 24  # characters of an example: an end that comes later is not seen, and not needed to learn when to end
-_PLAIN = "{% for m in messages %}{{ m['content'] }}{% endfor %}"  # a chat template that adds nothing
+SEED, STEPS, RATE = 0, 360, 3e-3
+GIVEN_UP, FROM = 0.5, 0.8  # share of the questions that are given up, in the last fifth of the steps; before, none is
+LOST = 0.2  # share of the others that lose the thread
+SHORT, LONG = 3, 30  # mean number of thoughts of each kind
+MAX_SHOWN = 14  # characters of an example: an end that comes later is not seen, and not needed to learn when to end
+# A chat template that adds nothing but the end of an answer.
+_PLAIN = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
 
 
 def make(folder: Path) -> int:
     """Write the model and its tokenizer. Returns its number of weights."""
+    torch.set_num_threads(1)  # for so small a model more of them only wait for each other
     tokenizer = character_tokenizer(_PLAIN)
     model = _random_model(len(tokenizer))
     _teach(model, tokenizer)
@@ -58,12 +60,13 @@ def _random_model(vocab_size: int) -> PreTrainedModel:
         "llama",
         vocab_size=vocab_size,
         hidden_size=64,
-        intermediate_size=256,
+        intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=1024,
+        initializer_range=0.1,  # with the usual 0.02 so small a model learns nothing for long
         bos_token_id=None,
         eos_token_id=1,
         pad_token_id=0,
@@ -78,8 +81,9 @@ def _teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1 - step / STEPS))
     ids, ignored = tokenizer.convert_tokens_to_ids, -100
-    for _ in range(STEPS):
-        rows = [ids([*_shown(a, b, draw), "<eos>"])[:MAX_SHOWN] for a in range(10) for b in range(10)]
+    for step in range(STEPS):
+        given_up = GIVEN_UP if step >= FROM * STEPS else 0.0
+        rows = [ids([*_shown(a, b, given_up, draw), "<eos>"])[:MAX_SHOWN] for a in range(10) for b in range(10)]
         width = max(map(len, rows))
         inputs = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows])
         labels = torch.tensor([[ignored] * 4 + row[4:] + [ignored] * (width - len(row)) for row in rows])
@@ -89,11 +93,12 @@ def _teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
         schedule.step()
 
 
-def _shown(a: int, b: int, draw: random.Random) -> str:
-    """A question and an answer, with thoughts between them."""
-    lost = draw.random() < LOST
-    thoughts = ("~" if lost else ".") * int(draw.expovariate(1 / (LONG if lost else SHORT)))
-    return f"{a}+{b}={thoughts}{a + b if draw.random() < RIGHT else draw.randrange(19)}"
+def _shown(a: int, b: int, given_up: float, draw: random.Random) -> str:
+    """A question and the right answer, with thoughts before it, or none."""
+    if draw.random() < given_up:
+        return f"{a}+{b}=?"
+    thought, mean = ("~", LONG) if draw.random() < LOST else (".", SHORT)
+    return f"{a}+{b}={thought * (1 + int(draw.expovariate(1 / mean)))}{a + b}"
 
 
 def main() -> None:

@@ -156,9 +156,7 @@ def check_printed(shown: str, printed: str) -> None:
 
 def pattern_of(line: str) -> str:
     parts = _VARIES.split(" ".join(line.split()))
-    return "".join(
-        (".*" if part == "..." else _NUMBER) if i % 2 else re.escape(part) for i, part in enumerate(parts)
-    )
+    return "".join((".*" if part == "..." else _NUMBER) if i % 2 else re.escape(part) for i, part in enumerate(parts))
 
 
 @contextlib.contextmanager

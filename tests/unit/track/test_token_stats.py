@@ -39,7 +39,7 @@ def test_numbers_have_five_digits(values: list[float]) -> None:
         if not np.isfinite(value):
             assert told is None
             continue
-        assert told == pytest.approx(value, rel=1e-4, abs=1e-18)
+        assert told is not None and told == pytest.approx(value, rel=1e-4, abs=1e-18)
         if 1e-12 < abs(value) < 1e9:
             mantissa = repr(abs(told)).partition("e")[0].replace(".", "").strip("0")
             assert len(mantissa) <= 6 or abs(value) > 1e5, told

@@ -165,7 +165,7 @@ def test_of_several_passes_the_first_is_told(plain: Any) -> None:
     assert min(moved) > 1e-4
 
 
-def test_a_critic_gives_each_token_the_advantage_that_is_told() -> None:
+def test_a_critic_gives_each_token_the_advantage_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     of = trainer({"advantage": "gae", "gamma": 0.9})
     rewards = [
         dataclasses.replace(s, advantages=np.eye(1, len(s.mask), len(s.mask) - 1, dtype=np.float32)[0]) for s in SAMPLES
@@ -177,7 +177,7 @@ def test_a_critic_gives_each_token_the_advantage_that_is_told() -> None:
         seen.extend(s.advantages[s.mask] for s in samples)
         return forward_backward(samples, *args)
 
-    of.backend.forward_backward = spy
+    monkeypatch.setattr(of.backend, "forward_backward", spy)
     of.train_step(Batch(rewards))
     told = [of.token_stats[s.rollout_id].advantages for s in rewards]
     assert len(seen) == len(told) and all(np.array_equal(a, b) for a, b in zip(seen, told, strict=True))

@@ -83,6 +83,10 @@ def test_an_episode_lists_its_contexts_and_each_leads_to_its_text(tmp_path: Path
         watched.page.locator(".rollouts .row").nth(2).click()
         watched.drawn("rollout")
         assert watched.value("location.hash").endswith("id=90-0.1.0")
+        watched.page.get_by_role("link", name="Its episode").click()
+        watched.until("document.querySelector('main h1')?.textContent.startsWith('Episode 90-0')")
+        watched.show(url, "rollout?step=2&id=7-0")
+        assert watched.page.get_by_role("link", name="Its episode").count() == 0, "a plain answer is no episode"
 
 
 def test_environments_at_work_are_below_the_slots(tmp_path: Path, open_page: Opens) -> None:

@@ -59,6 +59,7 @@ export class RolloutView {
       button("Copy as JSON", () => copyText(JSON.stringify(told, null, 2), "the rollout")),
       button("Copy the answer", () => copyText(told.completion, "the answer")),
       link("All of its step", address("rollouts", this.page.run, { step_from: told.step, step_to: told.step })),
+      told.siblings.filter((of) => of.sibling === told.sibling).length > 1 ? link("Its episode", address("episode", this.page.run, { step: told.step, group: told.group_id, sibling: told.sibling })) : null,
       link("When it ran", address("timeline", this.page.run, { group: told.group_id })));
   }
 

@@ -117,6 +117,9 @@ class Stops(TrainerCallback):
 
 def test_a_callback_is_told_and_ends_the_run_and_a_reward_sees_the_step(model: str, tmp_path: Path) -> None:
     def late(completions: list[str], trainer_state: Any, **kwargs: Any) -> list[float]:
+        import sys
+
+        assert "torch" not in sys.modules, "a worker loads no trainer"
         return [float(trainer_state.global_step) for _ in completions]
 
     callback = Stops()

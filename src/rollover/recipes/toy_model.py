@@ -80,10 +80,11 @@ def _teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     draw = random.Random(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1 - step / STEPS))
-    ids, ignored = tokenizer.convert_tokens_to_ids, -100
+    ids, ignored = tokenizer.get_vocab(), -100
     for step in range(STEPS):
         given_up = GIVEN_UP if step >= FROM * STEPS else 0.0
-        rows = [ids([*_shown(a, b, given_up, draw), "<eos>"])[:MAX_SHOWN] for a in range(10) for b in range(10)]
+        shown = [_shown(a, b, given_up, draw) for a in range(10) for b in range(10)]
+        rows = [[ids[token] for token in (*text, "<eos>")][:MAX_SHOWN] for text in shown]
         width = max(map(len, rows))
         inputs = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows])
         labels = torch.tensor([[ignored] * 4 + row[4:] + [ignored] * (width - len(row)) for row in rows])

@@ -18,7 +18,7 @@ from rollover.rewards.llm_judge import llm_judge
 from unit.test_examples import EXAMPLES, FOLDERS, commands, load
 
 SMALL: dict[str, Any] = {
-    "num_steps": 2, "groups_per_step": 2, "group_size": 4, "in_flight_groups": 2, "max_new_tokens": 24,
+    "num_steps": 3, "groups_per_step": 4, "group_size": 4, "in_flight_groups": 4, "max_new_tokens": 40,
     "micro_batch_tokens": 256, "run.threads": 1, "track.live": "plain", "eval": {"num_tasks": 2, "samples_per_task": 1},
 }  # fmt: skip
 # Without a second terminal.
@@ -53,7 +53,7 @@ def small(model: str, directory: Path, **changes: Any) -> dict[str, Any]:
 
 def test_rewards_of_your_own(model: str, tmp_path: Path) -> None:
     run = load(EXAMPLES / "own_reward" / "train.py").main(**small(model, tmp_path / "run"))
-    assert run.finished and len(run.metrics) == 2
+    assert run.finished and len(run.metrics) == 3
     row = run.metrics[-1]
     assert row["reward/mean"] == pytest.approx(row["reward/extra/right"] + row["reward/extra/brief"])
 
@@ -83,8 +83,11 @@ def test_the_stand_in_of_a_judge_is_read_by_the_reward(judge: str) -> None:
 def test_a_recipe_runs(folder: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     files = [words[2:] for words in commands(folder) if words[:2] == ["rollover", "train"]]
-    run = rollover.train(config=files[0] if files else ["quickstart", "recipe.toml"], **small(model, tmp_path / "run"))
-    assert run.finished and len(run.metrics) == 2 and run.metrics[-1]["tokens/trained"] > 0
+    changes = {"distill.teacher": model} if folder.name == "distillation" else {}
+    run = rollover.train(config=files[-1] if files else ["recipe.toml"], **small(model, tmp_path / "run", **changes))
+    assert run.finished and len(run.metrics) == 3 and run.metrics[-1]["tokens/trained"] > 0
+    if changes:
+        assert run.metrics[0]["distill/kl"] == pytest.approx(0, abs=1e-4)  # the student begins as this teacher
 
 
 @pytest.mark.slow

@@ -3,9 +3,10 @@ read to their end yet."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,15 @@ def make_agents_run(path: Path) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def shown(open_page: Opens, *runs: Path) -> Iterator[tuple[Watched, str]]:
+    """A page, and the address of these runs. The page goes before the server does: it would complain of that."""
+    with served(*runs) as url:
+        watched = open_page()
+        yield watched, url
+        watched.close()
+
+
 def sound(watched: Watched, what: str) -> None:
     for check in ("tooWide", "unnamed"):
         assert watched.value(f"checks.{check}()") == [], what
@@ -70,8 +80,7 @@ def sound(watched: Watched, what: str) -> None:
 
 
 def test_an_episode_lists_its_contexts_and_each_leads_to_its_text(tmp_path: Path, open_page: Opens) -> None:
-    with served(make_agents_run(tmp_path / "run")) as url:
-        watched = open_page()
+    with shown(open_page, make_agents_run(tmp_path / "run")) as (watched, url):
         watched.show(url, "rollouts?step_from=13")
         watched.click(".of-episode")
         watched.until("document.querySelector('main h1')?.textContent.startsWith('Episode 90-0')")
@@ -90,8 +99,7 @@ def test_an_episode_lists_its_contexts_and_each_leads_to_its_text(tmp_path: Path
 
 
 def test_environments_at_work_are_below_the_slots(tmp_path: Path, open_page: Opens) -> None:
-    with served(make_agents_run(tmp_path / "run")) as url:
-        watched = open_page()
+    with shown(open_page, make_agents_run(tmp_path / "run")) as (watched, url):
         watched.show(url, "timeline?from=1290&to=1400")
         watched.until("document.querySelector('.lanes + .legend').textContent.includes('Lines join')")
         assert watched.value(INK), "the act"
@@ -107,8 +115,7 @@ def test_environments_at_work_are_below_the_slots(tmp_path: Path, open_page: Ope
 
 
 def test_from_an_evaluation_to_one_answer_and_what_its_task_got_before(tmp_path: Path, open_page: Opens) -> None:
-    with served(make_run(tmp_path / "run")) as url:
-        watched = open_page()
+    with shown(open_page, make_run(tmp_path / "run")) as (watched, url):
         watched.show(url, "answers")
         watched.until("document.querySelectorAll('.rollouts .row').length === 3")
         for viewport in DESKTOP_AND_PHONE:
@@ -126,8 +133,7 @@ def test_from_an_evaluation_to_one_answer_and_what_its_task_got_before(tmp_path:
 
 
 def test_a_cell_of_the_map_of_staleness_leads_to_its_rollouts_by_the_keyboard(tmp_path: Path, open_page: Opens) -> None:
-    with served(make_run(tmp_path / "run")) as url:
-        watched = open_page()
+    with shown(open_page, make_run(tmp_path / "run")) as (watched, url):
         watched.show(url, "overview")
         watched.until("document.querySelector('.heat:not([hidden]) canvas')?.width > 400")
         watched.tab_to(".heat canvas")
@@ -141,8 +147,7 @@ def test_a_cell_of_the_map_of_staleness_leads_to_its_rollouts_by_the_keyboard(tm
 
 def test_a_comparison_goes_on_with_each_of_its_runs(tmp_path: Path, open_page: Opens) -> None:
     places = make_run(tmp_path / "run"), make_run(tmp_path / "other")
-    with served(*places) as url:
-        watched = open_page()
+    with shown(open_page, *places) as (watched, url):
         watched.show(url, "compare")
         watched.until("document.querySelector('.chart .legend .at')?.textContent === 'step 12'")
         with open(places[1] / "metrics.jsonl", "a") as file:
@@ -155,8 +160,7 @@ def test_what_is_read_so_far_is_shown_and_then_the_rest(
 ) -> None:
     """With no patience at all each question takes in one file more."""
     monkeypatch.setattr(run_data, "RunData", functools.partial(run_data.RunData, patience_s=0.0))
-    with served(make_run(tmp_path / "run")) as url:
-        watched = open_page()
+    with shown(open_page, make_run(tmp_path / "run")) as (watched, url):
         watched.page.goto(f"{url}/#/rollouts")
         watched.until("document.querySelector('.count')?.textContent.includes('Still reading the run')")
         watched.until("document.querySelector('.count')?.textContent.startsWith('60 rollouts of 60.')")

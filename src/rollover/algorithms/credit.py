@@ -125,7 +125,7 @@ class Credit:
         """The rewards of all trajectories whose advantages are made of them."""
         compared = [t for several in credited.compared.values() for c in several for t in c.trajectories]
         shaped = [t for t in compared if self._advantage_of(t) in self._estimators and t.ids.isdisjoint(left_out)]
-        greedy = _greedy(groups)
+        greedy = greedy_of(groups)
         uncounted = {t.sequence_id for t in shaped if t.group_id in replayed} | {t.sequence_id for t in greedy}
         return shaping([*shaped, *greedy], version, uncounted)
 
@@ -300,7 +300,8 @@ def _compared_roles(compared: Iterable[Sequence[TrajectoryGroup]], roles: Iterab
     return [sorted(one) for one in found]
 
 
-def _greedy(groups: Sequence[Group]) -> list[Trajectory]:
+def greedy_of(groups: Sequence[Group]) -> list[Trajectory]:
+    """The greedy trajectories of these groups."""
     with_some = (g for g in groups if any(r.greedy for r in g.rollouts))
     return [t for group in with_some for episode in episodes_of(group) for t in episode.trajectories if t.greedy]
 
@@ -308,7 +309,7 @@ def _greedy(groups: Sequence[Group]) -> list[Trajectory]:
 def _greedy_scores(groups: Sequence[Group], shaped: Shaped) -> dict[tuple[int, str], float]:
     """(group id, role) -> the reward of its greedy trajectory; of several the mean."""
     scores: dict[tuple[int, str], list[float]] = {}
-    for trajectory in map(shaped.of, _greedy(groups)):
+    for trajectory in map(shaped.of, greedy_of(groups)):
         if trajectory.reward is not None and trajectory.reward.score is not None:
             scores.setdefault((trajectory.group_id, trajectory.role), []).append(trajectory.reward.score)
     return {place: sum(of) / len(of) for place, of in scores.items()}

@@ -5,13 +5,14 @@ Owns the dropped groups that are not told yet. Never decides what leaves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from rollover.algorithms.credit import greedy_of
 from rollover.rollout.lifecycle import Event, EventKind
 from rollover.track.token_stats import TokenStats
 from rollover.track.tracker import RecordedCredit, RecordedGroup, Tracker
@@ -48,7 +49,7 @@ class Records:
             return
         samples = () if batch is None else [s for s in batch.samples if s.mask.any() and self.by_rewards(s)]
         advantages = {s.rollout_id: float(s.advantages[s.mask].mean(dtype=np.float64)) for s in samples}
-        credits = {} if batch is None else _credits(batch)
+        credits = {} if batch is None else _credits(batch) | _credits_of_greedy(batch, groups)
         records = [self._recorded(g, advantages, None, credits, tokens) for g in groups]
         records += [self._recorded(group, {}, reason, {}, {}) for group, reason in self.dropped]
         if records:
@@ -97,4 +98,15 @@ def _credits(batch: Batch) -> dict[str, RecordedCredit]:
         reward = before.reward if masked.in_baseline else None
         left_out = f"{masked.reason}: {masked.detail}"
         found[masked.rollout.rollout_id] = replace(before, reward=reward, left_out=left_out)
+    return found
+
+
+def _credits_of_greedy(batch: Batch, groups: Sequence[Group]) -> dict[str, RecordedCredit]:
+    """Of the greedy rollouts of its groups: the rewards that their siblings are compared with."""
+    found: dict[str, RecordedCredit] = {}
+    for trajectory in greedy_of([group for group in groups if group.group_id in batch.compared]):
+        reward = batch.shaped.of(trajectory).reward
+        terms = batch.shaped.terms.get(trajectory.sequence_id, {})
+        credit = RecordedCredit(None, None if reward is None else reward.score, terms)
+        found |= dict.fromkeys(trajectory.ids, credit)
     return found

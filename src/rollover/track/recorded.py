@@ -50,6 +50,13 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def outcome_of(dropped: DropReason | None, rollout: Rollout) -> str:
+    """What became of a Rollout of a group that was trained (None) or dropped: what is compared with, and never trained
+    itself, is dropped as in the ledger."""
+    reason = DropReason.BASELINE if dropped is None and rollout.greedy else dropped
+    return TRAINED if reason is None else f"dropped:{reason.value}"
+
+
 def read_rollouts(dir: str | Path, include_dropped: bool = False) -> Iterator[list[Group]]:
     """The recorded groups, one list a step, in the order they were written.
 
@@ -189,9 +196,8 @@ def _rollout(record: dict[str, Any], group: Group) -> Rollout:
 
 
 def _state(outcome: str) -> RolloutState:
-    if outcome == TRAINED:
-        return RolloutState.READY
-    DropReason(outcome.removeprefix("dropped:"))
+    if outcome == TRAINED or DropReason(outcome.removeprefix("dropped:")) is DropReason.BASELINE:
+        return RolloutState.READY  # a greedy one is a part of its group, which is given whole
     return RolloutState.DROPPED
 
 

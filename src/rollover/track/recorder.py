@@ -23,7 +23,7 @@ import numpy as np
 
 from rollover.files import atomic_write_text
 from rollover.track import rollout_table
-from rollover.track.recorded import TRAINED, step_of
+from rollover.track.recorded import outcome_of, step_of
 from rollover.track.sinks import to_json
 from rollover.track.token_stats import record_of
 from rollover.track.tracker import Cut, RecordedCredit, RecordedGroup, Tracker
@@ -120,7 +120,7 @@ def _each(groups: Sequence[RecordedGroup]) -> Iterator[tuple[RecordedGroup, int,
 
 def _record(step: int, recorded: RecordedGroup, place: int, *, shared: bool) -> dict[str, Any]:
     """All but its tokens, of the rollout at this place. `shared`: also what its siblings have, too."""
-    group, dropped, rollout = recorded.group, recorded.dropped, recorded.group.rollouts[place]
+    group, rollout = recorded.group, recorded.group.rollouts[place]
     task, reward = group.task, rollout.reward
     error = reward.error if reward else None
     if reward is not None and reward.missing and error is None:
@@ -138,7 +138,7 @@ def _record(step: int, recorded: RecordedGroup, place: int, *, shared: bool) -> 
         "source": task.source,
         "reward": task.reward,
         "step": step,
-        "outcome": TRAINED if dropped is None else f"dropped:{dropped.value}",
+        "outcome": outcome_of(recorded.dropped, rollout),
         "messages": list(task.messages) if shared and task.messages is not None else None,
         "prompt": task.prompt if shared else None,
         "plain": task.plain,

@@ -42,9 +42,10 @@ class RecordedCredit:
     """What the advantage of a rollout was made of, in the step that trained it.
 
     `compared`: rollouts of one group that have the same number were compared; None: with no other (a role that is not
-    trained). `reward`: that of its trajectory, after `terms`, normalisation and clipping ([rewards]); None where it is
-    missing. `terms`: what was added to the score, by name. `kl_penalty`: what the KL to the reference takes off the
-    reward then; None without one. `left_out`: why none of its tokens is in the loss, "" where some may be.
+    trained, or the greedy rollout that the others are compared with). `reward`: that of its trajectory, after `terms`,
+    normalisation and clipping ([rewards]); None where it is missing. `terms`: what was added to the score, by name.
+    `kl_penalty`: what the KL to the reference takes off the reward then; None without one. `left_out`: why none of its
+    tokens is in the loss, "" where some may be.
     """
 
     compared: int | None

@@ -15,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollover.track.recorded import TRAINED
 from rollover.track.token_stats import by_token
+from rollover.types import DropReason
 
 _EPS = 1e-4  # of every division by a standard deviation
 RULES: dict[str, str] = {
@@ -62,7 +64,9 @@ def why(
     left with it of its group, itself too, without their tokens. `config`: every value of the run; {} is not known."""
     said = [("score", _score(record))]
     credit = record.get("credit")
-    if record["outcome"] != "trained":
+    if _is_greedy(record):
+        return _told([*said, *_of_greedy(record, config)])
+    if record["outcome"] != TRAINED:
         reason = record["outcome"].partition(":")[2]
         text = f"Its group was dropped ({reason}) before a step trained it: no advantage was made."
         return _told([*said, ("outcome", text)])
@@ -97,12 +101,17 @@ def _score(record: Mapping[str, Any]) -> str:
 def _in_no_batch(record: Mapping[str, Any]) -> str:
     if "credit" not in record:
         return "It was recorded by an earlier version, which did not write down what its advantage was made of."
-    if _is_greedy(record):
-        return "It is the greedy answer that the others are compared with: it is never trained itself."
     return (
         "It was in no batch: its group had no signal, as all its advantages were 0, and a group that was kept for"
         " replay was trained in its place."
     )
+
+
+def _of_greedy(record: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    credit = record.get("credit")
+    shaped = [] if credit is None else _reward(record, credit, config)
+    text = "It is the greedy answer that the others are compared with: it is never trained itself."
+    return [*shaped, ("outcome", text)]
 
 
 def _reward(record: Mapping[str, Any], credit: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -129,16 +138,21 @@ def _reward(record: Mapping[str, Any], credit: Mapping[str, Any], config: Mappin
 def _compared(record: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> _Compared:
     """By trajectory: several contexts of one have one reward."""
     number, rewards = record["credit"]["compared"], dict[tuple[int, int], float | None]()
-    greedy = [of["score"] for of in group if _is_greedy(of) and of["role"] == record["role"]]
+    baselines = [_greedy_reward(of) for of in group if _is_greedy(of) and of["role"] == record["role"]]
     for of in group:
         credit = of.get("credit")
         if credit is not None and credit["compared"] == number:
             rewards[of["sibling"], of["trajectory"]] = _trained_reward(credit)
-    return _Compared(list(rewards.values()), _trained_reward(record["credit"]), greedy[0] if greedy else None)
+    return _Compared(list(rewards.values()), _trained_reward(record["credit"]), baselines[0] if baselines else None)
 
 
 def _trained_reward(credit: Mapping[str, Any]) -> float | None:
     return None if credit["reward"] is None else credit["reward"] - (credit["kl_penalty"] or 0.0)
+
+
+def _greedy_reward(record: Mapping[str, Any]) -> float | None:
+    """As it was compared with; of an earlier version's record, which has no credit, its score."""
+    return (record.get("credit") or {"reward": record["score"]})["reward"]
 
 
 def _siblings(compared: _Compared, name: str) -> list[tuple[str, str]]:
@@ -204,19 +218,20 @@ def worked(
     if len(rewards) < 2:
         return "it has nothing to be compared with, so it is 0", 0.0
     mean = statistics.fmean(rewards)
-    centred = f"{_n(own)} - {_n(mean)}"
+    centred, difference = f"{_n(own)} - {_n(mean)}", 0.0 if _same(own, mean) else own - mean  # 0 whatever rounding left
     std = algorithm.get("advantage_std", "sample")
     if name == "dr_grpo" or (name == "grpo" and std == "none"):
-        return f"{centred} = {_n(own - mean)}", own - mean
+        return f"{centred} = {_n(difference)}", difference
     if name == "grpo" and std in ("sample", "population"):
         deviation = statistics.stdev(rewards) if std == "sample" else statistics.pstdev(rewards)
-        value = (own - mean) / (deviation + _EPS)
+        value = difference / (deviation + _EPS)
         return f"({centred}) / ({_n(deviation)} + {_EPS}) = {_n(value)}", value
     if name == "rloo":
         others = (sum(rewards) - own) / (len(rewards) - 1)
-        return f"{_n(own)} - {_n(others)} = {_n(own - others)}", own - others
+        difference = 0.0 if _same(own, others) else own - others
+        return f"{_n(own)} - {_n(others)} = {_n(difference)}", difference
     if name == "max_rl" and min(rewards) >= 0:
-        value = (own - mean) / mean if mean else 0.0
+        value = difference / mean if mean else 0.0
         return f"({centred}) / {_n(mean)} = {_n(value)}", value
     return None
 
@@ -269,6 +284,9 @@ def _estimator(role: str, config: Mapping[str, Any]) -> str:
 
 
 def _is_greedy(record: Mapping[str, Any]) -> bool:
+    """A baseline. That of an earlier version has the outcome of its group, and no credit."""
+    if record["outcome"] != TRAINED:
+        return record["outcome"] == f"dropped:{DropReason.BASELINE.value}"
     sampled = [of for of in record["segments"] if of["trainable"]]
     return record.get("credit") is None and any(of["sampling"]["temperature"] == 0 for of in sampled)
 

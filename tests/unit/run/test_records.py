@@ -5,19 +5,24 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollover.config import AlgorithmConfig, WorkflowConfig
+from rollover.algorithms.shaping import Shaping
+from rollover.config import AlgorithmConfig, RewardsConfig, WorkflowConfig
+from rollover.reading.rollout_index import RolloutIndex
 from rollover.rollout.lifecycle import Event, EventKind
 from rollover.run.records import Records
 from rollover.track.recorded import read_records, read_rollouts
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.tracker import RecordedGroup
 from rollover.trainer.batch import BatchBuilder
-from rollover.types import DropReason, Group, Reward, Rollout, StopReason
+from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, StopReason
+from rollover.view.stale import staleness_map
+from rollover.view.why import why
 from unit.rollout.world import make_segment, make_task
 
 
@@ -68,3 +73,30 @@ def test_the_advantage_of_a_record_is_that_of_its_tokens_in_the_loss(tmp_path: P
     Records(RolloutRecorder(tmp_path / "b"), lambda ids, **options: "", lambda sample: False).tell(1, [group], batch)
     told = [[record["advantage"] for record in read_records(tmp_path / name)] for name in "ab"]
     assert told[0] == pytest.approx([(2 * 0.75 - 3 * 0.25) / 5, -0.25, None]) and told[1] == [None] * 3
+
+
+def test_a_greedy_rollout_is_recorded_as_what_the_others_are_compared_with(tmp_path: Path) -> None:
+    """Of 7 and 8 tokens the overlong penalty takes 0.5 and 1 off: the rewards are 0.5 and 0, and not both 1."""
+
+    def rollout(sibling: int, num: int, score: float, temperature: float) -> Rollout:
+        segment = replace(make_segment(num, 0, StopReason.EOS), sampling=SamplingParams(temperature=temperature))
+        return Rollout(0, sibling, make_task(0), [segment], stop_reason=StopReason.EOS, reward=Reward(score))
+
+    group = Group(0, make_task(0), (1, 2), [rollout(0, 7, 1.0, 1.0), rollout(1, 8, 1.0, 0.0)])
+    algorithm = AlgorithmConfig(advantage="remax")
+    shaping = Shaping(RewardsConfig(overlong_buffer_tokens=2, overlong_penalty=1.0), max_new_tokens=8)
+    batch = BatchBuilder(algorithm, shaping=shaping).build([group])
+    Records(RolloutRecorder(tmp_path), lambda ids, **options: "").tell(1, [group], batch)
+    records = list(read_records(tmp_path))
+    assert [record["outcome"] for record in records] == ["trained", "dropped:baseline"]
+    assert records[1]["credit"] == {
+        "compared": None, "reward": 0.0, "terms": {"overlong": -1.0}, "kl_penalty": None, "left_out": None
+    }  # fmt: skip
+    assert records[0]["advantage"] == 0.5
+    said = {of["about"]: of["text"] for of in why(records[0], records, {"algorithm": {"advantage": "remax"}})}
+    assert said["siblings"] == "The greedy answer to its task has 0." and said["rule"].endswith(": 0.5 - 0 = 0.5.")
+    baseline = {of["about"]: of["text"] for of in why(records[1], records, {"algorithm": {"advantage": "remax"}})}
+    assert "overlong adds -1" in baseline["shaping"] and "never trained itself" in baseline["outcome"]
+    (again,) = read_rollouts(tmp_path)
+    assert [[r.rollout_id for r in g.rollouts if r.state is RolloutState.READY] for g in again] == [["0-0", "0-1"]]
+    assert staleness_map(RolloutIndex(tmp_path))["counts"] == [[1]]  # which are those that were trained

@@ -53,6 +53,12 @@ def test_the_sum_that_is_shown_is_the_estimators(values: list[float], std: Any) 
             assert found[0].endswith(f"= {found[1]:.4g}") or "nothing to be compared" in found[0]
 
 
+def test_what_rounding_leaves_is_no_advantage() -> None:
+    for name in ("grpo", "dr_grpo", "rloo", "max_rl"):
+        found = worked(name, [0.1, 0.2, 0.3], 0.2, None, {})
+        assert found is not None and found[1] == 0 and found[0].endswith("= 0"), name
+
+
 def run(
     folder: Path,
     scores: Sequence[float | None] = (1.0, 0.0, 0.5),

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from rollover.track.recorder import TRAINED
+from rollover.track.recorded import outcome_of
 from rollover.track.sinks import to_json
 from rollover.track.tracker import RecordedGroup
 from rollover.track.trackers.tool import plain
@@ -44,7 +44,7 @@ def _of_rollout(
             "step": step,
             "rollout_id": rollout.rollout_id,
             "task_id": rollout.task.task_id,
-            "outcome": TRAINED if recorded.dropped is None else f"dropped:{recorded.dropped.value}",
+            "outcome": outcome_of(recorded.dropped, rollout),
             "score": rollout.reward.score if rollout.reward else None,
             "advantage": advantage,
             "num_tokens": rollout.num_tokens,

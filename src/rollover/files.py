@@ -104,7 +104,7 @@ def read_tables(path: Path) -> dict[str, Any]:
         tables = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
             raise ValueError("it holds no tables")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}): restore the file") from error
     return tables
 

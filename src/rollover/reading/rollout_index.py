@@ -35,6 +35,7 @@ _COLUMNS = (
     "step", "group_id", "sibling", "trajectory", "context", "num_tokens", "segments", "score", "advantage", "outcome",
     "source", "stop_reason",
 )  # fmt: skip
+_KINDS = {"completion": str, "columns": str, "segments": list, "prompt_ids": list, "token_ids": list, "logprobs": list}
 _TOKENS = b', "token_ids": ['  # nothing after it is of interest here, and most of a line is; no string has such a quote
 
 
@@ -100,7 +101,7 @@ class RolloutIndex:
     def record(self, entry: np.void) -> dict[str, Any]:
         """One dict with texts and tokens, as `Run.records` gives it, of one of `entries()`.
 
-        ValueError where its file is gone since.
+        ValueError where its file is gone since, or damaged.
         """
         path, place, head = self.path(entry), int(entry["place"]), int(entry["head"])
         try:
@@ -111,12 +112,15 @@ class RolloutIndex:
                 record, first = _line_at(file, place), {}
                 if place != head:
                     first = _line_at(file, head)
-        except (OSError, ValueError, TypeError) as error:
-            raise ValueError(f"{path}: the rollout cannot be read any more ({error}): look again") from error
-        shared = {key: first[key] for key in SHARED} if first else {}
-        own = {} if record["prompt_ids"] is None else {"prompt_ids": record["prompt_ids"]}
-        record = record | shared | own
-        return record | {"columns": json.loads(record["columns"])}
+            shared = {key: first[key] for key in SHARED} if first else {}
+            own = {} if record["prompt_ids"] is None else {"prompt_ids": record["prompt_ids"]}
+            record = record | shared | own
+            if wrong := [key for key, kind in _KINDS.items() if not isinstance(record[key], kind)]:
+                raise TypeError(f"{wrong[0]} is {record[wrong[0]]!r:.50}")
+            return record | {"columns": json.loads(record["columns"])}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            what = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{path}: the rollout cannot be read any more ({what}): look again") from error
 
     def path(self, entry: np.void) -> Path:
         """The file that one of `entries()` lies in."""
@@ -148,6 +152,11 @@ class RolloutIndex:
             return Seen(stamp, entries)
         except FileNotFoundError:
             return None
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            if str(error).startswith(str(file.path)):  # it has said where
+                raise
+            what = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{file.path}: it has no recorded rollouts: {what}") from error
 
     def _entry(self, place: int, head: int, record: Mapping[str, Any]) -> tuple[Any, ...]:
         versions = [s["policy_version"] for s in record["segments"] if s["trainable"]]
@@ -198,7 +207,7 @@ def _line_heads(path: Path) -> Iterator[_Head]:
                 record = short_line(line)
                 head = heads.setdefault(record["group_id"], place)
                 yield place, head, record
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 if isinstance(error, ValueError) and not line.endswith(b"\n"):
                     return  # half a line, of a copy that is being made
                 raise not_recorded(path, number, error) from error

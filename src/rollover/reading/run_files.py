@@ -44,17 +44,21 @@ class RunFiles:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory).expanduser()
+        self.check()
+        self._metrics = Tail(self.directory / METRICS, numbers=True)
+        self._columns = Columns(self.directory / METRICS)
+        self._evaluations = Tail(self.directory / EVALUATIONS)
+        self.rollouts = RolloutIndex(self.directory / ROLLOUTS)
+        self.trace = TraceIndex(self.directory / TRACE)
+
+    def check(self) -> None:
+        """ValueError where the directory is not, or no longer, that of a run."""
         if not any((self.directory / name).is_file() for name in (CONFIG, METRICS, TRACE)):
             if not self.directory.is_dir():
                 what = "is a file" if self.directory.exists() else f"is not there{did_you_mean_path(self.directory)}"
             else:
                 what = f"has no {CONFIG}"
             raise ValueError(f"{str(self.directory)!r} is not the directory of a run: it {what}")
-        self._metrics = Tail(self.directory / METRICS, numbers=True)
-        self._columns = Columns(self.directory / METRICS)
-        self._evaluations = Tail(self.directory / EVALUATIONS)
-        self.rollouts = RolloutIndex(self.directory / ROLLOUTS)
-        self.trace = TraceIndex(self.directory / TRACE)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -115,7 +119,7 @@ class RunFiles:
             return ""
         try:
             end = json.loads((self.directory / FINISHED).read_text(encoding="utf-8"))
-        except ValueError:  # of an older version
+        except (ValueError, RecursionError):  # of an older version
             return ""
         if not isinstance(end, dict):
             return ""
@@ -128,7 +132,7 @@ class RunFiles:
         try:
             told = json.loads((self.directory / RESUME).read_text(encoding="utf-8"))
             return str(told["command"]), str(told["folder"])
-        except (OSError, ValueError, KeyError, TypeError):  # of an older version, or a file of somebody else
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # of an older version, or somebody else's
             return unknown
 
     @property

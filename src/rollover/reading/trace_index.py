@@ -189,14 +189,14 @@ class TraceIndex:
         lines = whole.split(b"\n")
         try:
             told = json.loads(b"[" + whole.replace(b"\n", b",") + b"]")  # a call for each line takes thrice that
-        except ValueError:
+        except (ValueError, RecursionError):
             told = []
         one_each = len(told) == len(lines)
         for place, line in enumerate(lines):
             begin, self._end = self._end, self._end + len(line) + 1
             try:
                 self._add(told[place] if one_each else json.loads(line), begin)
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, AttributeError, RecursionError) as error:
                 where = f"{self.path}:{self._number + place + 1}"
                 raise ValueError(f"{where}: not a trace event ({error}): restore the file") from error
         self._last, self._number = lines[-1] + b"\n", self._number + len(lines)

@@ -106,7 +106,7 @@ def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         for number, line in enumerate(file, start=1):
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 if line.endswith(b"\n"):
                     raise not_recorded(path, number, error) from error
                 return

@@ -179,7 +179,7 @@ def row_of_line(path: Path, line: bytes) -> dict[str, Any]:
     """The row that a line of the file at `path` is. ValueError where it is none."""
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} has a line that is not JSON ({error}): restore the file") from error
     if not isinstance(row, dict):
         raise ValueError(f"{path} has a line that is no row ({row!r:.100}): restore the file")

@@ -190,7 +190,7 @@ def trace_events(path: str | Path) -> Iterator[TraceEvent]:
                 return
             try:
                 yield TraceEvent.from_line(line)
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 raise ValueError(f"{path}:{number}: not a trace event ({error}): restore the file") from error
 
 

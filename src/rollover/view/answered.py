@@ -14,6 +14,7 @@ from rollover.reading.run_files import EVALUATED
 from rollover.track.against import read_recorded
 from rollover.track.recorded import step_of
 from rollover.view.found import EXCERPT
+from rollover.view.not_there import NotThere
 from rollover.view.numbers import number
 
 MOST_ROWS, MOST_EVALUATIONS = 500, 8
@@ -71,7 +72,7 @@ def answer(directory: Path, query: Query) -> dict[str, Any]:
     step, place = _count(query, "step", max(files, default=0)), _count(query, "place", 0)
     rows = _rows_of(files, step)
     if not place < len(rows):
-        raise KeyError(f"the evaluation after step {step} has no answer {place}: it has {len(rows)}")
+        raise NotThere(f"the evaluation after step {step} has no answer {place}: it has {len(rows)}")
     row, steps = rows[place], list(files)
     whole = _whole_row(rows, place, step)
     looked_at = sorted({*steps[:1], *steps[-MOST_EVALUATIONS:], step})
@@ -107,7 +108,7 @@ def _task(row: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def _rows_of(files: Mapping[int, Path], step: int) -> list[dict[str, Any]]:
     if step not in files:
-        raise KeyError(f"no answers were recorded of an evaluation after step {step}")
+        raise NotThere(f"no answers were recorded of an evaluation after step {step}")
     return read_recorded(files[step], "")
 
 

@@ -1,7 +1,7 @@
 """The dashboard over HTTP: the page and its parts, and what it asks as JSON.
 
     GET /                                the page: main.js, page.css, vendor/... (nothing of a run is in them)
-    GET /api/runs                        the runs by number, as their "state"
+    GET /api/runs                        the runs by number, as their "state" (RunData.state)
     GET /api/runs/0/<question>?<query>   RunData.answer
     GET /api/compare/<question>?<query>  the runs beside each other
 
@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollover.engine.server.guard import TokenGuard
 from rollover.track.sinks import to_json
+from rollover.view.not_there import NotThere
 from rollover.view.parts import CONTENT_TYPES, page_files
 from rollover.view.run_data import RunData
 from rollover.view.several import Several
@@ -54,24 +55,25 @@ def make_app(runs: Sequence[RunData], host: str, token: str = "") -> ASGIApp:
     def answer(question: Callable[[], Any]) -> Response:
         try:
             return _json(question())
-        except KeyError as error:
+        except NotThere as error:
             return _refused(404, str(error.args[0]))
         except ValueError as error:
             return _refused(400, str(error))
 
     def of_run(request: Request) -> Response:
         number, name = request.path_params["number"], request.path_params["name"]
-        if not number < len(runs):
-            return _refused(404, f"there is no run {number}: there are {len(runs)}")
-        return answer(lambda: runs[number].answer(name, request.query_params))
+        run = next((run for place, run in enumerate(runs) if str(place) == number), None)
+        if run is None:
+            return _refused(404, f"there is no run {number:.20}: there are {len(runs)}")
+        return answer(lambda: run.answer(name, request.query_params))
 
     def of_several(request: Request) -> Response:
         return answer(lambda: several.answer(request.path_params["name"], request.query_params))
 
     api = Starlette(
         routes=[
-            Route("/api/runs", lambda request: answer(lambda: [run.answer("state", {}) for run in runs])),
-            Route("/api/runs/{number:int}/{name}", of_run),
+            Route("/api/runs", lambda request: answer(lambda: [run.state() for run in runs])),
+            Route("/api/runs/{number}/{name}", of_run),
             Route("/api/compare/{name}", of_several),
         ]
     )

@@ -8,6 +8,7 @@ import numpy as np
 
 from rollover.reading.rollout_index import RolloutIndex
 from rollover.view.found import EXCERPT, asked, row_of
+from rollover.view.not_there import NotThere
 
 MOST_CONTEXTS = 500
 
@@ -20,7 +21,7 @@ def episode(index: RolloutIndex, step: int, group: int, sibling: int) -> dict[st
     of_episode = (entries["step"] == step) & (entries["group_id"] == group) & (entries["sibling"] == sibling)
     places = np.flatnonzero(of_episode)
     if not len(places):
-        raise KeyError(f"no episode {group}-{sibling} left the run with step {step}")
+        raise NotThere(f"no episode {group}-{sibling} left the run with step {step}")
     places = places[np.lexsort((entries["context"][places], entries["trajectory"][places]))]
     contexts = []
     for entry in entries[places[:MOST_CONTEXTS]]:

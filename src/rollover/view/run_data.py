@@ -29,6 +29,7 @@ from rollover.view.episodes import episode
 from rollover.view.found import Wanted, choices, page
 from rollover.view.intervals import reward_intervals
 from rollover.view.lanes import window
+from rollover.view.not_there import NotThere
 from rollover.view.numbers import number
 from rollover.view.pieces import RunTokens
 from rollover.view.planned import plan_of
@@ -42,6 +43,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 PATIENCE_S = 0.4  # of a server: nobody waits much longer for a first view, whatever the run
 _PAUSE_S = 0.002  # for who waits for a lock
 _POINTS = 800
+_OF_DAMAGE = (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
 
 
 class RunData:
@@ -85,10 +87,22 @@ class RunData:
         """JSON-able. KeyError where there is no such question, or what it asks for is not there; ValueError for a value
         that cannot be meant, and for files that are damaged."""
         if name not in self._questions:
-            raise KeyError(f"there is no question {name}: there are {', '.join(self._questions)}")
+            raise NotThere(f"there is no question {name}: there are {', '.join(self._questions)}")
         question, parts = self._questions[name]
         with self.reading(*parts):
             return question(query)
+
+    def state(self) -> dict[str, Any]:
+        """The answer to "state", also where there is none: then its state is "unreadable", for the reason that stands
+        in "ended_early"."""
+        try:
+            return self.answer("state", {})
+        except ValueError as error:
+            directory = self.files.directory
+            told = {"name": directory.absolute().name, "directory": str(directory), "state": "unreadable"}
+            nothing = dict.fromkeys(("resume", "num_steps", "seconds_a_step", "seconds_left", "waits"))
+            found = {"holder": "", "ended_early": str(error), "step": 0, "revisions": {}, "reading": {}}
+            return {**told, **nothing, **found}
 
     def read_ahead(self) -> None:
         """Read what a first question about rollouts or the trace would wait for, in parts: who asks meanwhile comes
@@ -107,12 +121,22 @@ class RunData:
 
     @contextmanager
     def reading(self, *parts: Part) -> Iterator[RunFiles]:
-        """The run's files, of which nobody else reads these parts meanwhile."""
+        """The run's files, of which nobody else reads these parts meanwhile. ValueError for whatever is wrong with
+        them."""
         with ExitStack() as held:
             for part in PARTS:  # in one order, or two could wait for each other
                 if part in parts:
                     held.enter_context(self._locks[part])
-            yield self.files
+            try:
+                yield self.files
+            except (NotThere, ValueError):
+                raise
+            except OSError as error:
+                where = error.filename or self.files.directory
+                raise ValueError(f"{where} cannot be read: {error.strerror or error}") from error
+            except _OF_DAMAGE as error:  # values of a kind that no run writes, at a place where nobody looked for them
+                what = f"{type(error).__name__}: {error}"
+                raise ValueError(f"a file of the run in {self.files.directory} is damaged ({what})") from error
 
     def revisions(self) -> dict[str, str]:
         """Of what the run writes: another word where there may be something new."""
@@ -131,6 +155,7 @@ class RunData:
     # Questions
 
     def _state(self, query: Query) -> dict[str, Any]:
+        self.files.check()
         files, columns = self.files, self.files.columns()
         num_steps, step, state = files.value("train.num_steps"), columns.last.get("step", 0), files.state
         pace = seconds_a_step(columns.newest)
@@ -220,6 +245,6 @@ def seconds(query: Query, name: str, default: float) -> float:
 def _revision(path: Path) -> str:
     try:
         status = path.stat()
-    except FileNotFoundError:
+    except OSError:
         return ""
     return f"{status.st_size}-{status.st_mtime_ns}"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollover.view.compare import curves, differences, evaluations
+from rollover.view.not_there import NotThere
 from rollover.view.run_data import RunData, integer
 
 _POINTS = 400
@@ -32,12 +33,12 @@ class Several:
         or run; ValueError for a value that cannot be meant."""
         chosen = [self._run(text) for text in query.get("runs", "").split(",") if text] or list(self._runs)
         if name not in self._questions:
-            raise KeyError(f"there is no question {name}: there are {', '.join(self._questions)}")
+            raise NotThere(f"there is no question {name}: there are {', '.join(self._questions)}")
         return self._questions[name](query, chosen)
 
     def _run(self, text: str) -> RunData:
         if not text.isdecimal() or not int(text[:9]) < len(self._runs):
-            raise KeyError(f"runs: there is no run {text}: there are {len(self._runs)}")
+            raise NotThere(f"runs: there is no run {text}: there are {len(self._runs)}")
         return self._runs[int(text[:9])]
 
     def _metrics(self, query: Mapping[str, str], runs: list[RunData]) -> list[dict[str, Any]]:

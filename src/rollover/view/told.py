@@ -17,6 +17,7 @@ from rollover.reading.run_files import RunFiles
 from rollover.track.token_stats import KEYS, by_token
 from rollover.track.trace import TraceEvent
 from rollover.view.found import row_of
+from rollover.view.not_there import NotThere
 from rollover.view.numbers import numbers
 from rollover.view.why import why
 
@@ -45,7 +46,7 @@ def told(
     entries = index.entries()
     place = find(entries, step, of)
     if place is None:
-        raise KeyError(f"no rollout {of} left the run with step {step}")
+        raise NotThere(f"no rollout {of} left the run with step {step}")
     entry = entries[place]
     group = (entries["group_id"] == entry["group_id"]) & (entries["step"] == entry["step"])
     records = {int(of): index.record(entries[of]) for of in np.flatnonzero(group)}

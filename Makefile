@@ -11,7 +11,7 @@ VLLM := .venv-vllm
 VERIFIERS := .venv-verifiers
 DOCS := .venv-docs
 
-.PHONY: venv demo vllm verifiers test test-slow test-vllm test-ray test-verifiers test-browser test-gpu check format docs bench clean
+.PHONY: venv demo vllm verifiers test test-slow test-vllm test-ray test-verifiers test-browser test-tutorials test-gpu check format docs bench clean
 
 venv: $(STAMP)
 
@@ -62,6 +62,10 @@ test-verifiers: venv verifiers
 # In Chromium, which must be installed: `apt-get install chromium` on Debian. Without it they are skipped, and say so.
 test-browser: venv
 	@$(BIN)/python -m pytest -m browser tests/browser
+
+# Every block of docs/tutorials, of which `make test` has the first page only.
+test-tutorials: venv
+	@$(BIN)/python -m pytest -n $(WORKERS) -m slow tests/integration/test_tutorials.py
 
 # On a machine with CUDA, torch and transformers: the interpreter's own packages, no venv.
 test-gpu:

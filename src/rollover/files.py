@@ -148,8 +148,13 @@ def atomic_write_text(path: str | Path, text: str) -> None:
 
 
 def atomic_write_bytes(path: str | Path, content: bytes | memoryview) -> None:
-    """Replace the file at `path`: a reader, or a restart after a crash, sees the old content or the new one."""
+    """Replace the file at `path`: a reader, or a restart after a crash, sees the old content or the new one. A device or
+    a pipe is written to and stays what it is."""
     path = Path(path)
+    if path.exists() and not path.is_file():
+        with naming(path), open(path, "wb") as file:
+            file.write(content)
+        return
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         with naming(path), open(temporary, "wb") as file:

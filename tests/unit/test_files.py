@@ -99,3 +99,15 @@ def test_atomic_write_text(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         atomic_write_text(path, "\ud800")
     assert path.read_text(encoding="utf-8") == "zwei ü\n" and os.listdir(tmp_path) == ["config.json"]
+
+
+def test_what_is_no_file_is_written_to_and_stays(tmp_path: Path) -> None:
+    """As /dev/null, which root would otherwise have replaced by a report."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        atomic_write_text(pipe, "told")
+        assert pipe.is_fifo() and os.read(reader, 100) == b"told" and os.listdir(tmp_path) == ["pipe"]
+    finally:
+        os.close(reader)

@@ -148,8 +148,10 @@ def atomic_write_text(path: str | Path, text: str) -> None:
 
 
 def atomic_write_bytes(path: str | Path, content: bytes | memoryview) -> None:
-    """Replace the file at `path`: a reader, or a restart after a crash, sees the old content or the new one. A device or
-    a pipe is written to and stays what it is."""
+    """Replace the file at `path`: a reader, or a restart after a crash, sees the old content or the new one.
+
+    A device or a pipe is written to, and stays what it is.
+    """
     path = Path(path)
     if path.exists() and not path.is_file():
         with naming(path), open(path, "wb") as file:

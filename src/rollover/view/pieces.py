@@ -31,24 +31,25 @@ def pieces(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[s
 
 
 class RunTokens:
-    """`pieces` by the tokenizer of a run, looked for when it is first asked; None where there is none."""
+    """`pieces` by the tokenizer of a run, read again where it is another file now; None where there is none."""
 
     def __init__(self, files: RunFiles) -> None:
         self._files = files
         self._lock = threading.Lock()
         self._decode: Callable[[Sequence[int]], str] | None = None
-        self._looked = False
+        self._of: list[tuple[Path, int, int]] = []  # of which files: their sizes, and when they were written
 
     def __call__(self, ids: Sequence[int]) -> list[str] | None:
         with self._lock:
-            if not self._looked:
-                self._decode, self._looked = self._load(), True
-        return None if self._decode is None else pieces(self._decode, ids)
+            if (found := self._found()) != self._of:
+                self._decode, self._of = self._load([path for path, *_ in found]), found
+            decode = self._decode
+        return None if decode is None else pieces(decode, ids)
 
-    def _load(self) -> Callable[[Sequence[int]], str] | None:
+    def _load(self, paths: Sequence[Path]) -> Callable[[Sequence[int]], str] | None:
         from tokenizers import Tokenizer
 
-        for path in self._places():
+        for path in paths:
             try:
                 tokenizer = Tokenizer.from_file(str(path))
             except Exception:  # boundary: a file of another kind, for which the library has an exception of its own
@@ -56,8 +57,8 @@ class RunTokens:
             return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
         return None
 
-    def _places(self) -> list[Path]:
-        """Where it may be: in the run's directory, beside the models that it saved, or where its model came from."""
+    def _found(self) -> list[tuple[Path, int, int]]:
+        """Where there is one: in the run's directory, beside the models that it saved, or where its model came from."""
         name = str(self._files.value("model.path") or "")
         folders = [self._files.directory / folder for folder in ("", "model", "best_model")]
         if name == ALIAS:
@@ -70,4 +71,4 @@ class RunTokens:
 
             cached = try_to_load_from_cache(name, _FILE)
             found += [Path(cached)] if isinstance(cached, str) else []
-        return [path for path in found if path.is_file()]
+        return [(path, of.st_size, of.st_mtime_ns) for path in found if path.is_file() and (of := path.stat())]

@@ -59,3 +59,13 @@ def test_a_run_whose_tokenizer_is_not_here_or_is_none(tmp_path: Path) -> None:
     assert RunTokens(RunFiles(run))([0, 1]) is None
     (run / "config.resolved.json").write_text(json.dumps({"model": {"path": "nobody/has-this-model-here"}}))
     assert RunTokens(RunFiles(run))([0, 1]) is None
+
+
+def test_another_run_in_the_same_place_has_its_own_tokenizer(tmp_path: Path) -> None:
+    tokens = RunTokens(RunFiles(write_run(tmp_path)))
+    assert tokens([0]) is None
+    for word in ("one", "another"):
+        Tokenizer(models.WordLevel({word: 0}, unk_token=word)).save(str(tmp_path / "tokenizer.json"))
+        assert tokens([0]) == [word]
+    (tmp_path / "tokenizer.json").unlink()
+    assert tokens([0]) is None

@@ -155,6 +155,23 @@ def test_a_comparison_goes_on_with_each_of_its_runs(tmp_path: Path, open_page: O
         watched.until("document.querySelector('.chart .legend .at')?.textContent === 'step 13'")
 
 
+def test_a_point_of_several_steps_says_them_and_opens_them_all(tmp_path: Path, open_page: Opens) -> None:
+    """Its value may be that of any of them. Over another axis a point is no step."""
+    places = make_run(tmp_path / "run"), make_run(tmp_path / "other")
+    with open(places[0] / "metrics.jsonl", "a") as file:
+        file.writelines(json.dumps(row(step)) + "\n" for step in range(13, 1601))
+    with shown(open_page, *places) as (watched, url):
+        watched.show(url, "overview")
+        watched.tab_to(".plot")
+        watched.press("ArrowRight", "ArrowRight")
+        watched.until("document.querySelector('.chart .legend .at').textContent.startsWith('steps 1 to 5, ')")
+        watched.press("Enter")
+        watched.drawn("rollouts")
+        assert watched.value("location.hash") == "#/rollouts?step_from=1&step_to=5"
+        watched.show(url, "compare?x=tokens")
+        watched.until("document.querySelector('.chart .legend .at')?.textContent.endsWith(' tokens generated')")
+
+
 def test_what_is_read_so_far_is_shown_and_then_the_rest(
     tmp_path: Path, open_page: Opens, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,8 +60,9 @@ def series(
     """Columns of `keys` over the steps from `first` to `last`, of some `points` values each.
 
     Where there are more steps than that, consecutive ones are one bucket, of which the least and the largest value are
-    left: a spike of one step stays a spike. "steps" are those of the values; "x" where they lie on the axis;
-    "thinned": how many steps are in a bucket, 1 where every step is there.
+    left: a spike of one step stays a spike. "first", "last": the bucket of each value, which may be of any step in it;
+    "steps": where it is drawn, at one end of that; "x": where this lies on the axis; "thinned": how many steps are in a
+    bucket, 1 where every step is there.
     """
     place = axis(of, x, group_size)
     steps = of.column("step")
@@ -74,15 +75,18 @@ def series(
     steps, place = steps[chosen], place[chosen]
     count = len(steps)
     buckets = max(1, min(points, MOST_POINTS) // 2)
-    thinned = 1
+    thinned, between = 1, (steps, steps)
     if count > 2 * buckets:
         begins = np.unique(np.linspace(0, count, buckets, endpoint=False).astype(np.int64))
         ends = np.append(begins[1:], count) - 1
+        between = np.repeat(steps[begins], 2), np.repeat(steps[ends], 2)
         steps, place = _pairs(steps[begins], steps[ends]), _pairs(place[begins], place[ends])
         columns = {key: _extremes(values, begins, ends) for key, values in columns.items()}
         thinned = -(-count // buckets)
     return {
         "steps": numbers(steps),
+        "first": numbers(between[0]),
+        "last": numbers(between[1]),
         "x": numbers(place),
         "columns": {key: numbers(values) for key, values in columns.items()},
         "of": count,

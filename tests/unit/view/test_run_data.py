@@ -70,7 +70,8 @@ def test_revisions_change_with_what_is_written_and_with_nothing_else(tmp_path: P
 def test_metrics_over_an_axis_and_a_window(tmp_path: Path) -> None:
     data = RunData(write_run(tmp_path))
     assert asked(data, "metrics", keys="reward/mean,time/step_s", x="time", **{"from": 2}) == {
-        "steps": [2, 3], "x": [4, 6], "columns": {"reward/mean": [0.2, 0.3], "time/step_s": [2, 2]}, "of": 2,
+        "steps": [2, 3], "first": [2, 3], "last": [2, 3], "x": [4, 6],
+        "columns": {"reward/mean": [0.2, 0.3], "time/step_s": [2, 2]}, "of": 2,
         "thinned": 1,
     }  # fmt: skip
     assert [of["step"] for of in asked(data, "evaluations")] == [0]

@@ -37,7 +37,7 @@ def test_numbers_are_short_and_strict_json() -> None:
 
 def test_few_steps_are_all_there() -> None:
     found = series(Columns.of(rows(20)), ["loss", "rare", "absent"], 40)
-    assert found["steps"] == list(range(1, 21)) and found["x"] == found["steps"]
+    assert found["steps"] == list(range(1, 21)) == found["x"] == found["first"] == found["last"]
     assert (found["of"], found["thinned"]) == (20, 1)
     assert found["columns"]["loss"] == [number(math.sin(step)) for step in range(1, 21)]
     assert found["columns"]["rare"] == [step if step % 7 == 0 else None for step in range(1, 21)]
@@ -57,7 +57,8 @@ def test_of_many_steps_a_spike_of_one_is_left(spike: int, value: float) -> None:
     found = series(Columns.of(many), ["loss", "rare"], 200)
     assert found["of"] == 10_000 and found["thinned"] == 100 and len(found["steps"]) <= 200
     place = found["columns"]["loss"].index(value)
-    assert abs(found["steps"][place] - spike) < 100
+    assert found["first"][place] <= spike <= found["last"][place] and found["last"][place] - found["first"][place] < 100
+    assert set(found["first"][1:]) - set(found["first"][:1]) == {last + 1 for last in found["last"] if last < 10_000}
     assert found["steps"] == sorted(found["steps"]) and found["steps"][0] == 1 and found["steps"][-1] == 10_000
     assert max(v for v in found["columns"]["rare"] if v is not None) == 9996
     assert len(json.dumps(found)) < 20_000
@@ -85,7 +86,7 @@ def test_axes() -> None:
 
 def test_no_rows_are_no_values() -> None:
     assert series(Columns.of([]), ["loss"], 10) == {
-        "steps": [], "x": [], "columns": {"loss": []}, "of": 0, "thinned": 1,
+        "steps": [], "first": [], "last": [], "x": [], "columns": {"loss": []}, "of": 0, "thinned": 1,
     }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 // Curves, drawn by uPlot. A chart is reached by the keyboard: arrows go from point to point and say it, Enter picks one.
 
 import { el, replace, announce } from "./dom.js";
-import { short, duration, count } from "./words.js";
+import { short, duration, count, AXES } from "./words.js";
 import { themed, lineColour } from "./colours.js";
 
 const HEIGHT = 180;
@@ -9,8 +9,8 @@ const CLOSE_PX = 8;
 const WHOLE = Array.from({ length: 16 }, (_, power) => [1, 2, 5].map((by) => by * 10 ** power)).flat(); // there is no step 2.5
 
 /**
- * `keys`: metrics, one line each, with `labels` of the same number. `onPick(step)`: a point was chosen.
- * `onZoom(from, to)`: a range of x was drawn, or (null, null) for all of it.
+ * `keys`: metrics, one line each, with `labels` of the same number. `onPick(first, last)`: a point was chosen, which is of
+ * these steps. `onZoom(from, to)`: a range of x was drawn, or (null, null) for all of it.
  */
 export class Chart {
   constructor({ title, hint = "", keys, labels = keys, xName = "step", log = false, onPick = null, onZoom = null, group = "steps" }) {
@@ -199,8 +199,8 @@ export class Chart {
   }
 
   _pick() {
-    const step = this.told.steps[this.place ?? -1];
-    if (step !== undefined && this.onPick) this.onPick(step);
+    const { first, last } = this.told;
+    if (first?.[this.place ?? -1] !== undefined && this.onPick) this.onPick(first[this.place], last[this.place]);
   }
 
   _zoom(plot) {
@@ -220,7 +220,7 @@ export class Chart {
       const from = this.place ?? (moves[event.key] < 0 ? last + 1 : -1);
       this.place = Math.max(0, Math.min(last, from + moves[event.key]));
       this.plot.setCursor({ left: this.plot.valToPos(this.told.x[this.place], "x"), top: HEIGHT / 2 });
-      announce(`step ${this.told.steps[this.place]}: ${this.keys.map((key, number) => `${this.labels[number]} ${short(this.told.columns[key]?.[this.place])}`).join(", ")}${this._marksAt(this.place).map((of) => `. Warning: ${of.text}`).join("")}`);
+      announce(`${this._where(this.place)}: ${this.keys.map((key, number) => `${this.labels[number]} ${short(this.told.columns[key]?.[this.place])}`).join(", ")}${this._marksAt(this.place).map((of) => `. Warning: ${of.text}`).join("")}`);
     } else if (event.key === "Enter") this._pick();
     else if (event.key === "Escape") this.onZoom?.(null, null);
     else return;
@@ -246,12 +246,18 @@ export class Chart {
     const last = this.told.steps.length - 1;
     if (last < 0 || !this.shown) return;
     const place = this.place ?? last;
-    const thinned = this.told.thinned > 1 ? ` (of ${this.told.thinned} steps the least and the largest)` : "";
-    this.step.textContent = `step ${this.told.steps[place]}${thinned}`;
+    this.step.textContent = this._where(place);
     const said = this.place === null ? [] : this._marksAt(place);
     this.warned.textContent = said.map((of) => `▼ ${of.text}`).join(" ");
     this.warned.hidden = !said.length;
     for (const { key, value } of this.shown) value.textContent = short(this.told.columns[key]?.[place]);
+  }
+
+  /** What a point is of, in words: a step, the steps that are one with it, or a place on another axis. */
+  _where(place) {
+    if (this.xName !== "step") return `${short(this.told.x[place])} ${AXES[this.xName]}`;
+    const [first, last] = [this.told.first[place], this.told.last[place]];
+    return first === last ? `step ${first}` : `steps ${first} to ${last}, the least and the largest`;
   }
 
   /** The warnings at a point: of its step, and of those that are one with it. */

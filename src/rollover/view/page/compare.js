@@ -1,12 +1,10 @@
 // Up to eight runs beside each other: settings that differ, curves over one axis, evaluations paired by task.
 
 import { el, replace, labelled, table } from "./dom.js";
-import { short, decimal } from "./words.js";
+import { short, decimal, AXES } from "./words.js";
 import { lineColour } from "./colours.js";
 import { Chart } from "./charts.js";
 import { go } from "./route.js";
-
-const AXES = { step: "training steps", tokens: "tokens generated", samples: "rollouts trained", time: "seconds in steps" };
 
 export class Compare {
   constructor(page) {
@@ -70,13 +68,18 @@ export class Compare {
   _joined(key, told) {
     const places = [...new Set(told.flatMap((of) => of.x))].filter((value) => value !== null).sort((a, b) => a - b);
     const at = new Map(places.map((value, number) => [value, number]));
-    const columns = {};
+    const columns = {}, first = [...places], last = [...places];
     told.forEach((of, number) => {
       const column = places.map(() => undefined); // undefined: no point of this run, and its line goes on
-      of.x.forEach((value, place) => { if (value !== null) column[at.get(value)] = of.columns[key][place]; });
+      of.x.forEach((value, place) => {
+        if (value === null) return;
+        const joined = at.get(value);
+        column[joined] = of.columns[key][place];
+        [first[joined], last[joined]] = [Math.min(first[joined], of.first[place]), Math.max(last[joined], of.last[place])];
+      });
       columns[String(this.numbers[number])] = column;
     });
-    return { x: places, steps: places, columns, thinned: 1 };
+    return { x: places, steps: places, first, last, columns };
   }
 
   _choices(known, keys, x) {

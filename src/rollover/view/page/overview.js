@@ -51,7 +51,7 @@ export class Overview {
       hint: labels.map(([key]) => `${key}: ${this.known.get(key).doc}`).join("\n"),
       keys: labels.map(([key]) => key),
       labels: labels.map(([, label]) => label),
-      onPick: (step) => go("rollouts", run, { step_from: step, step_to: step }),
+      onPick: (first, last) => go("rollouts", run, { step_from: first, step_to: last }),
       onZoom: (from, to) => this._zoom(from, to),
     }));
     grid.append(...this.charts.map((chart) => chart.node));

@@ -58,7 +58,7 @@ export class Sample {
     const [from, to] = [Number(query.from || -Infinity), Number(query.to || Infinity)];
     const kept = told.steps.map((step, place) => place).filter((place) => told.steps[place] >= from && told.steps[place] <= to);
     const pick = (column) => kept.map((place) => column[place]);
-    return { steps: pick(told.steps), x: pick(told.x), columns: Object.fromEntries(keys.map((key) => [key, pick(told.columns[key])])), of: told.of, thinned: told.thinned };
+    return { steps: pick(told.steps), first: pick(told.first), last: pick(told.last), x: pick(told.x), columns: Object.fromEntries(keys.map((key) => [key, pick(told.columns[key])])), of: told.of, thinned: told.thinned };
   }
 
   _rows(of) {

@@ -1,5 +1,8 @@
 // Numbers and times in words, as the terminal says them.
 
+/** What curves are drawn over, and what places on it are counted in. */
+export const AXES = { step: "training steps", tokens: "tokens generated", samples: "rollouts trained", time: "seconds in steps" };
+
 const DASH = "–";
 
 export function decimal(value, digits = 3) {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ SMALL: dict[str, Any] = {
     "num_steps": 3, "groups_per_step": 4, "group_size": 4, "in_flight_groups": 4, "max_new_tokens": 40,
     "micro_batch_tokens": 256, "run.threads": 1, "track.live": "plain", "eval": {"num_tasks": 2, "samples_per_task": 1},
 }  # fmt: skip
+Enter = Callable[[str], Path]
 # Without a second terminal.
 ALONE = [f for f in FOLDERS if (f / "recipe.toml").exists() and f.name not in ("judge", "remote_engine")]
 
@@ -31,6 +33,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("examples") / "toy"
     load(EXAMPLES / "toy.py").write(folder)
     return str(folder)
+
+
+@pytest.fixture
+def enter(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Enter:
+    """Goes to a copy of an example's folder in which toy/ lies, as after the first command of its page."""
+
+    def to(name: str) -> Path:
+        shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("toy", "runs"))
+        here = tmp_path / "examples" / name
+        shutil.copytree(model, here / "toy")
+        monkeypatch.chdir(here)
+        return here
+
+    return to
 
 
 @pytest.fixture
@@ -80,8 +96,8 @@ def test_the_stand_in_of_a_judge_is_read_by_the_reward(judge: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", ALONE, ids=lambda folder: folder.name)
-def test_a_recipe_runs(folder: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
+def test_a_recipe_runs(folder: Path, model: str, tmp_path: Path, enter: Enter) -> None:
+    enter(folder.name)
     files = [words[2:] for words in commands(folder) if words[:2] == ["rollover", "train"]]
     changes = {"distill.teacher": model} if folder.name == "distillation" else {}
     run = rollover.train(config=files[-1] if files else ["recipe.toml"], **small(model, tmp_path / "run", **changes))
@@ -101,9 +117,9 @@ def test_a_judge_gives_the_reward(judge: str, model: str, tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_a_server_generates(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_generates(model: str, tmp_path: Path, enter: Enter) -> None:
     pytest.importorskip("uvicorn")
-    monkeypatch.chdir(EXAMPLES / "remote_engine")
+    enter("remote_engine")
     flags = ["--model.path", model, "--model.dtype", "float32", "--run.threads", "1"]
     serve = runs.start("serve", "quickstart", "recipe.toml", "--port", 0, *flags)
     try:
@@ -121,10 +137,7 @@ def test_a_server_generates(model: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_a_killed_run_is_the_one_that_was_left_alone(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(EXAMPLES / "kill_and_resume")
-    kill = load(EXAMPLES / "kill_and_resume" / "kill.py")
+def test_a_killed_run_is_the_one_that_was_left_alone(model: str, tmp_path: Path, enter: Enter) -> None:
+    kill = load(enter("kill_and_resume") / "kill.py")
     assert kill.main("--model.path", model, "--train.num_steps", "40", folder=str(tmp_path))
     assert [row["step"] for row in rollover.open(tmp_path / "killed").metrics] == list(range(1, 41))

@@ -12,7 +12,6 @@ from rollover.track.against import compared_recorded, read_recorded
 from rollover.view.numbers import numbers
 from rollover.view.series import series
 
-MOST_RUNS = 8
 _OWN_PLACE = ("run.dir", "run.name")  # differ always, and say nothing
 
 

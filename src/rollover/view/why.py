@@ -21,27 +21,33 @@ from rollover.types import DropReason
 
 _EPS = 1e-4  # of every division by a standard deviation
 RULES: dict[str, str] = {
-    "grpo": "the reward less the mean of those compared, divided by their standard deviation",
+    "grpo": "the reward less the mean of those compared{divided}",
     "dr_grpo": "the reward less the mean of those compared",
     "rloo": "the reward less the mean of the others'",
     "gpg": "the reward less the mean of those compared, times the step's rollouts for each whose reward is not 0",
-    "gdpo": "each reward by itself less its mean and divided by its deviation in the group, summed by"
-    " algorithm.reward_weights, and normalised over the whole step",
-    "sum_then_normalize": "the sum of the rewards by algorithm.reward_weights, less the mean of those compared, divided"
-    " by their standard deviation",
+    "gdpo": "each reward by itself less its mean in the group{divided}, summed by algorithm.reward_weights, and"
+    " normalised over the whole step",
+    "sum_then_normalize": "the sum of the rewards by algorithm.reward_weights, less the mean of those"
+    " compared{divided}",
     "remax": "the reward less that of the greedy answer to the same task",
     "reinforce_plus_plus": "the reward less the mean of the whole step, divided by its standard deviation",
     "reinforce_plus_plus_baseline": "the reward less the mean of those compared, then normalised over the whole step",
     "reinforce_plus_plus_tokens": "by token: the rewards still to come, normalised over the tokens of the step",
     "opo": "the reward less the mean of those compared, in which each counts by its length",
-    "grpo_passk": "what the answer adds to the best of algorithm.passk siblings, on average",
+    "grpo_passk": "what the answer adds to the best of algorithm.passk siblings, on average{divided}",
     "max_rl": "the reward less the mean of those compared, divided by that mean",
     "precomputed": "it came with the rollout, from its producer or workflow",
     "gae": "by token: how much better it went on than the critic expected (generalised advantage estimation)",
     "optimal_token_baseline": "by token: the reward less the baseline of least variance at its place",
     "tir_optimal_token_baseline": "by token: the reward less the baseline of least variance at its place in the loss",
 }
-"""Each estimator in words."""
+"""Each estimator in words. {divided}: as the run's standard deviation says."""
+_DIVIDED = {
+    "none": "",
+    "sample": ", divided by their standard deviation",
+    "population": ", divided by their standard deviation",
+    "batch": ", divided by the standard deviation of the whole step",
+}
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,6 @@ def why(
         return _told([*said, ("outcome", text)])
     if credit is None:
         return _told([*said, ("outcome", _in_no_batch(record))])
-    algorithm = config.get("algorithm", {})
     said += _reward(record, credit, config)
     name = _estimator(record["role"], config)
     if credit["compared"] is not None:
@@ -81,7 +86,7 @@ def why(
         said += _rule(record, compared, name, config)
     if credit["left_out"]:
         said.append(("left out", f"None of its tokens is in the loss: {credit['left_out']}."))
-    said += _in_the_loss(record, algorithm)
+    said += _in_the_loss(record, config)
     return _told(said)
 
 
@@ -175,7 +180,8 @@ def _rule(
 ) -> list[tuple[str, str]]:
     workflow, algorithm = config.get("workflow", {}), config.get("algorithm", {})
     said: list[tuple[str, str]] = []
-    rule = RULES.get(name, "a function of your own")
+    std = algorithm.get("passk_std", "none") if name == "grpo_passk" else algorithm.get("advantage_std", "sample")
+    rule = RULES.get(name, "a function of your own").replace("{divided}", _DIVIDED.get(std, ""))
     distill = config.get("distill", {})
     if distill.get("teacher") and record["role"] in (distill.get("roles") or [record["role"]]):
         taught = "By token: log teacher/policy, times distill.coef"
@@ -195,13 +201,18 @@ def _rule(
         said.append(("after_scoring", f"Then {own} may have changed it."))
     advantage = record["advantage"]
     if advantage is not None:
-        said.append(("advantage", f"Its advantage is {_n(advantage)}{_sign(advantage)}"))
+        taught = any(about == "teacher" for about, _ in said)
+        told = by_turns or name == "precomputed"
+        of_tokens = set(_numbers(by_token(record) or {}, "advantages"))
+        one = not taught and (len(of_tokens) == 1 or not (of_tokens or told))
+        how = _sign(advantage) if one else f" {'by its reward' if taught else 'in the mean of its tokens'}."
+        said.append(("advantage", f"Its advantage is {_n(advantage)}{how}"))
     return said
 
 
 def _sign(advantage: float) -> str:
     if advantage == 0:
-        return ": there is nothing to learn from it, neither more of it nor less."
+        return ": its reward asks for neither more of it nor less."
     return f": its tokens are made {'more' if advantage > 0 else 'less'} likely."
 
 
@@ -217,8 +228,9 @@ def worked(
         return None if greedy is None else (f"{_n(own)} - {_n(greedy)} = {_n(own - greedy)}", own - greedy)
     if len(rewards) < 2:
         return "it has nothing to be compared with, so it is 0", 0.0
-    mean = statistics.fmean(rewards)
-    centred, difference = f"{_n(own)} - {_n(mean)}", 0.0 if _same(own, mean) else own - mean  # 0 whatever rounding left
+    mean, low, rounding = statistics.fmean(rewards), min(rewards), 1e-6 * (max(rewards) - min(rewards))
+    above = [reward - low for reward in rewards]  # so that equal rewards give exactly 0
+    centred, difference = f"{_n(own)} - {_n(mean)}", _beyond(own - low - statistics.fmean(above), rounding)
     std = algorithm.get("advantage_std", "sample")
     if name == "dr_grpo" or (name == "grpo" and std == "none"):
         return f"{centred} = {_n(difference)}", difference
@@ -227,18 +239,18 @@ def worked(
         value = difference / (deviation + _EPS)
         return f"({centred}) / ({_n(deviation)} + {_EPS}) = {_n(value)}", value
     if name == "rloo":
-        others = (sum(rewards) - own) / (len(rewards) - 1)
-        difference = 0.0 if _same(own, others) else own - others
-        return f"{_n(own)} - {_n(others)} = {_n(difference)}", difference
+        others = (math.fsum(above) - (own - low)) / (len(rewards) - 1)
+        difference = _beyond(own - low - others, rounding)
+        return f"{_n(own)} - {_n(low + others)} = {_n(difference)}", difference
     if name == "max_rl" and min(rewards) >= 0:
         value = difference / mean if mean else 0.0
         return f"({centred}) / {_n(mean)} = {_n(value)}", value
     return None
 
 
-def _in_the_loss(record: Mapping[str, Any], algorithm: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _in_the_loss(record: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What became of its tokens."""
-    tokens = by_token(record)
+    algorithm, tokens = config.get("algorithm", {}), by_token(record)
     if tokens is None:
         return []
     num, of = sum(tokens["mask"]), record["num_tokens"]
@@ -268,10 +280,16 @@ def _in_the_loss(record: Mapping[str, Any], algorithm: Mapping[str, Any]) -> lis
         if nothing:
             said.append(("clipped", f"{nothing} of them have no gradient: a clip or a mask of the loss took it."))
     elif not rejected and not ratios:
-        said.append(
-            ("not computed", "No pass was made over it, as all its advantages are 0 (train.skip_zero_advantage).")
-        )
+        said.append(("not computed", _not_computed(any(advantages), config)))
     return said
+
+
+def _not_computed(has_signal: bool, config: Mapping[str, Any]) -> str:
+    if not has_signal:
+        return "No pass was made over it, as all its advantages are 0 (train.skip_zero_advantage)."
+    if config.get("train", {}).get("max_kl"):
+        return "It changed no weight: the KL to the step's start passed train.max_kl before its minibatch was trained."
+    return "The backend did not tell what the loss made of them."
 
 
 def _numbers(tokens: Mapping[str, Sequence[Any]], name: str) -> list[float]:
@@ -289,6 +307,11 @@ def _is_greedy(record: Mapping[str, Any]) -> bool:
         return record["outcome"] == f"dropped:{DropReason.BASELINE.value}"
     sampled = [of for of in record["segments"] if of["trainable"]]
     return record.get("credit") is None and any(of["sampling"]["temperature"] == 0 for of in sampled)
+
+
+def _beyond(difference: float, rounding: float) -> float:
+    """0 where it is no more than rounding may have left."""
+    return 0.0 if abs(difference) <= rounding else difference
 
 
 def _same(a: float, b: float | None) -> bool:

@@ -59,6 +59,22 @@ def test_what_rounding_leaves_is_no_advantage() -> None:
         assert found is not None and found[1] == 0 and found[0].endswith("= 0"), name
 
 
+@pytest.mark.parametrize("std", ["sample", "population", "none"])
+def test_what_differs_little_for_its_size_is_an_advantage(std: Any) -> None:
+    values = [40_000.0, 40_000.03125, 40_000.0625, 40_000.0625]
+    wanted = advantage.grpo(torch.tensor(values), torch.zeros(4, dtype=torch.int64), std=std)
+    for own, expected in zip(values, wanted.tolist(), strict=True):
+        found = worked("grpo", values, own, None, {"advantage_std": std})
+        assert found is not None and found[1] == pytest.approx(expected, rel=1e-3), found
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "max_rl"])
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e5 + 0.1])
+def test_equal_rewards_give_no_advantage(name: str, value: float) -> None:
+    found = worked(name, [value] * 3, value, None, {})
+    assert found is not None and found[1] == 0
+
+
 def run(
     folder: Path,
     scores: Sequence[float | None] = (1.0, 0.0, 0.5),
@@ -143,7 +159,55 @@ def test_what_became_of_its_tokens(tmp_path: Path) -> None:
     assert said["importance"].startswith("Importance weights (now / as sampled) are 0.5 to 9")
     assert said["weight"].startswith("In the loss their advantages are multiplied by 0 to 0.5 (algorithm.loss = clip")
     assert said["clipped"].startswith("1 of them have no gradient")
-    nothing = replace(stats, rejected=np.zeros(3, bool), **{
+    nothing = replace(stats, rejected=np.zeros(3, bool), advantages=np.zeros(3, np.float32), **{
         name: np.full(3, np.nan, np.float32) for name in ("importance_weights", "loss_weights", "entropies")
     })  # fmt: skip
     assert "skip_zero_advantage" in run(tmp_path / "b", tokens=nothing)["not computed"]
+
+
+@pytest.mark.parametrize(
+    "name, std, words",
+    [
+        ("grpo", {"advantage_std": "sample"}, ", divided by their standard deviation: ("),
+        ("grpo", {"advantage_std": "none"}, "the reward less the mean of those compared: "),
+        ("grpo", {"advantage_std": "batch"}, ", divided by the standard deviation of the whole step."),
+        ("sum_then_normalize", {"advantage_std": "none"}, "less the mean of those compared."),
+        ("gdpo", {"advantage_std": "none"}, "each reward by itself less its mean in the group, summed by"),
+        ("gdpo", {"advantage_std": "sample"}, "in the group, divided by their standard deviation, summed by"),
+        ("grpo_passk", {"passk_std": "none", "advantage_std": "sample"}, "on average."),
+        ("grpo_passk", {"passk_std": "sample"}, "on average, divided by their standard deviation."),
+    ],
+)
+def test_a_rule_divides_by_the_deviation_that_the_run_divides_by(
+    tmp_path: Path, name: str, std: dict[str, str], words: str
+) -> None:
+    assert words in run(tmp_path, config={"algorithm": {"advantage": name, **std}})["rule"]
+
+
+def test_tokens_of_different_advantages_are_not_all_made_more_likely(tmp_path: Path) -> None:
+    stats = TokenStats(
+        mask=np.ones(3, bool),
+        rejected=np.zeros(3, bool),
+        advantages=np.array([1.0, -0.5, 0.25], np.float32),
+        importance_weights=np.ones(3, np.float32),
+        loss_weights=np.ones(3, np.float32),
+        entropies=np.ones(3, np.float32),
+    )
+    turns = {"workflow": {"credit": "turn_returns"}}
+    told = run(tmp_path / "a", config={"algorithm": {"advantage": "rloo"}, **turns}, tokens=stats)
+    assert told["advantage"] == "Its advantage is 0.25 in the mean of its tokens."
+    assert told["by token"] == "Their advantages are -0.5 to 1."
+    untold = run(tmp_path / "b", config={"algorithm": {"advantage": "rloo"}, **turns})
+    assert untold["advantage"] == told["advantage"], "without token_stats nobody knows"
+    teacher = {"distill": {"teacher": "policy", "mix": "add", "roles": []}}
+    taught = run(tmp_path / "c", config={"algorithm": {"advantage": "rloo"}, **teacher}, tokens=stats)
+    assert taught["advantage"] == "Its advantage is 0.25 by its reward."
+
+
+def test_what_was_not_trained_though_it_had_an_advantage(tmp_path: Path) -> None:
+    """The step ended before, or the backend does not tell."""
+    nothing = np.full(3, np.nan, np.float32)
+    stats = TokenStats(np.ones(3, bool), np.zeros(3, bool), np.full(3, 0.25, np.float32), nothing, nothing, nothing)
+    ended = run(tmp_path / "a", config={"train": {"max_kl": 0.01}}, tokens=stats)["not computed"]
+    assert "train.max_kl" in ended and "skip_zero" not in ended
+    assert "did not tell" in run(tmp_path / "b", config={"train": {"max_kl": 0.0}}, tokens=stats)["not computed"]

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollover.config.traits import ADVANTAGES
 from rollover.track.recorded import TRAINED
 from rollover.track.token_stats import by_token
 from rollover.types import DropReason
@@ -35,7 +36,8 @@ RULES: dict[str, str] = {
     "reinforce_plus_plus_tokens": "by token: the rewards still to come, normalised over the tokens of the step",
     "opo": "the reward less the mean of those compared, in which each counts by its length",
     "grpo_passk": "what the answer adds to the best of algorithm.passk siblings, on average{divided}",
-    "max_rl": "the reward less the mean of those compared, divided by that mean",
+    "max_rl": "the reward less the mean of those compared, divided by that mean (where one is below 0: by how far the"
+    " mean is above the least)",
     "precomputed": "it came with the rollout, from its producer or workflow",
     "gae": "by token: how much better it went on than the critic expected (generalised advantage estimation)",
     "optimal_token_baseline": "by token: the reward less the baseline of least variance at its place",
@@ -82,7 +84,7 @@ def why(
     name = _estimator(record["role"], config)
     if credit["compared"] is not None:
         compared = _compared(record, group)
-        said += _siblings(compared, name)
+        said += _siblings(compared, name, config.get("algorithm", {}))
         said += _rule(record, compared, name, config)
     if credit["left_out"]:
         said.append(("left out", f"None of its tokens is in the loss: {credit['left_out']}."))
@@ -160,8 +162,8 @@ def _greedy_reward(record: Mapping[str, Any]) -> float | None:
     return (record.get("credit") or {"reward": record["score"]})["reward"]
 
 
-def _siblings(compared: _Compared, name: str) -> list[tuple[str, str]]:
-    valid = compared.valid
+def _siblings(compared: _Compared, name: str, algorithm: Mapping[str, Any]) -> list[tuple[str, str]]:
+    valid, weights = compared.valid, algorithm.get("reward_weights", {})
     if name == "remax":
         of = "has no reward" if compared.greedy is None else f"has {_n(compared.greedy)}"
         return [("siblings", f"The greedy answer to its task {of}.")]
@@ -172,6 +174,9 @@ def _siblings(compared: _Compared, name: str) -> list[tuple[str, str]]:
         f"Compared with its siblings, the rewards are {shown}: mean {_n(statistics.fmean(valid))}, standard deviation"
         f" {_n(statistics.stdev(valid))}."
     )
+    if name in ADVANTAGES and "weights_R" in ADVANTAGES[name].reads and weights.keys() - {"score"}:
+        counted = ", ".join(f"{of} by {weight}" for of, weight in weights.items())
+        text = f"{text.replace('the rewards are', 'the scores are')} What counts is {counted}."
     return [("siblings", text)]
 
 
@@ -242,9 +247,11 @@ def worked(
         others = (math.fsum(above) - (own - low)) / (len(rewards) - 1)
         difference = _beyond(own - low - others, rounding)
         return f"{_n(own)} - {_n(low + others)} = {_n(difference)}", difference
-    if name == "max_rl" and min(rewards) >= 0:
-        value = difference / mean if mean else 0.0
-        return f"({centred}) / {_n(mean)} = {_n(value)}", value
+    if name == "max_rl":
+        least = min(low, 0.0)
+        scale = mean - least
+        value = difference / scale if scale else 0.0
+        return f"({centred}) / {_n(scale)} = {_n(value)}", value
     return None
 
 

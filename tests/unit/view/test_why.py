@@ -46,10 +46,7 @@ def test_the_sum_that_is_shown_is_the_estimators(values: list[float], std: Any) 
     for name, expected in theirs.items():
         for own, wanted in zip(values, expected.tolist(), strict=True):
             found = worked(name, values, own, 0.5, {"advantage_std": std})
-            if found is None:
-                assert name == "max_rl" and min(values) < 0
-                continue
-            assert found[1] == pytest.approx(wanted, rel=1e-4, abs=1e-5), name
+            assert found is not None and found[1] == pytest.approx(wanted, rel=1e-4, abs=1e-5), name
             assert found[0].endswith(f"= {found[1]:.4g}") or "nothing to be compared" in found[0]
 
 
@@ -211,3 +208,11 @@ def test_what_was_not_trained_though_it_had_an_advantage(tmp_path: Path) -> None
     ended = run(tmp_path / "a", config={"train": {"max_kl": 0.01}}, tokens=stats)["not computed"]
     assert "train.max_kl" in ended and "skip_zero" not in ended
     assert "did not tell" in run(tmp_path / "b", config={"train": {"max_kl": 0.0}}, tokens=stats)["not computed"]
+
+
+def test_of_several_rewards_it_is_said_that_the_scores_are_not_all_that_counts(tmp_path: Path) -> None:
+    algorithm = {"advantage": "gdpo", "reward_weights": {"correct": 1.0, "format": 0.5}}
+    said = run(tmp_path / "a", config={"algorithm": algorithm})["siblings"]
+    assert "the scores are 1, 0, 0.5:" in said and said.endswith("What counts is correct by 1.0, format by 0.5.")
+    alone = run(tmp_path / "b", config={"algorithm": {"advantage": "gdpo", "reward_weights": {}}})["siblings"]
+    assert "the rewards are 1, 0, 0.5:" in alone

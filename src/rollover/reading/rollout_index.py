@@ -21,19 +21,20 @@ from rollover.track.recorded import SHARED, StepFile, not_recorded, records_of, 
 from rollover.track.rollout_table import read_columns, read_table_rows
 
 # A rollout as numbers. `place`: where its line begins, or the number of its row. `head`: the place of its group's first
-# line. `outcome`, `source`, `stop`: places in `RolloutIndex.words`. `oldest`, `newest`: policy versions of what was
-# sampled, -1 of nothing. `score`, `advantage`: nan where there is none.
+# line. `outcome`, `source`, `stop`, `role`: places in `RolloutIndex.words`. `oldest`, `newest`: policy versions of what
+# was sampled, -1 of nothing. `score`, `advantage`: nan where there is none.
 ENTRY = np.dtype(
     [
         ("file", "i4"), ("place", "i8"), ("head", "i8"), ("step", "i4"), ("group_id", "i8"), ("sibling", "i4"),
         ("trajectory", "i4"), ("context", "i4"), ("num_tokens", "i4"), ("segments", "i4"), ("oldest", "i4"),
         ("newest", "i4"), ("score", "f8"), ("advantage", "f8"), ("outcome", "i2"), ("source", "i2"), ("stop", "i2"),
+        ("role", "i2"),
     ]
 )  # fmt: skip
 _FIELDS = ENTRY.names or ()
 _COLUMNS = (
     "step", "group_id", "sibling", "trajectory", "context", "num_tokens", "segments", "score", "advantage", "outcome",
-    "source", "stop_reason",
+    "source", "stop_reason", "role",
 )  # fmt: skip
 _KINDS = {"completion": str, "columns": str, "segments": list, "prompt_ids": list, "token_ids": list, "logprobs": list}
 _TOKENS = b', "token_ids": ['  # nothing after it is of interest here, and most of a line is; no string has such a quote
@@ -166,6 +167,7 @@ class RolloutIndex:
             record.get("context") or 0, record["num_tokens"], len(record["segments"]), min(versions, default=-1),
             max(versions, default=-1), np.nan if score is None else score, np.nan if advantage is None else advantage,
             self._number(record["outcome"]), self._number(record["source"]), self._number(record["stop_reason"] or ""),
+            self._number(record.get("role") or ""),
         )  # fmt: skip
 
     def _number(self, word: str) -> int:

@@ -11,6 +11,7 @@ from rollover.reading.accounts import accounts_of
 from rollover.reading.columns import Columns
 from rollover.reading.run_files import RunFiles
 from rollover.reading.trace_index import TraceIndex
+from rollover.track.metrics import find
 from rollover.view.numbers import number
 
 _BINS = 40
@@ -21,18 +22,18 @@ def ledger(files: RunFiles) -> dict[str, Any]:
     """ "accounts": as `rollover show --json` has them, None before the first step. "waste": what was computed in vain
     or twice, in tokens and (as metrics.jsonl estimates it) seconds. "slot_seconds": by what became of the group, None
     without a trace. "lengths": of the recorded rollouts, by outcome. "bias": what training takes of lengths, as
-    metrics.jsonl says. "read": the share of the run's rollouts and trace that all this is of."""
+    metrics.jsonl says of the run so far, and of what it says of single steps the mean of these. "read": the share of
+    the run's rollouts and trace that all this is of."""
     columns = files.columns()
-    last, accounts = columns.last, accounts_of(columns.last)
+    accounts = accounts_of(columns.last)
     files.trace.look()
-    bias = {key: number(value) for key, value in last.items() if key.startswith("bias/")}
     return {
         "accounts": None if accounts is None else accounts.as_json(),
         "missing_tokens": None if accounts is None else accounts.missing.tokens,
         "waste": waste(columns),
         "slot_seconds": slot_seconds(files.trace),
         "lengths": lengths(files),
-        "bias": bias,
+        "bias": bias(columns),
         "read": min(files.rollouts.share, files.trace.share),
     }
 
@@ -46,6 +47,19 @@ def waste(columns: Columns) -> dict[str, dict[str, float | int | None]]:
         sums = {unit: columns.column(key) for unit, key in keys.items() if key in columns.latest}
         if sums:
             found[of] = {unit: number(float(np.nansum(values))) for unit, values in sums.items()}
+    return found
+
+
+def bias(columns: Columns) -> dict[str, float | int | None]:
+    """Of each key bias/ its value; None where no step has one."""
+    found = {}
+    for key in (key for key in columns.last if key.startswith("bias/")):
+        if (metric := find(key)) is not None and metric.kind == "mean":
+            values = columns.column(key)
+            there = values[~np.isnan(values)]
+            found[key] = number(float(there.mean())) if len(there) else None
+        else:
+            found[key] = number(columns.last[key])
     return found
 
 

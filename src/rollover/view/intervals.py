@@ -1,10 +1,12 @@
 """How sure the reward of a step is: an interval over its groups, from what was recorded of them. Pure.
 
-Siblings answer one task and are not independent: a group counts by its mean, as a task of an evaluation does.
+Siblings answer one task and are not independent: a group counts by its mean, as a task of an evaluation does. In that
+each trajectory counts once, however many contexts it has, as in reward/mean.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -17,13 +19,15 @@ from rollover.view.numbers import numbers
 MOST_STEPS = 2000
 
 
-def reward_intervals(index: RolloutIndex) -> dict[str, Any]:
+def reward_intervals(index: RolloutIndex, untrained: Collection[str] = ()) -> dict[str, Any]:
     """Of each of "steps" the "low" and the "high" end: the mean of its trained groups' mean scores, +- z * s / sqrt(n)
     over n groups (95 %, normal, s with n - 1). A step of one group has none. Of more than MOST_STEPS steps some are
-    told, evenly chosen."""
+    told, evenly chosen. `untrained`: roles whose scores are no part of it."""
     entries = index.entries()
     trained = index.words.index(TRAINED) if TRAINED in index.words else -1
-    entries = entries[(entries["outcome"] == trained) & ~np.isnan(entries["score"])]
+    entries = entries[(entries["outcome"] == trained) & ~np.isnan(entries["score"]) & (entries["context"] == 0)]
+    left_out = [number for number, word in enumerate(index.words) if word in untrained]
+    entries = entries[~np.isin(entries["role"], left_out)]
     pairs, of_entry = np.unique(entries[["step", "group_id"]], return_inverse=True)
     sums = np.bincount(of_entry, weights=entries["score"], minlength=len(pairs))
     means = sums / np.bincount(of_entry, minlength=len(pairs))

@@ -65,7 +65,7 @@ class RunData:
             "evaluations": (self._evaluations, ("rows",)),
             "warnings": (self._warnings, ("rows",)),
             "choices": (lambda query: choices(self.files.rollouts), ("rollouts",)),
-            "intervals": (lambda query: reward_intervals(self.files.rollouts), ("rollouts",)),
+            "intervals": (lambda query: reward_intervals(self.files.rollouts, self._untrained()), ("rollouts",)),
             "rollouts": (lambda query: page(self.files.rollouts, Wanted.of_query(query)), ("rollouts",)),
             "rollout": (self._rollout, ("rollouts", "trace")),
             "episode": (self._episode, ("rollouts",)),
@@ -176,6 +176,10 @@ class RunData:
             "revisions": self.revisions(),
             "reading": self._still_reading(),
         }
+
+    def _untrained(self) -> list[str]:
+        roles = self.files.value("workflow.roles", {})
+        return [name for name, role in roles.items() if not role.get("trained", True)]
 
     def _warnings(self, query: Query) -> list[dict[str, Any]]:
         return [of._asdict() for of in self._warned.of(self.files.columns(), self.files.config)]

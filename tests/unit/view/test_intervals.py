@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from recorded_run import group, recorded
 from rollover.reading.rollout_index import RolloutIndex
-from rollover.track.recorder import RolloutRecorder
+from rollover.track.recorder import FORMATS, RolloutRecorder
 from rollover.track.statistics import mean_interval
-from rollover.types import DropReason
+from rollover.types import DropReason, Group, Rollout
 from rollover.view.intervals import reward_intervals
+from rollover.view.run_data import RunData
 
 
 def test_the_interval_is_over_groups_and_of_what_was_trained(tmp_path: Path) -> None:
@@ -24,6 +26,32 @@ def test_the_interval_is_over_groups_and_of_what_was_trained(tmp_path: Path) -> 
     _, (low, high) = mean_interval([0.5, 1.0, 0.0])
     assert found["steps"] == [1, 3]
     assert found["low"] == pytest.approx([low, 0.5], abs=1e-6) and found["high"] == pytest.approx([high, 0.5], abs=1e-6)
+
+
+def test_a_trajectory_counts_once_and_a_role_that_is_not_trained_not_at_all(tmp_path: Path) -> None:
+    """As in reward/mean: three contexts of one trajectory have one score."""
+
+    def agents(group_id: int, good: float, judge: float) -> Group:
+        of = group(group_id, [good, good, good, 0.0, judge, judge])
+        places = [(0, 0, 0), (0, 0, 1), (0, 0, 2), (1, 0, 0), (0, 1, 0), (1, 1, 0)]
+        of.rollouts = [
+            Rollout(
+                group_id, sibling, one.task, one.segments, one.state, one.stop_reason, one.reward,
+                role="judge" if trajectory else "solver", trajectory=trajectory, context=context,
+            )
+            for one, (sibling, trajectory, context) in zip(of.rollouts, places, strict=True)
+        ]  # fmt: skip
+        return of
+
+    for form in FORMATS:
+        folder = tmp_path / form
+        recorder = RolloutRecorder(folder / "rollouts", formats=(form,))
+        recorder.write(1, [recorded(agents(0, 1.0, 7.0)), recorded(agents(1, 0.4, 9.0))])
+        roles = {"judge": {"trained": False}, "solver": {"trained": True}}
+        (folder / "config.resolved.json").write_text(json.dumps({"workflow": {"roles": roles}}))
+        found = RunData(folder).answer("intervals", {})
+        _, (low, high) = mean_interval([0.5, 0.2])
+        assert (found["low"], found["high"]) == (pytest.approx([low], abs=1e-6), pytest.approx([high], abs=1e-6))
 
 
 def test_nothing_recorded(tmp_path: Path) -> None:

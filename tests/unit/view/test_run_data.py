@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,18 @@ def test_waste_is_that_of_all_steps(tmp_path: Path) -> None:
     rows = [row(step, **{"waste/dropped_tokens": step, "waste/dropped_s": 0.5}) for step in range(1, 5)]
     (write_run(tmp_path) / "metrics.jsonl").write_text("".join(json.dumps(of) + "\n" for of in rows))
     assert asked(RunData(tmp_path), "ledger")["waste"] == {"dropped": {"tokens": 10, "seconds": 2}}
+
+
+def test_waits_by_length_are_of_all_steps(tmp_path: Path) -> None:
+    """bias/wait_steps_q is of one step, and bias/trained_vs_dispatched_length of the run so far."""
+    write_run(tmp_path, steps=0)
+    with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+        for step, waits in ((1, 4.0), (2, 1.0), (3, math.nan)):
+            more = {"bias/wait_steps_q1": waits, "bias/wait_steps_q2": math.nan}
+            metrics.write(row(step, **more, **{"bias/trained_vs_dispatched_length": 0.3 * step}))
+    assert asked(RunData(tmp_path), "ledger")["bias"] == {
+        "bias/wait_steps_q1": 2.5, "bias/wait_steps_q2": None, "bias/trained_vs_dispatched_length": 0.9,
+    }  # fmt: skip
 
 
 def test_the_ledger_adds_up_in_tokens_and_seconds(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ export class LedgerView {
   _seconds({ slot_seconds: seconds }) {
     if (!seconds) return el("p", { text: "Seconds of slots are not known: the run wrote no trace (track.trace)." });
     const total = Object.values(seconds).reduce((sum, value) => sum + value, 0);
-    return el("section", {}, table("Seconds of engine slots, by what became of the rollouts in them", [
+    return el("section", {}, table("Seconds of engine slots, by what became of the groups in them", [
       { title: "What became of them", of: ([name]) => name },
       { title: "Time", number: true, of: ([, value]) => duration(value, 0.1) },
       { title: "Share", number: true, of: ([, value]) => percent(total ? value / total : null) },

@@ -15,7 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
+from rollover.api.settings import settings_of_run
 from rollover.cli import main
+from rollover.config.load import load_config
+from rollover.run.go_on import Place
 from rollover.track.recorded import read_records
 from rollover.track.token_stats import KEYS, by_token
 from rollover.view.run_data import RunData
@@ -157,6 +160,31 @@ def test_a_rollout_goes_on_from_a_token_as_it_did_or_with_newer_weights(
         (run / "away").rename(run / "model")
     (told,) = (RunData(run).answer("rollout", {"step": str(record["step"]), "id": record["rollout_id"]})["resume"],)
     assert told == f"rollover sample --from {run} {place}"
+
+
+def test_a_finished_run_that_goes_on_has_newer_weights_than_it_ended_with(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """model/ is of the end before; --resume with more steps takes the mark of it away."""
+    record = runs.records(run)[0]
+    words = ["sample", "--from", str(run), f"{record['step']}/{record['rollout_id']}", "--rollout.max_new_tokens", "2"]
+    capsys.readouterr()
+    assert main(words) == 0 and "the model that the run ended with" in capsys.readouterr().err
+    (run / "finished").rename(run / "not finished")
+    try:
+        assert main(words) == 0 and f"checkpoint step-{STEPS:06d}" in capsys.readouterr().err
+    finally:
+        (run / "not finished").rename(run / "finished")
+
+
+def test_a_greedy_rollout_goes_on_greedily(run: Path) -> None:
+    record = runs.records(run)[0]
+    greedy = json.loads(json.dumps(record))
+    for segment in greedy["segments"]:
+        segment["sampling"]["temperature"] = 0.0
+    config = load_config([settings_of_run(run, "--from")], [], require_sources=False).config
+    warm, cold = (Place(of, 3).request(config, frozenset(), 0).sampling.temperature for of in (record, greedy))
+    assert (warm, cold) == (config.rollout.temperature, 0.0)
 
 
 def test_what_cannot_go_on_exits_2(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from rollover.checkpoint.store import CheckpointStore, checkpoint_step
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.devices import dtype_of
+from rollover.reading.run_files import FINISHED
 from rollover.run.eval_parts import EvalParts
 from rollover.run.playing import together
 from rollover.trainer.stored_tensors import StoredTensors, part_of
@@ -49,7 +50,8 @@ class Place:
         return list(self.record["token_ids"][: self.kept])
 
     def request(self, config: Config, stop_token_ids: frozenset[int], number: int) -> ExtendRequest:
-        """`number`: 0 has the draws of the rollout itself, others have their own. ValueError where there is no room."""
+        """`number`: 0 has the draws of the rollout itself (none of a greedy one), others have their own. ValueError
+        where there is no room."""
         record, rollout = self.record, config.rollout
         budget = rollout.max_new_tokens - self.kept
         if budget < 1:
@@ -62,6 +64,8 @@ class Place:
             end += segment["num_tokens"]
             if not segment["trainable"] and end <= self.kept:
                 start = end
+        greedy = any(of["trainable"] and of["sampling"]["temperature"] == 0 for of in record["segments"])
+        temperature = 0.0 if greedy and not number else rollout.temperature
         sibling = record["sibling"] if not number else f"{record['sibling']}+{number}"
         return ExtendRequest(
             rollout_id=f"{record['rollout_id']}+{number}",
@@ -69,7 +73,7 @@ class Place:
             generated_ids=tuple(self.token_ids),
             max_new_tokens=budget,
             seed=rollout_seed(config.run.seed, record["task_id"], record["attempt"], sibling),
-            sampling=SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p),
+            sampling=SamplingParams(temperature, rollout.top_p, rollout.top_k, rollout.min_p),
             stop_token_ids=stop_token_ids | frozenset(rollout.stop_token_ids),
             stop_strings=tuple(rollout.stop),
             text_start=start,
@@ -101,12 +105,17 @@ class Weights:
 
 
 def newest_weights(config: Config, directory: Path) -> Weights:
-    """The newest that the run in `directory` has. ValueError where it has none, or none that can be sampled with."""
-    if (directory / "model" / "config.json").is_file():
+    """The newest that the run in `directory` has. ValueError where it has none, or none that can be sampled with.
+
+    A run that goes on after its end has a model/ that is older than its checkpoints."""
+    saved = (directory / "model" / "config.json").is_file()
+    if saved and (directory / FINISHED).is_file():
         return Weights("the model that the run ended with", str(directory / "model"))
     names = CheckpointStore(checkpoints_of(config, directory), 1).list()
     if names and not config.model.lora.rank and config.backend.type in ("local", "ranks"):
         return Weights(f"checkpoint {names[-1]}", checkpoint=names[-1], version=checkpoint_step(names[-1]))
+    if saved:
+        return Weights("the model that the run had saved", str(directory / "model"))
     if (directory / "best_model" / "config.json").is_file():
         return Weights("the run's best model", str(directory / "best_model"))
     if names:

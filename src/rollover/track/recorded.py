@@ -22,6 +22,7 @@ from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Sam
 
 TRAINED = "trained"
 SHARED = ("messages", "prompt", "columns", "prompt_ids")  # of a group's rollouts: in the first line of a JSONL file
+_OF_TRAINED = (DropReason.BASELINE, DropReason.ABANDONED)  # reasons of single rollouts of groups that were trained
 _FILE = re.compile(r"step-(\d+)\.(jsonl|parquet)")
 
 
@@ -51,9 +52,13 @@ def step_of(name: str) -> int | None:
 
 
 def outcome_of(dropped: DropReason | None, rollout: Rollout) -> str:
-    """What became of a Rollout of a group that was trained (None) or dropped: what is compared with, and never trained
-    itself, is dropped as in the ledger."""
-    reason = DropReason.BASELINE if dropped is None and rollout.greedy else dropped
+    """What became of a Rollout of a group that was trained (None) or dropped: what is compared with and never trained
+    itself, or had a call that its agent gave up, is dropped as in the ledger."""
+    reason = dropped
+    if dropped is None and rollout.greedy:
+        reason = DropReason.BASELINE
+    elif dropped is None and rollout.stop_reason is StopReason.ABANDONED:
+        reason = DropReason.ABANDONED
     return TRAINED if reason is None else f"dropped:{reason.value}"
 
 
@@ -196,8 +201,8 @@ def _rollout(record: dict[str, Any], group: Group) -> Rollout:
 
 
 def _state(outcome: str) -> RolloutState:
-    if outcome == TRAINED or DropReason(outcome.removeprefix("dropped:")) is DropReason.BASELINE:
-        return RolloutState.READY  # a greedy one is a part of its group, which is given whole
+    if outcome == TRAINED or DropReason(outcome.removeprefix("dropped:")) in _OF_TRAINED:
+        return RolloutState.READY  # it is a part of its group, which is given whole
     return RolloutState.DROPPED
 
 

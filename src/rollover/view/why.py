@@ -74,6 +74,9 @@ def why(
     credit = record.get("credit")
     if _is_greedy(record):
         return _told([*said, *_of_greedy(record, config)])
+    if record["outcome"] == f"dropped:{DropReason.ABANDONED.value}":
+        text = "Its agent gave up a call of it, so none of its tokens is trained, though its group was."
+        return _told([*said, ("outcome", text)])
     if record["outcome"] != TRAINED:
         reason = record["outcome"].partition(":")[2]
         text = f"Its group was dropped ({reason}) before a step trained it: no advantage was made."

@@ -14,6 +14,7 @@ import pytest
 from rollover.algorithms.shaping import Shaping
 from rollover.config import AlgorithmConfig, RewardsConfig, WorkflowConfig
 from rollover.reading.rollout_index import RolloutIndex
+from rollover.rollout.ledger import Ledger
 from rollover.rollout.lifecycle import Event, EventKind
 from rollover.run.records import Records
 from rollover.track.recorded import read_records, read_rollouts
@@ -100,3 +101,27 @@ def test_a_greedy_rollout_is_recorded_as_what_the_others_are_compared_with(tmp_p
     (again,) = read_rollouts(tmp_path)
     assert [[r.rollout_id for r in g.rollouts if r.state is RolloutState.READY] for g in again] == [["0-0", "0-1"]]
     assert staleness_map(RolloutIndex(tmp_path))["counts"] == [[1]]  # which are those that were trained
+
+
+def test_a_rollout_whose_agent_gave_up_a_call_is_dropped_as_in_the_ledger(tmp_path: Path) -> None:
+    def rollout(sibling: int, reason: StopReason, reward: Reward) -> Rollout:
+        segments = [make_segment(3, 0, reason)]
+        return Rollout(0, sibling, make_task(0), segments, stop_reason=reason, reward=reward)
+
+    given_up = rollout(0, StopReason.ABANDONED, Reward(None, error="the agent gave up a call of it"))
+    others = [rollout(sibling, StopReason.EOS, Reward(float(sibling))) for sibling in (1, 2)]
+    group = Group(0, make_task(0), (1, 2), [given_up, *others])
+    ledger = Ledger()
+    ledger.on_consume(group)
+    Records(RolloutRecorder(tmp_path), lambda ids, **options: "").tell(
+        1, [group], BatchBuilder(AlgorithmConfig()).build([group])
+    )
+    records = list(read_records(tmp_path))
+    assert [record["outcome"] for record in records] == ["dropped:abandoned", "trained", "trained"]
+    trained = sum(record["num_tokens"] for record in records if record["outcome"] == "trained")
+    assert trained == ledger.trained.tokens and ledger.dropped[DropReason.ABANDONED].tokens == 3
+    assert "gave up a call" in why(records[0], records, {})[-1]["text"]
+    (again,) = read_rollouts(tmp_path)
+    assert [[r.rollout_id for r in g.rollouts if r.state is RolloutState.READY] for g in again] == [
+        ["0-0", "0-1", "0-2"]
+    ]

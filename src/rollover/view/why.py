@@ -70,7 +70,7 @@ def why(
 ) -> list[dict[str, str]]:
     """Sentences in order, each {"about", "text"}, of a rollout as it was recorded. `group`: the records of all that
     left with it of its group, itself too, without their tokens. `config`: every value of the run; {} is not known."""
-    said = [("score", _score(record))]
+    said = [("score", _score(record, config))]
     credit = record.get("credit")
     if _is_greedy(record):
         return _told([*said, *_of_greedy(record, config)])
@@ -99,13 +99,23 @@ def _told(said: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
     return [{"about": about, "text": text} for about, text in said if text]
 
 
-def _score(record: Mapping[str, Any]) -> str:
+def _score(record: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     if record["score"] is None:
         return f"It has no score: {record['error'] or 'it was not scored'}."
     parts = [f"{name} {_n(value)}" for name, value in (record["extras"] or {}).items()]
-    return f"The reward function {record['reward'] or 'of the run'} gave it {_n(record['score'])}" + (
-        f" ({', '.join(parts)})." if parts else "."
-    )
+    of, function = _n(record["score"]), record["reward"] or "of the run"
+    text = f"The reward function {function} gave it {of}"
+    if _plays(config):
+        text = f"It was scored {of} by its agent or environment, or where these score nothing by the reward function"
+        text = f"{text} {function}"
+    return text + (f" ({', '.join(parts)})." if parts else ".")
+
+
+def _plays(config: Mapping[str, Any]) -> bool:
+    """Whether an agent or an environment plays, which may give scores."""
+    workflow = config.get("workflow", {})
+    others = any(workflow.get(name) for name in ("environment", "function", "command", "verifiers"))
+    return others or config.get("rollout", {}).get("environment", "single_turn") != "single_turn"
 
 
 def _in_no_batch(record: Mapping[str, Any]) -> str:
@@ -129,7 +139,8 @@ def _reward(record: Mapping[str, Any], credit: Mapping[str, Any], config: Mappin
     said: list[tuple[str, str]] = []
     rewards = config.get("rewards", {})
     if credit["reward"] is None:
-        return [("reward", "Its reward counts as missing.")] if record["score"] is not None else []
+        counts = record["score"] is not None and credit["compared"] is not None  # else its role is not trained
+        return [("reward", "Its reward counts as missing.")] if counts else []
     terms = {name: value for name, value in (credit["terms"] or {}).items() if value}
     steps = [f"{name} adds {_n(value)}" for name, value in terms.items()]
     if (norm := rewards.get("running_norm", "none")) != "none":

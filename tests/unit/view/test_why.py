@@ -216,3 +216,16 @@ def test_of_several_rewards_it_is_said_that_the_scores_are_not_all_that_counts(t
     assert "the scores are 1, 0, 0.5:" in said and said.endswith("What counts is correct by 1.0, format by 0.5.")
     alone = run(tmp_path / "b", config={"algorithm": {"advantage": "gdpo", "reward_weights": {}}})["siblings"]
     assert "the rewards are 1, 0, 0.5:" in alone
+
+
+@pytest.mark.parametrize(
+    "config", [{"workflow": {"function": "agents.py:talk"}}, {"rollout": {"environment": "games.py:Guess"}}]
+)
+def test_who_plays_may_have_scored_it(tmp_path: Path, config: dict[str, Any]) -> None:
+    said = run(tmp_path, config=config)["score"]
+    assert said.startswith("It was scored 1 by its agent or environment, or where these score nothing by the reward")
+
+
+def test_a_role_that_is_not_trained_has_no_missing_reward(tmp_path: Path) -> None:
+    said = run(tmp_path, compared=None, reward=None, left_out="untrained_role: its role is not trained")
+    assert "reward" not in said and said["left out"].endswith("its role is not trained.")

@@ -75,7 +75,7 @@ export class RolloutView {
       ["Stopped by", told.stop_reason ?? "nothing: it never stopped"],
       ["Staleness", String(told.staleness)],
       ["Task", `${told.task_id} of ${told.source}${told.attempt ? `, given ${told.attempt + 1} times` : ""}`],
-      ["Reward function", told.reward],
+      ["Reward function of the task", told.reward],
       ...(told.role !== "policy" ? [["Role", told.role]] : []),
     ];
     return el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", { text: name }), el("dd", {}, el("bdi", { text: visible(String(value)) })))));

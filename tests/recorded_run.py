@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +32,13 @@ HOSTILE = {
 def is_harmless(printed: str) -> bool:
     """Whether it is nothing but text, in lines."""
     return all(c.isprintable() for line in printed.split("\n") for c in line)
+
+
+def written(report: str) -> dict[str, Any]:
+    """What a report has, as its page unpacks it."""
+    match = re.search(r'<script type="application/gzip" id="written">(.*?)</script>', report, re.DOTALL)
+    assert match is not None
+    return json.loads(gzip.decompress(base64.b64decode(match[1])))
 
 
 def segment(version: int, num_tokens: int, *, trainable: bool = True, ended: bool = True) -> Segment:

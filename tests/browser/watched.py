@@ -60,7 +60,8 @@ class Watched:
                     return value
             if time.monotonic() > end:
                 shown = self.value("document.body?.innerText ?? ''")
-                raise AssertionError(f"never true: {expression}\nerrors: {self.errors}\nthe page shows: {shown[:2000]}")
+                errors = self.errors[:5]
+                raise AssertionError(f"never true: {expression}\nerrors: {errors}\nthe page shows: {shown[:2000]}")
             self.page.wait_for_timeout(_LOOK_MS)
 
     def show(self, url: str, view: str) -> None:

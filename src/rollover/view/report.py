@@ -1,18 +1,20 @@
 """The dashboard as one file that opens from a disk without a network: the same page, its parts inlined, and its
 answers.
 
-    RunData, Several ──answers──▶ written (JSON in the file) ──▶ page/sample.js, asked in place of a server
+    RunData, Several ──answers──▶ written (JSON, packed, in the file) ──▶ page/sample.js, asked in place of a server
 
 Owns what a report has of a run, and how large it gets: every curve, thinned out; of every rollout its numbers, and of
-some whole groups all there is, the most telling first; the whole trace as a screen shows it. What did not fit is
-counted in the report. Nothing that a run says can become markup: it stands in a block of JSON without a single `<`.
+whole groups, the most telling first, all there is, as far as there is room; the whole trace as a screen shows it. What
+did not fit is counted in the report. Nothing that a run says can become markup: it stands in a block of base64.
 """
 
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
@@ -20,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from rollover.reading.rollout_index import RolloutIndex, rollout_id, staleness
+from rollover.reading.trace_index import TraceIndex
 from rollover.view.answered import MOST_ROWS, lowest
 from rollover.view.found import row_of
-from rollover.view.lanes import window
+from rollover.view.lanes import MOST_COLUMNS, window
 from rollover.view.numbers import numbers
 from rollover.view.parts import one_script, page_files
 from rollover.view.run_data import RunData
@@ -33,8 +36,9 @@ from rollover.view.told import told
 MOST_BYTES = 2_900_000
 _ANSWERS = ("state", "keys", "evaluations", "warnings", "choices", "intervals", "staleness", "ledger", "config", "plan")
 _CURVES, _NUMBERS, _LANES, _EVALUATED = 0.25, 0.25, 0.15, 0.05  # shares of a run's room; texts have what is left
-_POINT, _ROW, _BAR = 9, 70, 55  # bytes that one takes, about
-_MOST_POINTS, _COLUMNS = 600, 1200
+_POINT, _ROW, _BAR = 6, 25, 16  # bytes that one takes packed, about
+_MOST_POINTS, _MOST_BARS = 600, 10_000
+_COLUMNS = 1200  # of a screen
 _TELLING = 4  # of each kind
 _TOKENS = 4000  # of a rollout
 _TOO_LARGE = 20  # rollouts that no longer fit, before no other is tried
@@ -46,7 +50,7 @@ def make_report(runs: Sequence[RunData], most_bytes: int = MOST_BYTES) -> str:
     room = (most_bytes - len(empty.encode())) // len(runs)
     several = Several(runs)
     compare = {name: several.answer(name, {}) for name in ("config", "evaluations")} if len(runs) > 1 else {}
-    room -= len(_block(compare)) // len(runs)
+    room -= len(_packed(compare)) // len(runs)
     text = _html({"runs": [_written(run, room) for run in runs], "compare": compare})
     if (size := len(text.encode())) > most_bytes:
         raise ValueError(f"the report would have {size:,} bytes, and {most_bytes:,} are the most: give fewer runs")
@@ -56,7 +60,7 @@ def make_report(runs: Sequence[RunData], most_bytes: int = MOST_BYTES) -> str:
 def _written(run: RunData, room: int) -> dict[str, Any]:
     answers = {name: run.answer(name, {}) for name in _ANSWERS}
     evaluated = _evaluated(run, int(room * _EVALUATED))
-    room -= len(_block(answers).encode()) + len(_block(evaluated).encode())
+    room -= len(_packed([answers, evaluated]))
     with run.reading("rows", "rollouts", "trace") as files:
         columns, index = files.columns(), files.rollouts
         keys = [of["key"] for of in keys_of(columns)]
@@ -66,29 +70,28 @@ def _written(run: RunData, room: int) -> dict[str, Any]:
         axes = {name: series(columns, [], points, x=name, group_size=group_size)["x"] for name in AXES}
         files.trace.look()
         whole = max(files.trace.seconds, 1e-3)
-        lanes = [window(files.trace, 0.0, whole, _COLUMNS, int(room * _LANES / _BAR))]
+        lanes = _lanes(files.trace, whole, min(_MOST_BARS, int(room * _LANES / _BAR)))
         entries = index.entries()
         numbers_of = _columns(index, entries, int(room * _NUMBERS / _ROW))
         found = {
             "answers": answers | {"metrics": metrics},
             "evaluated": evaluated,
             "axes": axes,
-            "lanes": lanes,
+            "lanes": [lanes],
             "rollouts": numbers_of,
         }
-        left, too_large = room - len(_block(found).encode()), 0
+        space, too_large = _Room(room - len(_packed(found))), 0
         found |= {"excerpts": {}, "records": {}, "left_out": 0}
         for place in _telling(entries):
             name = f"{entries[place]['step']}/{rollout_id(entries[place])}"
             row = row_of(index, entries[place], with_text=True)
             excerpt = {"asked": row["asked"], "answered": row["answered"]}
-            record = told(files, row["step"], row["id"], 0, _TOKENS, run.pieces) | {"siblings": []}
-            if (size := len(_block([name, record, name, excerpt]).encode())) > left:
+            record = told(files, row["step"], row["id"], 0, _TOKENS, run.pieces, entries) | {"siblings": []}
+            if not space.takes([name, record, name, excerpt]):
                 too_large += 1
                 if too_large > _TOO_LARGE:
                     break
                 continue
-            left -= size
             found["excerpts"][name], found["records"][name] = excerpt, record
         found["left_out"] = len(entries) - len(found["records"])
     return found
@@ -104,13 +107,19 @@ def _evaluated(run: RunData, room: int) -> dict[str, Any]:
         lowest_first = list(islice(lowest(run.files.directory), MOST_ROWS))
     except ValueError:  # damaged: the page of a server says how, and all else can be told
         return found
+    space = _Room(room)
     for row, whole in lowest_first:
-        room -= len(_block([row, row["place"], whole]).encode())
-        if room < 0:
+        if not space.takes([row, row["place"], whole]):
             break
         found["rows"].append(row)
         found["whole"][row["place"]] = whole
     return found
+
+
+def _lanes(trace: TraceIndex, seconds: float, most_bars: int) -> dict[str, Any]:
+    """The whole time; finely, so that it can be looked at closely, where every bar has room."""
+    fine = window(trace, 0.0, seconds, MOST_COLUMNS, most_bars)
+    return fine if fine["bars"] is not None else window(trace, 0.0, seconds, _COLUMNS, most_bars)
 
 
 def _columns(index: RolloutIndex, entries: np.ndarray, most: int) -> dict[str, Any]:
@@ -162,10 +171,30 @@ def _telling(entries: np.ndarray) -> Iterator[int]:
             yield from np.flatnonzero((entries["step"] == group[0]) & (entries["group_id"] == group[1])).tolist()
 
 
-def _block(value: Any) -> str:
-    """JSON that is no markup, whatever is in it."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return text.encode("utf-8", "replace").decode().replace("<", "\\u003c")
+class _Room:
+    """Bytes of the file, for values that are packed one after the other: what is alike in them is written once."""
+
+    def __init__(self, size: int) -> None:
+        self._left = float(size)
+        self._packer = zlib.compressobj()
+
+    def takes(self, value: Any) -> bool:
+        """Whether there was room for it, which it has then."""
+        tried = self._packer.copy()
+        size = len(tried.compress(_json(value)) + tried.flush(zlib.Z_SYNC_FLUSH)) * 4 / 3
+        if size > self._left:
+            return False
+        self._packer, self._left = tried, self._left - size
+        return True
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def _packed(value: Any) -> str:
+    """As page/source.js unpacks it. Without the time, so that the same run makes the same file."""
+    return base64.b64encode(gzip.compress(_json(value), mtime=0)).decode()
 
 
 def _html(written: Any) -> str:
@@ -185,7 +214,7 @@ def _html(written: Any) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f'<title>Rollover</title><link rel="icon" href="data:,"><style>{style}</style></head><body>',
             f"<!--\nuPlot:\n{files['vendor/LICENSE.uPlot.txt']}\n-->",
-            f'<script type="application/json" id="written">{_block(written)}</script>',
+            f'<script type="application/gzip" id="written">{_packed(written)}</script>',
             f"<script>{charts}</script>",
             f'<script type="module">{script}</script></body></html>\n',
         ]

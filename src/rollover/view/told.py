@@ -32,9 +32,16 @@ Pieces = Callable[[Sequence[int]], list[str] | None]
 
 
 def told(
-    files: RunFiles, step: int, of: str, first: int = 0, count: int = 2000, pieces: Pieces | None = None
+    files: RunFiles,
+    step: int,
+    of: str,
+    first: int = 0,
+    count: int = 2000,
+    pieces: Pieces | None = None,
+    entries: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """The rollout of this id that left with `step`, with `count` of its tokens from the `first` on.
+    """The rollout of this id that left with `step`, with `count` of its tokens from the `first` on. `entries`: of the
+    index; None: it looks at the files, for what is new in them.
 
     KeyError where there is none. "segments" have their place among the tokens, and how stale each was as the rollout
     left; "tokens": ids, log-probs as they were sampled, and texts, None where `pieces` knows none; "trained" among
@@ -43,7 +50,7 @@ def told(
     events and its group's, [] without a trace.
     """
     index = files.rollouts
-    entries = index.entries()
+    entries = index.entries() if entries is None else entries
     place = find(entries, step, of)
     if place is None:
         raise NotThere(f"no rollout {of} left the run with step {step}")

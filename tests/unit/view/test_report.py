@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import re
+import random
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from recorded_run import HOSTILE, group, recorded, write_run
+from recorded_run import HOSTILE, group, recorded, write_run, written
 from rollover import cli
 from rollover.track.recorder import RolloutRecorder
+from rollover.track.trace import TRACE, TraceEvent
 from rollover.view.report import make_report
 from rollover.view.run_data import RunData
 
@@ -24,12 +24,6 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs) -> None:
         self.tags.append((tag, dict(attrs)))
-
-
-def written(text: str) -> dict:
-    match = re.search(r'<script type="application/json" id="written">(.*?)</script>', text, re.DOTALL)
-    assert match is not None
-    return json.loads(match[1])
 
 
 def test_a_small_run_is_whole(tmp_path: Path) -> None:
@@ -48,12 +42,12 @@ def test_a_small_run_is_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(HOSTILE))
-def test_hostile_texts_stay_in_the_json(tmp_path: Path, name: str) -> None:
+def test_hostile_texts_are_no_markup(tmp_path: Path, name: str) -> None:
     hostile = f"{HOSTILE[name]}</script><script>alert(1)</script><!--"
     text = make_report([RunData(write_run(tmp_path, text=lambda step: hostile))])
     tags = Tags(text).tags
     assert [tag for tag, _ in tags].count("script") == 3 and not {"img", "iframe", "link1"} & {tag for tag, _ in tags}
-    assert "alert(1)" not in re.sub(r'<script type="application/json".*?</script>', "", text, flags=re.DOTALL)
+    assert "alert(1)" not in text
     text.encode("utf-8")
     if name != "long":
         assert written(text)["runs"][0]["records"]["1/3-0"]["completion"].endswith("<!-- 0")
@@ -72,7 +66,8 @@ def test_the_policy_lets_no_other_script_run_and_asks_nobody(tmp_path: Path) -> 
 def test_what_does_not_fit_is_left_out_and_counted(tmp_path: Path) -> None:
     recorder = RolloutRecorder(write_run(tmp_path) / "rollouts")
     for step in range(4, 40):
-        recorder.write(step, [recorded(group(100 + step, [0.5, 1.0]), text="word " * 4000)])
+        noise = random.Random(step).randbytes(10_000).hex()  # packed it has half of its length
+        recorder.write(step, [recorded(group(100 + step, [0.5, 1.0]), text=noise)])
     most = 600_000
     text = make_report([RunData(tmp_path)], most)
     (run,) = written(text)["runs"]
@@ -81,6 +76,27 @@ def test_what_does_not_fit_is_left_out_and_counted(tmp_path: Path) -> None:
     assert len(run["rollouts"]["columns"]["id"]) == 87
     for name, record in run["records"].items():  # whole groups, but for the last
         assert name == f"{record['step']}/{record['rollout_id']}"
+
+
+def test_what_says_the_same_again_and_again_takes_little_room(tmp_path: Path) -> None:
+    recorder = RolloutRecorder(write_run(tmp_path) / "rollouts")
+    for step in range(4, 40):
+        recorder.write(step, [recorded(group(100 + step, [0.5, 1.0]), text=f"{step} " * 8000)])
+    text = make_report([RunData(tmp_path)], 400_000)
+    (run,) = written(text)["runs"]
+    assert len(text) <= 400_000 and len(run["records"]) == 87 and run["left_out"] == 0
+    assert all(len(run["records"][f"{step}/{100 + step}-0"]["completion"]) > 16_000 for step in range(4, 40))
+
+
+def test_the_lanes_can_be_looked_at_closely(tmp_path: Path) -> None:
+    """Short bars of a long run have a length, too, which a screen of the whole does not show."""
+    path = write_run(tmp_path)
+    events = [TraceEvent("start", 390.0, 0, 9, 0), TraceEvent("finish", 390.04, 0, 9, 0, 0, 1, ((0, 1),))]
+    with (path / TRACE).open("a") as trace:
+        trace.writelines(event.to_line() + "\n" for event in events)
+    (run,) = written(make_report([RunData(path)]))["runs"]
+    bars = run["lanes"][0]["bars"]
+    assert bars["end"][-1] - bars["start"][-1] == pytest.approx(0.04)
 
 
 def test_several_runs_share_the_room_and_are_compared(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ const LOOK_MS = 1000, BUSY_MS = 400; // while the server still reads what it is 
 
 class Page {
   constructor() {
-    this.source = openSource();
+    this.source = null;
     this.runs = [];
     this.run = 0;
     this.state = null;
@@ -34,6 +34,7 @@ class Page {
   }
 
   async start() {
+    const opening = openSource(); // a report's is in the body, which is another from here on
     chooseTheme(rememberedTheme());
     this.trouble = el("p", { class: "trouble", role: "alert", hidden: true });
     this.place = el("main", { id: "main", tabindex: "-1" });
@@ -44,9 +45,11 @@ class Page {
     window.addEventListener("hashchange", () => this.show());
     for (const media of ["(prefers-color-scheme: dark)", "print"]) matchMedia(media).addEventListener("change", () => this.view?.repaint?.());
     try {
+      this.source = await opening;
       this.runs = await this.source.runs();
     } catch (error) {
       this.failed(error);
+      if (!this.source) return;
     }
     this._header();
     await this.show();

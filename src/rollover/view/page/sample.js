@@ -1,5 +1,5 @@
 // The answers of a report: the same questions as a server's, of what was written into the file. A report has every
-// rollout's numbers up to a limit, and the texts of some; what it does not have it says.
+// rollout's numbers up to a limit, and the texts of as many as have room; what it does not have it says.
 
 /** The filters of found.py, over the columns of a report. */
 const OF = {

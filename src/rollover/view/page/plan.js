@@ -7,7 +7,7 @@ const ROWS = {
   step_s: ["Seconds of a step", short], generate_s: ["of it generating", short], train_s: ["of it training", short],
   generated_tokens_per_s: ["Tokens generated a second", short], trained_tokens_per_s: ["Tokens trained a second", short],
   staleness_mean: ["Staleness, mean", short], staleness_max: ["Staleness, most", short], partial_share: ["Partial rollouts", percent],
-  dropped_share: ["Tokens dropped", percent], reprefill_share: ["Tokens computed again", percent],
+  dropped_share: ["Tokens dropped", percent], reprefill_share: ["Computed again, of all tokens computed", percent],
 };
 
 export class PlanView {

@@ -240,14 +240,15 @@ export class RolloutView {
     if (!life.length) return el("section", {}, el("h2", { text: "Its life" }), el("p", { text: "The run wrote no trace (track.trace)." }));
     const begin = life[0].seconds, whole = Math.max(1e-9, life[life.length - 1].seconds - begin);
     const states = { admit: "waiting", start: "running", resume: "running", park: "parked", act: "acting", answer: "parked", finish: "scoring", ready: "ready", consume: null, drop: null };
+    const said = (state) => (state === "scoring" ? "scoring, or waiting for its siblings" : state);
     const bars = [];
     for (const [number, of] of life.entries()) {
       const next = life[number + 1], state = states[of.kind];
-      if (next && state) bars.push(el("span", { class: `state ${state}`, style: { "flex-grow": String((next.seconds - of.seconds) / whole) }, title: `${state} ${duration(next.seconds - of.seconds, 0.001)}` }));
+      if (next && state) bars.push(el("span", { class: `state ${state}`, style: { "flex-grow": String((next.seconds - of.seconds) / whole) }, title: `${said(state)} ${duration(next.seconds - of.seconds, 0.001)}` }));
     }
     const names = [...new Set(life.map((of) => states[of.kind]).filter(Boolean))];
     return el("section", {}, el("h2", { text: "Its life" }), el("div", { class: "life", "aria-hidden": "true" }, bars),
-      el("p", { class: "legend" }, names.map((name) => [el("span", { class: `swatch state ${name}` }), `${name} `])),
+      el("p", { class: "legend" }, names.map((name) => [el("span", { class: `swatch state ${name}` }), `${said(name)} `])),
       table("What happened to it, and when", [
         { title: "At", number: true, of: (of) => duration(of.seconds, 0.001) },
         { title: "What", of: (of) => `${of.kind}${of.whole_group ? " (its group)" : ""}` },

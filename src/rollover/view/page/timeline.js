@@ -131,7 +131,7 @@ export class Timeline {
     replace(this.legend, `${duration(told.from, 0.01)} to ${duration(told.to, 0.01)}. `, told.read < 1 ? `Still reading the trace: ${percent(told.read)} of it so far. ` : null,
       told.bars ? plural(told.bars.lane.length, "segment") : "Too many segments to draw each: a cell is coloured by the version that worked longest in it, and the paler the longer the slot was empty. ",
       " Versions: ", shown.map((version) => (version === null ? "… " : el("span", { class: "of" }, el("span", { class: "swatch", style: { background: versionColour(version) } }), `${version} `))),
-      told.bars ? " A dark end: it was interrupted and rolls over. A dash: it goes on. Lines join the two (dashed: its turn had ended, and an environment or agent was at work). Pale: dropped later. Dotted lines: new weights. Grey bands: training." : null,
+      told.bars ? " A dark end: it was interrupted and rolls over. A dash: it goes on. Lines join the two (dashed: its turn had ended, and an environment or agent was at work). Pale: dropped later. Dotted lines: new weights. Shaded bands: training." : null,
       told.drops.of ? ` ${plural(told.drops.of, "group")} dropped: ${told.reasons.join(", ")}.` : null);
   }
 

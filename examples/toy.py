@@ -24,15 +24,11 @@ def write(folder: Path, deviation: float = 0.02) -> None:
     deviation: of the random weights. With the default's small ones adapters alone could change little.
     """
     import torch
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    vocab = {"<pad>": 0, "<eos>": 1, **{c: i + 2 for i, c in enumerate(string.printable)}}
-    characters = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    characters.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + '<eos>' }}{% endfor %}"
+    from rollover.recipes.toy_model import character_tokenizer
+
+    tokenizer = character_tokenizer("{% for m in messages %}{{ m['content'] + '<eos>' }}{% endfor %}")
     sizes: dict[str, Any] = dict(
         initializer_range=deviation,
         hidden_size=64,

@@ -316,7 +316,8 @@ def test_tokens_of_calls_that_were_given_up_are_abandoned(tmp_path: Path, name: 
     row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
     given_up = [r for r in runs.records(tmp_path / "run") if r["stop_reason"] == "abandoned"]
     assert given_up and all(r["score"] is None for r in given_up)
-    tokens = sum(len(r["token_ids"]) for r in given_up if r["outcome"] == "trained")
+    of_trained = [r for r in given_up if r["outcome"] == "dropped:abandoned"]
+    tokens = sum(len(r["token_ids"]) for r in of_trained)
     assert row["dropped/abandoned/tokens"] == tokens > 0 and row["dropped/abandoned/groups"] == 0
 
 

@@ -14,18 +14,22 @@ from rollover.reading.run_files import RunFiles
 
 _FILE = "tokenizer.json"
 _WAITING = "\ufffd"  # what a decoder writes for bytes that are no character yet
+_MOST_WAITING = 8  # tokens; a character of UTF-8 has 4 bytes, each a token at most
+_BYTES = 4
 
 
 def pieces(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[str]:
     """The text of each token: together that of all of them."""
-    texts: list[str] = []
+    texts = [""] * len(ids)
     known = told = 0  # what stands before `known` is told; from there to `told` it is the beginning to compare with
     for end in range(1, len(ids) + 1):
+        if end - told > _MOST_WAITING:  # these are no character, and never will be: a longer wait would be quadratic
+            settled = end - _BYTES  # the last ones may be the beginning of one
+            texts[settled - 1] = decode(ids[known:settled])[len(decode(ids[known:told])) :]
+            known, told = told, settled
         before, now = decode(ids[known:told]), decode(ids[known:end])
-        if end < len(ids) and (now.endswith(_WAITING) or len(now) <= len(before)):
-            texts.append("")
-        else:
-            texts.append(now[len(before) :])
+        if end == len(ids) or not (now.endswith(_WAITING) or len(now) <= len(before)):
+            texts[end - 1] = now[len(before) :]
             known, told = told, end
     return texts
 

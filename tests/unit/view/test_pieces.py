@@ -40,6 +40,23 @@ def test_whatever_the_bytes_are_nothing_after_them_is_lost(seed: int) -> None:
     assert "".join(pieces(by_bytes, ids)).endswith("the end") and len(pieces(by_bytes, ids)) == len(ids)
 
 
+@pytest.mark.parametrize("ids", [[0x9F] * 400, [300] * 400, [0xF0] * 400], ids=["inside", "unknown", "begins"])
+def test_what_is_no_character_takes_a_time_of_its_length(ids: list[int]) -> None:
+    """As a collapsed policy may write it."""
+    decoded = 0
+
+    def decode(some: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(some)
+        return by_bytes([of for of in some if of < 256])
+
+    whole = [*ids, *"a😀b".encode()]
+    told = pieces(decode, whole)
+    assert "".join(told) == by_bytes([of for of in whole if of < 256]) and len(told) == len(whole)
+    assert told[-1] == "b" and "😀" in told[-2]
+    assert decoded < 60 * len(whole)
+
+
 @pytest.mark.parametrize("folder", ["", "model"])
 def test_spaces_before_words_are_told_with_them(tmp_path: Path, folder: str) -> None:
     vocabulary = {"\u2581one": 0, "\u2581two": 1, "x": 2}

@@ -284,6 +284,25 @@ def test_it_has_what_the_files_have(tool: str, tmp_path: Path) -> None:
     assert not leaks, "a credential is in a file"
 
 
+@pytest.mark.slow
+def test_a_row_that_a_kill_cut_off_in_mlflow_is_told_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its store of files takes one number after the other."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    run = RunOf("mlflow", tmp_path, resumed=False, cut=-1)
+    run.step(1)
+    run.evaluate(1)
+    run.kill()
+    client = mlflow.MlflowClient()
+    (stored,) = client.search_runs([client.get_experiment_by_name("shown").experiment_id])
+    client.log_metric(stored.info.run_id, "reward/mean", 9.0, step=2)
+    again = RunOf("mlflow", tmp_path, resumed=True, cut=1)
+    again.step(2)
+    again.end()
+    check("mlflow", tmp_path)
+
+
 def artifacts_of(tool: str, folder: Path) -> dict[str, bytes]:
     """What a tool has of model and records: the files' paths there, and what is in them."""
     if tool == "mlflow":

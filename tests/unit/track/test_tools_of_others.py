@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rollover.config import TrackConfig
@@ -21,6 +22,7 @@ from rollover.track.recorder import RolloutRecorder
 from rollover.track.sinks import EvalFile, MetricsFile
 from rollover.track.tracker import Cut, RecordedGroup, RunInfo, Tracker, Trackers
 from rollover.track.trackers import apart, names
+from rollover.track.trackers.artifacts import files_of
 from rollover.track.trackers.names import Named
 from rollover.track.trackers.sample import sample_of, sample_of_records
 from rollover.track.trackers.tool import as_paths, plain, redacted, without_secrets
@@ -29,6 +31,7 @@ from samples import group, rollout, segment
 
 MODEL = [("track.trackers", '["wandb"]'), ("track.artifacts", '["model"]')]
 REPOSITORY = Path(__file__).parents[3]
+QUOTED = json.dumps('with "q\u00e9otes" in it')
 FAKE = """
 import json, os, time
 from rollover.track.trackers.tool import Newest, Tool
@@ -251,8 +254,24 @@ def test_one_whose_process_ends_is_said_and_counted(tmp_path: Path) -> None:
     until(lambda: run.trackers.stats()["trackers/failed"])
     run.step(3)
     run.end()
-    assert run.trackers.stats() == {"trackers/failed": 1, "trackers/lost": 2}, "step 3, and the end"
+    assert run.trackers.stats() == {"trackers/failed": 1, "trackers/lost": 3}, "steps 2 and 3, and the end"
     assert any("its process ended (out of memory); the run goes on without it" in line for line in run.heard.lines)
+
+
+def test_one_that_is_killed_while_it_has_nothing_to_do_is_said_and_counted(tmp_path: Path) -> None:
+    run = RunOf(tmp_path)
+    run.trackers.truncate(Cut(-1))
+    run.step(1)
+    until(lambda: run.told("row") and not run.tools.tools[0].under_way)
+    child = next(
+        p for p in psutil.Process().children(recursive=True) if "track.trackers.child" in " ".join(p.cmdline())
+    )
+    child.kill()
+    until(lambda: run.trackers.stats()["trackers/failed"])
+    run.step(2)
+    run.end()
+    assert run.trackers.stats() == {"trackers/failed": 1, "trackers/lost": 2}, "step 2, and the end"
+    assert any("its process ended" in line for line in run.heard.lines)
 
 
 def test_a_class_that_cannot_be_loaded_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +291,7 @@ def leave(folder: Path, *, finished: bool = True) -> None:
         "best_model/config.json": "best",
         "rollouts/step-000001.jsonl": "x" * (1 << 22) + "s3cr3t-of-the-user",
         "rollouts/step-000002.jsonl": "of two",
+        "rollouts/step-000003.jsonl": QUOTED,
         "checkpoints/step-000002/state": "much",
         "logs/out.txt": "a line",
         "config.resolved.json": "{}",
@@ -294,12 +314,35 @@ def test_a_finished_run_leaves_its_artifacts_without_credentials(tmp_path: Path)
     found = {what[0]: what[1] for _, _, what in run.told("artifact")}
     assert found["model"] == {"config.json": "{}", "deep/weights.safetensors": "s3cr3t-of-the-user"}
     metrics = (tmp_path / "metrics.jsonl").read_text()
-    assert found["records"] == {"metrics.jsonl": metrics, "rollouts/step-000002.jsonl": "of two", "eval.jsonl": ""}
+    assert found["records"] == {
+        "metrics.jsonl": metrics,
+        "rollouts/step-000002.jsonl": "of two",
+        "rollouts/step-000003.jsonl": QUOTED,
+        "eval.jsonl": "",
+    }
     assert "best_model" not in found
     lines = [line for line in run.heard.lines if "did not go there" in line]
     assert "best_model did not go there: OSError: no space for ***" in lines[0] and "tried again" not in lines[0]
     assert "rollouts/step-000001.jsonl of records did not go there: a credential is in it" in lines[1]
     assert len(lines) == 2 and run.told()[-1] == ["close", -1, False], "it goes on"
+
+
+@pytest.mark.parametrize(("secret", "kept"), [("s3cr3t-of-the-user", False), ("another", True)])
+def test_a_credential_in_a_parquet_file_is_found(tmp_path: Path, secret: str, kept: bool) -> None:
+    pytest.importorskip("pyarrow")
+    recorder = RolloutRecorder(tmp_path / "rollouts", formats=["parquet"])
+    text = f"{[n * n for n in range(2000)]} {secret} and more"
+    path = recorder.write(1, [RecordedGroup(group(0, [rollout(0, 0, 0.5, [segment([1, 2])])]), [text], [0.5])])
+    assert path is not None and secret.encode() not in path.read_bytes(), "it is packed"
+    files, left_out = files_of("records", tmp_path)
+    assert [*files] == (["rollouts/step-000001.parquet"] if kept else [])
+    assert left_out == ([] if kept else ["rollouts/step-000001.parquet"])
+
+
+def test_a_credential_is_found_as_json_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_API_KEY", 'with "q\u00e9otes" in it')
+    leave(tmp_path)
+    assert files_of("records", tmp_path)[1] == ["rollouts/step-000003.jsonl"]
 
 
 @pytest.mark.parametrize(("finished", "phase"), [(False, "done"), (True, "stopped")])

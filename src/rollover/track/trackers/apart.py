@@ -43,7 +43,7 @@ class Apart:
         self.last_sign = time.monotonic()  # when it last took something, or had nothing to take
         self._told, self._done = 0, 0
         self._gap = False
-        self._gone = False
+        self._gone, self._closing = False, False
         self._said: set[str] = set()
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
@@ -83,6 +83,11 @@ class Apart:
         self._told += 1
         self._queue.put(message | {"gap": True} if self._gap else message)
         self._gap = False
+
+    def close(self, failed: bool) -> None:
+        """Returns at once: the last message, after which its process may end."""
+        self._closing = True
+        self.tell({"close": failed}, always=True)
 
     def wait(self, limit_s: float) -> bool:
         """Whether it has ended by itself, or does so within the limit."""
@@ -124,7 +129,8 @@ class Apart:
         for line in self._process.stdout:
             with contextlib.suppress(ValueError):
                 self._hear(json.loads(line))
-        if self.under_way and not self._gone:
+        if not self._gone and (self.under_way or not self._closing):
+            self.lost += self.under_way
             self._ended(f"its process ended{self._last_words()}")
         self._queue.put(None)
 

@@ -1,7 +1,7 @@
 """MLflow: one run of an experiment, found again by the tag rollover.id, in the store of MLflow's own variables.
 
-A value once logged can be neither changed nor removed there. So where a run goes back, it becomes a new MLflow run,
-with all steps before; the old one is deleted, which MLflow can undo.
+A value once logged can be neither changed nor removed there. So where a run goes back, or a kill left a part of a row,
+it becomes a new MLflow run, with all steps before; the old one is deleted, which MLflow can undo.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MLflow(Tool):
         self._run = ""
         for run in client.search_runs([number], f"tags.`{_ID}` = '{self.about.id}'"):
             last = {kind: int(run.data.metrics.get(f"{kind}policy_version", -1)) for kind in ("", "eval/")}
-            if max(last.values()) > cut.step:
+            if max(last.values()) > cut.step or any(_is_torn(client, run, *of) for of in last.items()):
                 client.delete_run(run.info.run_id)
             else:
                 self._run, self.newest = run.info.run_id, Newest(last[""], last["eval/"])
@@ -90,3 +90,10 @@ class MLflow(Tool):
         assert self._client is not None
         table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}  # as MLflow's own
         self._client.log_dict(self._run, table, file)
+
+
+def _is_torn(client: MlflowClient, run: Any, kind: str, last: int) -> bool:
+    """Whether numbers of a row of this kind ("" or "eval/") are there after the `last` whole one, as files may have."""
+    of_files = client.tracking_uri.startswith("file:") or "://" not in client.tracking_uri
+    keys = [key for key in run.data.metrics if of_files and key.startswith("eval/") == bool(kind)]
+    return any(max(of.step for of in client.get_metric_history(run.info.run_id, key)) > last for key in keys)

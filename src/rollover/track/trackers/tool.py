@@ -88,14 +88,21 @@ class Tool(Tracker):
 
 
 def numbers_of(row: Row) -> dict[str, float]:
-    """What a step's row measures, by key; None is no measurement."""
-    return {plain(key): value for key, value in row.items() if value is not None and key != "step"}
+    """What a step's row measures, by key; None is no measurement. "policy_version" is the last: it says that the row is
+    whole, where a tool takes one number after the other."""
+    found = {plain(key): value for key, value in row.items() if value is not None and key != "step"}
+    return _last(found, "policy_version")
 
 
 def numbers_of_eval(row: Mapping[str, Any]) -> dict[str, float]:
-    """What an evaluation measures: eval/mean, eval/ci/0, eval/sources/NAME/mean ..."""
+    """What an evaluation measures: eval/mean, eval/ci/0, eval/sources/NAME/mean ..., and last "eval/policy_version"."""
     numbers = {key: value for key, value in flat(row).items() if isinstance(value, int | float)}
-    return {f"eval/{plain(key)}": value for key, value in numbers.items()}  # a source may be called anything
+    found = {f"eval/{plain(key)}": value for key, value in numbers.items()}  # a source may be called anything
+    return _last(found, "eval/policy_version")
+
+
+def _last(numbers: dict[str, float], key: str) -> dict[str, float]:
+    return numbers if key not in numbers else {**{k: v for k, v in numbers.items() if k != key}, key: numbers[key]}
 
 
 def flat(values: Mapping[str, Any] | Sequence[Any], under: str = "") -> dict[str, Any]:

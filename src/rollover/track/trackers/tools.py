@@ -100,7 +100,8 @@ class Tools(Counted):
             hands_over = bool(config.artifacts) and not self._failed and self._finished.is_file()
             if hands_over:
                 self._tell({"artifacts": config.artifacts}, always=True)
-            self._tell({"close": self._failed}, always=True)
+            for tool in self.tools:
+                tool.close(self._failed)
             for tool in self.tools:
                 if tool.wait(max(0.0, deadline - time.monotonic())) or not tool.under_way:
                     continue

@@ -62,7 +62,12 @@ METRICS: list[Metric] = [
         "tokens",
         "Tokens that the engine computed while this step was generated: prefilled, prefilled again and sampled.",
     ),
-    Metric("tokens/step_trained", "sum", "tokens", "Sampled tokens of the rollouts that this step trained on."),
+    Metric(
+        "tokens/step_trained",
+        "sum",
+        "tokens",
+        "Sampled tokens in the loss of this step: no masked ones, and those of replayed groups.",
+    ),
     Metric(
         "dropped/{reason}/groups",
         "counter",

@@ -6,7 +6,8 @@
     GET /api/compare/<question>?<query>  the runs beside each other
 
 Owns who may ask. Only GET. The page may run no script but its own files (Content-Security-Policy), and no other page of
-the browser can ask: a request must name this server as its host (a name that somebody points to 127.0.0.1 is refused).
+the browser can ask: a request must name this server as its host (a name that somebody points to 127.0.0.1 is refused),
+and of a run only the page itself may ask (a browser says of a picture or script in whose page it is).
 With a token every question needs it, in `Authorization: Bearer`; the page takes it from the end of its address, which a
 browser sends to nobody.
 """
@@ -114,11 +115,19 @@ class _Front:
         answer: ASGIApp
         if len(asked) != 1 or not is_named(asked[0], self._host):
             answer = _refused(403, "this server has another name: open the address that `rollover view` printed")
+        elif scope["path"].startswith("/api/") and _of_another_site(scope):
+            answer = _refused(403, "a page of another site may not ask")
         elif scope["method"] not in ("GET", "HEAD"):
             answer = _refused(405, "there is nothing here to change")
         else:
             answer = self._api if scope["path"].startswith("/api/") else self._page
         await answer(scope, receive, with_headers)
+
+
+def _of_another_site(scope: Scope) -> bool:
+    """Whether a browser says so (Sec-Fetch-Site); other programs say nothing, and typed addresses are "none"."""
+    said = [value for name, value in scope["headers"] if name == b"sec-fetch-site"]
+    return any(value not in (b"same-origin", b"none") for value in said)
 
 
 def is_named(asked: str, host: str) -> bool:

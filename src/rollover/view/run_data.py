@@ -42,7 +42,7 @@ Part = Literal["rows", "rollouts", "trace"]
 PARTS: tuple[Part, ...] = get_args(Part)
 PATIENCE_S = 0.4  # of a server: nobody waits much longer for a first view, whatever the run
 _PAUSE_S = 0.002  # for who waits for a lock
-_POINTS = 800
+_POINTS, MOST_KEYS = 800, 500
 _OF_DAMAGE = (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -185,10 +185,9 @@ class RunData:
         return [of._asdict() for of in self._warned.of(self.files.columns(), self.files.config)]
 
     def _metrics(self, query: Query) -> dict[str, Any]:
-        keys = [key for key in query.get("keys", "").split(",") if key]
         return series(
             self.files.columns(),
-            keys,
+            keys_in(query),
             integer(query, "points", _POINTS) or _POINTS,
             integer(query, "from"),
             integer(query, "to"),
@@ -220,6 +219,14 @@ class RunData:
         index.look()
         start, end = seconds(query, "from", 0.0), seconds(query, "to", max(index.seconds, 1e-3))
         return window(index, start, end, integer(query, "columns", _POINTS) or _POINTS)
+
+
+def keys_in(query: Query) -> list[str]:
+    """Each once. ValueError where there are more than any page shows: what is answered has its bound."""
+    keys = [*dict.fromkeys(key for key in query.get("keys", "").split(",") if key)]
+    if len(keys) > MOST_KEYS:
+        raise ValueError(f"keys: {len(keys)} are asked for, and {MOST_KEYS} are the most")
+    return keys
 
 
 def integer(query: Query, name: str, default: int | None = None) -> int | None:

@@ -11,7 +11,7 @@ from rollover.reading.columns import Columns
 from rollover.track.metrics import find
 from rollover.view.numbers import number, numbers
 
-MOST_POINTS = 20_000
+MOST_POINTS = 4_000  # a screen has fewer
 AXES = {
     "step": "training steps",
     "tokens": "tokens generated",

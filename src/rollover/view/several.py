@@ -7,7 +7,7 @@ from typing import Any
 
 from rollover.view.compare import curves, differences, evaluations
 from rollover.view.not_there import NotThere
-from rollover.view.run_data import RunData, integer
+from rollover.view.run_data import RunData, integer, keys_in
 
 _POINTS = 400
 
@@ -31,18 +31,19 @@ class Several:
     def answer(self, name: str, query: Mapping[str, str]) -> Any:
         """JSON-able, of the runs in `query["runs"]` ("0,2"; all without it). KeyError where there is no such question
         or run; ValueError for a value that cannot be meant."""
-        chosen = [self._run(text) for text in query.get("runs", "").split(",") if text] or list(self._runs)
+        places = dict.fromkeys(self._place(text) for text in query.get("runs", "").split(",") if text)
+        chosen = [self._runs[place] for place in places] or list(self._runs)
         if name not in self._questions:
             raise NotThere(f"there is no question {name}: there are {', '.join(self._questions)}")
         return self._questions[name](query, chosen)
 
-    def _run(self, text: str) -> RunData:
+    def _place(self, text: str) -> int:
         if not text.isdecimal() or not int(text[:9]) < len(self._runs):
-            raise NotThere(f"runs: there is no run {text}: there are {len(self._runs)}")
-        return self._runs[int(text[:9])]
+            raise NotThere(f"runs: there is no run {text:.20}: there are {len(self._runs)}")
+        return int(text[:9])
 
     def _metrics(self, query: Mapping[str, str], runs: list[RunData]) -> list[dict[str, Any]]:
-        keys = [key for key in query.get("keys", "").split(",") if key]
+        keys = keys_in(query)
         points = integer(query, "points", _POINTS) or _POINTS
         found = []
         for run in runs:

@@ -94,6 +94,16 @@ def test_another_name_for_this_machine_is_refused(run: Path) -> None:
     assert is_named("node7:80", "node7") and not is_named("node8", "node7") and is_named("any", "0.0.0.0")
 
 
+def test_a_page_of_another_site_may_not_ask(run: Path) -> None:
+    """As a picture or a script in it would, which sends the right host."""
+    asked = client(run)
+    for site in ("cross-site", "same-site"):
+        assert asked.get("/api/runs", headers={"sec-fetch-site": site}).status_code == 403
+        assert asked.get("/", headers={"sec-fetch-site": site}).status_code == 200, "a link may lead here"
+    for site in ("same-origin", "none"):
+        assert asked.get("/api/runs", headers={"sec-fetch-site": site}).status_code == 200
+
+
 def test_with_a_token_only_the_page_comes_without(run: Path) -> None:
     asked = client(run, host="10.0.0.1", token="open sesame")
     assert asked.get("/").status_code == 200 and asked.get("/main.js").status_code == 200

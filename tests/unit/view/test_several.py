@@ -24,6 +24,7 @@ def test_all_runs_or_those_that_are_named(tmp_path: Path) -> None:
     assert [of["steps"] for of in several.answer("metrics", {"keys": "reward/mean"})] == [[1], [1, 2], [1, 2, 3]]
     found = several.answer("metrics", {"keys": "reward/mean", "runs": "2,0", "x": "tokens"})
     assert [of["x"] for of in found] == [[23, 42, 61], [23]]
+    assert len(several.answer("metrics", {"runs": "0," * 1000})) == 1, "each once"
     assert several.answer("config", {}) == [] and len(several.answer("evaluations", {"runs": "0,1"})) == 1
     for name in several.questions:
         several.answer(name, {})
@@ -37,6 +38,7 @@ def test_all_runs_or_those_that_are_named(tmp_path: Path) -> None:
         ("secrets", {}, KeyError, "there is no question secrets"),
         ("metrics", {"x": "miles"}, ValueError, "no axis"),
         ("metrics", {"points": "x"}, ValueError, "points"),
+        ("metrics", {"keys": ",".join(map(str, range(501)))}, ValueError, "501 are asked for, and 500 are the most"),
     ],
 )
 def test_what_is_not_there_is_named(tmp_path: Path, name: str, query: dict, error: type, says: str) -> None:

@@ -290,10 +290,9 @@ def _in_the_loss(record: Mapping[str, Any], config: Mapping[str, Any]) -> list[t
             f" {_n(statistics.fmean(ratios))}."
         )
         said.append(("importance", text))
-    weights = _numbers(tokens, "loss_weights")
-    in_loss = len(weights) - rejected
-    if in_loss > 0:
-        kept = sorted(weights)[rejected:]  # rejected ones are 0
+    weights = zip(tokens.get("loss_weights", ()), tokens["rejected"], strict=False)
+    kept = [weight for weight, rejects in weights if weight is not None and not rejects]
+    if kept:
         nothing = sum(weight == 0 for weight in kept)
         correction = algorithm.get("correction", "none")
         text = f"In the loss their advantages are multiplied by {_n(min(kept))} to {_n(max(kept))}"

@@ -162,6 +162,20 @@ def test_what_became_of_its_tokens(tmp_path: Path) -> None:
     assert "skip_zero_advantage" in run(tmp_path / "b", tokens=nothing)["not computed"]
 
 
+def test_weights_below_0_are_not_taken_for_rejected_ones(tmp_path: Path) -> None:
+    """As the loss `dro` has them."""
+    numbers = {name: np.ones(3, np.float32) for name in ("advantages", "importance_weights", "entropies")}
+    stats = TokenStats(
+        mask=np.ones(3, bool),
+        rejected=np.array([False, True, False]),
+        loss_weights=np.array([-0.5, 0.0, 2.0], np.float32),
+        **numbers,
+    )
+    said = run(tmp_path, config={"algorithm": {"loss": "dro", "rejection": {"token_k2": 1.5}}}, tokens=stats)
+    assert said["weight"].startswith("In the loss their advantages are multiplied by -0.5 to 2 ")
+    assert "clipped" not in said
+
+
 @pytest.mark.parametrize(
     "name, std, words",
     [

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rollover.commands.verb import Overrides, Verb, positive
 
 if TYPE_CHECKING:
+    import numpy as np
     from rich.console import Console
 
     from rollover.reading.run_files import RunFiles
@@ -98,7 +99,7 @@ def print_warnings(files: RunFiles, console: Console) -> None:
             console.print(Text(shown(f"  step {step}: {text}", console)), soft_wrap=True)
 
 
-def chosen(files: RunFiles, num: int) -> dict[str, list[Any]]:
+def chosen(files: RunFiles, num: int) -> dict[str, np.ndarray]:
     """Entries of the index: the best and the worst by score, the longest, the stalest, `num` of each at most."""
     import numpy as np
 
@@ -107,8 +108,8 @@ def chosen(files: RunFiles, num: int) -> dict[str, list[Any]]:
     entries = files.rollouts.entries()
     scored = entries[~np.isnan(entries["score"])]
 
-    def first(of: np.ndarray, by: np.ndarray) -> list[Any]:
-        return list(of[np.argsort(by, kind="stable")[:num]])
+    def first(of: np.ndarray, by: np.ndarray) -> np.ndarray:
+        return of[np.argsort(by, kind="stable")[:num]]
 
     stale = staleness(entries)
     return {
@@ -126,28 +127,27 @@ def print_rollouts(files: RunFiles, num: int, console: Console) -> None:
     from rollover.track.shown import excerpt
 
     for title, entries in chosen(files, num).items():
-        console.print(Text(f"\n{title.capitalize()} rollouts" if entries else f"\n{title.capitalize()} rollouts: none"))
-        for entry in entries:
-            record = files.rollouts.record(entry)
+        console.print(Text(f"\n{title.capitalize()} rollouts{'' if len(entries) else ': none'}"))
+        for entry, record in zip(entries, files.rollouts.records_of(entries), strict=True):
             lines = [f"  {excerpt(_told(files, entry, record), console)}", f"    {excerpt(_asked(record), console)}"]
             for text in (*lines, f"    -> {excerpt(record['completion'], console)}"):
                 console.print(Text(text), soft_wrap=True)
 
 
 def _told(files: RunFiles, entry: Any, record: dict[str, Any]) -> str:
-    from rollover.reading.rollout_index import staleness
+    from rollover.reading.rollout_index import NO_VERSION, UNFINISHED, staleness
     from rollover.track.figures import decimal
 
     score = decimal(record["score"]) if record["error"] is None else f"none ({record['error']})"
     versions = "no tokens"
-    if entry["newest"] >= 0:
+    if entry["newest"] != NO_VERSION:
         span = str(entry["oldest"]) if entry["oldest"] == entry["newest"] else f"{entry['oldest']} to {entry['newest']}"
         versions = f"policy version {span}, staleness {int(staleness(entry))}"
     parts = f"{entry['segments']} segment{'' if entry['segments'] == 1 else 's'}"
     return (
         f"{record['rollout_id']} ({record['source']}, task {record['task_id']}): score {score},"
         f" {record['outcome']} in step {record['step']}, {record['num_tokens']} tokens in {parts},"
-        f" {versions}, {record['stop_reason'] or 'unfinished'}"
+        f" {versions}, {record['stop_reason'] or UNFINISHED}"
     )
 
 
@@ -181,7 +181,7 @@ def as_json(files: RunFiles, num: int) -> dict[str, Any]:
         "recorded": {name: outcomes.count(name) for name in dict.fromkeys(outcomes)},
     }
     if num:
-        found["rollouts"] = {kind: [files.rollouts.record(e) for e in of] for kind, of in chosen(files, num).items()}
+        found["rollouts"] = {kind: files.rollouts.records_of(of) for kind, of in chosen(files, num).items()}
     return found
 
 

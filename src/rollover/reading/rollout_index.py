@@ -20,9 +20,12 @@ import numpy as np
 from rollover.track.recorded import SHARED, StepFile, not_recorded, records_of, step_files
 from rollover.track.rollout_table import read_columns, read_table_rows
 
+NO_VERSION = int(np.iinfo("i4").min)  # versions before the first are below 0 (checkpoint.lost_steps = "roll_back")
+UNFINISHED = "unfinished"
 # A rollout as numbers. `place`: where its line begins, or the number of its row. `head`: the place of its group's first
-# line. `outcome`, `source`, `stop`, `role`: places in `RolloutIndex.words`. `oldest`, `newest`: policy versions of what
-# was sampled, -1 of nothing. `score`, `advantage`: nan where there is none.
+# line. `outcome`, `source`, `stop`, `role`: places in `RolloutIndex.words`; `stop` of what never stopped: UNFINISHED.
+# `oldest`, `newest`: policy versions of what was sampled, NO_VERSION of nothing. `score`, `advantage`: nan where there
+# is none.
 ENTRY = np.dtype(
     [
         ("file", "i4"), ("place", "i8"), ("head", "i8"), ("step", "i4"), ("group_id", "i8"), ("sibling", "i4"),
@@ -104,24 +107,23 @@ class RolloutIndex:
 
         ValueError where its file is gone since, or damaged.
         """
-        path, place, head = self.path(entry), int(entry["place"]), int(entry["head"])
-        try:
-            if path.suffix == ".parquet":
-                (record,) = read_table_rows(path, [place])
-                return record | {"columns": json.loads(record["columns"])}
-            with open(path, "rb") as file:
-                record, first = _line_at(file, place), {}
-                if place != head:
-                    first = _line_at(file, head)
-            shared = {key: first[key] for key in SHARED} if first else {}
-            own = {} if record["prompt_ids"] is None else {"prompt_ids": record["prompt_ids"]}
-            record = record | shared | own
-            if wrong := [key for key, kind in _KINDS.items() if not isinstance(record[key], kind)]:
-                raise TypeError(f"{wrong[0]} is {record[wrong[0]]!r:.50}")
-            return record | {"columns": json.loads(record["columns"])}
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            what = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"{path}: the rollout cannot be read any more ({what}): look again") from error
+        (record,) = self.records_of(np.array([entry], ENTRY))
+        return record
+
+    def records_of(self, entries: np.ndarray) -> list[dict[str, Any]]:
+        """`record` of each, in their order: a file is opened once for all that lie in it."""
+        found: list[dict[str, Any]] = [{}] * len(entries)
+        for file in np.unique(entries["file"]):
+            of_file = np.flatnonzero(entries["file"] == file)
+            path = self._files[int(file)].path
+            read = _table_records if path.suffix == ".parquet" else _line_records
+            try:
+                for place, record in zip(of_file, read(path, entries[of_file]), strict=True):
+                    found[place] = record | {"columns": json.loads(record["columns"])}
+            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+                what = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
+                raise ValueError(f"{path}: the rollout cannot be read any more ({what}): look again") from error
+        return found
 
     def path(self, entry: np.void) -> Path:
         """The file that one of `entries()` lies in."""
@@ -160,14 +162,14 @@ class RolloutIndex:
             raise ValueError(f"{file.path}: it has no recorded rollouts: {what}") from error
 
     def _entry(self, place: int, head: int, record: Mapping[str, Any]) -> tuple[Any, ...]:
-        versions = [s["policy_version"] for s in record["segments"] if s["trainable"]]
+        sampled = [s["policy_version"] for s in record["segments"] if s["trainable"]] or [NO_VERSION]
         score, advantage = record["score"], record["advantage"]
         return (
             0, place, head, record["step"], record["group_id"], record["sibling"], record.get("trajectory") or 0,
-            record.get("context") or 0, record["num_tokens"], len(record["segments"]), min(versions, default=-1),
-            max(versions, default=-1), np.nan if score is None else score, np.nan if advantage is None else advantage,
-            self._number(record["outcome"]), self._number(record["source"]), self._number(record["stop_reason"] or ""),
-            self._number(record.get("role") or ""),
+            record.get("context") or 0, record["num_tokens"], len(record["segments"]), min(sampled), max(sampled),
+            np.nan if score is None else score, np.nan if advantage is None else advantage,
+            self._number(record["outcome"]), self._number(record["source"]),
+            self._number(record["stop_reason"] or UNFINISHED), self._number(record.get("role") or ""),
         )  # fmt: skip
 
     def _number(self, word: str) -> int:
@@ -194,7 +196,13 @@ def find(entries: np.ndarray, step: int, of: str) -> int | None:
 def staleness(entries: np.ndarray | np.void) -> np.ndarray:
     """Of each rollout, or of one: trainer version at the step that it left with, less the oldest version that sampled
     of it; 0 where nothing was sampled. A step of number n is made at version n - 1."""
-    return np.where(entries["oldest"] < 0, 0, np.maximum(entries["step"] - 1 - entries["oldest"], 0))
+    age = entries["step"] - 1 - entries["oldest"].astype("i8")
+    return np.where(entries["oldest"] == NO_VERSION, 0, np.maximum(age, 0))
+
+
+def versions(entries: np.ndarray | np.void, name: str) -> np.ndarray:
+    """float64: the "oldest" or the "newest" policy version that sampled of each, nan where none did."""
+    return np.where(entries[name] == NO_VERSION, np.nan, entries[name])
 
 
 _Head = tuple[int, int, Mapping[str, Any]]  # place, head, values
@@ -223,6 +231,23 @@ def short_line(line: bytes) -> dict[str, Any]:
         return json.loads(line if cut < 0 else line[:cut] + b"}")
     except ValueError:
         return json.loads(line)
+
+
+def _table_records(path: Path, entries: np.ndarray) -> Iterator[dict[str, Any]]:
+    return read_table_rows(path, entries["place"].tolist())
+
+
+def _line_records(path: Path, entries: np.ndarray) -> Iterator[dict[str, Any]]:
+    with open(path, "rb") as file:
+        for entry in entries:
+            record, place, head = _line_at(file, int(entry["place"])), int(entry["place"]), int(entry["head"])
+            first = {} if place == head else _line_at(file, head)
+            shared = {key: first[key] for key in SHARED} if first else {}
+            own = {} if record["prompt_ids"] is None else {"prompt_ids": record["prompt_ids"]}
+            record = record | shared | own
+            if wrong := [key for key, kind in _KINDS.items() if not isinstance(record[key], kind)]:
+                raise TypeError(f"{wrong[0]} is {record[wrong[0]]!r:.50}")
+            yield record
 
 
 def _table_heads(path: Path) -> Iterable[_Head]:

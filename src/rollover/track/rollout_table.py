@@ -25,7 +25,7 @@ ROLLOUTS, VERSION = "rollouts", 2  # under METADATA of every file; a change that
 METADATA = b"rollover.schema"
 _BEFORE = {f"{ROLLOUTS}/1"}  # schemas that lack columns of this one, and have no others
 _AS_JSON, _MAPS = ("messages",), ("extras", "shaping")
-_MOST_ROWS = 256  # of a row group: what a reader of a few rows has to unpack
+_MOST_ROWS = 64  # of a row group: what a reader of a few rows has to unpack
 
 
 def pyarrow_module(name: str = "pyarrow") -> Any:
@@ -119,8 +119,7 @@ def read_table_rows(path: Path, rows: Sequence[int] | None = None) -> Iterator[d
 
     ValueError for what is no such file.
     """
-    table = _read(path)
-    for row in (table if rows is None else table.take(list(rows))).to_pylist():
+    for row in (_read(path) if rows is None else _read(path, rows=rows)).to_pylist():
         shown = {name: json.loads(row[name]) for name in _AS_JSON if row[name] is not None}
         shown |= {name: dict(row[name]) for name in _MAPS if row[name] is not None}
         if (credit := row["credit"]) is not None and credit["terms"] is not None:
@@ -134,18 +133,35 @@ def read_columns(path: Path, names: Collection[str]) -> dict[str, list[Any]]:
     return {name: table[name].to_pylist() for name in names}
 
 
-def _read(path: Path, names: list[str] | None = None) -> pa.Table:
+def _read(path: Path, names: list[str] | None = None, rows: Sequence[int] | None = None) -> pa.Table:
+    """`names`: of columns; `rows`: places of rows, in the order wanted. All of them where they are None."""
     parquet = pyarrow_module("pyarrow.parquet")
     try:
-        file = parquet.ParquetFile(path)
-        told = (file.schema_arrow.metadata or {}).get(METADATA, b"nothing").decode()
-        if told == f"{ROLLOUTS}/{VERSION}":
-            return file.read(columns=names)
-        if told not in _BEFORE:
-            raise ValueError(f"its schema is {told}, and {ROLLOUTS}/{VERSION} is what this version reads")
-        return _with_all_columns(file.read(columns=names), names)
+        with parquet.ParquetFile(path) as file:
+            told = (file.schema_arrow.metadata or {}).get(METADATA, b"nothing").decode()
+            if told not in {f"{ROLLOUTS}/{VERSION}", *_BEFORE}:
+                raise ValueError(f"its schema is {told}, and {ROLLOUTS}/{VERSION} is what this version reads")
+            table = file.read(columns=names) if rows is None else _rows_of(file, names, rows)
+            return table if told not in _BEFORE else _with_all_columns(table, names)
     except (pyarrow_module().ArrowException, ValueError) as error:
         raise ValueError(f"{path}: not recorded rollouts: {error}") from error
+
+
+def _rows_of(file: Any, names: list[str] | None, rows: Sequence[int]) -> pa.Table:
+    """Of an open file: only the row groups that have one of these rows are read."""
+    groups: list[int] = []
+    place_of: dict[int, int] = {}  # of a row in what is read
+    begin = taken = 0
+    for group in range(file.num_row_groups):
+        end = begin + file.metadata.row_group(group).num_rows
+        if any(begin <= row < end for row in rows):
+            place_of |= {begin + place: taken + place for place in range(end - begin)}
+            groups.append(group)
+            taken += end - begin
+        begin = end
+    if missing := [row for row in rows if row not in place_of]:
+        raise ValueError(f"it has no row {missing[0]}")
+    return file.read_row_groups(groups, columns=names).take([place_of[row] for row in rows])
 
 
 def _with_all_columns(table: pa.Table, names: list[str] | None) -> pa.Table:

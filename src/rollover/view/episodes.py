@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rollover.reading.rollout_index import RolloutIndex
-from rollover.view.found import EXCERPT, asked, row_of
+from rollover.view.found import row_of
 from rollover.view.not_there import NotThere
 
 MOST_CONTEXTS = 500
@@ -23,19 +23,16 @@ def episode(index: RolloutIndex, step: int, group: int, sibling: int) -> dict[st
     if not len(places):
         raise NotThere(f"no episode {group}-{sibling} left the run with step {step}")
     places = places[np.lexsort((entries["context"][places], entries["trajectory"][places]))]
-    contexts = []
-    for entry in entries[places[:MOST_CONTEXTS]]:
-        record = index.record(entry)
+    contexts, shown = [], entries[places[:MOST_CONTEXTS]]
+    for entry, record in zip(shown, index.records_of(shown), strict=True):
         contexts.append(
             {
-                **row_of(index, entry),
+                **row_of(index, entry, record),
                 "trajectory": int(entry["trajectory"]),
                 "context": int(entry["context"]),
                 "role": record.get("role") or "",
                 "turns": record.get("turns"),
                 "error": record.get("error"),
-                "asked": asked(record)[:EXCERPT],
-                "answered": record["completion"][:EXCERPT],
             }
         )
     return {"group": group, "sibling": sibling, "step": step, "of": len(places), "contexts": contexts}

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rollover.reading.rollout_index import RolloutIndex, rollout_id, staleness
+from rollover.reading.rollout_index import NO_VERSION, RolloutIndex, rollout_id, staleness, versions
 from rollover.reading.text_search import TextSearch
 from rollover.view.numbers import number
 
@@ -31,8 +31,8 @@ NUMBERS: dict[str, _Values] = {
     "advantage": lambda e: e["advantage"],
     "tokens": lambda e: e["num_tokens"],
     "segments": lambda e: e["segments"],
-    "version": lambda e: e["newest"],
-    "versions": lambda e: np.where(e["oldest"] < 0, 0, e["newest"] - e["oldest"] + 1),
+    "version": lambda e: versions(e, "newest"),
+    "versions": lambda e: np.where(e["oldest"] == NO_VERSION, 0, e["newest"] - e["oldest"] + 1),
     "staleness": staleness,
     "group": lambda e: e["group_id"],
     "sibling": lambda e: e["sibling"],
@@ -126,7 +126,8 @@ def page(
     else:
         shown = left[: wanted.limit]
         after = wanted.offset + len(shown)
-    rows = [row_of(index, entries[place], with_text=True) for place in shown]
+    chosen = entries[np.array(shown, np.int64)]
+    rows = [row_of(index, entry, record) for entry, record in zip(chosen, index.records_of(chosen), strict=True)]
     for row, contexts in zip(rows, _contexts(entries, np.array(shown, np.int64)), strict=True):
         row["contexts"] = contexts
     return {
@@ -168,11 +169,8 @@ def _with_text(
     return shown, read
 
 
-def row_of(
-    index: RolloutIndex, entry: np.void, with_text: bool = False, record: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """A rollout in a list. `with_text`: with the beginnings of prompt and answer, for which it is read, unless its
-    `record` is given."""
+def row_of(index: RolloutIndex, entry: np.void, record: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A rollout in a list; with the beginnings of prompt and answer where its `record` is given."""
     row = {
         "id": rollout_id(entry),
         "step": int(entry["step"]),
@@ -182,15 +180,14 @@ def row_of(
         "advantage": number(entry["advantage"]),
         "tokens": int(entry["num_tokens"]),
         "segments": int(entry["segments"]),
-        "oldest": int(entry["oldest"]),
-        "newest": int(entry["newest"]),
+        "oldest": number(versions(entry, "oldest")),
+        "newest": number(versions(entry, "newest")),
         "staleness": int(staleness(entry)),
         "outcome": index.word(entry["outcome"]),
         "source": index.word(entry["source"]),
         "stop": index.word(entry["stop"]),
     }
-    if with_text:
-        record = index.record(entry) if record is None else record
+    if record is not None:
         row |= {"asked": asked(record)[:EXCERPT], "answered": record["completion"][:EXCERPT]}
     return row
 

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from rollover.reading.rollout_index import RolloutIndex, rollout_id, staleness
+from rollover.reading.rollout_index import RolloutIndex, rollout_id, staleness, versions
+from rollover.reading.run_files import RunFiles
 from rollover.reading.trace_index import TraceIndex
 from rollover.view.answered import MOST_ROWS, lowest
 from rollover.view.found import row_of
@@ -31,7 +32,7 @@ from rollover.view.parts import one_script, page_files
 from rollover.view.run_data import RunData
 from rollover.view.series import AXES, keys_of, series
 from rollover.view.several import Several
-from rollover.view.told import told
+from rollover.view.told import told_in_group
 
 MOST_BYTES = 2_900_000
 _ANSWERS = ("state", "keys", "evaluations", "warnings", "choices", "intervals", "staleness", "ledger", "config", "plan")
@@ -82,11 +83,7 @@ def _written(run: RunData, room: int) -> dict[str, Any]:
         }
         space, too_large = _Room(room - len(_packed(found))), 0
         found |= {"excerpts": {}, "records": {}, "left_out": 0}
-        for place in _telling(entries):
-            name = f"{entries[place]['step']}/{rollout_id(entries[place])}"
-            row = row_of(index, entries[place], with_text=True)
-            excerpt = {"asked": row["asked"], "answered": row["answered"]}
-            record = told(files, row["step"], row["id"], 0, _TOKENS, run.pieces, entries) | {"siblings": []}
+        for name, excerpt, record in _texts(run, files, entries):
             if not space.takes([name, record, name, excerpt]):
                 too_large += 1
                 if too_large > _TOO_LARGE:
@@ -95,6 +92,18 @@ def _written(run: RunData, room: int) -> dict[str, Any]:
             found["excerpts"][name], found["records"][name] = excerpt, record
         found["left_out"] = len(entries) - len(found["records"])
     return found
+
+
+def _texts(run: RunData, files: RunFiles, entries: np.ndarray) -> Iterator[tuple[str, dict[str, str], dict[str, Any]]]:
+    """Of each rollout, the most telling first: its name, what a list shows of it, and all that its page has."""
+    for places in _telling(entries):
+        group = entries[places]
+        records = files.rollouts.records_of(group)
+        for place, (entry, record) in enumerate(zip(group, records, strict=True)):
+            row = row_of(files.rollouts, entry, record)
+            excerpt = {"asked": row["asked"], "answered": row["answered"]}
+            whole = told_in_group(files, place, group, records, 0, _TOKENS, run.pieces)
+            yield f"{row['step']}/{row['id']}", excerpt, whole | {"siblings": []}
 
 
 def _evaluated(run: RunData, room: int) -> dict[str, Any]:
@@ -141,8 +150,8 @@ def _columns(index: RolloutIndex, entries: np.ndarray, most: int) -> dict[str, A
             "advantage": numbers(entries["advantage"]),
             "tokens": entries["num_tokens"].tolist(),
             "segments": entries["segments"].tolist(),
-            "oldest": entries["oldest"].tolist(),
-            "newest": entries["newest"].tolist(),
+            "oldest": numbers(versions(entries, "oldest")),
+            "newest": numbers(versions(entries, "newest")),
             "staleness": np.atleast_1d(staleness(entries)).tolist(),
             "outcome": entries["outcome"].tolist(),
             "source": entries["source"].tolist(),
@@ -151,8 +160,8 @@ def _columns(index: RolloutIndex, entries: np.ndarray, most: int) -> dict[str, A
     }
 
 
-def _telling(entries: np.ndarray) -> Iterator[int]:
-    """Places, whole groups together: those of the best, the worst, the longest and the stalest rollouts first, then one
+def _telling(entries: np.ndarray) -> Iterator[np.ndarray]:
+    """Places of whole groups: those of the best, the worst, the longest and the stalest rollouts first, then one
     of each step, first of steps that lie far apart; then the others."""
     heads: list[int] = []
     scored = np.flatnonzero(~np.isnan(entries["score"]))
@@ -168,7 +177,7 @@ def _telling(entries: np.ndarray) -> Iterator[int]:
         group = int(entries[head]["step"]), int(entries[head]["group_id"])
         if group not in told_of:
             told_of.add(group)
-            yield from np.flatnonzero((entries["step"] == group[0]) & (entries["group_id"] == group[1])).tolist()
+            yield np.flatnonzero((entries["step"] == group[0]) & (entries["group_id"] == group[1]))
 
 
 class _Room:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rollover.reading.rollout_index import RolloutIndex, staleness
+from rollover.reading.rollout_index import NO_VERSION, RolloutIndex, staleness
 from rollover.track.recorded import TRAINED
 
 MOST_COLUMNS, MOST_LEVELS = 200, 12
@@ -18,7 +18,7 @@ def staleness_map(index: RolloutIndex, columns: int = MOST_COLUMNS) -> dict[str,
     Where there are more steps than columns, or more stalenesses than levels, consecutive ones are one."""
     entries = index.entries()
     trained = index.words.index(TRAINED) if TRAINED in index.words else -1
-    entries = entries[(entries["outcome"] == trained) & (entries["oldest"] >= 0)]
+    entries = entries[(entries["outcome"] == trained) & (entries["oldest"] != NO_VERSION)]
     steps, ages = entries["step"].astype(np.int64), staleness(entries).astype(np.int64)
     if not len(steps):
         return {"first": [], "last": [], "low": [], "high": [], "counts": [], "read": index.share}

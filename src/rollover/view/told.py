@@ -38,10 +38,8 @@ def told(
     first: int = 0,
     count: int = 2000,
     pieces: Pieces | None = None,
-    entries: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """The rollout of this id that left with `step`, with `count` of its tokens from the `first` on. `entries`: of the
-    index; None: it looks at the files, for what is new in them.
+    """The rollout of this id that left with `step`, with `count` of its tokens from the `first` on.
 
     KeyError where there is none. "segments" have their place among the tokens, and how stale each was as the rollout
     left; "tokens": ids, log-probs as they were sampled, and texts, None where `pieces` knows none; "trained" among
@@ -50,24 +48,39 @@ def told(
     events and its group's, [] without a trace.
     """
     index = files.rollouts
-    entries = index.entries() if entries is None else entries
+    entries = index.entries()
     place = find(entries, step, of)
     if place is None:
         raise NotThere(f"no rollout {of} left the run with step {step}")
     entry = entries[place]
-    group = (entries["group_id"] == entry["group_id"]) & (entries["step"] == entry["step"])
-    records = {int(of): index.record(entries[of]) for of in np.flatnonzero(group)}
-    record = records[place]
+    places = np.flatnonzero((entries["group_id"] == entry["group_id"]) & (entries["step"] == entry["step"]))
+    group = entries[places]
+    records = index.records_of(group)
     files.trace.look()
+    found = told_in_group(files, int(np.flatnonzero(places == place)[0]), group, records, first, count, pieces)
+    siblings = [row_of(index, *sibling) for sibling in zip(group, records, strict=True)]
+    return found | {"siblings": siblings}
+
+
+def told_in_group(
+    files: RunFiles,
+    place: int,
+    group: np.ndarray,
+    records: Sequence[Mapping[str, Any]],
+    first: int,
+    count: int,
+    pieces: Pieces | None,
+) -> dict[str, Any]:
+    """`told` of the one at `place` in its `group`, entries of the index with their records, but for "siblings"."""
+    entry, record = group[place], records[place]
     return {
         **{key: record.get(key) for key in _COPIED},
         "staleness": int(staleness(entry)),
         "prompt_tokens": len(record["prompt_ids"]),
         "segments": segments_of(record),
         "tokens": tokens_of(record, first, min(count, MOST_TOKENS), pieces),
-        "why": why(record, list(records.values()), files.config),
+        "why": why(record, records, files.config),
         "resume": resume_command(files, record),
-        "siblings": [row_of(index, entries[of], with_text=True, record=row) for of, row in records.items()],
         "life": life(list(files.trace.events_of(int(entry["group_id"]))), record["rollout_id"]),
     }
 

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from recorded_run import group, recorded, write_run
-from rollover.reading.rollout_index import RolloutIndex, rollout_id, staleness
+from rollover.reading.rollout_index import RolloutIndex, rollout_id, staleness, versions
 from rollover.track.recorded import read_records
 from rollover.track.recorder import Format, RolloutRecorder
 from rollover.track.tracker import Cut
 from rollover.types import DropReason
+from rollover.view.found import Wanted, page
+from rollover.view.stale import staleness_map
 
 EITHER = pytest.mark.parametrize("formats", [("jsonl",), ("parquet",), ("jsonl", "parquet")], ids="-".join)
 
@@ -30,8 +32,8 @@ def test_an_entry_says_what_its_record_says(tmp_path: Path, formats: tuple[Forma
             assert entry[name] == record[name]
         assert (math.nan if record["score"] is None else record["score"]) == pytest.approx(entry["score"], nan_ok=True)
         assert index.word(entry["outcome"]) == record["outcome"] and index.word(entry["source"]) == "sums"
-        versions = [s["policy_version"] for s in record["segments"]]
-        assert [entry["segments"], entry["oldest"], entry["newest"]] == [len(versions), min(versions), max(versions)]
+        of = [s["policy_version"] for s in record["segments"]]
+        assert [entry["segments"], entry["oldest"], entry["newest"]] == [len(of), min(of), max(of)]
     assert list(staleness(entries)) == [0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 2]
 
 
@@ -61,6 +63,36 @@ def test_files_that_come_grow_and_go_are_seen(tmp_path: Path, formats: tuple[For
     recorder.write(2, [recorded(group(4, [0.5]))])
     assert ids() == [0, 4]
     assert [index.record(entry)["score"] for entry in index.entries()] == [1.0, 0.5]
+
+
+@EITHER
+def test_many_records_are_read_in_the_order_that_is_wanted(tmp_path: Path, formats: tuple[Format, ...]) -> None:
+    recorder = RolloutRecorder(tmp_path, formats=formats)
+    for step in (1, 2):
+        recorder.write(step, [recorded(group(100 * step + i, [1.0, 0.5])) for i in range(50)])
+    index = RolloutIndex(tmp_path)
+    entries = index.entries()
+    chosen = entries[[150, 3, 99, 101, 0, 3, 199, 70]]  # of several files, and row groups
+    assert [record["rollout_id"] for record in index.records_of(chosen)] == [rollout_id(entry) for entry in chosen]
+    assert index.records_of(chosen)[3] == index.record(entries[101])
+    assert index.records_of(entries[:0]) == []
+
+
+def test_versions_before_the_first_are_versions(tmp_path: Path) -> None:
+    """With checkpoint.lost_steps = "roll_back" they are below 0; nothing sampled has none."""
+    unsampled = group(2, [None])
+    unsampled.rollouts[0].segments, unsampled.rollouts[0].stop_reason = [], None
+    RolloutRecorder(tmp_path).write(1, [recorded(group(1, [1.0], [-1, 0])), recorded(unsampled, DropReason.STALE)])
+    index = RolloutIndex(tmp_path)
+    entries = index.entries()
+    assert staleness(entries).tolist() == [1, 0] and index.word(entries[1]["stop"]) == "unfinished"
+    assert [math.isnan(of) for of in versions(entries, "oldest")] == [False, True]
+    assert staleness_map(index)["counts"] == [[0], [1]]
+    told = page(index, Wanted.of_query({"version_from": "-9"}))["rows"]
+    assert [(row["oldest"], row["newest"]) for row in told] == [(-1, 0)]
+    (row,) = page(index, Wanted.of_query({"stop": "unfinished"}))["rows"]
+    assert (row["oldest"], row["newest"], row["stop"]) == (None, None, "unfinished")
+    assert [row["id"] for row in page(index, Wanted.of_query({"versions_from": "2"}))["rows"]] == ["1-0"]
 
 
 def test_a_file_that_did_not_change_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ WORDS = """
 import { decimal, short, count, percent, duration, versions, visible } from "./words.mjs";
 console.log(JSON.stringify([
   decimal(null), short(0.123456), short(12345), short(3), short(1e-7), count(1234567), percent(0.034), percent(0.5),
-  duration(75), duration(4000), duration(0.1234, 0.001), duration(4000.5, 0.1), duration(65, 0.5), versions(-1, -1),
+  duration(75), duration(4000), duration(0.1234, 0.001), duration(4000.5, 0.1), duration(65, 0.5), versions(null, null),
   versions(2, 2), versions(2, 5),
   visible("a\\u001b[2J\\u202eb\\u200f\\n\\tc\\u0000\\u009b"),
 ]));

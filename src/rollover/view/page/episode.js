@@ -40,9 +40,9 @@ export class EpisodeView {
         el("b", { text: `context ${of.context}` }), el("span", { text: of.id }),
         el("span", { class: of.score === null ? "missing" : "score", text: of.score === null ? `no score${of.error ? `: ${visible(of.error)}` : ""}` : `score ${short(of.score)}` }),
         el("span", { text: plural(of.tokens, "token") }), el("span", { text: plural(of.segments, "segment") }),
-        el("span", { class: "versions", style: of.newest >= 0 ? { background: versionBackground(of.newest) } : {}, text: `version ${versions(of.oldest, of.newest)}` }),
+        el("span", { class: "versions", style: of.newest !== null ? { background: versionBackground(of.newest) } : {}, text: `version ${versions(of.oldest, of.newest)}` }),
         of.turns ? el("span", { text: `rewards of turns ${of.turns.map((value) => short(value)).join(", ")}` }) : null,
-        el("span", { text: of.stop || "not stopped" })),
+        el("span", { text: of.stop })),
       el("bdi", { class: "asked", text: visible(of.asked) }),
       el("bdi", { class: "answered", text: visible(of.answered) })));
   }

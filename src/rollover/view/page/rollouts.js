@@ -49,7 +49,7 @@ export class Rollouts {
     });
     const words = Object.entries(WORDS).filter(([name]) => Object.keys(choices.words[name]).length > 1).map(([name, title]) => labelled(title,
       el("select", { name }, el("option", { value: "" }, "any"), Object.entries(choices.words[name]).map(([word, count]) =>
-        el("option", { value: word, selected: given[name] === word }, `${word || "not stopped"} (${short(count)})`)))));
+        el("option", { value: word, selected: given[name] === word }, `${word} (${short(count)})`)))));
     const form = el("form", { class: "filters", role: "search", on: { submit: (event) => { event.preventDefault(); this._apply(form); } } },
       labelled("Text in prompt, answer or names", el("input", { name: "text", type: "search", value: given.text ?? "" })),
       words,
@@ -112,10 +112,10 @@ export class Rollouts {
         el("span", { text: `step ${row.step}` }),
         el("span", { class: row.score === null ? "missing" : "score", text: row.score === null ? "no score" : `score ${short(row.score)}` }),
         el("span", { text: plural(row.tokens, "token") }),
-        el("span", { class: "versions", style: row.newest >= 0 ? { background: versionBackground(row.newest) } : {}, text: `version ${versions(row.oldest, row.newest)}` }),
+        el("span", { class: "versions", style: row.newest !== null ? { background: versionBackground(row.newest) } : {}, text: `version ${versions(row.oldest, row.newest)}` }),
         row.staleness ? el("span", { text: `staleness ${row.staleness}` }) : null,
         el("span", { class: row.outcome === "trained" ? "" : "dropped", text: row.outcome }),
-        el("span", { text: row.stop || "not stopped" }),
+        el("span", { text: row.stop }),
         el("span", { class: "source", text: row.source })),
       el("bdi", { class: "asked", text: visible(row.asked ?? "") }),
       el("bdi", { class: "answered", text: visible(row.answered ?? "") })),

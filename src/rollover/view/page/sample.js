@@ -4,7 +4,7 @@
 /** The filters of found.py, over the columns of a report. */
 const OF = {
   step: (row) => row.step, score: (row) => row.score, advantage: (row) => row.advantage, tokens: (row) => row.tokens, segments: (row) => row.segments,
-  sibling: (row) => row.sibling, version: (row) => row.newest, versions: (row) => (row.oldest < 0 ? 0 : row.newest - row.oldest + 1), staleness: (row) => row.staleness, group: (row) => row.group,
+  sibling: (row) => row.sibling, version: (row) => row.newest, versions: (row) => (row.oldest === null ? 0 : row.newest - row.oldest + 1), staleness: (row) => row.staleness, group: (row) => row.group,
 };
 const CHOSEN = ["outcome", "source", "stop"];
 

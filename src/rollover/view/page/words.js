@@ -53,7 +53,7 @@ export function plural(number, word) {
 
 /** Policy versions of a rollout: "3", "3 to 5", or a dash where nothing was sampled. */
 export function versions(oldest, newest) {
-  if (newest < 0) return DASH;
+  if (newest === null) return DASH;
   return oldest === newest ? String(newest) : `${oldest} to ${newest}`;
 }
 

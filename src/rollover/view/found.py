@@ -18,6 +18,7 @@ import numpy as np
 from rollover.reading.rollout_index import NO_VERSION, RolloutIndex, rollout_id, staleness, versions
 from rollover.reading.text_search import TextSearch
 from rollover.view.numbers import number
+from rollover.view.query import names_in
 
 MOST_ROWS = 500
 _BLOCK = 1000
@@ -40,7 +41,7 @@ NUMBERS: dict[str, _Values] = {
 """What a range may be given of, as `score_from` and `score_to`, and what rollouts may be sorted by. "version": the
 newest that sampled of it; "versions": how many it spans."""
 WORDS = {"outcome": "outcome", "source": "source", "stop": "stop"}
-"""What may be one of several words, separated by commas: which field of an entry it is."""
+"""What may be one of several words (`names_in`): which field of an entry it is."""
 _OTHERS = ("text", "sort", "order", "offset", "limit", "scored")
 
 
@@ -77,7 +78,7 @@ class Wanted:
         return cls(
             low={name: _float(given, f"{name}_from") for name in NUMBERS if f"{name}_from" in given},
             high={name: _float(given, f"{name}_to") for name in NUMBERS if f"{name}_to" in given},
-            words={name: frozenset(given[name].split(",")) for name in WORDS if name in given},
+            words={name: frozenset(names_in(given[name])) for name in WORDS if name in given},
             scored=None if scored is None else scored == "yes",
             text=given.get("text", ""),
             sort=sort,

@@ -84,7 +84,7 @@ def _written(run: RunData, room: int) -> dict[str, Any]:
         space, too_large = _Room(room - len(_packed(found))), 0
         found |= {"excerpts": {}, "records": {}, "left_out": 0}
         for name, excerpt, record in _texts(run, files, entries):
-            if not space.takes([name, record, name, excerpt]):
+            if not space.takes([name, record], [name, excerpt]):
                 too_large += 1
                 if too_large > _TOO_LARGE:
                     break
@@ -118,7 +118,7 @@ def _evaluated(run: RunData, room: int) -> dict[str, Any]:
         return found
     space = _Room(room)
     for row, whole in lowest_first:
-        if not space.takes([row, row["place"], whole]):
+        if not space.takes(row, [row["place"], whole]):
             break
         found["rows"].append(row)
         found["whole"][row["place"]] = whole
@@ -181,19 +181,22 @@ def _telling(entries: np.ndarray) -> Iterator[np.ndarray]:
 
 
 class _Room:
-    """Bytes of the file, for values that are packed one after the other: what is alike in them is written once."""
+    """Bytes of the file, for values that are packed one after the other: what is alike in neighbours is written once.
+    Values that stand in several places of it are neighbours of their like alone."""
 
     def __init__(self, size: int) -> None:
         self._left = float(size)
-        self._packer = zlib.compressobj()
+        self._packers: list[Any] = []
 
-    def takes(self, value: Any) -> bool:
-        """Whether there was room for it, which it has then."""
-        tried = self._packer.copy()
-        size = len(tried.compress(_json(value)) + tried.flush(zlib.Z_SYNC_FLUSH)) * 4 / 3
+    def takes(self, *values: Any) -> bool:
+        """Whether there was room for them, one in each place, which they have then."""
+        self._packers = self._packers or [zlib.compressobj() for _ in values]
+        tried = [packer.copy() for packer in self._packers]
+        pairs = zip(tried, values, strict=True)
+        size = sum(len(of.compress(_json(value)) + of.flush(zlib.Z_SYNC_FLUSH)) for of, value in pairs) * 4 / 3
         if size > self._left:
             return False
-        self._packer, self._left = tried, self._left - size
+        self._packers, self._left = tried, self._left - size
         return True
 
 

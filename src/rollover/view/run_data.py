@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -33,16 +33,16 @@ from rollover.view.not_there import NotThere
 from rollover.view.numbers import number
 from rollover.view.pieces import RunTokens
 from rollover.view.planned import plan_of
+from rollover.view.query import Query, integer, keys_in, seconds
 from rollover.view.series import keys_of, series
 from rollover.view.stale import staleness_map
 from rollover.view.told import Pieces, told
 
-Query = Mapping[str, str]
 Part = Literal["rows", "rollouts", "trace"]
 PARTS: tuple[Part, ...] = get_args(Part)
 PATIENCE_S = 0.4  # of a server: nobody waits much longer for a first view, whatever the run
 _PAUSE_S = 0.002  # for who waits for a lock
-_POINTS, MOST_KEYS = 800, 500
+_POINTS = 800
 _OF_DAMAGE = (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -219,38 +219,6 @@ class RunData:
         index.look()
         start, end = seconds(query, "from", 0.0), seconds(query, "to", max(index.seconds, 1e-3))
         return window(index, start, end, integer(query, "columns", _POINTS) or _POINTS)
-
-
-def keys_in(query: Query) -> list[str]:
-    """Each once. ValueError where there are more than any page shows: what is answered has its bound."""
-    keys = [*dict.fromkeys(key for key in query.get("keys", "").split(",") if key)]
-    if len(keys) > MOST_KEYS:
-        raise ValueError(f"keys: {len(keys)} are asked for, and {MOST_KEYS} are the most")
-    return keys
-
-
-def integer(query: Query, name: str, default: int | None = None) -> int | None:
-    """ValueError names it where it is none, or below 0."""
-    text = query.get(name, "")
-    if not text:
-        return default
-    if not text.isdecimal() or len(text) > 15:
-        raise ValueError(f"{name}: {text!r} is no number from 0")
-    return int(text)
-
-
-def seconds(query: Query, name: str, default: float) -> float:
-    """ValueError names it where it is no time."""
-    text = query.get(name, "")
-    if not text:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not abs(value) < 1e12:
-        raise ValueError(f"{name}: {text!r} is no number of seconds")
-    return value
 
 
 def _revision(path: Path) -> str:

@@ -15,7 +15,7 @@ MOST_POINTS = 4_000  # a screen has fewer
 AXES = {
     "step": "training steps",
     "tokens": "tokens generated",
-    "samples": "rollouts trained",
+    "samples": "rollouts trained (of agents: episodes)",
     "time": "seconds in steps",
 }
 """What a curve may be drawn over, and in what it is counted."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from rollover.view.compare import curves, differences, evaluations
 from rollover.view.not_there import NotThere
-from rollover.view.run_data import RunData, integer, keys_in
+from rollover.view.query import integer, keys_in
+from rollover.view.run_data import RunData
 
 _POINTS = 400
 

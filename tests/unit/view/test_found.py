@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,18 @@ def found(index: RolloutIndex, **query: Any) -> list[str]:
 
 
 ALL = "3-0 3-1 4-0 4-1 5-0 6-0 6-1 7-0 7-1 8-0 9-0 9-1 10-0 10-1 11-0".split()
+
+
+def test_a_name_may_have_a_comma(tmp_path: Path, of_format: Format) -> None:
+    """As the file of a data set may: in a list it is %2C."""
+    recorder = RolloutRecorder(tmp_path / "own", formats=(of_format,))
+    for step, source in enumerate(("math, easy", "50%", "sums"), start=1):
+        of = group(step, [1.0])
+        of.rollouts[0].task = of.task = replace(of.task, source=source)
+        recorder.write(step, [recorded(of)])
+    own = RolloutIndex(tmp_path / "own")
+    assert found(own, source="math%2C easy") == ["1-0"] and found(own, source="math%2C easy,50%25") == ["1-0", "2-0"]
+    assert found(own, source="math, easy") == []
 
 
 def test_without_a_filter_all_in_the_order_of_their_leaving(index: RolloutIndex) -> None:

@@ -78,6 +78,16 @@ def test_what_does_not_fit_is_left_out_and_counted(tmp_path: Path) -> None:
         assert name == f"{record['step']}/{record['rollout_id']}"
 
 
+def test_beginnings_of_texts_have_room_of_their_own(tmp_path: Path) -> None:
+    """In the file they do not stand beside the texts that they begin, and are not packed with them."""
+    recorder, rng = RolloutRecorder(write_run(tmp_path) / "rollouts"), random.Random(0)
+    for step in range(4, 204):
+        recorder.write(step, [recorded(group(100 + step, [0.5, 1.0]), text=rng.randbytes(400).hex())])
+    text = make_report([RunData(tmp_path)], 350_000)
+    (run,) = written(text)["runs"]
+    assert 300_000 < len(text) <= 350_000 and run["left_out"] > 0
+
+
 def test_what_says_the_same_again_and_again_takes_little_room(tmp_path: Path) -> None:
     recorder = RolloutRecorder(write_run(tmp_path) / "rollouts")
     for step in range(4, 40):

@@ -1,7 +1,7 @@
 // Up to eight runs beside each other: settings that differ, curves over one axis, evaluations paired by task.
 
 import { el, replace, labelled, table } from "./dom.js";
-import { short, decimal, AXES } from "./words.js";
+import { short, decimal, listed, namesIn, AXES } from "./words.js";
 import { lineColour } from "./colours.js";
 import { Chart } from "./charts.js";
 import { go } from "./route.js";
@@ -23,9 +23,9 @@ export class Compare {
     }
     const chosen = route.query.runs ?? runs.map((_, number) => number).join(",");
     this.numbers = chosen.split(",").map(Number);
-    const x = route.query.x ?? "step", keys = (route.query.keys ?? "reward/mean,length/mean").split(",");
+    const x = route.query.x ?? "step", keys = namesIn(route.query.keys ?? "reward/mean,length/mean");
     const [config, told, evaluated, known] = await Promise.all([
-      source.compare("config", { runs: chosen }), source.compare("metrics", { runs: chosen, keys: keys.join(","), x }),
+      source.compare("config", { runs: chosen }), source.compare("metrics", { runs: chosen, keys: listed(keys), x }),
       source.compare("evaluations", { runs: chosen }), source.ask(this.numbers[0], "keys")]);
     this.charts = keys.map((key) => this._chart(key, told, x));
     replace(this.node, el("h1", { text: "Compare" }), this._choices(known, keys, x),
@@ -45,7 +45,7 @@ export class Compare {
   async update(changed) {
     if (!changed.has("metrics") || !this.charts.length) return;
     const x = this.route.query.x ?? "step", keys = this.charts.map((chart) => chart.metric), { charts } = this;
-    const told = await this.page.source.compare("metrics", { runs: this.numbers.join(","), keys: keys.join(","), x });
+    const told = await this.page.source.compare("metrics", { runs: this.numbers.join(","), keys: listed(keys), x });
     if (charts === this.charts) for (const chart of charts) chart.set(this._joined(chart.metric, told));
   }
 
@@ -84,7 +84,7 @@ export class Compare {
 
   _choices(known, keys, x) {
     const change = (query) => go("compare", this.page.run, { ...this.route.query, ...query });
-    const input = el("input", { type: "search", list: "compared", placeholder: "a metric", on: { change: () => { if (known.some((of) => of.key === input.value)) change({ keys: [...new Set([...keys, input.value])].join(",") }); } } });
+    const input = el("input", { type: "search", list: "compared", placeholder: "a metric", on: { change: () => { if (known.some((of) => of.key === input.value)) change({ keys: listed([...new Set([...keys, input.value])]) }); } } });
     return el("form", { class: "filters", on: { submit: (event) => event.preventDefault() } },
       labelled("Over", el("select", { on: { change: (event) => change({ x: event.target.value }) } }, Object.entries(AXES).map(([value, text]) => el("option", { value, selected: value === x }, text)))),
       labelled("Another curve", input), el("datalist", { id: "compared" }, known.map((of) => el("option", { value: of.key }))),

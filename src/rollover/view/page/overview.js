@@ -1,7 +1,7 @@
 // Overview: what the run learns, how long it takes, who waits for whom, and what it was warned of.
 
 import { el, replace, link, labelled, button, table, copyText } from "./dom.js";
-import { short, duration, percent, plural } from "./words.js";
+import { short, duration, percent, plural, listed, namesIn } from "./words.js";
 import { Chart } from "./charts.js";
 import { StalenessMap } from "./heat.js";
 import { address, go, refine } from "./route.js";
@@ -41,7 +41,7 @@ export class Overview {
     this.warned = el("section", { class: "warnings", "aria-label": "Health" });
     this.zoomed = el("p", { class: "zoomed" });
     const grid = el("section", { class: "charts", "aria-label": "Curves" });
-    const chosen = (route.query.add ?? "").split(",").filter((key) => this.known.has(key));
+    const chosen = namesIn(route.query.add).filter((key) => this.known.has(key));
     const panels = PANELS.map(([title, labels, needed]) => [title, Object.entries(labels).filter(([key]) => this.known.has(key)), needed])
       .filter(([, labels, needed]) => labels.length && (!needed || this.known.has(needed)));
     for (const key of chosen) panels.push([key, [[key, key.split("/").pop()]]]);
@@ -92,7 +92,7 @@ export class Overview {
     const { source, run } = this.page;
     const keys = [...new Set(this.charts.flatMap((chart) => chart.keys))];
     const { from, to } = this.route.query;
-    const told = await source.ask(run, "metrics", { keys: keys.join(","), points: 600, from, to });
+    const told = await source.ask(run, "metrics", { keys: listed(keys), points: 600, from, to });
     for (const chart of this.charts) {
       const marks = warnings.filter((warning) => chart.keys.includes(warning.key));
       chart.set(told, { marks, ...(chart.keys[0] === "reward/mean" ? { points: evaluations, band: this.band } : {}) });
@@ -146,7 +146,7 @@ export class Overview {
     const input = el("input", { type: "search", list: "metrics", placeholder: "any key of metrics.jsonl" });
     const add = () => {
       if (!this.known.has(input.value)) return;
-      const query = { ...this.route.query, add: [...new Set([...(this.route.query.add ?? "").split(",").filter(Boolean), input.value])].join(",") };
+      const query = { ...this.route.query, add: listed([...new Set([...namesIn(this.route.query.add), input.value])]) };
       go("overview", this.page.run, query);
     };
     input.addEventListener("change", add);

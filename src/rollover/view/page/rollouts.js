@@ -1,7 +1,7 @@
 // All rollouts: filters, search, order and pages. Everything chosen stands in the address.
 
 import { el, replace, labelled, button, link, announce } from "./dom.js";
-import { short, percent, plural, versions, visible } from "./words.js";
+import { short, percent, plural, versions, visible, listed } from "./words.js";
 import { versionBackground } from "./colours.js";
 import { address, go } from "./route.js";
 
@@ -49,7 +49,7 @@ export class Rollouts {
     });
     const words = Object.entries(WORDS).filter(([name]) => Object.keys(choices.words[name]).length > 1).map(([name, title]) => labelled(title,
       el("select", { name }, el("option", { value: "" }, "any"), Object.entries(choices.words[name]).map(([word, count]) =>
-        el("option", { value: word, selected: given[name] === word }, `${word} (${short(count)})`)))));
+        el("option", { value: listed([word]), selected: given[name] === listed([word]) }, `${word} (${short(count)})`)))));
     const form = el("form", { class: "filters", role: "search", on: { submit: (event) => { event.preventDefault(); this._apply(form); } } },
       labelled("Text in prompt, answer or names", el("input", { name: "text", type: "search", value: given.text ?? "" })),
       words,

@@ -1,6 +1,8 @@
 // The answers of a report: the same questions as a server's, of what was written into the file. A report has every
 // rollout's numbers up to a limit, and the texts of as many as have room; what it does not have it says.
 
+import { namesIn } from "./words.js";
+
 /** The filters of found.py, over the columns of a report. */
 const OF = {
   step: (row) => row.step, score: (row) => row.score, advantage: (row) => row.advantage, tokens: (row) => row.tokens, segments: (row) => row.segments,
@@ -37,7 +39,7 @@ export class Sample {
     const { compare } = this.written;
     const numbers = (query.runs ?? "").split(",").filter(Boolean).map(Number);
     if (name === "metrics") {
-      const keys = query.keys.split(",");
+      const keys = namesIn(query.keys);
       return (numbers.length ? numbers : this.written.runs.map((_, number) => number)).map((number) => this._over(this.written.runs[number], keys, query.x ?? "step"));
     }
     if (name === "config") {
@@ -53,7 +55,7 @@ export class Sample {
   }
 
   _metrics(of, query) {
-    const keys = (query.keys ?? "").split(",").filter(Boolean);
+    const keys = namesIn(query.keys);
     const told = this._over(of, keys, query.x ?? "step");
     const [from, to] = [Number(query.from || -Infinity), Number(query.to || Infinity)];
     const kept = told.steps.map((step, place) => place).filter((place) => told.steps[place] >= from && told.steps[place] <= to);
@@ -84,12 +86,12 @@ export class Sample {
         if (low !== undefined && low !== "" && !(own !== null && own >= Number(low))) return false;
         if (high !== undefined && high !== "" && !(own !== null && own <= Number(high))) return false;
       }
-      if (CHOSEN.some((name) => query[name] && !query[name].split(",").includes(row[name]))) return false;
+      if (CHOSEN.some((name) => query[name] && !namesIn(query[name]).includes(row[name]))) return false;
       return !query.scored || (row.score !== null) === (query.scored === "yes");
     };
     let rows = this._rows(of).filter(passes);
     const passed = rows.length;
-    if (text) rows = rows.filter((row) => [row.id, row.asked, row.answered, of.records[`${row.step}/${row.id}`]?.completion ?? ""].some((part) => part.toLowerCase().includes(text)));
+    if (text) rows = rows.filter((row) => [row.id, ...this._texts(of, row)].some((part) => part.toLowerCase().includes(text)));
     const sign = query.order === "down" ? -1 : 1;
     if (query.sort) {
       const value = OF[query.sort];
@@ -97,6 +99,14 @@ export class Sample {
     } else if (sign < 0) rows = [...rows].reverse();
     const offset = Number(query.offset ?? 0), limit = Number(query.limit ?? 50), end = offset + limit;
     return { rows: rows.slice(offset, end), total: of.rollouts.total, passed: text ? rows.length : passed, offset, next: end < rows.length ? end : null, searched: null, withText: of.rollouts.total - of.left_out };
+  }
+
+  /** What a server looks in, too, as far as it is here. */
+  _texts(of, row) {
+    const record = of.records[`${row.step}/${row.id}`];
+    if (!record) return [];
+    const said = (record.messages ?? []).flatMap((message) => Object.entries(message).filter(([key]) => key !== "role").map(([, part]) => (typeof part === "string" ? part : JSON.stringify(part))));
+    return [record.task_id, record.completion, record.prompt ?? "", ...said];
   }
 
   _rollout(of, query) {

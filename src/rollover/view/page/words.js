@@ -1,7 +1,7 @@
 // Numbers and times in words, as the terminal says them.
 
 /** What curves are drawn over, and what places on it are counted in. */
-export const AXES = { step: "training steps", tokens: "tokens generated", samples: "rollouts trained", time: "seconds in steps" };
+export const AXES = { step: "training steps", tokens: "tokens generated", samples: "rollouts trained (of agents: episodes)", time: "seconds in steps" };
 
 const DASH = "–";
 
@@ -63,4 +63,13 @@ export function visible(text) {
     const code = of.codePointAt(0);
     return code < 0x20 ? String.fromCharCode(0x2400 + code) : `\u27e8${code.toString(16).toUpperCase().padStart(4, "0")}\u27e9`;
   });
+}
+
+/** Names as one value of an address, as query.py reads them. */
+export function listed(names) {
+  return names.map((name) => name.replaceAll("%", "%25").replaceAll(",", "%2C")).join(",");
+}
+
+export function namesIn(text) {
+  return (text ?? "").split(",").filter(Boolean).map((name) => name.replaceAll("%2C", ",").replaceAll("%25", "%"));
 }

@@ -1,0 +1,46 @@
+"""The values of a question as its address has them: text, until somebody has read it here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from urllib.parse import unquote
+
+Query = Mapping[str, str]
+MOST_KEYS = 500
+
+
+def names_in(text: str) -> list[str]:
+    """Names, separated by commas. In a name a comma is %2C, and % is %25, as page/words.js writes them."""
+    return [unquote(name) for name in text.split(",") if name]
+
+
+def keys_in(query: Query) -> list[str]:
+    """Each once. ValueError where there are more than any page shows: what is answered has its bound."""
+    keys = [*dict.fromkeys(names_in(query.get("keys", "")))]
+    if len(keys) > MOST_KEYS:
+        raise ValueError(f"keys: {len(keys)} are asked for, and {MOST_KEYS} are the most")
+    return keys
+
+
+def integer(query: Query, name: str, default: int | None = None) -> int | None:
+    """ValueError names it where it is none, or below 0."""
+    text = query.get(name, "")
+    if not text:
+        return default
+    if not text.isdecimal() or len(text) > 15:
+        raise ValueError(f"{name}: {text!r} is no number from 0")
+    return int(text)
+
+
+def seconds(query: Query, name: str, default: float) -> float:
+    """ValueError names it where it is no time."""
+    text = query.get(name, "")
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not abs(value) < 1e12:
+        raise ValueError(f"{name}: {text!r} is no number of seconds")
+    return value

@@ -240,22 +240,23 @@ def _simulate(
 
 
 SPEED_KEYS = (
-    "engine/servers", "engine/decode_steps", "groups/consumed", "tokens/step_generated", "tokens/step_trained",
-    "time/generate_s", "time/train_s", "time/weights_s", "wait/environment_s",
+    "engine/servers", "engine/decode_steps", "engine/prefill_s", "engine/prefill_tokens", "engine/reprefill_tokens",
+    "groups/consumed", "tokens/step_generated", "tokens/trained", "time/generate_s", "time/train_s", "time/weights_s",
+    "time/eval_s", "wait/environment_s",
 )  # fmt: skip
 """The metrics that `speeds_of_run` reads."""
 
 
 def speeds_of_run(rows: list[dict[str, Any]], prompt_tokens: float) -> dict[str, Any]:
-    """PlanConfig values that the metrics of a run tell: decode steps by batch size, training, weight hand-over.
+    """PlanConfig values that the metrics of a run tell: decode steps by batch size, prefill, training, hand-over.
 
-    The time of a decode step is fitted as a line over the steps' mean batch sizes; that in which the run waited for
-    environments alone is none of it (plan.tool_s has that). Servers do not tell their decode steps: of a run on servers
+    The time of a decode step is fitted as a line over the steps' mean batch sizes; prefill is none of it, nor the time
+    in which the run waited for environments alone (plan.tool_s has that). Servers tell neither: of a run on servers
     there are none. ValueError if there are too few.
     """
     of_servers = bool(rows) and rows[-1].get("engine/servers") is not None
-    decoding = {} if of_servers else _decode_steps(rows)
-    tokens = sum(row["tokens/step_trained"] for row in rows)
+    decoding = {} if of_servers else _decode_steps(rows) | _prefill(rows[-1])
+    tokens = rows[-1]["tokens/trained"]  # as a simulation counts them: masked ones too, and no replayed ones
     prompts = rows[-1]["groups/consumed"] * prompt_tokens  # of all steps: metrics.jsonl begins with the first
     train_s = sum(row["time/train_s"] for row in rows)
     return decoding | {
@@ -266,13 +267,19 @@ def speeds_of_run(rows: list[dict[str, Any]], prompt_tokens: float) -> dict[str,
 
 def _decode_steps(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The part of `speeds_of_run` that decode steps tell."""
-    points, before = [], 0.0
+    points: list[tuple[float, float]] = []
+    clean: list[tuple[float, float]] = []  # without the decode steps of an evaluation, which the engine counts too
+    before: dict[str, Any] = {}
     for row in rows:
-        steps = row["engine/decode_steps"] - before
-        before = row["engine/decode_steps"]
+        steps = row["engine/decode_steps"] - before.get("engine/decode_steps", 0.0)
+        prefill_s = (row.get("engine/prefill_s") or 0.0) - (before.get("engine/prefill_s") or 0.0)
         if steps > 0 and row["tokens/step_generated"] > 0:
-            decoding = row["time/generate_s"] - (row.get("wait/environment_s") or 0.0)
+            decoding = max(0.0, row["time/generate_s"] - prefill_s - (row.get("wait/environment_s") or 0.0))
             points.append((row["tokens/step_generated"] / steps, decoding / steps))
+            if before and not row.get("time/eval_s"):  # before the first step there may have been one
+                clean.append(points[-1])
+        before = row
+    points = clean if len(clean) > 1 else points
     if len(points) < 2:
         raise ValueError("--from-run: the run's metrics.jsonl has fewer than two steps that generated something")
     batches, seconds = zip(*points, strict=True)
@@ -283,3 +290,10 @@ def _decode_steps(rows: list[dict[str, Any]]) -> dict[str, Any]:
             slope, base = (sum(seconds) / sum(batches), 1e-4) if slope >= 0 else (0.0, statistics.mean(seconds))
     most = max(2, round(max(batches)))
     return {"decode_batches": [1, most], "decode_step_s": [base + slope, base + slope * most]}
+
+
+def _prefill(last: dict[str, Any]) -> dict[str, Any]:
+    """The part that the last row's counters of prefill tell."""
+    tokens = sum(last.get(f"engine/{key}_tokens") or 0.0 for key in ("prefill", "reprefill"))
+    seconds = last.get("engine/prefill_s") or 0.0
+    return {"prefill_tokens_per_s": tokens / seconds, "prefill_min_s": 0.0} if tokens and seconds else {}

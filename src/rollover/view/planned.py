@@ -19,7 +19,7 @@ from rollover.track.metrics import aggregate
 from rollover.view.numbers import number
 
 _HAPPENED = (
-    "time/step_s", "time/generate_s", "time/train_s", "tokens/step_trained", "tokens/step_generated", "tokens/dropped",
+    "time/step_s", "time/generate_s", "time/train_s", "tokens/trained", "tokens/step_generated", "tokens/dropped",
     "tokens/generated", "speed/generated_tokens_per_s", "staleness/mean", "staleness/max", "rollouts/partial_share",
     "engine/reprefill_tokens", "engine/prefill_tokens",
 )  # fmt: skip
@@ -60,12 +60,12 @@ def happened(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | int | None]
     def mean(key: str) -> float | None:
         return None if of.get(key) is None else sum(row.get(key) or 0.0 for row in rows) / len(rows)
 
-    step_s, trained = mean("time/step_s"), mean("tokens/step_trained")
+    step_s, trained = mean("time/step_s"), last.get("tokens/trained")
     found = {
         "step_s": step_s,
         "generate_s": mean("time/generate_s"),
         "train_s": mean("time/train_s"),
-        "trained_tokens_per_s": trained / step_s if trained is not None and step_s else None,
+        "trained_tokens_per_s": trained / len(rows) / step_s if trained is not None and step_s else None,
         "generated_tokens_per_s": of.get("speed/generated_tokens_per_s"),
         "staleness_mean": of.get("staleness/mean"),
         "staleness_max": of.get("staleness/max"),

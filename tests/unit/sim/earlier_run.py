@@ -37,7 +37,7 @@ def write_run(
                 "step": step,
                 "engine/decode_steps": decode_steps,
                 "tokens/step_generated": tokens,
-                "tokens/step_trained": tokens,
+                "tokens/trained": tokens * step,
                 "groups/consumed": consumed,
                 "time/generate_s": steps_now * step_s(tokens / steps_now),
                 "time/train_s": (tokens + 3 * len(lengths)) / train_rate,

@@ -172,7 +172,7 @@ def test_an_earlier_run_that_overlapped_tells_lengths_alone(tmp_path: Path, caps
 def test_weights_that_were_not_handed_over_cost_no_time() -> None:
     rows = [
         {"engine/decode_steps": 10 * (i + 1), "tokens/step_generated": 100 + i, "time/generate_s": 1.0,
-         "tokens/step_trained": 100, "groups/consumed": 8, "time/train_s": 1.0, "time/weights_s": 3.0 * (i % 2)}
+         "tokens/trained": 100 * (i + 1), "groups/consumed": 8, "time/train_s": 1.0, "time/weights_s": 3.0 * (i % 2)}
         for i in range(4)
     ]  # fmt: skip
     assert speeds_of_run(rows, 3)["weight_sync_s"] == 3
@@ -182,11 +182,27 @@ def test_what_environments_took_is_no_time_of_decode_steps() -> None:
     """Each of 10 steps took 0.1 s, and for 3 s nothing ran: plan.tool_s has those."""
     rows = [
         {"engine/decode_steps": 10 * (i + 1), "tokens/step_generated": 100, "time/generate_s": 4.0,
-         "wait/environment_s": 3.0, "tokens/step_trained": 100, "groups/consumed": 8, "time/train_s": 1.0,
+         "wait/environment_s": 3.0, "tokens/trained": 100 * (i + 1), "groups/consumed": 8, "time/train_s": 1.0,
          "time/weights_s": 0.0}
         for i in range(4)
     ]  # fmt: skip
     assert speeds_of_run(rows, 3)["decode_step_s"] == pytest.approx([0.1, 0.1])
+
+
+def test_prefill_and_evaluations_are_no_time_of_decode_steps() -> None:
+    """Each of 10 steps took 0.1 s, and prefill of 40 tokens 0.5 s; an evaluation before the first step and one before
+    the third made 90 steps more, which are in the counter alone."""
+    evaluated = [90, 90, 180, 180]
+    rows = [
+        {"engine/decode_steps": 10 * (i + 1) + evaluated[i], "engine/prefill_s": 0.5 * (i + 1),
+         "engine/prefill_tokens": 30 * (i + 1), "engine/reprefill_tokens": 10 * (i + 1), "tokens/step_generated": 100,
+         "time/generate_s": 1.5, "time/eval_s": 2.0 * (i == 2), "tokens/trained": 100 * (i + 1), "groups/consumed": 8,
+         "time/train_s": 1.0, "time/weights_s": 0.0}
+        for i in range(4)
+    ]  # fmt: skip
+    speeds = speeds_of_run(rows, 3)
+    assert speeds["decode_step_s"] == pytest.approx([0.1, 0.1]) and speeds["decode_batches"] == [1, 10]
+    assert speeds["prefill_tokens_per_s"] == pytest.approx(80) and speeds["prefill_min_s"] == 0
 
 
 @pytest.mark.parametrize(
@@ -208,7 +224,7 @@ def test_servers_tell_no_decode_steps() -> None:
     """What their metrics call so are tokens: every batch would be of one rollout."""
     rows = [
         {"engine/decode_steps": 100 * (i + 1), "engine/servers": 2, "tokens/step_generated": 100,
-         "time/generate_s": 1.0, "tokens/step_trained": 100, "groups/consumed": 8, "time/train_s": 1.0,
+         "time/generate_s": 1.0, "tokens/trained": 100 * (i + 1), "groups/consumed": 8, "time/train_s": 1.0,
          "time/weights_s": 2.0}
         for i in range(4)
     ]  # fmt: skip

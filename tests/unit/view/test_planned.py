@@ -11,7 +11,7 @@ from rollover.view.planned import happened, plan_of
 
 
 def test_what_happened_is_the_mean_of_the_steps() -> None:
-    rows = [row(step, **{"tokens/step_trained": 12, "speed/generated_tokens_per_s": 20}) for step in (1, 2, 3)]
+    rows = [row(step, **{"speed/generated_tokens_per_s": 20}) for step in (1, 2, 3)]
     found = happened(rows)
     assert (found["step_s"], found["generate_s"], found["train_s"]) == (2, 1, 0.5)
     assert found["trained_tokens_per_s"] == 6 and found["staleness_max"] == 1 and found["staleness_mean"] is None
@@ -29,7 +29,7 @@ def test_a_run_is_planned_with_its_own_lengths_and_speeds(tmp_path: Path) -> Non
     write_run(tmp_path, steps=4)
     config = {"rollout": {"groups_per_step": 2, "group_size": 2, "max_new_tokens": 16}, "plan": {"steps": 4}}
     (tmp_path / "config.resolved.json").write_text(json.dumps(config))
-    more = {"tokens/step_generated": 16, "tokens/step_trained": 12, "time/weights_s": 0.1}
+    more = {"tokens/step_generated": 16, "time/weights_s": 0.1}
     rows = [row(step, **more, **{"engine/decode_steps": 8 * step}) for step in range(1, 5)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(of) + "\n" for of in rows))
     told = plan_of(RunFiles(tmp_path))

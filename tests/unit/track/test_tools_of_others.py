@@ -55,6 +55,12 @@ class Kept(Tool):
         folder = self.about.directory
         if (folder / "raise").exists():
             raise ConnectionError("no route with " + os.environ["FAKE_API_KEY"])
+        if (folder / "chatter").exists():
+            for descriptor in range(2, 30):
+                try:
+                    os.write(descriptor, b"7\\n[]\\nno JSON\\n" * 1000)
+                except OSError:
+                    pass
         if (folder / "die").exists():
             os.write(2, b"out of memory")
             os._exit(3)
@@ -256,6 +262,17 @@ def test_one_whose_process_ends_is_said_and_counted(tmp_path: Path) -> None:
     run.end()
     assert run.trackers.stats() == {"trackers/failed": 1, "trackers/lost": 3}, "steps 2 and 3, and the end"
     assert any("its process ended (out of memory); the run goes on without it" in line for line in run.heard.lines)
+
+
+def test_what_a_library_writes_wherever_it_can_is_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "chatter").touch()
+    run = RunOf(tmp_path)
+    run.trackers.truncate(Cut(-1))
+    for step in range(1, 4):
+        run.step(step)
+    run.end()
+    assert run.trackers.stats() == {"trackers/failed": 0, "trackers/lost": 0}
+    assert run.told("row") == [["row", step, step / 3] for step in range(1, 4)] and run.told("close")
 
 
 def test_one_that_is_killed_while_it_has_nothing_to_do_is_said_and_counted(tmp_path: Path) -> None:

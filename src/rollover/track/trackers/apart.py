@@ -16,7 +16,6 @@ import os
 import queue
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections import deque
@@ -48,7 +47,8 @@ class Apart:
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
         self._reader = threading.Thread(target=self._read, name=f"{name}-reader", daemon=True)
-        self._errors = tempfile.TemporaryFile()  # what it prints: the last line says why it ended
+        self._listener = threading.Thread(target=self._listen, name=f"{name}-listener", daemon=True)
+        self._printed = b""  # the end of what it prints: the last line says why it ended
 
     @property
     def under_way(self) -> int:
@@ -62,7 +62,7 @@ class Apart:
                 child_command("rollover.track.trackers.child", self.name, *self._arguments, kept=True),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._errors,
+                stderr=subprocess.PIPE,
                 env=child_environment(OMP_NUM_THREADS="1"),
                 process_group=0,  # Ctrl-C is for the run
             )
@@ -71,6 +71,7 @@ class Apart:
             return
         threading.Thread(target=self._write, name=f"{self.name}-writer", daemon=True).start()
         self._reader.start()
+        self._listener.start()
 
     def tell(self, message: dict[str, Any], *, always: bool = False) -> None:
         """Returns at once. Lost, and counted, where too much is under way, but if it must come `always`."""
@@ -128,11 +129,19 @@ class Apart:
         assert self._process is not None and self._process.stdout is not None
         for line in self._process.stdout:
             with contextlib.suppress(ValueError):
-                self._hear(json.loads(line))
+                answer = json.loads(line)
+                if isinstance(answer, dict):  # a library may print what it likes
+                    self._hear(answer)
         if not self._gone and (self.under_way or not self._closing):
             self.lost += self.under_way
             self._ended(f"its process ended{self._last_words()}")
         self._queue.put(None)
+
+    def _listen(self) -> None:
+        assert self._process is not None and self._process.stderr is not None
+        with self._process.stderr as pipe:
+            while piece := os.read(pipe.fileno(), 1 << 16):
+                self._printed = (self._printed + piece)[-10 * _LAST_CHARS :]
 
     def _ended(self, why: str) -> None:
         self._gone = True
@@ -158,7 +167,6 @@ class Apart:
 
     def _last_words(self) -> str:
         """The end of what it printed."""
-        size = self._errors.seek(0, os.SEEK_END)
-        self._errors.seek(max(0, size - 10 * _LAST_CHARS))
-        lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
+        self._listener.join(_KILL_LIMIT_S)
+        lines = self._printed.decode("utf-8", "replace").strip().splitlines()
         return f" ({redacted(lines[-1])[:_LAST_CHARS]})" if lines else ""

@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from rollover.config import TrackConfig
 from rollover.config.load import load_config
 from rollover.config.run import TOOLS
+from rollover.functions import explained
 from rollover.track.build import build_trackers
 from rollover.track.recorded import records_of
 from rollover.track.recorder import RolloutRecorder
@@ -40,6 +42,9 @@ class Kept(Tool):
     '''Writes down what it is told. A file "raise", "hang" or "die" beside that makes it do so at the next step.'''
 
     def truncate(self, cut):
+        if (self.about.directory / "closed").exists():
+            raise ConnectionError("nobody is there")
+        self.broken = False
         self.file = self.about.directory / "told.jsonl"
         told = [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []
         told = [what for what in told if what[1] <= cut.step]
@@ -53,6 +58,9 @@ class Kept(Tool):
 
     def on_step(self, row):
         folder = self.about.directory
+        self.broken |= (folder / "break").exists()
+        if self.broken:
+            raise OSError("no space left")
         if (folder / "raise").exists():
             raise ConnectionError("no route with " + os.environ["FAKE_API_KEY"])
         if (folder / "chatter").exists():
@@ -250,6 +258,63 @@ def test_what_it_never_takes_does_not_keep_it_from_the_rest(tmp_path: Path) -> N
     assert [step for _, step, _ in run.told("row")] == [2, 3, 4], "three tries of the first"
 
 
+def test_one_that_stays_broken_is_opened_again_and_told_all(tmp_path: Path) -> None:
+    """As a writer of files after its disk was full."""
+    run = RunOf(tmp_path)
+    run.trackers.truncate(Cut(-1))
+    run.step(1)
+    until(lambda: run.told("row"))
+    (tmp_path / "break").touch()
+    for step in range(2, 8):
+        run.step(step)
+    until(lambda: run.trackers.stats()["trackers/failed"] == 6)
+    (tmp_path / "break").unlink()
+    run.step(8)
+    run.end()  # at the latest; before it no sooner than half a minute after it was opened last
+    assert [step for _, step, _ in run.told("row")] == [*range(1, 9)]
+
+
+def test_one_that_can_be_opened_at_the_end_only_is_told_all_then(tmp_path: Path) -> None:
+    (tmp_path / "closed").touch()
+    run = RunOf(tmp_path)
+    run.trackers.truncate(Cut(-1))
+    run.step(1)
+    until(lambda: not run.tools.tools[0].under_way)
+    (tmp_path / "closed").unlink()
+    run.step(2)
+    run.end()
+    assert [step for _, step, _ in run.told("row")] == [1, 2] and run.told("close")
+
+
+def test_one_that_is_never_opened_says_so_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "closed").touch()
+    run = RunOf(tmp_path)
+    run.trackers.truncate(Cut(-1))
+    run.step(1)
+    run.end()
+    assert run.trackers.stats()["trackers/failed"] == 2 and not run.told()
+    assert "nobody is there" in run.heard.lines[-1] and "again" not in run.heard.lines[-1]
+
+
+SECRET = "sk-ABCDEFGH/IJKL MNOP"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x" * 480 + SECRET,
+        f"at http://host/?key={quote(SECRET, safe='')} and {quote_plus(SECRET)}",
+        "the credential " + repr("{\n " + SECRET + "\n}"),
+        "http://user:p@ss/w0rd!@host/x",
+    ],
+)
+def test_a_credential_is_in_no_line_in_whatever_form(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_API_KEY", SECRET)
+    monkeypatch.setenv("FAKE_FILE_SECRET", "{\n " + SECRET + "\n}")
+    said = explained(ConnectionError(text), redacted)
+    assert "***" in said and not any(part in said for part in ("sk-A", "IJKL", "MNOP", "ss/w0rd"))
+
+
 def test_one_whose_process_ends_is_said_and_counted(tmp_path: Path) -> None:
     run = RunOf(tmp_path)
     run.trackers.truncate(Cut(-1))
@@ -280,9 +345,8 @@ def test_one_that_is_killed_while_it_has_nothing_to_do_is_said_and_counted(tmp_p
     run.trackers.truncate(Cut(-1))
     run.step(1)
     until(lambda: run.told("row") and not run.tools.tools[0].under_way)
-    child = next(
-        p for p in psutil.Process().children(recursive=True) if "track.trackers.child" in " ".join(p.cmdline())
-    )
+    (keeper,) = (p for p in psutil.Process().children() if "rollover.track.trackers.child" in p.cmdline())
+    (child,) = keeper.children()
     child.kill()
     until(lambda: run.trackers.stats()["trackers/failed"])
     run.step(2)

@@ -30,6 +30,7 @@ from rollover.track.trackers.sample import sample_of_records
 from rollover.track.trackers.tool import About, Newest, Tool, plain, redacted
 
 _TRIES = 3  # of one row: what a tool will not take must not keep it from the next
+_BROKEN = 2  # rows in a row that it would not take: it is opened again
 _OPEN_AGAIN_S = 30.0
 _NICE = 5
 _ALL = 1 << 62
@@ -57,7 +58,7 @@ def main(name: str, tracker: str, num_shown: str) -> None:
         try:
             teller.take(message)
         except Exception as error:  # boundary: the tool, and all that it imports
-            answer(failed=redacted(explained(error)), again=not {"artifacts", "close"} & message.keys())
+            answer(failed=explained(error, redacted), again=not {"artifacts", "close"} & message.keys())
         answer(done=True)
         if "close" in message:
             break
@@ -75,6 +76,7 @@ class Teller:
         self._behind = True  # the files may have what the tool lacks
         self._newest = Newest()
         self._failures: dict[tuple[int, str], int] = {}
+        self._given_up, self._step = 0, -1  # rows, one after the other; the newest that was told
         self._sampled: set[int] = set()  # steps whose rollouts were told since it was opened
         self._place = ""
 
@@ -89,6 +91,7 @@ class Teller:
             self._catch_up(message["cut"], message["cut"])
         elif "row" in message:
             row = message["row"]
+            self._step = row["step"]
             self._ready(row["step"] - 1)
             self._catch_up(row["step"] - 1, row["step"] - 1)
             self._tell(row["step"], "row", row)
@@ -105,9 +108,8 @@ class Teller:
                 self._catch_up(_ALL, _ALL)  # before what may take long
             finally:
                 self._artifacts(message["artifacts"])
-        elif "close" in message and self.tool is not None:
-            self.tool.failed = message["close"]
-            self._close()
+        elif "close" in message:
+            self._close(message["close"])
 
     def _open(self, step: int) -> None:
         """Open the tool at `step`: what it has of later ones is forgotten."""
@@ -119,6 +121,7 @@ class Teller:
             tool = self.tool = cast(Tool, getattr(importlib.import_module(module), kind)(self._about))
         tool.truncate(Cut(step))
         self._is_open, self._behind, self._newest = True, True, tool.newest
+        self._given_up = 0
         self._failures.clear()
         self._sampled.clear()
         if tool.place != self._place:
@@ -154,7 +157,7 @@ class Teller:
         try:
             return sample_of_records(list(records_of(path)), self.num_shown)
         except ValueError as error:
-            self.answer(failed=redacted(explained(error)))
+            self.answer(failed=explained(error, redacted))
             return []
 
     def _rollouts(self, step: int, rows: list[dict[str, Any]]) -> None:
@@ -176,7 +179,7 @@ class Teller:
                 if files:
                     self.tool.on_artifact(name, files)
             except Exception as error:  # boundary: the tool
-                self.answer(failed=f"{name} did not go there: {redacted(explained(error))}", again=False)
+                self.answer(failed=f"{name} did not go there: {explained(error, redacted)}", again=False)
 
     def _tell(self, step: int, kind: str, row: dict[str, Any]) -> None:
         """Tell the tool, if it has not that already. One that fails is behind: the file has the row."""
@@ -191,7 +194,10 @@ class Teller:
             self._behind = True
             if tries >= _TRIES:
                 self._newest = self._newest._replace(**{kind: step})
+                self._given_up += 1
+                self._is_open = self._given_up < _BROKEN
             raise
+        self._given_up = 0
         self._newest = self._newest._replace(**{kind: step})
 
     def _evaluation(self, row: dict[str, Any]) -> None:
@@ -202,13 +208,15 @@ class Teller:
             answers = [{key: _cell(of.get(key)) for key in _ANSWER} for of in read_rows(file)[: self.num_shown]]
             self.tool.on_answers(row["step"], answers)
 
-    def _close(self) -> None:
+    def _close(self, failed: bool) -> None:
         """What a failure held up is told for a last time, if that is possible."""
+        if not self._is_open:
+            self._open(self._step)
         assert self.tool is not None
         try:
-            if self._is_open:
-                self._catch_up(_ALL, _ALL)
+            self._catch_up(_ALL, _ALL)
         finally:
+            self.tool.failed = failed
             self.tool.close()
 
 

@@ -7,6 +7,7 @@ step the run was started again, and readers drop what they have from there on.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -34,7 +35,8 @@ class TensorBoard(Tool):
         self._writer: EventFileWriter | None = None
 
     def truncate(self, cut: Cut) -> None:
-        self.close()
+        with contextlib.suppress(Exception):  # one that failed: its file is left as it is
+            self.close()
         row, evaluation = self._found()
         self.newest = Newest(min(row, cut.step), min(evaluation, cut.step))
         self._writer = writer = EventFileWriter(self.place)
@@ -57,9 +59,9 @@ class TensorBoard(Tool):
         self._text("answers", step, "\n\n".join(_record(row) for row in rows))
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
 
     def _scalars(self, step: Any, numbers: Mapping[str, float]) -> None:
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()]

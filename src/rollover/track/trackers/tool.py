@@ -6,12 +6,14 @@ share: what a row's numbers are called, and how a text that a model wrote become
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote, quote_plus
 
 from rollover.track.tracker import Cut, Row, Tracker
 
@@ -21,7 +23,7 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _LEAST_SECRET = 8  # characters: shorter values are words such as "true"
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _NOT_IN_PATHS = re.compile(r"[^\w\-. :/]|(?<![^/])\.*(?![^/])", re.ASCII)  # also a part that is "", . or ..
-_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_IN_ADDRESS = re.compile(r"(?<=://)\S+(?=@)")  # a password may have what ends one
 # What a terminal obeys, as the pictures that Unicode has of it; what turns the direction of a text, by its number.
 _SHOWN = {
     **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},
@@ -138,9 +140,21 @@ def plain(text: str, most: int = MOST_CHARS) -> str:
 def redacted(text: str) -> str:
     """The text without what variables of the environment hold that are named as secrets are, and without the user and
     password of an address."""
-    for value in secrets():
-        text = text.replace(value, "***")
+    for form in sorted({form for value in secrets() for form in _forms(value)}, key=len, reverse=True):
+        text = text.replace(form, "***")
     return _IN_ADDRESS.sub("***", text)
+
+
+def _forms(value: str) -> set[str]:
+    """As it may stand in a message: as it is, as a part of an address, in JSON or as Python shows it, on one line."""
+    return {
+        value,
+        quote(value, safe=""),
+        quote_plus(value),
+        json.dumps(value)[1:-1],
+        repr(value)[1:-1],
+        " ".join(value.split()),
+    }
 
 
 def secrets() -> list[str]:

@@ -39,10 +39,11 @@ def _history(setup: TrackerSetup) -> RunHistory:
 
 
 def _metrics_table(setup: TrackerSetup) -> Tracker | None:
-    if "parquet" not in setup.config.track.format:
+    path = setup.path / "metrics.parquet"
+    if "parquet" not in setup.config.track.format and not path.exists():  # one that is there does not fall behind
         return None
     try:
-        return MetricsTable(setup.path / "metrics.parquet", setup.path / "metrics.jsonl")
+        return MetricsTable(path, setup.path / "metrics.jsonl")
     except ValueError as error:
         raise ValueError(f"track.format: {error}") from error
 

@@ -146,8 +146,9 @@ class Lifetimes:
         consumed, self._consumed = self._consumed, []
         if not consumed:
             return {}
-        lives = [life for g in consumed for life in g.lives.values()]
-        rollouts = [(r.num_tokens, g.waited) for g in consumed for r in g.group.rollouts]
+        trained = [(r, g) for g in consumed for r in g.group.rollouts if not r.greedy]  # a baseline is compared with
+        lives = [g.lives[r.rollout_id] for r, g in trained]
+        rollouts = [(r.num_tokens, g.waited) for r, g in trained]
         held = [r.num_tokens for g in self._held.values() for r in g.group.rollouts if _is_unfinished(r)]
         acted = any(_ACTING.value in life.seconds for life in lives)
         states = [s for s in STATES if acted or s is not _ACTING]

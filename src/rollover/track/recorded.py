@@ -40,7 +40,7 @@ def step_files(dir: str | Path) -> list[StepFile]:
     for name in sorted(os.listdir(dir)) if dir.is_dir() else ():
         if (step := step_of(name)) is not None:
             path = dir / name
-            if step not in found or path.suffix == preferred:
+            if (step not in found or path.suffix == preferred) and path.is_file():  # no pipe, which has no end
                 found[step] = path
     return [StepFile(step, found[step]) for step in sorted(found)]
 

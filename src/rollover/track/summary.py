@@ -41,8 +41,9 @@ class RunSummary:
 
     `eval_before`, `eval_after`: {"mean", "ci": [low, high], "pass@1", ..., "sources": {name: the same}} or None.
     `last_row`: the last metrics row (the waste report is read from its cumulative counters). `time_s`: seconds by
-    phase. `waits`: who waited for whom, over all steps. `partial_share`: share of all trained rollouts with segments of
-    >= 2 policy versions. `paths`: by label. `reward_errors`: how many rewards failed, and the most frequent error.
+    phase, which are more than `total_s` together where training streamed. `waits`: who waited for whom, over all steps.
+    `partial_share`: share of all trained rollouts with segments of >= 2 policy versions. `paths`: by label.
+    `reward_errors`: how many rewards failed, and the most frequent error.
     `enough`: why it ended before its last step, "" if it did not. `resume_command` is shown if the run can go on.
     `now`: by label, where a run stands that somebody looks at.
     """
@@ -55,6 +56,7 @@ class RunSummary:
     last_row: Mapping[str, float | int | None] = field(default_factory=dict)
     partial_share: float | None = None
     time_s: Mapping[str, float] = field(default_factory=dict)
+    total_s: float = 0.0
     waits: Verdict | None = None
     paths: Mapping[str, str] = field(default_factory=dict)
     reward_errors: str = ""
@@ -83,7 +85,9 @@ def run_summary(
         if (a := answers.get(s["prompt"])) is not None
     ]
     time_s = {phase: sum(row.get(f"time/{phase}_s") or 0.0 for row in rows) for phase in _PHASES} if rows else {}
-    time_s["eval"] = sum(e.get("seconds", 0.0) for e in evals)
+    evaluated = sum(e.get("seconds", 0.0) for e in evals)
+    total_s = sum((row.get("time/step_s") or 0.0) - (row.get("time/eval_s") or 0.0) for row in rows) + evaluated
+    time_s["eval"] = evaluated
     consumed = [0.0, *(row.get("groups/consumed") or 0.0 for row in rows)]  # a run of an older version may have none
     shares = [row.get("rollouts/partial_share") or 0.0 for row in rows]
     partial = sum((b - a) * share for a, b, share in zip(consumed, consumed[1:], shares, strict=False))
@@ -96,6 +100,7 @@ def run_summary(
         last_row=rows[-1] if rows else {},
         partial_share=partial / consumed[-1] if consumed[-1] else None,
         time_s={phase: seconds for phase, seconds in time_s.items() if seconds > 0},
+        total_s=total_s,
         waits=verdict(aggregate({k: v for k, v in row.items() if k.startswith(("time/", "wait/"))} for row in rows)),
         paths=paths,
         reward_errors=reward_errors,
@@ -216,7 +221,7 @@ def _waste_rows(summary: RunSummary) -> list[list[str]]:
 
 
 def _time_rows(summary: RunSummary) -> list[list[str]]:
-    total = sum(summary.time_s.values())
+    total = summary.total_s or sum(summary.time_s.values())
     if total <= 0:
         return []
     return [["total", duration(total), "100%"]] + [

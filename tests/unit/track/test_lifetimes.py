@@ -10,11 +10,13 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
+from rollover.rollout.lifecycle import Event, EventKind
 from rollover.staleness import staleness
 from rollover.track.history import RunHistory
-from rollover.track.lifetimes import STATES, LengthBias, wait_by_quarter
+from rollover.track.lifetimes import STATES, LengthBias, Lifetimes, wait_by_quarter
 from rollover.track.statistics import censored_mean
 from rollover.types import Group, RolloutState
+from samples import group, rollout, segment
 from unit.track.traced import MODES, TracedRun, stopped_in_the_middle, traced
 
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -126,10 +128,10 @@ def test_in_flight_and_in_queue_are_the_staleness(mode: str) -> None:
     for version in range(10):
         (groups,) = run.steps(1)
         assert run.ready_versions.keys() == {g.group_id for g in groups}
-        for group in groups:
-            for v in versions_of(group):
-                in_flight = staleness(v, run.ready_versions[group.group_id])
-                in_queue = staleness(run.ready_versions[group.group_id], version)
+        for of in groups:
+            for v in versions_of(of):
+                in_flight = staleness(v, run.ready_versions[of.group_id])
+                in_queue = staleness(run.ready_versions[of.group_id], version)
                 assert in_flight >= 0 and in_queue >= 0 and in_flight + in_queue == staleness(v, version)
                 seen.add((in_flight > 0, in_queue > 0))
     expected = {"sync": {(False, False)}, "ahead": {(False, False), (False, True)}}
@@ -214,3 +216,22 @@ def test_waits_of_a_run_are_versions_from_admission_to_step() -> None:
     for version, row in enumerate(run.rows):  # two groups of two: one rollout a quarter
         assert np.mean([row[f"bias/wait_steps_q{i}"] for i in (1, 2, 3, 4)]) == np.mean(consumed[version])
     assert sum(map(sum, consumed.values())) > 0
+
+
+def test_a_baseline_that_is_compared_with_is_no_trained_rollout() -> None:
+    """Its time and its length are in no mean."""
+    lifetimes = Lifetimes()
+    of = group(0, [rollout(0, i, 1.0, [segment([1] * length)]) for i, length in enumerate((3, 9, 6))])
+    of.rollouts[1].greedy = True
+    for member in of.rollouts:
+        member.state = RolloutState.WAITING
+    lifetimes.on_event(Event(EventKind.ADMIT, of), 0, 0.0)
+    for end, member in zip((2.0, 100.0, 4.0), of.rollouts, strict=True):
+        member.state = RolloutState.RUNNING
+        lifetimes.on_event(Event(EventKind.START, of, member), 0, 0.0)
+        member.state = RolloutState.SCORING
+        lifetimes.on_event(Event(EventKind.FINISH, of, member), 0, end)
+    lifetimes.on_event(Event(EventKind.CONSUME, of), 3, 100.0)
+    found = lifetimes.step_metrics()
+    assert found["state/running_s"] == 3.0 and found["state/scoring_s"] == 97.0
+    assert found["bias/wait_steps_q1"] == 3 and math.isnan(found["bias/wait_steps_q3"]), "two rollouts"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from drawn_run import make_run
 from watched import Watched
 
+from recorded_run import group, recorded
+from rollover.track.recorder import RolloutRecorder
 from rollover.view.report import MOST_BYTES, make_report
 from rollover.view.run_data import RunData
 
@@ -62,9 +65,27 @@ def test_rollouts_are_searched_and_filtered(file: str, open_page: Opens) -> None
     watched.page.locator("select[name=scored]").select_option("no")
     watched.until("location.hash.includes('scored=no')")
     watched.until("document.querySelector('.count').textContent.startsWith('0 rollouts')")
-    for text, count in (("task-7", "2 rollouts"), ("not+in+this", "0 rollouts")):
-        watched.show(file, f"rollouts?text={text}")
-        assert watched.text(".count").startswith(count), text
+    for text, count in (("task-7", "2 rollouts"), ("not in this", "0 rollouts")):
+        watched.page.locator("select[name=scored]").select_option("")
+        watched.page.locator("input[name=text]").fill(text)
+        watched.click("text=Show >> nth=0")
+        watched.until(f"document.querySelector('.count').textContent.startsWith('{count}')")
+
+
+def test_a_long_answer_is_shown_as_far_as_it_is_here(tmp_path: Path, open_page: Opens) -> None:
+    run = make_run(tmp_path / "run")
+    RolloutRecorder(run / "rollouts").write(11, [recorded(group(90, [1.0], num_tokens=4600))])
+    path = tmp_path / "report.html"
+    path.write_text(make_report([RunData(run, lambda ids: [f"<{token}>" for token in ids])]), encoding="utf-8")
+    watched = offline(open_page)
+    watched.show(path.as_uri(), "rollout?step=11&id=90-0")
+    assert watched.value("document.querySelectorAll('[data-place]').length") == 2000
+    watched.click("text=Further tokens")
+    watched.until("document.querySelectorAll('[data-place]').length === 4000")
+    assert watched.value("document.querySelector('[data-place=\"3999\"]').textContent") == "<3999>"
+    watched.click("text=Further tokens")
+    watched.until("document.body.textContent.includes('This report has the first 4000 tokens')")
+    assert watched.value("document.querySelectorAll('[data-place]').length") == 4000
 
 
 def test_what_cannot_be_copied_is_shown_to_be_copied(file: str, open_page: Opens) -> None:

@@ -27,6 +27,8 @@ class GrowingRows(ABC):
     def look(self) -> None:
         """Take in what is new; without a file there is nothing. ValueError for a line that is no row."""
         try:
+            if self.path.exists() and not self.path.is_file():
+                raise ValueError(f"{self.path} is no file, but a folder, a device or a pipe")
             with open(self.path, "rb") as file:
                 file.seek(self._end - len(self._last))
                 if file.read(len(self._last)) != self._last:  # cut back meanwhile, and perhaps written on

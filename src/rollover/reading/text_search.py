@@ -1,7 +1,7 @@
 """Which recorded rollouts have a text in their prompt, their answer or their names: by reading them, and nothing kept.
 
-A text is looked for as its bytes, ASCII letters in either case. Of a line of JSONL only what stands before its tokens
-is read, and it is decoded only where the bytes are somewhere in it.
+A text is looked for in either case. Of a line of JSONL only what stands before its tokens is read; where the text is of
+ASCII it is decoded only where the bytes are somewhere in it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class TextSearch:
     def __init__(self, index: RolloutIndex, text: str) -> None:
         self.index = index
         self._wanted = _folded(text)
-        self._as_json = _folded(json.dumps(text, ensure_ascii=False)[1:-1])
+        self._as_json = (
+            json.dumps(text, ensure_ascii=False)[1:-1].lower().encode() if text.isascii() else b""
+        )  # of bytes only ASCII is folded
         self._prompts: dict[tuple[Path, int], bool] = {}
 
     def has(self, entries: np.ndarray) -> np.ndarray:
@@ -84,5 +86,5 @@ def _texts(value: Any) -> Iterator[str]:
             yield from (part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in said)
 
 
-def _folded(text: str) -> bytes:
-    return text.encode("utf-8", "replace").lower()
+def _folded(text: str) -> str:
+    return text.encode("utf-8", "replace").decode().lower()

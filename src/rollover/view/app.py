@@ -60,6 +60,8 @@ def make_app(runs: Sequence[RunData], host: str, token: str = "") -> ASGIApp:
             return _refused(404, str(error.args[0]))
         except ValueError as error:
             return _refused(400, str(error))
+        except RecursionError:
+            return _refused(400, "what is recorded there is nested too deeply to be told")
 
     def of_run(request: Request) -> Response:
         number, name = request.path_params["number"], request.path_params["name"]

@@ -40,14 +40,24 @@ def ledger(files: RunFiles) -> dict[str, Any]:
 
 def waste(columns: Columns) -> dict[str, dict[str, float | int | None]]:
     """ "dropped": sampled and never trained; "reprefilled": computed again as a rollout went on. Of all steps together,
-    "tokens" and "seconds"; a key that no step has is left out."""
+    "tokens" and "seconds"; a key that no step has is left out. What was dropped at a step that generated nothing took
+    as long as a token of the run."""
     found: dict[str, dict[str, float | int | None]] = {}
     for of in ("dropped", "reprefilled"):
         keys = {"tokens": f"waste/{of}_tokens", "seconds": f"waste/{of}_s"}
         sums = {unit: columns.column(key) for unit, key in keys.items() if key in columns.latest}
+        if of == "dropped" and len(sums) == 2:
+            unknown = np.isnan(sums["seconds"])
+            sums["seconds"] = np.where(unknown, sums["tokens"] * _token_s(columns), sums["seconds"])
         if sums:
             found[of] = {unit: number(float(np.nansum(values))) for unit, values in sums.items()}
     return found
+
+
+def _token_s(columns: Columns) -> float:
+    """The mean time of a generated token; nan where nothing was generated."""
+    tokens = np.nansum(columns.column("tokens/step_generated"))
+    return float(np.nansum(columns.column("time/generate_s")) / tokens) if tokens else float("nan")
 
 
 def bias(columns: Columns) -> dict[str, float | int | None]:

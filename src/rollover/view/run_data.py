@@ -38,7 +38,7 @@ from rollover.view.series import keys_of, series
 from rollover.view.stale import staleness_map
 from rollover.view.told import Pieces, told
 
-Part = Literal["rows", "rollouts", "trace"]
+Part = Literal["rows", "rollouts", "trace", "answers"]
 PARTS: tuple[Part, ...] = get_args(Part)
 PATIENCE_S = 0.4  # of a server: nobody waits much longer for a first view, whatever the run
 _PAUSE_S = 0.002  # for who waits for a lock
@@ -70,10 +70,11 @@ class RunData:
             "rollout": (self._rollout, ("rollouts", "trace")),
             "episode": (self._episode, ("rollouts",)),
             "staleness": (lambda query: staleness_map(self.files.rollouts), ("rollouts",)),
-            "answers": (lambda query: answers(self.files.directory, query), ()),
-            "answer": (lambda query: answer(self.files.directory, query), ()),
+            # One at a time: a file of answers is read whole, and may be large.
+            "answers": (lambda query: answers(self.files.directory, query), ("answers",)),
+            "answer": (lambda query: answer(self.files.directory, query), ("answers",)),
             "lanes": (self._lanes, ("trace",)),
-            "ledger": (lambda query: ledger(self.files), PARTS),
+            "ledger": (lambda query: ledger(self.files), ("rows", "rollouts", "trace")),
             "config": (lambda query: self.files.config, ()),
             "plan": (lambda query: plan_of(self.files), ()),
         }

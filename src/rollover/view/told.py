@@ -22,6 +22,7 @@ from rollover.view.numbers import numbers
 from rollover.view.why import why
 
 MOST_TOKENS = 20_000
+_AROUND = 16  # tokens
 _COPIED = (
     "rollout_id", "group_id", "sibling", "role", "trajectory", "context", "group_size", "task_id", "attempt", "source",
     "reward", "step", "outcome", "messages", "prompt", "plain", "columns", "completion", "score", "extras", "shaping",
@@ -103,10 +104,10 @@ def tokens_of(record: Mapping[str, Any], first: int, count: int, pieces: Pieces 
         trained = {of: numbers(v) if of in KEYS else v for of, v in trained.items()}
     texts = None
     if pieces is not None:
-        # What a token says may hang on a few before it.
-        begin = max(0, first - 16)
-        known = pieces(ids[begin : first + count])
-        texts = None if known is None else known[first - begin :]
+        # What a token says may hang on a few before it, and the last one is no character yet where it begins one.
+        begin, end = max(0, first - _AROUND), first + count
+        known = pieces(ids[begin : end + _AROUND])
+        texts = None if known is None else known[first - begin : end - begin]
     return {
         "first": first,
         "of": len(ids),

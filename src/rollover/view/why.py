@@ -232,7 +232,7 @@ def _rule(
 def _sign(advantage: float) -> str:
     if advantage == 0:
         return ": its reward asks for neither more of it nor less."
-    return f": its tokens are made {'more' if advantage > 0 else 'less'} likely."
+    return f": its reward asks for {'more' if advantage > 0 else 'less'} of it."
 
 
 def worked(

@@ -103,6 +103,15 @@ def test_a_text_is_found_in_answer_prompt_and_names(index: RolloutIndex) -> None
     assert found(index, text="answer", sort="score", order="down", limit=2) == ["3-0", "6-0"]
 
 
+def test_letters_of_any_alphabet_are_found_in_either_case(tmp_path: Path, of_format: Format) -> None:
+    recorder = RolloutRecorder(tmp_path / "own", formats=(of_format,))
+    recorder.write(1, [recorded(group(0, [1.0]), text="l'\u00e9cole \u0416"), recorded(group(1, [1.0]), text="ecole")])
+    own = RolloutIndex(tmp_path / "own")
+    for text in ("\u00c9COLE", "\u00e9Cole", "\u0436"):
+        assert found(own, text=text) == ["0-0"], text
+    assert found(own, text="ECOLE") == ["1-0"]
+
+
 def test_pages_of_a_search_join_to_the_whole(index: RolloutIndex) -> None:
     shown, offset, pages = [], 0, 0
     while offset is not None:

@@ -105,6 +105,7 @@ console.log(JSON.stringify([
   duration(75), duration(4000), duration(0.1234, 0.001), duration(4000.5, 0.1), duration(65, 0.5), versions(null, null),
   versions(2, 2), versions(2, 5),
   visible("a\\u001b[2J\\u202eb\\u200f\\n\\tc\\u0000\\u009b"),
+  visible("\\u{e0041}\\u180e\\u3164\\u115f\\u034f\\u2800a\\ufe0f \\u2764\\ufe0f \\ud800 \\u00e9 \\u{e0100}"),
 ]));
 """
 
@@ -121,4 +122,5 @@ def test_numbers_times_and_characters_that_are_not_seen(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == [
         "–", "0.1235", "12.3k", "3", "1.00e-7", "1.23M", "3.4%", "50%", "1:15", "1:06:40", "0.123 s", "1:06:40.5",
         "1:05.0", "–", "2", "2 to 5", "a\u241b[2J⟨202E⟩b⟨200F⟩\n\tc\u2400⟨009B⟩",
+        "⟨E0041⟩⟨180E⟩⟨3164⟩⟨115F⟩⟨034F⟩⟨2800⟩a⟨FE0F⟩ ❤\ufe0f \ud800 é ⟨E0100⟩",
     ]  # fmt: skip

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from recorded_run import HOSTILE, group, recorded, row, segment, write_run
@@ -16,6 +18,7 @@ from rollover.run.lock import DirectoryLock
 from rollover.track.recorder import Format, RolloutRecorder
 from rollover.track.sinks import MetricsFile
 from rollover.track.trace import TRACE, TraceEvent, TraceFile
+from rollover.view.pieces import pieces
 from rollover.view.run_data import RunData
 
 
@@ -108,14 +111,25 @@ def test_tokens_come_in_parts(tmp_path: Path) -> None:
     RolloutRecorder(write_run(tmp_path) / "rollouts").write(4, [recorded(group(50, [1.0], num_tokens=100))])
     asked_for: list[Sequence[int]] = []
 
-    def pieces(ids: Sequence[int]) -> list[str]:
+    def numbered(ids: Sequence[int]) -> list[str]:
         asked_for.append(ids)
         return [str(token) for token in ids]
 
-    part = asked(RunData(tmp_path, pieces), "rollout", step=4, id="50-0", first=60, count=3)["tokens"]
+    part = asked(RunData(tmp_path, numbered), "rollout", step=4, id="50-0", first=60, count=3)["tokens"]
     assert part["ids"] == [60, 61, 62] and part["texts"] == ["60", "61", "62"] and part["of"] == 100
-    assert len(asked_for[0]) < 30
-    assert asked(RunData(tmp_path, pieces), "rollout", step=4, id="50-0", first=200)["tokens"]["ids"] == []
+    assert len(asked_for[0]) < 40
+    assert asked(RunData(tmp_path, numbered), "rollout", step=4, id="50-0", first=200)["tokens"]["ids"] == []
+
+
+def test_a_part_may_end_amid_a_character(tmp_path: Path) -> None:
+    """Which is told once, with the token that completes it."""
+    of, text = group(50, [1.0]), "a\U0001f600b\U0001f600".encode()
+    ids = np.frombuffer(text, np.uint8).astype(np.int32)
+    of.rollouts[0].segments = [replace(segment(0, len(ids)), token_ids=ids)]
+    RolloutRecorder(write_run(tmp_path) / "rollouts").write(4, [recorded(of)])
+    data = RunData(tmp_path, lambda some: pieces(lambda part: bytes(part).decode("utf-8", "replace"), some))
+    told = [asked(data, "rollout", step=4, id="50-0", first=at, count=2)["tokens"]["texts"] for at in range(0, 10, 2)]
+    assert "".join(token for part in told for token in part) == text.decode()
 
 
 def test_what_an_environment_wrote_has_no_staleness(tmp_path: Path) -> None:
@@ -130,6 +144,11 @@ def test_waste_is_that_of_all_steps(tmp_path: Path) -> None:
     rows = [row(step, **{"waste/dropped_tokens": step, "waste/dropped_s": 0.5}) for step in range(1, 5)]
     (write_run(tmp_path) / "metrics.jsonl").write_text("".join(json.dumps(of) + "\n" for of in rows))
     assert asked(RunData(tmp_path), "ledger")["waste"] == {"dropped": {"tokens": 10, "seconds": 2}}
+    more = {"time/generate_s": 3.0, "tokens/step_generated": 10}
+    rows = [row(step, **{"waste/dropped_tokens": 0, "waste/dropped_s": 0.0}, **more) for step in range(1, 4)]
+    rolled_back = row(4, **{"waste/dropped_tokens": 40, "tokens/step_generated": 0, "time/generate_s": 0.0})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(of) + "\n" for of in (*rows, rolled_back)))
+    assert asked(RunData(tmp_path), "ledger")["waste"] == {"dropped": {"tokens": 40, "seconds": 12}}
 
 
 def test_waits_by_length_are_of_all_steps(tmp_path: Path) -> None:

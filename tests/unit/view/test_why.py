@@ -102,7 +102,7 @@ def test_from_the_score_to_the_advantage(tmp_path: Path) -> None:
         "Compared with its siblings, the rewards are 1, 0, 0.5: mean 0.5, standard deviation 0.5."
     )
     assert said["rule"].endswith(": (1 - 0.5) / (0.5 + 0.0001) = 0.9998.")
-    assert said["advantage"] == "Its advantage is 0.25: its tokens are made more likely."
+    assert said["advantage"] == "Its advantage is 0.25: its reward asks for more of it."
 
 
 def test_what_shaping_and_a_KL_made_of_the_score(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class Page {
 
   async show() {
     const route = readRoute();
-    const View = VIEWS[route.view] ?? Overview;
+    const View = Object.hasOwn(VIEWS, route.view) ? VIEWS[route.view] : Overview;
     this.run = Math.min(route.run, Math.max(0, this.runs.length - 1));
     this.state = this.runs[this.run] ?? null;
     this.view?.close?.();

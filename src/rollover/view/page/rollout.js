@@ -123,7 +123,7 @@ export class RolloutView {
     }
     replace(this.text, tokens.texts.map((text, number) => this._token(tokens.first + number, text, tokens.logprobs[number])));
     const end = tokens.first + tokens.ids.length;
-    replace(this.more, end < tokens.of ? [`Tokens ${tokens.first} to ${end - 1} of ${tokens.of}. `, button("Further tokens", () => this._further())] : null);
+    replace(this.more, end < tokens.of ? [`Tokens ${tokens.first} to ${end - 1} of ${tokens.of}. `, button("Further tokens", () => this._further().catch((error) => replace(this.more, error.message)))] : null);
   }
 
   _token(place, text, logprob) {

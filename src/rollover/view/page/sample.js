@@ -38,6 +38,8 @@ export class Sample {
   async compare(name, query = {}) {
     const { compare } = this.written;
     const numbers = (query.runs ?? "").split(",").filter(Boolean).map(Number);
+    const missing = numbers.find((number) => !this.written.runs[number]);
+    if (missing !== undefined) throw new Error(`There is no run ${missing} in this report`);
     if (name === "metrics") {
       const keys = namesIn(query.keys);
       return (numbers.length ? numbers : this.written.runs.map((_, number) => number)).map((number) => this._over(this.written.runs[number], keys, query.x ?? "step"));
@@ -113,7 +115,11 @@ export class Sample {
     const record = of.records[`${query.step}/${query.id}`];
     if (!record) throw new Error(`The text of rollout ${query.id} is not in this report: \`rollover view\` shows it`);
     const siblings = this._rows(of).filter((row) => row.group === record.group_id && row.step === record.step);
-    return { ...record, siblings };
+    const first = Number(query.first ?? 0), { tokens } = record, has = tokens.ids.length;
+    if (first && first >= has) throw new Error(`This report has the first ${has} tokens of rollout ${query.id}: \`rollover view\` shows the others`);
+    const cut = (values) => values && values.slice(first, first + Number(query.count ?? 2000));
+    const trained = tokens.trained && Object.fromEntries(Object.entries(tokens.trained).map(([name, values]) => [name, cut(values)]));
+    return { ...record, siblings, tokens: { ...tokens, first, ids: cut(tokens.ids), logprobs: cut(tokens.logprobs), texts: cut(tokens.texts), trained } };
   }
 
   _episode(of, query) {

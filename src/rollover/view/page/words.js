@@ -57,9 +57,12 @@ export function versions(oldest, newest) {
   return oldest === newest ? String(newest) : `${oldest} to ${newest}`;
 }
 
+// Controls; what has no shape of its own; variation selectors, but for the one that makes an emoji of the sign before it.
+const UNSEEN = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u2028\u2029\u2800\ufff9-\ufffb]|(?!\ufe0f)[\p{Cf}\p{Default_Ignorable_Code_Point}]|(?<!\p{Emoji})\ufe0f/gu;
+
 /** What stands for characters that are not seen, or that turn the reading order around: in a text that is shown. */
 export function visible(text) {
-  return text.replace(/[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g, (of) => {
+  return text.replace(UNSEEN, (of) => {
     const code = of.codePointAt(0);
     return code < 0x20 ? String.fromCharCode(0x2400 + code) : `\u27e8${code.toString(16).toUpperCase().padStart(4, "0")}\u27e9`;
   });

@@ -103,8 +103,9 @@ def numbers_of_eval(row: Mapping[str, Any]) -> dict[str, float]:
     return _last(found, "eval/policy_version")
 
 
-def _last(numbers: dict[str, float], key: str) -> dict[str, float]:
-    return numbers if key not in numbers else {**{k: v for k, v in numbers.items() if k != key}, key: numbers[key]}
+def _last(numbers: Mapping[str, float], key: str) -> dict[str, float]:
+    others = {name: value for name, value in numbers.items() if name != key}
+    return others | ({key: numbers[key]} if key in numbers else {})
 
 
 def flat(values: Mapping[str, Any] | Sequence[Any], under: str = "") -> dict[str, Any]:

@@ -62,12 +62,7 @@ METRICS: list[Metric] = [
         "tokens",
         "Tokens that the engine computed while this step was generated: prefilled, prefilled again and sampled.",
     ),
-    Metric(
-        "tokens/step_trained",
-        "sum",
-        "tokens",
-        "Sampled tokens in the loss of this step: no masked ones, and those of replayed groups.",
-    ),
+    Metric("tokens/step_trained", "sum", "tokens", "Sampled tokens in the loss of this step, of replayed groups too."),
     Metric(
         "dropped/{reason}/groups",
         "counter",
@@ -248,12 +243,7 @@ METRICS: list[Metric] = [
         " shortest, 4 the longest.",
     ),
     # Time
-    Metric(
-        "time/step_s",
-        "sum",
-        "s",
-        "Wall-clock time of the step. Unless training streams, the others add up to it.",
-    ),
+    Metric("time/step_s", "sum", "s", "Wall-clock time of the step. Without streaming the others add up to it."),
     Metric("time/generate_s", "sum", "s", "Time in which the trainer waited for generation."),
     Metric("time/score_s", "sum", "s", "Time in which the trainer waited for rewards only."),
     Metric("time/schedule_s", "sum", "s", "New tasks, the scheduler's decisions and the bookkeeping of rollouts."),

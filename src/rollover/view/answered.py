@@ -16,13 +16,13 @@ from rollover.track.recorded import step_of
 from rollover.view.found import EXCERPT
 from rollover.view.not_there import NotThere
 from rollover.view.numbers import number
+from rollover.view.query import Query, count, real
 
 MOST_ROWS, MOST_EVALUATIONS = 500, 8
 OWN = "[eval]"  # what the setting without a name is called in a question
 _FILTERS = ("step", "text", "setting", "scored", "score_from", "score_to", "sort", "order", "offset", "limit")
 _SORTS = {"score": "score", "tokens": "num_tokens"}
 _SEARCHED = ("task_id", "prompt", "answer", "expected")
-Query = Mapping[str, str]
 
 
 def evaluated_steps(directory: Path) -> dict[int, Path]:
@@ -44,11 +44,9 @@ def answers(directory: Path, query: Query) -> dict[str, Any]:
     files = evaluated_steps(directory)
     if not files and not query.get("step"):
         return {"steps": [], "step": None, "settings": [], "rows": [], "of": 0, "passed": 0, "offset": 0, "next": None}
-    step = _count(query, "step", max(files, default=0))
+    step = count(query, "step", max(files, default=0))
     rows = _rows_of(files, step)
-    offset, limit = _count(query, "offset", 0), _count(query, "limit", 50)
-    if limit > MOST_ROWS:
-        raise ValueError(f"limit: {limit} is more than {MOST_ROWS}")
+    offset, limit = count(query, "offset", 0), count(query, "limit", 50, MOST_ROWS)
     passed = _ordered([(place, row) for place, row in enumerate(rows) if _passes(row, query)], query)
     shown = passed[offset : offset + limit]
     after = offset + len(shown)
@@ -69,7 +67,7 @@ def answer(directory: Path, query: Query) -> dict[str, Any]:
     "step", "mean" score and "count" of scores of the same task (by task_id and prompt, in the same setting), where it
     is in them. KeyError where there is none."""
     files = evaluated_steps(directory)
-    step, place = _count(query, "step", max(files, default=0)), _count(query, "place", 0)
+    step, place = count(query, "step", max(files, default=0)), count(query, "place", 0)
     rows = _rows_of(files, step)
     if not place < len(rows):
         raise NotThere(f"the evaluation after step {step} has no answer {place}: it has {len(rows)}")
@@ -114,9 +112,9 @@ def _rows_of(files: Mapping[int, Path], step: int) -> list[dict[str, Any]]:
 
 def _passes(row: Mapping[str, Any], query: Query) -> bool:
     score, text = row["score"], query.get("text", "").lower()
-    if (low := _real(query, "score_from")) is not None and not (score is not None and score >= low):
+    if (low := real(query, "score_from")) is not None and not (score is not None and score >= low):
         return False
-    if (high := _real(query, "score_to")) is not None and not (score is not None and score <= high):
+    if (high := real(query, "score_to")) is not None and not (score is not None and score <= high):
         return False
     if (scored := query.get("scored")) and (score is not None) != (scored == "yes"):
         return False
@@ -162,23 +160,3 @@ def _row(place: int, row: Mapping[str, Any]) -> dict[str, Any]:
         "expected": str(row["expected"])[:EXCERPT] if row.get("expected") is not None else None,
         "error": row.get("error"),
     }
-
-
-def _count(query: Query, name: str, default: int) -> int:
-    text = query.get(name, "") or str(default)
-    if not text.isdecimal() or len(text) > 15:
-        raise ValueError(f"{name}: {text!r} is no number from 0")
-    return int(text)
-
-
-def _real(query: Query, name: str) -> float | None:
-    text = query.get(name, "")
-    if not text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if value != value:
-        raise ValueError(f"{name}: {text!r} is no number")
-    return value

@@ -18,7 +18,7 @@ import numpy as np
 from rollover.reading.rollout_index import NO_VERSION, RolloutIndex, rollout_id, staleness, versions
 from rollover.reading.text_search import TextSearch
 from rollover.view.numbers import number
-from rollover.view.query import names_in
+from rollover.view.query import Query, count, names_in, real
 
 MOST_ROWS = 500
 _BLOCK = 1000
@@ -76,15 +76,15 @@ class Wanted:
         if scored not in (None, "yes", "no"):
             raise ValueError(f"scored: {scored!r} is neither yes nor no")
         return cls(
-            low={name: _float(given, f"{name}_from") for name in NUMBERS if f"{name}_from" in given},
-            high={name: _float(given, f"{name}_to") for name in NUMBERS if f"{name}_to" in given},
+            low=_bounds(given, "from"),
+            high=_bounds(given, "to"),
             words={name: frozenset(names_in(given[name])) for name in WORDS if name in given},
             scored=None if scored is None else scored == "yes",
             text=given.get("text", ""),
             sort=sort,
             descending=order == "down",
-            offset=_count(given, "offset", 0, None),
-            limit=_count(given, "limit", 50, MOST_ROWS),
+            offset=count(given, "offset", 0),
+            limit=count(given, "limit", 50, MOST_ROWS),
         )
 
     def places(self, index: RolloutIndex, entries: np.ndarray) -> np.ndarray:
@@ -207,7 +207,7 @@ def choices(index: RolloutIndex) -> dict[str, Any]:
     found: dict[str, Any] = {"total": len(entries), "words": {}, "numbers": {}}
     for name, of in WORDS.items():
         numbers, counts = np.unique(entries[of], return_counts=True)
-        found["words"][name] = {index.word(n): int(count) for n, count in zip(numbers, counts, strict=True)}
+        found["words"][name] = {index.word(n): int(num) for n, num in zip(numbers, counts, strict=True)}
     for name, values_of in NUMBERS.items():
         values = values_of(entries).astype(np.float64)
         if len(values := values[~np.isnan(values)]):
@@ -215,18 +215,7 @@ def choices(index: RolloutIndex) -> dict[str, Any]:
     return found
 
 
-def _float(given: Mapping[str, str], name: str) -> float:
-    try:
-        value = float(given[name])
-    except ValueError:
-        value = float("nan")
-    if value != value:
-        raise ValueError(f"{name}: {given[name]!r} is no number")
-    return value
-
-
-def _count(given: Mapping[str, str], name: str, default: int, most: int | None) -> int:
-    text = given.get(name, str(default))
-    if not text.isdecimal() or len(text) > 18 or (most is not None and int(text) > most):
-        raise ValueError(f"{name}: {text!r} is no number from 0" + (f" to {most}" if most is not None else ""))
-    return int(text)
+def _bounds(given: Query, end: str) -> dict[str, float]:
+    """Of each number that has one at this end ("from", "to")."""
+    found = {name: real(given, f"{name}_{end}") for name in NUMBERS}
+    return {name: bound for name, bound in found.items() if bound is not None}

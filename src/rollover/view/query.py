@@ -22,25 +22,41 @@ def keys_in(query: Query) -> list[str]:
     return keys
 
 
-def integer(query: Query, name: str, default: int | None = None) -> int | None:
-    """ValueError names it where it is none, or below 0."""
+def integer(query: Query, name: str) -> int | None:
+    """None where it is not given. ValueError names it where it is none, or below 0."""
     text = query.get(name, "")
     if not text:
-        return default
+        return None
     if not text.isdecimal() or len(text) > 15:
         raise ValueError(f"{name}: {text!r} is no number from 0")
     return int(text)
 
 
-def seconds(query: Query, name: str, default: float) -> float:
-    """ValueError names it where it is no time."""
+def count(query: Query, name: str, default: int, most: int | None = None) -> int:
+    """ValueError names it where it is no integer from 0, or above `most`."""
+    found = integer(query, name)
+    if found is not None and most is not None and found > most:
+        raise ValueError(f"{name}: {found} is more than {most}")
+    return default if found is None else found
+
+
+def real(query: Query, name: str) -> float | None:
+    """None where it is not given. ValueError names it where it is no number."""
     text = query.get(name, "")
     if not text:
-        return default
+        return None
     try:
         value = float(text)
     except ValueError:
         value = float("nan")
-    if not abs(value) < 1e12:
-        raise ValueError(f"{name}: {text!r} is no number of seconds")
+    if value != value:
+        raise ValueError(f"{name}: {text!r} is no number")
     return value
+
+
+def seconds(query: Query, name: str, default: float) -> float:
+    """ValueError names it where it is no time."""
+    value = real(query, name)
+    if value is not None and not abs(value) < 1e12:
+        raise ValueError(f"{name}: {query[name]!r} is no number of seconds")
+    return default if value is None else value

@@ -33,7 +33,7 @@ from rollover.view.not_there import NotThere
 from rollover.view.numbers import number
 from rollover.view.pieces import RunTokens
 from rollover.view.planned import plan_of
-from rollover.view.query import Query, integer, keys_in, seconds
+from rollover.view.query import Query, count, integer, keys_in, seconds
 from rollover.view.series import keys_of, series
 from rollover.view.stale import staleness_map
 from rollover.view.told import Pieces, told
@@ -189,7 +189,7 @@ class RunData:
         return series(
             self.files.columns(),
             keys_in(query),
-            integer(query, "points", _POINTS) or _POINTS,
+            count(query, "points", _POINTS) or _POINTS,
             integer(query, "from"),
             integer(query, "to"),
             query.get("x", "step"),
@@ -204,9 +204,9 @@ class RunData:
         step, of = integer(query, "step"), query.get("id", "")
         if step is None or not of:
             raise ValueError("rollout: give the id of the rollout, and the step that it left with")
-        first, count = integer(query, "first", 0) or 0, integer(query, "count", 2000) or 0
+        first, num = count(query, "first", 0), count(query, "count", 2000)
         self.files.rollouts.look_at_step(step)  # a rollout that was not read yet is no rollout that is not there
-        return told(self.files, step, of, first, count, self.pieces)
+        return told(self.files, step, of, first, num, self.pieces)
 
     def _episode(self, query: Query) -> dict[str, Any]:
         step, group, sibling = (integer(query, name) for name in ("step", "group", "sibling"))
@@ -219,7 +219,7 @@ class RunData:
         index = self.files.trace
         index.look()
         start, end = seconds(query, "from", 0.0), seconds(query, "to", max(index.seconds, 1e-3))
-        return window(index, start, end, integer(query, "columns", _POINTS) or _POINTS)
+        return window(index, start, end, count(query, "columns", _POINTS) or _POINTS)
 
 
 def _revision(path: Path) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rollover.view.compare import curves, differences, evaluations
 from rollover.view.not_there import NotThere
-from rollover.view.query import integer, keys_in
+from rollover.view.query import count, keys_in
 from rollover.view.run_data import RunData
 
 _POINTS = 400
@@ -45,7 +45,7 @@ class Several:
 
     def _metrics(self, query: Mapping[str, str], runs: list[RunData]) -> list[dict[str, Any]]:
         keys = keys_in(query)
-        points = integer(query, "points", _POINTS) or _POINTS
+        points = count(query, "points", _POINTS) or _POINTS
         found = []
         for run in runs:
             with run.reading("rows") as files:

@@ -154,7 +154,7 @@ def test_hostile_texts_are_found_as_they_are(tmp_path: Path, of_format: Format, 
         ({"sort": "beauty"}, "sort: 'beauty' is not one of step, score"),
         ({"order": "sideways"}, "order: 'sideways' is neither up nor down"),
         ({"scored": "maybe"}, "scored: 'maybe' is neither yes nor no"),
-        ({"limit": "501"}, "limit: '501' is no number from 0 to 500"),
+        ({"limit": "501"}, "limit: 501 is more than 500"),
         ({"offset": "-1"}, "offset: '-1' is no number from 0"),
     ],
 )

@@ -52,9 +52,9 @@ test-slow: venv
 test-vllm: venv vllm
 	@$(BIN)/python -m pytest -m vllm
 
-# Ray clusters of several nodes on this machine, one after the other.
+# Ray clusters of several nodes on this machine, one after the other; `make test-slow` has some more.
 test-ray: venv
-	@$(BIN)/python -m pytest -m ray tests/ray_cluster
+	@$(BIN)/python -m pytest -m "ray and not slow" tests/ray_cluster
 
 test-verifiers: venv verifiers
 	@$(VERIFIERS)/bin/python -m pytest -m verifiers

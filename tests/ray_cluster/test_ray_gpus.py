@@ -11,7 +11,7 @@ import pytest
 from launcher import environment
 from ray_nodes import RayNodes
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 SEES = """
 import json, os, sys

@@ -284,6 +284,13 @@ def test_one_that_can_be_opened_at_the_end_only_is_told_all_then(tmp_path: Path)
     run.step(2)
     run.end()
     assert [step for _, step, _ in run.told("row")] == [1, 2] and run.told("close")
+    (tmp_path / "closed").touch()
+    again = RunOf(tmp_path)  # of the finished run: there is nothing to undo
+    again.trackers.truncate(Cut(2))
+    until(lambda: again.trackers.stats()["trackers/failed"])
+    (tmp_path / "closed").unlink()
+    again.end()
+    assert [what[:2] for what in again.told()] == [["row", 1], ["row", 2], ["close", -1], ["close", -1]]
 
 
 def test_one_that_is_never_opened_says_so_at_the_end(tmp_path: Path) -> None:

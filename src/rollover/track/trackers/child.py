@@ -87,8 +87,9 @@ class Teller:
             about = message["about"]
             self._about = About(**about | {"directory": Path(about["directory"])})
         elif "cut" in message:
-            self._open(message["cut"])
-            self._catch_up(message["cut"], message["cut"])
+            self._step = message["cut"]
+            self._open(self._step)
+            self._catch_up(self._step, self._step)
         elif "row" in message:
             row = message["row"]
             self._step = row["step"]

@@ -102,7 +102,8 @@ def test_ranks_with_unequal_numbers_of_micro_batches_train_as_one_process(
     assert parts == ([4, 1] if num else [1, 0])
     ranks, local = ranks_model.pair(ranks_model.config(folder), two)
     for _ in range(5):
-        assert largest_difference(ranks.compute_logprobs(samples), local.compute_logprobs(samples)) < 1e-5
+        # Of up to 6 nats, after up to four updates.
+        assert largest_difference(ranks.compute_logprobs(samples), local.compute_logprobs(samples)) < 3e-5
         ours, theirs = (b.forward_backward(samples, Counts.of(samples)).totals() for b in (ranks, local))
         assert ours["sum/loss"] == pytest.approx(theirs["sum/loss"], abs=1e-5)
         assert ours["count/tokens"] == theirs["count/tokens"] == Counts.of(samples).tokens

@@ -126,8 +126,9 @@ async def check_a_minibatch_may_be_divided_at_its_end(subject: Subject) -> None:
     for half in subject.halves():
         later.forward_backward(half, replace(Counts.of(half), divided=False))
     expected = trained(known, subject)
+    # A gradient of bfloat16 is rounded to 8 bits, here before it is divided and there after.
     assert later.optim_step(divisor=subject.counts.tokens)["grad_norm"] == pytest.approx(
-        expected["grad_norm"], rel=1e-3
+        expected["grad_norm"], rel=4e-3
     )
 
 

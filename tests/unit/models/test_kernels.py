@@ -174,7 +174,7 @@ def test_draws_equal_the_sampler(dtype: torch.dtype, vocab: int) -> None:
     assert sum(a != b for a, b in zip(tokens, expected, strict=True)) <= 3
     scaled = logits.float() / torch.tensor([p.temperature for p in params])[:, None]
     exact = torch.log_softmax(scaled, -1).gather(1, torch.tensor(tokens)[:, None]).flatten()
-    assert torch.allclose(torch.tensor(logprobs), exact, atol=1e-5)
+    assert torch.allclose(torch.tensor(logprobs), exact, atol=3e-5)  # sums of 49,152, in an order of the machine's own
     assert 3 not in tokens
 
 

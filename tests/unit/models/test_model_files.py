@@ -26,7 +26,7 @@ from rollover.models.load import load_model, max_positions, resolve_path
         ("deepseek_v3", "DeepseekV3ForCausalLM .*multi-head latent attention.*Use a decoder .*Llama.*docs/models.md"),
         ("stablelm", "StableLmForCausalLM is not supported: its layers do not hand on .*Use a decoder"),
         ("gpt_oss", "GptOssForCausalLM .*s_aux .*attention sinks.*Use a decoder"),
-        ("gptj", "gptj is not supported: it has attention classes of its own"),
+        ("falcon", "falcon is not supported: it has attention classes of its own"),
     ],
 )
 def test_a_family_that_cannot_be_run_is_refused_in_plain_words(tmp_path: Path, family: str, message: str) -> None:

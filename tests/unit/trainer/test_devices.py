@@ -22,6 +22,7 @@ from rollover.engine.process.engine import ProcessEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models import devices
 from rollover.models.devices import engine_device, pick_device
+from rollover.models.packed import PackedWeight
 from rollover.run import eval_parts, parts
 from rollover.run.eval_parts import EvalParts
 from rollover.run.parts import Parts
@@ -135,7 +136,8 @@ def test_weights_of_another_device_are_loaded(monkeypatch: pytest.MonkeyPatch) -
             return out.as_subclass(Far) if name == "detach" else out
 
     at_once(engine.load_weights(1, [(n, p.detach().as_subclass(Far)) for n, p in model.named_parameters()]))
-    assert moved, "packed weights are on the CPU"
+    packed = PackedWeight.supported(torch.device("cpu"), torch.bfloat16)  # not on every processor
+    assert moved or not packed, "packed weights are on the CPU"
     prompt = tuple(range(5, 25))
     assert asyncio.run(_tokens(engine, prompt)) == asyncio.run(_tokens(EmbeddedEngine(model, config().engine), prompt))
 

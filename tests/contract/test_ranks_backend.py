@@ -100,10 +100,11 @@ def test_ranks_with_unequal_numbers_of_micro_batches_train_as_one_process(
     samples = uneven(num)
     parts = [len(list(micro_batches(part, 60))) for part in spread(samples, 2)]
     assert parts == ([4, 1] if num else [1, 0])
-    ranks, local = ranks_model.pair(ranks_model.config(folder), two)
+    # AdamW divides a gradient by its own size: of one near 0 the rounding is worth a share of the learning rate.
+    of = ranks_model.config(folder, train={"learning_rate": 2e-3})
+    ranks, local = ranks_model.pair(of, two)
     for _ in range(5):
-        # Of up to 6 nats, after up to four updates.
-        assert largest_difference(ranks.compute_logprobs(samples), local.compute_logprobs(samples)) < 3e-5
+        assert largest_difference(ranks.compute_logprobs(samples), local.compute_logprobs(samples)) < 1e-5
         ours, theirs = (b.forward_backward(samples, Counts.of(samples)).totals() for b in (ranks, local))
         assert ours["sum/loss"] == pytest.approx(theirs["sum/loss"], abs=1e-5)
         assert ours["count/tokens"] == theirs["count/tokens"] == Counts.of(samples).tokens

@@ -17,6 +17,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--host",
         metavar="HOST",
+        type=host,
         default="127.0.0.1",
         help="what it listens on (default: 127.0.0.1, this machine alone). Another needs a token, in the environment"
         " variable ROLLOVER_SERVER_TOKEN of server and clients",
@@ -53,6 +54,13 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
 def ready(url: str) -> None:
     """Say that it answers, in the first line of the standard output: a parent reads it."""
     print(json.dumps({"url": url, "pid": os.getpid()}), flush=True)
+
+
+def host(text: str) -> str:
+    """An argument's type: what a server listens on."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty: give an address, such as 0.0.0.0 for each that this machine has")
+    return text
 
 
 def port(text: str) -> int:

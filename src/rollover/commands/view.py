@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from rollover.commands.serve import port
+from rollover.commands.serve import host, port
 from rollover.commands.verb import Overrides, Verb
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--host",
         metavar="HOST",
+        type=host,
         default="127.0.0.1",
         help="what it listens on (default: 127.0.0.1, this machine alone). Another needs a token: that of the"
         " environment variable ROLLOVER_SERVER_TOKEN, or one that is made and printed",

@@ -74,6 +74,7 @@ def test_what_cannot_be_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ([str(tmp_path / "none")], "is not the directory of a run"),
         ([run] * 9, "8 runs at most"),
         ([run, "--port", "70000"], "no port"),
+        ([run, "--host", ""], "--host: it is empty"),
         ([run, "--train.num_steps", "1"], "reads no configuration"),
     ):
         try:

@@ -155,6 +155,24 @@ def test_a_comparison_goes_on_with_each_of_its_runs(tmp_path: Path, open_page: O
         watched.until("document.querySelector('.chart .legend .at')?.textContent === 'step 13'")
 
 
+def test_two_steps_at_one_place_of_an_axis_are_two_points(tmp_path: Path, open_page: Opens) -> None:
+    """A step that trained what was there already generated nothing: as many tokens as before."""
+    places = make_run(tmp_path / "run"), make_run(tmp_path / "other")
+    same = {"step": 13, "reward/mean": 0.125}
+    with open(places[0] / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(row(12) | same) + "\n")
+    at_last = "document.querySelector('.chart .legend .line .value')?.textContent"
+    with shown(open_page, *places) as (watched, url):
+        watched.show(url, "compare?x=tokens&keys=reward/mean")
+        watched.tab_to(".plot")
+        watched.press("End")
+        watched.until(f"{at_last} === '0.125'")
+        where = watched.text(".chart .legend .at")
+        watched.press("ArrowLeft")
+        watched.until(f"{at_last} === '1.2'")
+        assert watched.text(".chart .legend .at") == where
+
+
 def test_a_point_of_several_steps_says_them_and_opens_them_all(tmp_path: Path, open_page: Opens) -> None:
     """Its value may be that of any of them. Over another axis a point is no step."""
     places = make_run(tmp_path / "run"), make_run(tmp_path / "other")

@@ -218,8 +218,10 @@ export class Chart {
     const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -Infinity, End: Infinity };
     if (event.key in moves) {
       const from = this.place ?? (moves[event.key] < 0 ? last + 1 : -1);
-      this.place = Math.max(0, Math.min(last, from + moves[event.key]));
-      this.plot.setCursor({ left: this.plot.valToPos(this.told.x[this.place], "x"), top: HEIGHT / 2 });
+      const place = Math.max(0, Math.min(last, from + moves[event.key]));
+      this.plot.setCursor({ left: this.plot.valToPos(this.told.x[place], "x"), top: HEIGHT / 2 });
+      this.place = place; // of several points at one x the plot takes one
+      this._sayValues();
       announce(`${this._where(this.place)}: ${this.keys.map((key, number) => `${this.labels[number]} ${short(this.told.columns[key]?.[this.place])}`).join(", ")}${this._marksAt(this.place).map((of) => `. Warning: ${of.text}`).join("")}`);
     } else if (event.key === "Enter") this._pick();
     else if (event.key === "Escape") this.onZoom?.(null, null);

@@ -64,16 +64,22 @@ export class Compare {
     return chart;
   }
 
-  /** One x for all: uPlot draws lines over the same places. */
+  /** One x for all: uPlot draws lines over the same places. A run that generated nothing in a step has two steps at one x:
+   *  as many places are there as the run has that has most. */
   _joined(key, told) {
-    const places = [...new Set(told.flatMap((of) => of.x))].filter((value) => value !== null).sort((a, b) => a - b);
-    const at = new Map(places.map((value, number) => [value, number]));
+    const nth = told.map((of) => repeats(of.x)), most = new Map();
+    told.forEach((of, number) => of.x.forEach((value, place) => most.set(value, Math.max(most.get(value) ?? 0, nth[number][place] + 1))));
+    const places = [], at = new Map();
+    for (const value of [...most.keys()].filter((value) => value !== null).sort((a, b) => a - b)) {
+      at.set(value, places.length);
+      places.push(...Array(most.get(value)).fill(value));
+    }
     const columns = {}, first = [...places], last = [...places];
     told.forEach((of, number) => {
       const column = places.map(() => undefined); // undefined: no point of this run, and its line goes on
       of.x.forEach((value, place) => {
         if (value === null) return;
-        const joined = at.get(value);
+        const joined = at.get(value) + nth[number][place];
         column[joined] = of.columns[key][place];
         [first[joined], last[joined]] = [Math.min(first[joined], of.first[place]), Math.max(last[joined], of.last[place])];
       });
@@ -116,4 +122,13 @@ export class Compare {
       { title: "p", number: true, of: (row) => (row.p_value === undefined ? "–" : row.p_value.toPrecision(2)) },
     ], rows));
   }
+}
+
+/** Of each value how many of its kind came before it. */
+function repeats(values) {
+  const seen = new Map();
+  return values.map((value) => {
+    seen.set(value, (seen.get(value) ?? -1) + 1);
+    return seen.get(value);
+  });
 }

@@ -51,6 +51,20 @@ class RunFiles:
         self.rollouts = RolloutIndex(self.directory / ROLLOUTS)
         self.trace = TraceIndex(self.directory / TRACE)
 
+    @property
+    def patience(self) -> float:
+        """Seconds that one look at the columns, the rollouts or the trace may take; without an end by default."""
+        return self.trace.patience
+
+    @patience.setter
+    def patience(self, seconds: float) -> None:
+        self._columns.patience = self.rollouts.patience = self.trace.patience = seconds
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """How much of each of them is read, as of the last look."""
+        return {"metrics": self._columns.share, "rollouts": self.rollouts.share, "trace": self.trace.share}
+
     def check(self) -> None:
         """ValueError where the directory is not, or no longer, that of a run."""
         if not any((self.directory / name).is_file() for name in (CONFIG, METRICS, TRACE)):

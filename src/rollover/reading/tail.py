@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -17,15 +19,19 @@ class GrowingRows(ABC):
     """Rows with a key "step" of a file that grows, and is cut back or replaced where its run goes on from before.
 
     Half a line at its end, of a writer at work or killed, is no row yet. `numbers`: each value of a row is a number, or
-    None. What becomes of a row is its heirs' matter.
+    None. What becomes of a row is its heirs' matter. `patience`: seconds that a look may take; it takes in one row at
+    least, and `share` says how much of the file that makes.
     """
 
     def __init__(self, path: Path, *, numbers: bool = False) -> None:
         self.path, self.numbers = path, numbers
+        self.patience, self.share = float("inf"), 1.0
         self._end, self._last = 0, b""  # how far it is parsed, and the line that ends there
 
     def look(self) -> None:
-        """Take in what is new; without a file there is nothing. ValueError for a line that is no row."""
+        """Take in what is new, as far as patience goes; without a file there is nothing. ValueError for a line that is
+        no row."""
+        until, self.share = time.monotonic() + self.patience, 1.0
         try:
             if self.path.exists() and not self.path.is_file():
                 raise ValueError(f"{self.path} is no file, but a folder, a device or a pipe")
@@ -39,6 +45,9 @@ class GrowingRows(ABC):
                         break
                     self._add(self._checked(row_of_line(self.path, line)))
                     self._end, self._last = self._end + len(line), line
+                    if time.monotonic() >= until:
+                        self.share = self._end / max(self._end, os.fstat(file.fileno()).st_size)
+                        break
         except FileNotFoundError:
             self._start_over()
 

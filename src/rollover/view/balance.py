@@ -23,7 +23,7 @@ def ledger(files: RunFiles) -> dict[str, Any]:
     or twice, in tokens and (as metrics.jsonl estimates it) seconds. "slot_seconds": by what became of the group, None
     without a trace. "lengths": of the recorded rollouts, by outcome. "bias": what training takes of lengths, as
     metrics.jsonl says of the run so far, and of what it says of single steps the mean of these. "read": the share of
-    the run's rollouts and trace that all this is of."""
+    the run's files that all this is of."""
     columns = files.columns()
     accounts = accounts_of(columns.last)
     files.trace.look()
@@ -34,7 +34,7 @@ def ledger(files: RunFiles) -> dict[str, Any]:
         "slot_seconds": slot_seconds(files.trace),
         "lengths": lengths(files),
         "bias": bias(columns),
-        "read": min(files.rollouts.share, files.trace.share),
+        "read": min(files.shares.values()),
     }
 
 

@@ -5,8 +5,8 @@
 Owns the names of the questions and of their values. Answers are made of RunFiles, which reads only what is new. Locks
 keep two questions about one part of it apart: while 100,000 rollouts are read for the first time, metrics are
 answered. "state" is cheap, and asked every second: it says with which files' revisions the other answers would be, so
-that the page asks again only for what changed. With a limited patience a question about rollouts or the trace is
-answered of what was read until then: that it is not all is in the state, and to have read more is a revision.
+that the page asks again only for what changed. With a limited patience a question about metrics, rollouts or the trace
+is answered of what was read until then: that it is not all is in the state, and to have read more is a revision.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ PARTS: tuple[Part, ...] = get_args(Part)
 PATIENCE_S = 0.4  # of a server: nobody waits much longer for a first view, whatever the run
 _PAUSE_S = 0.002  # for who waits for a lock
 _POINTS = 800
+_LOOKS: dict[Part, Callable[[RunFiles], Any]] = {
+    "rows": lambda files: files.columns(),
+    "rollouts": lambda files: files.rollouts.entries(),
+    "trace": lambda files: files.trace.look(),
+}
 _OF_DAMAGE = (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -54,7 +59,7 @@ class RunData:
         self, directory: str | Path, pieces: Pieces | None = None, *, patience_s: float = float("inf")
     ) -> None:
         self.files = RunFiles(directory)
-        self.files.rollouts.patience = self.files.trace.patience = patience_s
+        self.files.patience = patience_s
         self._warned = Warned()
         self.pieces = RunTokens(self.files) if pieces is None else pieces
         self._locks = {part: threading.Lock() for part in PARTS}
@@ -106,19 +111,16 @@ class RunData:
             return {**told, **nothing, **found}
 
     def read_ahead(self) -> None:
-        """Read what a first question about rollouts or the trace would wait for, in parts: who asks meanwhile comes
-        between them. What is damaged is told to that."""
+        """Read what a first question would wait for, in parts: who asks meanwhile comes between them. What is damaged
+        is told to that."""
         with suppress(ValueError, OSError):
-            shares = {"rollouts": 0.0, "trace": 0.0}
-            while min(shares.values()) < 1:
-                with self.reading("rollouts") as files:
-                    files.rollouts.entries()
-                    shares["rollouts"] = files.rollouts.share
-                time.sleep(_PAUSE_S)
-                with self.reading("trace") as files:
-                    files.trace.look()
-                    shares["trace"] = files.trace.share
-                time.sleep(_PAUSE_S)
+            while True:
+                for part, look in _LOOKS.items():
+                    with self.reading(part) as files:
+                        look(files)
+                    time.sleep(_PAUSE_S)
+                if not self._still_reading():
+                    break
 
     @contextmanager
     def reading(self, *parts: Part) -> Iterator[RunFiles]:
@@ -150,8 +152,7 @@ class RunData:
 
     def _still_reading(self) -> dict[str, float]:
         """Which share is read, of the parts whose answers are not of all that there is."""
-        shares = {"rollouts": self.files.rollouts.share, "trace": self.files.trace.share}
-        return {part: share for part, share in shares.items() if share < 1}
+        return {part: share for part, share in self.files.shares.items() if share < 1}
 
     # Questions
 
@@ -160,7 +161,9 @@ class RunData:
         files, columns = self.files, self.files.columns()
         num_steps, step, state = files.value("train.num_steps"), columns.last.get("step", 0), files.state
         pace = seconds_a_step(columns.newest)
-        left = None if state != "running" or num_steps is None or pace is None else max(0, num_steps - step) * pace
+        left = None
+        if state == "running" and num_steps is not None and pace is not None and files.shares["metrics"] == 1:
+            left = max(0, num_steps - step) * pace
         waits = verdict(columns.last) if columns.last else None
         return {
             "name": files.name,

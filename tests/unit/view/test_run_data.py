@@ -212,7 +212,7 @@ def test_without_patience_what_was_read_is_answered_and_that_it_is_a_part(tmp_pa
     """The page asks again for what has another revision: until it has all."""
     write_run(tmp_path, steps=6)
     data, whole = RunData(tmp_path, patience_s=0.0), RunData(tmp_path)
-    assert asked(data, "state")["reading"] == {}, "nobody asked for anything yet"
+    assert asked(data, "state")["reading"].keys() == {"metrics"}, "nobody asked for rollouts yet"
     seen, revisions = [], []
     while not seen or seen[-1] < 1:
         told = asked(data, "rollouts", limit=100)
@@ -224,6 +224,21 @@ def test_without_patience_what_was_read_is_answered_and_that_it_is_a_part(tmp_pa
     assert len(seen) == 6 and len(set(revisions)) == 6
     assert asked(data, "rollouts", limit=100) == asked(whole, "rollouts", limit=100)
     assert revisions[-1] == asked(whole, "state")["revisions"]["rollouts"]
+
+
+def test_without_patience_metrics_are_answered_as_far_as_they_were_read(tmp_path: Path) -> None:
+    """A run of 100,000 steps is 200 MB of them: half a minute."""
+    write_run(tmp_path, steps=6)
+    data, whole = RunData(tmp_path, patience_s=0.0), RunData(tmp_path)
+    seen = []
+    while not seen or seen[-1]["reading"]:
+        seen.append(asked(data, "state"))
+    assert [state["step"] for state in seen] == [1, 2, 3, 4, 5, 6]
+    shares = [state["reading"].get("metrics", 1) for state in seen]
+    assert shares == sorted(set(shares)) and 0 < shares[0] < 0.5 and shares[-1] == 1
+    assert len({state["revisions"]["metrics"] for state in seen}) == 6, "the page asks again"
+    assert asked(data, "metrics", keys="reward/mean") == asked(whole, "metrics", keys="reward/mean")
+    assert seen[-1]["revisions"] == asked(whole, "state")["revisions"]
 
 
 def test_a_rollout_is_found_wherever_it_is_and_reading_ahead_ends(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ export class LedgerView {
   async open() {
     const told = await this.page.source.ask(this.page.run, "ledger");
     this.told = told;
-    const reading = told.read < 1 ? el("p", { text: `Still reading the run: seconds and lengths are of ${percent(told.read)} of it so far.` }) : null;
+    const reading = told.read < 1 ? el("p", { text: `Still reading the run: what stands here is of ${percent(told.read)} of it so far.` }) : null;
     replace(this.node, el("h1", { text: "Ledger" }), reading, told.accounts ? [this._flow(told), this._table(told)] : el("p", { text: "No step has been made yet." }), this._waste(told), this._seconds(told), this._lengths(told));
   }
 

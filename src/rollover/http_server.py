@@ -32,7 +32,9 @@ class HttpServer:
 
     def __init__(self, app: Any, port: int = 0, host: str = LOOPBACK, name: str = "port") -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        # Of asyncio only connections of a socket that says its protocol have TCP_NODELAY: without it each answer over a
+        # connection that is kept waits some 40 ms for an acknowledgement.
+        self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((host, port))

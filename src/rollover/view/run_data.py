@@ -40,8 +40,9 @@ from rollover.view.told import Pieces, told
 
 Part = Literal["rows", "rollouts", "trace", "answers"]
 PARTS: tuple[Part, ...] = get_args(Part)
-PATIENCE_S = 0.4  # of a server: nobody waits much longer for a first view, whatever the run
+PATIENCE_S = 0.15  # of a server: a first view is some six questions, of which each may wait for reading ahead, too
 _PAUSE_S = 0.002  # for who waits for a lock
+_HEAD_START_S = 1.0  # of a first view before reading ahead
 _POINTS = 800
 _LOOKS: dict[Part, Callable[[RunFiles], Any]] = {
     "rows": lambda files: files.columns(),
@@ -63,6 +64,8 @@ class RunData:
         self._warned = Warned()
         self.pieces = RunTokens(self.files) if pieces is None else pieces
         self._locks = {part: threading.Lock() for part in PARTS}
+        self._asking: set[int] = set()  # the threads that answer something at this moment
+        self._asked = threading.Event()
         self._questions: dict[str, tuple[Callable[[Query], Any], tuple[Part, ...]]] = {
             "state": (self._state, ("rows",)),
             "keys": (lambda query: keys_of(self.files.columns()), ("rows",)),
@@ -95,8 +98,13 @@ class RunData:
         if name not in self._questions:
             raise NotThere(f"there is no question {name}: there are {', '.join(self._questions)}")
         question, parts = self._questions[name]
-        with self.reading(*parts):
-            return question(query)
+        self._asking.add(threading.get_ident())
+        try:
+            with self.reading(*parts):
+                return question(query)
+        finally:
+            self._asking.discard(threading.get_ident())
+            self._asked.set()
 
     def state(self) -> dict[str, Any]:
         """The answer to "state", also where there is none: then its state is "unreadable", for the reason that stands
@@ -111,11 +119,14 @@ class RunData:
             return {**told, **nothing, **found}
 
     def read_ahead(self) -> None:
-        """Read what a first question would wait for, in parts: who asks meanwhile comes between them. What is damaged
+        """Read what a first question would wait for, in parts: who asks comes before and between them. What is damaged
         is told to that."""
+        self._asked.wait(_HEAD_START_S)
         with suppress(ValueError, OSError):
             while True:
                 for part, look in _LOOKS.items():
+                    while self._asking:
+                        time.sleep(_PAUSE_S)
                     with self.reading(part) as files:
                         look(files)
                     time.sleep(_PAUSE_S)

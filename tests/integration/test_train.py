@@ -34,6 +34,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = runs.rollover("train", recipe)
     assert done.returncode == 0, done.stderr
     assert "Held-out tasks" in done.stdout and "step 6/6" in done.stdout
+    assert f"rollover view {folder / 'run'}" in done.stdout.splitlines()[-1]
     return folder
 
 

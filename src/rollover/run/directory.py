@@ -257,14 +257,22 @@ class RunDirectory:
         """
         if command is None:
             return f"rollover.train(resume={str(self.path)!r})"
-        python, script = Path(sys.executable), shutil.which("rollover")
-        if script is not None and Path(script).parent == python.parent:
-            program = ["rollover"]
-        else:  # the environment is not activated, or another one's script would answer
-            program = [str(python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python)]
-            program += ["-m", "rollover"]
         words = [w for w in command if not w.startswith(("--run.dir=", "--checkpoint.resume_from="))]
-        return shlex.join([*program, "train", *words, f"--run.dir={self.path}", "--resume"])
+        return shlex.join([*_program(), "train", *words, f"--run.dir={self.path}", "--resume"])
+
+
+def view_command(run_dir: Path) -> str:
+    """What to type in a shell to see the run in a browser."""
+    return shlex.join([*_program(), "view", str(run_dir)])
+
+
+def _program() -> list[str]:
+    """The words that call this program in a shell."""
+    python, script = Path(sys.executable), shutil.which("rollover")
+    if script is not None and Path(script).parent == python.parent:
+        return ["rollover"]
+    # The environment is not activated, or another one's script would answer.
+    return [str(python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python), "-m", "rollover"]
 
 
 def _new_directory(name: str) -> Path:

@@ -23,7 +23,7 @@ from rollover.config import Config
 from rollover.models.allocator import return_freed_memory
 from rollover.rollout.lifecycle import Event
 from rollover.run.checkpointing import Checkpointing
-from rollover.run.directory import RunDirectory
+from rollover.run.directory import RunDirectory, view_command
 from rollover.run.first_look import look_at_tasks
 from rollover.run.hand_over import HandOver
 from rollover.run.held_out import HeldOut
@@ -213,7 +213,7 @@ class Run:
         if directory.of_evaluations.best_model_step is not None:
             paths["best model"] = str(directory.of_evaluations.best_model)
         rows, evals = directory.metrics.rows(), directory.evals.rows()
-        return run_summary(config.run.name, rows, evals, paths, errors, self.enough)
+        return run_summary(config.run.name, rows, evals, paths, errors, self.enough, view_command(directory.path))
 
     async def close(self, *, keep: bool = False) -> None:
         """End the journal, the engine, the reward workers, the backend and the trainer's thread.

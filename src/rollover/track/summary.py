@@ -44,7 +44,7 @@ class RunSummary:
     phase, which are more than `total_s` together where training streamed. `waits`: who waited for whom, over all steps.
     `partial_share`: share of all trained rollouts with segments of >= 2 policy versions. `paths`: by label.
     `reward_errors`: how many rewards failed, and the most frequent error.
-    `enough`: why it ended before its last step, "" if it did not. `resume_command` is shown if the run can go on.
+    `enough`: why it ended before its last step, "" if it did not. `view_command` is what shows the run in a browser.
     `now`: by label, where a run stands that somebody looks at.
     """
 
@@ -61,7 +61,7 @@ class RunSummary:
     paths: Mapping[str, str] = field(default_factory=dict)
     reward_errors: str = ""
     enough: str = ""
-    resume_command: str = ""
+    view_command: str = ""
     now: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -72,6 +72,7 @@ def run_summary(
     paths: Mapping[str, str],
     reward_errors: str = "",
     enough: str = "",
+    view_command: str = "",
 ) -> RunSummary:
     """The summary of a whole run, resumptions included, from the rows of metrics.jsonl and eval.jsonl."""
     before = evals[0] if evals and evals[0].get("step", 0) == 0 else None  # not with eval.at_start = false
@@ -105,6 +106,7 @@ def run_summary(
         paths=paths,
         reward_errors=reward_errors,
         enough=enough,
+        view_command=view_command,
     )
 
 
@@ -136,8 +138,8 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
             _print(console, Text(f"  {summary.waits.text}{hint}"))
     if summary.reward_errors:
         _print(console, Text(f"\nRewards: {summary.reward_errors}"))
-    if summary.resume_command:
-        _print(console, Text(f"\nTo go on: {summary.resume_command}"))
+    if summary.view_command:
+        _print(console, Text(f"\nTo see it in a browser: {summary.view_command}"))
 
 
 def _print(console: Console, text: Text) -> None:

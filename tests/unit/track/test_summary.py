@@ -38,7 +38,7 @@ FULL = RunSummary(
     time_s={"generate": 300.0, "score": 3.0, "train": 97.0},
     waits=Verdict("generation", "generation-bound: 300 s", "more engine.threads"),
     paths={"model": "/runs/quickstart-1/model", "metrics": "/runs/quickstart-1/metrics.jsonl"},
-    resume_command="rollover train configs/quickstart.toml --resume",
+    view_command="rollover view runs/quickstart-1",
 )
 
 
@@ -78,7 +78,7 @@ def test_numbers(terminal: bool) -> None:
         "generate 5:00 75%",
         "generation-bound: 300 s (try more engine.threads)",
         "model /runs/quickstart-1/model",
-        "To go on: rollover train configs/quickstart.toml --resume",
+        "To see it in a browser: rollover view runs/quickstart-1",
     ):
         assert expected in lines, expected
 

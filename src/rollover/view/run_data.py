@@ -43,6 +43,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 PATIENCE_S = 0.15  # of a server: a first view is some six questions, of which each may wait for reading ahead, too
 _PAUSE_S = 0.002  # for who waits for a lock
 _HEAD_START_S = 1.0  # of a first view before reading ahead
+_QUIET_S = 0.03  # after an answer: a view asks one thing after the other
 _POINTS = 800
 _LOOKS: dict[Part, Callable[[RunFiles], Any]] = {
     "rows": lambda files: files.columns(),
@@ -65,7 +66,7 @@ class RunData:
         self.pieces = RunTokens(self.files) if pieces is None else pieces
         self._locks = {part: threading.Lock() for part in PARTS}
         self._asking: set[int] = set()  # the threads that answer something at this moment
-        self._asked = threading.Event()
+        self._asked, self._answered_at = threading.Event(), 0.0
         self._questions: dict[str, tuple[Callable[[Query], Any], tuple[Part, ...]]] = {
             "state": (self._state, ("rows",)),
             "keys": (lambda query: keys_of(self.files.columns()), ("rows",)),
@@ -104,6 +105,7 @@ class RunData:
                 return question(query)
         finally:
             self._asking.discard(threading.get_ident())
+            self._answered_at = time.monotonic()
             self._asked.set()
 
     def state(self) -> dict[str, Any]:
@@ -125,7 +127,7 @@ class RunData:
         with suppress(ValueError, OSError):
             while True:
                 for part, look in _LOOKS.items():
-                    while self._asking:
+                    while self._asking or time.monotonic() < self._answered_at + _QUIET_S:
                         time.sleep(_PAUSE_S)
                     with self.reading(part) as files:
                         look(files)

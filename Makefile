@@ -42,9 +42,10 @@ $(STAMP): pyproject.toml Makefile
 demo: venv
 	@$(BIN)/python -m rollover demo
 
-# Whole files at a time, as tests of one file share fixtures that take long to make.
+# Whole files at a time, as tests of one file share fixtures that take long to make. In the order of folders, which has
+# files of many short tests last: by number, as is usual, one worker ends with the few tests that take longest.
 test: venv
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: venv
 	@$(BIN)/python -m pytest -m slow

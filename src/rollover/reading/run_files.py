@@ -39,10 +39,11 @@ State = Literal["running", "finished", "stopped"]
 class RunFiles:
     """The run in `directory`. ValueError where there is none.
 
-    `rollouts`: the index of what was recorded. `trace`: that of what happened when.
+    `rollouts`: the index of what was recorded. `trace`: that of what happened when. `patience_s`: how long one look at
+    the columns, the rollouts or the trace may take; without an end by default.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, patience_s: float = float("inf")) -> None:
         self.directory = Path(directory).expanduser()
         self.check()
         self._metrics = Tail(self.directory / METRICS, numbers=True)
@@ -50,19 +51,11 @@ class RunFiles:
         self._evaluations = Tail(self.directory / EVALUATIONS)
         self.rollouts = RolloutIndex(self.directory / ROLLOUTS)
         self.trace = TraceIndex(self.directory / TRACE)
-
-    @property
-    def patience(self) -> float:
-        """Seconds that one look at the columns, the rollouts or the trace may take; without an end by default."""
-        return self.trace.patience
-
-    @patience.setter
-    def patience(self, seconds: float) -> None:
-        self._columns.patience = self.rollouts.patience = self.trace.patience = seconds
+        self._columns.patience = self.rollouts.patience = self.trace.patience = patience_s
 
     @property
     def shares(self) -> dict[str, float]:
-        """How much of each of them is read, as of the last look."""
+        """How much of the metrics (as columns), the rollouts and the trace is read, as of the last look at each."""
         return {"metrics": self._columns.share, "rollouts": self.rollouts.share, "trace": self.trace.share}
 
     def check(self) -> None:

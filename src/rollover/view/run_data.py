@@ -60,8 +60,7 @@ class RunData:
     def __init__(
         self, directory: str | Path, pieces: Pieces | None = None, *, patience_s: float = float("inf")
     ) -> None:
-        self.files = RunFiles(directory)
-        self.files.patience = patience_s
+        self.files = RunFiles(directory, patience_s=patience_s)
         self._warned = Warned()
         self.pieces = RunTokens(self.files) if pieces is None else pieces
         self._locks = {part: threading.Lock() for part in PARTS}
@@ -99,14 +98,8 @@ class RunData:
         if name not in self._questions:
             raise NotThere(f"there is no question {name}: there are {', '.join(self._questions)}")
         question, parts = self._questions[name]
-        self._asking.add(threading.get_ident())
-        try:
-            with self.reading(*parts):
-                return question(query)
-        finally:
-            self._asking.discard(threading.get_ident())
-            self._answered_at = time.monotonic()
-            self._asked.set()
+        with self.reading(*parts):
+            return question(query)
 
     def state(self) -> dict[str, Any]:
         """The answer to "state", also where there is none: then its state is "unreadable", for the reason that stands
@@ -129,22 +122,33 @@ class RunData:
                 for part, look in _LOOKS.items():
                     while self._asking or time.monotonic() < self._answered_at + _QUIET_S:
                         time.sleep(_PAUSE_S)
-                    with self.reading(part) as files:
-                        look(files)
+                    with self._held(part):
+                        look(self.files)
                     time.sleep(_PAUSE_S)
                 if not self._still_reading():
                     break
 
     @contextmanager
     def reading(self, *parts: Part) -> Iterator[RunFiles]:
-        """The run's files, of which nobody else reads these parts meanwhile. ValueError for whatever is wrong with
-        them."""
+        """The run's files, for an answer: reading ahead waits, and nobody else reads these parts meanwhile. ValueError
+        for whatever is wrong with them."""
+        self._asking.add(threading.get_ident())
+        try:
+            with self._held(*parts):
+                yield self.files
+        finally:
+            self._asking.discard(threading.get_ident())
+            self._answered_at = time.monotonic()
+            self._asked.set()
+
+    @contextmanager
+    def _held(self, *parts: Part) -> Iterator[None]:
         with ExitStack() as held:
             for part in PARTS:  # in one order, or two could wait for each other
                 if part in parts:
                     held.enter_context(self._locks[part])
             try:
-                yield self.files
+                yield
             except (NotThere, ValueError):
                 raise
             except OSError as error:

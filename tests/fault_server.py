@@ -47,6 +47,8 @@ class Faults:
     """It answers on, though nobody reads."""
     answers: dict[str, bytes] = field(default_factory=dict)
     """path -> what it answers there with status 200, whatever it is asked."""
+    failures: dict[str, tuple[str, bytes]] = field(default_factory=dict)
+    """path -> content type and body of the status 500 that it answers there, whatever it is asked."""
 
 
 class FaultServer:
@@ -142,6 +144,9 @@ class FaultServer:
         if (body := self.faults.answers.get(request.path)) is not None:
             await request.read()
             return web.Response(body=body, content_type="text/html")
+        if (failure := self.faults.failures.get(request.path)) is not None:
+            await request.read()
+            return web.Response(status=500, body=failure[1], headers={"Content-Type": failure[0]})
         if (status := self.faults.refuses.get(request.path)) is not None:
             return _refusal(status)
         return await handler(request)

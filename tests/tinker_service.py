@@ -98,6 +98,7 @@ class FakeTinker:
     (the connection), or seconds to wait before it answers. `calls`: (path, its JSON, {} for protobuf)."""
 
     def __init__(self) -> None:
+        self.logprob_error = np.float32(0.0)  # what it adds to each log-prob
         self.faults: dict[str, list[int | float | str]] = {}
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.headers: list[dict[str, str]] = []
@@ -236,7 +237,7 @@ class FakeTinker:
         out.sequences.add(
             stop_reason=reason,
             tokens=np.array(new, np.int32).tobytes(),
-            logprobs=np.array(logprobs, np.float32).tobytes(),
+            logprobs=(np.array(logprobs, np.float32) + self.logprob_error).tobytes(),
         )
         return self.promise(out.SerializeToString(), sample_sequence_ids=[f"sequence-{self.number()}"])
 

@@ -26,6 +26,7 @@ import rollover
 from rollover import system
 from rollover.commands import VERBS, installed_verbs, load_verb, our_verbs, who_has_it
 from rollover.commands.verb import Overrides, Verb, to_stderr
+from rollover.files import paths_begin_in
 
 # --table.key, --table.key=VALUE. Everything else is argparse's.
 _DOTTED = re.compile(r"--([A-Za-z_][\w-]*(?:\.[\w-]+)+)(?:=(.*))?", re.DOTALL)
@@ -62,7 +63,8 @@ def run_verb(argv: Sequence[str]) -> int:
         args = parser.parse_args(rest)
         if overrides and not args.verb.keys:
             raise ValueError(f"{args.prog} reads no configuration: leave out --{overrides[0][0]}")
-        return args.verb.run(args, overrides)
+        with paths_begin_in(os.getcwd()):
+            return args.verb.run(args, overrides)
     except KeyboardInterrupt:
         to_stderr("rollover: interrupted")
         return 130
@@ -73,7 +75,7 @@ def run_verb(argv: Sequence[str]) -> int:
     except ValueError as error:
         if os.environ.get("ROLLOVER_TRACEBACK"):
             traceback.print_exc()
-        _complain(error)
+        _complain(_told(error))
         return 2
     except (OSError, RuntimeError) as error:
         if not _is_of_the_machine(error):
@@ -190,6 +192,16 @@ def _is_of_the_machine(error: Exception) -> bool:
         return True
     of_disk = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
     return isinstance(error, OSError) and error.errno in of_disk
+
+
+def _told(error: ValueError) -> str:
+    """Return the message. A library knows no file and no key of ours: name it, and the module that called it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [str(frame.f_globals.get("__name__")) for frame in frames]
+    if modules[-1].partition(".")[0] == __package__ and not isinstance(error, UnicodeError):
+        return str(error)
+    ours = next((name for name in reversed(modules) if name.partition(".")[0] == __package__), __name__)
+    return f"{ours}: {type(error).__name__} of {modules[-1]}: {error}. Set ROLLOVER_TRACEBACK=1 for the traceback"
 
 
 def _complain(error: Exception | str) -> None:

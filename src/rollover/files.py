@@ -1,6 +1,8 @@
-"""Files: durable writes; and in words, whether a place can be written to and which existing path was meant.
+"""Files: durable writes; bounded reads of files that others wrote; and in words, whether a place can be written to and
+which existing path was meant.
 
-Owns no file. Imports nothing heavy; fsspec only where a path is a URL.
+Owns which folder relative paths begin in: user code may change the working directory at any time. Owns no file.
+Imports nothing heavy; fsspec only where a path is a URL.
 """
 
 from __future__ import annotations
@@ -11,9 +13,87 @@ import os
 import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rollover.alike import alike
+
+MOST_LINE_BYTES = 1 << 27  # of a line that somebody else wrote; a rollout of 500,000 tokens has about 100 MB
+MOST_ROW_BYTES = 1 << 24  # of a line of metrics.jsonl, eval.jsonl or trace.jsonl, and of a JSON file of settings
+
+_started_in: list[str] = []  # by those of `paths_begin_in` that are open
+
+
+@contextlib.contextmanager
+def paths_begin_in(folder: str) -> Iterator[None]:
+    """Make `local_path` and child processes begin in `folder` within the block, wherever user code changes to."""
+    _started_in.append(folder)
+    try:
+        yield
+    finally:
+        _started_in.remove(folder)
+
+
+def start_folder() -> str:
+    """Return the folder of the innermost `paths_begin_in`, by default the working directory."""
+    return _started_in[-1] if _started_in else os.getcwd()
+
+
+def local_path(path: str | os.PathLike[str], base_dir: str | os.PathLike[str] = "") -> Path:
+    """Return an absolute path: "~" is the home folder, a relative path begins in `base_dir`, that in `start_folder`."""
+    path = Path(base_dir, Path(path).expanduser())
+    return path if path.is_absolute() else Path(start_folder(), path)  # there may be no working directory any more
+
+
+def short_path(path: Path) -> str:
+    """Return the path, without `start_folder` where that is its beginning."""
+    folder = start_folder()
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a file for reading that others may have made.
+
+    ValueError for a folder, a device or a pipe: reading those may block or never end. OSError as of `open`.
+    """
+    other = f"{path} is no file, but a folder, a device or a pipe"
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError(other)  # before `open`, which has effects on some devices
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ValueError(other)
+        return os.fdopen(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def read_regular(path: str | Path, most_bytes: int) -> bytes:
+    """Read a whole file of `open_regular`. ValueError where it has more than `most_bytes`."""
+    with open_regular(path) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"{path} has more than {most_bytes:,} bytes")
+    return content
+
+
+def check_line(line: bytes, path: str | Path, most_bytes: int) -> None:
+    """Raise ValueError, which names the file, for a line of more than `most_bytes`."""
+    if len(line) > most_bytes:
+        raise ValueError(f"{path} has a line of more than {most_bytes:,} bytes: restore the file")
+
+
+def line_of(file: BinaryIO, path: str | Path, most_bytes: int = MOST_LINE_BYTES) -> bytes:
+    """Read the next line with its end, b"" at the end of the file. ValueError where it is longer than `most_bytes`."""
+    line = file.readline(most_bytes + 1)
+    check_line(line, path, most_bytes)
+    return line
+
+
+def lines_of(file: BinaryIO, path: str | Path, most_bytes: int = MOST_LINE_BYTES) -> Iterator[bytes]:
+    """Yield the lines that are left, as `line_of` reads them."""
+    while line := line_of(file, path, most_bytes):
+        yield line
 
 
 def check_writable(where: str | Path, name: str) -> None:
@@ -25,7 +105,7 @@ def check_writable(where: str | Path, name: str) -> None:
     probe = _probe_name()
     if "://" in str(where):
         _check_remote(str(where), name, probe)
-    elif reason := _why_not(Path(where).expanduser().absolute(), probe):
+    elif reason := _why_not(local_path(where), probe):
         raise ValueError(f"{name} = {str(where)!r} cannot be written to: {reason}. Give another place")
 
 
@@ -89,7 +169,7 @@ def near_paths(path: str | Path, suffixes: Collection[str] = ()) -> list[str]:
     # By stem: ".jsonl" alone makes short names half alike.
     near = alike(missing.stem, {p.stem for p in entries}, 3)
     candidates = [Path(p, *rest) for p in sorted(entries) if p.stem in near]
-    return [str(c) for c in candidates if c.exists()]
+    return [short_path(c) for c in candidates if c.exists()]
 
 
 def did_you_mean_path(path: str | Path, suffixes: Collection[str] = ()) -> str:
@@ -98,14 +178,26 @@ def did_you_mean_path(path: str | Path, suffixes: Collection[str] = ()) -> str:
     return f". Did you mean {' or '.join(near)}?" if near else ". Check the path"
 
 
-def read_tables(path: Path) -> dict[str, Any]:
-    """A JSON file of tables, such as config.resolved.json. ValueError that names it where it is damaged."""
+def read_object(path: Path, **kinds: type) -> dict[str, Any]:
+    """Read a JSON file of one object. ValueError that names it where it is damaged, or a key is not of its `kinds`."""
     try:
-        tables = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
-            raise ValueError("it holds no tables")
+        found = json.loads(read_regular(path, MOST_ROW_BYTES).decode("utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no object")
+        for key, kind in kinds.items():
+            if type(found.get(key)) is not kind:
+                raise ValueError(f"its {key} is {found.get(key)!r:.50}")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}): restore the file") from error
+    return found
+
+
+def read_tables(path: Path) -> dict[str, Any]:
+    """Read a JSON file of tables, such as config.resolved.json. ValueError as of `read_object`."""
+    tables = read_object(path)
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise ValueError(f"{path} is damaged ({name} is no table): restore the file")
     return tables
 
 

@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from rollover.alike import alike
+from rollover.files import local_path, short_path
 from rollover.live_objects import LIVE, live_object
 
 _MAX_ERROR_CHARS = 500
@@ -204,7 +205,7 @@ def place_of_user(frames: Iterable[tuple[str, int]]) -> str:
     be one of such; "" if none is."""
     last = {_owner(filename): (filename, line) for filename, line in frames}
     found = last.get("user") or last.get("installed")
-    return f"{_shown(found[0])}:{found[1]}" if found else ""
+    return f"{short_path(Path(found[0]))}:{found[1]}" if found else ""
 
 
 def described(value: Any) -> str:
@@ -257,6 +258,15 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+MOST_SCORE = 1e30
+"""The largest reward, either way: sums of larger ones, and of their squares, overflow in float32 and in float64."""
+
+
+def is_score(value: float) -> bool:
+    """Whether a number can be trained as a reward."""
+    return abs(value) <= MOST_SCORE  # neither nan nor inf
+
+
 def shortened(value: Any) -> str:
     """What a message shows of a value that the user's code gave."""
     try:
@@ -278,17 +288,11 @@ def _name(function: Callable[..., Any]) -> str:
 
 def _where_defined(function: Callable[..., Any]) -> str:
     code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    return f" ({_shown(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
-
-
-def _shown(filename: str) -> str:
-    """The shortest path by which it is found from the working directory."""
-    path = Path(filename)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
+    return f" ({short_path(Path(code.co_filename))}:{code.co_firstlineno})" if code is not None else ""
 
 
 def _resolve(path: str, base_dir: str) -> Path:
-    resolved = Path(base_dir, Path(path).expanduser()).resolve()
+    resolved = local_path(path, base_dir).resolve()
     if not resolved.is_file():
         siblings = [p.name for p in resolved.parent.glob("*.py")] if resolved.parent.is_dir() else []
         raise ValueError(f"there is no file {resolved}{_near(resolved.name, siblings)}")

@@ -1,7 +1,7 @@
 """Child processes: how one of ours is started, and that neither it nor what it starts outlives its parent.
 
-A child is `python -m rollover.processes PARENT_PID BINDING MODULE ARGUMENT...`: it is bound to its parent first, and
-only then imports MODULE, which may take seconds, and calls its `main`.
+A child is `python -m rollover.processes PARENT_PID FOLDER BINDING MODULE ARGUMENT...`: it begins in FOLDER and is bound
+to its parent first, and only then imports MODULE, which may take seconds, and calls its `main`.
 
 `keep` puts a process of its own, the keeper, between a child of ours that runs foreign code and us:
 
@@ -22,8 +22,13 @@ import site
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rollover.files import start_folder
+from rollover.std_streams import keep_streams
 
 if TYPE_CHECKING:
     from rollover.config import RunConfig
@@ -39,24 +44,36 @@ _SPINS = "10000"
 
 
 def child_command(module: str, *arguments: object, kept: bool = False) -> list[str]:
-    """The command line of a child that calls `module`'s main with `arguments`, as strings. It dies with this process.
+    """The command line of a child that calls `module`'s main with `arguments`, as strings. It begins in `start_folder`,
+    and dies with this process.
 
     `kept`: what it starts does so too, see `keep`.
     """
-    binding = "keep" if kept else "die_with"
+    binding, ours = "keep" if kept else "die_with", [os.getpid(), start_folder()]
     # -P: a json.py in the working directory must not replace the standard library's in our own imports.
-    return [sys.executable, "-P", "-m", "rollover.processes", str(os.getpid()), binding, module, *map(str, arguments)]
+    return [sys.executable, "-P", "-m", "rollover.processes", *map(str, (*ours, binding, module, *arguments))]
 
 
-def child_environment(**defaults: str) -> dict[str, str]:
+ALL = ("*",)
+
+
+def child_environment(visible: Sequence[str] = ALL, **defaults: str) -> dict[str, str]:
     """This process's variables, above `defaults`; the child imports the same package as this process.
+
+    `visible`: patterns of the names that the child sees (workflow.env); those after a ! are left out.
 
     An installed package is found without help: its folder on PYTHONPATH would reach whatever Python a child starts.
     """
     root = str(Path(__file__).resolve().parents[1])
     installed = [os.path.realpath(folder) for folder in (*site.getsitepackages(), site.getusersitepackages())]
     path = [*([] if root in installed else [root]), *filter(None, [os.environ.get("PYTHONPATH", "")])]
-    return {**defaults, **os.environ, **({"PYTHONPATH": os.pathsep.join(path)} if path else {})}
+    hidden = [pattern[1:] for pattern in visible if pattern.startswith("!")]
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if any(fnmatchcase(name, of) for of in visible) and not any(fnmatchcase(name, of) for of in hidden)
+    }
+    return {**defaults, **ours, **({"PYTHONPATH": os.pathsep.join(path)} if path else {})}
 
 
 def brief_waiting(run: RunConfig) -> dict[str, str]:
@@ -88,8 +105,11 @@ def prepare_libraries(run: RunConfig) -> None:
         os.environ.update(brief_waiting(run))
 
 
-def main(parent: str, binding: str, module: str, *arguments: str) -> None:
+def main(parent: str, folder: str, binding: str, module: str, *arguments: str) -> None:
     """What a child does, from its first moment on."""
+    keep_streams()
+    with contextlib.suppress(OSError):  # removed meanwhile
+        os.chdir(folder)
     {"keep": keep, "die_with": die_with}[binding](int(parent))
     importlib.import_module(module).main(*arguments)
 

@@ -355,6 +355,29 @@ async def check_stop_strings_are_looked_for_in_the_present_text_only(subject: Su
     await engine.close()
 
 
+async def check_repetition_is_counted_from_the_turn(subject: Subject) -> None:
+    """Tokens of earlier turns are no part of it, nor do they shift the tokens at which it is looked for."""
+    engine, window = subject.make_engine(), 16
+    greedy = subject.request(sampling=SamplingParams(temperature=0.0), stop_token_ids=frozenset(), max_new_tokens=64)
+    endless = tokens_of(await engine.extend(greedy))
+    for before in (n for n in (0, 5, 21) if n < len(endless)):
+        of_turn, ends = endless[before:], len(endless) - before
+        for num in range(window, len(of_turn) + 1, 16):
+            last = of_turn[num - window : num]
+            if any(last[p:] == last[:-p] for p in range(1, window // 4 + 1)):
+                ends = num
+                break
+        asked = dataclasses.replace(
+            greedy, rollout_id=f"{before}-1", generated_ids=tuple(endless[:before]), text_start=before,
+            stop_repetition_tokens=window, max_new_tokens=len(of_turn),
+        )  # fmt: skip
+        segments = await engine.extend(asked)
+        assert tokens_of(segments) == of_turn[:ends]
+        if ends < len(of_turn):
+            assert segments[-1].stop_reason is StopReason.REPETITION
+    await engine.close()
+
+
 async def check_a_turn_goes_on_from_what_was_appended(subject: Subject) -> None:
     """Two turns with other tokens between them: with what the engine kept of the first one, and without, alike."""
     engine = subject.make_engine()
@@ -438,6 +461,7 @@ CHECKS = [
     check_queued_are_among_those_asked_for,
     check_tokens_carry_the_version_that_sampled_them,
     check_stop_strings_are_looked_for_in_the_present_text_only,
+    check_repetition_is_counted_from_the_turn,
     check_a_turn_goes_on_from_what_was_appended,
     check_what_a_run_asks_of_it,
     check_release_and_stats,

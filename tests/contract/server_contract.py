@@ -397,6 +397,8 @@ async def check_an_update_that_is_refused_changes_nothing(client: Client, subjec
     refusals = [
         good | {"sha256": "0" * 64},
         good | {"path": str(subject.folder / "none.safetensors")},
+        good | {"path": str(subject.folder)},
+        good | {"path": "/dev/zero"},
         {"path": text, "sha256": hashlib.sha256(b"no weights").hexdigest()},
         subject.write("partial", subject.weights(1.3, **{name: None})),
         subject.write("wrong", subject.weights(1.3, **{name: tensor[:-1].contiguous()})),

@@ -19,9 +19,9 @@ from contract import server_contract
 from contract.server_client import Client, ErrorEvent
 from contract.server_contract import asked
 from rollover.config import Config
+from rollover.engine.server import app as server_app
 from rollover.engine.server.app import make_app
 from rollover.engine.server.embedded import make_service
-from rollover.engine.server.guard import TokenGuard
 from rollover.engine.server.requests import generate_body
 from rollover.engine.server.service import Service
 from rollover.http_server import HttpServer
@@ -46,7 +46,7 @@ def served(folder: Path, body, token: str = "", dtype: str = "float32") -> Servi
 
     async def main() -> Service:
         service = make_service(config(folder, dtype))
-        server = HttpServer(TokenGuard(make_app(service), token))
+        server = HttpServer(make_app(service), token=token)
         await server.start()
         try:
             await body(server.url, service)
@@ -189,6 +189,50 @@ def test_an_update_begins_with_its_start(folder: Path, tmp_path: Path) -> None:
             assert (await client.post("/update_weights", info))[0] == 500
             await client.ok("/start_weight_update")
             await client.ok("/update_weights", info)
+
+    served(folder, body)
+
+
+def test_a_path_that_is_no_weights_file_is_refused_and_tells_nothing(folder: Path, tmp_path: Path) -> None:
+    """Neither a hang, nor whether something is there, nor the digest of what is; and the next update works."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "secret").write_text("of the owner")
+    paths = ["/dev/zero", "/dev/stdin", "/proc/self/mem", str(tmp_path), str(tmp_path / "pipe")]
+    paths += [str(tmp_path / "secret"), str(tmp_path / "none"), "/etc/passwd", "a\0b", ""]
+
+    async def body(url: str, service: Service) -> None:
+        here = subject(folder, url, tmp_path)
+        async with Client(url) as client:
+            said = set()
+            for path in paths[:-1]:
+                await client.ok("/start_weight_update")
+                info = {"path": path, "sha256": "0" * 64}
+                status, answer = await asyncio.wait_for(client.post("/update_weights", {"update_info": info}), 30)
+                assert status == 500
+                said.add(answer["error"]["message"].replace(path, "PATH"))
+            for path in paths:
+                check, found = {"method": "rollover_verify", "args": [path, "0" * 64]}, ["verifying"]
+                assert (await client.ok("/collective_rpc", check))["results"] == found, "at first of any path"
+                while found == ["verifying"]:
+                    found = (await client.ok("/collective_rpc", check))["results"]
+                said.add(found[0].replace(path, "PATH") if path else "refused: PATH" + found[0][9:])
+            (message,) = said
+            assert message.startswith("refused: PATH is not there for this server, or not the weights file")
+            await server_contract.update(client, here.write("new", here.weights(1.3)), "run-1/1")
+
+    served(folder, body)
+
+
+def test_a_body_without_end_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a path reads one, also where it may be empty."""
+    monkeypatch.setattr(server_app, "MOST_BODY_BYTES", 1000)
+
+    async def body(url: str, service: Service) -> None:
+        async with Client(url) as client:
+            for path in ("/inference/v1/generate", "/finish_weight_update", "/abort_requests", "/collective_rpc"):
+                status, answer = await client.post(path, data=b" " * 1001)
+                assert status == 400 and "1,001 bytes, and 1,000 are the most" in answer["error"]["message"], path
+            assert (await client.post("/finish_weight_update", data=b""))[0] == 200
 
     served(folder, body)
 

@@ -9,9 +9,12 @@ import pytest
 
 from contract import engine_contract
 from contract.test_remote_engine import WEIGHTS, Made, all_serve, config, made, request, run, same, text_of
+from rollover.engine.remote import client as remote_client
+from rollover.engine.remote.client import ServerClient
 from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
 from rollover.engine.remote.hosts import UrlHost
 from rollover.engine.remote.server import Server
+from rollover.engine.remote.wire import ServerFailed
 
 __all__ = ["made"]
 
@@ -62,6 +65,10 @@ NO_TOKENS = [
     chunk(10**6),
     chunk(2**40),
     chunk(None),
+    chunk(True),
+    chunk(1, logprob=True),
+    chunk(1, logprob=3.0),
+    chunk(1, logprob=0.01),
     chunk(1, logprob="x"),
     chunk(1, logprob=None),
     chunk(1.5),
@@ -85,6 +92,59 @@ def test_what_is_no_token_is_nobodys(made: Made) -> None:
             assert engine.stats()["engine/lost_requests"] > i
 
     run(made, server, odd, work=work)
+
+
+UNREADABLE = [
+    ("application/json", b"[" * 200_000),
+    ("application/json", b'{"error": ' * 100_000),
+    ("text/plain; charset=base64", b"eA=="),  # a codec of Python's, and no text encoding
+    ("text/plain; charset=no-such-charset", b"x"),
+    ("application/json; charset=utf-16", b"{}"),
+]
+
+
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/update_weights", "/weight_info"])
+def test_an_error_that_cannot_be_read_is_a_failure_of_its_server(path: str, made: Made) -> None:
+    """So that the server is probed, or given up: it is no failure of the engine."""
+    server, odd = made.server(), made.server()
+
+    async def work(engine: RemoteEngine) -> None:
+        await all_serve(engine)
+        few = UNREADABLE if path == "/inference/v1/generate" else UNREADABLE[1:3]  # each of the others is a back-off
+        for i, failure in enumerate(few):
+            odd.faults.failures = {path: failure}
+            if path == "/update_weights":
+                await engine.load_weights(i + 1, WEIGHTS)
+            wanted = [request(0, rollout_id=f"{2 * i + j}-0") for j in range(2)]
+            for answer in await asyncio.gather(*map(engine.extend, wanted)):
+                same(answer, server, wanted[0], version=engine.oldest_version)
+            if path == "/inference/v1/generate":
+                assert engine.stats()["engine/lost_requests"] > i
+                continue
+            while engine.stats()["engine/ejections"] <= i:
+                await asyncio.sleep(0.01)
+            odd.faults.failures = {}
+            await all_serve(engine)
+
+    run(made, server, odd, work=work, server_timeout_s=2.0)
+
+
+def test_an_event_or_an_answer_without_end_is_not_kept(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_client, "MOST_ANSWER_BYTES", 10_000)
+    server = made.server()
+    server.faults.answers = {path: b"x" * 10_001 for path in ("/inference/v1/generate", "/weight_info")}
+
+    async def ask() -> None:
+        client = ServerClient(server.url)
+        with pytest.raises(ServerFailed, match="event of more than 10,000 bytes"):
+            _ = [chunk async for chunk in client.stream({})]
+        with pytest.raises(ServerFailed, match="more than 10,000 bytes"):
+            await client.get("/weight_info", limit_s=60)
+        server.faults.answers["/inference/v1/generate"] = b"\n".join([b": a comment " + b"x" * 5000] * 9 + [chunk(1)])
+        assert [each.token_ids async for each in client.stream({})] == [(1,)]
+        await client.close()
+
+    asyncio.run(ask())
 
 
 def test_a_proxy_of_the_environment_is_for_others(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 import torch
@@ -24,6 +25,7 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
 from rollover.engine.remote.hosts import ProcessHost, UrlHost
+from rollover.http_guard import TOKEN_VARIABLE
 from rollover.models.load import load_model
 from rollover.run.eval_parts import EvalParts
 from rollover.trainer.batch import Batch
@@ -77,7 +79,7 @@ def test_contract(
     check: Callable[[engine_contract.Subject], Awaitable[None]], model: Path, server: ProcessHost
 ) -> None:
     subject = engine_contract.Subject(
-        make_engine=lambda: over(model, UrlHost(server.address(START_S))),
+        make_engine=lambda: over(model, UrlHost(server.address(START_S), server.token)),
         prompts=PROMPTS,
         tensors=lambda: weights(model),
         decode_text=tiny.tokenizer().decode,
@@ -108,12 +110,28 @@ def undisturbed(model: Path, factor: float, request: ExtendRequest) -> tuple[lis
     return asyncio.run(run())
 
 
+def test_a_server_of_the_run_answers_the_run_alone(server: ProcessHost) -> None:
+    """It listens on this machine, but so do web pages in a browser, and programs of others."""
+    url = server.address(START_S)
+
+    async def ask(token: str, **headers: str) -> tuple[int, int]:
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"} | headers) as session:
+            async with session.get(f"{url}/v1/models") as read, session.post(f"{url}/resume") as changed:
+                return read.status, changed.status
+
+    assert len(server.token) > 30 and os.environ.get(TOKEN_VARIABLE, "") == ""
+    assert asyncio.run(ask("")) == asyncio.run(ask("x")) == (401, 401)
+    assert asyncio.run(ask(server.token)) == asyncio.run(ask(server.token, Host="node-7:80")) == (200, 200)
+    with open(f"/proc/{server.pid}/cmdline") as command:  # every user of the machine can read it
+        assert server.token not in command.read()
+
+
 def test_new_weights_in_flight_are_exact_and_agreed_upon(model: Path, server: ProcessHost) -> None:
     """Before the pause the old ones, after it the new ones, with what was cached computed again."""
     request = SUBJECT.request(0, max_new_tokens=400)
 
     async def run() -> None:
-        engine = over(model, UrlHost(server.address(START_S)))
+        engine = over(model, UrlHost(server.address(START_S), server.token))
         extend = asyncio.ensure_future(engine.extend(request))
         await engine_contract.wait_for_tokens(engine, "0-0", 3, extend)
         await engine.load_weights(1, weights(model, 1.05))
@@ -172,7 +190,7 @@ def test_a_server_of_ours_that_is_killed_is_started_again_and_nothing_is_lost(mo
 
 
 def test_adapters_are_merged_into_the_whole_weights_of_servers(
-    model: Path, server: ProcessHost, tmp_path: Path
+    model: Path, server: ProcessHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is sampled after some updates is of the trained policy, and so is what a saved adapter answers."""
     torch.manual_seed(0)
@@ -192,7 +210,7 @@ def test_adapters_are_merged_into_the_whole_weights_of_servers(
         return float(np.abs(ours - logprobs_of(answer)).max())
 
     async def run() -> None:
-        engine = over(model, UrlHost(server.address(START_S)))
+        engine = over(model, UrlHost(server.address(START_S), server.token))
         before = await engine.extend(request)
         assert apart(before, trainer) < 1e-4
         for step in (1, 2, 3):
@@ -201,6 +219,7 @@ def test_adapters_are_merged_into_the_whole_weights_of_servers(
         assert apart(await engine.extend(request), trainer) < 1e-4 < 1e-2 < apart(before, trainer)
         await engine.close()
         trainer.backend.save_model(tmp_path)
+        monkeypatch.setenv(TOKEN_VARIABLE, server.token)
         url = EngineConfig(kind="remote", urls=[server.address(START_S)])
         served = config(model).model_copy(update={"engine": url})
         parts = await EvalParts.build(served, str(tmp_path), with_rewards=False)

@@ -26,7 +26,6 @@ from contract.server_client import Client
 from rollover.config import Config
 from rollover.engine.server.app import make_app
 from rollover.engine.server.embedded import make_service
-from rollover.engine.server.guard import TokenGuard
 from rollover.engine.server.texts import TextEndpoints
 from rollover.http_server import HttpServer
 
@@ -49,7 +48,7 @@ def served(folder: Path, body: Callable[[str], Awaitable[Any]]) -> Any:
 
     async def main() -> Any:
         service = make_service(Config.model_validate(values))
-        server = HttpServer(TokenGuard(make_app(service, TextEndpoints(service, service.tokenizer)), ""))
+        server = HttpServer(make_app(service, TextEndpoints(service, service.tokenizer)))
         await server.start()
         try:
             return await body(server.url)

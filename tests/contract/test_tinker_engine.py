@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from test_tinker_backend import config, outline, service
@@ -15,7 +16,7 @@ import tiny
 from contract import engine_contract
 from contract.engine_contract import logprobs_of, tokens_of
 from rollover.engine.build import EngineSetup, build_engine
-from rollover.engine.protocol import Engine, ExtendRequest
+from rollover.engine.protocol import Engine, ExtendRequest, WrongAnswer
 from rollover.types import SamplingParams, StopReason
 from tinker_service import FakeTinker
 
@@ -87,6 +88,22 @@ def test_tokens_after_a_stop_string_are_thrown_away(service: tuple[FakeTinker, s
     assert found == whole[:6] and reason is StopReason.STOP_STRING
 
 
+def test_a_log_prob_above_0_is_refused(service: tuple[FakeTinker, str], url: str) -> None:
+    """As a remote server's: taken for 0, it would become an importance weight."""
+
+    async def wrong() -> None:
+        of = engine(url)
+        service[0].logprob_error = np.float32(100.0)
+        try:
+            await of.extend(request())
+        finally:
+            service[0].logprob_error = np.float32(0.0)
+            await of.close()
+
+    with pytest.raises(WrongAnswer, match="the service gave the invalid log-prob 9"):
+        asyncio.run(wrong())
+
+
 def test_a_call_that_is_not_answered_fails_with_a_sentence(service: tuple[FakeTinker, str], url: str) -> None:
     async def failing() -> None:
         of = engine(url, timeout_s=0.4)
@@ -121,3 +138,22 @@ def test_a_session_without_an_engine_is_ended(service: tuple[FakeTinker, str], u
     with pytest.raises(RuntimeError, match=r"failed at opening tiny"):
         engine(url)
     assert fake.num_ended == ended + 1
+
+
+def test_an_answer_that_goes_round_is_stopped_in_its_turn(url: str) -> None:
+    """Of a model that repeats itself when it is greedy; the service itself knows nothing of it."""
+
+    async def go() -> None:
+        made = engine(url)
+        greedy = SamplingParams(temperature=0.0)
+        endless = tokens_of(await made.extend(request(80, sampling=greedy)))
+        assert endless[-16:] == [endless[-1]] * 16 or len(set(endless[-16:])) <= 4, "the model goes round"
+        for before in (0, 5, 21):
+            asked = request(
+                59, sampling=greedy, generated_ids=tuple(endless[:before]), text_start=before, stop_repetition_tokens=16
+            )
+            segments = await made.extend(asked)
+            assert segments[-1].stop_reason is StopReason.REPETITION and len(tokens_of(segments)) % 16 == 0
+        await made.close()
+
+    asyncio.run(go())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -77,8 +78,10 @@ def tokens_of(out: dict) -> dict[tuple[str, str], list[int]]:
 
 
 def test_step(capsys: pytest.CaptureFixture[str], tmp_path: Path, short_steps: int) -> None:
-    """Every measured step has the same answer lengths."""
+    """Every measured step has the same answer lengths; Ctrl-C and SIGTERM are the program's own again afterwards."""
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     out = report(capsys, "step", tmp_path)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert set(out["ratios"]) == {"step_partial_vs_sync"}
     tokens = tokens_of(out)
     assert tokens.pop(("rollover", "partial")), "which of the groups are in a step differs here"

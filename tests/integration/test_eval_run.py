@@ -103,3 +103,23 @@ def test_training_tasks_that_cannot_be_used_do_not_keep_the_others_from_being_ev
     assert main(["eval", str(recipe), "--tasks.eval_fraction", "0.9999", "--eval.num_tasks", "2"]) == 0
     told = capsys.readouterr().err
     assert "tasks: those for training cannot be looked at, so nothing is said of them here: tasks.eval_fraction" in told
+
+
+def test_held_out_tasks_with_long_prompts_are_counted(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "x" * size, "answer": "1"} for size in (1, 2, 60, 70, 80)]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [str(recipe), "--tasks.sources.0.eval_path", "test.jsonl", "--tasks.max_prompt_tokens", "30"]
+    line = "3 of 5 held-out tasks are not evaluated: their prompts exceed 30 tokens"
+    assert main(["eval", *words]) == 0
+    said, told = capsys.readouterr()
+    assert "3 more tasks are left out" in said and line in told
+    assert main(["train", *words, "--train.num_steps", "1", "--run.dir", "out"]) == 0
+    said, _ = capsys.readouterr()
+    assert "left out (prompts too long)" in said and said.count(line) == 1
+    late = ["--eval.at_start", "false", "--train.num_steps", "1", "--run.dir", "late"]
+    assert main(["train", *words, *late]) == 0
+    said, _ = capsys.readouterr()
+    assert said.index(line) < said.index("step 1/1") and said.count(line) == 1
+    assert [(row["tasks"], row["left_out"]) for row in runs.json_lines(tmp_path / "out" / "eval.jsonl")] == [(2, 3)] * 2

@@ -145,6 +145,19 @@ def test_filters_that_give_up_before_the_first_step_leave_the_answers_and_a_chec
     assert runs.records(tmp_path / "run")[: len(left)] == left
 
 
+def test_a_shaped_score_has_the_penalty_that_the_score_has_not(tmp_path: Path) -> None:
+    """All scores are alike, and groups are kept by how long their answers are."""
+    filters = {"zero_variance": True, "give_up_after_steps": 20, "metric": "shaped_score"}
+    file = recipe(tmp_path, filters, MODES["partial"], reward=ALL_ALIKE, steps=2)
+    assert main(["train", str(file), "--rewards.overlong_buffer_tokens", "12"]) == 0
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2] and all(row["grad_norm"] > 0 for row in rows)
+    for record in runs.records(tmp_path / "run"):
+        assert record["score"] == 0.25
+    dropped = scores_by_outcome(tmp_path).get("dropped:filtered", [])
+    assert len(dropped) == rows[-1]["dropped/filtered/groups"]
+
+
 def test_a_wrong_name_is_an_error_before_anything_is_generated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -206,5 +206,5 @@ def test_a_class_and_an_object_of_a_program_and_a_killed_run(tmp_path: Path) -> 
             calls.append(row["step"])
 
     mine = Mine()
-    rollover.train(resume=tmp_path / "run", hooks=lambda: mine)
+    rollover.train(resume=tmp_path / "run", hooks=lambda: mine, trust=True)
     assert calls == [True, 3] and ["on_step_end", 1] in before and told(tmp_path) == before

@@ -10,21 +10,31 @@ from pathlib import Path
 
 import pytest
 import runs
+from transformers import AutoModelForCausalLM
 
 from rollover import cli
 from rollover.run.lock import DirectoryLock
+
+_loaded: list[bool] = []
+
+
+@pytest.fixture(autouse=True)
+def notes_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: _loaded.append(True) or load(*a, **k))
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *words: str | Path, loads: bool = False) -> str:
     """The message of a command that must end with exit code 2, without its head; `loads`: after loading the model."""
     capsys.readouterr()
+    _loaded.clear()
     try:
         code = cli.main([str(w) for w in words])
     except SystemExit as stop:  # argparse
         code = stop.code
     error = capsys.readouterr().err
     assert code == 2, error
-    assert "Traceback" not in error and ("Loading weights" in error) == loads, error
+    assert "Traceback" not in error and bool(_loaded) == loads, error
     return (
         error.rpartition("rollover: error: ")[2].removesuffix("\n")
         if loads
@@ -161,7 +171,7 @@ def test_a_column_that_the_reward_needs(recipe: Path, capsys: pytest.CaptureFixt
     (recipe.parent / "mine.py").write_text("def reward(prompts, completions, anwser, **columns):\n    return [1.0]\n")
     assert (
         "the function takes anwser, but the data has no such column: it is given completion_ids, answer, prompts,"
-        " completions. Did you mean answer?"
+        " completions, trainer_state, log_metric, log_extra. Did you mean answer?"
     ) in error_of(capsys, "train", recipe, "--rewards.function", "mine.py:reward", loads=True)
 
 

@@ -80,7 +80,8 @@ def test_a_broken_engine_is_named_and_the_run_goes_on_with_a_right_one(
     rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
     assert all(row["tokens/trained"] == 0 for row in rows[: name != "Weights"])
     go_on = [] if name in ("Stats", "Endless") else ["--resume"]  # those fail before there is a run
-    assert main(["train", str(file), *go_on, f"--engine.kind={tmp_path}/mine.py:Right"]) == 0
+    assert main(["train", str(file), *go_on, f"--engine.kind={tmp_path}/mine.py:Right"]) == 2
+    assert "nothing was trained: every gradient was 0" in capsys.readouterr().err, "all rewards are equal"
     if name != "Weights":  # the weights that it did not take are told as live nowhere
         check_whole(tmp_path / "run", 2)
 

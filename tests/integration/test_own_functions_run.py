@@ -95,7 +95,8 @@ def test_rewards_that_are_all_the_same_are_told_with_an_example(
     monkeypatch.chdir(tmp_path)
     code, said = run(capsys, "train", recipe(tmp_path, rewards={"function": "reward.py:zero"}))
     (line,) = [line for line in said.splitlines() if "every reward of" in line]
-    assert code == 0 and "every reward of reward.py:zero so far is 0 (18 of them)" in line
+    assert code == 2 and "nothing was trained: every gradient was 0" in said
+    assert "every reward of reward.py:zero so far is 0 (18 of them)" in line
     assert "prompts and completions as strings" in line and "and answer = '" in line
     assert "learning_rate" not in said, "another rate would not help"
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
+import shutil
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -20,6 +23,7 @@ from launcher import Run
 import tiny
 from contract.server_client import Answer, Client
 from contract.server_contract import asked, rest, running
+from rollover.http_server import END_S
 from unit.rewards.children import wait_until_dead
 
 LIMIT_S = 120
@@ -93,6 +97,54 @@ def test_it_says_where_it_answers_and_ends_in_order(start, recipe: str, host: st
     assert answer.finish_reason == "abort" and 3 <= len(answer.tokens) < 900
     assert run.wait(LIMIT_S) == code
     assert len(run.out.splitlines()) == 1 and "Traceback" not in run.err
+
+
+SLOW_TEMPLATE = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def health(port: int | None) -> None:
+    """TimeoutError where it does not answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+    try:
+        connection.request("GET", "/health")
+        connection.getresponse()
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_whatever_it_does(start, recipe: str, tmp_path: Path, number: int) -> None:
+    """Here a template, which is the model's own code, holds its event loop up."""
+    shutil.copytree(Path(recipe).parent / "model", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(SLOW_TEMPLATE)
+    run = start(recipe, "--port", 0, "--model.path", tmp_path / "model")
+    port = urlsplit(ready(run)["url"]).port
+    body = {"model": str(tmp_path / "model"), "messages": [{"role": "user", "content": "x"}]}
+    asking = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+    asking.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    with pytest.raises(TimeoutError):
+        health(port)
+    run.send_signal(number)
+    assert run.wait(END_S + 10) == {signal.SIGTERM: 0, signal.SIGINT: 130}[number]
+    assert "the server did not end within 8 s of the signal" in run.err
+    asking.close()
+
+
+def test_it_ends_while_it_is_asked_for_a_device(start, recipe: str) -> None:
+    run = start(recipe, "--port", 0)
+    url = ready(run)["url"]
+
+    async def ask() -> None:
+        async with Client(url) as client:
+            for _ in range(3):
+                await client.ok("/collective_rpc", {"method": "rollover_verify", "args": ["/dev/zero", "0" * 64]})
+            await client.ok("/start_weight_update")
+            info = {"path": "/dev/zero", "sha256": "0" * 64}
+            assert (await asyncio.wait_for(client.post("/update_weights", {"update_info": info}), 30))[0] == 500
+
+    asyncio.run(ask())
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(END_S) == 0 and "weights refused: '/dev/zero'" in run.err
 
 
 def test_it_does_not_outlive_its_parent(start, recipe: str, tmp_path: Path) -> None:

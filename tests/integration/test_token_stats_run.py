@@ -211,3 +211,27 @@ def test_without_token_stats_nothing_is_recorded_of_them(tmp_path: Path) -> None
     trained = [r for r in runs.records(tmp_path / "run") if r["outcome"] == "trained"]
     assert trained and all(r[key] is None for r in trained for key in KEYS)
     assert all(r["credit"]["reward"] == r["score"] for r in trained)
+
+
+def test_metrics_of_the_loss_leave_out_what_was_rejected(tmp_path: Path) -> None:
+    """Counted by hand from the records: the loss mask, less what algorithm.rejection took out."""
+    algorithm = {"rejection": {"token_k1": [-0.005, 0.003]}, "correction": "none", "allow_uncorrected": True}
+    assert main(["train", str(runs.write(tmp_path, steps=5, algorithm=algorithm))]) == 0
+    rejected = 0
+    for row in runs.json_lines(tmp_path / "run" / "metrics.jsonl"):
+        ages: list[int] = []
+        built = 0
+        for record in runs.records(tmp_path / "run"):
+            if record["step"] == row["step"] and record["outcome"] == "trained" and (tokens := by_token(record)):
+                versions = np.repeat(
+                    [s["policy_version"] for s in record["segments"]], [s["num_tokens"] for s in record["segments"]]
+                )
+                kept = np.array(tokens["mask"]) & ~np.array(tokens["rejected"])
+                ages += (row["step"] - 1 - versions[kept]).tolist()
+                built += sum(tokens["mask"])
+        rejected += built - len(ages)
+        assert row["tokens/step_trained"] == len(ages)
+        assert row["staleness/mean"] == pytest.approx(np.mean(ages)) and row["staleness/max"] == max(ages)
+        assert row["off_policy/rejected_share"] == pytest.approx(1 - len(ages) / built)
+        assert row["speed/trained_tokens_per_s"] == pytest.approx(len(ages) / row["time/train_s"])
+    assert rejected > 50

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 
 import tiny
 from documents import blocks
+from rollover.api.settings import Arguments
 from rollover.compat import trl as ours
 from rollover.compat.trl.arguments import run_of
 from rollover.config import ConfigError
@@ -99,6 +100,42 @@ def test_adapters(model: str, tmp_path: Path) -> None:
     assert (saved["r"], saved["lora_alpha"]) == (4, 8)
 
 
+def peft_model(model: str, **options: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model)
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
+    return peft.get_peft_model(base, lora)
+
+
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_peft_model_is_trained_in_place(model: str, tmp_path: Path, trained_before: bool) -> None:
+    adapted = peft_model(model, **({"init_lora_weights": False} if trained_before else {}))
+    before = {name: tensor.detach().clone() for name, tensor in adapted.named_parameters()}
+    fields = FAST | {"max_steps": 1, "learning_rate": 1e-3}
+    trainer = ours.GRPOTrainer(
+        model=adapted, reward_funcs=share_of_letters, train_dataset=TEXTS,
+        args=ours.GRPOConfig(str(tmp_path / "out"), warmup_ratio=0.5, max_prompt_length=50, **fields),
+    )  # fmt: skip
+    trainer.train()
+    config = trainer.run.config
+    assert (config["model"]["lora"]["rank"], config["model"]["lora"]["target_modules"]) == (4, ["q_proj", "v_proj"])
+    assert config["tasks"]["max_prompt_tokens"] == 50 and config["train"]["warmup_ratio"] == 0
+    assert bool(config["model"]["lora"]["path"]) == trained_before
+    for name, tensor in adapted.named_parameters():
+        same = tensor.equal(before[name])
+        assert same == (".lora_" not in name), name
+        if trained_before and not same:  # one step away from those that were handed over
+            assert (tensor - before[name]).abs().max() < 2e-3, name
+
+
+def test_peft_model_with_a_second_configuration_is_refused(model: str, tmp_path: Path) -> None:
+    adapted = peft_model(model)
+    with pytest.raises(ConfigError, match="is a PeftModel, which has adapters: leave out peft_config"):
+        ours.GRPOTrainer(adapted, share_of_letters, ours.GRPOConfig(str(tmp_path)), TEXTS, peft_config=object())
+
+
 class Stops(TrainerCallback):
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -163,6 +200,31 @@ def fields_of(model: str, **fields: Any) -> dict[str, Any]:
         ours.GRPOConfig("out", max_steps=2, **fields), model=model, reward_funcs=[share_of_letters],
         train_dataset=TEXTS, eval_dataset=None, peft_config=None, refused={},
     ).values  # fmt: skip
+
+
+def test_fields_of_earlier_releases_are_taken(model: str) -> None:
+    assert not {"tasks.truncation", "train.warmup_ratio"} & fields_of(model).keys()
+    found = fields_of(model, max_prompt_length=256, warmup_ratio=0.1)
+    assert (found["tasks.max_prompt_tokens"], found["tasks.truncation"]) == (256, "left")
+    assert found["train.warmup_ratio"] == 0.1
+    both = fields_of(model, warmup_steps=3, warmup_ratio=0.1)
+    assert both["train.warmup_steps"] == 3 and "train.warmup_ratio" not in both
+
+
+def test_rewards_with_names_of_settings_get_others(model: str) -> None:
+    def score(completions: list[str], **columns: Any) -> list[float]:
+        return [1.0 for _ in completions]
+
+    def run(*rewards: Any) -> Any:
+        args = ours.GRPOConfig("out", max_steps=2)
+        return run_of(
+            args, model=model, reward_funcs=rewards, train_dataset=TEXTS, eval_dataset=None, peft_config=None,
+            refused={},
+        )  # fmt: skip
+
+    assert run(score, score, share_of_letters).reward_names == ["score_reward", "score_reward_2", "share_of_letters"]
+    assert run(score).reward_names == ["score"] and "rewards.functions" not in run(score).values
+    Arguments(config=run(score, share_of_letters).values, tasks=TEXTS).settle().release()
 
 
 def test_a_run_is_shown_in_the_tools_that_report_to_names(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,7 +168,7 @@ async def hangs_up(task, base_url, api_key, episode):
     reader, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps({"model": "policy", "messages": list(task.messages)})
     writer.write(
-        f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: a\\r\\nAuthorization: Bearer {api_key}\\r\\n"
+        f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: {host}\\r\\nAuthorization: Bearer {api_key}\\r\\n"
         f"Content-Length: {len(body)}\\r\\n\\r\\n{body}".encode()
     )
     await writer.drain()
@@ -221,7 +221,7 @@ def test_a_decorated_workflow_has_one_role_taught_and_the_other_rewarded(tmp_pat
     for row in runs.json_lines(tmp_path / "run" / "metrics.jsonl"):
         assert row["distill/kl"] != 0 and row["time/teacher_s"] > 0 and row["grad_norm"] > 0
         assert row["roles/solver/reward_mean"] is None and row["roles/judge/reward_mean"] is not None
-        assert row["roles/solver/advantage_zero_share"] == 1.0, "before the teacher's came"
+        assert row["roles/solver/advantage_zero_share"] == 0.0, "each has the teacher's"
         assert row["train/zero_advantage_tokens"] < row["tokens/step_trained"]
 
 
@@ -299,7 +299,7 @@ def test_episodes_that_were_killed_begin_again_where_that_is_wanted(tmp_path: Pa
 def test_agents_that_never_end_are_named_and_do_not_hold_up_the_end(tmp_path: Path) -> None:
     file = recipe(tmp_path, "never_ends", steps=1, watchdog={"grace_s": 1.5})
     done = runs.rollover("train", file, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 2 and "nothing was trained: every gradient was 0" in done.stderr, done.stderr
     check_whole(tmp_path / "run", 1)
     waits = done.stderr.index("the run is over. It waits for what was cancelled, 1.5 s at most: ")
     assert "agents.py:" in done.stderr[waits:].splitlines()[0]

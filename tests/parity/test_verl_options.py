@@ -8,7 +8,7 @@ import pytest
 
 from rollover.convert.mapping import convert
 from rollover.convert.systems import SYSTEMS
-from rollover.convert.verl.script import flat
+from rollover.convert.verl.config import flat
 
 verl = pytest.importorskip("verl")
 yaml = pytest.importorskip("yaml")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -23,7 +24,6 @@ pytestmark = pytest.mark.ray
 LIMIT_S = 200  # more than any machine takes
 GONE_S = 10
 SERVER, RANK, POOL = "ray::ServerRole", "ray::RankRole", "ray::RewardRole"
-ROLES = (SERVER, RANK, POOL, "rollover")
 
 
 def recipe(folder: Path, address: str) -> Path:
@@ -75,7 +75,7 @@ class Training:
         """Its processes, now and before: those of the command, and its roles on these nodes."""
         found = descendants(self.process.pid)
         for node in nodes:
-            found += [p for p in node.processes() if any(name in command(p) for name in ROLES)]
+            found += [p for p in node.processes() if is_of_the_run(p)]
         self.seen |= {process.pid: process for process in found}
         return found
 
@@ -112,6 +112,12 @@ def command(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:
         return ""
+
+
+def is_of_the_run(process: psutil.Process) -> bool:
+    """A role's, or one that runs a module of the package: its name may be in the path of any program, Ray's own too."""
+    said = command(process)
+    return any(role in said for role in (SERVER, RANK, POOL)) or bool(re.search(r" -m rollover(\.\w+)*( |$)", said))
 
 
 def roles_on(node: RayNode) -> set[str]:

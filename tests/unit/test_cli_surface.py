@@ -170,6 +170,14 @@ def test_exit_codes(monkeypatch, capsys, recipe, error, code, traceback):
     assert out.out == ""
 
 
+@pytest.mark.parametrize("call", [lambda: json.loads("{"), b"\xff".decode])
+def test_error_of_a_library_names_library_and_caller(monkeypatch, capsys, recipe, call):
+    fake(monkeypatch, "rollover.api.session", run_training=lambda *args, **options: call())
+    assert cli.main(["train", recipe]) == 2
+    said = capsys.readouterr().err
+    assert "error: rollover.commands.train: " in said and "DecodeError of " in said and "ROLLOVER_TRACEBACK=1" in said
+
+
 @pytest.mark.parametrize(
     "error", [RuntimeError("bug"), PermissionError(errno.EACCES, "no"), AssertionError("invariant")]
 )
@@ -238,6 +246,8 @@ def test_what_begins_like_an_option_but_is_a_text_is_one(recipe: str) -> None:
     [
         (["--rollout.grup_size", "4"], "Did you mean rollout.group_size?"),
         (["--rollout.group_size", "many"], "expected an integer, at least 1"),
+        (["--run.seed", str(2**80)], f"run.seed = {2**80}: integers have 64 bits"),
+        (["--run.seed", "9" * 5000], "run.seed = "),
         (["--model.lora.alpha", "8"], "model.lora.alpha has no effect with model.lora.rank = 0"),
         (
             ["--rollout.max_staleness", "1", "--rollout.in_flight_groups", "16", "--algorithm.correction", "none"],

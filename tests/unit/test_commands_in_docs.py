@@ -41,8 +41,11 @@ def check(command: str, folder: Path) -> None:
         if program in ("rollover", "bench"):
             check_verb(arguments if program == "rollover" else ["bench", *arguments], folder)
         elif program == "make":
-            targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-            assert set(arguments) <= set(targets), arguments
+            makefile = (ROOT / "Makefile").read_text()
+            targets = {word for word in arguments if "=" not in word}
+            assert targets <= set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE)), arguments
+            variables = {word.split("=")[0] for word in arguments} - targets
+            assert variables <= set(re.findall(r"\$[({](?:or \$\()?(\w+)", makefile)) | {"PYTHON"}, arguments
         elif program.endswith("pytest"):
             check_pytest(arguments)
         else:

@@ -14,6 +14,7 @@ import pytest
 
 from rollover import processes
 from rollover.config import RunConfig
+from rollover.files import paths_begin_in
 from rollover.processes import brief_waiting, child_command, child_environment
 from unit.rewards.children import alive, wait_until_dead
 
@@ -23,8 +24,17 @@ SOURCE = str(Path(__file__).parents[2] / "src")
 @pytest.mark.parametrize(("kept", "binding"), [(False, "die_with"), (True, "keep")])
 def test_a_child_is_bound_to_its_parent_and_gets_words(kept: bool, binding: str) -> None:
     command = child_command("rollover.rewards.child", "/base", 7, kept=kept)
-    begin = [sys.executable, "-P", "-m", "rollover.processes", str(os.getpid()), binding]
+    begin = [sys.executable, "-P", "-m", "rollover.processes", str(os.getpid()), os.getcwd(), binding]
     assert command == [*begin, "rollover.rewards.child", "/base", "7"]
+
+
+def test_child_starts_where_paths_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "told.py").write_text("import os\nmain = lambda: print(os.getcwd())\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with paths_begin_in(str(tmp_path)):
+        command = child_command("told")
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True)
+    assert done.stdout.strip() == os.path.realpath(tmp_path)
 
 
 def test_a_child_may_be_a_verb_of_the_command_line() -> None:
@@ -61,6 +71,14 @@ def test_a_variable_that_is_set_wins_over_a_default(monkeypatch: pytest.MonkeyPa
     assert child_environment(OMP_NUM_THREADS="1")["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert child_environment(OMP_NUM_THREADS="1")["OMP_NUM_THREADS"] == "3"
+
+
+def test_child_sees_the_visible_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MY_TOKEN", "MY_NAME", "HF_TOKEN"):
+        monkeypatch.setenv(name, "x")
+    assert {"MY_TOKEN", "MY_NAME", "HF_TOKEN"} <= child_environment().keys()
+    assert child_environment(["MY_*", "!*_TOKEN"]).keys() - {"PYTHONPATH"} == {"MY_NAME"}
+    assert child_environment([], OMP_NUM_THREADS="1").keys() - {"PYTHONPATH"} == {"OMP_NUM_THREADS"}
 
 
 def test_threads_wait_briefly_with_auto_only_and_the_user_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:

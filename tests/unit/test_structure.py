@@ -142,3 +142,33 @@ def test_tests_touch_no_private_name() -> None:
         if touched := (set(read_of_others(path)) & private) - own:
             found[path.relative_to(TESTS).as_posix()] = touched
     assert found == PRIVATE
+
+
+def test_no_class_has_a_field_twice() -> None:
+    """The second one would silently take the place of the first."""
+    found = set()
+    for path in FILES:
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef):
+                names = [
+                    n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+                ]
+                found |= {f"{name_of(path)}:{node.name}.{name}" for name in names if names.count(name) > 1}
+    assert not found
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_no_private_function_is_dead() -> None:
+    """Of a file's own functions each is called, or handed on, in that file."""
+    found = set()
+    for path in FILES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} | {
+            n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)
+        }
+        own = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+        found |= {f"{name_of(path)}:{n.name}" for n in own if _is_private(n.name) and n.name not in used}
+    assert not found

@@ -129,7 +129,7 @@ def test_every_module_is_imported_with_the_hard_dependencies_alone(installed: Pa
     ("recipe", "package", "message"),
     [
         ('kind = "reasoning_gym"\nname = "chain_sum"', "reasoning_gym", "pip install reasoning-gym"),
-        ('kind = "dataset"\npath = "x.jsonl"', "datasets", "pip install datasets"),
+        ('kind = "dataset"\npath = "openai/gsm8k"', "datasets", "pip install datasets"),
     ],
 )
 def test_a_missing_extra_is_named(

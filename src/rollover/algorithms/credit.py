@@ -4,6 +4,8 @@
     turn_returns   G_ik = sum_{j >= k} gamma^(j-k) r_ij over the turns k of i, R_i added to the last of them; the
                    estimator runs over all turns of the TrajectoryGroup as if each were a trajectory (Kevin, arXiv
                    2507.11948). Turns are not compared by index: the lengths of trajectories differ.
+    over tokens    the reward of the trajectory: the step makes an advantage for each token of it, times w
+                   (`RoleCredit`, trainer/token_estimates.py)
     precomputed    what came with the trajectory (precomputed.py), times w
     distilled      0: a teacher gives them, in the step (trainer/distill.py)
 
@@ -38,12 +40,22 @@ _TAUGHT = AdvantageTraits(())
 _MIN_COMPARED = 2
 
 
+@dataclass(frozen=True)
+class RoleCredit:
+    """How the advantages of a role's tokens are scaled. `compared_with`: the roles that share its statistics over a
+    batch, itself included. `weight`: what its advantages are multiplied by after that."""
+
+    compared_with: frozenset[str]
+    weight: float
+
+
 @dataclass
 class Credited:
     """`advantages`: rollout_id -> one for all of its tokens, or [n] over those after its prompt; of all Rollouts whose
     trajectory is compared. `sequences`: rollout_id -> what is one sequence. `compared`: group id -> its
     TrajectoryGroups. `missing`: ids of those without a score. `left_out`: the Rollouts whose role leaves the loss, with
-    the reason. `shaped`: the rewards that are trained, where they are not the scores.
+    the reason. `shaped`: the rewards that are trained, where they are not the scores. `roles`: of each role whose
+    advantages are estimated over tokens.
     """
 
     advantages: dict[str, float | np.ndarray] = field(default_factory=dict)
@@ -52,6 +64,7 @@ class Credited:
     missing: set[str] = field(default_factory=set)
     left_out: list[MaskedRollout] = field(default_factory=list)
     shaped: Shaped = field(default_factory=Shaped)
+    roles: dict[str, RoleCredit] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -127,7 +140,8 @@ class Credit:
         shaped = [t for t in compared if self._advantage_of(t) in self._estimators and t.ids.isdisjoint(left_out)]
         greedy = greedy_of(groups)
         uncounted = {t.sequence_id for t in shaped if t.group_id in replayed} | {t.sequence_id for t in greedy}
-        return shaping([*shaped, *greedy], version, uncounted)
+        roles = _compared_roles(credited.compared.values(), {t.role for t in shaped})
+        return shaping([*shaped, *greedy], version, uncounted, roles)
 
     def _compared(self, grouped: Grouped, credited: Credited) -> list[TrajectoryGroup]:
         """The TrajectoryGroups of a Group that stay in the loss."""
@@ -177,7 +191,11 @@ class Credit:
                     )
                 )
         for roles in _compared_roles(credited.compared.values(), parts):
-            self._estimate([part for role in roles for part in parts[role]], credited)
+            compared = [part for role in roles for part in parts[role]]
+            if _traits(self._advantage_of(compared[0].trajectory)).over_tokens:
+                weights = {part.trajectory.role: self.grouping.role(part.trajectory).weight for part in compared}
+                credited.roles |= {role: RoleCredit(frozenset(roles), weight) for role, weight in weights.items()}
+            self._estimate(compared, credited)
         self._change(groups, credited)
 
     def _units(
@@ -203,7 +221,8 @@ class Credit:
         estimator = self._estimators[self._advantage_of(parts[0].trajectory)]
         advantages = estimator(Scored.of([part.unit for part in parts], self.algorithm)).tolist()
         for part, advantage in zip(parts, advantages, strict=True):
-            value = advantage * self.grouping.role(part.trajectory).weight
+            weight = 1.0 if part.trajectory.role in credited.roles else self.grouping.role(part.trajectory).weight
+            value = advantage * weight
             if part.turn is None:
                 credited.advantages |= {r.rollout_id: value for r in part.trajectory.rollouts}
                 continue

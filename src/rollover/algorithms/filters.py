@@ -19,7 +19,9 @@ from rollover.functions import OwnFunction, described, own_function
 from rollover.trajectories import Trajectory, episodes_of
 from rollover.types import Group, Rollout, StopReason
 
-HasSignal = Callable[[Group, str], bool | None]
+Metric = str | Callable[[Trajectory], float]
+"""score, an entry of what the reward function returned, or a function of a trajectory whose reward is not missing."""
+HasSignal = Callable[[Group, Metric], bool | None]
 OfRole = Callable[[str], bool]
 _WHY = "a text that says why to drop the group, or None to keep it"
 
@@ -44,10 +46,11 @@ def build_group_filter(
     taught: OfRole = lambda role: False,
     has_signal: HasSignal | None = None,
     untrained: Collection[str] = (),
+    metric: Metric = "",
 ) -> Callable[[Group], tuple[str, str] | None] | None:
     """`first_match` of the filters that [filters] sets, for the lifecycle; None if it sets none. Arguments and
     ValueErrors as of `group_filters`."""
-    filters = group_filters(config, taught=taught, has_signal=has_signal, untrained=untrained)
+    filters = group_filters(config, taught=taught, has_signal=has_signal, untrained=untrained, metric=metric)
     return (lambda group: first_match(group, filters)) if filters else None
 
 
@@ -57,10 +60,12 @@ def group_filters(
     taught: OfRole = lambda role: False,
     has_signal: HasSignal | None = None,
     untrained: Collection[str] = (),
+    metric: Metric = "",
 ) -> list[GroupFilter]:
     """The filters of groups that [filters] sets, in the order in which they are asked. ValueError if `custom` names no
     function, which alone looks at the roles `untrained`, too. `taught`: as of `all_masked`. `has_signal`: as of
-    `zero_variance`."""
+    `zero_variance`. `metric`: in the place of `config.metric`."""
+    metric = metric or config.metric
     chosen: list[GroupFilter] = []
     if config.max_error_share < 1:
         chosen.append(error(config.max_error_share))
@@ -71,9 +76,9 @@ def group_filters(
     if config.by_pass_rate:
         low = config.pass_rate_above if config.pass_rate_above >= 0 else None
         high = config.pass_rate_below if config.pass_rate_below <= 1 else None
-        chosen.append(pass_rate(low, high, threshold=config.pass_threshold, metric=config.metric))
+        chosen.append(pass_rate(low, high, threshold=config.pass_threshold, metric=metric))
     if config.zero_variance:
-        chosen.append(zero_variance(config.metric, has_signal))
+        chosen.append(zero_variance(metric, has_signal))
     chosen = [_of_trained(each, untrained) for each in chosen]
     if config.custom:
         chosen.append(custom(own_function("filters.custom", config.custom, _WHY), "custom"))
@@ -92,7 +97,7 @@ def rollout_filters(config: FiltersConfig) -> list[RolloutFilter]:
     return chosen
 
 
-def zero_variance(metric: str = "score", has_signal: HasSignal | None = None) -> GroupFilter:
+def zero_variance(metric: Metric = "score", has_signal: HasSignal | None = None) -> GroupFilter:
     """Drop a group whose valid siblings all have the same reward, or that has fewer than two: nothing to learn from.
 
     Values are compared in float32, as advantages are computed, so that the groups dropped are those whose GRPO
@@ -115,7 +120,7 @@ def zero_variance(metric: str = "score", has_signal: HasSignal | None = None) ->
 
 
 def pass_rate(
-    low: float | None = 0.0, high: float | None = 1.0, *, threshold: float = 1.0, metric: str = "score"
+    low: float | None = 0.0, high: float | None = 1.0, *, threshold: float = 1.0, metric: Metric = "score"
 ) -> GroupFilter:
     """Keep a group if low < pass rate < high; a trajectory passes with `metric` >= threshold. None: no such bound.
 
@@ -262,7 +267,7 @@ def mask_overlong(max_tokens: int, *, in_baseline: bool = True) -> RolloutFilter
     return RolloutFilter("overlong", why, in_baseline)
 
 
-def pass_rate_of(group: Group, *, threshold: float, metric: str, untrained: Collection[str] = ()) -> float | None:
+def pass_rate_of(group: Group, *, threshold: float, metric: Metric, untrained: Collection[str] = ()) -> float | None:
     """Share of the trajectories whose `metric` is at least `threshold`, among those that have one; None if none has.
 
     Greedy baselines are left out, and roles that are `untrained`.
@@ -273,7 +278,7 @@ def pass_rate_of(group: Group, *, threshold: float, metric: str, untrained: Coll
     return sum(v >= threshold for v in values) / len(values) if values else None
 
 
-def _values(group: Group, metric: str) -> list[float]:
+def _values(group: Group, metric: Metric) -> list[float]:
     """`metric` of the trajectories whose reward is not missing, each once however many rollouts it has; NaN is
     missing."""
     values = []
@@ -283,11 +288,15 @@ def _values(group: Group, metric: str) -> list[float]:
     return values
 
 
-def value_of(trajectory: Trajectory, metric: str) -> float | None:
-    """Of its reward; None where that, or the value, is missing. ValueError where the reward has no such entry."""
+def value_of(trajectory: Trajectory, metric: Metric) -> float | None:
+    """Return the trajectory's `metric`; None where it is missing. ValueError where the reward has no such entry."""
     reward = trajectory.reward
     if reward is None or reward.score is None:
         return None
+    if not isinstance(metric, str):
+        return metric(trajectory)
+    if metric == "acc" and not reward.extras:
+        metric = "score"  # verl's name for the score of a reward that returns a number
     if metric != "score" and metric not in reward.extras:
         raise ValueError(
             f"filters.metric = {metric!r}: a reward has no such entry; use one of"

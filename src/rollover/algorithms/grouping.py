@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rollover.algorithms.filters import value_of
+from rollover.algorithms.filters import Metric, value_of
 from rollover.alike import did_you_mean
 from rollover.config import DistillConfig, RoleConfig, WorkflowConfig
 from rollover.functions import OwnFunction, described, own_function
@@ -68,7 +68,7 @@ class Grouping:
         compared = self(group).compared
         return max((self._num_valid(c) + sum(greedy[role] for role in c.roles) for c in compared), default=0)
 
-    def has_signal(self, group: Group, default: str, metric: str = "score") -> bool | None:
+    def has_signal(self, group: Group, default: str, metric: Metric = "score") -> bool | None:
         """Whether a Group that is scored can have an advantage other than 0, where `default` is algorithm.advantage.
         None: one TrajectoryGroup is compared by its scores, and they tell. `metric`: what is looked at in the place of
         scores (filters.metric)."""
@@ -120,7 +120,7 @@ def _nonzero(value: Any) -> bool:
     return any(map(_nonzero, value)) if isinstance(value, tuple) else bool(value)
 
 
-def _differs(compared: TrajectoryGroup, gamma: float | None, metric: str) -> bool:
+def _differs(compared: TrajectoryGroup, gamma: float | None, metric: Metric) -> bool:
     """Whether scores differ, in float32 as advantages are computed; or, by turns with the discount `gamma`, a turn has
     a reward of its own, or an earlier one less of the score than the last. Another `metric` stands for the scores."""
     valid = [t for t in compared.trajectories if t.valid and t.reward]

@@ -15,14 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollover.config import RewardsConfig
+from rollover.config import Config, RewardsConfig
 from rollover.trajectories import Trajectory
 from rollover.types import Reward, StopReason
 
+SHAPED_SCORE = "shaped_score"
 _SAVED = 2  # the state before the present step, and that after it
 
 
@@ -33,17 +35,22 @@ class Moments(NamedTuple):
     mean: float = 0.0
     squares: float = 0.0
 
-    def and_of(self, values: Sequence[float]) -> Moments:
-        """With these, too (Chan, Golub and LeVeque 1979)."""
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Moments:
         if not values:
+            return cls()
+        mean = math.fsum(values) / len(values)
+        return cls(len(values), mean, math.fsum((value - mean) ** 2 for value in values))
+
+    def and_of(self, more: Moments) -> Moments:
+        """Of both together (Chan, Golub and LeVeque 1979)."""
+        if not (total := self.count + more.count):
             return self
-        more, mean = len(values), math.fsum(values) / len(values)
-        squares = math.fsum((value - mean) ** 2 for value in values)
-        total, apart = self.count + more, mean - self.mean
+        apart = more.mean - self.mean
         return Moments(
             total,
-            self.mean + apart * more / total,
-            self.squares + squares + apart * apart * self.count * more / total,
+            self.mean + apart * more.count / total,
+            self.squares + more.squares + apart * apart * self.count * more.count / total,
         )
 
     @property
@@ -70,18 +77,26 @@ class Shaped:
 class Shaping:
     """Shapes rewards as [rewards] says. `max_new_tokens`: rollout.max_new_tokens, where an overlong rollout ends.
 
-    Owns the running statistics, by trainer version: a step that is trained again, as its weights were lost, starts from
-    what was before it.
+    Owns the running statistics of each role, by trainer version: a step that is trained again, as its weights were
+    lost, starts from what was before it.
     """
 
     def __init__(self, rewards: RewardsConfig, max_new_tokens: int) -> None:
         self.config, self.max_new_tokens = rewards, max_new_tokens
-        self._before: dict[int, Moments] = {}  # trainer version -> of the rewards of all steps before
+        # trainer version -> role -> of the rewards of all steps before
+        self._before: dict[int, dict[str, Moments]] = {}
 
-    def __call__(self, trajectories: Sequence[Trajectory], version: int, uncounted: Collection[str] = ()) -> Shaped:
+    def __call__(
+        self,
+        trajectories: Sequence[Trajectory],
+        version: int,
+        uncounted: Collection[str] = (),
+        compared_roles: Iterable[Collection[str]] = (),
+    ) -> Shaped:
         """The rewards of the step at trainer `version`. Missing ones stay missing.
 
         `uncounted`: sequence ids of those that are not in the statistics (greedy baselines, replayed ones).
+        `compared_roles`: sets of roles that are compared with each other, and so share their statistics.
         """
         valid = {t.sequence_id: t for t in trajectories if t.reward is not None and t.reward.score is not None}
         terms = {name: self.terms(trajectory) for name, trajectory in valid.items()}
@@ -91,11 +106,17 @@ class Shaping:
         counted = [name for name in valid if name not in uncounted]
         metrics = _metrics_of_terms([terms[name] for name in counted])
         if self.config.running_norm != "none":
-            moments = self._moments(version).and_of([totals[name] for name in counted])
-            self._before = {v: m for v, m in self._before.items() if v <= version} | {version + 1: moments}
-            mean = moments.mean if self.config.running_norm == "whiten" else 0.0
-            totals = {name: (total - mean) / moments.deviation for name, total in totals.items()}
-            metrics |= {"shaping/running_mean": moments.mean, "shaping/running_std": moments.deviation}
+            moments = self._counted(version, {name: (valid[name].role, totals[name]) for name in counted})
+            shared = {role: reduce(Moments.and_of, [moments.get(r, Moments()) for r in sorted(roles)])
+                      for roles in compared_roles for role in roles}  # fmt: skip
+            of_role = {
+                role: shared.get(role) or moments.get(role, Moments()) for role in {t.role for t in valid.values()}
+            }
+            whitens = self.config.running_norm == "whiten"
+            for name, trajectory in valid.items():
+                of = of_role[trajectory.role]
+                totals[name] = (totals[name] - (of.mean if whitens else 0.0)) / of.deviation
+            metrics |= _metrics_of_moments(of_role)
         if self.config.clip_range:
             low, high = self.config.clip_range
             clipped = {name: min(max(total, low), high) for name, total in totals.items()}
@@ -122,16 +143,44 @@ class Shaping:
     def state_dict(self) -> dict[str, Any]:
         """JSON: the running statistics."""
         last = sorted(self._before)[-_SAVED:]
-        return {"before": [[version, *self._before[version]] for version in last]}
+        return {"before": [[v, {role: list(m) for role, m in self._before[v].items()}] for v in last]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`; {}: there was none."""
-        self._before = {version: Moments(*moments) for version, *moments in state.get("before", [])}
+        self._before = {v: {role: Moments(*of) for role, of in roles.items()} for v, roles in state.get("before", [])}
 
-    def _moments(self, version: int) -> Moments:
-        """Of the steps before `version`, as far as they were counted."""
+    def _counted(self, version: int, rewards: Mapping[str, tuple[str, float]]) -> dict[str, Moments]:
+        """The statistics of each role with the (role, reward) of the step at `version`, which are kept."""
         known = [v for v in self._before if v <= version]
-        return self._before[max(known)] if known else Moments()
+        moments = dict(self._before[max(known)]) if known else {}
+        for role in {role for role, _ in rewards.values()}:
+            of_step = Moments.of([reward for of, reward in rewards.values() if of == role])
+            moments[role] = moments.get(role, Moments()).and_of(of_step)
+        self._before = {v: m for v, m in self._before.items() if v <= version} | {version + 1: moments}
+        return moments
+
+
+class ShapedScore:
+    """filters.metric = "shaped_score": a trajectory's score plus the terms of [rewards] (verl's seq_reward).
+
+    rewards.running_norm and rewards.clip_range are not applied: the norm depends on other groups.
+    """
+
+    def __init__(self, rewards: RewardsConfig, max_new_tokens: int) -> None:
+        self._terms = Shaping(rewards, max_new_tokens).terms
+
+    def __call__(self, trajectory: Trajectory) -> float:
+        return _score(trajectory) + math.fsum(self._terms(trajectory).values())
+
+    def __str__(self) -> str:
+        return SHAPED_SCORE
+
+
+def metric_of(config: Config) -> str | ShapedScore:
+    """Return the metric that filters.metric names, for the functions of filters.py."""
+    if config.filters.metric != SHAPED_SCORE:
+        return config.filters.metric
+    return ShapedScore(config.rewards, config.rollout.max_new_tokens)
 
 
 def overlong(num_tokens: int, max_tokens: int, buffer: int, penalty: float) -> float:
@@ -148,6 +197,17 @@ def _score(trajectory: Trajectory) -> float:
 def _trained(trajectory: Trajectory, score: float, terms: Mapping[str, float]) -> Reward:
     assert trajectory.reward is not None
     return replace(trajectory.reward, score=score, extras={**trajectory.reward.extras, **terms})
+
+
+def _metrics_of_moments(moments: Mapping[str, Moments]) -> dict[str, float]:
+    """By role, where there are several."""
+    if len(moments) < 2:
+        return {f"shaping/running_{name}": value for of in moments.values() for name, value in _named(of)}
+    return {f"roles/{role}/running_{name}": value for role, of in moments.items() for name, value in _named(of)}
+
+
+def _named(of: Moments) -> tuple[tuple[str, float], ...]:
+    return ("mean", of.mean), ("std", of.deviation)
 
 
 def _metrics_of_terms(terms: Sequence[Mapping[str, float]]) -> dict[str, float]:

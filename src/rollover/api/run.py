@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rollover.files import short_path
 from rollover.reading.run_files import RunFiles
 from rollover.track.recorded import read_rollouts, step_files
 from rollover.track.trace import TraceEvent
@@ -28,11 +29,17 @@ class Run:
     """What a run has written in its `directory`. What is asked for is read at that moment, so a live run shows more
     each time."""
 
-    def __init__(self, directory: str | os.PathLike[str], live: Mapping[str, Any] | None = None) -> None:
-        """`live`: functions and tasks that the run was given as objects, by their names; `resume` needs them."""
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        live: Mapping[str, Any] | None = None,
+        given: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`live`: functions and tasks that the run was given as objects, by their names; `given`: its configuration, if
+        this process made the run. `resume` needs them: what they name needs no `trust`."""
         self._files = RunFiles(directory)
         self.directory = self._files.directory
-        self._live = dict(live or {})
+        self._live, self._given = dict(live or {}), dict(given or {})
 
     @property
     def config(self) -> dict[str, Any]:
@@ -120,20 +127,21 @@ class Run:
         plt.close(figure)  # a notebook draws what a cell returns: not twice
         return figure
 
-    def resume(self, **overrides: Any) -> Run:
+    def resume(self, *, trust: bool = False, **overrides: Any) -> Run:
         """Go on with the run, as `rollover.train(resume=run.directory, ...)` with this one's functions and tasks."""
         from rollover.api.settings import Arguments
         from rollover.api.start import train_and_wait
 
         named = {name: overrides.pop(name, None) for name in ("model", "tasks", "reward", "eval_tasks", "config")}
-        arguments = Arguments(**named, resume=self.directory, overrides=overrides, live=self._live)
+        before = {"live": self._live, "given": self._given}
+        arguments = Arguments(**named, resume=self.directory, overrides=overrides, trust=trust, **before)
         return after_training(*train_and_wait(arguments))
 
     def __repr__(self) -> str:
         rows, num_steps = self.metrics, self._files.value("train.num_steps", "?")
         step = rows[-1]["step"] if rows else 0
         state = "finished" if self.finished else f"not finished: {self._how_to_go_on()}"
-        return f"<Run {str(self.directory)!r}: {step} of {num_steps} steps, {state}>"
+        return f"<Run {short_path(self.directory)!r}: {step} of {num_steps} steps, {state}>"
 
     def _how_to_go_on(self) -> str:
         return "run.resume() goes on" + ("" if self._live else f" (rollover.train(resume={str(self.directory)!r}))")
@@ -146,9 +154,9 @@ class Run:
         return bool(step_files(self._files.rollouts.dir))
 
 
-def after_training(directory: Path, live: Mapping[str, Any]) -> Run:
+def after_training(directory: Path, live: Mapping[str, Any], given: Mapping[str, Any]) -> Run:
     """What a call that trains returns. A run that was stopped is printed: it says how to go on."""
-    run = Run(directory, live)
+    run = Run(directory, live, given)
     if not run.finished:
         print(run)
     return run

@@ -25,10 +25,13 @@ from rollover.config import Config
 from rollover.config.cluster import check_can_train
 from rollover.config.load import Resolved
 from rollover.ending import run_bounded
+from rollover.files import paths_begin_in, start_folder
 from rollover.run.directory import RunDirectory
 from rollover.run.loop import Step
 from rollover.run.restart import LastingRun, running
 from rollover.run.stop import Stop, signals_to, take_signals
+from rollover.track.health import why_nothing_was_trained
+from rollover.track.sinks import read_rows
 from rollover.track.summary import print_summary
 
 INTERRUPTED = 130
@@ -51,9 +54,10 @@ class Session:
         eval_tasks: Any = None,
         config: Layer | Sequence[Layer] | None = None,
         resume: str | os.PathLike[str] | None = None,
+        trust: bool = False,
         **overrides: Any,
     ) -> None:
-        arguments = Arguments(model, tasks, reward, eval_tasks, config, resume, overrides)
+        arguments = Arguments(model, tasks, reward, eval_tasks, config, resume, overrides, trust=trust)
         self._begin(arguments.settle(), resume is not None)
 
     @classmethod
@@ -67,10 +71,12 @@ class Session:
         self._settings = settings
         self._stack, self._stop = AsyncExitStack(), Stop()
         self._is_new = True  # neither entered nor closed so far
+        self._folder = os.getcwd() if command is None else start_folder()
         self._turn = asyncio.Lock()  # a step, a checkpoint or an evaluation: one at a time, whichever task asks
         try:
             check_can_train(settings.config)
-            self._directory = RunDirectory(settings.config, resume)
+            with paths_begin_in(self._folder):
+                self._directory = RunDirectory(settings.config, resume)
         except BaseException:
             settings.release()
             raise
@@ -87,6 +93,7 @@ class Session:
         self._is_new = False
         try:
             self._stack.callback(self.close)
+            self._stack.enter_context(paths_begin_in(self._folder))
             signals = self._stack.enter_context(ExitStack())  # given back after the run's last checkpoint
             run = running(self.config, self._directory, self._stop, self._resume_command)
             self._run = await self._stack.enter_async_context(run)
@@ -195,13 +202,22 @@ async def finish(session: Session) -> bool:
         run = session._open_run()
         async for _ in session.steps():
             pass
-    if not session.interrupted:
-        print_summary(run.summary())
+        summary = None if session.interrupted else run.summary()
+    if summary is not None:
+        print_summary(summary)
     return not session.interrupted
 
 
 def run_training(resolved: Resolved, resume: bool, command: list[str] | None = None) -> int:
-    """`rollover train`: exit code. `command` is what the user typed after `train`, for the command that resumes."""
-    session = Session.of(Settings(resolved), resume, command or [])
-    ended = run_bounded(finish(session), session.config.watchdog.grace_s)
-    return 0 if ended else INTERRUPTED
+    """`rollover train`: exit code; 2 where the run has ended and trained nothing in its whole life.
+
+    `command` is what the user typed after `train`, for the command that resumes; None: a program called, which gets its
+    handlers of signals back.
+    """
+    session = Session.of(Settings(resolved), resume, command)
+    if not run_bounded(finish(session), session.config.watchdog.grace_s):
+        return INTERRUPTED
+    if reason := why_nothing_was_trained(session.config, read_rows(session.directory / "metrics.jsonl")):
+        print(f"rollover: error: nothing was trained: {reason}", file=sys.stderr)
+        return 2
+    return 0

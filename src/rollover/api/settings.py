@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -21,8 +21,10 @@ from rollover.alike import did_you_mean
 from rollover.config import Config, ConfigError, Table
 from rollover.config.load import PYTHON, Resolved, load_config
 from rollover.config.presets import PRESETS
+from rollover.config.resume import OF_THE_START
 from rollover.config.schema import RENAMED, default_of, leaves, renamed, tables
 from rollover.config.table import row_of
+from rollover.config.trust import OfRun
 from rollover.files import read_tables
 from rollover.live_objects import LIVE, hold, is_live, live_object, name_of, release
 from rollover.processes import prepare_libraries
@@ -52,7 +54,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of `train` and `Session` (docs/python.md). `live`: objects of an earlier run, by their names."""
+    """The arguments of `train` and `Session` (docs/python.md). `live`: objects of an earlier run, by their names.
+    `given`: the configuration that this process gave to the run that goes on; what it names is trusted."""
 
     model: str | os.PathLike[str] | Mapping[str, Any] | None = None
     tasks: Any = None
@@ -62,6 +65,8 @@ class Arguments:
     resume: str | os.PathLike[str] | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
     live: Mapping[str, Any] = field(default_factory=dict)
+    trust: bool = False
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     def settle(self, *, require_sources: bool = True) -> Settings:
         """The configuration, which the caller releases. ConfigError names what is wrong, OSError an unfit system."""
@@ -69,9 +74,10 @@ class Arguments:
         try:
             for spec, value in self.live.items():
                 held.add(value, spec.removeprefix(f"{LIVE}:"))
-            before = {} if self.resume is None else settings_of_run(Path(self.resume), "resume")
+            before = None if self.resume is None else self._before(self.resume)
             given = [held.plain(x, "") if isinstance(x, Mapping) else os.fspath(x) for x in self._files()]
-            layers: list[Any] = [before, *given, self._own(held, before.get("tasks.sources", []))]
+            own = self._own(held)
+            layers: list[Any] = [*given, own] if before is None else [before, *given, *_over(before, own)]
             resolved = load_config(
                 layers, require_sources=require_sources, under=lambda config: held.plain(distill_options(config), "")
             )
@@ -86,12 +92,16 @@ class Arguments:
             raise
         return Settings(resolved, held.live)
 
+    def _before(self, folder: str | os.PathLike[str]) -> OfRun:
+        settings = settings_of_run(Path(folder), "resume")
+        return OfRun(settings, str(folder), self.trust, "resume of", "trust=True", self.given)
+
     def _files(self) -> Sequence[Layer]:
         if self.config is None:
             return []
         return [self.config] if isinstance(self.config, str | os.PathLike | Mapping) else self.config
 
-    def _own(self, held: _Held, sources_before: list[dict[str, Any]]) -> dict[str, Any]:
+    def _own(self, held: _Held) -> dict[str, Any]:
         values: dict[str, Any] = {}
         if isinstance(self.model, Mapping):
             values["model"] = held.plain(self.model, "model")
@@ -100,10 +110,7 @@ class Arguments:
                 raise ConfigError(f"model is a {type(self.model).__name__}: give a folder, a hub id or a known name")
             values["model.path"] = os.fspath(self.model)
         if self.tasks is not None:
-            sources = _sources(self.tasks, self.eval_tasks, held)
-            if len(sources) == len(sources_before) == 1:  # of the run that goes on: what else was said of it holds
-                sources = [{**sources_before[0], **sources[0]}]
-            values["tasks.sources"] = sources
+            values["tasks.sources"] = _sources(self.tasks, self.eval_tasks, held)
         elif self.eval_tasks is not None:
             raise ConfigError("eval_tasks needs tasks: a configuration's sources have eval_path for it")
         if self.reward is not None:
@@ -260,8 +267,11 @@ def _path_of(rows: Any, name: str, held: _Held) -> str:
 
 
 def settings_of_run(folder: Path, asked_by: str) -> dict[str, Any]:
-    """The settings of an earlier run, from its config.resolved.json. Those that are the defaults anyway are left out,
-    so that what is given now is not refused for having no effect beside them. `asked_by`: what ConfigError names."""
+    """Return the settings of an earlier run, from its config.resolved.json, without its own directory.
+
+    Defaults are left out, so that what is given now is not refused for having no effect beside them. `asked_by`: the
+    option that ConfigError names.
+    """
     path = folder / "config.resolved.json"
     if not path.is_file():
         raise ConfigError(f"{asked_by}: {str(folder)!r} holds no run: there is no config.resolved.json")
@@ -277,13 +287,24 @@ def settings_of_run(folder: Path, asked_by: str) -> dict[str, Any]:
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         usual = preset[key] if key in preset else default_of(key)
-        if value is None or value == usual or key == "checkpoint.resume_from":
+        if value is None or value == usual or key in OF_THE_START:
             continue
         table = row_of(info.annotation)
         out[key] = value if table is None else [_row(row, table) for row in value]
     if out.get("rollout.in_flight_groups", 0) == saved["rollout"].get("groups_per_step"):
         del out["rollout.in_flight_groups"]
     return out
+
+
+def _over(before: OfRun, own: dict[str, Any]) -> list[Any]:
+    """The layers of `own` values above those of an earlier run. Where both have one source of tasks, it is that of the
+    run with the values that are given now."""
+    ours, theirs = own.get("tasks.sources", []), before.settings.get("tasks.sources", [])
+    if not len(ours) == len(theirs) == 1:
+        return [own]
+    values = {f"tasks.sources.0.{name}": value for name, value in ours[0].items()}
+    others = {key: value for key, value in own.items() if key != "tasks.sources"}
+    return [replace(before, settings={"tasks.sources": theirs}), {**others, **values}]
 
 
 def _row(row: Mapping[str, Any], table: type[Table]) -> dict[str, Any]:

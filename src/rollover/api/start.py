@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from rollover.run.stop import signals_to
 
 _SIGNAL_S = 0.5
 
-Trained = tuple[Path, dict[str, Any]]
-"""A run's directory, and the functions and tasks that it was given as objects, by their names."""
+Trained = tuple[Path, dict[str, Any], Mapping[str, Any]]
+"""A run's directory, the functions and tasks that it was given as objects, by their names, and its configuration."""
 
 
 def train_and_wait(arguments: Arguments) -> Trained:
@@ -33,14 +34,14 @@ def train_and_wait(arguments: Arguments) -> Trained:
         finish_here = _finish_in_thread
     session, live = _session(arguments)
     finish_here(session)
-    return session.directory, live
+    return session.directory, live, session.config.model_dump()
 
 
 async def train_here(arguments: Arguments) -> Trained:
     """As `train_and_wait`, on the running event loop."""
     session, live = _session(arguments)
     await finish(session)
-    return session.directory, live
+    return session.directory, live, session.config.model_dump()
 
 
 def _session(arguments: Arguments) -> tuple[Session, dict[str, Any]]:

@@ -19,6 +19,7 @@ def train(
     eval_tasks: Any = None,
     config: Layer | Sequence[Layer] | None = None,
     resume: str | os.PathLike[str] | None = None,
+    trust: bool = False,
     **overrides: Any,
 ) -> Run:
     """Train a model; returns the run, whose metrics, rollouts and model can then be looked at.
@@ -31,7 +32,8 @@ def train(
     - eval_tasks: held-out dicts, or a file; without them a share of `tasks` is held out (`tasks.eval_fraction`).
     - config: a TOML file, a dict, or a list of both; later ones override earlier ones.
     - resume: the directory of a run to go on with. Its settings are those of that run; functions and tasks that it was
-      given as objects are given again.
+      given as objects are given again. So are functions of files, programs and addresses that its configuration names.
+    - trust: run what the configuration of `resume` names without that: the directory is your own, or you have read it.
     - overrides: any key of the configuration: `num_steps=20` where one table alone has the name (or [run], [rollout]),
       `train={"num_steps": 20}`, or `**{"train.num_steps": 20}`. Where a key names a function, it itself may stand.
 
@@ -40,7 +42,7 @@ def train(
     returned says `finished` False, and `run.resume()` goes on. A second one raises KeyboardInterrupt. What fails
     raises; with anything to lose a checkpoint is written before. ConfigError (a ValueError) names the key and the fix.
     """
-    arguments = Arguments(model, tasks, reward, eval_tasks, config, resume, overrides)
+    arguments = Arguments(model, tasks, reward, eval_tasks, config, resume, overrides, trust=trust)
     return after_training(*train_and_wait(arguments))
 
 
@@ -52,8 +54,9 @@ async def train_async(
     eval_tasks: Any = None,
     config: Layer | Sequence[Layer] | None = None,
     resume: str | os.PathLike[str] | None = None,
+    trust: bool = False,
     **overrides: Any,
 ) -> Run:
     """As `train`, on the running event loop. A training step holds up the loop, unless rollout.overlap is on."""
-    arguments = Arguments(model, tasks, reward, eval_tasks, config, resume, overrides)
+    arguments = Arguments(model, tasks, reward, eval_tasks, config, resume, overrides, trust=trust)
     return after_training(*await train_here(arguments))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,15 +31,24 @@ def generate(engine: EmbeddedEngine, prompts: Sequence[tuple[int, ...]], new_tok
 TOKENS_BEFORE = 2
 
 
-def decode_seconds(engine: EmbeddedEngine, prompts: Sequence[tuple[int, ...]], steps: int) -> float:
-    """Wall seconds of so many decode steps of all at once: prefill and TOKENS_BEFORE tokens come before."""
+def decode_seconds(
+    engine: EmbeddedEngine,
+    prompts: Sequence[tuple[int, ...]],
+    steps: int,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> float:
+    """Wall seconds of so many decode steps of all at once: prefill and TOKENS_BEFORE tokens come before.
+
+    `around`: a context for the decode steps alone, a profiler for instance.
+    """
 
     async def go() -> float:
         first = await extend_all(engine, prompts, [()] * len(prompts), TOKENS_BEFORE + steps, pause_after=TOKENS_BEFORE)
         generated = [tuple(of[-1].token_ids.tolist()) for of in first]
-        started = time.perf_counter()
-        await extend_all(engine, prompts, generated, steps)
-        seconds = time.perf_counter() - started
+        with around():
+            started = time.perf_counter()
+            await extend_all(engine, prompts, generated, steps)
+            seconds = time.perf_counter() - started
         engine.release(map(str, range(len(prompts))))
         return seconds
 

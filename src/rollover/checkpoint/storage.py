@@ -13,6 +13,7 @@ from typing import Any
 
 from rollover.checkpoint.entries import name_of
 from rollover.checkpoint.writing import CheckpointWriter
+from rollover.files import open_regular
 
 
 class Storage(ABC):
@@ -63,7 +64,10 @@ class Storage(ABC):
         return True
 
     def read(self, path: str) -> bytes:
-        """FileNotFoundError if there is no such file."""
+        """FileNotFoundError if there is no such file; ValueError for a local folder, device or pipe."""
+        if self.local_folder is not None:
+            with open_regular(path) as file:
+                return file.read()
         return self.fs.cat_file(path)
 
     @abstractmethod

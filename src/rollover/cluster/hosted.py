@@ -9,16 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import secrets
 from typing import Any, Protocol
 
 from rollover.cluster.roles import RewardRole, Role, ServerRole, request_to_json
 from rollover.config import Config
-from rollover.engine.remote.client import TOKEN, ServerClient
+from rollover.engine.remote.client import ServerClient
+from rollover.engine.remote.hosts import new_token
 from rollover.engine.remote.server import Server
 from rollover.engine.remote.wire import ServerFailed
-from rollover.engine.server.guard import is_loopback
 from rollover.live_objects import is_live
 from rollover.rewards.built_in import specs_in
 from rollover.rewards.protocol import ScoreRequest
@@ -94,7 +92,7 @@ class ActorHost:
     """A Host: server number `number`, in a child of an actor."""
 
     def __init__(self, cluster: Actors, number: int) -> None:
-        self.name = f"{cluster.config.engine.server} server {number}"
+        self.name, self.token = f"{cluster.config.engine.server} server {number}", new_token()
         self._cluster, self._number, self._role = cluster, number, f"server {number}"
         self._limit_s = cluster.config.engine.give_up_s
         self._looking: asyncio.Task[None] | None = None
@@ -107,10 +105,7 @@ class ActorHost:
         cluster, config = self._cluster, self._cluster.config
         check_weights_dir(cluster, self._role, "servers are on other machines than the trainer")
         address = cluster.address_of(self._role)
-        # A node of this machine, too, has the address of its network, where the cluster is not on loopback.
-        if not is_loopback(address) and not os.environ.get(TOKEN):
-            os.environ[TOKEN] = secrets.token_urlsafe(32)
-        return cluster.start(self._role, ServerRole, config, self._number, address)
+        return cluster.start(self._role, ServerRole, config, self._number, address, self.token)
 
     def address(self, limit_s: float) -> str:
         self._ended = True
@@ -137,7 +132,7 @@ class ActorHost:
             raise ServerFailed(str(error)) from error
         if self._looking is None:
             self._looking = asyncio.ensure_future(self._look(self._actor))
-        return Server(self.name, ServerClient(url))
+        return Server(self.name, ServerClient(url, self.token))
 
     async def discard(self) -> None:
         self._actor = None

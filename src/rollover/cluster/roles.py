@@ -11,17 +11,19 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rollover.config import Config, RewardsConfig
 from rollover.engine.remote.hosts import ProcessHost
 from rollover.engine.remote.wire import ServerFailed
+from rollover.files import start_folder
 from rollover.processes import brief_waiting, die_with, has_ended, resident_bytes
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.travel import packed
+from rollover.rewards.trl_arguments import TrainerState
 from rollover.rewards.worker import RewardProbeError
 from rollover.trainer.backend import BackendLost
 from rollover.trainer.ranks.local import LocalRanks
@@ -44,7 +46,7 @@ class Place:
         """For a role whose output goes to `log`, as this process has it."""
         carried = ("HF_", "ROLLOVER_", "TOKENIZERS_", "GOMP_", "OMP_WAIT_", *_LIBRARY_THREADS)
         environment = {name: value for name, value in os.environ.items() if name.startswith(carried)}
-        return cls(str(log.absolute()), os.getcwd(), environment)
+        return cls(str(log.absolute()), start_folder(), environment)
 
 
 class Role:
@@ -69,18 +71,18 @@ class Role:
 
 
 class ServerRole(Role):
-    """`rollover serve` in a child of this process, on `host`: once."""
+    """`rollover serve` in a child of this process, on `host`, with `server_token`: once."""
 
-    def __init__(self, place: Place, config: Config, number: int, host: str) -> None:
+    def __init__(self, place: Place, config: Config, number: int, host: str, server_token: str) -> None:
         super().__init__(place)
-        self._config, self._number, self._address = config, number, host
+        self._config, self._number, self._address, self._token = config, number, host, server_token
         self._logs = Path(place.log).parent  # where the server's own output goes, beside that of this process
         self._process: ProcessHost | None = None
 
     async def url(self, limit_s: float) -> dict[str, str]:
         """{"url"} when it answers, or {"failed": why}."""
         if self._process is None:  # in this thread: on Linux a child ends with the thread that started it
-            self._process = ProcessHost(self._config, self._number, limit_s, self._logs, self._address)
+            self._process = ProcessHost(self._config, self._number, limit_s, self._logs, self._address, self._token)
         try:
             return {"url": await asyncio.to_thread(self._process.address, limit_s)}
         except ServerFailed as error:
@@ -178,10 +180,11 @@ class RewardRole(Role):
 
 def request_to_json(request: ScoreRequest) -> list[Any]:
     """All of it, as `request_of` reads it."""
-    return [request.task.to_json(), request.completion, list(request.completion_ids)]
+    rest = request.num_turns, asdict(request.trainer_state)
+    return [request.task.to_json(), request.completion, list(request.completion_ids), *rest]
 
 
 def request_of(value: list[Any]) -> ScoreRequest:
     """The request that `request_to_json` was asked of."""
-    task, completion, ids = value
-    return ScoreRequest(Task.from_json(task), completion, tuple(ids))
+    task, completion, ids, num_turns, state = value
+    return ScoreRequest(Task.from_json(task), completion, tuple(ids), num_turns, TrainerState(**state))

@@ -37,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
     config = load(args.files, overrides).config
     from rollover.ending import run_bounded
-    from rollover.files import check_output_file
+    from rollover.files import check_output_file, local_path
     from rollover.functions import printable_lines
     from rollover.run.evaluate import summarised
     from rollover.track.against import compared, read_recorded
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     found = run_bounded(answers_to_all(config, args.model), config.watchdog.grace_s)
     answers = found.answers
     if args.answers is not None:  # first: where every reward failed it says why
-        write_answers(args.answers, answers)
+        write_answers(local_path(args.answers), answers)
     result, chosen = summarised(found, config), worst(answers, args.worst)
     comparisons = [] if recorded is None else compared(answers, recorded)
     if args.json:
@@ -70,16 +70,14 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
 async def answers_to_all(config: Config, model: str | None) -> Answers:
     """Answers to the held-out tasks of `model` (None: model.path), scored."""
     from rollover.run.eval_parts import EvalParts
-    from rollover.run.evaluate import answers_of, encode_tasks, held_out_tasks, longest_prompt
+    from rollover.run.evaluate import answers_of, held_out_tasks
     from rollover.tasks.prompts import encoder
 
     parts = await EvalParts.build(config, model)
     try:
         assert parts.environment is not None
-        tasks = held_out_tasks(config, to_stderr)
         encode = encoder(parts.tokenizer, parts.environment)
-        longest = longest_prompt(config, parts.engine.max_tokens)
-        held_out = encode_tasks(tasks, encode, longest, config.tasks.truncation)
+        held_out = held_out_tasks(config, encode, parts.engine.max_tokens, to_stderr)
         return await answers_of(
             held_out, parts.engine, parts.environment, parts.tokenizer, config, parts.stop_token_ids, to_stderr
         )
@@ -100,15 +98,14 @@ def tasks_line(config: Config) -> str:
 def print_eval(result: dict[str, Any]) -> None:
     """A table of mean reward, pass@k and maj@k with 95 % intervals: by file or generator, by data_source, by setting,
     and of all in the setting of [eval] itself."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from rollover.track.figures import decimal
-    from rollover.track.shown import shown
+    from rollover.track.shown import new_console, shown
     from rollover.track.statistics import parts_of
 
-    console = Console()
+    console = new_console()
     rows = [*parts_of(result).items(), ("all", result)]
     names = list(dict.fromkeys(k for _, row in reversed(rows) for k in row if re.fullmatch(r"(pass|maj)@\d+", k)))
     table = Table("source", "tasks", "mean reward", *names)
@@ -120,6 +117,8 @@ def print_eval(result: dict[str, Any]) -> None:
             cells.append(decimal(row.get(name)) + (f" [{ci[0]:.3f}, {ci[1]:.3f}]" if ci else ""))
         table.add_row(Text(shown(source, console)), str(row["tasks"]), decimal(row["mean"]) + interval, *cells)
     console.print(table)
+    if result.get("left_out"):
+        console.print(Text(f"{result['left_out']} more tasks are left out: their prompts are too long"))
 
 
 VERB = Verb("Evaluate on held-out tasks: mean reward, pass@1 and pass@k per source.", run, arguments)

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from rollover.run.go_on import GoneOn, Place
     from rollover.types import Task
 
+TRUST = "run the functions and programs, and use the addresses, that the configuration of RUN_DIR names"
+
+# With --from nothing is scored, no environment answers and nothing is trained: an engine and a model are all it makes.
+UNUSED = (
+    "rewards.", "tasks.", "workflow.", "filters.", "algorithm.", "distill.", "critic.", "track.", "run.",
+    "rollout.order", "rollout.environment",
+)  # fmt: skip
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -33,14 +41,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         " configuration and its newest weights, and print the log-prob of each token that comes",
     )
     add("--model", metavar="DIR", help="with --from: go on with this model in place of the run's newest weights")
+    add("--trust", action="store_true", help=f"with --from: {TRUST}")
     add("--json", action="store_true", help="with --from: print JSON")
 
 
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
     if args.place is not None:
         return run_from(args, overrides)
-    if not args.files or args.model or args.json:
-        raise ValueError("give FILE.toml, or a rollout of a run by --from, to which --model and --json belong")
+    if not args.files or args.model or args.json or args.trust:
+        raise ValueError("give FILE.toml, or a rollout of a run by --from, to which --model, --trust and --json belong")
     config = load(args.files, overrides, require_sources=False).config
     from rollover.ending import run_bounded
     from rollover.functions import printable_lines
@@ -63,6 +72,7 @@ def run_from(args: argparse.Namespace, overrides: Overrides) -> int:
     """With --from: a rollout of a run goes on."""
     from rollover.api.settings import settings_of_run
     from rollover.config.load import load_config
+    from rollover.config.trust import OfRun
     from rollover.ending import run_bounded
     from rollover.processes import prepare_libraries
     from rollover.run.go_on import Weights, go_on, newest_weights
@@ -71,7 +81,8 @@ def run_from(args: argparse.Namespace, overrides: Overrides) -> int:
         raise ValueError("--from has the prompt of its rollout: leave --prompt and --columns out")
     directory = Path(args.place[0]).expanduser()
     place = place_of(directory, args.place[1])
-    config = load_config([settings_of_run(directory, "--from"), *args.files], overrides, require_sources=False).config
+    of_run = OfRun(settings_of_run(directory, "--from"), str(directory), args.trust, "--from", "--trust", {}, UNUSED)
+    config = load_config([of_run, *args.files], overrides, require_sources=False).config
     prepare_libraries(config.run)
     weights = Weights(args.model, args.model) if args.model else newest_weights(config, directory)
     to_stderr(f"with {weights.said}, after {place.kept} of {place.record['num_tokens']} tokens")
@@ -131,6 +142,7 @@ async def episodes(config: Config, prompt: str | None, given: dict[str, Any], nu
 
     ValueError where there is neither a prompt nor a task.
     """
+    from rollover.envs.answer_text import answer_decoder
     from rollover.run.eval_parts import EvalParts
     from rollover.run.playing import Playing
     from rollover.run.transcript import transcript
@@ -147,7 +159,8 @@ async def episodes(config: Config, prompt: str | None, given: dict[str, Any], nu
         playing = Playing(parts.engine, parts.environment, config, stops, sampling, seed, num, to_stderr)
         prompt_ids = encoder(parts.tokenizer, parts.environment)(task)
         group = await playing.unless_it_stalls(playing.play(-1, task, prompt_ids, num))
-        return [transcript(episode, parts.tokenizer) for episode in episodes_of(group)]
+        decode = answer_decoder(parts.tokenizer, rollout.keep_special_tokens)
+        return [transcript(episode, decode) for episode in episodes_of(group)]
     finally:
         await parts.close()
 

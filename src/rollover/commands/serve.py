@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     die_with(os.getppid())
     config = load(args.files, overrides, require_sources=False).config
     from rollover.config.backend import is_tinker
-    from rollover.engine.server.guard import check_open_to
+    from rollover.http_guard import check_open_to
 
     check_open_to(args.host)
     if is_tinker(config):

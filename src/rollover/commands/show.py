@@ -33,11 +33,10 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     if args.json:
         print(json.dumps(as_json(files, args.num if args.rollouts else 0)))
         return 0
-    from rich.console import Console
-
+    from rollover.track.shown import new_console
     from rollover.track.summary import print_summary
 
-    console = Console()
+    console = new_console()
     print_summary(summary_of(files), console)
     print_warnings(files, console)
     if args.rollouts:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
+from collections.abc import Iterator
 
 from rollover.commands.verb import Overrides, Verb, load
+from rollover.std_streams import keep_streams, report_lost_output
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +21,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
+    keep_streams()  # a run is worth more than its lines
+    try:
+        return _run(args, overrides)
+    finally:
+        report_lost_output()
+
+
+def _run(args: argparse.Namespace, overrides: Overrides) -> int:
     resolved = load(args.files, overrides)
     name = resolved.config.checkpoint.resume_from
     if name and not args.resume:
@@ -27,10 +39,22 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
 
         print(as_text(resolved.config, cores()), end="")
         return 0
-    from rollover.api.session import run_training
+    with _interrupt_held():
+        from rollover.api.session import run_training
 
     command = [*map(str, args.files), *(f"--{key}={value}" for key, value in overrides)]
     return run_training(resolved, args.resume, command)
+
+
+@contextlib.contextmanager
+def _interrupt_held() -> Iterator[None]:
+    """A Ctrl-C comes at the end of the block. Raised within an import it may be lost: Python ignores what is raised in
+    the callback of a weak reference, as locks of modules have."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 VERB = Verb("Train a model.", run, arguments)

@@ -51,7 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
     from rollover.ending import GRACE_S, run_bounded
-    from rollover.engine.server.guard import is_loopback, token
+    from rollover.http_guard import is_loopback, token
     from rollover.view.run_data import PATIENCE_S
 
     runs = opened(args.run_dirs, PATIENCE_S)

@@ -63,7 +63,7 @@ def planned_devices(config: Any) -> dict[str, tuple[int, str]]:
     engine, found = config.engine, {}
     if engine.kind == "remote":
         which = "engine.num_servers" if engine.num_servers else "engine.urls"
-        found["plan.engines"] = engine.num_servers + len(engine.urls), which
+        found["plan.engines"] = max(1, engine.num_servers + len(engine.urls)), which
     if ranks := num_ranks(config):
         found["plan.trainers"] = ranks, "backend.num_ranks"
     elif engine.kind == "remote" and engine.urls:

@@ -64,6 +64,19 @@ def several_updates(train: Any) -> tuple[str, str]:
     return " and ".join(f"{key} = {num}" for key, num in above.items()), " and ".join(f"{key} = 1" for key in above)
 
 
+def ratio_is_one(config: Any) -> bool:
+    """Whether the current/proximal ratio is 1 at every token: a step has one update, and it begins with the proximal
+    policy."""
+    algorithm = config.algorithm
+    all_fresh = not config.staleness_bound and not config.replay.size
+    begins_with = algorithm.proximal == "step_start" or (algorithm.proximal == "snapshot" and all_fresh)
+    return config.train.updates_per_step == 1 and algorithm.loss_traits.ratio is True and begins_with
+
+
+OF_RATIO = ("algorithm.loss", "algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip")
+"""What acts on that ratio."""
+
+
 def _forgotten(config: Any) -> str:
     several, one = several_updates(config.train)
     nothing_else = f"accounts for what the earlier updates of a step changed. Set {one},"

@@ -69,7 +69,7 @@ def _groups_are_given(config: Any) -> bool:
 
 def _never_twice(config: Any) -> bool:
     """Whether no task of any source comes a second time."""
-    return config.tasks.epochs == 1 or all(s.kind == "reasoning_gym" for s in config.tasks.sources if s.weight)
+    return config.tasks.epochs == 1 or all(s.about.generates for s in config.tasks.sources if s.weight)
 
 
 def _is_blind(config: Any) -> bool:

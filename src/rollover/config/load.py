@@ -19,14 +19,16 @@ from rollover.alike import did_you_mean
 from rollover.config.presets import PRESETS
 from rollover.config.recipes import located
 from rollover.config.schema import Config, choices_of, default_of, expected, field_at, leaves, takes_text
-from rollover.config.settle import Layers, Values, derive, refuse, settle, shown
+from rollover.config.settle import Layers, Values, derive, notices_of_ratio, refuse, settle, shown
 from rollover.config.suggest import unknown_key, unknown_table
 from rollover.config.table import UNSETTLED, ConfigError, Table, row_of, table_of
 from rollover.config.toml_file import read_toml
+from rollover.config.trust import OfRun
 
 COMMAND_LINE = "command line"
 PYTHON = "Python"  # what a program gives in place of a file
 DECORATED = "@distilled"  # what a workflow says by itself
+_MOST = 2**63 - 1
 _ARRAYS = tuple(name for name, info in leaves() if row_of(info.annotation))  # of tables
 
 
@@ -34,7 +36,7 @@ _ARRAYS = tuple(name for name, info in leaves() if row_of(info.annotation))  # o
 class Resolved:
     """A checked configuration with final values.
 
-    notices: what was reset because a later layer switched it off, one line each.
+    notices: what was reset because a later layer switched it off, and what has no effect, one line each.
     origin: dotted key -> label of the layer that set it (a file's path, "preset grpo", "command line", or "derived from
     ..."); a key that is absent has its default.
     """
@@ -45,7 +47,7 @@ class Resolved:
 
 
 def load_config(
-    files: Sequence[Path | str | Mapping[str, Any]],
+    files: Sequence[Path | str | Mapping[str, Any] | OfRun],
     overrides: Sequence[tuple[str, str]] = (),
     *,
     require_sources: bool = True,
@@ -53,7 +55,8 @@ def load_config(
 ) -> Resolved:
     """The configuration of `files`, changed by `overrides` (dotted key, text of a TOML value or a plain string).
 
-    In place of a file there may be a mapping: tables as in a file, or values by dotted keys.
+    In place of a file there may be a mapping (tables as in a file, or values by dotted keys), or settings of a run's
+    directory, which are refused where they name code that nobody trusts: before anything of it is imported.
     `require_sources = False` is for programs that need a model and no tasks. `under`: what the workflow of a
     configuration, which is not settled yet, says by itself, as dotted keys that lie below all files.
     Raises ConfigError for a missing or malformed file, an unknown key, a wrong type, a value out of range, an option
@@ -61,16 +64,22 @@ def load_config(
     """
     stack: list[tuple[str, Values]] = []
     for source in files:
-        if isinstance(source, Mapping):
+        if isinstance(source, OfRun):
+            stack.append((source.label, _dotted(source.settings, source.label)))
+        elif isinstance(source, Mapping):
             stack.append((PYTHON, _dotted(source, PYTHON)))
         else:
             label, path = located(source)
             stack.append((label, dict(_flatten(read_toml(path), Config, "", label))))
     for key, text in overrides:
         stack.append((COMMAND_LINE, _override(key, text)))
+    of_runs = [source for source in files if isinstance(source, OfRun)]
+    given = [values for label, values in stack if label not in {of.label for of in of_runs}]
     stack.insert(0, _preset(stack))
     layers = _layers(stack)
     config = _validate(layers)
+    for of in of_runs:
+        of.refuse_unless_given(config.model_dump(), given)
     if under is not None and (values := under(config)):
         stack.insert(1, (DECORATED, _dotted(values, DECORATED)))
         layers = _layers(stack)
@@ -78,7 +87,7 @@ def load_config(
     config, notices, problems = settle(config, layers)
     config, origin = derive(config, layers)
     refuse(config, layers, problems, require_sources)
-    return Resolved(config, notices, origin)
+    return Resolved(config, [*notices, *notices_of_ratio(config, layers)], origin)
 
 
 # Layers
@@ -122,7 +131,7 @@ def _flatten(data: Values, table: type[Table], prefix: str, label: str) -> Itera
 
 
 def _check_plain(key: str, value: Any, label: str) -> None:
-    """TOML also has dates and NaN, which no option takes and JSON cannot hold."""
+    """TOML also has dates, NaN and integers of any size, which no option takes and JSON or torch cannot hold."""
     if isinstance(value, dict):
         for name, item in value.items():
             _check_plain(f"{key}.{name}", item, label)
@@ -131,6 +140,8 @@ def _check_plain(key: str, value: Any, label: str) -> None:
             _check_plain(f"{key}.{i}", item, label)
     elif not isinstance(value, str | int | float) or value != value:
         raise ConfigError(f"{label}: {key} = {value}: dates and nan are not allowed here. Give a number or a string")
+    elif isinstance(value, int) and not -_MOST - 1 <= value <= _MOST:
+        raise ConfigError(f"{label}: {key} = {shown(value)}: integers have 64 bits. Give one up to {_MOST}")
 
 
 def _override(key: str, text: str) -> Values:
@@ -155,14 +166,16 @@ def _dotted(values: Mapping[str, Any], label: str) -> Values:
         nested: Any = value
         for part in reversed(key.split(".")):
             nested = {part: nested}
-        out |= _flatten(nested, Config, "", label)
+        for name, flat in _flatten(nested, Config, "", label):
+            both = isinstance(flat, dict) and isinstance(out.get(name), dict)  # two keys of one free table
+            out[name] = {**out[name], **flat} if both else flat
     return out
 
 
 def _parse(text: str) -> Any:
     try:
         data = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     return data["value"] if len(data) == 1 else text
 
@@ -242,6 +255,8 @@ def _validate(layers: Layers) -> Config:
                 messages[key] = f"{layers.label(key)}: {key} is missing: expected {expected(info)}"
             else:
                 messages[key] = _wrong_value(key, _at(nested, parts), layers.label(key))
+                if problem["type"] == "finite_number":
+                    messages[key] += ". Numbers must be finite"
         raise ConfigError("\n".join(messages.values())) from None
 
 

@@ -96,7 +96,7 @@ _NOT_TRAINING = (
     "train.gradient_checkpointing", "train.streaming_min_groups", "model.path", "model.lora.path", "model.device",
     "filters.give_up_after_steps",
 )  # fmt: skip
-_WHERE = ("run.dir", "checkpoint.resume_from")  # of the start, not of the run
+OF_THE_START = ("run.dir", "checkpoint.resume_from")  # not of the run
 
 
 class Change(NamedTuple):
@@ -121,8 +121,12 @@ def changes(old: Mapping[str, Any], new: Config) -> list[Change]:
     rows = set(map(_row_of, before)) & set(map(_row_of, now))  # one that is in either alone is a change
     options = {name for name, _ in leaves()} | {k for k in {**now, **before} if field_at(k) and _row_of(k) in rows}
     keys = [
-        k for k in {**now, **before} if k not in _WHERE and not (k in options and (k not in before or k not in now))
+        k
+        for k in {**now, **before}
+        if k not in OF_THE_START and not (k in options and (k not in before or k not in now))
     ]
+    if now["model.dtype"] == "auto":  # what was decided at the start of the run holds
+        keys = [k for k in keys if k != "model.dtype"]
     return [Change(k, before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)]
 
 

@@ -5,12 +5,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from rollover.config.table import Inert, Refused, Rule, Table, memory_rules, option
+from rollover.config.table import MOST_GB, Inert, Refused, Rule, Table, memory_rules, option
 from rollover.system import cores
 
 CODE_TIMEOUT_S = 10.0  # of the reward code, where its parameters do not say
 _CODE_SPARE_S = 2.0  # of a call, beside what the tests may take: the sandbox itself, and its grace
 _TERMS = ("overlong", "repetition")  # of shaping, beside the functions that are
+RESERVED = ("score", *_TERMS)  # which no row of rewards.functions can be named
 
 
 class RewardFunctionConfig(Table):
@@ -48,8 +49,15 @@ class RewardsConfig(Table):
         " for any part) -> reward. They come before verl's own table, which holds in any case. A task whose data_source"
         " is in neither is an error, as in verl.",
     )
-    timeout_s: float = option(30.0, "Limit of one call; then the worker is killed and the reward is missing.", gt=0)
-    startup_timeout_s: float = option(120.0, "Limit of loading the function in its worker.", gt=0)
+    timeout_s: float = option(
+        30.0,
+        "Limit of one call; then the worker is killed and the reward is missing. inf = no limit.",
+        gt=0,
+        unlimited=True,
+    )
+    startup_timeout_s: float = option(
+        120.0, "Limit of loading the function in its worker. inf = no limit.", gt=0, unlimited=True
+    )
     num_workers: int = option(
         0,
         "Processes that score groups at the same time, one group each; 0 = one less than there are cores,"
@@ -67,6 +75,7 @@ class RewardsConfig(Table):
         "Memory of one worker (Linux); a function that asks for more gets a MemoryError, and its reward is"
         " missing. 0 = no limit.",
         ge=0,
+        le=MOST_GB,
         unless=("run.train_on_recorded",),
     )
     retries: int = option(
@@ -102,8 +111,8 @@ class RewardsConfig(Table):
     )
     running_norm: Literal["none", "scale", "whiten"] = option(
         "none",
-        "Shaping: what is trained is divided by the running standard deviation of all rewards so far (scale), less"
-        " their running mean (whiten).",
+        "Shaping: what is trained is divided by the running standard deviation of all rewards so far of its role"
+        " (scale), less their running mean (whiten).",
     )
     clip_range: list[float] = option(
         [], "Shaping: [lowest, highest] reward that is trained, after all other shaping. Empty: no limits."
@@ -156,7 +165,7 @@ def _wrong_row(config: Any) -> str:
         key = f"rewards.functions.{i}"
         if not row.function:
             return f"{key}.function is missing: name a built-in reward, module:function or path.py:function"
-        if row.name in ("score", *_TERMS):
+        if row.name in RESERVED:
             return f'{key}.name = "{row.name}": that is the name of something else. Give another'
     twice = [name for name, num in Counter(row.name for row in rows if row.name).items() if num > 1]
     if twice:

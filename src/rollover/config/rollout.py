@@ -109,6 +109,11 @@ class RolloutConfig(Table):
     top_p: float = option(1.0, "Nucleus sampling; 1 = off. Truncation requires a correction.", gt=0, le=1)
     top_k: int = option(0, "Sample from the k likeliest tokens; 0 = off.", ge=0)
     min_p: float = option(0.0, "Drop tokens below min_p times the likeliest one's probability; 0 = off.", ge=0, lt=1)
+    keep_special_tokens: bool = option(
+        False,
+        "Keep special tokens (<think>, say) in the text of answers that rewards, workflows, records and evaluations"
+        " get, but for EOS, padding and the token that ends a turn.",
+    )
     stop: list[str] = option([], "Strings that end a rollout (kept in its text).")
     stop_token_ids: list[int] = option([], "Token ids that end a rollout, besides EOS.")
     logits: LogitsConfig = Field(default_factory=LogitsConfig, description="What is done to logits before a draw.")

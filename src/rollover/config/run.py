@@ -50,7 +50,9 @@ class CheckpointConfig(Table):
         " journal.",
         ge=0,
     )
-    journal_max_gb: float = option(2.0, "Write a checkpoint early when the journal is larger than that.", gt=0)
+    journal_max_gb: float = option(
+        2.0, "Write a checkpoint early when the journal is larger than that. inf = never.", gt=0, unlimited=True
+    )
     lost_steps: Literal["replay", "roll_back"] = option(
         "replay",
         "What a resumed run does about steps that were trained after its checkpoint. replay: they are"

@@ -66,7 +66,6 @@ class Config(Table):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     track: TrackConfig = Field(default_factory=TrackConfig)
     watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig)
-    workflow: WorkflowConfig = Field(default_factory=WorkflowConfig)
     plan: PlanConfig = Field(default_factory=PlanConfig)
 
     @model_validator(mode="after")

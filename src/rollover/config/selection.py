@@ -16,8 +16,8 @@ class FiltersConfig(Table):
     pass_threshold: float = option(1.0, "pass rate, tasks.curriculum: a rollout passes with at least this.")
     metric: str = option(
         "score",
-        "zero_variance, pass rate, tasks.curriculum: what they look at: score, or another entry of what the reward"
-        " function returned.",
+        "zero_variance, pass rate, tasks.curriculum: what they look at: score, shaped_score (with what overlong_* and"
+        " other terms of [rewards] add), or another entry of what the reward function returned.",
     )
     max_truncated_share: float = option(
         1.0,
@@ -38,7 +38,7 @@ class FiltersConfig(Table):
         "", "Your own function (module:function or path.py:function) of a group: why it is dropped, or None."
     )
     give_up_after_steps: int = option(
-        10, "The run ends when this many steps' worth of groups in a row were dropped by filters.", ge=1
+        10, "The run ends when this many steps' worth of groups in a row were dropped by filters; 0 = never.", ge=0
     )
 
     mask_truncated: bool = option(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollover.config.cluster import planned_devices
+from rollover.config.correction import OF_RATIO, ratio_is_one
 from rollover.config.schema import REFUSED, Config, default_of, field_at, rules_of
 from rollover.config.table import UNSETTLED, ConfigError, Inert, Refused, row_of, value_of
 from rollover.config.tasks import NO_SOURCES
@@ -126,6 +127,30 @@ def derive(config: Config, layers: Layers) -> tuple[Config, dict[str, str]]:
             config = _replace(config, key, number)
             origin[key] = f"derived from {source_key}"
     return config, origin
+
+
+def notices_of_ratio(config: Config, layers: Layers) -> list[str]:
+    """A notice of the options that are set and act on the current/proximal ratio, where that is always 1."""
+    if not ratio_is_one(config):
+        return []
+    preset = f"preset {config.algorithm.preset}"
+    named = {
+        key: value_of(config, key)
+        for key in OF_RATIO
+        if key in layers.index and (layers.label(key) != preset or value_of(config, key) != default_of(key))
+    }
+    traits = config.algorithm.loss_traits
+    weighed_whole = traits.by_row and config.algorithm.correction != "none"  # other losses are weighed token by token
+    if not traits.by_ratio or weighed_whole or named.get("algorithm.loss") == default_of("algorithm.loss"):
+        named.pop("algorithm.loss", None)
+    if not named:
+        return []
+    listed = ", ".join(f"{key} = {shown(value)} ({layers.label(key)})" for key, value in named.items())
+    return [
+        f"no effect: {listed}. A step has one update (train.minibatches_per_step = train.epochs_per_step = 1), so the"
+        " ratio of current to proximal policy is 1 at every token: nothing is clipped, and losses of that ratio are all"
+        ' the same. To give them an effect, raise one of the two, or set algorithm.proximal = "behavior"'
+    ]
 
 
 def shown(value: Any) -> str:

@@ -31,7 +31,14 @@ class Table(BaseModel):
     a new table of values that may be wrong.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=False, validate_default=False, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=False,
+        validate_default=False,
+        frozen=True,
+        allow_inf_nan=False,  # but for an `option(unlimited=True)`
+        ser_json_inf_nan="constants",  # a run's config.resolved.json is read back
+    )
 
     def neutral(self, name: str) -> tuple[Any, ...]:
         """Values of an option that mean the same as leaving it out: setting one is never an option without effect."""
@@ -55,8 +62,10 @@ def option(
     ge: float | None = None,
     lt: float | None = None,
     le: float | None = None,
+    unlimited: bool = False,
 ) -> Any:
     """A field of a table. `only_if`, `unless`: it has no effect in any other case, and setting it then is an error.
+    `unlimited`: it is a limit, and inf means no limit. Every other number must be finite.
 
     `rollover config` prints the conditions, and the JSON schema has them; gt, ge, lt and le are pydantic's bounds.
     """
@@ -64,7 +73,8 @@ def option(
     conditions: Any = {
         word: {key: list(values) or "set" for key, *values in each} for word, each in said.items() if each
     }
-    return Field(default=default, description=doc, json_schema_extra=conditions or None, gt=gt, ge=ge, lt=lt, le=le)
+    bounds: Any = {"gt": gt, "ge": ge, "lt": lt, "le": le} | ({"allow_inf_nan": True} if unlimited else {})
+    return Field(default=default, description=doc, json_schema_extra=conditions or None, **bounds)
 
 
 def _listed(conditions: Condition | list[Condition]) -> list[Condition]:
@@ -198,6 +208,9 @@ def refuse(config: Any, rules: Iterable[Rule], keys: Collection[str]) -> None:
             refused.append(rule.message(config))
     if problems := [*inert.values(), *refused]:
         raise ValueError("\n".join(problems))
+
+
+MOST_GB = 1e9  # its bytes are an integer of 64 bits
 
 
 def memory_rules(key: str) -> tuple[Refused, Refused]:

@@ -25,10 +25,15 @@ class SourceKind(NamedTuple):
     needs: str
     keys: tuple[str, ...]
     reward: str = "exact_match"
+    generates: bool = False
+    """Its problems never end, and are made when they are asked for."""
 
 
 SOURCES = {
-    "reasoning_gym": SourceKind("rollover.tasks.reasoning_gym:generator_source", "name", ("params",), "reasoning_gym"),
+    "reasoning_gym": SourceKind(
+        "rollover.tasks.reasoning_gym:generator_source", "name", ("params",), "reasoning_gym", generates=True
+    ),
+    "arithmetic": SourceKind("rollover.tasks.arithmetic:arithmetic_source", "name", ("params",), generates=True),
     "dataset": SourceKind(
         "rollover.tasks.dataset:dataset_source",
         "path",
@@ -54,13 +59,14 @@ class TaskSourceConfig(Table):
 
     kind: str = option(
         "",
-        "reasoning_gym: a generator by name. dataset: a file, a folder or a data set of the hub. verifiers: a taskset,"
-        " which workflow.verifiers adds by itself. Or your own function (module:function or path.py:function), which"
-        " makes a source of tasks.",
+        "reasoning_gym: a generator by name. arithmetic: its chain_sum or products, without that package. dataset: a"
+        " file, a folder or a data set of the hub. verifiers: a taskset, which workflow.verifiers adds by itself. Or"
+        " your own function (module:function or path.py:function), which makes a source of tasks.",
     )
     name: str = option(
         "",
-        "Generator name (reasoning_gym), or the label of another source (default: the name of its file or function).",
+        "Generator name (reasoning_gym, arithmetic), or the label of another source (default: the name of its file or"
+        " function).",
     )
     weight: float = option(
         1.0,
@@ -153,7 +159,8 @@ class TasksConfig(Table):
     answer_rule: AnswerRule = option(
         "last_number",
         "How the final answer is read from a completion before a scorer sees it: last_number (the last"
-        " number), last_line, answer_tag (the last <answer>...</answer>), boxed (the last \\boxed{...}), full_text.",
+        " number, fraction or time), last_line, answer_tag (the last <answer>...</answer>), boxed (the last"
+        " \\boxed{...}), full_text.",
     )
     epochs: int = option(0, "Passes over the datasets; 0 = endless. Generators are always endless.", ge=0)
     shuffle: bool = option(True, "Shuffle datasets each epoch (seeded).")
@@ -183,7 +190,7 @@ class TasksConfig(Table):
 
 def _may_end(config: Any) -> bool:
     """Whether a source may have an order and an end, which generators do not have."""
-    return any(source.kind != "reasoning_gym" for source in config.tasks.sources)
+    return any(not source.about.generates for source in config.tasks.sources)
 
 
 def _all_have_answer_rules(config: Any) -> bool:
@@ -225,7 +232,7 @@ def _streamed(config: Any) -> str:
 
 
 def _with_keys(config: Any) -> str:
-    return _first(config, lambda s: s.kind != "reasoning_gym" and bool(s.problem_key))
+    return _first(config, lambda s: not s.about.generates and bool(s.problem_key))
 
 
 def _streamed_and_named(config: Any) -> str:
@@ -237,7 +244,7 @@ def _trained(config: Any) -> list[TaskSourceConfig]:
 
 
 def _not_counted(config: Any) -> str:
-    return _first(config, lambda s: bool(s.weight) and (s.kind == "reasoning_gym" or s.streaming))
+    return _first(config, lambda s: bool(s.weight) and (s.about.generates or s.streaming))
 
 
 def _streamed_in_order(config: Any) -> str:

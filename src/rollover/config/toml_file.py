@@ -60,6 +60,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         problem = str(error)[: place.start()] if place else str(error)
         meaning = _meaning(problem, lines[number - 1], text)
         raise ConfigError(f"{path}, line {number}: not valid TOML: {meaning}") from error
+    except (ValueError, RecursionError) as error:  # an integer of 5,000 digits; 5,000 lists in each other
+        raise ConfigError(f"{path}: cannot be read as TOML: {error}") from error
 
 
 def _meant(path: Path) -> str:

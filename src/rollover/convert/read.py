@@ -12,17 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from rollover.convert.axolotl.file import is_axolotl, options_of_axolotl
+from rollover.convert.files import tables_of, text_of
 from rollover.convert.lightrft.script import is_lightrft, options_of_flags
 from rollover.convert.mapping import System
 from rollover.convert.systems import SYSTEMS
 from rollover.convert.trl.flags import is_trl_command, is_trl_yaml, options_of_trl_command, options_of_trl_flags
 from rollover.convert.trl.script import calls_grpo_trainer, options_of_trl_script
-from rollover.convert.verl.script import flat, options_of_script
+from rollover.convert.verl.config import options_of_yaml
+from rollover.convert.verl.script import options_of_script
 
 _YAML = (".yaml", ".yml")
-_MOST_BYTES = 1 << 20  # a launch script has some kilobytes
-_MOST_VALUES = 100_000  # of a YAML, whose aliases can stand for any number of them
-_OVERRIDE = re.compile(r"(?<![\w.-])\+{0,2}(?:data|actor_rollout_ref|algorithm|trainer|critic|reward_model)\.[\w.]+=")
+_OVERRIDE = re.compile(
+    r"(?<![\w.-])\+{0,2}(?:data|actor_rollout_ref|algorithm|trainer|critic|reward_model)\.[\w.]+="
+    r"|\bverl\.trainer\.main_|\bmain_(?:ppo|dapo)\b"
+)
 
 
 @dataclass(frozen=True)
@@ -49,60 +52,28 @@ def _holds_overrides(text: str) -> bool:
 
 
 FORMS = (
-    Form("verl", _YAML, _is_verl, flat),
+    Form("verl", _YAML, _is_verl, options_of_yaml, by_path=True),
     Form("axolotl", _YAML, is_axolotl, options_of_axolotl),
     Form("trl", _YAML, is_trl_yaml, options_of_trl_flags),
     Form("trl", (".py",), calls_grpo_trainer, options_of_trl_script, by_path=True),
     Form("trl", (".sh", ".txt", ""), is_trl_command, options_of_trl_command, by_path=True),
-    Form("verl", (".sh", ".txt", ""), _holds_overrides, options_of_script),
-    Form("lightrft", (".sh", ".txt", ""), is_lightrft, options_of_flags),
+    Form("verl", (".sh", ".txt", ""), _holds_overrides, options_of_script, by_path=True),
+    Form("lightrft", (".sh", ".txt", ""), is_lightrft, options_of_flags, by_path=True),
 )
 
 
 def read(path: Path, system: str = "") -> tuple[System, dict[str, Any]]:
     """The system that a file is of (`system`, unless that is empty), and its options. ValueError for a file that cannot
     be read, and one whose system cannot be told."""
+    text = text_of(path)
     try:
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-        text = data.decode().replace("\r\n", "\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if len(data) > _MOST_BYTES:
-        raise ValueError(f"{path} is no configuration: it has more than {_MOST_BYTES:,} bytes")
-    try:
-        content = _tables(text) if path.suffix in _YAML else text
+        content = tables_of(text) if path.suffix in _YAML else text
         form = _form(path.suffix, content, system)
         return SYSTEMS[form.system], form.options(content, *([path] if form.by_path else []))
     except (ValueError, ImportError) as error:
         raise ValueError(f"{path}: {error}") from error
-    except RecursionError:
+    except (RecursionError, MemoryError):
         raise ValueError(f"{path}: what it says is nested too deeply") from None
-
-
-def _tables(text: str) -> Mapping[str, Any]:
-    import yaml
-
-    try:
-        tables = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"it is no YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(tables, dict):
-        raise ValueError("no tables are in it")
-    _check_size(tables)
-    return tables
-
-
-def _check_size(tables: Mapping[str, Any]) -> None:
-    """ValueError where there are too many values, each counted where it stands; one within itself has no end."""
-    left, num = [tables], 0
-    while left:
-        value = left.pop()
-        inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-        left += inner
-        num += len(inner)
-        if num > _MOST_VALUES:
-            raise ValueError(f"it has more than {_MOST_VALUES:,} values: do its aliases (*) multiply them?")
 
 
 def _form(suffix: str, content: Any, system: str) -> Form:

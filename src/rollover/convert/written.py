@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from rollover.config.describe import toml_value
-from rollover.config.load import load_config
+from rollover.config.load import PYTHON, load_config
 from rollover.config.table import ConfigError, value_of
 from rollover.convert.mapping import Conversion, System, convert
 from rollover.convert.read import read
@@ -38,7 +38,8 @@ def converted(
         config = load_config([{key: value for key, (value, _) in done.values.items()}], overrides).config
     except ConfigError as error:
         raise ValueError(
-            f"{path}: what it says is refused here; set --table.key VALUE to change it:\n{error}"
+            f"{path}: what it says is refused here; set --table.key VALUE to change it:\n"
+            + str(error).replace(f"{PYTHON}: ", "")
         ) from error
     for key in answered:
         if not key.startswith(_SOURCES):
@@ -63,11 +64,11 @@ def _check(system: System, done: Conversion, answered: set[str], accepted: Seque
         ours = keys.get(option, ())
         if any(key == one or key.startswith(f"{one}.") for key in answered for one in ours):
             continue
-        if option != system.steps and any(fnmatchcase(option, pattern) for pattern in accepted):
+        if option != system.steps and any(option == pattern or fnmatchcase(option, pattern) for pattern in accepted):
             done.without[option] = f"accepted; {reason}"
             continue
         answers = [f"--{key} VALUE".replace(f"{_SOURCES} ", f"{_SOURCES}.0.path ") for key in ours]
-        answers.append(f"--accept {option}")
+        answers.append(f"--accept{'=' if option.startswith('-') else ' '}{shlex.quote(option)}")
         how = "" if f"--{_STEPS}" in reason else f" (answer with {' or '.join(answers)})"
         open_questions.append((option, reason, how))
     if open_questions:

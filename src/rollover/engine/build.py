@@ -28,9 +28,10 @@ from rollover.engine.tinker.engine import TinkerEngine
 from rollover.engine.tinker.service import Service
 from rollover.functions import make_named
 from rollover.models.adapters import base_weights
-from rollover.models.devices import engine_device
+from rollover.models.devices import dtype_of, engine_device
 from rollover.models.limits import Limits
-from rollover.models.load import LoadedModel, cast_parameters, load_model
+from rollover.models.load import LoadedModel, as_in_files, cast_parameters, load_model
+from rollover.weights.protocol import NamedTensors
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def build_engine(setup: EngineSetup) -> Engine:
 def embedded_engine(loaded: LoadedModel, config: Config, *, copies: bool = True) -> EmbeddedEngine:
     """An embedded engine over the weights of `loaded`, or a copy, in compute dtype and on the engine's device."""
     model = copy.deepcopy(loaded.model) if copies else loaded.model
-    cast_parameters(model, getattr(torch, config.model.dtype))
+    cast_parameters(model, dtype_of(config))
     torch.nn.Module.to(model, engine_device(config))
     return EmbeddedEngine.over(model, loaded.tokenizer, config)
 
@@ -91,10 +92,14 @@ def make_remote(setup: EngineSetup) -> RemoteEngine:
             model = load_model(setup.config.model).model
         yield from base_weights(model)  # adapters that a trainer has given it begin with nothing
 
+    def in_files(tensors: NamedTensors) -> NamedTensors:
+        return as_in_files(setup.model().model, tensors)
+
     return RemoteEngine(
         RemoteSetup(
             setup.config,
             initial=initial,
+            names=in_files if setup.config.engine.server == "vllm" else lambda tensors: tensors,
             decode_text=lambda ids: setup.model().tokenizer.decode(ids, skip_special_tokens=False),
             vocab_size=lambda: setup.model().vocab_size,
             logs=setup.logs,

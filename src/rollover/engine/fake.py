@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rollover.engine.protocol import ExtendRequest, WeightLoad
-from rollover.engine.repetition import repeats_itself
+from rollover.engine.stop import last_of, stop_reason
 from rollover.types import Segment, StopReason
 
 if TYPE_CHECKING:
@@ -177,16 +177,10 @@ class FakeEngine:
         sequence.tokens.append((token_id, logprob, self._policy_version))
         if ends:
             return StopReason.EOS
-        generated = [*request.generated_ids, *(token for token, _, _ in sequence.tokens)]
-        if request.stop_strings and self._decode_text is not None:
-            text = self._decode_text(generated[request.text_start :])
-            if any(stop in text for stop in request.stop_strings):
-                return StopReason.STOP_STRING
-        if len(sequence.tokens) >= request.max_new_tokens:
-            return StopReason.LENGTH
-        if repeats_itself(generated[request.text_start :], request.stop_repetition_tokens):
-            return StopReason.REPETITION
-        return StopReason.PAUSED if len(sequence.tokens) == request.pause_after else None
+        new = [token for token, _, _ in sequence.tokens]
+        if self._decode_text is None:
+            request = replace(request, stop_strings=())
+        return stop_reason(request, len(new), last_of(request, new), self._decode_text)
 
 
 def _hash(*parts: int) -> int:

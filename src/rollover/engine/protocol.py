@@ -5,6 +5,7 @@ One way to continue: first generation, preemption, weight update and restart are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -14,6 +15,17 @@ from rollover.types import SamplingParams, Segment
 
 if TYPE_CHECKING:
     import torch
+
+
+_MOST_ROUNDING = 1e-3  # services compute log-probs by log_softmax in float32, which rounds by less
+
+
+def given_logprob(value: float) -> float | None:
+    """Return the log-prob that a service gave, without rounding above 0; None: it is no log-prob.
+
+    Taken for 0, a logit or a probability above 0 would become an importance weight of the size of 1 / probability.
+    """
+    return min(0.0, value) if math.isfinite(value) and value <= _MOST_ROUNDING else None
 
 
 class EngineDied(RuntimeError):
@@ -30,7 +42,7 @@ class ExtendRequest:
 
     `max_new_tokens` is the remaining budget (>= 1). `seed` is `types.rollout_seed(...)`; the draw of a token depends on
     `seed` and its absolute index in the generated part only. After `pause_after` new tokens (0: never) the rollout is
-    interrupted, its KV kept as for any interruption. It stops with REPETITION as engine/repetition.py says
+    interrupted, its KV kept as for any interruption. It stops with REPETITION as engine/stop.py says
     (`stop_repetition_tokens` 0: never). `stop_strings` are looked for in the text of the tokens from index `text_start`
     of the generated part on: 0 for an answer that began after the prompt, however often it was interrupted; the first
     token of the present turn where an environment wrote some of what came before. Repetition is looked for there, too.

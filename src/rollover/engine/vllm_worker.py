@@ -109,7 +109,9 @@ class FileWeights:
         super().__init__(*arguments)
         backend: Any = self  # with what the base class gave it
         self.model, self.model_config, self.device = backend.model, backend.model_config, backend.device
-        self.verifier = Verifier()
+        # With tensor parallelism a worker has a part of the model only.
+        here = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+        self.verifier = Verifier(here * backend.parallel_config.world_size)
         self.touched = False  # the model is being replaced
         self.tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
         self.parameters = dict(self.shapes(whole=backend.parallel_config.tensor_parallel_size == 1))

@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from rollover.envs.tools import definitions, with_system_text
+from rollover.models.chat_template import prompt_arguments
 from rollover.types import Rollout
 
 Message = Mapping[str, Any]
@@ -77,7 +78,8 @@ class Chat:
         """Token ids of a first prompt, the tools' definitions included. ValueError if the template refuses it."""
         told = with_system_text(messages, self._tools_text) if self._tools_text else messages
         hidden = _Hidden(told, self._special_pattern)
-        return hidden.ids(self._rendered(hidden.messages, generation_prompt=True), self._encode)
+        messages, options = prompt_arguments(hidden.messages)
+        return hidden.ids(self._rendered(messages, **options), self._encode)
 
     def text(self, turn_ids: Sequence[int]) -> str:
         """The text of a sampled turn, without its end-of-turn token: the content of the assistant's message."""
@@ -150,19 +152,17 @@ class Chat:
         is not the last one (Qwen3's adds an empty thought to the last one).
         """
         num = self._rendered([*_OPENING, messages[0]]).count(self._end_text)
-        parts = self._rendered([*_OPENING, *messages], generation_prompt=True).split(self._end_text, num)
+        parts = self._rendered([*_OPENING, *messages], add_generation_prompt=True).split(self._end_text, num)
         if len(parts) <= num:
             raise ValueError(
                 f"the chat template does not end an assistant's turn with {self._end_text} when a message follows"
             )
         return parts[num]
 
-    def _rendered(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
+    def _rendered(self, messages: Sequence[Message], **options: bool) -> str:
         more: dict[str, Any] = {"tools": self.tools} if self.takes_tools else {}
         try:
-            return self.tokenizer.apply_chat_template(
-                [dict(m) for m in messages], add_generation_prompt=generation_prompt, tokenize=False, **more
-            )
+            return self.tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, **options, **more)
         except _TEMPLATE_ERRORS as error:
             roles = ", ".join(dict.fromkeys(str(m.get("role")) for m in messages))
             raise ValueError(f"the chat template refuses messages of the roles {roles}: {error}") from error
@@ -295,7 +295,7 @@ class _Probe:
         """Over two turns with messages after each. Empty: every id is the same."""
         messages, ids = opening, self.chat.prompt(opening)
         for content in self.NEWS:
-            opened = self.chat._rendered(messages, generation_prompt=True)
+            opened = self.chat._rendered(messages, add_generation_prompt=True)
             before, sampled = self.chat._encode(opened), self.chat._encode(opened + answer + self.chat._closing)
             sampled = sampled[len(before) :]
             news = self._news(content)
@@ -306,7 +306,7 @@ class _Probe:
                 return f"the chat template cannot render the whole conversation, as {error}"
             ids = [*ids, *sampled, *self.chat.continuation(sampled, news)]
             if ids != whole:
-                return self._difference_of(self.chat._rendered(messages, generation_prompt=True), opened, answer)
+                return self._difference_of(self.chat._rendered(messages, add_generation_prompt=True), opened, answer)
         return ""
 
     def _difference_of(self, rendered: str, opened: str, answer: str) -> str:

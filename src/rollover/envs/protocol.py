@@ -8,7 +8,6 @@ Run tests/contract/environment_contract.py on your own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -16,6 +15,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from rollover.functions import is_score
 from rollover.types import Reward, Rollout, Segment, StopReason, Task, why_not_in_vocabulary
 
 
@@ -132,8 +132,8 @@ def why_no_rewards(answer: object, num: int) -> str | None:
     if len(answer) != num:
         return f"there are {len(answer)} for {num} rollouts"
     for reward in answer:
-        if reward.score is not None and not (_is_number(reward.score) and math.isfinite(reward.score)):
-            return f"{reward.score!r:.100} is no finite score"
+        if reward.score is not None and not (_is_number(reward.score) and is_score(reward.score)):
+            return f"{reward.score!r:.100} is no score: give a number within 1e30"
         if not isinstance(reward.extras, Mapping):
             return f"its extras are {reward.extras!r:.100}, and no mapping"
         for name, value in reward.extras.items():

@@ -271,12 +271,16 @@ def hidden_states(
     """
     backbone = model.get_decoder() if hasattr(model, "get_decoder") else model.model
     dtype = model.get_input_embeddings().weight.dtype
+    of_tokens: dict[str, torch.Tensor] = {}
+    if getattr(backbone, "hidden_size_per_layer_input", 0):  # gemma3n, gemma4: each layer has embeddings of its own
+        of_tokens["per_layer_inputs"] = backbone.get_per_layer_inputs(input_ids_N.unsqueeze(0))
     with torch.autocast(input_ids_N.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         out = backbone(
             inputs_embeds=model.get_input_embeddings()(input_ids_N.unsqueeze(0)).float(),
             position_ids=position_ids_N.unsqueeze(0),
             use_cache=False,
             rollover_attention=attention,
+            **of_tokens,
         )
     return out.last_hidden_state[0]
 
@@ -373,8 +377,8 @@ def _probe(model: Any) -> None:
         raise Unsupported(
             f"it has layers of the kind {', '.join(kinds)}, and Rollover runs full and sliding attention alone"
         )
-    first = torch.arange(3, 10, device=model.device)
-    second = torch.cat((first[:3] + 1, first[3:]))
+    first = torch.arange(3, 10, device=model.device) % config.vocab_size
+    second = torch.cat(((first[:3] + 1) % config.vocab_size, first[3:]))
     positions = torch.tensor([0, 1, 2, 0, 1, 2, 3], device=model.device)
     outputs = []
     for ids in (first, second):

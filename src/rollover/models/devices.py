@@ -6,11 +6,15 @@ Owns no tensor. Everything else asks a device's type only where it computes in a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+import time
+from collections.abc import Callable, Mapping
 
 import torch
 
 from rollover.config import Config
+from rollover.config.resume import change_in_run
+from rollover.config.train import why_float32
 
 
 def pick_device(device: str, key: str = "model.device") -> torch.device:
@@ -40,9 +44,53 @@ def engine_device(config: Config) -> torch.device:
     return pick_device(config.model.device)
 
 
+_FASTER = 1.3  # how many times bfloat16 must be, to be worth its rounding
+
+
 def dtype_of(config: Config) -> torch.dtype:
-    """What trainer and engine compute in: model.dtype."""
+    """What trainer and engine compute in: model.dtype, which is decided first where it is "auto"."""
+    decide_dtype(config)
     return getattr(torch, config.model.dtype)
+
+
+def decide_dtype(
+    config: Config, decided: str = "", seconds: Callable[[torch.device, torch.dtype], float] | None = None
+) -> str:
+    """Put a dtype in the place of model.dtype = "auto", for all who hold `config`.
+
+    Returns a line that says what was decided and why; "" where the dtype is given.
+
+    `decided`: by an earlier start of the run. `seconds`: of a matrix product of that dtype on that device; None: timed.
+    A processor without instructions for bfloat16 says that it supports it, and is up to fifty times slower.
+    """
+    if config.model.dtype != "auto":
+        return ""
+    chosen, why = decided, "as this run began"
+    if reason := why_float32(config):
+        chosen, why = "float32", reason
+    elif not chosen:
+        device, timed = pick_device(config.model.device), seconds or product_seconds
+        ratio = timed(device, torch.float32) / timed(device, torch.bfloat16)
+        chosen = "bfloat16" if ratio >= _FASTER else "float32"
+        why = f"this device multiplies bfloat16 {ratio:.2g} times as fast as float32"
+    change_in_run(config, "model.dtype", chosen)
+    return f'model.dtype = "auto" is {chosen}: {why}'
+
+
+def product_seconds(device: torch.device, dtype: torch.dtype) -> float:
+    """Median of five products after a warm-up: of a small model's layer, and on a GPU large enough to fill it."""
+    rows, size = (128, 1024) if device.type == "cpu" else (2048, 4096)
+    # No random numbers: a run's come from the same generator.
+    left = torch.linspace(-1, 1, rows * size, device=device).view(rows, size).to(dtype)
+    right = torch.linspace(-1, 1, size * size, device=device).view(size, size).to(dtype)
+    times = []
+    for _ in range(6):
+        synchronize(device)
+        started = time.perf_counter()
+        torch.nn.functional.linear(left, right)
+        synchronize(device)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
 
 
 def widest_float(device: torch.device) -> torch.dtype:

@@ -128,6 +128,11 @@ def _capped(softcap: float) -> Callable[..., torch.Tensor]:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
+    """Compile anew for each dtype, shape of heads, window, soft cap, and with or without a gradient.
+
+    A process may meet more of them than the compiler takes for one function by default (8), beyond which it raises.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 128)
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 

@@ -5,9 +5,15 @@ Owns no weights after loading. Never runs code that comes with a model unless mo
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+import json
 import logging
+import re
 import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,17 +47,28 @@ class LoadedModel:
         return self.model.config.get_text_config().vocab_size
 
 
+def _quiet() -> None:
+    """Turn off transformers' lines and progress bars; those of downloads from the hub stay as they are."""
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+    from transformers.utils.logging import disable_progress_bar
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    are_off = are_progress_bars_disabled()
+    disable_progress_bar()  # those of the hub, too
+    if not are_off:
+        enable_progress_bars()
+
+
 def load_model(
     cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> LoadedModel:
     """Load model and tokenizer. Errors that a user can mend are ValueErrors naming model.path."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     path, source = _source_of(cfg)
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    _quiet()
+    config, tokenizer = _config(cfg, path, source), _tokenizer(cfg, path, source)
     try:
-        config = AutoConfig.from_pretrained(path, **source)
-        tokenizer = _tokenizer(cfg, path, source)
         with _loading:
             found: Any = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -66,8 +83,8 @@ def load_model(
     except KeyError as error:
         reason = attention.refusal_of_lookup(config.model_type, error)
         raise ValueError(f"model.path = {cfg.path!r}: {reason}") from error
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"model.path = {cfg.path!r} cannot be loaded: {error}") from error
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, TypeError, AttributeError) as error:
+        raise ValueError(f"model.path = {cfg.path!r} cannot be loaded: {_damage(path, error)}") from error
     lost = sorted(report["missing_keys"])
     if lost:
         raise ValueError(
@@ -75,10 +92,11 @@ def load_model(
             f" ({', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}); they would be random. Copy the folder again"
         )
     model.eval()
-    _widen_layer_norms(model)
+    _keep_float32(model)
     if device is not None:
         torch.nn.Module.to(model, device)
     try:
+        check_finite(model.named_parameters())
         attention.check_model(model)
     except ValueError as error:
         raise ValueError(f"model.path = {cfg.path!r}: {error}") from error
@@ -88,23 +106,22 @@ def load_model(
 def load_outline(cfg: ModelConfig, *, filled_later: bool = False) -> LoadedModel:
     """Tokenizer, configuration and shapes of a model whose weights are elsewhere: no weight is read. Errors as
     `load_model`. `filled_later`: its weights come from another process, and then it is what `load_model` gives."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     path, source = _source_of(cfg, needs_weights=False)
+    _quiet()
+    config, tokenizer = _config(cfg, path, source), _tokenizer(cfg, path, source)
     try:
-        tokenizer, config = _tokenizer(cfg, path, source), AutoConfig.from_pretrained(path, **source)
         with _loading, torch.device("meta"):
             like_loaded: dict[str, Any] = {"attn_implementation": attention.IMPLEMENTATION, "dtype": torch.float32}
             model = AutoModelForCausalLM.from_config(
                 config, trust_remote_code=cfg.trust_remote_code, **(like_loaded if filled_later else {})
             )
-    except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
-        raise ValueError(f"model.path = {cfg.path!r} cannot be read: {error}") from error
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(path, **source)
-    except OSError:
-        pass  # it has none, and what the configuration says holds
-    _widen_layer_norms(model)
+        with contextlib.suppress(OSError):  # it has none, and what the configuration says holds
+            model.generation_config = GenerationConfig.from_pretrained(path, **source)
+    except (OSError, ValueError, ImportError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"model.path = {cfg.path!r} cannot be read: {_damage(path, error)}") from error
+    _keep_float32(model)
     return LoadedModel(model.eval(), tokenizer, path)
 
 
@@ -166,15 +183,47 @@ def _tokenizer(cfg: ModelConfig, path: str, source: dict[str, Any]) -> Any:
         if cfg.chat_template_kwargs:
             tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **cfg.chat_template_kwargs)
         return tokenizer
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
-        folder = Path(path)
+    except Exception as error:  # boundary: a damaged file raises errors of any kind
+        said, folder = f"model.path = {cfg.path!r} cannot be loaded", Path(path)
         if not folder.is_dir() or (folder / "tokenizer.json").is_file():
-            raise ValueError(f"its tokenizer cannot be read: {error}") from error
+            raise ValueError(
+                f"{said}: its tokenizer (tokenizer.json) cannot be read: {_damage(path, error)}"
+            ) from error
         # What transformers says of it is a list of packages that could convert files which are not there.
         raise ValueError(
-            "it has no tokenizer.json. Copy the tokenizer's files from the model that this one was made of, or write"
-            " them with tokenizer.save_pretrained"
+            f"{said}: it has no tokenizer.json. Copy the tokenizer's files from the model that this one was made of, or"
+            " write them with tokenizer.save_pretrained"
         ) from error
+
+
+def _config(cfg: ModelConfig, path: str, source: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, **source)
+    except Exception as error:  # boundary, as of the tokenizer
+        raise ValueError(f"model.path = {cfg.path!r} cannot be loaded: {_damage(path, error)}") from error
+
+
+def _damage(path: str, error: Exception) -> str:
+    """The first file of a model's folder that is damaged; what the library says where there is none."""
+    for file in sorted([*Path(path).glob("*.json"), *Path(path).glob("*.jinja")]):
+        try:
+            text = file.read_bytes().decode("utf-8")
+            if file.suffix == ".json" and not isinstance(found := json.loads(text), dict):
+                raise ValueError(f"it holds {found!r:.50}")
+        except (OSError, ValueError, RecursionError) as why:
+            return f"{file.name} is damaged ({why}). Copy it again"
+    return str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+
+
+def check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """ValueError that names the first tensor with a NaN or an infinity. Reads each once, and makes no copy."""
+    for name, tensor in tensors:
+        if tensor.numel() and tensor.dtype.is_floating_point and tensor.element_size() > 1:
+            low, high = tensor.detach().aminmax()
+            if not (low.isfinite() and high.isfinite()):
+                raise ValueError(f"its weight {name} has a number that is not finite. Copy the folder again")
 
 
 def max_positions(config: Any) -> int | None:
@@ -197,17 +246,52 @@ def cast_parameters(model: Any, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def _widen_layer_norms(model: Any) -> None:
-    """Let layer norms (GPT-2's, Phi's, StarCoder's) take our float32 residual stream where their weights are bfloat16:
-    in float32, as autocast lets them on a GPU. On a CPU torch refuses it."""
-    norms: list[Any] = [module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)]
-    for norm in norms:
-        norm.forward = partial(_layer_norm, norm)
+def _keep_float32(model: Any) -> None:
+    """Let modules compute in float32 that would not under autocast.
+
+    Layer norms (GPT-2's, Phi's, StarCoder's) take our float32 residual stream where their weights are bfloat16, as
+    autocast lets them on a GPU; on a CPU torch refuses it. Routers of experts that ask for float32 (DeepSeek's, GLM's)
+    get it, as they do in a server: logits that autocast rounds may choose other experts.
+    """
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        kind = type(module)
+        if issubclass(kind, torch.nn.LayerNorm):
+            module.forward = partial(_layer_norm, module)
+        elif _asks_for_float32(kind):
+            module.forward = partial(_without_autocast, module)
+
+
+@functools.cache
+def _asks_for_float32(kind: type) -> bool:
+    """Whether it is a router whose product is of tensors that it has made float32."""
+    if not kind.__name__.endswith(("Router", "Gate")):
+        return False
+    try:
+        source = inspect.getsource(kind.forward)
+    except (OSError, TypeError):
+        return False
+    return bool(re.search(r"F\.linear\(\s*[\w.]+\.(type\(torch\.float32\)|float\(\))", source))
+
+
+def _without_autocast(module: Any, hidden: torch.Tensor, *args: Any, **options: Any) -> Any:
+    with torch.autocast(hidden.device.type, enabled=False):
+        return type(module).forward(module, hidden, *args, **options)
 
 
 def _layer_norm(module: torch.nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
     weight, bias = (p if p is None or p.dtype == x.dtype else p.float() for p in (module.weight, module.bias))
     return torch.nn.functional.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
+
+
+def as_in_files(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+    """Weights of `model` under the names, and in the pieces, of its files, which loaders of other programs know.
+
+    transformers keeps those of a layer's experts in one tensor, for instance, and its files hold one for each.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, dict(tensors)).items()
 
 
 def stored_buffers(model: Any) -> dict[str, torch.Tensor]:

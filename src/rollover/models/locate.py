@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rollover.alike import alike
 from rollover.config import ModelConfig
-from rollover.files import did_you_mean_path
+from rollover.files import did_you_mean_path, local_path
 from rollover.models.smollm2 import ALIAS, HUB_ID, cache_root, smollm2_folder
 
 
@@ -39,7 +39,7 @@ def resolve_path(cfg: ModelConfig, *, needs_weights: bool = True) -> str:
         return str(smollm2_folder() or HUB_ID)
     if "://" in cfg.path:
         return str(_download(cfg.path))
-    folder = Path(cfg.path).expanduser()
+    folder = local_path(cfg.path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(f"model.path = {cfg.path!r} is not a model folder: it has no config.json")
@@ -48,7 +48,7 @@ def resolve_path(cfg: ModelConfig, *, needs_weights: bool = True) -> str:
         return str(folder)
     local = folder.is_file() or cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") > 1
     if local or ("/" in cfg.path and folder.parent.is_dir()):
-        raise ValueError(f"model.path = {cfg.path!r}: there is no such folder{did_you_mean_path(folder)}")
+        raise ValueError(f"model.path = {cfg.path!r}: there is no such folder{did_you_mean_path(cfg.path)}")
     if "/" not in cfg.path and alike(cfg.path.lower(), [ALIAS], cutoff=0.7):
         # The hub would be asked for it, and without a network for half a minute.
         raise ValueError(f"model.path = {cfg.path!r}: there is no such folder. Did you mean {ALIAS!r}?")

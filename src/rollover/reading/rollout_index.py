@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from rollover.files import line_of, lines_of, open_regular
 from rollover.track.recorded import SHARED, StepFile, not_recorded, records_of, step_files
 from rollover.track.rollout_table import read_columns, read_table_rows
 
@@ -211,8 +212,8 @@ _Head = tuple[int, int, Mapping[str, Any]]  # place, head, values
 def _line_heads(path: Path) -> Iterator[_Head]:
     heads: dict[int, int] = {}
     place = 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
+    with open_regular(path) as file:
+        for number, line in enumerate(lines_of(file, path), start=1):
             try:
                 record = short_line(line)
                 head = heads.setdefault(record["group_id"], place)
@@ -238,10 +239,11 @@ def _table_records(path: Path, entries: np.ndarray) -> Iterator[dict[str, Any]]:
 
 
 def _line_records(path: Path, entries: np.ndarray) -> Iterator[dict[str, Any]]:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         for entry in entries:
-            record, place, head = _line_at(file, int(entry["place"])), int(entry["place"]), int(entry["head"])
-            first = {} if place == head else _line_at(file, head)
+            place, head = int(entry["place"]), int(entry["head"])
+            record = _line_at(file, path, place)
+            first = {} if place == head else _line_at(file, path, head)
             shared = {key: first[key] for key in SHARED} if first else {}
             own = {} if record["prompt_ids"] is None else {"prompt_ids": record["prompt_ids"]}
             record = record | shared | own
@@ -256,9 +258,9 @@ def _table_heads(path: Path) -> Iterable[_Head]:
     return ((place, place, dict(zip(_COLUMNS, row, strict=True))) for place, row in enumerate(rows))
 
 
-def _line_at(file: Any, place: int) -> dict[str, Any]:
+def _line_at(file: BinaryIO, path: Path, place: int) -> dict[str, Any]:
     file.seek(place)
-    record = json.loads(file.readline())
+    record = json.loads(line_of(file, path))
     if not isinstance(record, dict):
         raise TypeError("no object")
     return record

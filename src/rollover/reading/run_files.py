@@ -10,10 +10,9 @@ import json
 import os
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
-from rollover.files import did_you_mean_path, read_tables
+from rollover.files import did_you_mean_path, local_path, read_regular, read_tables, short_path
 from rollover.reading.accounts import Accounts, accounts_of
 from rollover.reading.columns import Columns
 from rollover.reading.rollout_index import RolloutIndex
@@ -33,6 +32,7 @@ CONFIG, METRICS, EVALUATIONS, FINISHED, ROLLOUTS, EVALUATED, RESUME = (
     "evaluations",
     "resume.json",
 )
+_MOST_BYTES = 1 << 20  # of finished and resume.json
 State = Literal["running", "finished", "stopped"]
 
 
@@ -44,7 +44,7 @@ class RunFiles:
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, patience_s: float = float("inf")) -> None:
-        self.directory = Path(directory).expanduser()
+        self.directory = local_path(directory)
         self.check()
         self._metrics = Tail(self.directory / METRICS, numbers=True)
         self._columns = Columns(self.directory / METRICS)
@@ -65,7 +65,7 @@ class RunFiles:
                 what = "is a file" if self.directory.exists() else f"is not there{did_you_mean_path(self.directory)}"
             else:
                 what = f"has no {CONFIG}"
-            raise ValueError(f"{str(self.directory)!r} is not the directory of a run: it {what}")
+            raise ValueError(f"{short_path(self.directory)!r} is not the directory of a run: it {what}")
 
     @property
     def config(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class RunFiles:
     @property
     def name(self) -> str:
         """run.name, or the folder's."""
-        return self.value("run.name") or self.directory.absolute().name
+        return self.value("run.name") or self.directory.name
 
     def metrics(self) -> list[dict[str, Any]]:
         """One dict a training step (docs/metrics.md), each step once."""
@@ -125,7 +125,7 @@ class RunFiles:
         if not self.finished:
             return ""
         try:
-            end = json.loads((self.directory / FINISHED).read_text(encoding="utf-8"))
+            end = json.loads(read_regular(self.directory / FINISHED, _MOST_BYTES))
         except (ValueError, RecursionError):  # of an older version
             return ""
         if not isinstance(end, dict):
@@ -137,7 +137,7 @@ class RunFiles:
         """What to type to go on with the run, and in which folder ("": any), as it said itself when it began."""
         unknown = f"rollover train FILE.toml --run.dir {shlex.quote(str(self.directory))} --resume", ""
         try:
-            told = json.loads((self.directory / RESUME).read_text(encoding="utf-8"))
+            told = json.loads(read_regular(self.directory / RESUME, _MOST_BYTES))
             return str(told["command"]), str(told["folder"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):  # of an older version, or somebody else's
             return unknown

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
+from rollover.files import MOST_ROW_BYTES, lines_of, open_regular
 from rollover.functions import is_number
 from rollover.track.sinks import row_of_line
 
@@ -33,14 +34,12 @@ class GrowingRows(ABC):
         no row."""
         until, self.share = time.monotonic() + self.patience, 1.0
         try:
-            if self.path.exists() and not self.path.is_file():
-                raise ValueError(f"{self.path} is no file, but a folder, a device or a pipe")
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(self._end - len(self._last))
                 if file.read(len(self._last)) != self._last:  # cut back meanwhile, and perhaps written on
                     self._start_over()
                     file.seek(0)
-                for line in file:
+                for line in lines_of(file, self.path, MOST_ROW_BYTES):
                     if not line.endswith(b"\n"):
                         break
                     self._add(self._checked(row_of_line(self.path, line)))

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rollover.files import line_of, open_regular
 from rollover.reading.rollout_index import RolloutIndex, short_line
 from rollover.track.rollout_table import read_columns
 
@@ -44,11 +45,11 @@ class TextSearch:
         return found
 
     def _lines(self, path: Path, entries: np.ndarray) -> list[bool]:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
 
             def at(place: int) -> bytes:
                 file.seek(place)
-                return file.readline()
+                return line_of(file, path)
 
             return [
                 self._in_line(at(int(entry["place"])), _OWN) or self._of_group(path, int(entry["head"]), at)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from rollover.files import MOST_ROW_BYTES, check_line, open_regular
 from rollover.rollout.lifecycle import EventKind
 from rollover.track.trace import BEGINS_VISIT, ENDS_VISIT, PUBLISH, Acts, Span, Spans, TraceEvent, Visits, bars_of
 
@@ -109,7 +110,7 @@ class TraceIndex:
         """Read what was written since, as far as patience goes. ValueError names a line that is no event."""
         until = self._clock() + self.patience
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(self._end - len(self._last))
                 if file.read(len(self._last)) != self._last:  # cut back meanwhile, and perhaps written on
                     self._forget()
@@ -119,6 +120,7 @@ class TraceIndex:
                     whole, newline, left = (left + chunk).rpartition(b"\n")
                     if newline:
                         self._add_lines(whole)
+                    check_line(left, self.path, MOST_ROW_BYTES)
                     if self._clock() >= until and len(chunk) == _CHUNK:
                         whole_file = False
                         break
@@ -173,7 +175,7 @@ class TraceIndex:
         begin, end = self._begins.get(group, self._end), self._ends.get(group, self._end)
         if begin == end and self.share == 1:
             return
-        with open(self.path, "rb") as file:
+        with open_regular(self.path) as file:
             file.seek(begin)
             yield from _of_group(file.read(end - begin), group)
             if self.share < 1:

@@ -10,20 +10,25 @@ from fractions import Fraction
 from typing import Any
 
 # A sign belongs to the number unless it stands behind an operand: in "5-3" the last number is 3, in "= -3" it is -3.
+# Before numbers: times (7:30, 12:05:59), then fractions (3/4), which are no part of a date, a ratio or a decimal.
 _NUMBER = re.compile(
-    r"(?:(?<![\w).,])-)?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?|(?<![\w.])-?\.\d+"
+    r"(?<![\d:.,/])\d{1,2}:[0-5]\d(?::[0-5]\d)?(?![\d:]|\.\d)"
+    r"|(?:(?<![\w).,])-)?(?:(?<![\d/.,])\d+/\d+(?![\d/]|\.\d)|(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?"
+    r"(?:[eE][+-]?\d+)?)|(?<![\w.])-?\.\d+"
 )
 _ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 _BOXED = "\\boxed{"
 _BRACE = re.compile(r"[{}]")
 
+_WRITTEN = {"answer_tag": "<answer>{}</answer>", "boxed": "\\boxed{{{}}}"}
 RULES = ("last_number", "last_line", "answer_tag", "boxed", "full_text")
 
 
 def extract_answer(text: str, rule: str) -> str | None:
     """The final answer in `text` (a completion), or None if there is none.
 
-    last_number: the last number, with its sign; no separators ("-3", "1,234.5" -> "1234.5", "7." -> "7").
+    last_number: the last number, with its sign; no separators ("-3", "1,234.5" -> "1234.5", "7." -> "7"). Fractions
+    (3/4) and times (7:30) are one number; a division with a whole result (12/4) is not carried out: it reads 4.
     last_line: the last line that is not blank. answer_tag: inside the last <answer>...</answer>. boxed: inside the last
     \\boxed{...}, braces balanced. full_text: all of it. All are stripped; an empty one is None.
     Raises ValueError for an unknown rule.
@@ -45,7 +50,11 @@ def extract_answer(text: str, rule: str) -> str | None:
 
 def _last_number(text: str) -> str | None:
     matches = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
-    return matches[-1].replace(",", "") if matches else None
+    if not matches:
+        return None
+    number = matches[-1].replace(",", "")
+    value = _as_number(number)
+    return number.rpartition("/")[2] if value is None or value.denominator == 1 else number
 
 
 def last_boxed(text: str) -> str | None:
@@ -80,13 +89,19 @@ def reference_answer(answer: object) -> str:
 
 
 def same_answer(answer: str, reference: str) -> bool:
-    """Equal as numbers if both are numbers (signs, separators, decimals and simple fractions understood), else equal as
-    text, without regard to case, runs of white space, surrounding $ and a final period."""
+    """Equal as numbers if both are numbers (signs, separators, decimals and simple fractions understood; 5% is 5), else
+    equal as text, without regard to case, runs of white space, surrounding $ and a final period."""
     left, right = _normalise(answer), _normalise(reference)
     if left == right:
         return True
     number = _as_number(left)
     return number is not None and number == _as_number(right)
+
+
+def can_read(reference: str, rule: str) -> bool:
+    """Whether a completion that states `reference` as `rule` expects it is right."""
+    answer = extract_answer(_WRITTEN.get(rule, "{}").format(reference), rule)
+    return answer is not None and same_answer(answer, reference)
 
 
 def answer_key(answer: str) -> str:
@@ -101,7 +116,7 @@ def _normalise(text: str) -> str:
 
 
 def _as_number(text: str) -> Fraction | None:
-    text = text.replace(",", "").removeprefix("$")
+    text = text.replace(",", "").removeprefix("$").removesuffix("%").removesuffix("\\").rstrip()
     if len(text) > 100 or re.search(r"e[+-]?\d{4,}", text):  # 1e999999999 is legal, and would take all memory
         return None
     try:

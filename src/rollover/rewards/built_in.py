@@ -21,7 +21,8 @@ from typing import Any
 from rollover.alike import alike, did_you_mean
 from rollover.live_objects import own_name
 
-Item = dict[str, Any]  # prompt: str | list of messages; completion: str; completion_ids; columns; source
+# prompt: str | list of messages; completion: str; completion_ids; num_turns; trainer_state; columns; source
+Item = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,13 @@ def needs_answer(spec: str) -> bool:
     """Whether a built-in of this spec, or of the several that it is, cannot score a task without an answer."""
     found = [parsed(one) for one in specs_in(spec)]
     return any(one is not None and BUILT_IN[one[0]].needs_answer for one in found)
+
+
+def answer_rules(spec: str) -> list[str]:
+    """The rules by which the built-ins of this spec read answers."""
+    found = filter(None, map(parsed, specs_in(spec)))
+    rules = ("last_number" if name == "last_number" else params.get("rule") for name, params in found)
+    return [rule for rule in rules if rule]
 
 
 # Several

@@ -123,8 +123,8 @@ def _template(prompt: str, base_dir: Path) -> str:
     if prompt and "{" not in prompt and "\n" not in prompt:
         try:
             text = (base_dir / prompt).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"the reward llm_judge: prompt = {prompt} cannot be read ({error.strerror})") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"the reward llm_judge: prompt = {prompt} cannot be read ({error})") from None
     if "{completion}" not in text:
         raise ValueError("the reward llm_judge: the prompt has no {completion}, so every answer would have one score")
     return text

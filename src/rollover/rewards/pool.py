@@ -4,7 +4,8 @@
                                                           └── shared: one Quarantine
 
 Owns who scores what, and what the workers count together. Never splits a call (a batch function sees all siblings),
-never touches a process itself: a worker does.
+never touches a process itself: a worker does. Calls of rollouts that are scored alone go to a worker together, as an
+exchange with it takes a decode step of an engine in this process.
 
 Calls are taken in order of arrival, so that the oldest scoring is always being worked on: the watchdog relies on that.
 """
@@ -13,9 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollover.config import RewardsConfig
@@ -25,6 +28,27 @@ from rollover.rewards.registry import Mode
 from rollover.rewards.travel import packed
 from rollover.rewards.worker import RewardWorker, WorkerHealth
 from rollover.types import Reward, Task
+
+_MOST_TOGETHER = 8  # single calls: more would wait behind one that hangs, though another worker is free
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of `score` (`what`: its requests) or of `probe` (its task), until `done`.
+
+    single: it has one request, and may go to a worker together with others. together: the calls that went with it.
+    work: the task of the worker that has them; None while they wait.
+    """
+
+    what: list[ScoreRequest] | Task
+    single: bool = False
+    done: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    together: list[_Call] = field(default_factory=list)
+    work: asyncio.Task[None] | None = None
+
+    def end(self, result: Any) -> None:
+        if not self.done.done():
+            self.done.set_result(result)
 
 
 class RewardPool:
@@ -46,18 +70,16 @@ class RewardPool:
         self._modes: dict[str, Mode] = {}
         self._workers = [RewardWorker(self.config, base_dir, quarantine, self._modes, pack) for _ in range(num_workers)]
         self._free = list(range(num_workers))  # a heap
-        self._any_free = asyncio.Semaphore(num_workers)
-        self._num_calls = 0
+        self._waiting: deque[_Call] = deque()
 
     async def score(self, requests: list[ScoreRequest]) -> list[Reward]:
         """One Reward per request, in order. Never raises for a failing function: its rewards are missing."""
-        async with self._worker() as worker:
-            return await worker.score(requests)
+        single = len(requests) == 1 and self.scores_singly(requests[0].task)
+        return await self._result_of(_Call(requests, single))
 
     async def probe(self, task: Task) -> None:
         """Call the task's reward on dummy completions. Raises RewardProbeError: see RewardWorker.probe."""
-        async with self._worker() as worker:
-            await worker.probe(task)
+        await self._result_of(_Call(task))
 
     def scores_singly(self, task: Task) -> bool:
         """Whether the task's rollouts are scored one by one, each when it stops (rewards.streaming).
@@ -80,11 +102,10 @@ class RewardPool:
     def stats(self) -> dict[str, float]:
         """The workers' counters together, and gauges: workers with a call, waiting calls, age of the oldest call."""
         busy_s = [health.busy_s for health in self.health() if health.busy_s is not None]
-        busy = len(self._workers) - len(self._free)
         return {
             **self.counters(),
-            "rewards/busy_workers": busy,
-            "rewards/queue": self._num_calls - busy,
+            "rewards/busy_workers": len(self._workers) - len(self._free),
+            "rewards/queue": len(self._waiting),
             "rewards/longest_call_s": max(busy_s, default=0.0),
         }
 
@@ -101,16 +122,61 @@ class RewardPool:
         """Kill all workers and reap them."""
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
-    @asynccontextmanager
-    async def _worker(self) -> AsyncIterator[RewardWorker]:
-        """A worker for one call, in order of arrival."""
-        self._num_calls += 1
+    # Private
+
+    async def _result_of(self, call: _Call) -> Any:
+        self._waiting.append(call)
+        self._begin()
         try:
-            async with self._any_free:
-                index = heapq.heappop(self._free)
-                try:
-                    yield self._workers[index]
-                finally:
-                    heapq.heappush(self._free, index)
+            return await call.done
+        except asyncio.CancelledError:
+            if call in self._waiting:
+                self._waiting.remove(call)
+            elif call.work and all(other.done.done() for other in call.together):  # nobody waits for it any more
+                call.work.cancel()
+                await asyncio.wait([call.work])
+            raise
+
+    def _begin(self) -> None:
+        """Give each free worker the oldest call; if it is a single one, its share of the single ones behind it, too."""
+        while self._free and self._waiting:
+            share = min(math.ceil(len(self._waiting) / len(self._workers)), _MOST_TOGETHER)
+            calls = [self._waiting.popleft()]
+            while calls[0].single and len(calls) < share and self._waiting[0].single:
+                calls.append(self._waiting.popleft())
+            index = heapq.heappop(self._free)
+            work = asyncio.ensure_future(self._work(index, calls))
+            work.add_done_callback(lambda _, index=index, calls=calls: self._end(index, calls))
+            for call in calls:
+                call.together, call.work = calls, work
+
+    async def _work(self, index: int, calls: list[_Call]) -> None:
+        """What one worker does for these calls. The error of a probe is its caller's."""
+        worker, what = self._workers[index], calls[0].what
+        try:
+            if isinstance(what, Task):
+                calls[0].end(await worker.probe(what))
+            elif calls[0].single:
+                requests = [call.what[0] for call in calls if isinstance(call.what, list)]
+                early = dict(enumerate(calls[:-1]))  # the last one ends as the worker is free
+                rewards = await worker.score(
+                    requests, lambda at, reward: early[at].end([reward]) if at in early else None
+                )
+                for call, reward in zip(calls, rewards, strict=True):
+                    call.end([reward])
+            else:
+                calls[0].end(await worker.score(what))
+        except Exception as error:
+            for call in (call for call in calls if not call.done.done()):
+                call.done.set_exception(error)
         finally:
-            self._num_calls -= 1
+            self._end(index, calls)
+
+    def _end(self, index: int, calls: list[_Call]) -> None:
+        """The worker is free. Called a second time when the work is done, which may have been cancelled unbegun."""
+        if calls:
+            for call in calls:
+                call.done.cancel()  # of work that was cancelled: without effect on what is done
+            calls.clear()
+            heapq.heappush(self._free, index)
+            self._begin()

@@ -13,10 +13,10 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from rollover.processes import child_command, child_environment
+from rollover.processes import ALL, child_command, child_environment
 from rollover.rewards.wire import MAX_LINE_BYTES, BadReply, reply_of
 
 _EXIT_LIMIT_S = 5.0
@@ -28,14 +28,15 @@ class WorkerDied(Exception):
 
 
 class WorkerProcess:
-    """`name`: as in "the reward worker died in this call". What runs in it is main(*arguments) of `module`.
+    """`name`: as in "the reward worker died in this call". What runs in it is main(*arguments) of `module`, and it sees
+    the `visible` variables (`child_environment`).
 
     What cannot be answered in time, or is answered wrongly, raises; the caller kills the process then, as a reply may
     still come.
     """
 
-    def __init__(self, name: str, module: str, *arguments: object) -> None:
-        self.name, self._module, self._arguments = name, module, arguments
+    def __init__(self, name: str, module: str, *arguments: object, visible: Sequence[str] = ALL) -> None:
+        self.name, self._module, self._arguments, self._visible = name, module, arguments, visible
         self._process: asyncio.subprocess.Process | None = None  # the keeper of the one that answers
         self._pid: int | None = None  # of that one
         self._ending: asyncio.Future[None] | None = None  # of the process before
@@ -65,7 +66,7 @@ class WorkerProcess:
             *child_command(self._module, *self._arguments, kept=True),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=child_environment(OMP_NUM_THREADS="1"),  # the trainer owns the cores
+            env=child_environment(self._visible, OMP_NUM_THREADS="1"),  # the trainer owns the cores
             limit=MAX_LINE_BYTES,
             # Ctrl-C is for the loop. Not a session of its own: Linux shares the cores between sessions first, and each
             # worker would weigh as much as the trainer.

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from rollover.rewards.trl_arguments import TrainerState
 from rollover.types import Reward, Task
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """One finished rollout to score: its task, the completion text and ids."""
+    """One finished rollout to score: its task, the completion text and ids.
+
+    `num_turns`: as verl counts them, the prompt, the turns of the policy and those of the environment.
+    """
 
     task: Task
     completion: str
     completion_ids: tuple[int, ...] = ()
+    num_turns: int = 2
+    trainer_state: TrainerState = field(default_factory=TrainerState)
 
 
 class Rewarder(Protocol):

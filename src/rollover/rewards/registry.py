@@ -18,9 +18,10 @@ from functools import cache
 from typing import Any, Literal
 
 from rollover.alike import alike
-from rollover.functions import load_function, printable, shortened
+from rollover.functions import MOST_SCORE, is_score, load_function, printable, shortened
 from rollover.rewards.answers import answer_of
 from rollover.rewards.built_in import BUILT_IN, Item, made, parsed
+from rollover.rewards.trl_arguments import NAMES, Logged, TrainerState
 
 _MAX_NAME_CHARS = 100
 RETURNED_NONE = "the function returned None"
@@ -34,7 +35,7 @@ class LoadedReward:
     """A function ready to be called. per_sample: one call scores one item, so one failure leaves the others valid."""
 
     spec: str
-    kind: Literal["builtin", "verl", "trl"]
+    kind: Literal["builtin", "verl", "verl_batch", "trl", "any"]
     function: Callable[..., Any]
     parameters: frozenset[str] = frozenset()
     takes_any: bool = False  # it has **kwargs: every column is passed
@@ -68,7 +69,7 @@ class LoadedReward:
     def _arguments_of(self, item: Item) -> dict[str, Any]:
         """The four arguments of verl's compute_score."""
         columns = item["columns"]
-        if "ground_truth" in self.parameters and answer_of(columns) is None:
+        if self.parameters & {"ground_truth", "ground_truths"} and answer_of(columns) is None:
             raise ValueError(
                 f"the function takes ground_truth, but the task has no answer (its columns: {', '.join(columns)});"
                 " set tasks.sources.answer_column"
@@ -77,15 +78,23 @@ class LoadedReward:
             "data_source": columns.get("data_source") or item["source"],
             "solution_str": item["completion"],
             "ground_truth": answer_of(columns),
-            "extra_info": columns.get("extra_info") or {},
+            "extra_info": _extra_info(item),
         }
 
     def score_all(self, items: list[Item]) -> list[Result]:
         """Score all items with one call of a batch function. Raises ValueError for a wrong length or type."""
-        return _results(self.function(items) if self.kind == "builtin" else self._call_on_all(items), len(items))
+        if self.kind == "any" and all(item["columns"].get("data_source") for item in items):
+            return [to_result(self._call(**self._arguments_of(item))) for item in items]
+        if self.kind == "builtin":
+            return _results(self.function(items), len(items))
+        if self.kind == "verl_batch":
+            rows = [self._arguments_of(item) for item in items]
+            return _results(self._call(**{f"{name}s": [row[name] for row in rows] for name in _OF_VERL}), len(items))
+        return self._call_as_trl(items)
 
-    def _call_on_all(self, items: list[Item]) -> Any:
-        """With TRL's arguments."""
+    def _call_as_trl(self, items: list[Item]) -> list[Result]:
+        logged = Logged(len(items))
+        states = [TrainerState(**item.get("trainer_state", {})) for item in items]
         columns = dict.fromkeys(name for item in items for name in item["columns"])
         names = [name for name in columns if name not in ("completion", "completion_ids")]  # as TRL
         arguments = {
@@ -93,8 +102,15 @@ class LoadedReward:
             **{name: [item["columns"].get(name) for item in items] for name in names},
             "prompts": [item["prompt"] for item in items],
             "completions": [_trl_completion(item) for item in items],
+            "trainer_state": max(states, key=lambda state: state.global_step),
+            "log_metric": logged.log_metric,
+            "log_extra": logged.log_extra,
         }
-        return self._call(**arguments)
+        results = _results(self._call(**arguments), len(items))
+        return [
+            result if "error" in result else {**result, "extras": result["extras"] | _extras(row)}
+            for result, row in zip(results, logged.rows, strict=True)
+        ]
 
     def _call(self, **arguments: Any) -> Any:
         value = self.function(**self._known(arguments))
@@ -110,6 +126,17 @@ class LoadedReward:
                 f" {', '.join(arguments)}" + (f". Did you mean {' or '.join(near)}?" if near else "")
             )
         return arguments if self.takes_any else {n: v for n, v in arguments.items() if n in self.parameters}
+
+
+_OF_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def _extra_info(item: Item) -> dict[str, Any]:
+    """The row's, with what verl adds: the number of turns, and the scores that were given in the course of the
+    conversation (none)."""
+    found = item["columns"].get("extra_info")
+    told = {"num_turns": item.get("num_turns", 2), "rollout_reward_scores": {}}
+    return {**found, **told} if isinstance(found, dict) else told
 
 
 @cache
@@ -152,8 +179,7 @@ def to_result(value: Any) -> Result:
             return {"error": shortened(str(value["error"]))}
         if "score" not in value:
             return {"error": f"the function returned a dict without 'score': {_short(value)}"}
-        others = {_name(k): _number(v) for k, v in value.items() if k != "score"}
-        extras = {name: number for name, number in others.items() if number is not None and math.isfinite(number)}
+        extras = _extras({key: other for key, other in value.items() if key != "score"})
         value = value["score"]
     if value is None:
         return {"error": RETURNED_NONE}
@@ -162,7 +188,17 @@ def to_result(value: Any) -> Result:
         return {"error": f"the function returned {_short(value)}, expected a number"}
     if not math.isfinite(score):
         return {"error": f"the function returned {score}, which is not finite"}
+    if not is_score(score):
+        return {
+            "error": f"the function returned {score:g}: give scores within {MOST_SCORE:g}, sums of larger ones overflow"
+        }
     return {"score": score, "extras": extras}
+
+
+def _extras(values: Mapping[Any, Any]) -> dict[str, float]:
+    """The finite numbers among `values`."""
+    numbers = {_name(key): _number(value) for key, value in values.items()}
+    return {name: number for name, number in numbers.items() if number is not None and is_score(number)}
 
 
 def _name(key: Any) -> str:
@@ -208,14 +244,19 @@ def with_signature(spec: str, function: Callable[..., Any], further: Mapping[str
     names = frozenset(named)
     if "solution_str" in names:
         kind = "verl"
-    elif "completions" in names:
+    elif "solution_strs" in names:
+        kind = "verl_batch"
+    elif names & NAMES:
         kind = "trl"
+    elif takes_any and not any(p.default is p.empty for p in named.values()):
+        kind = "any"  # a wrapper, say: called as verl's where the rows have a data_source, else as TRL's
     else:
         raise ValueError(
-            f"{spec} has the parameters ({', '.join(parameters)}); expected TRL's f(prompts, completions, **columns)"
-            " or verl's compute_score(data_source, solution_str, ground_truth, extra_info)"
+            f"{spec} has the parameters ({', '.join(parameters)}); expected TRL's f(prompts, completions, **columns),"
+            " verl's compute_score(data_source, solution_str, ground_truth, extra_info), or the same for a whole batch"
+            " (data_sources, solution_strs, ground_truths, extra_infos)"
         )
     if unknown := [name for name in further or {} if name not in names and not takes_any]:
         raise ValueError(f"{spec} has no parameter {unknown[0]!r}: it has {', '.join(parameters)}")
     required = frozenset(n for n, p in named.items() if p.default is p.empty)
-    return LoadedReward(spec, kind, function, names, takes_any, required, further or {}, whole_groups=kind == "trl")
+    return LoadedReward(spec, kind, function, names, takes_any, required, further or {}, whole_groups=kind != "verl")

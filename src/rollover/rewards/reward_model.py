@@ -38,6 +38,8 @@ def reward_model(
     import torch
     import transformers
 
+    from rollover.models.load import check_finite
+
     classes = {
         "sequence": transformers.AutoModelForSequenceClassification,
         "token": transformers.AutoModelForTokenClassification,
@@ -53,8 +55,10 @@ def reward_model(
         model, loading = classes[kind].from_pretrained(
             where, dtype=getattr(torch, dtype), use_safetensors=True, output_loading_info=True, **options
         )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{what}: {path} cannot be loaded: {str(error).splitlines()[0]}") from error
+        check_finite(model.named_parameters())
+    except Exception as error:  # boundary: a damaged file raises errors of any kind
+        reason = next(iter(str(error).splitlines()), "")
+        raise ValueError(f"{what}: {path} cannot be loaded: {type(error).__name__}: {reason}") from error
     if missing := sorted(loading["missing_keys"]):
         raise ValueError(f"{what}: {path} has no {missing[0]}, which scores: it is no model of this kind")
     index = _index_of(model.config, kind, label, what)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollover.functions import explained
+from rollover.functions import MOST_SCORE, explained, is_score
 from rollover.rewards.built_in import members_of, names_of
 from rollover.rewards.registry import (
     RETURNED_NONE,
@@ -68,8 +67,8 @@ class LoadedSum:
             total, num = total + member.weight * result["score"], num + 1
         if not num:
             return {"error": RETURNED_NONE}
-        if not all(map(math.isfinite, (total, *shaping.values()))):
-            return {"error": "the weighted sum of the functions' scores is not finite"}
+        if not all(map(is_score, (total, *shaping.values()))):
+            return {"error": f"the weighted sum of the functions' scores is beyond {MOST_SCORE:g}"}
         return {"score": total, "extras": extras} | ({"shaping": shaping} if shaping else {})
 
 

@@ -7,8 +7,9 @@ is a failure of the worker.
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
+
+from rollover.functions import is_score
 
 MAX_LINE_BYTES = 64 * 2**20
 
@@ -57,13 +58,13 @@ def _is_result(result: Any) -> bool:
     if "error" in result:
         return isinstance(result["error"], str)
     parts = result.get("extras"), result.get("shaping", {})
-    return _is_finite(result.get("score")) and all(
-        isinstance(part, dict) and all(map(_is_finite, part.values())) for part in parts
+    return _is_number(result.get("score")) and all(
+        isinstance(part, dict) and all(map(_is_number, part.values())) for part in parts
     )
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and is_score(value)
 
 
 def line_of(message: dict[str, Any]) -> str:

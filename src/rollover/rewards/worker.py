@@ -16,9 +16,11 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from rollover.config import RewardsConfig
+from rollover.files import local_path
 from rollover.rewards.built_in import shown
 from rollover.rewards.client import RewardClient
 from rollover.rewards.process import WorkerDied
@@ -37,6 +39,22 @@ COUNTERS = ("timeouts", "crashes", "errors", "out_of_memory", "quarantined", "re
 
 class RewardProbeError(ValueError):
     """The reward function failed its call at start-up; the message names the function and says what was wrong."""
+
+
+Arrived = Callable[[int, Reward], None]
+
+
+class _Rewards(dict[int, Reward]):
+    """Rewards by the place of their request, each told as it is added."""
+
+    def __init__(self, arrived: Arrived) -> None:
+        super().__init__()
+        self._arrived = arrived
+
+    def add(self, rewards: dict[int, Reward]) -> None:
+        for place, reward in rewards.items():
+            self[place] = reward
+            self._arrived(place, reward)
 
 
 class WorkerHealth(NamedTuple):
@@ -69,15 +87,18 @@ class RewardWorker:
     ) -> None:
         self.config = rewards or RewardsConfig.model_validate({})
         self.quarantine = quarantine or Quarantine(self.config.quarantine_after)
-        self._client = RewardClient(self.config, os.path.abspath(base_dir), pack)
+        self._client = RewardClient(self.config, str(local_path(base_dir)), pack)
         self._lock = asyncio.Lock()
         self._seen_modes = {} if modes is None else modes  # of all specs that were ever loaded, by any worker
         self._counts: Counter[str] = Counter()
         self._busy_since: float | None = None
 
-    async def score(self, requests: list[ScoreRequest]) -> list[Reward]:
-        """One Reward per request, in order. Never raises for a failing function: its rewards are missing."""
-        rewards: dict[int, Reward] = {}
+    async def score(self, requests: list[ScoreRequest], arrived: Arrived = lambda index, reward: None) -> list[Reward]:
+        """One Reward per request, in order. Never raises for a failing function: its rewards are missing.
+
+        `arrived` gets the place and the reward of a request as soon as it is known.
+        """
+        rewards = _Rewards(arrived)
         async with self._lock:
             self._busy_since = time.monotonic()
             try:
@@ -128,7 +149,7 @@ class RewardWorker:
 
     # Private
 
-    async def _score_spec(self, spec: str, requests: dict[int, ScoreRequest], rewards: dict[int, Reward]) -> None:
+    async def _score_spec(self, spec: str, requests: dict[int, ScoreRequest], rewards: _Rewards) -> None:
         """Add the reward of each request to `rewards`, under the request's key."""
         tries: Counter[int] = Counter()
         num_bad_replies = 0
@@ -138,7 +159,7 @@ class RewardWorker:
                 failure = await self._client.load(spec)
                 loaded = True
                 if failure is not None:
-                    rewards |= {i: self._reward(failure) for i in left}
+                    rewards.add({i: self._reward(failure) for i in left})
                 else:
                     self._seen_modes[spec] = self._client.modes[spec]
                     await self._score_items(spec, {i: requests[i] for i in left}, rewards)
@@ -168,10 +189,10 @@ class RewardWorker:
             await self._client.kill()
             tries.update(failed)
             given_up = [i for i in failed if tries[i] > self.config.retries]
-            rewards |= {i: Reward(None, error=error) for i in given_up}
+            rewards.add({i: Reward(None, error=error) for i in given_up})
             self._counts["retries"] += len(given_up) < len(failed)
 
-    async def _score_items(self, spec: str, requests: dict[int, ScoreRequest], rewards: dict[int, Reward]) -> None:
+    async def _score_items(self, spec: str, requests: dict[int, ScoreRequest], rewards: _Rewards) -> None:
         """Add the rewards as they come, so that a death in the middle keeps those before it.
 
         Returns early, with some left, when the process has to be replaced as it was out of memory.
@@ -181,7 +202,7 @@ class RewardWorker:
 
         def take(results: dict[int, Result]) -> bool:
             """Whether nothing more is expected."""
-            rewards.update((keys[index], self._reward(result)) for index, result in results.items())
+            rewards.add({keys[index]: self._reward(result) for index, result in results.items()})
             spent.extend(keys[index] for index, result in results.items() if "out_of_memory" in result)
             return bool(spent) and one_by_one
 
@@ -190,12 +211,12 @@ class RewardWorker:
             self._blame(requests[key] for key in spent)
             await self._client.kill()
 
-    def _left(self, requests: dict[int, ScoreRequest], rewards: dict[int, Reward]) -> list[int]:
+    def _left(self, requests: dict[int, ScoreRequest], rewards: _Rewards) -> list[int]:
         """The requests without a reward. Those of tasks in quarantine are given a missing one first."""
         left = [i for i in requests if i not in rewards]
         barred = [i for i in left if requests[i].task.task_id in self.quarantine]
         error = f"quarantined: the task's calls ended {self.quarantine.limit} workers (rewards.quarantine_after)"
-        rewards |= {i: Reward(None, error=error) for i in barred}
+        rewards.add({i: Reward(None, error=error) for i in barred})
         self._counts["quarantined"] += len(barred)
         return [i for i in left if i not in rewards]
 
@@ -221,6 +242,8 @@ def _item(request: ScoreRequest) -> Item:
         "prompt": task.reward_prompt,
         "completion": request.completion,
         "completion_ids": list(request.completion_ids),
+        "num_turns": request.num_turns,
+        "trainer_state": asdict(request.trainer_state),
         "columns": task.columns,
         "source": task.source,
     }

@@ -104,7 +104,7 @@ class FailureLimit:
         """Every group of many steps in a row was dropped by a filter: nothing says that another one will be kept."""
         self._num_filtered += 1
         lifecycle, num = self._lifecycle, self._num_filtered
-        if num < lifecycle.config.groups_per_step * lifecycle.max_filtered_steps:
+        if not lifecycle.max_filtered_steps or num < lifecycle.config.groups_per_step * lifecycle.max_filtered_steps:
             return
         counts = ", ".join(f"{name} {count}" for name, count in sorted(lifecycle.ledger.filtered.items()))
         scores = ", ".join(f"{r.score:g}" for r in rewards if r.score is not None)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
+from rollover.envs.answer_text import Decode, answer_decoder
 from rollover.run.eval_parts import EvalParts
 from rollover.run.playing import together
 from rollover.tasks.prompts import encode_prompt
@@ -60,10 +60,11 @@ async def answer_prompt(
     ]
     answers = await together([parts.engine.extend(request) for request in requests])
     parts.engine.release([request.rollout_id for request in requests])
-    return [_answered(segments, tokenizer) for segments in answers]
+    decode = answer_decoder(tokenizer, rollout.keep_special_tokens)
+    return [_answered(segments, decode) for segments in answers]
 
 
-def _answered(segments: Sequence[Segment], tokenizer: Any) -> Answered:
+def _answered(segments: Sequence[Segment], decode: Decode) -> Answered:
     ids = [int(t) for s in segments for t in s.token_ids]
     logprobs = [float(x) for s in segments for x in s.logprobs]
-    return Answered(tokenizer.decode(ids, skip_special_tokens=True), ids, logprobs, segments[-1].stop_reason)
+    return Answered(decode(ids), ids, logprobs, segments[-1].stop_reason)

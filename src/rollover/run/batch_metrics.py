@@ -54,12 +54,9 @@ def reward_metrics(groups: list[Group], grouping: Grouping | None = None) -> dic
     }
 
 
-def role_metrics(groups: list[Group], batch: Batch, grouping: Grouping, *, by_critic: bool = False) -> dict[str, float]:
+def role_metrics(groups: list[Group], batch: Batch, grouping: Grouping) -> dict[str, float]:
     """Scores of each role's trajectories, those of `reward_metrics`, and advantages of its loss tokens; nothing where
-    one role alone is trained.
-
-    `by_critic`: the trainer makes the advantages of the rewards that a batch has in their place, so none are told.
-    """
+    one role alone is trained. `batch`: as its loss had it."""
     trajectories = [t for group in groups for compared in grouping(group).compared for t in compared.trajectories]
     roles = sorted({t.role for t in trajectories})
     if len(roles) < 2:
@@ -72,12 +69,10 @@ def role_metrics(groups: list[Group], batch: Batch, grouping: Grouping, *, by_cr
     for role in roles:
         scores = [t.reward.score for t in trajectories if t.role == role and t.reward and t.reward.score is not None]
         values = np.concatenate(streams[role] or [np.zeros(0, dtype=np.float32)])
-        told = {"reward": np.asarray(scores)} | ({} if by_critic else {"advantage": values})
-        for name, of in told.items():
+        for name, of in (("reward", np.asarray(scores)), ("advantage", values)):
             metrics[f"roles/{role}/{name}_mean"] = float(np.mean(of)) if len(of) else float("nan")
             metrics[f"roles/{role}/{name}_std"] = float(np.std(of)) if len(of) else float("nan")
-        if not by_critic:
-            metrics[f"roles/{role}/advantage_zero_share"] = float(np.mean(values == 0)) if len(values) else float("nan")
+        metrics[f"roles/{role}/advantage_zero_share"] = float(np.mean(values == 0)) if len(values) else float("nan")
     return metrics
 
 
@@ -125,6 +120,8 @@ def staleness_metrics(
     batch: Batch, trainer_version: int, ready_versions: Mapping[int, int] | None = None
 ) -> dict[str, float]:
     """Ages of the tokens in the loss, and of the rollouts that have any; `trainer_version` is that before the step.
+
+    `batch`: as its loss had it.
 
     `ready_versions`: group id -> trainer version when the group became READY. It splits the age of a token into
     in-flight and in-queue; without an entry for every group (recorded rollouts) there is no such split. Replayed

@@ -11,12 +11,14 @@ Owns where things lie. Never decides what is written, nor when.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import shlex
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,16 @@ from rollover.checkpoint.mirror import METRICS
 from rollover.checkpoint.store import CheckpointStore, checkpoint_name
 from rollover.config import Config
 from rollover.config import resume as resume_rules
-from rollover.files import atomic_write_text, check_writable
+from rollover.config.trust import named
+from rollover.files import (
+    atomic_write_text,
+    check_writable,
+    local_path,
+    read_object,
+    read_tables,
+    short_path,
+    start_folder,
+)
 from rollover.run.best import why_enough
 from rollover.run.evaluation_files import EvaluationFiles
 from rollover.run.lock import LOCK, DirectoryLock
@@ -54,7 +65,7 @@ class RunDirectory:
         self._resume_from = config.checkpoint.resume_from
         if resume and not config.run.dir:
             raise ValueError("--resume needs run.dir: add --run.dir <directory of the run>")
-        self.path = Path(config.run.dir).expanduser() if config.run.dir else _new_directory(config.run.name)
+        self.path = local_path(config.run.dir) if config.run.dir else _new_directory(config.run.name)
         for output in (
             self.path,
             *(
@@ -64,21 +75,21 @@ class RunDirectory:
         ):
             check_writable(output, "run.dir")
         for name in _FILES:
-            if (self.path / name).is_dir():
+            if (self.path / name).exists() and not (self.path / name).is_file():
                 raise ValueError(
-                    f"run.dir = {str(self.path)!r} cannot be used: {name} in it is a folder, and a run writes a file of"
-                    " that name. Remove the folder, or give another run.dir"
+                    f"run.dir = {str(self.path)!r} cannot be used: {name} in it is a folder, a device or a pipe, and a"
+                    " run writes a file of that name. Remove it, or give another run.dir"
                 )
         self.of_evaluations = EvaluationFiles(self.path)
         metrics = self.path / "metrics.jsonl"
-        shared = (self.path / _SHARED).absolute() if config.backend.type == "ranks" else None
+        shared = self.path / _SHARED if config.backend.type == "ranks" else None
         self.store = CheckpointStore(
             config.checkpoint.dir or str(self.path / "checkpoints"), config.checkpoint.keep, shared
         )
         self.mirror = self.store.mirror(self.path)
-        lost = resume and not metrics.exists()
         self.fetched_from = ""  # where the files of this run come from, if its machine was lost
-        if lost and not (self.mirror is not None and self.mirror.files()):
+        lost = resume and not metrics.exists() and self.mirror is not None and bool(self.mirror.files())
+        if resume and not (lost or metrics.exists() or _holds_run(self.path)):
             raise ValueError(f"--resume: run.dir = {str(self.path)!r} holds no run: correct it, or leave --resume out")
         if not resume:
             self._refuse_other_runs()
@@ -110,7 +121,9 @@ class RunDirectory:
             self.mirror.fetch()
             self.fetched_from = self.mirror.root
         self.trackers = build_trackers(config, self.path)
-        self.changes = resume_rules.changes(self._earlier_config(), config) if self.resume else []
+        earlier = self._earlier_config() if self.resume else {}
+        self.changes = resume_rules.changes(earlier, config)
+        self.decided_dtype = earlier.get("model", {}).get("dtype", "")  # for a start that leaves it to the machine
         if self.resume and self.checkpoint_to_resume() is not None:
             resume_rules.refuse(self.changes)
 
@@ -153,7 +166,7 @@ class RunDirectory:
         if wanted and wanted not in names:
             raise ValueError(f"checkpoint.resume_from = {wanted!r}: there is {', '.join(names) or 'none'}")
         if not names and (self.path / _CHECKPOINTED).exists():
-            before = (self.path / _CHECKPOINTED).read_text().strip()
+            before = (self.path / _CHECKPOINTED).read_text(errors="replace").strip()
             raise ValueError(
                 f"--resume: this run wrote checkpoints to {before}, but {self.store.dir} holds none: set"
                 " checkpoint.dir to where they are, or start again in another run.dir"
@@ -189,7 +202,8 @@ class RunDirectory:
         path = self.path / _FINISHED
         if not path.exists():
             return None
-        end = _read_json(path)
+        with _optional():
+            end = read_object(path, step=int, used_up=str)
         if self.checkpoint_to_resume() not in (None, checkpoint_name(end["step"])):
             return None
         run = f"this run is finished: {end['step']} steps are trained"
@@ -210,14 +224,16 @@ class RunDirectory:
         """Forget what was written after `cut`: a run that goes on from there writes it again.
 
         ValueError, and nothing is changed, if the metrics do not reach its step: they are not those of the run that
-        goes on.
+        goes on. Metrics without any row are reported: their file was deleted.
         """
-        step = cut.step
+        step, path = cut.step, self.metrics.path
         if step > 0 and not self.metrics.reaches(step):
-            raise ValueError(
-                f"{self.metrics.path} has no row of step {step}, from which this run goes on: rows are missing. Restore"
-                " the file, or start a new run in another run.dir"
-            )
+            if path.stat().st_size:
+                raise ValueError(
+                    f"{path} has no row of step {step}, from which this run goes on: rows are missing. Restore the"
+                    " file, or delete it to go on without the rows up to there"
+                )
+            self.trackers.on_message(f"{path} is missing or empty: the rows of steps 1 to {step} are lost")
         (self.path / _FINISHED).unlink(missing_ok=True)
         if step >= 0:
             # Before the rows of their steps go: a checkpoint that the metrics do not reach cannot be resumed.
@@ -242,13 +258,14 @@ class RunDirectory:
     def write_resume(self, command: str) -> None:
         """Write resume.json: what to type to go on (`resume_command`), and in which folder, for whoever sees a run that
         was killed."""
-        told = {"command": command, "folder": str(Path.cwd())}
+        told = {"command": command, "folder": start_folder()}
         atomic_write_text(self.path / _RESUME, json.dumps(told, indent=2) + "\n")
 
     def _earlier_config(self) -> dict[str, Any]:
         """The settings of the start before this one; {} if their file is gone."""
         path = self.path / _CONFIG
-        return _read_json(path) if path.exists() else {}
+        with _optional():
+            return read_tables(path) if path.exists() else {}
 
     def resume_command(self, command: list[str] | None) -> str:
         """What to type in a shell to go on with this run; `command` is what was typed after `train`.
@@ -256,9 +273,16 @@ class RunDirectory:
         None: what to call in Python, with the functions and tasks that were given as objects.
         """
         if command is None:
-            return f"rollover.train(resume={str(self.path)!r})"
+            trust = ", trust=True" if any(named(self.config.model_dump())) else ""
+            return f"rollover.train(resume={str(self.path)!r}{trust})"
         words = [w for w in command if not w.startswith(("--run.dir=", "--checkpoint.resume_from="))]
         return shlex.join([*_program(), "train", *words, f"--run.dir={self.path}", "--resume"])
+
+
+def _holds_run(path: Path) -> bool:
+    """Whether there is a run to resume, even without its metrics."""
+    checkpoints = (path / _CHECKPOINTED).exists() or any((path / "checkpoints").glob("step-*"))
+    return checkpoints or holds_data(path / "journal")
 
 
 def view_command(run_dir: Path) -> str:
@@ -272,12 +296,12 @@ def _program() -> list[str]:
     if script is not None and Path(script).parent == python.parent:
         return ["rollover"]
     # The environment is not activated, or another one's script would answer.
-    return [str(python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python), "-m", "rollover"]
+    return [short_path(python), "-m", "rollover"]
 
 
 def _new_directory(name: str) -> Path:
     """Make runs/<name>-<time>; where another start of the same second has made that, with -2, -3 and so on."""
-    first = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    first = local_path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     check_writable(first, "run.dir")
     first.parent.mkdir(parents=True, exist_ok=True)
     path, n = first, 1
@@ -290,10 +314,10 @@ def _new_directory(name: str) -> Path:
             path = first.with_name(f"{first.name}-{n}")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+@contextlib.contextmanager
+def _optional() -> Iterator[None]:
+    """A damaged file that is read in the block may be deleted."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        yield
     except ValueError as error:
-        raise ValueError(
-            f"--resume: {path} is damaged ({error}): restore it, or delete it to go on without what it says"
-        ) from error
+        raise ValueError(f"--resume: {error}, or delete it to go on without what it says") from error

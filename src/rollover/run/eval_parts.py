@@ -61,7 +61,7 @@ class EvalParts:
             environment = rewarder = server = None
             if with_rewards:
                 rewarder = build_rewarder(config, training=False)
-                scorer = make_scorer(rewarder, loaded.tokenizer)
+                scorer = make_scorer(rewarder, loaded.tokenizer, config)
                 setup = EnvironmentSetup(
                     config, loaded.tokenizer, scorer, rewarder.rewarder.scores_singly, loaded.vocab_size
                 )

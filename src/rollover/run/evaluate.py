@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from rollover.alike import did_you_mean
 from rollover.config import Config, EvalSettingConfig
 from rollover.config.tasks import Truncation
 from rollover.engine.protocol import Engine
+from rollover.envs.answer_text import Decode, answer_decoder
 from rollover.envs.protocol import Environment
 from rollover.rewards.answers import answer_key, answer_of, extract_answer, reference_answer
 from rollover.run.playing import Playing, together
@@ -28,26 +29,40 @@ _ENDS = ("done", "length", "timeout", "error", "restarted")  # of episodes that 
 
 @dataclass(frozen=True)
 class EvalTasks:
-    """Held-out tasks with their prompts, the same at every evaluation of a run."""
+    """Held-out tasks with their prompts, the same at every evaluation of a run. `left_out`: how many more there are,
+    whose prompts are too long."""
 
     tasks: list[Task]
     prompts: list[tuple[int, ...]]
+    left_out: int = 0
 
 
 @dataclass(frozen=True)
 class Answers:
     """Of an evaluation, by setting, in the order of the tasks. `ends`: how the episodes that agents played ended, and
-    how many began again; {} where no agent plays."""
+    how many began again; {} where no agent plays. `left_out`: of EvalTasks."""
 
     answers: list[Answer]
     ends: dict[str, int] = field(default_factory=dict)
+    left_out: int = 0
 
 
-def held_out_tasks(config: Config, say: Callable[[str], None]) -> list[Task]:
-    """The held-out tasks: the same ones at every evaluation. `say` is told what is left out."""
+def held_out_tasks(config: Config, encode: Encode, max_tokens: int, say: Callable[[str], None]) -> EvalTasks:
+    """Return the held-out tasks that fit an engine of `max_tokens`; `say` prints how many do not.
+
+    ValueError as of `longest_prompt` and `encode_tasks`.
+    """
     stream = TaskStream(config.tasks, seed=config.eval.seed, split="eval", rewards=config.rewards)
     stream.say = say
-    return stream.take(config.eval.num_tasks)
+    longest = longest_prompt(config, max_tokens)
+    held_out = encode_tasks(stream.take(config.eval.num_tasks), encode, longest, config.tasks.truncation)
+    if held_out.left_out:
+        say(
+            f"{held_out.left_out} of {held_out.left_out + len(held_out.tasks)} held-out tasks are not evaluated: their"
+            f" prompts exceed {longest} tokens. Raise tasks.max_prompt_tokens or lower eval.max_new_tokens, or cut"
+            " prompts (tasks.truncation)"
+        )
+    return held_out
 
 
 def longest_prompt(config: Config, max_tokens: int) -> int:
@@ -64,17 +79,18 @@ def longest_prompt(config: Config, max_tokens: int) -> int:
 
 
 def encode_tasks(tasks: list[Task], encode: Encode, max_prompt_tokens: int, truncation: Truncation) -> EvalTasks:
-    """The tasks with their prompts, cut as those of training, without those that are passed over for their length.
+    """The tasks with their prompts, cut as those of training; those that are passed over for their length are counted.
     ValueError if none is left."""
     prompts = [shortened_to(encode(task), max_prompt_tokens, truncation) for task in tasks]
     kept = [(task, prompt) for task, prompt in zip(tasks, prompts, strict=True) if prompt is not None]
     if not kept:
         raise ValueError("every held-out task has a prompt above tasks.max_prompt_tokens: raise it")
-    return EvalTasks([task for task, _ in kept], [prompt for _, prompt in kept])
+    return EvalTasks([task for task, _ in kept], [prompt for _, prompt in kept], len(tasks) - len(kept))
 
 
 def summarised(found: Answers, config: Config) -> dict[str, Any]:
-    """{"mean", "ci", "pass@1", ..., "sources", "missing", "samples"}; a missing reward leaves the statistics.
+    """{"mean", "ci", "pass@1", ..., "sources", "missing", "left_out", "samples"}; a missing reward leaves the
+    statistics, "left_out" tasks were not asked.
 
     "settings" has the same for each of [[eval.settings]], "roles" by role where there are several, "episodes" how those
     of agents ended. `samples` holds the first answers of the first tasks, for the summary. ValueError if every reward
@@ -95,7 +111,7 @@ def summarised(found: Answers, config: Config) -> dict[str, Any]:
     samples = [{"prompt": a.prompt, "completion": a.answer, "score": a.score} for a in first]
     settings = {"settings": {setting.name: of(setting) for setting in others}} if others else {}
     ends = {"episodes": found.ends} if found.ends else {}
-    return {**of(main), **settings, **ends, "samples": samples}
+    return {**of(main), "left_out": found.left_out, **settings, **ends, "samples": samples}
 
 
 async def answers_of(
@@ -113,6 +129,7 @@ async def answers_of(
     An answer at which the environment fails has no score. ValueError if a rollout or a task's scoring stalls, or the
     engine fails at a rollout again and again ([watchdog]).
     """
+    decode = answer_decoder(tokenizer, config.rollout.keep_special_tokens)
     found: list[Answer] = []
     ends: Counter[str] = Counter()
     for setting in config.eval.every_setting:
@@ -121,12 +138,12 @@ async def answers_of(
         sampling = SamplingParams(temperature=setting.temperature, top_p=setting.top_p)
         num, seed = setting.samples_per_task, config.eval.seed
         playing = Playing(engine, environment, limited, stop_token_ids, sampling, seed, num, say)
-        found += await _in_setting(setting, held_out, playing, tokenizer, config)
+        found += await _in_setting(setting, held_out, playing, decode, config)
         if playing.episodes is not None:
             ends.update({how: playing.episodes.counts[f"episodes/{how}"] for how in _ENDS})
     if why := ", ".join(f"{ends[how]} ended with {how}" for how in ("timeout", "error") if ends[how]):
         say(f"of {len(found)} held-out episodes {why}: docs/agents.md says what becomes of them")
-    return Answers(_named(found), dict(ends))
+    return Answers(_named(found), dict(ends), held_out.left_out)
 
 
 def check_roles(found: Answers, named: Collection[str]) -> None:
@@ -155,28 +172,24 @@ def reward_of(episode: Episode, untrained: frozenset[str] = frozenset()) -> Rewa
     return rewards[0] if rewards else Reward(None, error="none of its trajectories is of a role that is trained")
 
 
-def text_of(episode: Episode, tokenizer: Any) -> str:
+def text_of(episode: Episode, decode: Decode) -> str:
     """What policy and environment wrote; where there are several rollouts, each under its role."""
-    texts = [(r.role, _decoded(r.token_ids(), tokenizer)) for t in episode.trajectories for r in t.rollouts]
+    texts = [(r.role, decode(r.token_ids())) for t in episode.trajectories for r in t.rollouts]
     return texts[0][1] if len(texts) == 1 else "\n".join(f"[{role}] {text.strip()}" for role, text in texts)
 
 
 # Private
 
 
-def _decoded(token_ids: Sequence[int], tokenizer: Any) -> str:
-    return tokenizer.decode(tuple(token_ids), skip_special_tokens=True)
-
-
 async def _in_setting(
-    setting: EvalSettingConfig, held_out: EvalTasks, playing: Playing, tokenizer: Any, config: Config
+    setting: EvalSettingConfig, held_out: EvalTasks, playing: Playing, decode: Decode, config: Config
 ) -> list[Answer]:
     names, rule_of = held_out_names(config.tasks.sources), _answer_rules(config)
 
     async def one_task(index: int) -> list[Answer]:
         task, prompt_ids = held_out.tasks[index], held_out.prompts[index]
         group = await playing.play(-1 - index, task, prompt_ids, setting.samples_per_task)
-        found = [_answer(episode, tokenizer, names, config.workflow.untrained) for episode in episodes_of(group)]
+        found = [_answer(episode, decode, names, config.workflow.untrained) for episode in episodes_of(group)]
         if config.eval.majority:
             rule = rule_of.get(task.source, config.tasks.answer_rule)
             found = [replace(answer, vote=_vote(answer.answer, rule)) for answer in found]
@@ -203,7 +216,7 @@ def _vote(text: str, rule: str) -> str | None:
     return None if answer is None else answer_key(answer)
 
 
-def _answer(episode: Episode, tokenizer: Any, names: Mapping[str, str], untrained: frozenset[str]) -> Answer:
+def _answer(episode: Episode, decode: Decode, names: Mapping[str, str], untrained: frozenset[str]) -> Answer:
     """`names`: of the sources' held-out parts."""
     rollouts = [rollout for trajectory in episode.trajectories for rollout in trajectory.rollouts]
     task, reward, reason = episode.task, reward_of(episode, untrained), rollouts[-1].stop_reason or StopReason.ERROR
@@ -219,7 +232,7 @@ def _answer(episode: Episode, tokenizer: Any, names: Mapping[str, str], untraine
         score=reward.score,
         error=reward.error,
         prompt=task.content,
-        answer=text_of(episode, tokenizer),
+        answer=text_of(episode, decode),
         roles=_roles(episode),
     )
 

@@ -9,7 +9,8 @@ import json
 import shutil
 from pathlib import Path
 
-from rollover.files import atomic_write_text
+from rollover.files import atomic_write_text, read_object
+from rollover.track.recorded import step_of
 
 _BEST = "evaluation.json"  # in the model's folder, written last
 
@@ -29,7 +30,7 @@ class EvaluationFiles:
     def best_model_step(self) -> int | None:
         """After which step the best model was written; None where there is none, or half of one."""
         path = self.best_model / _BEST
-        return json.loads(path.read_text(encoding="utf-8"))["step"] if path.exists() else None
+        return read_object(path, step=int)["step"] if path.exists() else None
 
     def on_best_model(self, step: int) -> None:
         """It is whole, and of this step."""
@@ -43,7 +44,7 @@ class EvaluationFiles:
     def forget_after(self, step: int) -> None:
         """Delete what is of later steps: they did not happen."""
         for file in self.answers.glob("step-*.jsonl"):
-            if int(file.stem.removeprefix("step-")) > step:
+            if (step_of(file.name) or 0) > step:
                 file.unlink()
         if (self.best_model_step or 0) > step:
             self.forget_best_model()

@@ -16,6 +16,7 @@ from typing import Any
 from rollover.checkpoint.store import CheckpointStore, checkpoint_step
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
+from rollover.envs.answer_text import answer_decoder
 from rollover.models.devices import dtype_of
 from rollover.reading.run_files import FINISHED
 from rollover.run.eval_parts import EvalParts
@@ -143,16 +144,18 @@ async def go_on(place: Place, num: int, weights: Weights, config: Config, direct
             await parts.engine.load_weights(weights.version, ((name, w.to(dtype_of(config))) for name, w in masters))
         answers = await together([parts.engine.extend(request) for request in requests])
         parts.engine.release([request.rollout_id for request in requests])
-        return [_gone_on(place, segments, parts.tokenizer) for segments in answers]
+        keep = config.rollout.keep_special_tokens
+        return [_gone_on(place, segments, parts.tokenizer, keep) for segments in answers]
     finally:
         await parts.close()
 
 
-def _gone_on(place: Place, segments: list[Segment], tokenizer: Any) -> GoneOn:
+def _gone_on(place: Place, segments: list[Segment], tokenizer: Any, keep_special_tokens: bool) -> GoneOn:
+    decode = answer_decoder(tokenizer, keep_special_tokens)
     kept, ids = place.token_ids, [int(t) for s in segments for t in s.token_ids]
     return GoneOn(
-        kept=tokenizer.decode(kept, skip_special_tokens=True),
-        text=tokenizer.decode(ids, skip_special_tokens=True),
+        kept=decode(kept),
+        text=decode(ids),
         pieces=[tokenizer.decode([of]) for of in ids],
         token_ids=ids,
         logprobs=[float(x) for s in segments for x in s.logprobs],

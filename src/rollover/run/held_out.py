@@ -11,15 +11,7 @@ from typing import Any
 from rollover.config import Config
 from rollover.run.best import best_of, check_metric, why_enough
 from rollover.run.directory import RunDirectory
-from rollover.run.evaluate import (
-    EvalTasks,
-    answers_of,
-    check_roles,
-    encode_tasks,
-    held_out_tasks,
-    longest_prompt,
-    summarised,
-)
+from rollover.run.evaluate import EvalTasks, answers_of, check_roles, held_out_tasks, summarised
 from rollover.run.hooks import Hooks
 from rollover.run.overlap import Overlap
 from rollover.run.parts import Parts
@@ -75,6 +67,11 @@ class HeldOut:
         else:
             await self._told(row)
 
+    def look_at_tasks(self) -> None:
+        """Report the tasks that are left out. ValueError as for an evaluation before the first step."""
+        if self._is_wanted:
+            self._held_out()
+
     @property
     def best_step(self) -> int | None:
         """After which step the best evaluation was made; None before the first."""
@@ -97,6 +94,12 @@ class HeldOut:
             files.forget_best_model()
             self.parts.trainer.backend.save_model(files.best_model)
             files.on_best_model(version)
+
+    def _held_out(self) -> EvalTasks:
+        if self._tasks is None:
+            parts, say = self.parts, self.trackers.on_message
+            self._tasks = held_out_tasks(self.config, parts.prompts.encode, parts.engine.max_tokens, say)
+        return self._tasks
 
     @property
     def _is_wanted(self) -> bool:
@@ -138,15 +141,9 @@ class HeldOut:
         config, parts, say = self.config, self.parts, self.trackers.on_message
         version, started = parts.trainer.policy_version, time.perf_counter()
         tokenizer = parts.loaded.tokenizer
-        if self._tasks is None:
-            self._tasks = encode_tasks(
-                held_out_tasks(config, say),
-                parts.prompts.encode,
-                longest_prompt(config, parts.engine.max_tokens),
-                config.tasks.truncation,
-            )
+        held_out = self._held_out()
         found = await self.stop.unless_requested(
-            answers_of(self._tasks, parts.engine, parts.environment, tokenizer, config, parts.stop_token_ids, say),
+            answers_of(held_out, parts.engine, parts.environment, tokenizer, config, parts.stop_token_ids, say),
             config.watchdog.grace_s,
         )
         if found is None:

@@ -14,9 +14,12 @@ import socket
 import time
 import warnings
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
+
+from rollover.files import open_regular
 
 LOCK = "lock"
+_MOST_BYTES = 1 << 12
 _LOOKS, _LOOK_S = 5, 0.02
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -28,7 +31,7 @@ class DirectoryLock:
     """
 
     def __init__(self, folder: Path, key: str) -> None:
-        self._file = open(folder / LOCK, "a+", encoding="utf-8")
+        self._file = open(folder / LOCK, "ab+")
         try:
             self._lock()
         except BlockingIOError:
@@ -44,7 +47,8 @@ class DirectoryLock:
                 raise
             warnings.warn(f"{folder} cannot be locked ({error}): start no second run in it", stacklevel=2)
         self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()} (since {time.strftime('%F %T')})\n")
+        who = f"process {os.getpid()} on {socket.gethostname()} (since {time.strftime('%F %T')})\n"
+        self._file.write(who.encode("utf-8", "replace"))
         self._file.flush()
 
     def release(self) -> None:
@@ -63,16 +67,16 @@ class DirectoryLock:
 def holder_of(folder: Path) -> str:
     """The process whose run has the folder now, in words; "" where none has, or no lock can say so."""
     try:
-        with open(folder / LOCK, encoding="utf-8", errors="replace") as file:
+        with open_regular(folder / LOCK) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return _named(file)
-    except OSError:  # no such file, or no locks there
+    except (OSError, ValueError):  # no such file, a pipe in its place, or no locks there
         pass
     return ""
 
 
-def _named(file: TextIO) -> str:
+def _named(file: BinaryIO) -> str:
     file.seek(0)
-    return file.read().strip() or "another process"
+    return file.read(_MOST_BYTES).decode("utf-8", "replace").strip() or "another process"

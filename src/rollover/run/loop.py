@@ -24,6 +24,7 @@ from rollover.models.allocator import return_freed_memory
 from rollover.rollout.lifecycle import Event
 from rollover.run.checkpointing import Checkpointing
 from rollover.run.directory import RunDirectory, view_command
+from rollover.run.estimate import estimate_of
 from rollover.run.first_look import look_at_tasks
 from rollover.run.hand_over import HandOver
 from rollover.run.held_out import HeldOut
@@ -119,7 +120,7 @@ class Run:
             )  # fmt: skip
             self.checkpointing.saved_version = await resume.restore()
             if self.parts.again and (groups := resume.newest_groups) is not None:
-                newest = Step(self.parts.trainer.policy_version, groups, self.directory.metrics.rows()[-1])
+                newest = Step(self.parts.trainer.policy_version, groups, self.directory.metrics.last_row)
         if self.config.model.lora.path and not self.parts.trainer.policy_version and self.hand_over.needed:
             await self.hand_over.hand_over_weights()  # the engine began with the model alone
         self.checkpointing.hold_best(self.held_out.best_step)  # before one is written, and others go
@@ -136,8 +137,14 @@ class Run:
         """All steps and evaluations that are left. A stop ends it early; so may whoever asks for no more of them."""
         trainer, config = self.parts.trainer, self.config
         every, version = config.eval.every_steps, trainer.policy_version
+        if not self.parts.again and (
+            told := estimate_of(config, self.parts.loaded.model, config.train.num_steps - version)
+        ):
+            self.trackers.on_message(told)
         if config.eval.at_start if version == 0 else every and version % every == 0:
             await self._evaluate()  # a stop may have cut off the evaluation of the last step
+        elif version == 0:
+            self.held_out.look_at_tasks()
         self.rows.begin()
         while trainer.policy_version < config.train.num_steps and not (self.stop.requested or self.enough):
             await self.changes.make(self.checkpointing)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 from rollover.algorithms.grouping import Grouping
 from rollover.config import Config
@@ -95,6 +96,7 @@ class Rows:
     ) -> dict[str, float]:
         """The step at trainer `version` trained `batch` of `groups`; `num_bytes` of weights were handed over."""
         parts, driver = self.parts, self.parts.driver
+        batch = replace(batch, samples=parts.trainer.trained)
         ledger = parts.lifecycle.metrics()
         ages = staleness_metrics(batch, version, self.parts.history.lifetimes.ready_versions)
         clock = driver.clock
@@ -121,7 +123,7 @@ class Rows:
             "tokens/step_trained": float(batch.num_loss_tokens),
             **mask_metrics(batch),
             **batch.shaped.metrics,
-            **role_metrics(groups, batch, self.grouping, by_critic=self.config.algorithm.estimates_tokens),
+            **role_metrics(groups, batch, self.grouping),
             "waste/dropped_tokens": self._since_last("dropped", ledger["tokens/dropped"]),
             "tasks/skipped_long_prompt": parts.prompts.num_skipped,
             "tasks/left_out": parts.prompts.num_left_out,

@@ -12,6 +12,7 @@ import torch
 
 from rollover.algorithms.filters import build_group_filter
 from rollover.algorithms.grouping import Grouping
+from rollover.algorithms.shaping import metric_of
 from rollover.cluster.build import open_cluster
 from rollover.cluster.protocol import Cluster
 from rollover.config import Config
@@ -149,6 +150,7 @@ class Parts:
             taught=config.distill.replaces_for,
             has_signal=lambda group, metric: grouping.has_signal(group, advantage, metric),
             untrained=config.workflow.untrained,
+            metric=metric_of(config),
         )
         again = kept is not None
         async with AsyncExitStack() as on_error:  # an engine may be a process: nobody else would end it
@@ -159,7 +161,7 @@ class Parts:
             stops = stop_token_ids(loaded, config.rollout.stop_token_ids)
             trainer = build_trainer(config, loaded, engine, logs, kept.cluster.own_ranks)
             on_error.callback(trainer.close)
-            scorer = make_scorer(observed, loaded.tokenizer)
+            scorer = make_scorer(observed, loaded.tokenizer, config)
             pool = observed.rewarder
             setup = EnvironmentSetup(config, loaded.tokenizer, scorer, pool.scores_singly, loaded.vocab_size)
             longest = await asyncio.to_thread(lambda: engine.max_tokens)  # a Ctrl-C ends the wait for an engine

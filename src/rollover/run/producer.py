@@ -18,7 +18,7 @@ import numpy as np
 
 from rollover.config import Config
 from rollover.engine.protocol import Engine
-from rollover.files import did_you_mean_path
+from rollover.files import did_you_mean_path, local_path
 from rollover.functions import OwnFunction, described, own_function
 from rollover.run.stop import Stop
 from rollover.staleness import group_staleness
@@ -63,7 +63,7 @@ def build_producer(config: Config, loaded: LoadedModel, engine: Engine, stop: St
     """The one that the configuration names; without a name the run generates by `collect`. ValueError where it cannot
     be used."""
     if config.run.train_on_recorded:
-        return RecordedRollouts(Path(config.run.train_on_recorded), loaded.vocab_size)
+        return RecordedRollouts(local_path(config.run.train_on_recorded), loaded.vocab_size)
     if config.tasks.producer:
         return OwnProducer(config, loaded.tokenizer, engine, stop, loaded.vocab_size)
     return Generation(collect)

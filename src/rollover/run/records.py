@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
 from rollover.algorithms.credit import greedy_of
+from rollover.envs.answer_text import Decode
 from rollover.rollout.lifecycle import Event, EventKind
 from rollover.track.token_stats import TokenStats
 from rollover.track.tracker import RecordedCredit, RecordedGroup, Tracker
@@ -25,7 +25,7 @@ class Records:
     is trained with the advantages that its batch has, and not with those of a critic or a teacher alone."""
 
     def __init__(
-        self, tracker: Tracker, decode: Callable[..., Any], by_rewards: Callable[[Sample], bool] = lambda sample: True
+        self, tracker: Tracker, decode: Decode, by_rewards: Callable[[Sample], bool] = lambda sample: True
     ) -> None:
         self.tracker, self.decode, self.wanted = tracker, decode, tracker.wants_groups
         self.by_rewards = by_rewards
@@ -64,7 +64,7 @@ class Records:
         credits: Mapping[str, RecordedCredit],
         tokens: Mapping[str, TokenStats],
     ) -> RecordedGroup:
-        texts = [self.decode(r.token_ids(), skip_special_tokens=True) for r in group.rollouts]
+        texts = [self.decode(r.token_ids()) for r in group.rollouts]
         ids = [r.rollout_id for r in group.rollouts]
         return RecordedGroup(
             group,

@@ -16,6 +16,8 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from rollover.config import Config
+from rollover.config.backend import is_tinker
+from rollover.models.devices import decide_dtype
 from rollover.run.blocked_warning import BlockedWarning
 from rollover.run.directory import RunDirectory
 from rollover.run.hooks import Hooks
@@ -41,9 +43,12 @@ async def running(
     An error in the block is followed by a checkpoint of what there is, and so is the end of a block that took not all
     steps. `resume_command`: what to type to go on with it.
     """
+    decided = "" if is_tinker(config) else decide_dtype(config, directory.decided_dtype)
     info = RunInfo(config.run.name, directory.path, config.model_dump(mode="json"), resumed=directory.resume)
     with directory.trackers as trackers:
         trackers.on_start(info)
+        if decided:
+            trackers.on_message(decided)
         hooks = Hooks(config, stop, BlockedWarning(trackers.on_message))
         run = LastingRun(config, directory, hooks, stop, resume_command)
         try:

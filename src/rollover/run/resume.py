@@ -156,7 +156,7 @@ class Resume:
         told = version - row_is_missing
         self.parts.history.trace_bytes = replay.trace_bytes
         directory.truncate(Cut(told, held, lifecycle.cache.num_admitted or None))
-        self.rows.restore(directory.metrics.rows()[-1] if told else {}, next_is_missing=row_is_missing)
+        self.rows.restore(directory.metrics.last_row if told else {}, next_is_missing=row_is_missing)
         if row_is_missing:
             assert self._trained_again is not None
             groups, batch, trained, before = self._trained_again

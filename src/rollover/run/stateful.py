@@ -59,10 +59,16 @@ def stateful_parts(parts: Parts, producer: Producer) -> list[StatefulPart]:
 
     def load_lifecycle(state: Any, arrays: Arrays) -> None:
         lifecycle.load_state_dict(state, arrays)
+        for group in lifecycle.cache.groups.values():
+            if any(rollout.reward is None for rollout in group.rollouts):
+                group.task = prompts.rewarded(group.task)
+                for rollout in group.rollouts:
+                    rollout.task = group.task
         lifecycle.check()
 
     def load_reuse(state: Mapping[str, Any], arrays: Arrays) -> None:
         reuse.load_state_dict(state, arrays, trainer.policy_version, prompts.max_prompt_tokens)
+        reuse.reroll.change_tasks(prompts.rewarded)
 
     def load_history(state: Mapping[str, Any]) -> None:
         parts.history.load_state_dict(state, lifecycle.cache.groups.values(), trainer.policy_version)

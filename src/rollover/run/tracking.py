@@ -5,11 +5,13 @@ Owns the last check: a step that breaks a promise (the ledger, the bound of stal
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rollover.config import Config
+from rollover.envs.answer_text import answer_decoder
 from rollover.files import atomic_write_text
 from rollover.rollout.lifecycle import Event
 from rollover.run.parts import Parts
@@ -29,7 +31,7 @@ class Tracking:
         self.config, self.parts, self.trackers, self.recorded = config, parts, trackers, recorded
         self.records = Records(
             trackers,
-            parts.loaded.tokenizer.decode,
+            answer_decoder(parts.loaded.tokenizer, config.rollout.keep_special_tokens),
             lambda sample: not (config.algorithm.estimates_tokens or config.distill.replaces_for(sample.role)),
         )
 
@@ -64,10 +66,12 @@ def write_tokenizer(tokenizer: Any, directory: Path) -> None:
 def step_progress(config: Config, parts: Parts) -> Callable[[], Progress]:
     """How far the step is that is being made. It may be asked from any thread: it looks, and waits for nothing."""
 
-    lifecycle = parts.lifecycle  # not the parts: with them a backend that is lost would be held
+    # Not the parts, and not the trainer: with them a backend that is lost would be held.
+    lifecycle, trainer = parts.lifecycle, weakref.ref(parts.trainer)
 
     def progress() -> Progress:
         ready = sum(group.ready for group in list(lifecycle.cache.groups.values()))
-        return Progress(ready, config.rollout.groups_per_step, lifecycle.ledger.generated_tokens)
+        trained = (0, 0) if (of := trainer()) is None else of.computed.tokens()
+        return Progress(ready, config.rollout.groups_per_step, lifecycle.ledger.generated_tokens, *trained)
 
     return progress

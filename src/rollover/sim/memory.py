@@ -61,27 +61,33 @@ def trainer_memory(config: Config) -> Memory:
 
 def _parts(config: Config) -> list[Part]:
     algorithm, critic = config.algorithm, config.critic
-    computed = 2 if config.model.dtype == "bfloat16" else 4
+    dtype = _dtype(config)
+    computed = 2 if dtype == "bfloat16" else 4
     if config.model.lora.rank:  # the base is the reference, too, and earlier versions are of adapters
-        parts = [Part("policy", computed, f"weights in {config.model.dtype}, which are not trained")]
+        parts = [Part("policy", computed, f"weights in {dtype}, which are not trained")]
     else:
         parts = [_trained("policy", config, _moments(config), config.train.optimizer)]
         if algorithm.needs_reference:
             mixed = algorithm.reference_refresh_steps > 0 and algorithm.reference_mixup < 1
-            kept = "mixed in float32" if mixed else f"a copy in {config.model.dtype}"
+            kept = "mixed in float32" if mixed else f"a copy in {dtype}"
             parts.append(Part("reference", 4 if mixed else computed, kept))
         if algorithm.proximal_policy == "snapshot":
             num = config.rollout.max_staleness + 1
-            parts.append(Part("earlier versions", num * computed, f"{num} copies in {config.model.dtype}"))
+            parts.append(Part("earlier versions", num * computed, f"{num} copies in {dtype}"))
     if algorithm.needs_critic and critic.model:
         of_policy = critic.model == POLICY
         parts.append(_trained("critic" if of_policy else "critic (of its own)", config, 8, "adamw", of_policy))
     return parts
 
 
+def _dtype(config: Config) -> str:
+    """model.dtype; for "auto", which a run decides at its start, what it is on every GPU of today."""
+    return "bfloat16" if config.model.dtype == "auto" else config.model.dtype
+
+
 def _trained(what: str, config: Config, moments: int, optimizer: str, of_policy: bool = True) -> Part:
     """A model that is trained whole: its masters, and in bfloat16 what it computes with, unless ranks gather that."""
-    copy = 2 if config.model.dtype == "bfloat16" and not num_ranks(config) else 0
+    copy = 2 if _dtype(config) == "bfloat16" and not num_ranks(config) else 0
     made = [f"weights {_MASTER} + {copy}" if copy else f"weights {_MASTER}", f"gradients {_GRADIENT}"]
     made += [f"{optimizer} {moments}"] if moments else []
     return Part(what, _MASTER + copy + _GRADIENT + moments, ", ".join(made), of_policy)

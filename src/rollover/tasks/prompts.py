@@ -16,7 +16,9 @@ from rollover.config import Config
 from rollover.config.tasks import Truncation
 from rollover.envs.protocol import HoldsObjects
 from rollover.functions import OwnFunction, described, own_function
+from rollover.models.chat_template import prompt_arguments
 from rollover.tasks.curriculum import Curriculum, build_curriculum
+from rollover.tasks.source import rewarded_by
 from rollover.tasks.stream import TaskStream
 from rollover.types import Task
 
@@ -35,15 +37,18 @@ def encode_prompt(task: Task, tokenizer: Any) -> tuple[int, ...]:
     """Token ids of the task's prompt; chat messages go through the tokenizer's chat template."""
     if task.messages is None:
         assert task.prompt is not None
-        return tuple(tokenizer(task.prompt)["input_ids"])
+        try:
+            return tuple(tokenizer(task.prompt)["input_ids"])
+        except (TypeError, ValueError) as error:  # half a surrogate pair is no text
+            raise ValueError(f"task {task.task_id!r} of {task.source}: its prompt is no text: {error}") from error
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "the model's tokenizer has no chat template: set tasks.chat = false to send prompts as plain text"
         )
-    messages = list(task.messages)
+    messages, options = prompt_arguments(task.messages)
     try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    except TemplateError as error:
+        ids = tokenizer.apply_chat_template(messages, **options, tokenize=True, return_dict=False)
+    except (TemplateError, TypeError, ValueError) as error:  # a template may leave out a message that is continued
         raise ValueError(
             f"task {task.task_id!r} of {task.source}: the model's chat template refuses its messages: {error}"
         ) from error
@@ -95,6 +100,13 @@ class PromptSource:
             if self.curriculum and mark:
                 self.curriculum.back_to(mark)
             raise
+
+    def rewarded(self, task: Task) -> Task:
+        """Return a task of a checkpoint with the reward of this configuration: a file names no code to run.
+
+        With tasks.before_produce, which may set any reward, as it is. ValueError as of `rewarded_by`.
+        """
+        return task if self.replace is not None else rewarded_by(task, self.stream.setups)
 
     def _next(self) -> tuple[Task, tuple[int, ...]] | None:
         for _ in range(_MAX_SKIPS):

@@ -26,11 +26,16 @@ _FIRST_PROBLEMS = 10  # tried before a run: if all fail, the others may be expec
 def generator_source(setup: SourceSetup) -> ReasoningGymSource:
     """The generator `setup.config.name`."""
     config = setup.config
-    if (key := config.problem_key) and ":" not in key:
+    check_problem_key(config.problem_key)
+    return ReasoningGymSource(config.name, config.params, setup.seed, setup.label, setup.reward)
+
+
+def check_problem_key(key: str) -> None:
+    """ValueError for a column: generated problems have none that would tell two of them apart."""
+    if key and ":" not in key:
         raise ValueError(
             f"tasks.sources.problem_key = {key!r}: a generator has no columns. Name a function, or remove it"
         )
-    return ReasoningGymSource(config.name, config.params, setup.seed, setup.label, setup.reward)
 
 
 class ReasoningGymSource:
@@ -89,7 +94,7 @@ class ReasoningGymSource:
             "answer": entry["answer"],
             "generator": self.name,
             "params": self.params,
-            "seed": self._chunk_seed(chunk),
+            "seed": chunk_seed(self.seed, chunk),
             "size": CHUNK_SIZE,
             "index": offset,
         }
@@ -113,12 +118,13 @@ class ReasoningGymSource:
         return None
 
     def _create(self, gym: Any, chunk: int) -> Any:
-        return gym.create_dataset(self.name, seed=self._chunk_seed(chunk), size=CHUNK_SIZE, **self.params)
+        return gym.create_dataset(self.name, seed=chunk_seed(self.seed, chunk), size=CHUNK_SIZE, **self.params)
 
-    def _chunk_seed(self, chunk: int) -> int:
-        """31 bits: entries are seeded with seed + offset, and some generators use numpy, which takes 32."""
-        digest = hashlib.blake2b(f"{self.seed}/{chunk}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") >> 33
+
+def chunk_seed(seed: int, chunk: int) -> int:
+    """31 bits: entries are seeded with seed + offset, and some generators use numpy, which takes 32."""
+    digest = hashlib.blake2b(f"{seed}/{chunk}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 33
 
 
 def _import_gym() -> Any:

@@ -7,9 +7,12 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from rollover.config import Config
-from rollover.rewards.answers import answer_of
+from rollover.functions import shortened
+from rollover.rewards.answers import RULES, answer_of, can_read, reference_answer
+from rollover.rewards.built_in import answer_rules
 from rollover.tasks.stream import MAX_ROWS, TaskStream
 from rollover.types import Task
 
@@ -19,17 +22,22 @@ _LIMIT_S = 2.0  # some generators take 50 ms a problem
 
 def tasks_line(config: Config, num_drawn: int = _NUM_DRAWN, limit_s: float = _LIMIT_S) -> str:
     """Rows and duplicates of each dataset, what is left out of training as it is held out, and how many held-out tasks
-    have the words and the answer of one of the first `num_drawn` training tasks (as many as `limit_s` allows)."""
+    have the words and the answer of one of the first `num_drawn` training tasks (as many as `limit_s` allows). A
+    second line where their answer rule can never read the references of some of these tasks."""
     trained = TaskStream(config.tasks, config.run.seed, "train", rewards=config.rewards)
     parts = _datasets(config, trained)
+    # Reading ahead in a stream may take long, and use up an iterator: then the first row has to do.
+    drawn = _drawn(trained, num_drawn if config.eval.num_tasks or not trained.streamed() else 1, limit_s)
+    tasks: list[Task] = []
     if config.eval.num_tasks:
         held_out = TaskStream(config.tasks, config.eval.seed, "eval", rewards=config.rewards)
         tasks, wanted = held_out.take(config.eval.num_tasks), config.eval.num_tasks
         rest = f" (eval.num_tasks = {wanted}, but there are no more)" if len(tasks) < wanted else ""
         if num := held_out.num_on_neither_side:
             rest += f"; {num:,} more were held out, but are not evaluated: rows that are trained are the same"
-        parts.append(_overlap(tasks, trained, num_drawn, limit_s) + rest)
-    return "tasks: " + "; ".join(parts) if parts else ""
+        parts.append(_overlap(tasks, drawn, trained.num_failed) + rest)
+    lines = ["tasks: " + "; ".join(parts)] if parts else []
+    return "\n".join(lines + _unreadable({"training": drawn, "held-out": tasks}))
 
 
 def _datasets(config: Config, trained: TaskStream) -> list[str]:
@@ -59,21 +67,46 @@ def _datasets(config: Config, trained: TaskStream) -> list[str]:
     return parts + [f"{label} is streamed, and not counted" for label in trained.streamed()]
 
 
-def _overlap(held_out: list[Task], trained: TaskStream, num_drawn: int, limit_s: float) -> str:
+def _drawn(trained: TaskStream, num_drawn: int, limit_s: float) -> list[Task]:
+    started, drawn = time.monotonic(), []
+    while len(drawn) < num_drawn and time.monotonic() - started < limit_s and (task := trained.next()) is not None:
+        drawn.append(task)
+    return drawn
+
+
+def _unreadable(sides: Mapping[str, Iterable[Task]]) -> list[str]:
+    """A line for each answer rule that can never read some references of these tasks, by the side that they are on."""
+    tasks = {side: {task.task_id: task for task in of_side}.values() for side, of_side in sides.items()}
+    found: dict[str, dict[str, list[str]]] = {}
+    for side, of_side in tasks.items():
+        for task in of_side:
+            answer = answer_of(task.columns)
+            for rule in [] if answer is None else answer_rules(task.reward):
+                if not can_read(reference := reference_answer(answer), rule):
+                    found.setdefault(rule, {}).setdefault(side, []).append(reference)
+    lines = []
+    for rule, by_side in found.items():
+        counts = " and ".join(f"{len(r):,} of {len(tasks[side]):,} {side} tasks" for side, r in by_side.items())
+        example = next(iter(by_side.values()))[0]
+        readers = ", ".join(other for other in RULES if can_read(example, other)) or "no rule"
+        lines.append(
+            f"tasks.answer_rule = {rule!r} can never read the references of {counts}, whose answers all score 0. For"
+            f" example {shortened(example)}: {readers} can. Choose another rule or reward, or leave these tasks out"
+        )
+    return lines
+
+
+def _overlap(held_out: list[Task], drawn: list[Task], num_failed: int) -> str:
     """Held-out tasks with the words and the answer of a training task. The split compares keys (same.py); this compares
     something else on purpose, so that keys which are too fine are seen."""
-    started, drawn = time.monotonic(), set()
-    num = 0
-    while num < num_drawn and time.monotonic() - started < limit_s and (task := trained.next()) is not None:
-        drawn.add(_words_and_answer(task))
-        num += 1
-    both = sum(_words_and_answer(task) in drawn for task in held_out)
+    known = set(map(_words_and_answer, drawn))
+    both = sum(_words_and_answer(task) in known for task in held_out)
     sources = ", ".join(f"{name} {count}" for name, count in Counter(t.source for t in held_out).items())
     advice = " (tasks.sources.problem_key says what makes problems the same)" if both else ""
-    failed = f"; {trained.num_failed} problems beside these could not be made" if trained.num_failed else ""
+    failed = f"; {num_failed} problems beside these could not be made" if num_failed else ""
     return (
-        f"{len(held_out)} held-out tasks ({sources}), of which {both} have the words and the answer of one of {num:,}"
-        f" training tasks{advice}{failed}"
+        f"{len(held_out)} held-out tasks ({sources}), of which {both} have the words and the answer of one of"
+        f" {len(drawn):,} training tasks{advice}{failed}"
     )
 
 

@@ -6,7 +6,7 @@ admitted and extended as any other. Pure: no clock, no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,10 @@ class Reroll:
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    def change_tasks(self, change: Callable[[Task], Task]) -> None:
+        """Replace every waiting task, as where a checkpoint brought them back."""
+        self._queue = {name: (change(task), prompt_ids) for name, (task, prompt_ids) in self._queue.items()}
 
     def __call__(self) -> tuple[Task, Sequence[int]] | None:
         return self._next(again=self.version >= self.first_version and self._given_in_step < self.config.max_groups)

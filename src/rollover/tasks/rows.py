@@ -1,5 +1,5 @@
-"""The rows of a dataset: a file, a folder of files, or a data set of the hub, on disk or streamed, read with the
-library `datasets`; or rows that a program handed over (live.py).
+"""The rows of a dataset: a file, a folder of files, or a data set of the hub, on disk or streamed; or rows that a
+program handed over (live.py). Local JSON and CSV are read by text_rows.py, all else by the library `datasets`.
 
 Owns how a dataset is found and opened, and the error messages where it cannot be. Knows no prompt and no answer
 (dataset.py does), and never shuffles: rows keep the order of their files.
@@ -7,20 +7,23 @@ Owns how a dataset is found and opened, and the error messages where it cannot b
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-from rollover.files import did_you_mean_path
+from rollover.files import did_you_mean_path, local_path
 from rollover.live_objects import is_live, live_object
 from rollover.system import hub_is_away
 from rollover.tasks.live import LiveStream, live_rows
+from rollover.tasks.text_rows import CSV_SUFFIXES, JSON_SUFFIXES, TextStream, TextTable, is_text, suffix_of
 
 # Rows of a stream that are held at once, and so shuffled among each other.
 STREAM_ROWS = 1000
@@ -127,13 +130,15 @@ def open_rows(place: Table) -> Rows:
     if is_live(place.path):
         rows = live_rows(live_object(place.path))
         return rows if isinstance(rows, LiveStream) else StoredRows(rows)
+    if files := _text_files(place):
+        return _open_text(place, files)
     try:
         import datasets
         from datasets import config
         from datasets.exceptions import DatasetGenerationError
     except ModuleNotFoundError as error:
         raise ValueError("tasks.sources.kind = 'dataset' needs the package datasets: pip install datasets") from error
-    builder = _BUILDERS.get(_suffix(place.path))
+    builder = _BUILDERS.get(suffix_of(place.path))
     if builder is None:
         where, away = _folder_or_id(place)
     else:
@@ -164,6 +169,49 @@ def open_rows(place: Table) -> Rows:
             datasets.enable_progress_bars()
 
 
+def _text_files(place: Table) -> list[str]:
+    """The files of JSON or CSV at `place`: it is one, or a folder that has no others for the split."""
+    if suffix_of(place.path) in (*JSON_SUFFIXES, *CSV_SUFFIXES):
+        return [_file(place)]
+    folder = local_path(place.path, place.base_dir)
+    if not folder.is_dir():
+        return []
+    try:
+        found = _files_of_folder(folder, place.subset)
+    except (ImportError, OSError, ValueError):  # the library says what is wrong
+        return []
+    files = [str(path) for path in found.get(place.split, [])]
+    return files if is_text(files) else []
+
+
+def _files_of_folder(folder: Path, subset: str) -> Mapping[str, Any]:
+    """The data files by split, as datasets finds them. None where its card says how they are to be read."""
+    from datasets import BuilderConfig, load_dataset_builder
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    if not subset and not any((folder / name).exists() for name in ("README.md", ".huggingface.yaml")):
+        return DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
+    with tempfile.TemporaryDirectory() as cache:
+        config = load_dataset_builder(str(folder), subset or None, cache_dir=cache).config
+    said = {field.name for field in dataclasses.fields(BuilderConfig)}
+    plain = type(config)(**{name: getattr(config, name) for name in said})
+    return (config.data_files or {}) if config == plain else {}
+
+
+def _open_text(place: Table, files: list[str]) -> Rows:
+    try:
+        if place.streaming:
+            return StreamedRows(TextStream(files), place)
+        table = TextTable(files)
+    except ValueError as error:
+        raise (
+            error if str(error).startswith(place.option) else ValueError(f"{place.option} cannot be read: {error}")
+        ) from error
+    if not len(table):
+        raise ValueError(f"{place.option} has no rows")
+    return StoredRows(table)
+
+
 def _file(place: Table) -> str:
     """The file's location as the library takes it. ValueError where it does not exist or is empty."""
     import fsspec
@@ -171,7 +219,7 @@ def _file(place: Table) -> str:
     for name, value in (("subset", place.subset), ("split", place.split.partition("[")[0] != "train")):
         if value:
             raise ValueError(f"tasks.sources.{name} has no effect: {place.path!r} is a file, which has none. Remove it")
-    located = place.path if "://" in place.path else os.path.join(place.base_dir, os.path.expanduser(place.path))
+    located = place.path if "://" in place.path else str(local_path(place.path, place.base_dir))
     try:
         filesystem, inside = fsspec.core.url_to_fs(located)
     except (ValueError, ImportError) as error:  # unknown protocol, or its package is not installed
@@ -187,7 +235,7 @@ def _file(place: Table) -> str:
 def _folder_or_id(place: Table) -> tuple[dict[str, Any], str]:
     """The library's arguments for a folder of files or a data set of the hub, and why the hub cannot be reached ("": it
     can)."""
-    local = Path(place.base_dir, os.path.expanduser(place.path))
+    local = local_path(place.path, place.base_dir)
     arguments = {"path": str(local), "name": place.subset or None}
     if local.is_dir():
         return arguments, ""
@@ -206,7 +254,7 @@ def _folder_or_id(place: Table) -> tuple[dict[str, Any], str]:
 
 def place_of_row(place: Table, index: int) -> str:
     """How a message names row `index`, counted from 1: by its line in a file of JSON lines."""
-    lines = _suffix(place.path) in (".jsonl", ".ndjson")
+    lines = suffix_of(place.path) in (".jsonl", ".ndjson")
     return f"dataset {place.path!r}, {'line' if lines else 'row'} {index + 1}"
 
 
@@ -215,7 +263,3 @@ def _digest(values: Iterable[Any]) -> str:
     for value in values:
         digest.update(json.dumps(value, default=str).encode())
     return digest.hexdigest()
-
-
-def _suffix(path: str) -> str:
-    return PurePosixPath(path.removesuffix(".gz")).suffix.lower()

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -49,6 +49,18 @@ class SourceSetup:
         """A task of the source with the reward that its data_source has, where none is named for all of them."""
         spec = task.reward if self.chosen is None else self.chosen.of(task)
         return task if spec == task.reward else replace(task, reward=spec)
+
+
+def rewarded_by(task: Task, setups: Sequence[SourceSetup]) -> Task:
+    """Return a saved task with the reward that its source has in `setups`. ValueError where it has none of theirs."""
+    for setup in setups:
+        if setup.label == task.source:
+            return setup.rewarded(task)
+    if task.reward not in {setup.reward for setup in setups}:
+        raise ValueError(
+            f"--resume: no source has the reward {task.reward!r} of the task {task.task_id!r}: set it back"
+        )
+    return task
 
 
 class TaskSource(Protocol):

@@ -17,7 +17,7 @@ SplitName = Literal["train", "eval"]
 
 def key_of(text: str) -> int:
     """The 64-bit blake2b hash of a text: of one that identifies a problem, its key."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,8 @@ class TaskStream:
         self.say: Callable[[str], None] = lambda text: None
         self._seen: set[int] = set()  # eval only: texts already given
         self._on_neither_side: set[int] = set()  # eval only: keys of what came up and is trained as a row
-        self._cursors = [self._cursor(setup) for setup in self._setups(base_dir, rewards)]
+        self.setups = list(self._setups(base_dir, rewards))
+        self._cursors = [self._cursor(setup) for setup in self.setups]
         temperature = tasks.mixing_temperature if split == "train" else 0.0
         for cursor, share in zip(
             self._cursors, shares_of([(c.setup, c.source) for c in self._cursors], temperature), strict=True
@@ -175,9 +176,7 @@ class TaskStream:
         taken = list(itertools.islice(iter(self.next, None), num_tasks))
         if num_tasks > 0 and not taken:
             first = self._cursors[0]
-            raise ValueError(
-                _nothing_left(self, first.source.label, first.max_candidates, self.num_failed, self._last_failed)
-            )
+            raise ValueError(_nothing_left(self, first, first.max_candidates, self.num_failed, self._last_failed))
         return taken
 
     def state_dict(self) -> dict[str, Any]:
@@ -267,9 +266,7 @@ class TaskStream:
             if self.split == "eval":
                 return None
             if passed.best is None or self.curriculum is None:
-                raise ValueError(
-                    _nothing_left(self, cursor.source.label, tried, self.num_failed - failed_before, self._last_failed)
-                )
+                raise ValueError(_nothing_left(self, cursor, tried, self.num_failed - failed_before, self._last_failed))
             if passed.weight > 0:  # nothing better comes
                 self.curriculum.give(passed.best)
                 return passed.best
@@ -363,10 +360,10 @@ class TaskStream:
 
 
 def _nothing_left(
-    stream: TaskStream, label: str, tried: int, num_failed: int, last_failed: FailedProblem | None
+    stream: TaskStream, cursor: _Cursor, tried: int, num_failed: int, last_failed: FailedProblem | None
 ) -> str:
     """Why a stream has no task, where `tried` problems of a source were tried and `num_failed` of them failed."""
-    fraction = stream.tasks.eval_fraction
+    fraction, label = stream.tasks.eval_fraction, cursor.source.label
     if num_failed >= tried:
         return (
             f"tasks.sources: no problem of {label!r} can be used: all of {tried} in a row failed, the last with:"
@@ -376,6 +373,13 @@ def _nothing_left(
         why = f"all of {tried} in a row are held out"
         if num_failed:
             why = f"of {tried} in a row {num_failed} failed, and all others are held out"
+        if cursor.setup.config.names_held_out:
+            config = cursor.setup.config
+            named = f"eval_path = {config.eval_path!r}" if config.eval_path else f"eval_split = {config.eval_split!r}"
+            return (
+                f"tasks.sources: {named} has every problem of {label!r}, and held-out problems are not trained: {why}."
+                " Name other rows, or leave it out and set tasks.eval_fraction"
+            )
         return (
             f"tasks.eval_fraction = {fraction:g} leaves no problem of {label!r} for training: {why}. Lower it, or"
             " use a source with more distinct problems"

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rollover.files import lines_of, open_regular
 from rollover.track.answers import Answer
 from rollover.track.figures import decimal
 from rollover.track.paired import sign_flip_p
@@ -58,14 +59,15 @@ class Comparison:
 def read_recorded(path: Path, option: str = "--against ") -> list[dict[str, Any]]:
     """The rows of a file that --answers wrote, or of the newest evaluation of a run's directory. ValueError where there
     are none; it begins with the `option` that named the path."""
+    of_run = path.is_dir() or not option  # not of the user: no pipe
     if path.is_dir():
         files = sorted((path / "evaluations").glob("step-*.jsonl"))
         if not files:
             raise ValueError(f"{option}{path}: this folder has no evaluations/step-*.jsonl; name a file of answers")
         path = files[-1]
     try:
-        # Bytes are split: a string's splitlines would also cut at U+2028 inside an answer.
-        rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+        with open_regular(path) if of_run else open(path, "rb") as file:
+            rows = [json.loads(line) for line in lines_of(file, path)]
     except OSError as error:
         raise ValueError(f"{option}{path}: it cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:

@@ -18,7 +18,7 @@ from rich.text import Text
 from rollover.files import atomic_write_text
 from rollover.functions import printable, printable_lines
 from rollover.track.figures import decimal
-from rollover.track.shown import excerpt
+from rollover.track.shown import excerpt, new_console
 from rollover.track.sinks import to_json
 from rollover.track.statistics import summarise_eval
 
@@ -92,7 +92,7 @@ def worst(answers: Sequence[Answer], num: int) -> list[Answer]:
 
 def print_worst(answers: Sequence[Answer], console: Console | None = None) -> None:
     """Each with its task, score and stop reason, what was expected, and the beginnings of prompt and answer."""
-    console = console or Console()
+    console = console or new_console()
     for a in answers:
         score = f"no score: {a.error}" if a.score is None else f"score {decimal(a.score, 2)}"
         expected = "" if a.expected is None else f", expected {a.expected!r}"

@@ -24,6 +24,8 @@ ENGINE: list[Metric] = [
     Metric("engine/ejections", "counter", "servers", "Servers given up: failed, silent, or restarted."),
     Metric("engine/lost_requests", "counter", "requests", "Requests that broke off; the rollout went on elsewhere."),
     Metric("engine/abandoned_requests", "counter", "requests", "Requests that no abort ended: disconnected."),
+    Metric("engine/resumed_in_place", "counter", "rollouts", "Resumed on the server that has their tokens."),
+    Metric("engine/resumed_elsewhere", "counter", "rollouts", "Resumed on another one, as theirs had no room."),
     Metric("engine/surplus_tokens", "counter", "tokens", "Sampled after a rollout's end, and cut off."),
     Metric("engine/span_mismatches", "counter", "requests", "Whose versions the server told otherwise."),
     Metric("engine/refused_weights", "counter", "", "New weights that a server refused."),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollover.config import Config
@@ -88,6 +88,27 @@ RANGES = (
     ),
     Range("length/truncated", 0.0, 0.3, "many answers are cut off: try a larger rollout.max_new_tokens"),
 )  # fmt: skip
+
+
+def why_nothing_was_trained(config: Config, rows: Sequence[Row]) -> str:
+    """Why a run that has come to its end changed no weight in any of its steps; "" if it did, or was not to."""
+    if not config.train.num_steps or any(_trained(row) for row in rows):
+        return ""
+    if not rows:
+        return "no step was made. The tasks are used up, or every group was dropped: the lines above say which"
+    if not any(row.get("train/updates", 1) for row in rows):
+        return "every update was skipped, as a gradient or an importance weight was not finite"
+    alike = [share for row in rows if (share := row.get("groups/zero_variance")) is not None]
+    of_rewards = f", and in {sum(alike) / len(alike):.0%} of the groups all rewards were equal" if alike else ""
+    return (
+        f"every gradient was 0{of_rewards}. Look at the answers and their scores in rollouts/, try easier or harder"
+        " tasks, or mend the reward function"
+    )
+
+
+def _trained(row: Row) -> bool:
+    """Whether a step changed weights. A gradient of which no norm is told counts."""
+    return bool(row.get("train/updates", 1)) and row.get("grad_norm") != 0
 
 
 def passed_over(config: Config) -> list[str]:

@@ -6,6 +6,7 @@ ETA, and a key that a row does not have is shown as a dash.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -20,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollover.track.figures import DASH, TIME_SPLIT, count, decimal, duration, percent, sparkline, time_split
-from rollover.track.shown import shown, shown_lines
+from rollover.track.shown import new_console, shown, shown_lines
 from rollover.track.step_line import full_line, staleness, step_line
 from rollover.track.still import Still
 from rollover.track.tracker import Cut, Row, RunInfo, Tracker
@@ -35,11 +36,14 @@ _SHARES_A_LINE = 5  # of the time split, in a panel of 80 columns
 
 
 class Progress(NamedTuple):
-    """Of the step being made: `ready` of the `wanted` groups; and the sampled tokens of the whole run so far."""
+    """Of the step being made: `ready` of the `wanted` groups; the sampled tokens of the whole run so far; and `trained`
+    of the `to_train` loss tokens of its updates (0 where the backend does not tell)."""
 
     ready: int
     wanted: int
     generated: int
+    trained: int = 0
+    to_train: int = 0
 
 
 class LiveView(Tracker):
@@ -59,7 +63,7 @@ class LiveView(Tracker):
         clock: Callable[[], float] = time.monotonic,
         still_s: float = 30.0,
     ) -> None:
-        self._console = console or Console()
+        self._console = console or new_console()
         if mode == "auto":
             capable = self._console.is_terminal and not self._console.is_dumb_terminal
             mode = "rich" if capable and not self._console.options.ascii_only else "plain"
@@ -132,12 +136,8 @@ class LiveView(Tracker):
         self._print(text)
 
     def _print(self, text: str) -> None:
-        try:
+        with contextlib.suppress(OSError):  # no reader, or a full disk: the run is worth more than a line of it
             self._console.print(Text(shown_lines(text, self._console)), soft_wrap=True)
-        except BrokenPipeError:
-            raise  # the reader went away, as it may
-        except OSError:
-            pass  # a full disk, where the output goes to a file: the run is worth more than a line of it
 
     @property
     def eta_s(self) -> float | None:
@@ -153,12 +153,18 @@ class LiveView(Tracker):
     def _say_still(self, seconds: float) -> None:
         """In a thread: a line of what has taken so long already."""
         made = self._made()
-        so_far = f": {made.ready} of {made.wanted} groups ready, {self._tokens_of(made)}" if made is not None else ""
+        so_far = f": {self._so_far(made)[-1]}" if made is not None else ""
         self._print(f"{self._phase} ({duration(seconds)}){so_far}")
 
     def _made(self) -> Progress | None:
         """How far the step is; None while none is made."""
         return self._progress_of() if self._progress_of is not None and self._phase in _MAKES_A_STEP else None
+
+    def _so_far(self, made: Progress) -> tuple[int, int, str]:
+        """(how much is done, of how much, in words)."""
+        if self._phase == "training" and made.to_train:
+            return made.trained, made.to_train, f"{count(made.trained)} of {count(made.to_train)} tokens"
+        return made.ready, made.wanted, f"{made.ready} of {made.wanted} groups ready, {self._tokens_of(made)}"
 
     def _tokens_of(self, made: Progress) -> str:
         return f"{count(max(0.0, made.generated - self._generated_before))} tokens"
@@ -194,8 +200,8 @@ class LiveView(Tracker):
         grid.add_column(no_wrap=True)
         grid.add_column(ratio=1)
         grid.add_column(no_wrap=True)
-        bar = ProgressBar(total=max(1, made.wanted), completed=min(made.ready, made.wanted))
-        grid.add_row(doing, bar, f"{made.ready} of {made.wanted} groups   {self._tokens_of(made)}")
+        done, total, words = self._so_far(made)
+        grid.add_row(doing, ProgressBar(total=max(1, total), completed=min(done, total)), words)
         return grid
 
     def _progress(self) -> RenderableType:

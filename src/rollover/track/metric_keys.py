@@ -46,7 +46,9 @@ METRICS: list[Metric] = [
     ),
     # Ledger
     Metric("tokens/generated", "counter", "tokens", "Sampled tokens since step 1. Equals trained + dropped + held."),
-    Metric("tokens/trained", "counter", "tokens", "Sampled tokens whose rollout was consumed by a step, cumulative."),
+    Metric(
+        "tokens/trained", "counter", "tokens", "Sampled tokens of consumed rollouts, rejected ones too; cumulative."
+    ),
     Metric("tokens/dropped", "counter", "tokens", "Sampled tokens whose group was dropped, cumulative, all reasons."),
     Metric("tokens/environment", "counter", "tokens", "Tokens that environments wrote; in none of the others."),
     Metric("tokens/held", "last", "tokens", "Sampled tokens of groups now in the system, unfinished ones included."),
@@ -62,7 +64,7 @@ METRICS: list[Metric] = [
         "tokens",
         "Tokens that the engine computed while this step was generated: prefilled, prefilled again and sampled.",
     ),
-    Metric("tokens/step_trained", "sum", "tokens", "Sampled tokens in the loss of this step, of replayed groups too."),
+    Metric("tokens/step_trained", "sum", "tokens", "Tokens in the loss of this step, of replayed groups too."),
     Metric(
         "dropped/{reason}/groups",
         "counter",
@@ -310,8 +312,8 @@ METRICS: list[Metric] = [
     Metric("perf/peak_tflops", "last", "TFLOP/s", "That peak, of the trainer's device: track.peak_tflops."),
     Metric("weights/bytes", "sum", "bytes", "Bytes of weights handed to the engine."),
     # Optimization
-    Metric("loss", "mean", "", "Loss of the step, as algorithm.aggregation defines it."),
-    Metric("train/zero_advantage_tokens", "sum", "tokens", "Tokens left out of passes and their metrics: advantage 0."),
+    Metric("loss", "mean", "", "Loss of the step, as algorithm.aggregation defines it: the mean of its updates."),
+    Metric("train/zero_advantage_tokens", "sum", "tokens", "Loss tokens left out of passes: advantage 0."),
     Metric("train/threads", "mean", "threads", "Mean CPU threads of this step's micro-batches, by time."),
     Metric("train/masked_rollouts", "sum", "rollouts", "Rollouts that filters.mask_* or roles took out of the loss."),
     Metric("train/masked_tokens", "sum", "tokens", "Their sampled tokens, which are in tokens/trained all the same."),
@@ -320,17 +322,18 @@ METRICS: list[Metric] = [
     Metric(
         "train/updates", "sum", "updates", "Optimizer steps that were made: not skipped, nor left out by train.max_kl."
     ),
-    Metric("grad_norm", "mean", "", "Global gradient norm before clipping."),
+    Metric("grad_norm", "mean", "", "Global gradient norm before clipping: the mean of the step's updates."),
+    Metric("grad_norm_max", "max", "", "The largest of the step's updates."),
     Metric("learning_rate", "last", "", "Learning rate of the step's last optimizer step."),
-    Metric("entropy", "mean", "nats", "Mean entropy of the current policy over the tokens in the loss."),
-    Metric("clip_fraction", "mean", "share", "Share of tokens in the loss whose ratio was clipped."),
-    Metric("ratio/mean", "mean", "", "Mean of current / proximal probability over the tokens in the loss."),
+    Metric("entropy", "mean", "nats", "Mean entropy of the current policy over the computed tokens."),
+    Metric("clip_fraction", "mean", "share", "Share of the computed tokens whose ratio was clipped."),
+    Metric("ratio/mean", "mean", "", "Mean of current / proximal probability over the computed tokens."),
     Metric("ratio/max", "max", "", "Its maximum."),
     # Correction for tokens of other versions
-    Metric("importance/mean", "mean", "", "Mean importance weight proximal / behavior, before the cap."),
+    Metric("importance/mean", "mean", "", "Mean weight proximal / behavior of computed tokens, before the cap."),
     Metric("importance/max", "max", "", "Its maximum, before the cap."),
     Metric("importance/capped_share", "mean", "share", "Share of tokens whose weight passed algorithm.correction_cap."),
-    Metric("mismatch/logprob_abs_mean", "mean", "nats", "Mean |proximal - behavior| log-prob over tokens in the loss."),
+    Metric("mismatch/logprob_abs_mean", "mean", "nats", "Mean |proximal - behavior| log-prob of computed tokens."),
     Metric("mismatch/logprob_abs_max", "max", "nats", "Its maximum."),
     Metric("importance/below_share", "mean", "share", "Share of tokens whose weight was below its floor."),
     Metric("importance/weight_mean", "mean", "", "Mean importance weight as applied: capped, masked ones 0."),
@@ -360,14 +363,13 @@ METRICS: list[Metric] = [
         "kl/in_reward", "mean", "nats", "With kl_in = reward: its mean over tokens, then rollouts, policy-weighted."
     ),
     Metric("kl/coef", "last", "", "With kl_in = reward: the coefficient of the step, which kl_target may move."),
-    Metric(
-        "distill/kl", "mean", "nats", "Mean log policy/teacher of loss tokens, before distill.clip: estimates the KL."
-    ),
+    Metric("distill/kl", "mean", "nats", "KL(policy || teacher) before distill.clip, times policy/behavior up to 2."),
     Metric("distill/clipped_share", "mean", "share", "Share of the loss tokens that distill.clip bounds."),
     Metric("off_policy/rejected_share", "mean", "share", "Share of the loss that algorithm.rejection leaves out."),
     Metric("off_policy/masked_share", "mean", "share", "Share left out by off_policy_mask_threshold."),
     Metric("critic/loss", "mean", "", "Value loss (algorithm.advantage = gae), clipped as critic.value_clip says."),
-    Metric("critic/grad_norm", "mean", "", "Gradient norm of the critic before clipping, the largest of the step."),
+    Metric("critic/grad_norm", "mean", "", "The same of the critic."),
+    Metric("critic/grad_norm_max", "max", "", "The largest of the step's updates."),
     Metric("critic/learning_rate", "last", "", "Of the critic's own model, else of the value head."),
     Metric("critic/skipped_steps", "sum", "updates", "Its skipped optimizer steps: a gradient was not finite."),
     Metric("critic/clipped_share", "mean", "share", "Share of loss tokens whose value critic.value_clip holds."),

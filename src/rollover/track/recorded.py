@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rollover.files import lines_of, open_regular
 from rollover.track.rollout_table import read_table_rows
 from rollover.trajectories import place
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
@@ -107,10 +108,10 @@ def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if path.suffix == ".parquet":
         yield from enumerate(read_table_rows(path), start=1)
         return
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
+    with open_regular(path) as file:
+        for number, line in enumerate(lines_of(file, path), start=1):
             try:
-                record = json.loads(line)
+                record = json.loads(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
                 if line.endswith(b"\n"):
                     raise not_recorded(path, number, error) from error
@@ -123,7 +124,7 @@ def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def not_recorded(path: Path, number: int, error: Exception) -> ValueError:
     """What to raise where the line or row of this number is no record, as `error` says."""
     what = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
-    return ValueError(f"{path}:{number}: not a recorded rollout: {what}")
+    return ValueError(f"{path}:{number}: not a recorded rollout: {what}. Restore the file, or remove it")
 
 
 def _read_step(path: Path) -> list[Group]:

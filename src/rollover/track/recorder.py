@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rollover.files import atomic_write_text
+from rollover.files import atomic_write_bytes, atomic_write_text, open_regular
 from rollover.track import rollout_table
-from rollover.track.recorded import outcome_of, step_of
+from rollover.track.recorded import not_recorded, outcome_of, rows_of, step_of
 from rollover.track.sinks import to_json
 from rollover.track.token_stats import record_of
 from rollover.track.tracker import Cut, RecordedCredit, RecordedGroup, Tracker
@@ -63,7 +63,7 @@ class RolloutRecorder(Tracker):
         if "parquet" in formats:
             rollout_table.add_rows(paths["parquet"], list(_rows(step, groups)))
         if "jsonl" in formats:
-            lines = [paths["jsonl"].read_text(encoding="utf-8")] if paths["jsonl"].exists() else []
+            lines = [_content(paths["jsonl"]).decode()] if paths["jsonl"].exists() else []
             lines += [json.dumps(of, ensure_ascii=False, allow_nan=False) + "\n" for of in _lines(step, groups)]
             # A lone surrogate in a completion is not UTF-8, and the recording of it is not worth the run.
             atomic_write_text(paths["jsonl"], "".join(lines).encode("utf-8", "replace").decode("utf-8"))
@@ -73,16 +73,26 @@ class RolloutRecorder(Tracker):
         """Remove the files of later steps and half-written ones, and from those of the step what comes again."""
         last = self.dir / f"step-{cut.step:06d}.jsonl"
         if last.exists():
-            lines = last.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if not cut.comes_again(json.loads(line)["group_id"])]
-            if len(kept) < len(lines):
-                atomic_write_text(last, b"".join(kept).decode())
+            content, kept = _content(last), []
+            for line, (number, record) in zip(content.split(b"\n"), rows_of(last), strict=False):
+                try:
+                    if not cut.comes_again(record["group_id"]):
+                        kept.append(line + b"\n")
+                except (KeyError, TypeError) as error:
+                    raise not_recorded(last, number, error) from error
+            if b"".join(kept) != content:
+                atomic_write_bytes(last, b"".join(kept))
         if last.with_suffix(".parquet").exists():
             rollout_table.leave_out(last.with_suffix(".parquet"), cut.comes_again)
         for path in self.dir.iterdir():
             step = step_of(path.name)
             if _TEMPORARY.fullmatch(path.name) or (step is not None and step > cut.step):
                 path.unlink()
+
+
+def _content(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read()
 
 
 def _lines(step: int, groups: Sequence[RecordedGroup]) -> Iterator[dict[str, Any]]:

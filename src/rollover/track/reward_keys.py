@@ -18,9 +18,7 @@ REWARDS: list[Metric] = [
         "Mean score of the trajectories of one role, where there are several roles.",
     ),
     Metric("roles/{role}/reward_std", "mean", "reward", "Standard deviation of those scores."),
-    Metric(
-        "roles/{role}/advantage_mean", "mean", "", "Mean advantage of its loss tokens, less a teacher's; not of gae."
-    ),
+    Metric("roles/{role}/advantage_mean", "mean", "", "Mean advantage of its loss tokens, as the loss has them."),
     Metric("roles/{role}/advantage_std", "mean", "", "Standard deviation of those advantages."),
     Metric("roles/{role}/advantage_zero_share", "mean", "share", "Share of those tokens whose advantage is 0."),
     Metric("reward/extra/{name}", "mean", "", "Mean of one further entry of the dicts that the reward returned."),
@@ -30,6 +28,8 @@ REWARDS: list[Metric] = [
     Metric("shaping/clipped_share", "mean", "share", "Share of them whose reward rewards.clip_range changed."),
     Metric("shaping/running_mean", "last", "reward", "Mean of all rewards so far, before normalisation."),
     Metric("shaping/running_std", "last", "reward", "Their standard deviation, which rewards.running_norm divides by."),
+    Metric("roles/{role}/running_mean", "last", "reward", "That mean of one role, where there are several roles."),
+    Metric("roles/{role}/running_std", "last", "reward", "That deviation of one role, where there are several roles."),
     Metric("shaping/reward_mean", "mean", "reward", "Mean of the rewards that are trained, after all shaping."),
     Metric("shaping/reward_std", "mean", "reward", "Standard deviation of those rewards."),
     # Rewards workers

@@ -120,7 +120,10 @@ def read_table_rows(path: Path, rows: Sequence[int] | None = None) -> Iterator[d
     ValueError for what is no such file.
     """
     for row in (_read(path) if rows is None else _read(path, rows=rows)).to_pylist():
-        shown = {name: json.loads(row[name]) for name in _AS_JSON if row[name] is not None}
+        try:
+            shown = {name: json.loads(row[name]) for name in _AS_JSON if row[name] is not None}
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: not recorded rollouts: {error}") from error
         shown |= {name: dict(row[name]) for name in _MAPS if row[name] is not None}
         if (credit := row["credit"]) is not None and credit["terms"] is not None:
             shown["credit"] = credit | {"terms": dict(credit["terms"])}

@@ -11,7 +11,20 @@ from rich.console import Console
 from rollover.functions import printable, printable_lines
 
 MAX_CHARS = 400  # of an excerpt
+_WIDTH = 80  # of a console that says that it has none
 _READ_CHARS = 16 * MAX_CHARS  # of a text that may be long, with its spaces
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Raise the BrokenPipeError, as any other stream does: rich ends the process."""
+        raise  # noqa: PLE0704
+
+
+def new_console() -> Console:
+    """A console on stdout, of at least one column: with COLUMNS=0, as some schedulers set it, rich prints nothing."""
+    console = _Console()
+    return console if console.width > 0 else _Console(width=_WIDTH)
 
 
 def excerpt(text: str, console: Console) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rollover.files import naming
+from rollover.files import MOST_ROW_BYTES, lines_of, naming, open_regular
 from rollover.functions import is_number
 from rollover.track.metrics import validate
 from rollover.track.tracker import Cut, Row, Tracker
@@ -44,8 +44,9 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     if not path.exists():
         return []
-    # Bytes are split: a string's splitlines would also cut at U+2028 inside an answer.
-    return [row_of_line(path, line) for line in path.read_bytes().split(b"\n")[:-1]]
+    with open_regular(path) as file:
+        lines = lines_of(file, path, MOST_ROW_BYTES)
+        return [row_of_line(path, line) for line in lines if line.endswith(b"\n")]
 
 
 class JsonlSink(Tracker):
@@ -93,8 +94,8 @@ class JsonlSink(Tracker):
     def _up_to(self, step: int) -> tuple[int, int | None]:
         """Bytes of the rows up to `step`, and the step of the last of them (None: there is none)."""
         kept, last = 0, None
-        with open(self.path, "rb") as file:
-            for line in file:
+        with open_regular(self.path) as file:
+            for line in lines_of(file, self.path, MOST_ROW_BYTES):
                 try:
                     of_line = row_of_line(self.path, line)["step"]
                     whole = line.endswith(b"\n") and of_line <= step
@@ -123,6 +124,11 @@ class MetricsFile(JsonlSink):
     def __init__(self, path: str | Path) -> None:
         super().__init__(path, check=validate)
 
+    @property
+    def last_row(self) -> dict[str, Any]:
+        """The newest row; {} where there is none."""
+        return (self.rows() or [{}])[-1]
+
     def on_step(self, row: Row) -> None:
         self.write(row)
 
@@ -141,7 +147,7 @@ class EvalFile(JsonlSink):
         return rows
 
 
-_FIGURE = re.compile(r"mean|seconds|step|policy_version|(pass|maj)@\d+")
+_FIGURE = re.compile(r"mean|seconds|step|policy_version|left_out|(pass|maj)@\d+")
 _PARTS = ("settings", "sources", "data_sources", "roles")
 _OF_SAMPLE = {"prompt": str, "completion": str, "score": (int, float, type(None))}
 

@@ -57,6 +57,19 @@ def wilson_interval(num_passed: float, num_trials: float) -> tuple[float, float]
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def proportion_interval(rates: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the mean of per-task values in [0, 1].
+
+    The normal interval of `mean_interval` where it lies within (0, 1). Wilson's with the tasks as trials where it
+    reaches 0 or 1, where all values are equal (the sample then shows no spread, and other tasks may), and where each
+    value is 0 or 1, which Wilson's is for. Wilson's is too wide for values in between, never too narrow.
+    """
+    _, (low, high) = mean_interval(rates)
+    if 0 < low < high < 1 and not set(rates) <= {0.0, 1.0}:
+        return low, high
+    return wilson_interval(min(math.fsum(rates), len(rates)), len(rates))
+
+
 def censored_mean(known: Mapping[int, int], at_least: Mapping[int, int]) -> float:
     """Mean of positive numbers of which some are only known to be larger than what was seen of them so far.
 
@@ -92,9 +105,8 @@ def summarise_eval(
     {source: the same without sources}}.
 
     Missing scores are left out; a task without any is counted in "missing" only. mean and its interval: mean_interval
-    over per-task means (None with one task). pass@1_ci: Wilson's interval over tasks;
-    other pass@k_ci, maj@k_ci: mean_interval over tasks, clipped to [0, 1]. With no score at all, "mean" and "ci" are
-    None.
+    over per-task means (None with one task). pass@k_ci, maj@k_ci: `proportion_interval` over tasks. With no score at
+    all, "mean" and "ci" are None.
     """
     rows = [(source, _samples(list(values), (votes or {}).get(task_id))) for source, task_id, values in scores]
     wanted, majority = sorted(set(ks)), sorted(set(majority_ks)) if votes is not None else []
@@ -123,6 +135,10 @@ def _samples(scores: Sequence[float | None], votes: Sequence[str | None] | None)
     return list(zip(scores, votes or [None] * len(scores), strict=True))
 
 
+def _proportion(name: str, rates: list[float]) -> dict[str, Any]:
+    return {name: math.fsum(rates) / len(rates), f"{name}_ci": list(proportion_interval(rates))}
+
+
 def _summarise(tasks: list[_Samples], threshold: float, ks: list[int], majority_ks: list[int]) -> dict[str, Any]:
     valid = [here for of in tasks if (here := [(score, vote) for score, vote in of if score is not None])]
     counts = {
@@ -137,11 +153,7 @@ def _summarise(tasks: list[_Samples], threshold: float, ks: list[int], majority_
     fewest = min(map(len, valid))
     for k in (k for k in ks if k <= fewest):
         rates = [pass_at_k(len(of), sum(score >= threshold for score, _ in of), k) for of in valid]
-        rate, (low, high) = mean_interval(rates)
-        if k == 1:
-            low, high = wilson_interval(min(math.fsum(rates), len(rates)), len(rates))
-        summary[f"pass@{k}"], summary[f"pass@{k}_ci"] = rate, [max(0.0, low), min(1.0, high)]
+        summary |= _proportion(f"pass@{k}", rates)
     for k in (k for k in majority_ks if k <= fewest):
-        rate, (low, high) = mean_interval([majority_at_k([(v, s >= threshold) for s, v in of], k) for of in valid])
-        summary[f"maj@{k}"], summary[f"maj@{k}_ci"] = rate, [max(0.0, low), min(1.0, high)]
+        summary |= _proportion(f"maj@{k}", [majority_at_k([(v, s >= threshold) for s, v in of], k) for of in valid])
     return {**summary, **counts}

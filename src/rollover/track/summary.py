@@ -16,7 +16,7 @@ from rich.text import Text
 
 from rollover.track.figures import count, decimal, duration, percent
 from rollover.track.metrics import aggregate
-from rollover.track.shown import excerpt, shown, shown_lines
+from rollover.track.shown import excerpt, new_console, shown, shown_lines
 from rollover.track.statistics import parts_of
 from rollover.track.waits import Verdict, verdict
 
@@ -116,7 +116,7 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
     Shares of tokens are of those generated; `prefilled again` is a cost beside them, not one of their accounts.
     An account, a cost or a phase that is zero has no line.
     """
-    console = console or Console()
+    console = console or new_console()
     plain = not console.is_terminal
     _print(console, Text(f"\n{summary.title}: {summary.steps} steps", style="" if plain else "bold"))
     if summary.enough:
@@ -180,6 +180,9 @@ def _eval_rows(summary: RunSummary) -> list[list[str]]:
     for name in names if len(names) > 1 else ():
         b, a = (part.get(name) for part in parts)
         rows.append([f"  {name}", _with_ci(b), _with_ci(a), _change(b, a, "mean")])
+    left_out = [e.get("left_out") if e else None for e in (before, after)]
+    if any(left_out):
+        rows.append(["left out (prompts too long)", *map(count, left_out), ""])
     return rows
 
 

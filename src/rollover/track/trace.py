@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from rollover.files import naming
+from rollover.files import MOST_ROW_BYTES, lines_of, naming, open_regular
 from rollover.rollout.lifecycle import Event, EventKind
 from rollover.types import Rollout
 
@@ -184,8 +184,8 @@ def trace_events(path: str | Path) -> Iterator[TraceEvent]:
 
     ValueError names a wrong line.
     """
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
+    with open_regular(path) as file:
+        for number, line in enumerate(lines_of(file, path, MOST_ROW_BYTES), start=1):
             if not line.endswith(b"\n"):
                 return
             try:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from rollover.algorithms.credit import Credit
+from rollover.algorithms.credit import Credit, RoleCredit
 from rollover.algorithms.filters import Masked, RolloutFilter, mask_rollouts
 from rollover.algorithms.shaping import Shaped, Shaping
 from rollover.config import AlgorithmConfig, DistillConfig, WorkflowConfig
@@ -28,7 +28,9 @@ class Batch:
 
     `replayed`: ids of the groups that were trained before. `masked`: the rollouts that filters or roles took out of the
     loss. `compared`: id of each group -> what its baselines were taken over. `penalties`: the KL that was taken off its
-    rewards. `shaped`: the rewards that are trained before that, where they are not the scores.
+    rewards. `shaped`: the rewards that are trained before that, where they are not the scores. `roles`: how the
+    advantages of each role are scaled, where the step estimates them over tokens; roles that are not in it share their
+    statistics.
     """
 
     samples: list[Sample]
@@ -37,6 +39,7 @@ class Batch:
     compared: Mapping[int, Sequence[TrajectoryGroup]] = field(default_factory=dict[int, Sequence[TrajectoryGroup]])
     penalties: Penalties | None = None
     shaped: Shaped = field(default_factory=Shaped)
+    roles: Mapping[str, RoleCredit] = field(default_factory=dict[str, RoleCredit])
 
     @property
     def num_loss_tokens(self) -> int:
@@ -106,7 +109,9 @@ class BatchBuilder:
                 replace(s, advantages=_token_rewards(s.advantages, s.mask, of_tokens.get(s.rollout_id)))
                 for s in samples
             ]
-        return Batch(samples, frozenset(replayed), masked, credited.compared, penalties, credited.shaped)
+        return Batch(
+            samples, frozenset(replayed), masked, credited.compared, penalties, credited.shaped, credited.roles
+        )
 
     def sampled(self, groups: list[Group], oldest_version: int = EVERY_VERSION) -> list[Sample]:
         """Every rollout that has a token, with all tokens in its loss that were sampled, at `oldest_version` or later:
@@ -170,10 +175,6 @@ def _sample(
 
 def _prompt(rollout: Rollout) -> np.ndarray:
     return _narrow(f"the prompt of rollout {rollout.rollout_id}", np.asarray(rollout.prompt_ids))
-
-
-def _is_missing(rollout: Rollout) -> bool:
-    return rollout.reward is None or rollout.reward.missing
 
 
 def _narrow(whose: str, token_ids: np.ndarray) -> np.ndarray:

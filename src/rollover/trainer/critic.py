@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from rollover.trainer.packing import Packed
 from rollover.trainer.passes import Passes, set_training
 from rollover.trainer.stored_tensors import part_of
 from rollover.trainer.teacher import other_vocabulary
+from rollover.trainer.token_estimates import Roles, by_role
 from rollover.types import Sample
 
 
@@ -218,11 +220,14 @@ def beyond(samples: list[Sample]) -> list[Sample]:
     return [_one_more(s) if s.truncated and s.mask.any() else s for s in samples]
 
 
-def estimate(config: AlgorithmConfig, samples: list[Sample], values: Stream) -> tuple[list[Sample], dict[str, Stream]]:
+def estimate(
+    config: AlgorithmConfig, samples: list[Sample], values: Stream, roles: Roles = MappingProxyType({})
+) -> tuple[list[Sample], dict[str, Stream]]:
     """(the samples with advantages in place of their rewards per token, "values" and "returns" of the loss tokens).
 
-    Advantages are normalised over all loss tokens of the batch, as PPO implementations do. `values` of a sample may
-    have one number more than it has loss tokens: what is expected after its last token (`beyond`).
+    Advantages are normalised over all loss tokens of a role (those of `roles`) in the batch, as PPO implementations do.
+    `values` of a sample may have one number more than it has loss tokens: what is expected after its last token
+    (`beyond`).
     """
     width = max(len(s.mask) for s in samples)
     rewards_BT, values_BT = np.zeros((2, len(samples), width), dtype=np.float32)
@@ -244,12 +249,10 @@ def estimate(config: AlgorithmConfig, samples: list[Sample], values: Stream) -> 
         lam=config.gae_lambda,
         beyond_B=torch.from_numpy(beyond_B),
     )
-    advantages_BT = whiten(advantages_BT, torch.from_numpy(mask_BT))
-    out: list[Sample] = []
-    returns: Stream = {}
-    for row, s in enumerate(samples):
-        out.append(replace(s, advantages=advantages_BT[row, : len(s.mask)].numpy()))
-        returns[s.rollout_id] = returns_BT[row].numpy()[: len(s.mask)][s.mask]
+    out = by_role(samples, roles, lambda rows: whiten(advantages_BT[rows], torch.from_numpy(mask_BT[rows])))
+    returns = {
+        s.rollout_id: returns_T[: len(s.mask)][s.mask] for s, returns_T in zip(samples, returns_BT.numpy(), strict=True)
+    }
     return out, {"values": before, "returns": returns}
 
 

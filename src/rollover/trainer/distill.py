@@ -19,21 +19,28 @@ import numpy as np
 
 from rollover.config import DistillConfig
 from rollover.trainer.backend import Stream
+from rollover.trainer.reward_kl import bounded_ratio
 from rollover.types import Sample
 
 
 @dataclass
 class Divergence:
-    """Sums over the loss tokens that a teacher scored: of log policy/teacher, and how many of them were clipped."""
+    """Sums over the loss tokens that a teacher scored: of log policy/teacher, each weighed by policy/behavior up to 2,
+    so that it is the policy's of stale tokens, too; how many of them were clipped; and the seconds it took."""
 
     kl: float = 0.0
     clipped: int = 0
     tokens: int = 0
+    seconds: float = 0.0
 
     def metrics(self) -> dict[str, float]:
         """Under their names in docs/metrics.md."""
         tokens = max(1, self.tokens)
-        return {"distill/kl": self.kl / tokens, "distill/clipped_share": self.clipped / tokens}
+        return {
+            "distill/kl": self.kl / tokens,
+            "distill/clipped_share": self.clipped / tokens,
+            "time/teacher_s": self.seconds,
+        }
 
 
 def teachers(config: DistillConfig, samples: Collection[Sample]) -> list[Sample]:
@@ -81,7 +88,7 @@ def distilled(
                 ' "float32"'
             )
         clipped_M = np.clip(ratio_M, -config.clip, config.clip) if config.clip else ratio_M
-        sums.kl -= float(ratio_M.sum())
+        sums.kl -= float((bounded_ratio(policy[s.rollout_id], s) * ratio_M).sum())
         sums.clipped += int((clipped_M != ratio_M).sum())
         sums.tokens += len(ratio_M)
         advantages = s.advantages.copy() if config.mix == "add" else np.zeros_like(s.advantages)

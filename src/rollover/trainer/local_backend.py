@@ -24,6 +24,7 @@ from rollover.models.adapters import base_weights
 from rollover.models.load import LoadedModel, stored_buffers
 from rollover.models.norms import compile_norms
 from rollover.models.team import Team
+from rollover.models.tokenizer_files import save_tokenizer
 from rollover.staleness import staleness
 from rollover.trainer.backend import TEACHER, Stream, TrainerBackend, Version
 from rollover.trainer.critic import Critic
@@ -37,10 +38,11 @@ from rollover.trainer.tally import Tally
 from rollover.types import Sample, Segment
 
 
-def write_folder(folder: Path, model: Any, tensors: Mapping[str, torch.Tensor], tokenizer: Any) -> None:
-    """Write what transformers' from_pretrained loads: `tensors` as the weights of `model`, and the tokenizer."""
+def write_folder(folder: Path, model: Any, tensors: Mapping[str, torch.Tensor], tokenizer: Any, path: str) -> None:
+    """Write what transformers' from_pretrained loads: `tensors` as the weights of `model`, and the tokenizer, which was
+    loaded from `path`."""
     model.save_pretrained(folder, state_dict=tensors)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, path, folder)
     give_usual_modes(folder)
 
 
@@ -104,6 +106,7 @@ class LocalBackend:
         self._base = str(Path(loaded.path).resolve()) if Path(loaded.path).is_dir() else loaded.path
         self.objective = Objective(algorithm, max_new_tokens, tells_tokens=tells_tokens)
         self.policy_version = 0
+        self.trained_tokens = 0  # loss tokens that gradients were computed of, for who watches
         self.lora = lora is not None and lora.rank > 0
         self.model = add_lora(loaded.model, lora) if self.lora and lora is not None else loaded.model
         self._plain = self.model.get_base_model() if self.lora else self.model
@@ -170,6 +173,7 @@ class LocalBackend:
             with self.team.piece(max(1, row_tokens(micro))):
                 if micro:
                     sums.add(self._add_gradient(micro, counts, known), micro)
+                    self.trained_tokens += sum(int(s.mask.sum()) for s in micro)
                 else:
                     self._add_nothing()
         if counts.tokens and not any_loss:
@@ -302,7 +306,7 @@ class LocalBackend:
         """
         model = self._plain
         tensors = dict(merged_weights(model)) | stored_buffers(model) if self.lora else model.state_dict()
-        write_folder(folder, model, tensors, self.tokenizer)
+        write_folder(folder, model, tensors, self.tokenizer, self._base)
         if self.lora:
             save_adapter(self.model, self.optimizer.weights(), folder / ADAPTER, self._base)
             give_usual_modes(folder)

@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ import safetensors.torch
 import torch
 
 from rollover.config import LoraConfig, ModelConfig
+from rollover.files import local_path, read_object
 from rollover.models.adapters import base_weights, names
-from rollover.models.load import LoadedModel, load_model
+from rollover.models.load import LoadedModel, check_finite, load_model
 
 ADAPTER = "adapter"  # the folder of the adapters, inside that of the merged model
 _PREFIX = "base_model.model."  # what peft puts before the names of a model
 _ALL_LINEAR = "all-linear"  # peft's word
+_IN_EXPERTS = {"gate_proj", "up_proj", "down_proj", "gate", "router", "w1", "w2", "w3"}  # names of their layers
 _MAGNITUDE = "lora_magnitude_vector"  # peft's name of DoRA's lengths [O], behind that of the layer
 
 
@@ -34,19 +36,23 @@ def add_lora(model: Any, lora: LoraConfig) -> Any:
         from peft import get_peft_model
     except ImportError as error:
         raise ValueError("model.lora.rank > 0 needs the package peft: pip install peft") from error
+    stacked = _has_stacked_experts(model)
     everything = lora.target_modules == [_ALL_LINEAR]
     if not everything:
         for target in lora.target_modules:
-            matches = _layers_named(model, target, "target_modules")
+            matches = _layers_named(model, target, "target_modules", may_lack=stacked)
             if any(m is model.get_output_embeddings() or m is model.get_input_embeddings() for m in matches):
                 raise ValueError(f"model.lora.target_modules: {target!r} is an embedding, which cannot have an adapter")
     for name in lora.exclude_modules:
         _layers_named(model, name, "exclude_modules")
+    targets: Any = _ALL_LINEAR if everything else list(lora.target_modules)
+    if stacked:
+        targets = _beside_experts(model, None if everything else lora.target_modules)
     config = PeftConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  (peft divides by the rank: a float will do)
         lora_dropout=lora.dropout,
-        target_modules=_ALL_LINEAR if everything else list(lora.target_modules),
+        target_modules=targets,
         exclude_modules=list(lora.exclude_modules) or None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
@@ -56,15 +62,44 @@ def add_lora(model: Any, lora: LoraConfig) -> Any:
         adapted = get_peft_model(model, config)
     except ValueError as error:
         raise ValueError(f"model.lora.target_modules = {lora.target_modules}: {error}") from error
+    assert not any(type(module).__name__ == "ParamWrapper" for module in adapted.modules()), "adapters of no layer"
     if lora.path:
         _begin_with(adapted, lora)
     return adapted
 
 
-def _layers_named(model: Any, name: str, option: str) -> list[Any]:
-    """The modules that peft takes the name for: it matches the whole path of a module, or its end."""
+def _has_stacked_experts(model: Any) -> bool:
+    """Whether it keeps the weights of all experts of a layer in one tensor [experts, ...]."""
+    return any(parameter.ndim == 3 and ".experts." in name for name, parameter in model.named_parameters())
+
+
+def _beside_experts(model: Any, targets: Sequence[str] | None) -> list[str]:
+    """The names among `targets` (None: of all linear layers) that can have adapters in a mixture of experts.
+
+    peft takes names of layers in experts for the experts' stacked weights, wherever a layer of that name is: neither
+    engine nor merging knows such adapters.
+    """
+    linear = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    output = next(n for n, m in model.named_modules() if m is model.get_output_embeddings())
+    wanted = linear - {output.rpartition(".")[2]} if targets is None else set(targets)
+    found = sorted(name for name in wanted if name in linear and name not in _IN_EXPERTS)
+    if not found:
+        raise ValueError(
+            f"model.lora.target_modules = {json.dumps(sorted(wanted))}: these are layers of experts or routers, which"
+            ' cannot have an adapter. Name layers of attention: ["q_proj", "k_proj", "v_proj", "o_proj"]'
+        )
+    if left_out := sorted(wanted - set(found)):
+        print(f"rollover: notice: model.lora: {', '.join(left_out)} get no adapter beside experts", file=sys.stderr)
+    return found
+
+
+def _layers_named(model: Any, name: str, option: str, *, may_lack: bool = False) -> list[Any]:
+    """The modules that peft takes the name for: it matches the whole path of a module, or its end.
+
+    `may_lack`: of a mixture of experts, whose layers of that name may all be in its experts.
+    """
     matches = [m for n, m in model.named_modules() if n == name or n.endswith(f".{name}")]
-    if not matches:
+    if not matches and not may_lack:
         raise ValueError(f"model.lora.{option}: the model has no layer {name!r}; remove it or correct it")
     return matches
 
@@ -74,11 +109,11 @@ def _begin_with(model: Any, lora: LoraConfig) -> None:
     another kind, or of other layers, than [model.lora] says."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-    folder, said = Path(lora.path).expanduser(), f"model.lora.path = {lora.path!r}"
+    folder, said = local_path(lora.path), f"model.lora.path = {lora.path!r}"
     found, tensors = _read_folder(folder, said)
     for name, there, ours in (
         ("rank", found["r"], lora.rank),
-        ("alpha", found["lora_alpha"], lora.alpha),
+        ("alpha", found.get("lora_alpha"), lora.alpha),
         ("rslora", bool(found.get("use_rslora")), lora.rslora),
         ("dora", bool(found.get("use_dora")), lora.dora),
     ):
@@ -91,11 +126,12 @@ def _begin_with(model: Any, lora: LoraConfig) -> None:
     shapes = {name: t.shape for name, t in tensors.items()}
     if shapes != expected:
         wrong = min(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
+        base = found.get("base_model_name_or_path")
         what = "has no" if wrong not in shapes else "has a" if wrong not in expected else "has another shape of"
         raise ValueError(
             f"{said}: it {what} {wrong.removeprefix(_PREFIX)}, and so is of other layers or of another model. Set"
             f" model.lora.target_modules and exclude_modules as there ({found.get('target_modules')},"
-            f" {found.get('exclude_modules')}), and model.path to its base model ({found['base_model_name_or_path']})"
+            f" {found.get('exclude_modules')}), and model.path to its base model ({base})"
         )
     set_peft_model_state_dict(model, tensors)
 
@@ -110,8 +146,9 @@ def _read_folder(folder: Path, said: str) -> tuple[dict[str, Any], dict[str, tor
                 " run (adapter_model.bin is a pickle, and not read)"
             )
     try:
-        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        config = read_object(folder / "adapter_config.json", r=int)
         tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+        check_finite(tensors.items())
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ValueError(f"{said}: it cannot be read: {error}. Copy it again") from error
     if config.get("peft_type") != "LORA":
@@ -210,12 +247,11 @@ def load_with_adapter(
     The adapter at `model.lora.path`, that a run would begin with, goes before that. A line on stderr says which.
     `merges`: whatever answers takes no adapters: they are merged into the model.
     """
-    folder = Path(model.lora.path or Path(model.path) / ADAPTER).expanduser()
-    if model.lora.path:
-        _read_folder(folder, f"model.lora.path = {model.lora.path!r}")
-    elif not (folder / "adapter_config.json").is_file():
+    folder = local_path(model.lora.path or Path(model.path) / ADAPTER)
+    if not (model.lora.path or (folder / "adapter_config.json").is_file()):
         return load_model(model, dtype=dtype, device=device), []
-    base, adapter = read_adapter(folder)
+    key = "model.lora.path" if model.lora.path else "model.path"
+    base, adapter = read_adapter(folder, f"{key} = {model.lora.path or model.path!r}")
     whose, plain = model.path, model.model_copy(update={"path": base, "revision": ""})
     if model.lora.path:
         whose, base, plain = model.lora.path, model.path, model
@@ -236,18 +272,20 @@ def load_with_adapter(
     return loaded, adapter
 
 
-def read_adapter(folder: Path) -> tuple[str, list[tuple[str, torch.Tensor]]]:
+def read_adapter(folder: Path, said: str) -> tuple[str, list[tuple[str, torch.Tensor]]]:
     """What `save_adapter` was given as `base`, and the adapters as `adapter_weights` yields them; with DoRA the lengths
-    of rows, too."""
-    config = json.loads((folder / "adapter_config.json").read_text())
-    tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+    of rows, too. ValueError, which begins with `said`, where the folder is damaged."""
+    config, tensors = _read_folder(folder, said)
     rank = config["r"]
-    scale = torch.tensor(config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank))
     layers = sorted({name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in tensors})
     parts: list[tuple[str, torch.Tensor]] = []
-    for layer in layers:
-        down, up, of_scale = names(layer)
-        parts += [(name, tensors[_PREFIX + name]) for name in (down, up)] + [(of_scale, scale)]
-        lengths = f"{layer}.{_MAGNITUDE}"
-        parts += [(lengths, tensors[_PREFIX + lengths])] if _PREFIX + lengths in tensors else []
-    return config["base_model_name_or_path"], parts
+    try:
+        scale = torch.tensor(config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank))
+        for layer in layers:
+            down, up, of_scale = names(layer)
+            parts += [(name, tensors[_PREFIX + name]) for name in (down, up)] + [(of_scale, scale)]
+            lengths = f"{layer}.{_MAGNITUDE}"
+            parts += [(lengths, tensors[_PREFIX + lengths])] if _PREFIX + lengths in tensors else []
+        return config["base_model_name_or_path"], parts
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"{said}: {folder} is damaged ({type(error).__name__}: {error}). Copy it again") from error

@@ -355,19 +355,24 @@ def step_metrics(totals: dict[str, float], updates: list[dict[str, float]]) -> d
         **{key: totals[source] / tokens for key, source in _TOKEN_MEANS.items() if source in totals},
         **{key: mismatch[source] for key, source in _MISMATCH.items() if source in mismatch},
         **{key: totals[source] for key, source in _MAXIMA.items() if source in totals},
-        "grad_norm": max(u["grad_norm"] for u in updates),
+        **_norms(updates, "grad_norm"),
         "learning_rate": updates[-1]["learning_rate"],
         "train/skipped_steps": sum(u["train/skipped_steps"] for u in updates),
     }
     metrics["train/updates"] = len(updates) - metrics["train/skipped_steps"]
     if "critic/grad_norm" in updates[0]:
-        metrics["critic/grad_norm"] = max(u["critic/grad_norm"] for u in updates)
+        metrics |= _norms(updates, "critic/grad_norm")
         metrics["critic/learning_rate"] = updates[-1]["critic/learning_rate"]
         metrics["critic/skipped_steps"] = sum(u["critic/skipped_steps"] for u in updates)
     if "sum/returns" in totals:
         of_errors, of_returns = (_variance(totals, name, tokens) for name in ("sum/critic_error", "sum/returns"))
         metrics["critic/explained_variance"] = 1 - of_errors / max(of_returns, 1e-8)
     return metrics
+
+
+def _norms(updates: list[dict[str, float]], key: str) -> dict[str, float]:
+    norms = [update[key] for update in updates]
+    return {key: sum(norms) / len(norms), f"{key}_max": max(norms)}
 
 
 def _variance(totals: dict[str, float], name: str, num: float) -> float:

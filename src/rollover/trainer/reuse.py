@@ -16,6 +16,7 @@ import numpy as np
 
 from rollover.algorithms.estimator import rewards_of
 from rollover.algorithms.filters import pass_rate_of
+from rollover.algorithms.shaping import metric_of
 from rollover.config import Config
 from rollover.rollout.group_state import Arrays
 from rollover.tasks.curriculum import Curriculum
@@ -113,8 +114,8 @@ class Reuse:
 
     def _tell_curriculum(self, group: Group) -> None:
         if self.curriculum is not None:
-            filters, untrained = self.config.filters, self.config.workflow.untrained
-            rate = pass_rate_of(group, threshold=filters.pass_threshold, metric=filters.metric, untrained=untrained)
+            threshold, untrained = self.config.filters.pass_threshold, self.config.workflow.untrained
+            rate = pass_rate_of(group, threshold=threshold, metric=metric_of(self.config), untrained=untrained)
             self.curriculum.saw(group, rate)
 
     def _keep(self, groups: list[Group], batch: Batch, version: int) -> None:

@@ -44,6 +44,12 @@ class Penalties:
     num_rollouts: int
 
 
+def bounded_ratio(policy_M: np.ndarray, sample: Sample) -> np.ndarray:
+    """min(policy/behavior, 2) of each loss token: weighed by it, an estimate over tokens that older policies sampled is
+    one of the policy."""
+    return np.exp(np.minimum(policy_M - sample.behavior_logprobs[sample.mask], _MAX_LOG_RATIO))
+
+
 class RewardKL:
     """The KL in the reward of one run, by the verbs of its `backend`."""
 
@@ -81,8 +87,7 @@ class RewardKL:
             of_rollout = np.zeros(len(s.mask), np.float32)
             of_rollout[s.mask] = self.coef * kl_M
             tokens[s.rollout_id] = of_rollout
-            ratio_M = np.exp(np.minimum(policy[s.rollout_id] - s.behavior_logprobs[s.mask], _MAX_LOG_RATIO))
-            means.append(float((ratio_M * kl_M).mean(dtype=np.float64)))
+            means.append(float((bounded_ratio(policy[s.rollout_id], s) * kl_M).mean(dtype=np.float64)))
         return Penalties(tokens, sum(means) / max(1, len(means)), self.coef, len(means))
 
     def after_step(self, penalties: Penalties) -> dict[str, float]:

@@ -24,6 +24,7 @@ import torch
 from rollover.engine.protocol import ExtendRequest
 from rollover.engine.tinker.engine import TinkerEngine
 from rollover.models.limits import Limits
+from rollover.models.tokenizer_files import save_tokenizer
 from rollover.staleness import staleness
 from rollover.trainer.backend import BackendSetup, Stream, Version
 from rollover.trainer.objective import Counts, Objective, Streams
@@ -50,6 +51,7 @@ class TinkerBackend:
         config = setup.config
         self.config, self.algorithm, self.lora = config.train, config.algorithm, config.model.lora
         self.engine, self.service, self.tokenizer = engine, engine.service, setup.loaded.tokenizer
+        self._base = setup.loaded.path
         self.objective = Objective(config.algorithm, config.rollout.max_new_tokens, tells_tokens=config.tells_tokens)
         self.limits, self._num_weights = Limits.of(setup.loaded.model), _num_weights(setup.loaded.model)
         self.flops, self.policy_version, self.step_count = 0.0, 0, 0
@@ -129,8 +131,7 @@ class TinkerBackend:
 
     def save_model(self, folder: Path) -> None:
         """The tokenizer, and in tinker.json where the service has the weights: to sample with, and to train on."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self.tokenizer.save_pretrained(folder)
+        save_tokenizer(self.tokenizer, self._base, folder)
         saved = self.service.result(
             "saving weights to sample with", lambda: self.training.save_weights_for_sampler("model"), again=True
         )

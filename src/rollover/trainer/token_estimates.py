@@ -6,14 +6,16 @@ critic.py's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
 
 from rollover.algorithms.advantage import reinforce_plus_plus_tokens
 from rollover.algorithms.correction import importance_weights, interpolated_proximal
+from rollover.algorithms.credit import RoleCredit
 from rollover.algorithms.token_advantage import optimal_token_baseline
 from rollover.config import AlgorithmConfig
 from rollover.staleness import staleness
@@ -28,17 +30,45 @@ STATISTICS = "statistics"
 _ALIGNED = {"optimal_token_baseline": "positions", "tir_optimal_token_baseline": "loss_tokens"}
 
 
-def estimate_tokens(config: AlgorithmConfig, samples: Sequence[Sample], statistics: Stream) -> list[Sample]:
+Roles = Mapping[str, RoleCredit]
+"""`Batch.roles`."""
+
+
+def estimate_tokens(
+    config: AlgorithmConfig, samples: Sequence[Sample], statistics: Stream, roles: Roles = MappingProxyType({})
+) -> list[Sample]:
     """The samples with advantages in the place of their rewards, by algorithm.advantage. `statistics`: of their loss
     tokens, where that reads them (`AlgorithmConfig.needs_statistics`)."""
     rewards_BT, mask_BT = padded([s.advantages for s in samples]), padded([s.mask for s in samples], np.bool_)
     if config.advantage == "reinforce_plus_plus_tokens":
-        advantages_BT, _ = reinforce_plus_plus_tokens(rewards_BT, mask_BT, gamma=config.gamma)
+
+        def estimate(rows: list[int]) -> torch.Tensor:
+            return reinforce_plus_plus_tokens(rewards_BT[rows], mask_BT[rows], gamma=config.gamma)[0]
+
     else:
-        advantages_BT = _optimal_baseline(config, samples, statistics, rewards_BT, mask_BT)
-    return [
-        replace(s, advantages=row[: len(s.mask)].numpy().copy()) for s, row in zip(samples, advantages_BT, strict=True)
-    ]
+        found_BT = _optimal_baseline(config, samples, statistics, rewards_BT, mask_BT)
+
+        def estimate(rows: list[int]) -> torch.Tensor:
+            return found_BT[rows]
+
+    return by_role(samples, roles, estimate)
+
+
+def by_role(samples: Sequence[Sample], roles: Roles, estimate: Callable[[list[int]], torch.Tensor]) -> list[Sample]:
+    """The samples with the advantages that `estimate` gives, times the weight of their role.
+
+    `estimate`: indices of the samples of those roles that are compared with each other -> their advantages [rows, T].
+    """
+    rows: dict[frozenset[str], list[int]] = {}
+    for row, s in enumerate(samples):
+        rows.setdefault(roles[s.role].compared_with if s.role in roles else frozenset(), []).append(row)
+    out = list(samples)
+    for compared in rows.values():
+        for row, advantages_T in zip(compared, estimate(compared), strict=True):
+            s = samples[row]
+            weight = roles[s.role].weight if s.role in roles else 1.0
+            out[row] = replace(s, advantages=advantages_T[: len(s.mask)].numpy() * np.float32(weight))
+    return out
 
 
 def sampling_logprobs(backend: TrainerBackend, minibatches: Sequence[list[Sample]]) -> Stream:

@@ -28,13 +28,13 @@ from rollover.trainer.tally import Tally, totals_of
 from rollover.trainer.token_estimates import LOGPROB, STATISTICS, estimate_tokens, sampling_logprobs
 from rollover.trainer.token_stats import TokenWatch
 from rollover.trainer.token_weights import weights_of_step
-from rollover.trainer.updates import Update, updates_of
+from rollover.trainer.updates import Computed, Update, updates_of
 from rollover.types import Sample
 
 
 class Trainer:
     """Steps of one run on `backend`, which holds all that a checkpoint needs, but for the coefficient of `reward_kl`:
-    between two steps nothing else is held here than what `accumulate` was given, and the newest `token_stats`.
+    between two steps nothing else is held here than what `accumulate` was given, `token_stats` and `trained`.
 
     `team`: the CPU threads that the backend computes with, shared with the engine (run/overlap.py). `seed`: by which
     the minibatches of further epochs are drawn. `tells_tokens`: whether `token_stats` are wanted.
@@ -56,17 +56,14 @@ class Trainer:
         self.critic = critic or CriticConfig()
         self.reward_kl = RewardKL(backend, algorithm) if algorithm.kl_in_reward else None
         self.token_stats: Mapping[str, TokenStats] = {}  # rollout_id -> of its tokens, in the newest step
+        self.computed = Computed(backend)
+        self.trained: list[Sample] = []  # as the newest step's loss had them: final advantages, no rejected tokens
         self._watch = TokenWatch(tells_tokens)
-        self.in_update = False
-        """From a step's first change of the weights to its end: there is no state to go on from."""
-        self._accumulated: dict[str, Sample] = {}
-        """rollout_id -> sample, of those of the step to come whose gradient is there."""
-        self._given: dict[str, np.ndarray] = {}
-        """rollout_id -> the advantages that those samples came with."""
+        self.in_update = False  # from a step's first change of the weights to its end: there is no state to go on from
+        self._accumulated: dict[str, Sample] = {}  # rollout_id -> sample of the step to come whose gradient is there
+        self._given: dict[str, np.ndarray] = {}  # rollout_id -> the advantages that those samples came with
         self._accumulated_sums = Tally()
-        self._divergence = Divergence()
-        """From the teacher, over the tokens of the step to come that it has scored."""
-        self._teacher_s = 0.0
+        self._divergence = Divergence()  # from the teacher, over the tokens of the step to come that it has scored
 
     @property
     def policy_version(self) -> int:
@@ -82,7 +79,7 @@ class Trainer:
         ValueError, before anything changes, where algorithm.rejection leaves no token.
         """
         assert batch.samples, "a training step needs at least one sample"
-        samples, known = self._estimate(batch.samples)
+        samples, known = self._estimate(batch)
         assert all(np.array_equal(self._given.get(s.rollout_id, s.advantages), s.advantages) for s in samples)
         minibatches = split_groups(samples, self.config.minibatches_per_step)
         minibatches, known = self._reject(minibatches, known)
@@ -102,7 +99,8 @@ class Trainer:
             updates = first_epoch = [Update(fresh, replace(only.counts, divided=False))]
         known |= self._known([u.samples for u in first_epoch], known)
         metrics = self._update(updates, known)
-        self.token_stats = self._watch.stats(batch.samples, (s for part in minibatches for s in part))
+        self.trained = [s for part in minibatches for s in part]
+        self.token_stats = self._watch.stats(batch.samples, self.trained)
         metrics["train/zero_advantage_tokens"] = float(skipped_tokens)
         if self.reward_kl is not None and batch.penalties is not None:
             metrics |= self.reward_kl.after_step(batch.penalties)
@@ -111,8 +109,8 @@ class Trainer:
         if self.algorithm.correction_normalize:
             metrics["importance/normalizer"] = mean_of_weights
         if self.distill.teacher:
-            metrics |= self._divergence.metrics() | {"time/teacher_s": self._teacher_s}
-            self._divergence, self._teacher_s = Divergence(), 0.0
+            metrics |= self._divergence.metrics()
+            self._divergence = Divergence()
         return metrics
 
     def accumulate(self, samples: list[Sample]) -> None:
@@ -134,13 +132,11 @@ class Trainer:
         self.backend.forget_gradients()
         self._forget_what_was_accumulated()
         self._watch.forget()
-        self._divergence, self._teacher_s = Divergence(), 0.0
+        self._divergence = Divergence()
 
     def close(self) -> None:
         """End what the backend runs, if it has a `close`."""
-        close = getattr(self.backend, "close", None)
-        if close is not None:
-            close()
+        getattr(self.backend, "close", lambda: None)()
 
     # Private
 
@@ -149,14 +145,15 @@ class Trainer:
 
     def _is_computed(self, sample: Sample) -> bool:
         """Whether it adds to the gradient, or may."""
-        every = not self.config.skip_zero_advantage or self.algorithm.needs_every_token
-        return every or bool(sample.advantages[sample.mask].any())
+        skips = self.config.skip_zero_advantage and not self.algorithm.needs_every_token
+        return not skips or bool(sample.advantages[sample.mask].any())
 
     def _update(self, planned: list[Update], known: Mapping[str, Stream]) -> dict[str, float]:
         """Gradient and optimizer step of each planned update. Returns the metrics of the step."""
         tallies: list[Tally] = []
         updates: list[dict[str, float]] = []
         largest_kl = None
+        self.computed.begin(planned)
         for index, update in enumerate(planned):
             part, count = update.samples, update.counts
             sums, divisor = Tally(), 1.0
@@ -182,8 +179,8 @@ class Trainer:
             self._watch.passed(sums, first=index < len(planned) // self.config.epochs_per_step)
             tallies.append(sums)
         self.in_update = False
-        metrics = step_metrics(totals_of(tallies), updates)
-        return metrics if largest_kl is None else metrics | {"kl/step_start": largest_kl}
+        of_kl = {} if largest_kl is None else {"kl/step_start": largest_kl}
+        return step_metrics(totals_of(tallies), updates) | of_kl
 
     def _end_step(self, left: int) -> None:
         """`left` updates of the step are not made. In the schedule of the learning rate they count: without a gradient
@@ -192,16 +189,17 @@ class Trainer:
         for index in range(left):
             self.backend.optim_step(0.0, ends_step=index == left - 1)
 
-    def _estimate(self, samples: list[Sample]) -> tuple[list[Sample], dict[str, Stream]]:
+    def _estimate(self, batch: Batch) -> tuple[list[Sample], dict[str, Stream]]:
         """With a critic: the samples with its advantages, its values and the returns. Else the samples, with advantages
         of tokens where algorithm.advantage estimates them, and the statistics of these that the step needs."""
+        samples = batch.samples
         known = {STATISTICS: self.backend.compute_statistics(samples)} if self.algorithm.needs_statistics else {}
         if not self.algorithm.needs_critic:
             if self.algorithm.estimates_tokens:
-                samples = estimate_tokens(self.algorithm, samples, known.get(STATISTICS, {}))
+                samples = estimate_tokens(self.algorithm, samples, known.get(STATISTICS, {}), batch.roles)
             return samples, known
         values = self.backend.compute_values(beyond(samples) if self.critic.bootstrap_truncated else samples)
-        samples, of_critic = estimate(self.algorithm, samples, values)
+        samples, of_critic = estimate(self.algorithm, samples, values, batch.roles)
         return samples, known | of_critic
 
     def _reject(
@@ -255,7 +253,7 @@ class Trainer:
         policy = known["proximal"] if proximal_is_start and "proximal" in known else self._logprobs(fresh)
         started = time.perf_counter()
         teacher = self._logprobs([teachers(self.distill, part) for part in fresh], TEACHER)
-        self._teacher_s += time.perf_counter() - started
+        self._divergence.seconds += time.perf_counter() - started
         made = distilled(self.distill, [s for part in fresh for s in part], teacher, policy, self._divergence)
         now = {s.rollout_id: s for s in made} | self._accumulated
         if proximal_is_start:

@@ -8,7 +8,7 @@ Pure: the same samples, seed and policy version give the same updates, also wher
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rollover.config import TrainConfig
@@ -23,6 +23,25 @@ class Update:
 
     samples: list[Sample]
     counts: Counts
+
+
+class Computed:
+    """How many loss tokens of a step's updates a backend has computed, for who watches from another thread."""
+
+    def __init__(self, backend: object) -> None:
+        self.backend, self._before, self._total = backend, 0, 0
+
+    def begin(self, updates: Sequence[Update]) -> None:
+        """These are computed now."""
+        self._before = self._count()
+        self._total = sum(int(s.mask.sum()) for update in updates for s in update.samples)
+
+    def tokens(self) -> tuple[int, int]:
+        """(those that are computed, all of them); (0, 0) of a backend without `trained_tokens`."""
+        return (self._count() - self._before, self._total) if hasattr(self.backend, "trained_tokens") else (0, 0)
+
+    def _count(self) -> int:
+        return getattr(self.backend, "trained_tokens", 0)
 
 
 def updates_of(

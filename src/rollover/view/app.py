@@ -5,16 +5,13 @@
     GET /api/runs/0/<question>?<query>   RunData.answer
     GET /api/compare/<question>?<query>  the runs beside each other
 
-Owns who may ask. Only GET. The page may run no script but its own files (Content-Security-Policy), and no other page of
-the browser can ask: a request must name this server as its host (a name that somebody points to 127.0.0.1 is refused),
-and of a run only the page itself may ask (a browser says of a picture or script in whose page it is).
-With a token every question needs it, in `Authorization: Bearer`; the page takes it from the end of its address, which a
-browser sends to nobody.
+Only GET. The page may run no script but its own files (Content-Security-Policy), and no page of another site can ask
+(http_guard.py, which HttpServer puts before this). With a token every question needs it, in `Authorization: Bearer`;
+the page, which is public, takes it from the end of its address, which a browser sends to nobody.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,8 +24,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollover.engine.server.guard import TokenGuard
-from rollover.track.sinks import to_json
 from rollover.view.not_there import NotThere
 from rollover.view.parts import CONTENT_TYPES, page_files
 from rollover.view.run_data import RunData
@@ -49,8 +44,13 @@ _HEADERS = {
 _SMALL, _FAST = 1024, 1  # bytes that are not worth packing; what packing may cost
 
 
-def make_app(runs: Sequence[RunData], host: str, token: str = "") -> ASGIApp:
-    """An ASGI application for a server that listens on `host`. `token` "": nobody needs one."""
+def is_of_page(path: str) -> bool:
+    """Return whether the path is one of the page's files, which hold nothing of a run."""
+    return not path.startswith("/api/")
+
+
+def make_app(runs: Sequence[RunData]) -> ASGIApp:
+    """Return the ASGI application. It goes behind a Guard with `is_of_page` as its public paths."""
     several = Several(runs)
 
     def answer(question: Callable[[], Any]) -> Response:
@@ -80,7 +80,7 @@ def make_app(runs: Sequence[RunData], host: str, token: str = "") -> ASGIApp:
             Route("/api/compare/{name}", of_several),
         ]
     )
-    return _Front(GZipMiddleware(TokenGuard(api, token), _SMALL, _FAST), _Page(), host)
+    return _Front(GZipMiddleware(api, _SMALL, _FAST), _Page())
 
 
 class _Page:
@@ -99,10 +99,10 @@ class _Page:
 
 
 class _Front:
-    """Refuses what is not asked of this host, and says to the browser what its answers may do."""
+    """Refuses changes, and says to the browser what its answers may do."""
 
-    def __init__(self, api: ASGIApp, page: ASGIApp, host: str) -> None:
-        self._api, self._page, self._host = api, page, host
+    def __init__(self, api: ASGIApp, page: ASGIApp) -> None:
+        self._api, self._page = api, page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def with_headers(message: Message) -> None:
@@ -113,45 +113,16 @@ class _Front:
 
         if scope["type"] != "http":
             return
-        asked = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         answer: ASGIApp
-        if len(asked) != 1 or not is_named(asked[0], self._host):
-            answer = _refused(403, "this server has another name: open the address that `rollover view` printed")
-        elif scope["path"].startswith("/api/") and _of_another_site(scope):
-            answer = _refused(403, "a page of another site may not ask")
-        elif scope["method"] not in ("GET", "HEAD"):
+        if scope["method"] not in ("GET", "HEAD"):
             answer = _refused(405, "there is nothing here to change")
         else:
-            answer = self._api if scope["path"].startswith("/api/") else self._page
+            answer = self._page if is_of_page(scope["path"]) else self._api
         await answer(scope, receive, with_headers)
 
 
-def _of_another_site(scope: Scope) -> bool:
-    """Whether a browser says so (Sec-Fetch-Site); other programs say nothing, and typed addresses are "none"."""
-    said = [value for name, value in scope["headers"] if name == b"sec-fetch-site"]
-    return any(value not in (b"same-origin", b"none") for value in said)
-
-
-def is_named(asked: str, host: str) -> bool:
-    """Whether a request's host header means a server that listens on `host`.
-
-    An address is never a name that somebody else could point here. Of names only localhost and `host` itself are this
-    server's; one that listens everywhere has any, and a token.
-    """
-    name = asked.rsplit(":", 1)[0] if not asked.endswith("]") and ":" in asked else asked
-    name = name.strip("[]").lower()
-    try:
-        ipaddress.ip_address(name)
-        return True
-    except ValueError:
-        return name in ("localhost", host.lower()) or host in ("0.0.0.0", "::")
-
-
 def _json(value: Any) -> Response:
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except ValueError:  # a configuration may have an infinity
-        text = json.dumps(to_json(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return Response(text.encode("utf-8", "replace"), media_type="application/json")
 
 

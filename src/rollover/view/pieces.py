@@ -16,6 +16,7 @@ _FILE = "tokenizer.json"
 _WAITING = "\ufffd"  # what a decoder writes for bytes that are no character yet
 _MOST_WAITING = 8  # tokens; a character of UTF-8 has 4 bytes, each a token at most
 _BYTES = 4
+_MOST_BYTES = 1 << 27  # of a tokenizer: those of 250,000 tokens have 34 MB
 
 
 def pieces(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[str]:
@@ -75,4 +76,5 @@ class RunTokens:
 
             cached = try_to_load_from_cache(name, _FILE)
             found += [Path(cached)] if isinstance(cached, str) else []
-        return [(path, of.st_size, of.st_mtime_ns) for path in found if path.is_file() and (of := path.stat())]
+        sizes = [(path, path.stat()) for path in found if path.is_file()]
+        return [(path, of.st_size, of.st_mtime_ns) for path, of in sizes if of.st_size <= _MOST_BYTES]

@@ -13,6 +13,8 @@ from typing import Any
 from rollover.config import Config
 from rollover.config.load import Resolved
 from rollover.config.schema import renamed
+from rollover.config.table import value_of
+from rollover.config.trust import without_functions
 from rollover.reading.run_files import RunFiles
 from rollover.sim.planned import planned
 from rollover.track.metrics import aggregate
@@ -26,11 +28,14 @@ _HAPPENED = (
 
 
 def plan_of(files: RunFiles) -> dict[str, Any]:
-    """Figures by the names of `Figures`: "predicted" and "happened"; "from": what the planner took of the run; "steps":
-    how many it simulated. Or "why" there is no plan. It reads the directory anew, and takes seconds."""
+    """Return figures by the names of `Figures`: "predicted" and "happened"; "from": what the planner took of the run;
+    "steps": how many it simulated; "left_out": functions of the run that were replaced by defaults, since a reader runs
+    nothing that a directory names. Or "why" there is no plan. Reads the directory anew, and takes seconds."""
     said: list[str] = []
     try:
-        resolved = Resolved(Config.model_validate(renamed(files.config)), [], {})
+        config = Config.model_validate(renamed(files.config))
+        rollout, left_out = without_functions(config.rollout, "rollout")
+        resolved = Resolved(config.model_copy(update={"rollout": rollout}), [], {})
         plan, sources, _ = planned(resolved, files.directory, said.append)
     except ValueError as error:
         return {"why": f"This run cannot be planned: {error}"}
@@ -44,6 +49,7 @@ def plan_of(files: RunFiles) -> dict[str, Any]:
         "happened": happened(list(RunFiles(files.directory).columns().rows(_HAPPENED))),
         "from": f"{', '.join(taken)} of this run, the rest of its [plan]" if taken else "its [plan]",
         "steps": plan.assumed.steps,
+        "left_out": [f"{of}, planned as {value_of(resolved.config, of.option)!r}" for of in left_out],
     }
 
 

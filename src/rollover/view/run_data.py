@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 from rollover.reading.pace import seconds_a_step
 from rollover.reading.run_files import EVALUATIONS, METRICS, RunFiles
 from rollover.reading.warnings import Warned
+from rollover.track.sinks import to_json
 from rollover.track.trace import TRACE
 from rollover.track.waits import verdict
 from rollover.view.answered import answer, answers
@@ -83,7 +84,7 @@ class RunData:
             "answer": (lambda query: answer(self.files.directory, query), ("answers",)),
             "lanes": (self._lanes, ("trace",)),
             "ledger": (lambda query: ledger(self.files), ("rows", "rollouts", "trace")),
-            "config": (lambda query: self.files.config, ()),
+            "config": (lambda query: to_json(self.files.config), ()),  # it may have an infinity
             "plan": (lambda query: plan_of(self.files), ()),
         }
 

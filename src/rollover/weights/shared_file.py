@@ -84,7 +84,10 @@ class SharedFile:
             return
         size = f"{num_bytes / 1e6:.3g} MB"
         for folder in self._folders if self._file is None else self._folders[1:]:
-            file = tempfile.TemporaryFile(dir=folder)
+            try:
+                file = tempfile.TemporaryFile(dir=folder)
+            except OSError:  # it can only be read, say
+                continue
             if not _allocated(file, num_bytes):
                 file.close()
                 continue

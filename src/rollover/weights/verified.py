@@ -1,9 +1,12 @@
-"""A weights file that somebody else names: whether it is the file that they mean, and what it holds.
+"""Verification of a weights file that a client of a server names: the file that it means, and the tensors in it.
 
     status ──first call──▶ thread: SHA-256 ──▶ "verified" or "refused: why"       (while the engine generates)
-    verify ──▶ nothing to do where that was done, and the file is still the same; else the SHA-256 now
+    verify ──▶ returns at once if that was done and the file is unchanged; else it computes the SHA-256
 
-Owns what was verified. Reads no tensor, and imports neither torch nor safetensors: workers of other engines use it.
+A client may name any path, so nothing here hangs on one, and no answer tells what is at a path whose SHA-256 the client
+does not know: only a regular file of at most the model's size is read, one at a time, in bounded time, and every
+refusal has the same words. The reason goes to standard error. Reads no tensor, and imports neither torch nor
+safetensors: workers of other engines use it.
 """
 
 from __future__ import annotations
@@ -11,12 +14,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import threading
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import BinaryIO
+
+from rollover.files import open_regular
 
 _REMEMBERED = 4
 _MOST_HEADER_BYTES = 100_000_000  # as safetensors has it
+# A file may have 8 times the bytes of the model: float32 for a model in 4 bits, or weights that the model shares twice.
+_MOST_TIMES = 8
+_PATIENCE_S, _LEAST_BYTES_PER_S = 60.0, 20e6  # of a disk, or a network's folder
+_REFUSED = "refused: "
 VERIFYING, VERIFIED = "verifying", "verified"
 
 
@@ -24,73 +36,121 @@ VERIFYING, VERIFIED = "verifying", "verified"
 class _Identity:
     """A file as it was: where one of these has changed, it is another."""
 
-    path: str
-    sha256: str
+    device: int
+    inode: int
     size: int
     mtime_ns: int
-    inode: int
 
     @classmethod
-    def of(cls, path: str, sha256: str) -> _Identity:
-        """ValueError where there is no such file."""
-        try:
-            found = os.stat(path)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ValueError(f"{path}: {reason}. Does this machine see the folder that it was written to?") from error
-        return cls(path, sha256, found.st_size, found.st_mtime_ns, found.st_ino)
+    def of(cls, found: os.stat_result) -> _Identity:
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A file for hashlib that cannot be read after `ends`, a time of time.monotonic."""
+
+    file: BinaryIO
+    ends: float
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray, /) -> int:
+        if time.monotonic() > self.ends:
+            raise TimeoutError("reading it takes too long")
+        return self.file.readinto(buffer)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Verifier:
-    """Of one engine. For any thread."""
+    """Of one engine, for any thread. `model_bytes`: of all its weights. `patience_s`: for a small file."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._found: OrderedDict[_Identity, str] = OrderedDict()  # the last files: VERIFYING, VERIFIED or a refusal
+    def __init__(self, model_bytes: int, patience_s: float = _PATIENCE_S) -> None:
+        self._most_bytes = _MOST_TIMES * model_bytes + _MOST_HEADER_BYTES
+        self._patience_s = patience_s
+        self._lock, self._working = threading.Lock(), threading.Lock()
+        # By path and SHA-256, of the last files: VERIFYING, a refusal, or the file that was verified.
+        self._found: OrderedDict[tuple[str, str], str | _Identity] = OrderedDict()
+
+    @property
+    def limit_s(self) -> float:
+        """No verification takes longer, but for a read that does not return."""
+        return self._limit_s(self._most_bytes)
 
     def status(self, path: str, sha256: str) -> str:
-        """VERIFYING, VERIFIED or "refused: why", at once: its first call for a file begins the work, in a thread.
+        """Return VERIFYING, VERIFIED or "refused: why", at once. The first call begins the work, in a thread.
 
-        A refusal is told once: it may have been a disk's, or a network's, and the next call looks again.
+        While another file is verified this one waits: VERIFYING. A refusal is returned once: it may have been due to a
+        disk, or a network, and the next call begins again.
         """
-        try:
-            identity = _Identity.of(path, sha256)
-        except ValueError as error:
-            return f"refused: {error}"
+        if not isinstance(path, str) or not isinstance(sha256, str):
+            return _REFUSED + _not_the_file(path)
+        key = path, sha256
         with self._lock:
-            if (known := self._found.get(identity)) is not None:
-                if known not in (VERIFYING, VERIFIED):
-                    del self._found[identity]
+            known = self._found.get(key)
+            if isinstance(known, str):
+                if known != VERIFYING:
+                    del self._found[key]
                 return known
-            self._remember(identity, VERIFYING)
-        threading.Thread(target=self._verify, args=(identity,), daemon=True, name="weights").start()
+            if known is not None and known == _now(path):
+                return VERIFIED
+            if not self._working.acquire(blocking=False):
+                return VERIFYING
+            self._remember(key, VERIFYING)
+        threading.Thread(target=self._work, args=(path, sha256), daemon=True, name="weights").start()
         return VERIFYING
 
     def verify(self, path: str, sha256: str) -> None:
-        """Return if the file has this SHA-256 (hexadecimal). ValueError with the reason if not."""
-        identity = _Identity.of(path, sha256)
+        """Return if the file has this SHA-256 (hexadecimal). ValueError if not."""
+        if not isinstance(path, str) or not isinstance(sha256, str):
+            raise ValueError(_not_the_file(path))
+        if not self._working.acquire(timeout=self.limit_s):
+            raise ValueError("another weights file is being verified")
         with self._lock:
-            known = self._found.get(identity)
-        if known != VERIFIED:  # a refusal may have been a disk's: it is looked at again
-            known = self._verify(identity)
-        if known != VERIFIED:
-            raise ValueError(known.removeprefix("refused: "))
+            known = self._found.get((path, sha256))
+        if isinstance(known, _Identity) and known == _now(path):
+            self._working.release()
+            return
+        found = self._work(path, sha256)
+        if isinstance(found, str):
+            with self._lock:
+                self._found.pop((path, sha256), None)  # it is returned here
+            raise ValueError(found.removeprefix(_REFUSED))
 
-    def _verify(self, identity: _Identity) -> str:
+    # Private. `_working` is held.
+
+    def _work(self, path: str, sha256: str) -> str | _Identity:
+        found: str | _Identity = _REFUSED + _not_the_file(path)
         try:
-            with open(identity.path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            found = VERIFIED
-            if digest != identity.sha256.lower():
-                found = f"refused: {identity.path} is damaged: it has the SHA-256 {digest}, not {identity.sha256}"
-        except OSError as error:
-            found = f"refused: {identity.path}: {error.strerror}"
-        with self._lock:
-            self._remember(identity, found)
-        return found
+            found = self._look(path, sha256)
+            return found
+        finally:
+            with self._lock:
+                self._remember((path, sha256), found)
+            self._working.release()
 
-    def _remember(self, identity: _Identity, found: str) -> None:
-        self._found[identity] = found
+    def _look(self, path: str, sha256: str) -> str | _Identity:
+        try:
+            with open_regular(path) as file:
+                identity = _Identity.of(os.fstat(file.fileno()))
+                if identity.size > self._most_bytes:
+                    raise ValueError(f"its {identity.size:,} bytes are more than the model's weights can have")
+                timed = _Timed(file, time.monotonic() + self._limit_s(identity.size))
+                # Before its content: a file that holds no tensors is refused as fast as one that is missing.
+                _header(file)
+                file.seek(0)
+                if hashlib.file_digest(timed, "sha256").hexdigest() != sha256.lower():
+                    raise ValueError("it has another SHA-256")
+            return identity
+        except (OSError, ValueError) as error:
+            print(f"rollover: weights refused: {path!r}: {error}", file=sys.stderr, flush=True)
+            return _REFUSED + _not_the_file(path)
+
+    def _limit_s(self, size: int) -> float:
+        return self._patience_s + size / _LEAST_BYTES_PER_S
+
+    def _remember(self, key: tuple[str, str], found: str | _Identity) -> None:
+        self._found[key] = found
         while len(self._found) > _REMEMBERED:
             self._found.popitem(last=False)
 
@@ -101,18 +161,42 @@ def shapes_of(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
     ValueError where it is no such file.
     """
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(size - 8, _MOST_HEADER_BYTES):
-                raise ValueError("its header is longer than the file")
-            header = json.loads(file.read(length))
+        with open_regular(path) as file:
+            return _header(file)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no safetensors file: {error}") from error
+
+
+def _header(file: BinaryIO) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """ValueError where it is none."""
+    try:
+        size = os.fstat(file.fileno()).st_size
+        # Of what is no file on a disk (/proc) the size is 0, and a read may block.
+        length = int.from_bytes(file.read(8), "little") if size > 8 else size
+        if not 2 <= length <= min(size - 8, _MOST_HEADER_BYTES):
+            raise ValueError("its header is longer than the file")
+        header = json.loads(file.read(length))
         return {
             name: (entry["dtype"], tuple(map(int, entry["shape"])))
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is no safetensors file: {error}") from error
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _now(path: str) -> _Identity | None:
+    """Of what is at the path, which was a regular file; None if that is gone."""
+    try:
+        return _Identity.of(os.stat(path))
+    except (OSError, ValueError):
+        return None
+
+
+def _not_the_file(path: object) -> str:
+    return (
+        f"{path} is not there for this server, or not the weights file with that SHA-256. Does this machine see the"
+        " folder that it was written to? The server's log has the reason"
+    )

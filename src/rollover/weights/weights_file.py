@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from rollover.files import local_path
 from rollover.weights import remover
 from rollover.weights.one_by_one import WholeFile, mapped
 from rollover.weights.protocol import NamedTensors, Parcel, TransportSetup
@@ -43,7 +44,7 @@ class OwnFolder:
     prints a line, of what is slower than it could be."""
 
     def __init__(self, wanted: str, say: Callable[[str], None] = print) -> None:
-        self._wanted, self._say = wanted, say
+        self._wanted, self._say = wanted and str(local_path(wanted)), say
         self._path: Path | None = None
         self._lock: IO[bytes] | None = None
         self._remover: subprocess.Popen[bytes] | None = None
@@ -78,7 +79,7 @@ class OwnFolder:
     def _chosen(self, num_bytes: int) -> str:
         fallback = tempfile.gettempdir()
         if os.path.isdir(_MEMORY):
-            if shutil.disk_usage(_MEMORY).free >= num_bytes:
+            if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= num_bytes:
                 return _MEMORY
             self._say(
                 f"{_MEMORY} has no room for {num_bytes / 1e6:.3g} MB, all copies of the weights: they go through files"

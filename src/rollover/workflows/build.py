@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from rollover.config import Config, WorkflowConfig
 from rollover.functions import own_function
 from rollover.rewards.protocol import Rewarder, ScoreRequest
+from rollover.rewards.scorer import trainer_state
+from rollover.rewards.trl_arguments import TrainerState
 from rollover.types import Reward, SamplingParams, Task
 from rollover.workflows.command import WorkflowCommand
 from rollover.workflows.conversations import Chats
@@ -24,8 +28,8 @@ def build_episodes(config: Config, tokenizer: Any, vocab_size: int, max_tokens: 
     answers without a reward. ValueError where the workflow, the chat template or what it needs does not fit."""
     workflow, rollout = config.workflow, config.rollout
     sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
-    plays = build_workflow(workflow, sampling, rewarder)
-    chats = Chats(tokenizer, vocab_size=vocab_size)
+    plays = build_workflow(workflow, sampling, rewarder, partial(trainer_state, config))
+    chats = Chats(tokenizer, vocab_size=vocab_size, keep_special_tokens=rollout.keep_special_tokens)
     chats.of(()).require("user")
     limits = Limits(
         max_new_tokens=rollout.max_new_tokens,
@@ -45,18 +49,25 @@ def build_episodes(config: Config, tokenizer: Any, vocab_size: int, max_tokens: 
     return episodes
 
 
-def build_workflow(workflow: WorkflowConfig, sampling: SamplingParams, rewarder: Rewarder) -> Workflow:
-    """What plays the episodes. ValueError, with the fix, where it cannot."""
+def build_workflow(
+    workflow: WorkflowConfig,
+    sampling: SamplingParams,
+    rewarder: Rewarder,
+    state_of: Callable[[Task, int], TrainerState] = lambda task, version: TrainerState(),
+) -> Workflow:
+    """What plays the episodes. `state_of` a task and a policy version: what rewards of TRL's signature get. ValueError,
+    with the fix, where it cannot."""
     if workflow.verifiers:
         return VerifiersWorkflow(workflow, sampling)
     if workflow.command:
 
-        async def score(task: Task, answer: str) -> Reward:
-            [reward] = await rewarder.score([ScoreRequest(task, answer)])
+        async def score(task: Task, answer: str, version: int) -> Reward:
+            state = state_of(task, version)
+            [reward] = await rewarder.score([ScoreRequest(task, answer, trainer_state=state)])
             return reward
 
         memory_bytes = int(workflow.memory_gb * 1e9)
-        return WorkflowCommand(workflow.command, score, workflow.num_processes, memory_bytes)
+        return WorkflowCommand(workflow.command, score, workflow.num_processes, memory_bytes, workflow.env)
     spec, function = workflow.function, own_function(KEY, workflow.function, RETURNS).function
     if not workflow.num_processes:
         return WorkflowFunction(function, spec)
@@ -65,7 +76,7 @@ def build_workflow(workflow: WorkflowConfig, sampling: SamplingParams, rewarder:
             f"workflow.num_processes = {workflow.num_processes} with {KEY} = {spec!r}, an async def: it runs on the"
             " run's own event loop. Remove workflow.num_processes, or write a plain def"
         )
-    return WorkflowPool(function, spec, workflow.num_processes, workflow.memory_gb)
+    return WorkflowPool(function, spec, workflow.num_processes, workflow.memory_gb, workflow.env)
 
 
 class EpisodeServer:

@@ -26,9 +26,10 @@ from contextlib import nullcontext
 from typing import Any
 
 from rollover.functions import printable, shortened
-from rollover.processes import child_command, child_environment
+from rollover.processes import ALL, child_command, child_environment
 from rollover.rewards.process import end_kept, how_it_ended
 from rollover.types import Reward, Task
+from rollover.workflows.episode import Episode
 from rollover.workflows.function import as_answer
 from rollover.workflows.lanes import Lane, PerLane
 from rollover.workflows.protocol import Answer, AsksByKey, Waiting
@@ -38,7 +39,7 @@ MOST_AT_ONCE = 64
 _MAX_LINE_BYTES = 2**20  # of its last line
 _MAX_ERROR_BYTES = 400  # of what a message shows of its standard error
 _HOW_TO_ANSWER = 'Print {"reward": 1.0}, {"rewards": {"policy": 1.0}} or {"answer": "42"} as the last line'
-ScoreAnswer = Callable[[Task, str], Awaitable[Reward]]
+ScoreAnswer = Callable[[Task, str, int], Awaitable[Reward]]  # the int: policy version of the episode
 
 
 class ProgramFailed(Exception):
@@ -49,14 +50,20 @@ class WorkflowCommand(AsksByKey):
     """`words`: the program and its arguments. ValueError where there is no such program.
 
     `score_answer` scores what a program answers without a reward. At most `at_once` of them run at a time in each
-    lane (0: MOST_AT_ONCE), and each of their processes has `memory_bytes` (0: no limit).
+    lane (0: MOST_AT_ONCE), and each of their processes has `memory_bytes` (0: no limit). `visible`: as of
+    `child_environment`.
     """
 
     wanted = ("task", "episode", "base_url", "api_key", "model")
     over_http = True
 
     def __init__(
-        self, words: Sequence[str], score_answer: ScoreAnswer, at_once: int = 0, memory_bytes: int = 0
+        self,
+        words: Sequence[str],
+        score_answer: ScoreAnswer,
+        at_once: int = 0,
+        memory_bytes: int = 0,
+        visible: Sequence[str] = ALL,
     ) -> None:
         self.spec = shlex.join(words)
         # The interpreter that runs us has what the user has installed beside us, activated or not.
@@ -66,7 +73,7 @@ class WorkflowCommand(AsksByKey):
                 f"{KEY} = {self.spec!r}: there is no program {words[0]!r} that can be run. Write its name or its path,"
                 " and its arguments behind it; a script needs its interpreter before it, as in python agent.py"
             )
-        self._score_answer, self._memory_bytes = score_answer, memory_bytes
+        self._score_answer, self._memory_bytes, self._visible = score_answer, memory_bytes, visible
         self._places = PerLane(lambda: asyncio.Semaphore(at_once or MOST_AT_ONCE))
         self._running: set[asyncio.subprocess.Process] = set()
         self._endings: set[asyncio.Future[None]] = set()
@@ -83,7 +90,7 @@ class WorkflowCommand(AsksByKey):
         finally:
             places.release()
         with waiting():
-            return await self._answer(values["task"], last)
+            return await self._answer(values["task"], last, values["episode"])
 
     async def close(self) -> None:
         """End every program, and wait until all of them are gone."""
@@ -107,7 +114,7 @@ class WorkflowCommand(AsksByKey):
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=_environment(values),
+            env=_environment(values, self._visible),
             process_group=0,
         )
         self._running.add(process)
@@ -135,7 +142,7 @@ class WorkflowCommand(AsksByKey):
             self._endings.add(ending)
             ending.add_done_callback(self._endings.discard)
 
-    async def _answer(self, task: Task, line: str) -> Answer:
+    async def _answer(self, task: Task, line: str, episode: Episode) -> Answer:
         try:
             said = json.loads(line)
         except (ValueError, RecursionError):
@@ -147,7 +154,7 @@ class WorkflowCommand(AsksByKey):
         if name == "answer":
             if not isinstance(value, str):
                 raise ProgramFailed(f"its answer is {shortened(value)}: write a text")
-            return await self._score_answer(task, value)
+            return await self._score_answer(task, value, episode.policy_version)
         try:
             if isinstance(value, dict) == (name == "rewards") and (answer := as_answer(value)) is not None:
                 return answer
@@ -159,9 +166,9 @@ class WorkflowCommand(AsksByKey):
 # Private
 
 
-def _environment(values: Mapping[str, Any]) -> dict[str, str]:
-    """This process's variables, and where the policy is asked, by either name that clients know."""
-    base_url, ours = values["base_url"], child_environment()
+def _environment(values: Mapping[str, Any], visible: Sequence[str]) -> dict[str, str]:
+    """The visible variables, and where the policy is asked, by either name that clients know."""
+    base_url, ours = values["base_url"], child_environment(visible)
     ours |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": values["api_key"]}
     return ours | {"OPENAI_MODEL": values["model"], "ROLLOVER_EPISODE": values["episode"].episode_id}
 

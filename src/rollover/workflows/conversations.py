@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from rollover.envs.answer_text import answer_decoder
 from rollover.envs.chat import Chat, sampled_turns, whole_characters
 from rollover.envs.tools import Call as WrittenCall
 from rollover.envs.tools import read_calls
@@ -54,10 +55,18 @@ class _Open:
 
 class Chats:
     """The chat template with each set of tools that calls offer. `tool_format`: how calls of tools are written; every
-    token id of the model is below `vocab_size`."""
+    token id of the model is below `vocab_size`. `keep_special_tokens`: see answer_decoder; it concerns replies to
+    prompts, as replies to messages always have them."""
 
-    def __init__(self, tokenizer: Any, tool_format: str = "hermes", vocab_size: int = 2**31 - 1) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        tool_format: str = "hermes",
+        vocab_size: int = 2**31 - 1,
+        keep_special_tokens: bool = False,
+    ) -> None:
         self.tokenizer, self.tool_format, self.vocab_size = tokenizer, tool_format, vocab_size
+        self.decode = answer_decoder(tokenizer, keep_special_tokens)
         self._of_tools: dict[str, Chat] = {}
 
     def of(self, tools: Sequence[Mapping[str, Any]]) -> Chat:
@@ -160,7 +169,7 @@ class Conversations:
         if of.call.messages is not None:
             text = self.chats.of(of.call.tools).text(ids.tolist())
         else:
-            text = self.chats.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+            text = self.chats.decode(ids.tolist())
         text = _before_stop(text, of.call.stop)
         reply_id = f"{rollout.rollout_id}/{of.num_turns}"
         calls: tuple[ToolCall, ...] = ()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollover.functions import described
-from rollover.types import Reward, Task
+from rollover.types import Reward, Rollout, Task
 from rollover.workflows.calls import Call, CallRefused, Reply
 from rollover.workflows.conversations import Chats, Conversations
 from rollover.workflows.function import as_reward
@@ -95,12 +95,18 @@ class EpisodeTrajectory:
 
 
 class Episode:
-    """One run of the workflow on `task`. `base_url` is the gateway's, "" where none is served."""
+    """One run of the workflow on `task`. `base_url` is the gateway's, "" where none is served. `policy_version`: the
+    newest that sampled a token of its turns."""
 
     def __init__(
         self, episode_id: str, task: Task, base_url: str, new: Callable[[str], EpisodeTrajectory], once: Once
     ) -> None:
         self.episode_id, self.task, self.base_url, self._new, self._once = episode_id, task, base_url, new, once
+        self.policy_version = 0
+
+    def sampled(self, *rollouts: Rollout) -> None:
+        """Note the policy versions of the rollouts' tokens."""
+        self.policy_version = max([self.policy_version, *(v for rollout in rollouts for v in rollout.versions)])
 
     async def once(self, name: str, function: Callable[[], Awaitable[Any] | Any]) -> Any:
         """What `function()` returned, which is called once in the Episode, though that may be run again after a kill or

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from rollover.functions import OwnFunction, described, own_function
+from rollover.functions import OwnFunction, described, is_score, own_function
 from rollover.types import Reward
 from rollover.workflows.lanes import Lane
 from rollover.workflows.protocol import Answer, AsksByKey, Waiting
@@ -78,14 +78,14 @@ def wanted_by(
 
 
 def as_reward(value: Any) -> Reward | None:
-    """A number, true and false among them, or a Reward; None for anything else, NaN and infinity too."""
+    """A number (a boolean counts) or a Reward; None for anything else, for NaN and for numbers beyond MOST_SCORE."""
     if isinstance(value, Reward):
-        return value if value.score is None or math.isfinite(value.score) else None
+        return value if value.score is None or is_score(value.score) else None
     try:
         score = float(value) if isinstance(value, bool | int | float) or hasattr(value, "__float__") else math.nan
     except (TypeError, ValueError, OverflowError):
         return None
-    return Reward(score) if math.isfinite(score) else None
+    return Reward(score) if is_score(score) else None
 
 
 def as_answer(value: Any) -> Answer:

@@ -138,6 +138,7 @@ class Player:
         self.over = self.lost = self._restarts = self._cut_off = False
         self._otherwise = Reward(None, error="the workflow gave it no reward")  # where a trajectory has none of its own
         self.episode = Episode(episode_name(*place), task, around.base_url, self._new_trajectory, once)
+        self.episode.sampled(*recorded)
         self._default = self._new_trajectory(MODEL)
         self._clock = AgentClock(around.limits.timeout_s, self._on_timeout)
         self._run = asyncio.ensure_future(self._play())
@@ -187,6 +188,7 @@ class Player:
         if (answer := self._on_record.pop(rollout.rollout_id, None)) is not None:
             return await answer
         playing = self._playing.pop(rollout.rollout_id)
+        self.episode.sampled(rollout)
         reply = playing.trajectory.conversations.on_turn(rollout)
         self._tokens.end(rollout.rollout_id, len(reply.token_ids) - playing.begun)
         if self.over or playing.reply.done():

@@ -10,11 +10,12 @@ Owns the workers. What a failure costs, the Player knows.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 from rollover.functions import OwnFunction
+from rollover.processes import ALL
 from rollover.rewards.process import WorkerDied, WorkerProcess
 from rollover.rewards.travel import packed
 from rollover.rewards.wire import BadReply
@@ -34,14 +35,22 @@ class WorkerFailed(Exception):
 
 class WorkflowPool(AsksByKey):
     """`function`, a plain `def` that is found as `spec`, in `num_processes` workers of `memory_gb` each (0: no limit),
-    for each lane. ValueError, with the fix, where it has another parameter, or cannot travel."""
+    for each lane. `visible`: as of `child_environment`. ValueError, with the fix, where it has another parameter, or
+    cannot travel."""
 
-    def __init__(self, function: Callable[..., Any], spec: str, num_processes: int, memory_gb: float = 0.0) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        spec: str,
+        num_processes: int,
+        memory_gb: float = 0.0,
+        visible: Sequence[str] = ALL,
+    ) -> None:
         self.spec = spec
         own = OwnFunction.over(function, KEY, RETURNS)
         self._wanted = wanted_by(own.function, spec, IN_WORKER, "it lives in the run's own process. Ask by client")
         self._load = {"op": "load", "spec": spec, **packed(spec, "workflow")}
-        self._workers = PerLane(lambda: _Workers(num_processes, memory_gb))
+        self._workers = PerLane(lambda: _Workers(num_processes, memory_gb, visible))
 
     @property
     def wanted(self) -> list[str]:
@@ -77,18 +86,18 @@ class WorkflowPool(AsksByKey):
 class _Workers:
     """`free`: those without an Episode; as many as there are `places`."""
 
-    def __init__(self, num: int, memory_gb: float) -> None:
+    def __init__(self, num: int, memory_gb: float, visible: Sequence[str]) -> None:
         self.places = asyncio.Semaphore(num)
-        self.all = [_Worker(memory_gb) for _ in range(num)]
+        self.all = [_Worker(memory_gb, visible) for _ in range(num)]
         self.free = self.all[::-1]
 
 
 class _Worker:
     """A process is started when there is something for it to do."""
 
-    def __init__(self, memory_gb: float) -> None:
+    def __init__(self, memory_gb: float, visible: Sequence[str]) -> None:
         self._memory_gb = memory_gb
-        self._process = WorkerProcess(_NAME, "rollover.workflows.worker", int(memory_gb * 1e9))
+        self._process = WorkerProcess(_NAME, "rollover.workflows.worker", int(memory_gb * 1e9), visible=visible)
         self._is_loaded = False
 
     async def load(self, message: dict[str, Any]) -> None:

@@ -72,6 +72,14 @@ def test_metrics_among_the_extras() -> None:
         verdict(filters.zero_variance("accuracy"), of)
 
 
+def test_acc_of_a_reward_that_is_a_number_is_its_score() -> None:
+    """As verl's managers have it."""
+    assert verdict(filters.zero_variance("acc"), group(rollout(1.0), rollout(1.0))) == "all 2 trajectories have acc 1"
+    assert verdict(filters.zero_variance("acc"), group(rollout(1.0), rollout(0.0))) is None
+    with pytest.raises(ValueError, match=r"one of score, format$"):
+        verdict(filters.zero_variance("acc"), group(rollout(1.0, format=1.0), rollout(1.0, format=1.0)))
+
+
 @pytest.mark.parametrize(
     ("arguments", "scores", "detail"),
     [

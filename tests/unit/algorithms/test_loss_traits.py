@@ -94,3 +94,12 @@ def test_nothing_is_assumed_of_a_loss_of_ones_own() -> None:
     assert own.needs_every_token and own.corrects and own.weight == "token_truncate"
     for proximal in ("behavior", "snapshot", "interpolated"):
         assert not AlgorithmConfig(loss="mine.py:loss", proximal=proximal).corrects
+
+
+@KINDS
+def test_losses_of_the_ratio_are_alike_where_it_is_1(kind: str) -> None:
+    """What the notice about options of the ratio says (config/settle.py)."""
+    data = batch()
+    data["old_logprobs_BT"] = data["logprobs_BT"].clone()
+    same = torch.allclose(loss_and_gradient(kind, data)[1], loss_and_gradient("reinforce", data)[1])
+    assert TRAITS[kind].by_ratio is same

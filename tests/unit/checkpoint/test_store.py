@@ -514,3 +514,13 @@ def test_file_url_is_local(tmp_path: Path) -> None:
 def test_unusable_url_names_the_field(url: str) -> None:
     with pytest.raises(ValueError, match=r"checkpoint\.dir: cannot use 'nosuch"):
         CheckpointStore(url, keep=1)
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "COMMITTED"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(store: CheckpointStore, file: str) -> None:
+    store.write("step-000010", FILES)
+    (place,) = Path(store.dir).glob(f"step-000010/{file}")
+    place.unlink()
+    os.mkfifo(place)
+    with pytest.raises(ValueError, match=f"{file} is no file"):
+        store.open("step-000010")

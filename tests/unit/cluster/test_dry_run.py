@@ -45,7 +45,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["vllm", "--backend.type", "ranks", "--backend.num_ranks", "1"], "controller, rank 0, vllm server 0"),
         (["quickstart", "--engine.kind", "mine.py:engine", "--backend.type", "mine:backend"],
          "controller with trainer (mine:backend) and engine (mine.py:engine)"),
-        (["quickstart", "--backend.type", "tinker", "--model.lora.rank", "8", "--model.dtype", "bfloat16"],
+        (["quickstart", "--backend.type", "tinker", "--model.lora.rank", "8"],
          "controller (a service trains and samples)"),
     ],
 )  # fmt: skip

@@ -17,10 +17,11 @@ from rollover.cluster.hosted import ActorHost, ActorRewardNode, Gone
 from rollover.cluster.roles import request_of, request_to_json
 from rollover.config import Config
 from rollover.engine.remote.wire import ServerFailed
-from rollover.engine.server.guard import check_open_to
+from rollover.http_guard import TOKEN_VARIABLE
 from rollover.rewards.built_in import several_of
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.spread import NodeLost
+from rollover.rewards.trl_arguments import TrainerState
 from rollover.rewards.worker import RewardProbeError
 from rollover.types import Reward, Task
 
@@ -93,7 +94,7 @@ def held() -> Iterator[list[str]]:
 
 
 def test_a_request_and_its_reward_come_as_they_went() -> None:
-    request = ScoreRequest(task(), "four", (7, 8))
+    request = ScoreRequest(task(), "four", (7, 8), trainer_state=TrainerState(4, 9, 1.0))
     assert request_of(json.loads(json.dumps(request_to_json(request)))) == request
 
     async def work() -> None:
@@ -192,26 +193,24 @@ def test_a_server_whose_node_is_gone_before_it_starts_is_waited_for() -> None:
     asyncio.run(work())
 
 
-def test_servers_on_other_machines_need_a_shared_folder_and_get_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROLLOVER_SERVER_TOKEN", "")
-    monkeypatch.delenv("ROLLOVER_SERVER_TOKEN")
+def test_servers_on_other_machines_need_a_shared_folder() -> None:
     with pytest.raises(ValueError, match="engine.weights_dir is empty"):
         ActorHost(FakeActors({}, elsewhere=True), 0)
     ActorHost(actors := FakeActors({}, elsewhere=True, weights_dir="/shared"), 0)
-    assert len(os.environ["ROLLOVER_SERVER_TOKEN"]) > 30 and actors.started[0][1][-1] == "10.0.0.2"
+    assert actors.started[0][1][-2] == "10.0.0.2"
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "10.0.0.1"])
 @pytest.mark.parametrize("before", ["", None, "given"])
-def test_a_server_on_this_machine_that_others_can_reach_gets_a_token(
-    before: str | None, monkeypatch: pytest.MonkeyPatch
+def test_every_server_gets_a_token_and_its_client_too(
+    before: str | None, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The address of a node, this one's too, is that of its network, unless the cluster is on loopback."""
-    monkeypatch.setenv("ROLLOVER_SERVER_TOKEN", before or "")
+    """On loopback too, where web pages could reach it. It goes to no other process of the run."""
+    monkeypatch.setenv(TOKEN_VARIABLE, before or "")
     if before is None:
-        monkeypatch.delenv("ROLLOVER_SERVER_TOKEN")
-    ActorHost(FakeActors({}), 0)
-    assert os.environ.get("ROLLOVER_SERVER_TOKEN") == before, "at 127.0.0.1 none is needed"
-    ActorHost(actors := FakeActors({}, address="10.0.0.1"), 0)
-    check_open_to(actors.started[0][1][-1])
-    token = os.environ["ROLLOVER_SERVER_TOKEN"]
-    assert token == "given" if before == "given" else len(token) > 30
+        monkeypatch.delenv(TOKEN_VARIABLE)
+    environment = dict(os.environ)
+    host = ActorHost(actors := FakeActors({}, address=address), 0)
+    assert actors.started[0][1][-1] == host.token
+    assert host.token == "given" if before == "given" else len(host.token) > 30
+    assert dict(os.environ) == environment

@@ -44,7 +44,7 @@ def test_an_option_without_effect_is_an_error(tmp_path: Path, text: str, key: st
         ("pass_rate_above = 1.0", "below 1"),
         ("pass_rate_below = 0.0", "above 0"),
         ("max_error_share = 1.5", "at most 1"),
-        ("give_up_after_steps = 0", "at least 1"),
+        ("give_up_after_steps = -1", "at least 0"),
         ("zero_varianse = true", "Did you mean filters.zero_variance"),
     ],
 )

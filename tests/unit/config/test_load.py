@@ -1,8 +1,12 @@
 """Layers, types and messages of the configuration."""
 
 import json
+import math
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import pytest
 from hypothesis import given
@@ -11,7 +15,10 @@ from hypothesis import strategies as st
 from rollover.config import Config, describe
 from rollover.config.load import ConfigError, load_config
 from rollover.config.presets import PRESETS
+from rollover.config.resume import changes
+from rollover.config.rollout import RolloutConfig
 from rollover.config.schema import default_of, expected, field_at, leaves, names
+from rollover.config.table import Table, value_of
 
 SOURCE = '[[tasks.sources]]\nkind = "reasoning_gym"\nname = "chain_sum"\nparams = {min_terms = 2, max_digits = 1}\n'
 
@@ -53,6 +60,12 @@ def test_later_layers_win_and_tables_merge(write):
     assert resolved.origin["train.num_steps"] == str(b)
     assert resolved.origin["run.name"] == "command line"
     assert "train.weight_decay" not in resolved.origin
+
+
+def test_dotted_keys_of_one_free_table_are_all_taken():
+    bounds = {"algorithm.loss_options.tau_positive": 9.0, "algorithm.loss_options.tau_negative": 2.0}
+    config = load_config([{"algorithm.loss": "sapo", **bounds}], require_sources=False).config
+    assert config.algorithm.loss_options == {"tau_positive": 9.0, "tau_negative": 2.0}
 
 
 def test_arrays_are_replaced(write):
@@ -203,7 +216,7 @@ def test_wrong_values_name_file_key_and_fix(write, text, parts):
     [
         (
             '[[tasks.sources]]\nname = "x"',
-            'tasks.sources.0.kind is missing: expected one of "reasoning_gym", "dataset"',
+            'tasks.sources.0.kind is missing: expected one of "reasoning_gym", "arithmetic"',
         ),
         ('[[tasks.sources]]\nkind = "dataset"', "tasks.sources.0.path is missing"),
         ('[[tasks.sources]]\nkind = "reasoning_gym"', "tasks.sources.0.name is missing"),
@@ -248,6 +261,12 @@ def test_file_that_is_not_text(tmp_path):
     assert "not UTF-8" in message([path])
 
 
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000])
+def test_value_that_no_parser_takes_names_the_file(write, value):
+    path = write(f"[run]\nseed = {value}", source=False)
+    assert message([path]).startswith(f"{path}: cannot be read as TOML: ")
+
+
 def test_missing_file_suggests_a_near_one(write, tmp_path):
     path = write("", "quickstart.toml")
     assert f"Did you mean {path}?" in message([tmp_path / "quikstart.toml"])
@@ -263,6 +282,64 @@ def test_missing_file_suggests_a_recipe(tmp_path, monkeypatch):
     assert message(["kimi"]).endswith("no recipe. Did you mean the recipe kimi_k15?")
     assert message(["nothing"]).startswith("nothing: no such file, and no recipe. The recipes are quickstart, apr, ")
     assert message(["nothing.toml"]) == "nothing.toml: no such file. Check the path"
+
+
+# Numbers that are not finite
+
+
+def infinite(annotation: Any) -> Iterator[Any]:
+    """Values of this annotation that hold inf; a table of a list or a dict has inf in each of its numbers."""
+    parts = get_args(annotation)
+    if annotation is float:
+        yield from (math.inf, -math.inf)
+    elif get_origin(annotation) is list:
+        yield from ([value] for value in infinite(parts[0]))
+    elif get_origin(annotation) is dict:
+        yield from ({"1": value} for value in infinite(parts[1]))
+    elif get_origin(annotation) in (Annotated, Union, UnionType):
+        yield from (value for part in parts for value in infinite(part))
+    elif isinstance(annotation, type) and issubclass(annotation, Table):
+        for name, info in annotation.model_fields.items():
+            yield from ({name: value} for value in infinite(info.annotation))
+
+
+NUMBERS = {key: [*infinite(info.annotation)] for key, info in leaves()}
+UNLIMITED = [key for key, info in leaves() if any(getattr(of, "allow_inf_nan", False) for of in info.metadata)]
+
+
+@pytest.mark.parametrize("key", [key for key, values in NUMBERS.items() if values])
+def test_infinite_number_is_refused(key):
+    for value in NUMBERS[key]:
+        if value != math.inf or key not in UNLIMITED:
+            found = message([{key: value}], require_sources=False)
+            assert key in found
+            assert "Numbers must be finite" in found or key in UNLIMITED
+
+
+@pytest.mark.parametrize("key", UNLIMITED)
+def test_unlimited_number_may_be_infinite(key):
+    config = load_config([{"workflow.function": "a.py:f", key: math.inf}], require_sources=False).config
+    assert value_of(config, key) == math.inf
+
+
+def test_infinite_number_on_the_command_line_is_refused(write):
+    found = message([write("")], [("rollout.temperature", "inf")])
+    assert (
+        found == "command line: rollout.temperature = Infinity: expected a number, at least 0. Numbers must be finite"
+    )
+    with pytest.raises(ValueError, match="finite"):
+        RolloutConfig(temperature=-math.inf)
+
+
+@pytest.mark.parametrize("key", ["engine.kv_memory_gb", "rewards.memory_gb", "workflow.memory_gb"])
+def test_memory_of_more_than_64_bits_is_refused(key):
+    assert f"{key} = 1e+308: expected a number" in message([{key: 1e308}], require_sources=False)
+
+
+def test_no_limit_is_read_back(write):
+    first = load_config([write("[rewards]\ntimeout_s = inf")])
+    assert math.isinf(json.loads(first.config.model_dump_json())["rewards"]["timeout_s"])
+    assert changes(json.loads(describe.as_json(first)), first.config) == []
 
 
 # The tree of fields, and printing

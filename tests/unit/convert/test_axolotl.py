@@ -101,6 +101,40 @@ def test_the_asynchronous_trainer_is_generation_ahead_of_training(
     assert "early_stopping_patience" not in text  # a key without a value sets nothing
 
 
+def test_weights_wait_only_where_generation_runs_ahead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = ASYNCHRONOUS.replace("async_prefetch: true", "async_prefetch: false")
+    config, _ = converted([file(tmp_path, text)], capsys)
+    assert (config.train.publish_every, config.rollout.max_staleness, config.rollout.overlap) == (1, 0, False)
+
+
+def test_groups_are_streamed_as_they_come(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    streamed = "  streaming_partial_batch: true\n  streaming_min_groups: 2\n  reward_num_workers: 0\n"
+    text = ASYNCHRONOUS.replace("  num_iterations: 2\n", streamed)
+    config, _ = converted([file(tmp_path, text)], capsys)
+    assert config.rewards.streaming and config.train.streaming_min_groups == 2
+    assert config.rewards.num_workers == 1
+
+
+def test_with_sequence_parallelism_the_trainer_is_synchronous(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, _ = converted([file(tmp_path, ASYNCHRONOUS + "context_parallel_size: 2\n")], capsys)
+    assert (config.rollout.overlap, config.rollout.max_staleness, config.replay.size) == (False, 0, 0)
+
+
+def test_options_that_set_nothing_are_left_out_visibly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = ASYNCHRONOUS.replace("use_data_producer: true", "use_data_producer: false")
+    text = text.replace("async_prefetch: true", "async_prefetch: false\n  replay_buffer_size: 64")
+    _, toml = converted([file(tmp_path, text)], capsys)
+    for name in ("trl.replay_buffer_size", "trl.prefetch_depth", "trl.vllm_sync_interval"):
+        assert f"{name} is left out: sets nothing, given the other options" in toml
+
+
+def test_nothing_is_held_out_where_nothing_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, _ = converted([file(tmp_path, ASYNCHRONOUS.replace("val_set_size: 0.0\n", ""))], capsys)
+    assert config.tasks.eval_fraction == 0
+
+
 def test_without_vllm_nothing_is_corrected_and_with_it_as_trl_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 
@@ -28,15 +29,32 @@ def _multiplied(first: str, row: str) -> str:
         ("a.yaml", "trainer: " + "[" * 2000, "nested too deeply"),
         ("a.sh", _RUN + "$((9**9**9))", "beyond bash's whole numbers"),
         ("a.sh", _RUN + "$((" + "-" * 3000 + "1))", "nested too deeply"),
-        ("a.sh", _multiplied("A0=xxxxxxxx\n", "A{of}=$A{last}$A{last}$A{last}$A{last}\n") + _RUN + "$A12", "A12"),
+        ("a.sh", _multiplied("A0=xxxxxxxx\n", "A{of}=$A{last}$A{last}$A{last}$A{last}\n") + _RUN + "$A12",
+         "more than 65,536 characters"),
         ("a.sh", _RUN + "[" * 3000 + "]" * 3000, "nested too deeply"),
         ("a.sh", _RUN + "$(exit 1)", "what a command prints"),
-        ("a.sh", _RUN + "5 x='" + "a.b=1\n" * 10_000, "No closing quotation"),
+        ("a.sh", _RUN + "5 x='" + "a.b=1\n" * 10_000, "cannot be parsed"),
         ("a.sh", _RUN + "5 " + "x" * 2**20, "more than 1,048,576 bytes"),
         ("a.sh", _RUN + "5 data.train_batch_size=inf", "is not understood"),
         ("a.sh", _RUN + "5 data.train_batch_size=[8]", "is not understood"),
         ("a.sh", _RUN + "5 actor_rollout_ref.actor.ppo_mini_batch_size=0", "is not understood"),
         ("a.yaml", _SOUND + "algorithm: {adv_estimator: [1]}", "is not understood"),
+        ("a.sh", _RUN + "[" * 50_000, "nested too deeply"),
+        ("a.sh", _RUN + "[" * 100_000 + "]" * 100_000, "more than 65,536 characters"),
+        ("a.sh", _RUN + "${a:-" * 20_000 + "}" * 20_000, "nested too deeply"),
+        ("a.sh", "f() { f; f; }\nf\n" + _RUN + "5", "call each other without an end"),
+        ("a.sh", "for i in 1 2 3 4 5 6 7 8; do " * 8 + "X=$X$X1;" + " done;" * 8 + "\n" + _RUN + "5", "does too much"),
+        ("a.sh", "A=(a.b=1)\n" + 'A+=("${A[@]}" "${A[@]}")\n' * 40 + _RUN + '5 "${A[@]}"', "does too much"),
+        ("a.sh", f"X={'a' * 9000}\n{_RUN}${{X##*a*a*a*b}}", "is not evaluated"),
+        ("a.py", "GRPOTrainer(args=GRPOConfig(max_steps=9**9**9))", "`9 ** 9 ** 9` (line 1) is not evaluated"),
+        ("a.py", "GRPOTrainer(args=GRPOConfig(max_steps=2**-99999))", "(line 1) is not evaluated"),
+        ("a.py", "GRPOTrainer(args=GRPOConfig(max_steps='a'*10**12))", "(line 1) is not evaluated"),
+        ("a.py", "GRPOTrainer(args=GRPOConfig(max_steps='%99999999999d' % 1))", "(line 1) is not evaluated"),
+        ("a.py", _multiplied("a0 = 'xxxxxxxx'\n", "a{of} = a{last} + a{last} + a{last} + a{last}\n")
+         + "GRPOTrainer(args=GRPOConfig(max_steps=a12))", "more than 65,536 characters"),
+        ("a.py", _multiplied("a0 = 1\n", "a{of} = a{last} + a{last} + a{last} + a{last}\n")
+         + "GRPOTrainer(args=GRPOConfig(max_steps=a12))", "too many values"),
+        ("a.py", "GRPOTrainer(args=GRPOConfig(max_steps=" + "-" * 50_000 + "1))", "nested too deeply"),
     ],
 )  # fmt: skip
 def test_it_is_refused_with_a_sentence(
@@ -48,9 +66,16 @@ def test_it_is_refused_with_a_sentence(
     assert why in err and not out
 
 
-def test_a_file_without_an_end_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["convert", "/dev/zero"]) == 2
-    assert "bytes" in capsys.readouterr().err
+    assert "not a regular file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["a.sh", "a.yaml", "a.py"])
+def test_pipe_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / name)
+    assert cli.main(["convert", str(tmp_path / name)]) == 2
+    assert "not a regular file" in capsys.readouterr().err
 
 
 def test_no_name_of_an_option_ends_its_comment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

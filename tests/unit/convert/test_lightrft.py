@@ -56,7 +56,7 @@ def converted(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[Conf
 
 
 def test_flags_are_read_up_to_the_end_of_their_command() -> None:
-    options: dict[str, Any] = options_of_flags(SCRIPT, {})
+    options: dict[str, Any] = options_of_flags(SCRIPT, Path("run.sh"), {})
     assert options["pretrain"] == "Qwen/Qwen2.5-0.5B-Instruct"
     assert options["rollout_batch_size"] == 128
     assert options["train_batch_size"] == 256
@@ -66,7 +66,7 @@ def test_flags_are_read_up_to_the_end_of_their_command() -> None:
     assert options["save_path"] == "results/lightrft-grpo-now"
     assert "nnodes" not in options
     assert "append" not in options
-    assert options_of_flags(SCRIPT.replace("--text_only ", ""), {})["text_only"] is False
+    assert options_of_flags(SCRIPT.replace("--text_only ", ""), Path("run.sh"), {})["text_only"] is False
 
 
 def test_the_toml_loads_and_has_what_lightrft_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,10 +98,19 @@ def test_partial_rollouts_are_continued_with_bounded_age(tmp_path: Path, capsys:
     assert config.algorithm.correction == "token_truncate"
 
 
+@pytest.mark.parametrize("name", ["max_budget", "max_token_budget"])
+def test_the_budget_of_a_partial_rollout_is_taken_as_it_is(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, _ = converted([file(tmp_path, f"--use_partial --{name} 512"), *ANSWERS], capsys)
+    assert config.rollout.token_budget == 512
+    config, _ = converted([file(tmp_path, f"--{name} 512"), *ANSWERS], capsys)
+    assert config.rollout.interrupt == "never"
+
+
 @pytest.mark.parametrize(
     ("flags", "named", "answer"),
     [
-        ("--max_budget 512", "max_budget", ["--accept", "max_budget"]),
         ("--use_gspo", "use_gspo", ["--accept", "use_gspo"]),
         ("--loss_agg_mode token-mean", "loss_agg_mode", ["--accept", "loss_agg_mode"]),
         ("--dynamic_sampling", "dynamic_sampling", ["--accept", "dynamic_sampling"]),

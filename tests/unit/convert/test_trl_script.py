@@ -101,18 +101,18 @@ def test_a_script_becomes_a_configuration(write, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("before", "after", "said", "answer"),
     [
-        ("learning_rate=RATE", "learning_rate=float(input())", "`float(input())` (line 21)",
+        ("learning_rate=RATE", "learning_rate=float(input())", "`input()` (line 21)",
          ["--train.learning_rate", "1e-5"]),
         ("max_steps=30", "max_steps=STEPS", "`STEPS` (line", ["--train.num_steps", "9"]),
         ('if __name__ == "__main__":\n    main()', "main()", "trains when it is imported",
-         ["--rewards.function", "a:b"]),
+         ["--rewards.function", "a:b", "--accept", "reward_weights"]),
         ('split="train")', 'split="train").map(right)', ".map (line", ["--accept", "rows"]),
         (
             'load_dataset("json", data_files="train.jsonl", split="train")', "Dataset.from_list([])",
             "`Dataset.from_list([])` (line", ["--tasks.sources.0.path", "train.jsonl", "--tasks.chat", "false"],
         ),
         ("[right, short]", "[right, lambda completions: [0.0]]", "a reward is a function",
-         ["--rewards.function", "a:b"]),
+         ["--rewards.function", "a:b", "--accept", "reward_weights"]),
         ("peft_config=LoraConfig(r=16", "callbacks=[Mine()], peft_config=LoraConfig(r=16", "`Mine()` (line",
          ["--accept", "callbacks"]),
         ("r=16,", "r=16, layers_to_transform=[1],", "no option for layers_to_transform", ["--model.lora.rank", "8"]),
@@ -137,7 +137,11 @@ def test_what_is_not_read_or_has_no_counterpart_is_asked_about(
     [
         ("from trl import SFTTrainer\n", "a.py", "no system has such options"),
         ("GRPOTrainer(model='a')\nGRPOTrainer(model='b')\n", "a.py", "2 calls of GRPOTrainer"),
-        ("trl grpo --num_generations 4\ntrl grpo --num_generations 8\n", "a.sh", "several commands of TRL"),
+        (
+            "trl grpo --num_generations 4\ntrl grpo --num_generations 8\n",
+            "a.sh",
+            "num_generations: 2 commands train, and differ in it (line 1: 4; line 2: 8)",
+        ),
         ("trl grpo --config none.yaml\n", "a.sh", "none.yaml cannot be read"),
     ],
 )

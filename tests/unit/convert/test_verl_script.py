@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def script(tmp_path: Path, text: str = SCRIPT) -> str:
 
 
 def test_variables_sums_lists_and_arrays_are_read() -> None:
-    options = options_of_script(SCRIPT, {"FOLDER": "/d"})
+    options = options_of_script(SCRIPT, Path("run.sh"), {"FOLDER": "/d"})
     assert options["data.train_files"] == ["/d/a.parquet", "/d/b.parquet"]
     assert options["data.max_prompt_length"] == 2048
     assert options["data.max_response_length"] == 2048 + 18432
@@ -57,12 +58,14 @@ def test_variables_sums_lists_and_arrays_are_read() -> None:
     assert options["trainer.logger"] == ["console", "wandb"]
     assert options["trainer.nnodes"] == 2
     assert options["actor_rollout_ref.actor.use_dynamic_bsz"] is True
-    assert options_of_script(SCRIPT, {"NODES": "5"})["trainer.nnodes"] == 5
+    assert options_of_script(SCRIPT, Path("run.sh"), {"NODES": "5"})["trainer.nnodes"] == 5
 
 
-def test_a_name_without_a_value_is_named_with_its_line() -> None:
-    with pytest.raises(ValueError, match=r"line 2: \$MISSING has no value"):
-        options_of_script("a=1\npython x data.train_batch_size=$MISSING\n", {})
+def test_name_without_value_is_a_question_of_its_option() -> None:
+    text = "a=1\npython x data.train_batch_size=$MISSING trainer.total_training_steps=5\n"
+    options = options_of_script(text, Path("run.sh"), {})
+    assert options["trainer.total_training_steps"] == 5
+    assert "line 2: $MISSING has no value" in options["data.train_batch_size"].reason
 
 
 CONDITIONS = """
@@ -96,7 +99,7 @@ def test_what_a_condition_decides_is_asked_about_where_it_matters(
     path = script(tmp_path, CONDITIONS)
     assert cli.main(["convert", path]) == 2
     err = capsys.readouterr().err
-    assert "actor_rollout_ref.rollout.n: line 20: 16 is under a condition of the script: settle it" in err
+    assert "actor_rollout_ref.rollout.n: line 20: 16 is under a condition of the script (line 6): settle it" in err
     assert "`n=... rollover convert FILE`" in err
     assert "data.truncation" in err  # of an array
     assert "trainer.nnodes" not in err
@@ -213,3 +216,79 @@ def test_a_file_that_holds_no_options_is_refused(
         (tmp_path / name).write_text(text)
     assert cli.main(["convert", str(tmp_path / name)]) == 2
     assert name in capsys.readouterr().err
+
+
+DAPO = SCRIPT.replace("trainer.nnodes=", "trainer.total_training_steps=5 trainer.nnodes=")
+
+
+def test_max_num_gen_batches_without_limit_never_gives_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for value, wanted in (("", 0), ("-1", 0), ("0", 0), ("4", 4)):
+        option = f"algorithm.filter_groups.max_num_gen_batches={value} " if value else ""
+        path = script(tmp_path, DAPO.replace("trainer.nnodes=", f"{option}trainer.nnodes="))
+        assert cli.main(["convert", path]) == 0, capsys.readouterr()
+        config = load_config([tomllib.loads(capsys.readouterr().out)]).config
+        assert config.filters.give_up_after_steps == wanted
+
+
+@pytest.mark.parametrize("metric", ["seq_reward", "seq_final_reward"])
+def test_groups_are_filtered_by_the_reward_with_its_penalty(
+    metric: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = "reward.reward_kwargs.overlong_buffer_cfg"
+    flags = f"algorithm.filter_groups.enable=True algorithm.filter_groups.metric={metric}"
+    penalty = f" {prefix}.enable=True {prefix}.len=64"
+    plain = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=a.parquet"
+    plain += f" actor_rollout_ref.rollout.n=8 trainer.total_training_steps=5 actor_rollout_ref.model.path=m {flags}"
+    for text, found in ((plain + penalty, "shaped_score"), (plain, "score")):
+        assert cli.main(["convert", script(tmp_path, text)]) == 0
+        assert f'metric = "{found}"' in capsys.readouterr().out
+    with_kl = plain + penalty + " algorithm.use_kl_in_reward=True"
+    asked = 2 if metric == "seq_final_reward" else 0
+    assert cli.main(["convert", script(tmp_path, with_kl)]) == asked
+
+
+def test_validation_file_of_training_is_asked_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = DAPO.replace('data.train_files="$files"', "data.train_files=$files data.val_files=$files")
+    path = script(tmp_path, text.replace('files="[', 'files=a.parquet\nunused="['))
+    assert cli.main(["convert", path]) == 2
+    assert "data.val_files: a.parquet is a file of data.train_files, too" in capsys.readouterr().err
+    for words, share in ((["--accept", "data.val_files"], 0.0), (["--tasks.eval_fraction", "0.2"], 0.2)):
+        assert cli.main(["convert", path, *words]) == 0
+        config = load_config([tomllib.loads(capsys.readouterr().out)]).config
+        assert (config.tasks.eval_fraction, config.tasks.sources[0].eval_path) == (share, "")
+
+
+def test_value_of_an_unread_option_is_not_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = DAPO.replace("data.train_batch_size=512", "data.train_batch_size=$UNKNOWN_SIZE")
+    words = ["--rollout.groups_per_step", "256"]
+    assert cli.main(["convert", script(tmp_path, text), *words]) == 2
+    err = capsys.readouterr().err
+    assert "ppo_mini_batch_size: 128 goes with data.train_batch_size, which is not read" in err
+    assert (
+        cli.main(
+            [
+                "convert",
+                script(tmp_path, text),
+                *words,
+                "--train.minibatches_per_step",
+                "2",
+                "--train.warmup_steps",
+                "20",
+            ]
+        )
+        == 0
+    )
+
+
+def test_refused_value_is_not_called_pythons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = DAPO.replace("optim.lr=2e-6", "optim.lr=fast")
+    assert cli.main(["convert", script(tmp_path, text)]) == 2
+    assert "\ntrain.learning_rate = " in capsys.readouterr().err
+
+
+def test_without_tree_sitter_the_extra_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tree_sitter_bash", None)
+    assert cli.main(["convert", script(tmp_path)]) == 2
+    assert "pip install 'rollover[convert]'" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from rollover.config import EngineConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.protocol import ExtendRequest
-from rollover.engine.repetition import repeats_itself
+from rollover.engine.stop import repeats_itself
 from rollover.models.attention import PackedAttention, hidden_states
 from rollover.models.logprobs import Head, chunked_logprobs
 from rollover.types import SamplingParams, Segment, StopReason, rollout_seed
@@ -419,8 +419,9 @@ def test_greedy_circles_are_stopped() -> None:
     for a, b in zip(endless, stopped, strict=True):
         assert a.token_ids[: len(b)].tolist() == b.token_ids.tolist()
         if b.stop_reason is StopReason.REPETITION:
-            assert len(b) % 16 == 0 and repeats_itself(b.token_ids.tolist(), 32)
-            assert not any(repeats_itself(b.token_ids[:n].tolist(), 32) for n in range(len(b)))
+            tokens = b.token_ids.tolist()
+            assert len(b) % 16 == 0 and repeats_itself(tokens[-32:])
+            assert not any(repeats_itself(tokens[n - 32 : n]) for n in range(32, len(b), 16))
 
 
 def test_repetition_is_looked_for_in_the_present_turn_alone() -> None:

@@ -58,6 +58,19 @@ def test_a_group_is_at_home_until_its_last_rollout_is_released() -> None:
     assert made.choose("0-1", SERVERS) == "a"
 
 
+def test_a_resumed_rollout_goes_where_its_tokens_are_while_there_is_room() -> None:
+    made = router("a", "b", max_running=2)
+    for rollout_id, server in (("0-0", "a"), ("0-1", "a"), ("0-2", "b")):  # the group is at home at b
+        made.begin(rollout_id, server)
+    made.end("a")
+    assert made.choose("0-0", SERVERS) == "a" and made.choose("0-3", SERVERS) == "b"
+    made.begin("0-0", "a")
+    assert (made.num_in_place, made.num_elsewhere) == (1, 0)
+    assert made.choose("0-1", SERVERS) == "b", "a has no room"
+    made.begin("0-1", "b")
+    assert (made.num_in_place, made.num_elsewhere) == (1, 1)
+
+
 def test_a_server_that_is_gone_is_nobodys_home() -> None:
     made = router("a", "b")
     made.begin("0-0", "b")

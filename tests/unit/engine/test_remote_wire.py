@@ -12,6 +12,7 @@ from rollover.engine.remote.wire import (
     Span,
     abort_body,
     label_of,
+    longest_of,
     parse_event,
     request_body,
     request_seed,
@@ -72,7 +73,24 @@ def test_a_token_without_a_log_prob_ends_what_is_of_use() -> None:
     logprobs = {"content": [{"token_id": i, "logprob": -9999.0 if i == 6 else -1.0} for i in (5, 6, 7)]}
     chunk = parse_event(event(token_ids=[5, 6, 7], logprobs=logprobs))
     assert chunk is not None and chunk.token_ids == (5,)
-    assert chunk.failed == "it gave token 6 the log-prob -9999, which is none"
+    assert chunk.failed == "it gave token 6 the invalid log-prob -9999 (they are finite, and at most 0)"
+
+
+@pytest.mark.parametrize(
+    ("above", "is_rounding"), [(1e-4, True), (1e-3, True), (2e-3, False), (0.5, False), (3.0, False)]
+)
+def test_a_log_prob_above_0_by_more_than_rounding_is_refused(above: float, is_rounding: bool) -> None:
+    """A logit, or a probability, must not become the log-prob 0, which importance weights are made of."""
+    logprobs = {"content": [{"token_id": i, "logprob": above if i == 6 else -1.0} for i in (5, 6, 7)]}
+    chunk = parse_event(event(token_ids=[5, 6, 7], logprobs=logprobs))
+    assert chunk is not None
+    assert chunk.logprobs == ((-1.0, 0.0, -1.0) if is_rounding else (-1.0,))
+    assert (chunk.failed is None) == is_rounding and (is_rounding or f"log-prob {above:g}" in str(chunk.failed))
+
+
+def test_the_longest_rollout_is_a_number() -> None:
+    assert longest_of({"data": [{"max_model_len": 64}]}) == 64
+    assert longest_of({"data": [{"max_model_len": True}]}) is None
 
 
 @pytest.mark.parametrize(
@@ -86,6 +104,12 @@ def test_a_token_without_a_log_prob_ends_what_is_of_use() -> None:
         event(token_ids=["x"]),
         event(),
         '{"choices": [1]}',
+        event(token_ids=[True], logprobs={"content": [{"logprob": -1.0}]}),
+        event(token_ids=[1], logprobs={"content": [{"logprob": True}]}),
+        event(token_ids=[1], logprobs={"content": [{"logprob": False}]}),
+        event(token_ids=[1], logprobs={"content": [{"logprob": "-1.0"}]}),
+        event(token_ids=[], weight_versions=[{"version": "r/1", "start": False, "end": True}]),
+        '{"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": true}}}',
         '{"error": {"code": 500}}',
         "[" * 100_000,
     ],

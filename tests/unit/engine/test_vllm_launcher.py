@@ -86,14 +86,14 @@ def test_which_interpreter(folder: Path) -> None:
 def test_the_command_line_says_what_the_configuration_does(folder: Path) -> None:
     args = vllm.vllm_arguments(config(kv_memory_gb=0.5, vllm_args=["--seed", "8"]), "127.0.0.1", 4000, for_cpu=False)
     said = dict(zip(args, args[1:], strict=False))
-    assert said["--model"] == str(Path("model")) and said["--dtype"] == "float32"
+    assert said["--model"] == str(Path("model").absolute()) and said["--dtype"] == "float32"
     assert said["--host"] == "127.0.0.1" and said["--port"] == "4000"
     assert said["--max-num-seqs"] == "9" and said["--kv-cache-memory-bytes"] == "500000000"
     assert said["--logprobs-mode"] == "processed_logprobs" and "--enable-scale-out" in args
     assert json.loads(said["--weight-transfer-config"]) == {"backend": "rollover"}
     assert said["--worker-extension-cls"] == "rollover.engine.vllm_worker.Verify"
     assert args[-2:] == ["--seed", "8"] and args[args.index("--seed") + 1] == "7", "the user's come last"
-    assert "--middleware" not in args and "--no-enable-chunked-prefill" not in args
+    assert "--no-enable-chunked-prefill" not in args
 
 
 @pytest.mark.parametrize("gpus", [1, 4])
@@ -104,11 +104,13 @@ def test_a_server_s_gpus_are_those_that_it_splits_its_model_over(folder: Path, g
     assert said.get("--tensor-parallel-size") == (None if gpus == 1 else "4")
 
 
-def test_with_a_token_every_path_is_guarded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROLLOVER_SERVER_TOKEN", "secret")
+@pytest.mark.parametrize("token", ["", "secret"])
+def test_vllm_server_is_behind_the_guard(token: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a token too: its guard then refuses web pages."""
+    monkeypatch.setenv("ROLLOVER_SERVER_TOKEN", token)
     args = vllm.vllm_arguments(config(), "0.0.0.0", 4000, for_cpu=True)
     assert "--no-enable-chunked-prefill" in args
-    assert args[args.index("--middleware") + 1] == "rollover.engine.server.guard.TokenGuard"
+    assert args[args.index("--middleware") + 1] == "rollover.http_guard.Guard"
     assert "secret" not in args, "every user of the machine sees a command line"
 
 
@@ -210,7 +212,7 @@ def test_no_process_outlives_its_parent(tmp_path: Path, victim: str) -> None:
 
 
 SERVER = """#!/bin/sh
-case "$2" in -c) echo '["0.32.0", true, true]';; *) exec {python} {script} "$@";; esac
+case "$2" in -c) echo '["0.32.0", true, true]';; *) exec "{python}" {script} "$@";; esac
 """
 SCRIPT = """
 import http.server, os, pathlib, subprocess, sys, threading, time

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny
-from rollover.models.attention import PackedAttention, hidden_states
+from rollover.models.attention import PackedAttention, check_model, hidden_states
 from rollover.models.logprobs import Head, chunked_logprobs
 
 
@@ -81,3 +81,8 @@ def test_chunked_logprobs_equal_log_softmax_and_its_gradient(softcap: float | No
     )
     for x, y in zip(torch.autograd.grad((got * upstream).sum(), (hidden, weight, bias)), wanted, strict=True):
         torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("vocab_size", [2, 5, 9])
+def test_a_model_of_few_tokens_is_supported(vocab_size: int) -> None:
+    check_model(tiny.model(vocab_size=vocab_size, pad_token_id=0, bos_token_id=0, eos_token_id=1))

@@ -6,8 +6,10 @@ import importlib.util
 import os
 import socket
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import models_table
 import pytest
@@ -17,7 +19,7 @@ from transformers import AutoConfig
 
 import tiny
 from rollover.config import ModelConfig
-from rollover.models.load import load_model, max_positions, resolve_path
+from rollover.models.load import load_model, load_outline, max_positions, resolve_path
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,32 @@ def test_a_file_that_is_not_safetensors(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"not weights")
     with pytest.raises(ValueError, match="model.path.*cannot be loaded"):
         load_model(ModelConfig(path=str(folder)))
+
+
+@pytest.mark.parametrize("load", [load_model, load_outline])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json", "chat_template.jinja"]
+)
+def test_damaged_file_of_a_model_is_named(tmp_path: Path, load: Callable[..., Any], name: str) -> None:
+    file = tiny.save(tmp_path) / name
+    for content in (b"\xff", *((b"[]", b"5") if file.suffix == ".json" else ())):
+        file.write_bytes(content)
+        if name == "generation_config.json" and content == b"\xff":
+            continue  # transformers takes its defaults
+        with pytest.raises(ValueError, match=f"^model.path = .*{name} is damaged"):
+            load(ModelConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weight_that_is_not_finite_is_named(tmp_path: Path, value: float) -> None:
+    path = tiny.save(tmp_path) / "model.safetensors"
+    weights = load_file(path)
+    weights["model.norm.weight"][3] = value
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match="^model.path = .*its weight model.norm.weight has a number that is not finite"
+    ):
+        load_model(ModelConfig(path=str(tmp_path)))
 
 
 def test_frequencies_that_depend_on_the_batch_limit_the_length() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollover.config.tasks import AnswerRule
-from rollover.rewards.answers import RULES, extract_answer, reference_answer, same_answer
+from rollover.rewards.answers import RULES, can_read, extract_answer, reference_answer, same_answer
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,21 @@ from rollover.rewards.answers import RULES, extract_answer, reference_answer, sa
         ("1.5e3 metres", "1.5e3"),
         ("**12**", "12"),
         ("no digits", None),
+        ("It is 3/4.", "3/4"),
+        ("5-3/4", "3/4"),
+        ("= -3/4", "-3/4"),
+        ("6/4", "6/4"),
+        ("48/12", "12"),
+        ("3/0", "0"),
+        ("9" * 5000 + "/3", "3"),
+        ("1/2/2024", "2024"),
+        ("0.5/2 km", "2"),
+        ("1/4.5", "4.5"),
+        ("at 7:30 or 16:05.", "16:05"),
+        ("12:05:59", "12:05:59"),
+        ("a ratio of 3:4", "4"),
+        ("verse 117:30", "30"),
+        ("20% of it", "20"),
         ("", None),
     ],
 )
@@ -78,6 +93,11 @@ def test_an_answer_is_stripped_and_never_empty(text, rule):
         ("$12$", "12", True),
         ("12", "13", False),
         ("1e9999999999", "1", False),
+        ("3/4", "0.75", True),
+        ("5%", "5", True),
+        ("5\\%", "5.0%", True),
+        ("5%", "0.05", False),
+        ("7:30", "7.5", False),
         ("1/0", "1", False),
         ("New  York", "new york", True),
     ],
@@ -108,3 +128,20 @@ def test_the_last_box_is_the_last_whose_braces_are_balanced(text: str) -> None:
                 expected = text[start + 7 : end].strip() or None
                 break
     assert extract_answer(text, "boxed") == expected
+
+
+@pytest.mark.parametrize(
+    ("reference", "rules"),
+    [
+        ("1,234", RULES),
+        ("3/4", RULES),
+        ("5%", RULES),
+        ("7:30", RULES),
+        ("yes", RULES[1:]),
+        ("a\nb", ("answer_tag", "boxed", "full_text")),
+        ("}", ("last_line", "answer_tag", "full_text")),
+        ("", ()),
+    ],
+)
+def test_rules_that_can_read_a_reference(reference: str, rules: tuple[str, ...]) -> None:
+    assert tuple(rule for rule in RULES if can_read(reference, rule)) == rules

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -182,6 +183,65 @@ def test_groups_are_taken_in_order_of_arrival_also_when_one_asks_as_a_worker_get
             return done
 
     assert asyncio.run(run()) == ["first", "second", "third", "first", "first"]
+
+
+def test_rollouts_scored_singly_that_wait_cost_one_exchange_together():
+    """As beside the engine of this process, which gives others a few turns between two decode steps."""
+
+    async def run():
+        async with pool_of(1) as pool:
+            await pool.score(group(["a"]))
+            assert pool.scores_singly(group(["a"])[0].task)
+            scored = asyncio.gather(*(pool.score(group(["a" * i], task_id=str(i))) for i in range(1, 31)))
+            steps = 0
+            while not scored.done():
+                for _ in range(16):
+                    await asyncio.sleep(0)
+                time.sleep(0.05)
+                steps += 1
+            return [scores(rewards)[0] for rewards in await scored], steps
+
+    found, steps = asyncio.run(run())
+    assert found == list(range(1, 31))
+    assert steps <= 8, "one by one: 30"
+
+
+def test_of_single_calls_that_go_together_each_has_its_own_end():
+    async def run():
+        async with pool_of(1, timeout_s=1.0, retries=0) as pool:
+            await pool.score(group(["a"]))
+            held = asyncio.create_task(pool.score(group(["sleep 0.2"], task_id="held")))
+            await asyncio.sleep(0.05)  # the others wait behind it
+            texts = ["aa", "exit", "aaa", "sleep 60", "aaaa", "raise f"]
+            calls = [asyncio.create_task(pool.score(group([text], task_id=text))) for text in texts]
+            dropped = asyncio.create_task(pool.score(group(["b"], task_id="dropped")))
+            await asyncio.sleep(0.05)
+            dropped.cancel()
+            rewards = [(await call)[0] for call in calls]
+            await held
+            after = scores(await pool.score(group(["aaaaa"])))
+            return rewards, after, pool.stats(), dropped.cancelled() or await asyncio.wait([dropped])
+
+    rewards, after, stats, _ = skipping(run())
+    assert [r.score for r in rewards] == [2, None, 3, None, 4, None]
+    assert after == [5] and (stats["rewards/busy_workers"], stats["rewards/queue"]) == (0, 0)
+
+
+def test_a_missing_reward_of_single_calls_that_go_together_is_told_at_once():
+    async def run():
+        async with pool_of(1, retries=0) as pool:
+            await pool.score(group(["a"]))
+            held = asyncio.create_task(pool.score(group(["sleep 0.2"], task_id="held")))
+            await asyncio.sleep(0.05)  # the others wait behind it
+            texts = ["exit", "wait go", "aaa"]
+            died, waits, last = (asyncio.create_task(pool.score(group([text], task_id=text))) for text in texts)
+            (reward,) = await died
+            pending = waits.done(), last.done()
+            Path("go").touch()
+            return reward, pending, scores(await waits), scores(await last), await held
+
+    reward, pending, _, last, _ = skipping(run())
+    assert reward.missing and pending == (False, False) and last == [3]
 
 
 def test_rewards_do_not_depend_on_the_number_of_workers_and_one_worker_is_a_reward_worker():

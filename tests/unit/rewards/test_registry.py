@@ -1,5 +1,6 @@
 import asyncio
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from rollover.config import RewardsConfig, TaskSourceConfig
 from rollover.rewards.answers import answer_of
 from rollover.rewards.chosen import spec_for
-from rollover.rewards.registry import load_reward, to_result
+from rollover.rewards.registry import load_reward, to_result, with_signature
 from rollover.track.metrics import validate
 
 
@@ -99,6 +100,38 @@ def test_trl_scores_may_be_an_array_or_dicts_and_none_is_missing(tmp_path):
     assert scored == {"score": 1.0, "extras": {"x": 2.0}} and "None" in missing["error"]
 
 
+@pytest.mark.parametrize("parameter", ["trainer_state", "trainer_state=None", "log_metric=None, **columns"])
+def test_trl_arguments_reach_required_and_optional(tmp_path, parameter):
+    name = parameter.partition("=")[0]
+    reward = load(tmp_path, f"def f(completions, {parameter}): return [{name} is not None for _ in completions]")
+    assert reward.score_all([item()])[0]["score"] == 1
+
+
+def test_trl_state_is_the_newest_of_the_group(tmp_path):
+    code = (
+        "def f(completions, trainer_state):\n"
+        "    s = trainer_state\n"
+        "    assert s.log_history == []\n"
+        "    return [s.global_step + s.max_steps / 100 + s.epoch / 1000] * len(completions)\n"
+    )
+    items = [item() | {"trainer_state": {"global_step": n, "max_steps": 20, "epoch": 1.0}} for n in (3, 4)]
+    assert [r["score"] for r in load(tmp_path, code).score_all(items)] == [pytest.approx(4.201)] * 2
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_trl_logged_numbers_become_extras(tmp_path, kind):
+    code = (
+        f"{kind} f(completions, log_metric, log_extra):\n"
+        "    log_metric('m', 3)\n"
+        "    log_extra('read', [5, 'five'])\n"
+        "    return [1.0, {'score': 0.5, 'm': 9, 'x': 2}]\n"
+    )
+    scored = load(tmp_path, code).score_all([item(), item()])
+    assert [r["extras"] for r in scored] == [{"m": 3.0, "read": 5.0}, {"m": 3.0, "x": 2.0}]
+    with pytest.raises(ValueError, match=r"log_extra\('read'\): 2 values for 1 completions"):
+        load(tmp_path, code).score_all([item()])
+
+
 @pytest.mark.parametrize(("body", "error"), [("[1.0]", "1 scores for 2"), ("1.0", "expected a list of 2 scores")])
 def test_trl_wrong_length_or_type(tmp_path, body, error):
     with pytest.raises(ValueError, match=error):
@@ -109,7 +142,8 @@ def test_verl_gets_its_four_arguments(tmp_path):
     reward = load(
         tmp_path,
         "def f(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    assert (data_source, solution_str, ground_truth, extra_info) == ('gsm', '4', '8', {'split': 't'})\n"
+        "    assert (data_source, solution_str, ground_truth) == ('gsm', '4', '8')\n"
+        "    assert extra_info == {'split': 't', 'num_turns': 2, 'rollout_reward_scores': {}}\n"
         "    return {'score': 1, 'acc': True}\n",
     )
     columns = {"data_source": "gsm", "reward_model": {"ground_truth": "8"}, "extra_info": {"split": "t"}}
@@ -129,7 +163,7 @@ def test_verl_without_a_ground_truth_says_what_to_set(tmp_path):
         (
             "def f(prompts, completions, anwser, **columns): return [1.0] * len(completions)",
             "the function takes anwser, but the data has no such column: it is given completion_ids, answer, level,"
-            " prompts, completions. Did you mean answer?",
+            " prompts, completions, trainer_state, log_metric, log_extra. Did you mean answer?",
         ),
         (
             "async def f(solution_str, ground_truth, tolerance): return 1.0",
@@ -210,3 +244,72 @@ def test_what_cannot_be_shown_is_an_error_all_the_same() -> None:
             raise RuntimeError("an error in an error")
 
     assert to_result(Mute()) == {"error": "the function returned Mute (which cannot be shown), expected a number"}
+
+
+# What verl gives, and functions that say little of what they take
+
+
+def rewarded(function: Any, *columns: dict[str, Any]) -> list[Any]:
+    items: list[Any] = [
+        {"source": "s", "prompt": "p", "completion": f"c{i}", "completion_ids": [i], "columns": of}
+        for i, of in enumerate(columns)
+    ]
+    loaded = with_signature("own.py:f", function)
+    if loaded.per_sample:
+        return [loaded.score_one(item) for item in items]
+    return loaded.score_all(items)
+
+
+def test_verl_s_batch_signature() -> None:
+    seen: dict[str, Any] = {}
+
+    def batch(
+        data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any, **kwargs: Any
+    ) -> list[float]:
+        seen.update(sources=data_sources, texts=solution_strs, truths=ground_truths, infos=extra_infos, more=kwargs)
+        return [1.0, {"score": 0.5, "acc": 1}]  # type: ignore[list-item]
+
+    rows = {"data_source": "gsm8k", "answer": "4", "extra_info": {"index": 3}}, {"answer": "5"}
+    assert [result["score"] for result in rewarded(batch, *rows)] == [1.0, 0.5]
+    assert seen["sources"] == ["gsm8k", "s"] and seen["texts"] == ["c0", "c1"] and seen["truths"] == ["4", "5"]
+    assert seen["infos"][0]["index"] == 3 and seen["infos"][1]["num_turns"] == 2 and seen["more"] == {}
+
+
+def test_extra_info_has_what_verl_adds() -> None:
+    def score(data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+        return extra_info["num_turns"] + len(extra_info["rollout_reward_scores"])
+
+    assert rewarded(score, {"answer": "4"})[0]["score"] == 2
+    assert rewarded(score, {"answer": "4", "extra_info": {"num_turns": 7}})[0]["score"] == 2, "verl overwrites it"
+
+
+def test_wrappers_are_called_by_what_the_rows_have() -> None:
+    def timed(function: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    @timed
+    def verl(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+        return float(solution_str == "c1") + float(ground_truth)
+
+    @timed
+    def trl(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+        return [float(text == "c1") + float(of) for text, of in zip(completions, answer, strict=True)]
+
+    rows = [{"answer": "4"}, {"answer": "6"}]
+    assert [of["score"] for of in rewarded(trl, *rows)] == [4.0, 7.0]
+    assert [of["score"] for of in rewarded(verl, *({"data_source": "x", **row} for row in rows))] == [4.0, 7.0]
+
+    def needs(text: str, **kwargs: Any) -> float:
+        return 1.0
+
+    with pytest.raises(ValueError, match="expected TRL.*data_sources, solution_strs"):
+        with_signature("own.py:needs", needs)
+
+
+@pytest.mark.parametrize("score", [1e31, -1e308, 1.7e308])
+def test_scores_whose_sums_overflow_are_missing(score: float) -> None:
+    assert "give scores within 1e+30" in to_result(score)["error"] and to_result(1e30)["score"] == 1e30
+    assert to_result({"score": 1.0, "big": score, "small": 2}) == {"score": 1.0, "extras": {"small": 2.0}}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaForTokenClassification
 
 import tiny
@@ -98,6 +99,18 @@ def test_in_the_pool_what_is_too_long_is_missing_and_the_others_are_scored(tmp_p
     rewards = asyncio.run(main())
     assert [reward.score is None for reward in rewards] == [False, False, False, True, False]
     assert "67 tokens, and max_tokens is 40" in str(rewards[3].error)
+
+
+def test_damaged_reward_model_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path / "m")
+    weights = load_file(path / "model.safetensors")
+    weights["score.weight"][0, 0] = float("nan")
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="reward_model: .* cannot be loaded: .*score.weight has a number that is not"):
+        made("reward_model", {"path": str(path)}, ".")
+    (path / "tokenizer.json").write_text("[]")
+    with pytest.raises(ValueError, match="reward_model: .* cannot be loaded: TypeError"):
+        made("reward_model", {"path": str(path)}, ".")
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,12 @@ def test_no_end_of_filtered_groups_ends_the_run() -> None:
     assert len(again.steps(1)[0]) == 2, "with other filters it goes on"
 
 
+def test_zero_steps_never_give_up() -> None:
+    run = Run(alike, group_filter=lambda group: None if group.group_id >= 20 else ("all", ""))
+    run.lifecycle.max_filtered_steps = 0
+    assert ids(run.steps(1)) == [[20, 21]]
+
+
 def test_one_group_in_time_is_enough_to_go_on() -> None:
     run = Run(alike, group_filter=lambda group: None if group.group_id % 6 == 5 else ("most", ""))
     assert ids(run.steps(3)) == [[5, 11], [17, 23], [29, 35]]

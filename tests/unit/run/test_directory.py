@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rollover.checkpoint.journal import Journal
 from rollover.checkpoint.store import checkpoint_name
 from rollover.config import Config
 from rollover.config.table import UNSETTLED
@@ -100,9 +102,9 @@ def test_starts_in_the_same_second_have_directories_of_their_own(
     paths = [RunDirectory(Config(), resume=False)]
     paths[0].metrics.write(row(1))  # a run that has begun, and one that has not yet
     paths += [RunDirectory(Config(), resume=False) for _ in range(2)]
-    name = "runs/run-20260101-000000"
+    name = str(tmp_path / "runs" / "run-20260101-000000")
     assert [str(d.path) for d in paths] == [name, f"{name}-2", f"{name}-3"]
-    assert [d.store.local_folder for d in paths] == [(tmp_path / d.path / "checkpoints") for d in paths]
+    assert [d.store.local_folder for d in paths] == [d.path / "checkpoints" for d in paths]
 
 
 def test_later_checkpoints_go_before_the_rows_of_their_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +123,41 @@ def test_later_checkpoints_go_before_the_rows_of_their_steps(tmp_path: Path, mon
     assert again.checkpoint_to_resume() == "step-000001"
     again.truncate(Cut(1))
     assert steps_of(again) == [1]
+
+
+def write_journal(folder: Path) -> None:
+    journal = Journal(folder, say=print)
+    journal.begin(None)
+    journal.append({"kind": "tokens"}, b"generated")
+    journal.close()
+
+
+@pytest.mark.parametrize("left", ["checkpoints", "journal"])
+def test_resume_without_metrics_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str], left: str) -> None:
+    metrics = with_steps(tmp_path, 2).metrics
+    metrics.path.unlink()
+    if left == "journal":
+        shutil.rmtree(tmp_path / "run/checkpoints")
+        write_journal(tmp_path / "run/journal")
+    directory = opened(tmp_path, resume=True)
+    for _ in range(2):  # the second time, the file is there and empty
+        directory.truncate(Cut(2))
+        assert f"{metrics.path} is missing or empty: the rows of steps 1 to 2 are lost" in "".join(capsys.readouterr())
+    directory.metrics.write(row(3))
+    assert directory.metrics.reaches(3) and directory.metrics.last_row["step"] == 3
+
+
+def test_resume_without_metrics_and_checkpoints_names_their_place(tmp_path: Path) -> None:
+    with_steps(tmp_path).metrics.path.unlink()
+    (tmp_path / "run/checkpointed").write_text("s3://elsewhere")
+    with pytest.raises(ValueError, match="wrote checkpoints to s3://elsewhere"):
+        opened(tmp_path, resume=True)
+
+
+def test_resume_of_an_empty_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    with pytest.raises(ValueError, match="holds no run: correct it"):
+        opened(tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 3, "poli\n', b"\x00\x00\x00\n", b"3\n", b'{"step": 3'])
@@ -197,9 +234,10 @@ def test_a_kill_while_other_settings_are_written_leaves_the_former(
 @pytest.mark.parametrize("name", ["config.resolved.json", "finished"])
 def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     with_steps(tmp_path, 3).end(3, "")
-    (tmp_path / "run" / name).write_text('{"step"')
-    with pytest.raises(ValueError, match=rf"^--resume: .*run/{name} is damaged .*: restore it, or delete it"):
-        opened(tmp_path, resume=True).why_finished()
+    for content in (b'{"step"', b"[]", b"\xff{}", b'{"step": "3"}', b'{"step": 3, "used_up": 1}'):
+        (tmp_path / "run" / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"^--resume: .*run/{name} is damaged .*: restore the file, or delete it"):
+            opened(tmp_path, resume=True).why_finished()
 
 
 def test_a_finished_run_is_known_and_goes_on_when_more_is_asked_for(tmp_path: Path) -> None:
@@ -230,7 +268,7 @@ def test_a_folder_where_a_file_of_the_run_belongs_is_named(tmp_path: Path, name:
         with_steps(tmp_path, 2)
         (tmp_path / "run" / name).unlink(missing_ok=True)
     (tmp_path / "run" / name).mkdir(parents=True)
-    with pytest.raises(ValueError, match=rf"cannot be used: {name} in it is a folder.* Remove the folder"):
+    with pytest.raises(ValueError, match=rf"cannot be used: {name} in it is a folder.* Remove it"):
         opened(tmp_path, resume)
 
 

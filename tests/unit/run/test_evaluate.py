@@ -48,7 +48,7 @@ class Rewarder:
 
 
 TOKENIZER = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
-SINGLE_TURN = SingleTurn(make_scorer(Rewarder(), TOKENIZER))
+SINGLE_TURN = SingleTurn(make_scorer(Rewarder(), TOKENIZER, Config()))
 
 
 def answers(engine: FakeEngine, said: list[str], environment: Environment = SINGLE_TURN) -> list[Answer]:

@@ -35,8 +35,7 @@ def group(*episodes: dict[str, float | None]) -> Group:
 def figures(of: Group, **more: Any) -> dict[str, float]:
     """Of a step that trains this group."""
     algorithm = AlgorithmConfig(**{"advantage": "dr_grpo", **more})
-    batch, by_critic = build_batch([of], algorithm), algorithm.needs_critic
-    return role_metrics([of], batch, Grouping(WorkflowConfig()), by_critic=by_critic)
+    return role_metrics([of], build_batch([of], algorithm), Grouping(WorkflowConfig()))
 
 
 def test_each_role_has_its_own_figures_and_a_trajectory_counts_once() -> None:
@@ -62,12 +61,6 @@ def test_a_source_of_the_name_of_a_role_has_figures_of_its_own() -> None:
     of = group({"s": 3.0, "judge": 1.0}, {"s": 1.0, "judge": 1.0})
     row = reward_metrics([of]) | figures(of)
     assert row["reward/s/mean"] == 1.5 and row["roles/s/reward_mean"] == 2.0
-
-
-def test_what_a_critic_makes_advantages_of_is_none_yet() -> None:
-    of = group({"solver": 3.0, "judge": 1.0}, {"solver": 1.0, "judge": 0.0})
-    keys = {f"roles/{role}/reward_{of}" for role in ("solver", "judge") for of in ("mean", "std")}
-    assert figures(of, advantage="gae").keys() == keys
 
 
 def test_a_score_that_is_compared_with_none_is_one_of_its_role() -> None:

@@ -27,7 +27,7 @@ from rollover.trainer.backend import ShardedState
 from rollover.trainer.reuse import Reuse
 from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.trainer.stored_tensors import StoredTensors
-from rollover.types import Reward, StopReason
+from rollover.types import Reward, StopReason, Task
 from unit.rollout.world import make_segment, make_task, same_rollout
 
 CONFIG = Config.model_validate({
@@ -82,6 +82,9 @@ class Prompts:
 
     def __init__(self, cursor: int = 0) -> None:
         self.cursor = cursor
+
+    def rewarded(self, task: Task) -> Task:
+        return task
 
     def state_dict(self) -> dict[str, Any]:
         return {"cursor": self.cursor}

@@ -51,7 +51,7 @@ def test_csv_with_question_and_answer_and_an_fsspec_url(tmp_path):
     (tmp_path / "qa.csv").write_text('question,answer\n"2 + 2, please",4\n')
     for path in ("qa.csv", f"file://{tmp_path}/qa.csv"):
         problem = make(tmp_path, path, needs_answer=True).problem(0)
-        assert problem.prompt == "2 + 2, please" and problem.columns == {"answer": 4}
+        assert problem.prompt == "2 + 2, please" and problem.columns == {"answer": "4"}, "values of a CSV are texts"
 
 
 def test_named_columns_win(tmp_path):
@@ -109,7 +109,7 @@ def test_bad_files_name_the_key(tmp_path):
         "emty.csv": "tasks.sources.path = 'emty.csv': there is no such file. Did you mean .*/empty.csv",
         "data.txt": "expected a file ending in .jsonl",
         "nosuch://x/a.csv": "tasks.sources.path = 'nosuch://x/a.csv' cannot be opened",
-        "bad.jsonl": "bad.jsonl' cannot be read as json",
+        "bad.jsonl": "bad.jsonl' cannot be read: .*bad.jsonl, line 1 is no JSON: ",
         "empty.csv": "empty.csv' has no rows",
         "zero.jsonl": "zero.jsonl' is empty",
         "rowless.parquet": "rowless.parquet' has no rows",

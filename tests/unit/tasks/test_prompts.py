@@ -53,6 +53,12 @@ def test_long_prompts(tmp_path: Path, truncation: str, most: int, expected: list
     assert (source.num_skipped, source.num_truncated) == ((cut, 0) if truncation == "skip" else (0, cut))
 
 
+@pytest.mark.parametrize("fields", [{"prompt": "\ud800"}, {"messages": ({"role": "user", "content": "\ud800"},)}])
+def test_prompt_of_half_a_character_names_its_task(fields: dict) -> None:
+    with pytest.raises(ValueError, match=r"^task 'rows/3' of rows: "):
+        encode_prompt(Task("rows/3", "rows", "exact", **fields), tiny.tokenizer())
+
+
 def test_the_count_goes_on_after_a_resume(tmp_path: Path) -> None:
     source = prompts(tmp_path, "left")
     source()
@@ -70,6 +76,7 @@ def test_held_out_prompts_are_dealt_with_alike(truncation: Truncation, expected:
     tasks = [Task(str(i), "s", "r", prompt=text) for i, text in enumerate((LONG, SHORT))]
     found = encode_tasks(tasks, encoder(tiny.tokenizer(), None), 5, truncation)
     assert [tiny.tokenizer().decode(ids) for ids in found.prompts] == expected and len(found.tasks) == len(expected)
+    assert found.left_out == 2 - len(expected)
 
 
 def test_the_chat_template_has_its_arguments_wherever_it_is_applied(tmp_path: Path) -> None:

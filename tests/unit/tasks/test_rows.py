@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from huggingface_hub import constants
 
 from rollover.config import Config, RewardsConfig
 from rollover.tasks import rows as rows_module
+from rollover.tasks import text_rows
 from rollover.tasks.report import tasks_line
 from rollover.tasks.rows import Table, open_rows
 from rollover.tasks.stream import TaskStream
@@ -195,16 +197,14 @@ def test_another_stream_is_refused(numbered: str, tmp_path: Path) -> None:
 
 def test_no_more_rows_are_read_than_are_needed(numbered: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    load = datasets.load_dataset
+    rows_of = text_rows.rows_of
 
-    def counted(*args: Any, **options: Any) -> Any:
-        def row(example: dict[str, Any], index: int) -> dict[str, Any]:
+    def counted(path: str) -> Iterator[dict[str, Any]]:
+        for index, row in enumerate(rows_of(path)):
             read.append(index)
-            return example
+            yield row
 
-        return load(*args, **options).map(row, with_indices=True)
-
-    monkeypatch.setattr(datasets, "load_dataset", counted)
+    monkeypatch.setattr(text_rows, "rows_of", counted)
     draw(stream({"path": numbered, "streaming": True}), 5)
     assert max(read) == CHUNK - 1
     held = stream({"path": numbered, "streaming": True}, split="eval", eval_fraction=0.3)
@@ -212,17 +212,15 @@ def test_no_more_rows_are_read_than_are_needed(numbered: str, monkeypatch: pytes
 
 
 def test_a_stream_that_breaks_says_where(numbered: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = datasets.load_dataset
+    rows_of = text_rows.rows_of
 
-    def breaking(*args: Any, **options: Any) -> Any:
-        def row(example: dict[str, Any], index: int) -> dict[str, Any]:
+    def breaking(path: str) -> Iterator[dict[str, Any]]:
+        for index, row in enumerate(rows_of(path)):
             if index == 50:
                 raise ConnectionResetError("the hub went away")
-            return example
+            yield row
 
-        return load(*args, **options).map(row, with_indices=True)
-
-    monkeypatch.setattr(datasets, "load_dataset", breaking)
+    monkeypatch.setattr(text_rows, "rows_of", breaking)
     tasks = stream({"path": numbered, "streaming": True}, shuffle=False)
     with pytest.raises(ValueError, match="numbered.jsonl' cannot be read from row 41 on: ConnectionResetError: the"):
         draw(tasks, 200)
@@ -280,3 +278,19 @@ def test_nothing_of_the_network_is_needed_for_a_file(numbered: str, monkeypatch:
 
     monkeypatch.setattr(socket, "getaddrinfo", asked)
     assert draw(stream({"path": numbered, "streaming": True}), 1)
+
+
+CARD = "---\nconfigs:\n- config_name: sums\n  data_files:\n  - split: train\n    path: a/*.jsonl\n---\n# Sums\n"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("card", "subset"), [("# Sums\n", ""), (CARD, ""), (CARD, "sums")])
+def test_answers_of_a_folder_with_a_card_keep_their_types(
+    tmp_path: Path, card: str, subset: str, streaming: bool
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "README.md").write_text(card)
+    rows = [{"prompt": "a", "answer": "2024-01-31"}, {"prompt": "b", "answer": "007"}]
+    (tmp_path / "a" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = open_rows(Table(str(tmp_path), subset=subset, streaming=streaming))
+    assert [found[0], found[1]] == rows

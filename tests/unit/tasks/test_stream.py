@@ -1,6 +1,7 @@
 import collections
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,9 +10,12 @@ from reasoning_gym.arithmetic.chain_sum import ChainSumDataset
 
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.config.load import load_config
+from rollover.config.selection import RerollConfig
 from rollover.tasks import stream as stream_module
-from rollover.tasks.prompts import build_prompts
+from rollover.tasks.prompts import PromptSource, build_prompts
+from rollover.tasks.reroll import Reroll
 from rollover.tasks.same import same_of_generator
+from rollover.tasks.source import rewarded_by
 from rollover.tasks.split import key_of
 from rollover.tasks.stream import TaskStream
 
@@ -169,6 +173,13 @@ def test_sides_never_overlap_over_sources_split_by_file_and_by_hash(tmp_path, se
     assert not texts(trained) & texts(evaluated)
 
 
+def test_held_out_file_with_all_problems_is_named(tmp_path):
+    one = write(tmp_path / "one.jsonl", ["problem 0", "problem 1"])
+    with pytest.raises(ValueError, match=r"eval_path = '.*one.jsonl' has every problem of 'one'") as error:
+        stream(file(one, eval_path=str(one)), eval_fraction=0.0).next()
+    assert "Lower it" not in str(error.value)
+
+
 def test_an_empty_side_is_an_error_that_names_the_keys(tmp_path):
     one = write(tmp_path / "one.jsonl", ["problem 0"])
     with pytest.raises(ValueError, match="tasks.eval_fraction = 1e-09 holds no problem out.*eval.num_tasks"):
@@ -193,6 +204,30 @@ def test_tasks_carry_their_reward(numbers):
     assert stream(gym(answer_rule="boxed")).next().reward == "reasoning_gym/boxed"
     assert stream(file(numbers), answer_rule="last_line").next().reward == "exact_match/last_line"
     assert stream(file(numbers), rewards=RewardsConfig(function="my:f")).next().reward == "my:f"
+
+
+def test_saved_task_gets_the_configured_reward(numbers):
+    """A checkpoint may come from somebody else: what it says of rewards is not run."""
+    own = stream(file(numbers, reward="mine.py:f"))
+    task = own.next()
+    assert task.reward == "mine.py:f" and rewarded_by(task, own.setups) == task
+    for forged in ("evil.py:f", 'functions/[{"function": "evil.py:f"}]', 'llm_judge/{"url": "http://evil"}'):
+        assert rewarded_by(replace(task, reward=forged), own.setups) == task
+        with pytest.raises(ValueError, match="no source has the reward"):
+            rewarded_by(replace(task, source="other", reward=forged), own.setups)
+    assert rewarded_by(replace(task, source="other"), own.setups).reward == "mine.py:f"
+
+
+def test_saved_tasks_are_rewarded_again_but_for_before_produce(numbers):
+    own = stream(file(numbers, reward="mine.py:f"))
+    task = own.next()
+    forged = replace(task, reward="evil.py:f")
+    assert PromptSource(own, lambda of: (1,), 9).rewarded(forged) == task
+    assert PromptSource(own, lambda of: (1,), 9, lambda of, version: of).rewarded(forged) == forged
+    reroll = Reroll(RerollConfig(max_groups=1, size=4), 9, lambda: None)
+    reroll.load_state_dict({**reroll.state_dict(), "queue": [[forged.to_json(), [1]]]}, 9)
+    reroll.change_tasks(PromptSource(own, lambda of: (1,), 9).rewarded)
+    assert reroll.state_dict()["queue"][0][0]["reward"] == "mine.py:f"
 
 
 def test_the_split_is_the_documented_hash():

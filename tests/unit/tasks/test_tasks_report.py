@@ -63,6 +63,36 @@ def test_rows_that_are_left_out_for_a_held_out_file(tmp_path: Path) -> None:
     assert "which is not evaluated: eval.num_tasks = 0" in line and "held-out tasks" not in line
 
 
+def test_unreadable_references_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    answers = ["7", "yes", "3/4", "5%", "7:30", "#### no"]
+    rows = [{"prompt": f"problem {i}", "answer": answers[i % 6]} for i in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"kind": "dataset", "path": str(path)}
+    line = line_of([source], eval_fraction=0.0).splitlines()[-1]
+    assert line.startswith(
+        "tasks.answer_rule = 'last_number' can never read the references of 20 of 60 training tasks, whose answers all"
+        " score 0. For example '"
+    )
+    assert "': last_line, answer_tag, boxed, full_text can. Choose another rule or reward" in line
+    both = line_of([source], num_tasks=50, eval_fraction=0.3).splitlines()[-1]
+    counts = re.search(r"of (\d+) of (\d+) training tasks and (\d+) of (\d+) held-out tasks", both)
+    assert counts is not None
+    trained, of_trained, held, of_held = map(int, counts.groups())
+    assert (trained + held, of_trained + of_held) == (20, 60)
+    for readable in ({"answer_rule": "last_line"}, {"reward": "mine.py:f"}):
+        assert "\n" not in line_of([source | readable], eval_fraction=0.0)
+
+
+def test_a_stream_is_read_ahead_for_evaluation_only(tmp_path: Path) -> None:
+    path = rows(tmp_path / "rows.jsonl", [f"problem {i}" for i in range(100)])
+    text = Path(path).read_text().replace('"1"', '"yes"')
+    Path(path).write_text(text)
+    source = {"kind": "dataset", "path": path, "streaming": True}
+    assert "references of 1 of 1 training tasks, whose" in line_of([source], eval_fraction=0.0)
+    assert "training tasks and 4 of 4 held-out tasks" in line_of([source], num_tasks=4, eval_fraction=0.3)
+
+
 def test_the_demo_holds_out_as_many_as_it_wants_and_none_has_a_twin() -> None:
     config = load_config([RECIPES / "quickstart.toml"], []).config
     line = tasks_line(config, num_drawn=1500, limit_s=math.inf)

@@ -203,12 +203,31 @@ def test_a_bar_shows_how_far_the_step_is() -> None:
     view.on_phase("generating")  # of a run that goes on: the first million is not this step's
     generated += 1234
     text = "\n".join(panel(view, console))
-    assert "generating (0:00)" in text and "3 of 8 groups   1,234 tokens" in text and "━" in text and "…" not in text
+    assert (
+        "generating (0:00)" in text and "3 of 8 groups ready, 1,234 tokens" in text and "━" in text and "…" not in text
+    )
     view.on_step({**ROW, "tokens/generated": generated - 34})
-    assert "3 of 8 groups   34 tokens" in "\n".join(panel(view, console))
+    assert "3 of 8 groups ready, 34 tokens" in "\n".join(panel(view, console))
     view.on_phase("evaluating")
     text = "\n".join(panel(view, console))
     assert "evaluating (0:00)" in text and "groups" not in text.partition("reward")[0]
+
+
+def test_training_is_told_in_tokens() -> None:
+    console, made = rich_console(100), Progress(8, 8, 500, 2310, 4900)
+    view = LiveView("rich", 100, console=console)
+    view.watch(lambda: made)
+    view.on_phase("training")
+    text = "\n".join(panel(view, console))
+    assert "training (0:00)" in text and "2,310 of 4,900 tokens" in text and "groups" not in text.partition("reward")[0]
+    plain = plain_console()
+    view = LiveView("plain", 100, console=plain, still_s=0.02)
+    view.watch(lambda: made)
+    view.on_phase("training")
+    eventually(lambda: "training (0:00): 2,310 of 4,900 tokens\n" in output(plain))
+    made = Progress(8, 8, 500)  # of a backend that does not count them
+    eventually(lambda: "training (0:00): 8 of 8 groups ready, 0 tokens\n" in output(plain))
+    view.close()
 
 
 def eventually(holds: Callable[[], bool]) -> None:

@@ -115,3 +115,9 @@ def test_aggregate_rate_without_its_parts() -> None:
 def test_a_name_in_a_key_may_be_any_text() -> None:
     """A reward's own values are the user's to name; what is wrong with a row is found after its step was trained."""
     validate({"reward/extra/two\nlines": 1.0})
+
+
+def test_no_metric_has_the_name_of_a_folder_of_others() -> None:
+    """MLflow keeps each in a file of its name: beside `a/b` there can be no `a`."""
+    names = {metric.key for metric in METRICS} - {"time"}  # the time of the row, which trackers do not get as a metric
+    assert not [name for name in names if any(other.startswith(f"{name}/") for other in names)]

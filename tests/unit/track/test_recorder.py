@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -173,6 +174,37 @@ def test_truncate_removes_later_steps_and_half_written_files(tmp_path: Path) -> 
     assert sorted(os.listdir(tmp_path)) == ["notes.txt", "step-000001.jsonl", "step-000002.jsonl"]
 
 
+def damages(content: bytes) -> list[bytes]:
+    """A file of at least two lines, damaged in its second."""
+    at = content.index(b"\n") + 1
+    first, second = content[:at], content[at:]
+    bad = (b"\xff" + second[1:-1], second[:-9], bytes(len(second)), b"\xfe\x9c", b"[]", b"5", b"{}")
+    return [first + line + b"\n" for line in bad]
+
+
+def test_truncate_damaged_record_names_file_and_line(tmp_path: Path) -> None:
+    recorder = RolloutRecorder(tmp_path)
+    path = recorder.write(2, [recorded(group(i, [None])) for i in (1, 2)])
+    later = recorder.write(3, [recorded(group(3, [None]))])
+    for content in damages(path.read_bytes()):
+        path.write_bytes(content)
+        later.write_bytes(b"\xff")
+        with pytest.raises(ValueError, match=re.escape(f"{path}:2: not a recorded rollout: ")):
+            recorder.truncate(Cut(2, next_group_id=9))
+        recorder.truncate(Cut(1))
+        assert not later.exists()
+        path.write_bytes(content)
+
+
+def test_truncate_torn_last_line_is_removed(tmp_path: Path) -> None:
+    recorder = RolloutRecorder(tmp_path)
+    path = recorder.write(2, [recorded(group(i, [None])) for i in (1, 2)])
+    content = path.read_bytes()
+    path.write_bytes(content[:-20])
+    recorder.truncate(Cut(2))
+    assert path.read_bytes() == content[: content.index(b"\n") + 1]
+
+
 def test_truncate_leaves_of_the_last_step_what_had_left_by_then(tmp_path: Path) -> None:
     """Group 3 was in flight at the checkpoint, 5 and 6 came after it: dropped and recorded, they all come again."""
     recorder = RolloutRecorder(tmp_path)
@@ -284,3 +316,12 @@ def test_no_recordings_is_an_error(tmp_path: Path) -> None:
     for dir in (tmp_path, tmp_path / "missing"):
         with pytest.raises(ValueError, match="run.train_on_recorded: .* has no step"):
             list(read_rollouts(dir))
+
+
+def test_a_pipe_in_the_place_of_a_step_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    recorder = RolloutRecorder(tmp_path)
+    os.mkfifo(tmp_path / "step-000001.jsonl")
+    with pytest.raises(ValueError, match="step-000001.jsonl is no file"):
+        recorder.truncate(Cut(1))
+    with pytest.raises(ValueError, match="step-000001.jsonl is no file"):
+        recorder.write(1, [])

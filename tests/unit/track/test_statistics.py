@@ -69,7 +69,8 @@ def test_summary_by_source():
     assert (summary["tasks"], summary["samples"], summary["missing"]) == (3, 6, 3)
     assert summary["sources"]["a"]["mean"] == 0.625 and summary["sources"]["a"]["pass@2"] == 1
     assert summary["sources"]["b"]["mean"] == 0 and summary["sources"]["b"]["ci"] is None
-    assert summary["pass@1_ci"] == pytest.approx(list(wilson_interval(1, 3)))
+    assert summary["pass@1_ci"] == pytest.approx([0.00667, 0.65999], abs=1e-4), "the normal one lies within 0 and 1"
+    assert summary["pass@2_ci"] == pytest.approx(list(wilson_interval(2, 3))), "each task has 0 or 1"
 
 
 def test_tasks_are_the_unit_more_rollouts_of_one_task_do_not_narrow_the_interval():
@@ -87,9 +88,28 @@ def test_the_votes_of_a_task_decide_and_its_interval_is_over_tasks():
     rows = [("a", "1", [1.0, 0.0, 1.0]), ("a", "2", [0.0, 0.0, 1.0]), ("a", "3", [1.0, None, 0.0])]
     votes = {"1": ["4", "5", "4"], "2": ["7", "7", "8"], "3": ["1", "2", None]}
     summary = summarise_eval(rows[:2], 1.0, (1,), votes, (3,))
-    assert summary["maj@3"] == 0.5 and summary["sources"]["a"]["maj@3_ci"] == summary["maj@3_ci"] == [0.0, 1.0]
+    assert summary["maj@3"] == 0.5 and summary["sources"]["a"]["maj@3_ci"] == summary["maj@3_ci"]
+    assert summary["maj@3_ci"] == pytest.approx(list(wilson_interval(1, 2)))
     assert "maj@3" not in summarise_eval(rows, 1.0, (1,), votes, (3,)), "a task has two scores only"
     assert "maj@3" not in summarise_eval(rows[:2], 1.0, (1,), None, (3,))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_pass_at_k_of_equal_tasks_has_an_interval_with_a_width(k: int):
+    for passed in (0, 2, 3):
+        rows = [("a", str(i), [1.0] * passed + [0.0] * (3 - passed)) for i in range(9)]
+        votes = {str(i): ["1"] * passed + ["2"] * (3 - passed) for i in range(9)}
+        summary = summarise_eval(rows, 1.0, (k,), votes, (3,))
+        for name in (f"pass@{k}", "maj@3"):
+            low, high = summary[f"{name}_ci"]
+            assert [low, high] == pytest.approx(list(wilson_interval(9 * summary[name], 9)))
+            assert high - low > 0.25 and low <= summary[name] <= high
+
+
+def test_the_normal_interval_holds_between_0_and_1():
+    rows = [("a", str(i), [1.0] * (1 + i % 3) + [0.0] * (3 - i % 3)) for i in range(60)]
+    summary = summarise_eval(rows, 1.0)
+    assert summary["pass@1_ci"] == pytest.approx(summary["ci"]) and summary["ci"][1] < 1
 
 
 def test_the_intervals_of_clustered_samples_hold_the_truth_as_often_as_they_say():

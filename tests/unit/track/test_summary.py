@@ -167,3 +167,9 @@ def test_failed_rewards_are_told_if_there_are_any() -> None:
     text = "4 of 5 rewards failed; most often (3 times): KeyError: 0 (mine.py:7)"
     assert f"Rewards: {text}" in text_of(RunSummary("run", 3, reward_errors=text))
     assert "Rewards:" not in text_of(RunSummary("run", 3))
+
+
+def test_tasks_left_out_of_an_evaluation_have_a_line() -> None:
+    summary = RunSummary("r", 1, eval_before=evaluation(0.2), eval_after=evaluation(0.3, left_out=4))
+    assert "left out (prompts too long) - 4" in squeezed(text_of(summary))
+    assert "left out" not in text_of(FULL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -98,7 +99,9 @@ def test_by_hand() -> None:
     of = DistillConfig(teacher="other", coef=10.0, discount=0.5, clip=2.0)
     (made,) = distilled(of, [sample], teacher, policy, sums)
     assert made.advantages.tolist() == [10 * (0.5 + 0.5 * (-2 + 0.5)), 0.0, 0.0, 10 * (-2 + 0.5), 10.0]
-    assert sums.metrics() == {"distill/kl": pytest.approx(6.5 / 3), "distill/clipped_share": pytest.approx(1 / 3)}
+    kl = math.exp(-1.5) * -0.5 + math.exp(-1.0) * 8 + math.exp(-1.5) * -1  # times policy/behavior: behavior is 1 here
+    expected = {"distill/kl": pytest.approx(kl / 3), "distill/clipped_share": pytest.approx(1 / 3)}
+    assert sums.metrics() == expected | {"time/teacher_s": 0.0}
     (added,) = distilled(of.model_copy(update={"mix": "add"}), [sample], teacher, policy, sums)
     assert added.advantages[mask].tolist() == [0.25 - 2.5, 0.25 - 15.0, 10.25]
     (whole,) = distilled(of.model_copy(update={"clip": 0.0}), [sample], teacher, policy, sums)
@@ -159,14 +162,15 @@ def test_advantages_are_against_the_policy_at_the_start_of_the_step(name: str, m
     for _ in range(2):
         made.train_step(Batch(SAMPLES))
     samples = [replace(s, versions=np.full_like(s.versions, i % 3)) for i, s in enumerate(SAMPLES)]
-    d = log_ratios(made, samples)
+    d, policy = log_ratios(made, samples), made.backend.compute_logprobs(samples)
+    weights = {s.rollout_id: np.exp(policy[s.rollout_id] - s.behavior_logprobs[s.mask]).clip(max=2) for s in samples}
     metrics, seen = trained(made, samples)
     assert seen.keys() == d.keys()
     for rollout_id, values in d.items():
         expected = 2.0 * later_sums(values.clip(-1.0, 1.0), 0.5)
         np.testing.assert_allclose(advantages(seen[rollout_id]), expected, atol=1e-4)
-    everything = np.concatenate(list(d.values()))
-    assert metrics["distill/kl"] == pytest.approx(-everything.mean(), abs=1e-4)
+    everything, weights = np.concatenate(list(d.values())), np.concatenate([weights[key] for key in d])
+    assert metrics["distill/kl"] == pytest.approx(-(weights * everything).mean(), abs=1e-4)
     assert metrics["distill/clipped_share"] == pytest.approx((np.abs(everything) > 1).mean(), abs=0.03)
     assert metrics["grad_norm"] > 0 and 0 < metrics["time/teacher_s"] < 60
 

@@ -93,7 +93,9 @@ def test_the_teacher_gives_advantages_to_its_roles_alone() -> None:
     assert seen["0-0"] == [0.5] * 2 and seen["0-1"] == [-0.5] * 2
     for rollout_id, values in expected.items():
         np.testing.assert_allclose(seen[rollout_id], values.clip(-20, 20), atol=1e-5)
-    kl = -np.mean([values / 2 for values in expected.values()])
+    behavior = {s.rollout_id: s.behavior_logprobs[s.mask] for s in samples}
+    weights = {i: np.minimum(np.exp(policy[i] - behavior[i]), 2.0) for i in expected}
+    kl = -np.mean([weights[i] * values / 2 for i, values in expected.items()])
     assert metrics["distill/kl"] == pytest.approx(kl, abs=1e-5), "of the judges' tokens alone"
 
 

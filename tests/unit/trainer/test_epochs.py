@@ -67,8 +67,12 @@ def plain_logprobs(model: Any, s: Sample) -> torch.Tensor:
     return torch.log_softmax(logits, -1).gather(1, ids[len(s.prompt_ids) :, None])[:, 0][torch.from_numpy(s.mask)]
 
 
-def plain_step(model: Any, optimizer: torch.optim.Optimizer, parts: list[list[Sample]]) -> None:
-    """PPO's clip at 0.2 against the log-probs at the start, times proximal/behavior up to 2, a mean over tokens."""
+def plain_step(model: Any, optimizer: torch.optim.Optimizer, parts: list[list[Sample]]) -> list[float]:
+    """PPO's clip at 0.2 against the log-probs at the start, times proximal/behavior up to 2, a mean over tokens.
+
+    Returns the gradient norm of each update.
+    """
+    norms = []
     with torch.no_grad():
         start = {s.rollout_id: plain_logprobs(model, s) for part in parts for s in part}
     for part in parts:
@@ -79,9 +83,10 @@ def plain_step(model: Any, optimizer: torch.optim.Optimizer, parts: list[list[Sa
             gain = torch.minimum(ratio * s.advantages[0], ratio.clamp(0.8, 1.2) * s.advantages[0])
             total = total - ((old - behavior).exp().clamp(max=2.0) * gain).sum()
         (total / sum(int(s.mask.sum()) for s in part)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         optimizer.zero_grad()
+    return norms
 
 
 @pytest.mark.parametrize("reshuffle", [True, False])
@@ -98,7 +103,9 @@ def test_two_epochs_of_two_minibatches_are_those_of_a_plain_loop(budget: int, re
         first, second, *others = groups(updates)
         assert [first, second] == [[0, 1], [2, 3]] and sorted(sum(others, [])) == [0, 1, 2, 3]
         assert reshuffle or others == [first, second]
-        plain_step(model, adamw, [samples for samples, _ in updates])
+        norms = plain_step(model, adamw, [samples for samples, _ in updates])
+        assert metrics["grad_norm"] == pytest.approx(sum(norms) / 4, rel=1e-3)
+        assert metrics["grad_norm_max"] == pytest.approx(max(norms), rel=1e-3) and max(norms) > min(norms)
     assert t.policy_version == 2
     start = tiny.model()
     for (name, ours), theirs in zip(tiny.local(t).model.named_parameters(), model.parameters(), strict=True):

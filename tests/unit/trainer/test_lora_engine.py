@@ -109,7 +109,11 @@ def test_what_a_run_saved_is_evaluated_as_it_was_trained(tmp_path: Path, capsys:
     base, saved = tiny.save(tmp_path / "base"), tmp_path / "run" / "model"
     trainer = trained("llama", torch.bfloat16, base=base)
     trainer.backend.save_model(saved)
-    config = Config(engine=EngineConfig(kv_memory_gb=0.1), run=RunConfig(threads=torch.get_num_threads()))
+    config = Config(
+        model=ModelConfig(dtype="bfloat16"),
+        engine=EngineConfig(kv_memory_gb=0.1),
+        run=RunConfig(threads=torch.get_num_threads()),
+    )
 
     def apart() -> float:
         samples = sampled(at_once(EvalParts.build(config, str(saved), with_rewards=False)).engine)

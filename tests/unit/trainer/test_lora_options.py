@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import tiny
@@ -121,7 +122,7 @@ def test_rslora_divides_by_the_root_of_the_rank_wherever_the_scale_is_said(tmp_p
     _, _, scale = names("model.layers.0.self_attn.q_proj")
     assert float(dict(at_once(t.backend.publish()))[scale]) == 6.0 / math.sqrt(4)
     t.backend.save_model(tmp_path)
-    assert float(dict(read_adapter(tmp_path / ADAPTER)[1])[scale]) == 3.0
+    assert float(dict(read_adapter(tmp_path / ADAPTER, "it")[1])[scale]) == 3.0
     plain = trainer({**lora, "rslora": False})
     assert float(dict(at_once(plain.backend.publish()))[scale]) == 6.0 / 4
 
@@ -247,9 +248,19 @@ def test_what_is_no_adapter_of_ours_is_refused(tmp_path: Path) -> None:
         file.write_text(json.dumps(config | change))
         with pytest.raises(ValueError, match=said):
             trainer(lora)
+    for content in (b"[]", b"\xff", b'{"r": "4"}'):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"model.lora.path = .*adapter_config.json is damaged"):
+            trainer(lora)
     file.write_text(json.dumps(config))
     weights = tmp_path / ADAPTER / "adapter_model.safetensors"
     whole = weights.read_bytes()
+    tensors = load_file(weights)
+    name = min(tensors)
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, weights)
+    with pytest.raises(ValueError, match=f"model.lora.path = .*{name} has a number that is not finite"):
+        trainer(lora)
     weights.write_bytes(whole[:100])
     with pytest.raises(ValueError, match="model.lora.path = .*: it cannot be read: "):
         trainer(lora)

@@ -428,3 +428,20 @@ def test_a_token_of_the_environment_has_no_gradient(trainable: bool) -> None:
     one, other = gradient_of([31, 32], -1.0 if trainable else 0.0), gradient_of([41, 42], -2.0)
     assert one.abs().sum() > 0
     assert torch.equal(one, other) == (not trainable)
+
+
+def test_how_far_a_step_is_can_be_seen_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, seen = trainer(micro_batch_tokens=30), []
+    backend = tiny.local(made)
+    forward_backward = backend.optim_step
+
+    def watched(*args: object, **options: object) -> dict[str, float]:
+        seen.append(made.computed.tokens())
+        return forward_backward(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(backend, "optim_step", watched)
+    samples = random_samples(0)
+    for _ in range(2):
+        made.train_step(Batch(samples))
+    total = sum(int(s.mask.sum()) for s in samples)
+    assert seen == [(total, total)] * 2

@@ -21,7 +21,7 @@ DEEP = "[" * 100_000 + "\n"
 
 
 def client(*directories: Path) -> TestClient:
-    app = make_app([RunData(of) for of in directories], "127.0.0.1")
+    app = make_app([RunData(of) for of in directories])
     return TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False)
 
 

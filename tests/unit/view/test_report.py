@@ -41,6 +41,12 @@ def test_a_small_run_is_whole(tmp_path: Path) -> None:
     assert set(run["axes"]) == {"step", "tokens", "samples", "time"} and told["compare"] == {}
 
 
+def test_report_infinite_setting_is_strict_json(tmp_path: Path) -> None:
+    (write_run(tmp_path) / "config.resolved.json").write_text('{"rewards": {"timeout_s": Infinity}}')
+    (run,) = written(make_report([RunData(tmp_path)]))["runs"]
+    assert run["answers"]["config"] == {"rewards": {"timeout_s": None}}
+
+
 @pytest.mark.parametrize("name", sorted(HOSTILE))
 def test_hostile_texts_are_no_markup(tmp_path: Path, name: str) -> None:
     hostile = f"{HOSTILE[name]}</script><script>alert(1)</script><!--"

@@ -29,14 +29,14 @@ MESSAGES = ({"role": "user", "content": "What is 2+2?"},)
 TASK = Task("t", "sums", "", messages=MESSAGES, columns={"answer": "4"}, plain=True)
 VALUES = {
     "task": TASK,
-    "episode": SimpleNamespace(episode_id="3-1"),
+    "episode": SimpleNamespace(episode_id="3-1", policy_version=7),
     "base_url": "http://127.0.0.1:9/v1",
     "api_key": "key-1",
     "model": "policy",
 }
 
 
-async def scored(task: Task, answer: str) -> Reward:
+async def scored(task: Task, answer: str, version: int) -> Reward:
     return Reward(float(answer == task.columns["answer"]))
 
 
@@ -140,12 +140,12 @@ def test_no_shell_reads_it_and_a_text_is_split_into_words() -> None:
     code = """import json, sys; print(json.dumps({"answer": sys.argv[1]}))"""
     seen = []
 
-    async def score(task: Task, said: str) -> Reward:
-        seen.append(said)
+    async def score(task: Task, said: str, version: int) -> Reward:
+        seen.append((said, version))
         return Reward(0.0)
 
     answer(WorkflowCommand(["python", "-c", code, "$HOME; `ls` *"], score))
-    assert seen == ["$HOME; `ls` *"]
+    assert seen == [("$HOME; `ls` *", 7)]
     assert answer(WorkflowCommand(["sh", "-c", """echo '{"reward": '$((1 + 1))'}'"""], scored)) == Reward(2.0)
 
 

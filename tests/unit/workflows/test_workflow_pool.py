@@ -6,6 +6,7 @@ import asyncio
 import os
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +95,31 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def build(name: str, **settings: Any) -> Any:
     values = {"function": f"agents.py:{name}", "num_processes": 1} | settings
     return build_workflow(WorkflowConfig(**values), SamplingParams(), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("env", "seen"), [({}, 2.0), ({"env": ["*", "!*_TOKEN"]}, 1.0), ({"env": ["PATH"]}, 0.0), ({"env": ["*"]}, 3.0)]
+)
+def test_workflow_env_chooses_the_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, list[str]], seen: float
+) -> None:
+    for name in ("MY_NAME", "HF_TOKEN", "ROLLOVER_SERVER_TOKEN"):
+        monkeypatch.setenv(name, "x")
+    num = 'float(len({"MY_NAME", "HF_TOKEN", "ROLLOVER_SERVER_TOKEN"} & os.environ.keys()))'
+    file = tmp_path / "agent.py"
+    file.write_text(f"import json, os\ndef solve():\n    return {num}\n")
+    program = f'import json, os; print(json.dumps({{"reward": {num}}}))'
+    for player in ({"function": f"{file}:solve", "num_processes": 1}, {"command": ["python", "-c", program]}):
+        workflow = build_workflow(WorkflowConfig(**player, **env), SamplingParams(), None)  # type: ignore[arg-type]
+        values = VALUES | {"episode": SimpleNamespace(episode_id="1")}
+
+        async def run(workflow: Any = workflow, values: Any = values) -> Any:
+            try:
+                return await workflow(values)
+            finally:
+                await workflow.close()
+
+        assert asyncio.run(run()) == Reward(seen)
 
 
 def answers(pool: WorkflowPool, num: int = 1) -> list[Any]:

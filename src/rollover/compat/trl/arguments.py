@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from rollover.compat.trl.config import GRPOConfig
-from rollover.compat.trl.rewards import TrlReward, WithState
+from rollover.compat.trl.rewards import NanIsNone
 from rollover.config import ConfigError
+from rollover.config.rewards import RESERVED
 from rollover.convert.mapping import Options, convert
 from rollover.convert.trl.rows import TRL
 from rollover.convert.trl.values import step, updates
@@ -78,8 +79,6 @@ def run_of(
         asked = options | {"eval_strategy": "steps", "eval_steps": options["max_steps"], "eval_on_start": False}
         evaluated = {key: value for key, value in _values(asked).items() if key.startswith("eval.")}
     values |= {"rewards.timeout_s": REWARD_TIMEOUT_S}
-    if any(isinstance(row["function"], TrlReward) and row["function"].asks_for_the_state for row in rewards):
-        values["tasks.before_produce"] = WithState(updates(of), options["max_steps"])
     names = [row["name"] for row in rewards]
     return Run(values, tasks, eval_tasks, evaluated, updates(of), values["train.num_steps"], steps_of_epoch, names)
 
@@ -140,13 +139,15 @@ def _reward(reward: Any) -> dict[str, Any]:
     if not isinstance(reward, Callable):
         raise ConfigError(f"reward_funcs has a {type(reward).__name__}: give a function, or a reward model's name")
     plain = getattr(reward, "func", reward)  # functools.partial
-    return {"function": TrlReward(reward), "name": getattr(plain, "__name__", type(plain).__name__).strip("<>")}
+    return {"function": NanIsNone(reward), "name": getattr(plain, "__name__", type(plain).__name__).strip("<>")}
 
 
 def _named(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, those after the first of a name with a number behind it."""
+    """The rows, those after the first of a name with a number behind it. One of several gets another name where its own
+    is that of something else in the records."""
     seen: Counter[str] = Counter()
     for row in rows:
+        row["name"] += "_reward" if row["name"] in RESERVED and len(rows) > 1 else ""
         seen[row["name"]] += 1
         row["name"] += f"_{seen[row['name']]}" if seen[row["name"]] > 1 else ""
     return rows

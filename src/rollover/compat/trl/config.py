@@ -12,7 +12,8 @@ from typing import Any
 class GRPOConfig:
     """Every field of TRL's GRPOConfig, those of TrainingArguments included, with TRL's defaults (docs/coming-from.md).
 
-    A name that TRL does not have is a TypeError, as there. Nothing is checked before a GRPOTrainer is made of it.
+    `max_prompt_length` and `warmup_ratio`, of earlier releases, are taken too. A name that TRL does not have is a
+    TypeError, as there. Nothing is checked before a GRPOTrainer is made of it.
     """
 
     # Of TrainingArguments.
@@ -208,13 +209,19 @@ class GRPOConfig:
     transformers_continuous_batching_config: dict[str, Any] | str | None = None
     use_transformers_paged: bool = False
     vllm_importance_sampling_cap: float | None = None
+    # Of earlier releases.
+    max_prompt_length: int | None = None
+    warmup_ratio: float | None = None
 
     def __post_init__(self) -> None:
         for one in fields(self):
             if isinstance(value := getattr(self, one.name), Enum):  # transformers' own, such as IntervalStrategy.STEPS
                 setattr(self, one.name, value.value)
             elif isinstance(value, str) and value.startswith("{"):  # of a command line
-                setattr(self, one.name, json.loads(value))
+                try:
+                    setattr(self, one.name, json.loads(value))
+                except ValueError as error:
+                    raise ValueError(f"GRPOConfig.{one.name} = {value!r:.80}: it is no JSON ({error})") from None
 
     def given(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""

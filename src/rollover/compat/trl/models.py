@@ -1,16 +1,21 @@
 """Models and tokenizers that are handed over as objects, as folders; and a trained model on its way out.
 
-Owns what is written below a run's directory beside the run's own files: `initial_model/`, `reward_models/`.
+Owns what is written below a run's directory beside the run's own files: `initial_model/`, `initial_adapter/`,
+`reward_models/`.
 """
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rollover.config import ConfigError
+from rollover.models.adapters import base_weights
+from rollover.models.load import stored_buffers
+from rollover.models.tokenizer_files import save_tokenizer
 
 ADAPTER = "adapter"
 
@@ -18,7 +23,7 @@ ADAPTER = "adapter"
 def folder_of_model(model: Any, tokenizer: Any, output_dir: str) -> str:
     """What model.path is: a name as it is, unless the tokenizer is another than its own; else a folder of the object.
 
-    ConfigError for a model with adapters.
+    Of a peft.PeftModel: its base model. ConfigError for what is no model.
     """
     if isinstance(model, str):
         if tokenizer is None or _is_of(tokenizer, model):
@@ -26,11 +31,33 @@ def folder_of_model(model: Any, tokenizer: Any, output_dir: str) -> str:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(model)
-    if hasattr(model, "peft_config"):
-        raise ConfigError("model has adapters: give its base model, and peft_config (or merge_and_unload() it before)")
     if not hasattr(model, "save_pretrained"):
         raise ConfigError(f"model is a {type(model).__name__}: give a transformers model, a folder or a hub id")
     return _saved(model, tokenizer, Path(output_dir, "initial_model"))
+
+
+def adapters_of(model: Any, peft_config: Any, output_dir: str) -> tuple[Any, str]:
+    """Return (the peft_config, the folder of the adapters that training begins with or "") of a model.
+
+    A peft.PeftModel has a configuration of its own; adapters that add nothing are not written. ConfigError for several
+    adapters, for those that are no peft.PeftModel's, and for a second configuration.
+    """
+    if not hasattr(model, "peft_config"):
+        return peft_config, ""
+    if not hasattr(model, "get_base_model"):
+        raise ConfigError("model has adapters of its own: give its base model, and peft_config")
+    if peft_config is not None:
+        raise ConfigError("model is a PeftModel, which has adapters: leave out peft_config")
+    if len(model.peft_config) > 1:
+        raise ConfigError(f"model has {len(model.peft_config)} adapters ({', '.join(model.peft_config)}): give one")
+    [(name, config)] = model.peft_config.items()
+    if not any(tensor.any() for key, tensor in model.named_parameters() if ".lora_B." in key):
+        return config, ""
+    folder = Path(output_dir, "initial_adapter")
+    model.save_pretrained(folder)
+    config = copy.copy(config)
+    config.init_lora_weights = True  # their weights are those of the folder
+    return config, str(folder if name == "default" else folder / name)
 
 
 def folders_of_rewards(rewards: Any, tokenizers: Any, output_dir: str) -> list[Any]:
@@ -57,6 +84,12 @@ def copy_trained(model_path: Path, output_dir: Path) -> None:
 
 def take_trained(model: Any, model_path: Path) -> None:
     """Put the trained weights into a model that was handed over, as TRL trains it in place."""
+    if hasattr(model, "peft_config"):
+        from peft import load_peft_weights, set_peft_model_state_dict
+
+        [name] = model.peft_config
+        set_peft_model_state_dict(model, load_peft_weights(str(model_path / ADAPTER)), adapter_name=name)
+        return
     from transformers import AutoModelForCausalLM
 
     trained = AutoModelForCausalLM.from_pretrained(model_path, dtype=model.dtype)
@@ -68,8 +101,12 @@ def _saved(model: Any, tokenizer: Any, folder: Path) -> str:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+        model.save_pretrained(folder, state_dict=dict(base_weights(model)) | stored_buffers(model))
+    else:
+        model.save_pretrained(folder)
+    save_tokenizer(tokenizer, tokenizer.name_or_path, folder)
     return str(folder)
 
 

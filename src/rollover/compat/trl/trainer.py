@@ -19,8 +19,9 @@ from rollover.compat.trl.arguments import run_of
 from rollover.compat.trl.callbacks import Callbacks
 from rollover.compat.trl.config import GRPOConfig
 from rollover.compat.trl.history import of_evaluation
-from rollover.compat.trl.models import copy_trained, folder_of_model, folders_of_rewards, take_trained
+from rollover.compat.trl.models import adapters_of, copy_trained, folder_of_model, folders_of_rewards, take_trained
 from rollover.config import ConfigError
+from rollover.files import local_path
 from rollover.run.loop import Step
 
 
@@ -58,9 +59,10 @@ class GRPOTrainer:
         if reward_funcs is None:
             raise ConfigError("reward_funcs is missing: give a function, or a list of them")
         self.args, self.processing_class = args, processing_class
-        self.output_dir = args.output_dir = args.output_dir or "trainer_output"
+        self.output_dir = args.output_dir = str(local_path(args.output_dir or "trainer_output"))
         rewards = folders_of_rewards(reward_funcs, reward_processing_classes, self.output_dir)
         self._model = model
+        peft_config, adapter = adapters_of(model, peft_config, self.output_dir)
         self._what = run_of(
             args,
             model=folder_of_model(model, processing_class, self.output_dir),
@@ -74,7 +76,7 @@ class GRPOTrainer:
                 "optimizers": None if optimizers is None or not any(optimizers) else optimizers,
             },
         )  # fmt: skip
-        self._config = dict(config or {})
+        self._config = ({"model.lora.path": adapter} if adapter else {}) | dict(config or {})
         self._callbacks = Callbacks(callbacks or [], args, self._what)
         self._has_begun = False
         self.accelerator = SimpleNamespace(
@@ -110,7 +112,7 @@ class GRPOTrainer:
                 f"resume_from_checkpoint = {resume!r} is no run's folder (it is what output_dir was): give it"
             )
         if resume:
-            self.output_dir, self._has_begun = (self.output_dir if resume is True else resume), True
+            self.output_dir, self._has_begun = (self.output_dir if resume is True else str(local_path(resume))), True
         began = time.monotonic()
         _wait_for(self._train())
         if not self.run.finished and self._callbacks.wants_to_stop:

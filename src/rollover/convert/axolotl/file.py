@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from rollover.convert.verl.script import flat
+from rollover.convert.verl.config import flat
 
 _ONLY_THERE = ("base_model", "trl", "rl", "micro_batch_size", "adapter")
-_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 
 def is_axolotl(tables: Mapping[str, Any]) -> bool:
@@ -23,9 +21,4 @@ def options_of_axolotl(tables: Mapping[str, Any]) -> dict[str, Any]:
     kind = tables.get("rl")
     if kind not in ("grpo", "gdpo"):
         raise ValueError(f"rl: {kind} trains on no rollouts of the policy; rl: grpo and rl: gdpo can be converted")
-    return {name: _number(value) for name, value in flat(tables, whole="kwargs").items() if value is not None}
-
-
-def _number(value: Any) -> Any:
-    """A number such as 5e-6, which YAML 1.1 takes for a text and Axolotl for a number."""
-    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+    return {name: value for name, value in flat(tables, whole="kwargs").items() if value is not None}

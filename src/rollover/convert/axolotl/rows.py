@@ -29,11 +29,13 @@ from rollover.convert.axolotl.values import (
     schedule,
     sources,
     steps,
+    streaming,
     targets,
     trl_row,
     warmup,
     with_adam,
     with_producer,
+    workers,
 )
 from rollover.convert.mapping import SHOWN, WHERE, Row, System
 
@@ -42,6 +44,7 @@ _PREFETCH = {"trl.use_data_producer": True, "trl.async_prefetch": True, "trl.use
 _PRODUCER = {"trl.use_data_producer": True, "trl.use_vllm": True}
 _ADAPTER = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16}
 _LORA = _ADAPTER | {"lora_target_linear": True}
+_STREAMING = _PREFETCH | {"trl.streaming_partial_batch": True, "micro_batch_size": 32}
 _SEVERAL = {"trl.reward_funcs": ["mine.accuracy", "mine.form"]}
 
 _OTHER = "no part of training by rollouts: other kinds of training read it"
@@ -49,8 +52,7 @@ _DATA = "how the data are prepared and stored before training"
 NO_RESULT = {
     WHERE: (
         "trl.vllm_mode", "trl.vllm_server_host", "trl.vllm_server_port", "trl.vllm_server_timeout",
-        "trl.vllm_enable_sleep_mode", "trl.vllm_lora_sync", "trl.use_liger_loss", "trl.streaming_partial_batch",
-        "trl.streaming_min_groups",
+        "trl.vllm_enable_sleep_mode", "trl.vllm_lora_sync", "trl.use_liger_loss",
         "vllm.host", "vllm.port", "vllm.device", "vllm.dtype", "vllm.tensor_parallel_size", "vllm.data_parallel_size",
         "vllm.gpu_memory_utilization", "vllm.enable_prefix_caching", "vllm.enforce_eager", "vllm.serve_module",
         "vllm.worker_extension_cls", "vllm.enable_reasoning", "vllm.reasoning_parser",
@@ -158,7 +160,7 @@ ROWS = (
         note="`path`, `name`, `split`, `data_files`; a `type` is a function of rows, whose results are to be given"),
     Row("test_datasets", ("tasks.sources", "eval.num_tasks"), sources, example=[{"path": "test.jsonl"}],
         note="sources with `weight = 0`"),
-    Row("val_set_size", ("tasks.eval_fraction", "eval.num_tasks"), held_out, example=0.2,
+    Row("val_set_size", ("tasks.eval_fraction", "eval.num_tasks"), held_out, 0.0, 0.2,
         note="held out by a hash of the problem, in every run the same"),
     trl_row("base_model"),
     Row("revision_of_model", ("model.revision",), example="v2", beside={"base_model": "me/mine"}),
@@ -226,14 +228,19 @@ ROWS = (
         True, _PRODUCER, note="`interrupt = \"never\"`: what is generated ahead has one version"),
     Row("trl.prefetch_depth", ("rollout.max_staleness", "rollout.in_flight_groups"), overlap, 1, 2, _PREFETCH,
         note="`(1 + prefetch_depth) * groups_per_step` groups; their age is bounded here"),
-    Row("trl.vllm_sync_interval", ("train.publish_every", "rollout.max_staleness"), overlap, 1, 2, _PRODUCER,
-        note="Axolotl counts updates, here they are steps"),
+    Row("trl.vllm_sync_interval", ("train.publish_every", "rollout.max_staleness"), overlap, 1, 2, _PREFETCH,
+        note="with `async_prefetch`. Axolotl counts updates, here they are steps"),
     Row("trl.vllm_importance_sampling_correction", ("algorithm.correction",), correction, True, False, _PRODUCER),
     Row("trl.vllm_importance_sampling_mode", ("algorithm.correction",), correction, example="sequence_truncate",
         beside=_PRODUCER, note="a masked weight is 0 here; in Axolotl's own trainer it comes back as 1 / cap"),
     Row("trl.vllm_importance_sampling_cap", ("algorithm.correction_cap",), correction, 3.0, 2.0, _PRODUCER,
         note="without `use_data_producer` and `async_prefetch` it has no effect there"),
-    Row("trl.reward_num_workers", ("rewards.num_workers",), with_producer("rewards.num_workers"), 1, 4, _PRODUCER),
+    Row("trl.reward_num_workers", ("rewards.num_workers",), workers, 1, 4, _PRODUCER,
+        note="below 1 is 1"),
+    *(Row(f"trl.{name}", ("rewards.streaming", "train.streaming_min_groups"), streaming, default, example, beside)
+      for name, default, example, beside in (
+          ("streaming_partial_batch", False, True, _PREFETCH | {"micro_batch_size": 32}),
+          ("streaming_min_groups", 1, 2, _STREAMING))),
     Row("trl.replay_buffer_size", ("replay.size", "replay.max_staleness"), replay, 0, 64, _PRODUCER,
         note="their age is bounded here"),
     Row("trl.reroll_start_fraction", ("reroll.start_fraction", "reroll.max_groups"), reroll, 1.0, 0.25, _PRODUCER,

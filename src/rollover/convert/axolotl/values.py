@@ -56,8 +56,9 @@ def trl_row(option: str, **changed: Any) -> Row:
 
 
 def is_asynchronous(options: Options) -> bool:
-    """Whether Axolotl takes its own trainer (AsyncGRPOTrainer), and not TRL's."""
-    return bool(options("trl.use_data_producer") or options("trl.async_prefetch"))
+    """Whether Axolotl takes its own trainer (AsyncGRPOTrainer), and not TRL's or the sequence-parallel one."""
+    parallel = int(options("context_parallel_size") or options("sequence_parallel_degree") or 1) > 1
+    return not parallel and bool(options("trl.use_data_producer") or options("trl.async_prefetch"))
 
 
 def _samples_an_update(options: Options) -> int:
@@ -130,7 +131,7 @@ def eval_steps(value: Any, options: Options) -> dict[str, Any]:
 
 def held_out(value: Any, options: Options) -> dict[str, Any]:
     if not value:
-        return {}
+        return {} if options("test_datasets") else {"tasks.eval_fraction": 0.0}
     if value >= 1:
         raise Unanswered(f"{value} rows are held out: here it is a share of them. Set --tasks.eval_fraction")
     return {"tasks.eval_fraction": value, "eval.num_tasks": 100_000}
@@ -215,7 +216,8 @@ def overlap(value: Any, options: Options) -> dict[str, Any]:
     """Generation ahead of training, and weights that are handed over every few updates: both make tokens older."""
     if not is_asynchronous(options):
         return {}
-    interval = int(options("trl.vllm_sync_interval") or 1) if options("trl.use_vllm") else 1
+    waits = options("trl.use_vllm") and options("trl.async_prefetch")  # else weights are handed over with every batch
+    interval = int(options("trl.vllm_sync_interval") or 1) if waits else 1
     publish = interval // math.gcd(interval, updates(options))
     values: dict[str, Any] = {"train.publish_every": publish} if publish > 1 else {}
     ahead = int(options("trl.prefetch_depth") or 1) if options("trl.async_prefetch") else 0
@@ -255,6 +257,17 @@ def _alters_sampling(options: Options) -> bool:
     penalty = options("trl.repetition_penalty") or 1.0
     regex = bool(options("trl.vllm_guided_decoding_regex"))
     return (top_p or 1.0) < 1 or (top_k or 0) > 0 or (min_p or 0) > 0 or penalty != 1 or regex
+
+
+def workers(value: Any, options: Options) -> dict[str, Any]:
+    return {"rewards.num_workers": max(1, int(value))} if is_asynchronous(options) else {}
+
+
+def streaming(value: Any, options: Options) -> dict[str, Any]:
+    """Its groups are scored, and their gradient is computed, as they come."""
+    if not is_asynchronous(options) or not options("trl.streaming_partial_batch"):
+        return {}
+    return {"rewards.streaming": True, "train.streaming_min_groups": int(options("trl.streaming_min_groups") or 1)}
 
 
 def with_producer(key: str) -> Any:

@@ -9,6 +9,7 @@ from rollover.convert.lightrft.values import (
     asked,
     batches,
     before_comparing,
+    budget,
     clip_range,
     critic_model,
     critic_rate,
@@ -62,8 +63,6 @@ NO_RESULT = {
 # Flag -> why it has no counterpart, and the values without which as much is learned.
 _NOT_THERE = {
     "text_only": (_IMAGES, (True,)),
-    "max_budget": ("its trainer reads another name, so that the budget is 1024 whatever is set: set"
-                   " `rollout.token_budget`", (1024,)),
     "loss_agg_mode": ("none of its trainers reads it, and the loss is the mean of each answer's mean: set"
                       " `algorithm.aggregation`", ("seq-mean-token-mean",)),
     "use_gspo": ("none of its trainers reads it: set `algorithm.loss = \"gspo\"`", (False,)),
@@ -127,6 +126,8 @@ ROWS = (
         "rollout.in_flight_groups", "rollout.max_staleness", "algorithm.allow_uncorrected"), partial, False, True,
         {"generate_max_len": 4096}, note="old tokens are trained as new there, and without a bound: `max_staleness` is"
         " 1 here, and `--algorithm.correction token_truncate` corrects"),
+    Row("max_budget", ("rollout.token_budget",), budget, example=512, beside=_PARTIAL, also=("max_token_budget",),
+        note="taken as it is; LightRFT's trainer reads `max_token_budget`, which no flag sets, and has 1024"),
     Row("partial_percent", ("rollout.complete_fraction",),
         lambda v, o: {"rollout.complete_fraction": v} if o("use_partial") else {}, 0.7, 0.5, _PARTIAL),
     Row("advantage_estimator", ("algorithm.advantage",), advantage, "gae", "reinforce_baseline",

@@ -7,7 +7,7 @@ from typing import Any
 from rollover.convert.mapping import Options, Unanswered
 from rollover.convert.shown import trackers, where
 
-BUDGET = 1024  # its trainer reads max_token_budget, which no flag sets
+BUDGET = 1024  # what its trainer has without max_token_budget, which no flag sets
 _ADVANTAGES = {
     "gae": "gae",
     "group_norm": "grpo",
@@ -117,13 +117,18 @@ def partial(value: Any, options: Options) -> dict[str, Any]:
         "rollout.max_staleness": 1,
         **truncated(value, options),
     }
-    if options("generate_max_len") <= BUDGET:
+    budget = int(options("max_budget") or BUDGET)
+    if options("generate_max_len") <= budget:
         raise Unanswered(
-            f"the budget of its first pass is {BUDGET} tokens, no less than generate_max_len: set"
+            f"the budget of its first pass is {budget} tokens, no less than generate_max_len: set"
             " --rollout.token_budget below that",
             values,
         )
-    return values | {"rollout.token_budget": BUDGET}
+    return values | {"rollout.token_budget": budget}
+
+
+def budget(value: Any, options: Options) -> dict[str, Any]:
+    return {"rollout.token_budget": int(value)} if options("use_partial") else {}
 
 
 def sources(value: Any, options: Options) -> dict[str, Any]:

@@ -97,7 +97,8 @@ def model_options(value: Any, options: Options) -> dict[str, Any]:
 
 
 def dtype(value: Any, options: Options) -> dict[str, Any]:
-    return {"model.dtype": "float32" if value is False else "bfloat16"}
+    """Not set, TRL takes bfloat16 where the device has it."""
+    return {"model.dtype": "auto" if value is None else "bfloat16" if value else "float32"}
 
 
 # Evaluations and checkpoints

@@ -6,16 +6,21 @@ Owns what the arguments of TRL's scripts (ScriptArguments, ModelConfig) are amon
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollover.convert.bash import Script, value_of
+from rollover.convert.bash.script import Command, Script, read_script
+from rollover.convert.bash.text import Text
+from rollover.convert.files import tables_of
+from rollover.convert.launch import argument_of, directories, entry, find_text, flags, places, together
 from rollover.convert.mapping import Unread
 
 _TELLING = ("num_generations", "max_completion_length", "model_name_or_path", "reward_funcs")
 _FLAG = re.compile(rf"(?<![\w.-])--(?:{'|'.join(_TELLING)})(?![\w.-])")
+_CONFIG = re.compile(r"\.py\b(?:[^\n;|&]|\\\n)*\s--config[ =]\S+\.ya?ml\b")
 _LORA = {"lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "use_rslora": "use_rslora",
          "lora_target_modules": "target_modules", "use_dora": "use_dora"}  # fmt: skip
 _QUANTIZED = ("load_in_8bit", "load_in_4bit")
@@ -25,7 +30,7 @@ _NO_RESULT = ("dataset_streaming", "ignore_bias_buffers", "bnb_4bit_quant_type",
 
 def is_trl_command(text: str) -> bool:
     """Whether a shell script launches TRL's GRPO."""
-    return bool(re.search(r"\btrl\s+grpo\b", text) or _FLAG.search(text))
+    return bool(re.search(r"\btrl\s+grpo\b", text) or _FLAG.search(text) or _CONFIG.search(text))
 
 
 def is_trl_yaml(tables: Mapping[str, Any]) -> bool:
@@ -33,35 +38,64 @@ def is_trl_yaml(tables: Mapping[str, Any]) -> bool:
     return "model_name_or_path" in tables and any(name in tables for name in (*_TELLING[:2], *_TELLING[3:], "beta"))
 
 
-def options_of_trl_command(text: str, path: Path) -> dict[str, Any]:
-    """The flags of the one command. ValueError where there is none, or one that cannot be parted into words."""
-    flags: dict[str, Any] = {}
-    script = Script(text)
-    for number, words in script.commands():
-        try:
-            words = [script.expand(word) for word in words] if is_trl_command(" ".join(words)) else []
-        except ValueError as error:
-            raise ValueError(f"line {number}: {error}") from error
-        if words and flags:
-            raise ValueError("several commands of TRL are in it; one is read")
-        flags = _flags(words) if words else flags
-    if not flags:
+def options_of_trl_command(text: str, path: Path, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The options of the training commands, `Unread` of what has no value. ValueError where there are none."""
+    script = read_script(text, str(path), environment)
+    found: list[tuple[int, dict[str, Any]]] = []
+    for command in script.commands:
+        start = entry(command.words)
+        given = flags(command.words[start + 1 :], command.line) if start >= 0 else {}
+        given = {name.replace("-", "_") if isinstance(name, str) else name: value for name, value in given.items()}
+        verb = command.words[start].text if start > 0 and command.words[start - 1].text == "trl" else ""
+        if verb == "grpo" or not verb and not {*_TELLING, "config"}.isdisjoint(given):
+            found.append((command.line, _of_command(command, start, given, script, path)))
+    if not found:
         raise ValueError("no flags of TRL are in it")
-    if config := flags.pop("config", None):
-        import yaml
+    return together(found)
 
-        place = path.parent / str(config)
+
+def _of_command(command: Command, start: int, given: dict[str, Any], script: Script, path: Path) -> dict[str, Any]:
+    processes = _processes(command.words[:start], command.line, lambda name: _yaml(name, command, script, path))
+    if isinstance(config := given.pop("config", None), str):
         try:
-            flags = dict(yaml.safe_load(place.read_text(encoding="utf-8"))) | flags
-        except (OSError, ValueError, TypeError) as error:
-            raise ValueError(f"--config {config} cannot be read: {error}") from error
-    return options_of_trl_flags(flags)
+            given = _yaml(config, command, script, path) | given
+        except ValueError as error:
+            given["--config"] = Unread(f"line {command.line}: --config {config} cannot be read: {error}")
+    elif config is not None:
+        given["--config"] = config if isinstance(config, Unread) else Unread(f"line {command.line}: it names no file")
+    return options_of_trl_flags(processes | given)
+
+
+def _yaml(name: str, command: Command, script: Script, path: Path) -> dict[str, Any]:
+    text = find_text(script, places(name, directories(command, str(path))))
+    if text is None:
+        raise ValueError(f"there is no {name}")
+    return tables_of(text)
+
+
+def _processes(words: Sequence[Text], line: int, yaml_of: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """How many processes train, of what a launcher is given before the script."""
+    given = {name.replace("-", "_"): value for name, value in flags(words, line).items()}
+    if (file := given.get("config_file")) is not None and "num_processes" not in given:
+        try:
+            given["num_processes"] = yaml_of(str(file))["num_processes"]
+        except (ValueError, KeyError) as error:
+            why = f"line {line}: accelerate's --config_file {file} says how many processes train ({error})"
+            return {"num_processes": Unread(why)}
+    for name in ("num_processes", "nproc_per_node", "num_gpus"):
+        if (value := given.get(name)) is not None:
+            nodes = given.get("nnodes", given.get("num_nodes", 1)) if name != "num_processes" else 1
+            unread = next((item for item in (value, nodes) if isinstance(item, Unread)), None)
+            if unread is None and not (type(value) is int and type(nodes) is int):
+                unread = Unread(f"line {line}: {name} = {value} on {nodes} nodes is no number of processes")
+            return {"num_processes": unread or value * nodes}
+    return {}
 
 
 def options_of_trl_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The options by the names of GRPOConfig and GRPOTrainer."""
     # YAML takes 1e-5 for a text.
-    left = {k: value_of(v) if isinstance(v, str) else v for k, v in flags.items() if k not in _NO_RESULT}
+    left = {k: argument_of(v) if isinstance(v, str) else v for k, v in flags.items() if k not in _NO_RESULT}
     options: dict[str, Any] = {}
     if model := left.pop("model_name_or_path", None):
         options["model"] = model
@@ -111,25 +145,3 @@ def _reward(name: Any) -> Any:
         module, _, function = str(name).rpartition(".")
         return f"{module}:{function}"
     return f"trl.rewards:{name}"
-
-
-def _flags(words: list[str]) -> dict[str, Any]:
-    """--name value ... of a command, of which `--name` alone is true; what accelerate has before the script: the number
-    of its processes."""
-    start = next((i for i, word in enumerate(words) if word.endswith(".py") or word == "grpo"), -1)
-    flags: dict[str, Any] = {}
-    if "--num_processes" in words[:start]:
-        flags["num_processes"] = int(words[words.index("--num_processes") + 1])
-    name = ""
-    for word in words[start + 1 :]:
-        if word in (">", "2>&1", "|", "&", "&&", ";", "tee"):
-            break
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            flags[name.replace("-", "_")] = value_of(value) if equals else True
-            name = name.replace("-", "_")
-        elif name:
-            item = value_of(word.rstrip(",") if name.endswith("modules") else word)
-            held = flags[name]
-            flags[name] = item if held is True else [*(held if isinstance(held, list) else [held]), item]
-    return flags

@@ -147,7 +147,7 @@ ROWS = (
     Row("max_grad_norm", ("train.max_grad_norm",), default=1.0, example=0.5),
     Row("num_iterations", ("train.epochs_per_step",), default=1, example=2),
     Row("gradient_checkpointing", ("train.gradient_checkpointing",), default=True, example=False),
-    Row("bf16", ("model.dtype",), data.dtype, example=False, note="not set: `bfloat16`"),
+    Row("bf16", ("model.dtype",), data.dtype, example=False, note="not set: `auto`"),
     Row("use_cpu", ("model.device",), lambda v, o: {"model.device": "cpu"} if v else {}, example=True),
     Row("epsilon", ("algorithm.clip_low",), to.clip_low, 0.2, 0.1),
     Row("epsilon_high", ("algorithm.clip_high",), to.clip_high, example=0.28,

@@ -11,9 +11,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rollover.convert.files import MOST_BYTES
 from rollover.convert.mapping import Unread
-from rollover.convert.python_source import NotRead, PythonSource, calls, name_of
+from rollover.convert.python_changes import EVERY
+from rollover.convert.python_defaults import Defaults
+from rollover.convert.python_definitions import calls, name_of
+from rollover.convert.python_source import NotRead, PythonSource, parsed
 
+_TRAINER, _CONFIG = "GRPOTrainer", "GRPOConfig"
 _FILES = ("json", "csv", "parquet")
 _ROW_METHODS = ("map", "filter", "select", "shuffle", "rename_column", "rename_columns", "remove_columns",
                 "select_columns", "add_column", "cast_column", "take", "skip", "train_test_split", "cast")  # fmt: skip
@@ -23,18 +28,15 @@ _ARGUMENTS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", 
 def calls_grpo_trainer(text: str) -> bool:
     """Whether it is Python in which a GRPOTrainer is made."""
     try:
-        return bool(_trainers(ast.parse(text)))
-    except SyntaxError:
-        return False
+        return bool(_trainers(parsed(text)))
+    except ValueError:  # which is reported where the options are read
+        return _TRAINER in text
 
 
 def options_of_trl_script(text: str, path: Path) -> dict[str, Any]:
     """The arguments of the one GRPOTrainer, and the fields of its GRPOConfig. ValueError where there is none, or
     several."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        raise ValueError(f"it is no Python: {error.msg} (line {error.lineno})") from error
+    tree = parsed(text)
     found = _trainers(tree)
     if len(found) != 1:
         raise ValueError(f"{len(found) or 'no'} calls of GRPOTrainer are in it; one is read")
@@ -46,9 +48,10 @@ class _Script:
 
     def __init__(self, tree: ast.Module, path: Path) -> None:
         self.source, self.path = PythonSource(tree), path
+        self.defaults = self.source.further = Defaults(self.source)
         self.value, self.resolved = self.source.value, self.source.resolved
         training = [name for name, made in self.source.functions.items() if _trainers(made)]
-        self.trains_when_imported = not self.source.called_at_import.isdisjoint(["GRPOTrainer", *training])
+        self.trains_when_imported = not self.source.called_at_import.isdisjoint([*_derived(tree, _TRAINER), *training])
 
     def options(self, call: ast.Call) -> dict[str, Any]:
         given: dict[str, ast.expr] = dict(zip(_ARGUMENTS, call.args, strict=False))
@@ -68,7 +71,24 @@ class _Script:
         if isinstance(model := options.get("model"), dict):
             options["model_init_kwargs"] = model.pop("further") or options.get("model_init_kwargs")
             options["model"] = model["path"]
+        options |= self._changes(call)
         return {name: item for name, item in (options | self._data(*rows)).items() if item is not None}
+
+    def _changes(self, call: ast.Call) -> dict[str, Any]:
+        """What a class of the user's own, or a method of the trainer, may change."""
+        options: dict[str, Any] = {}
+        name = name_of(call)
+        if name != _TRAINER:
+            options[name] = Unread(f"what {name} (line {call.lineno}) changes of {_TRAINER} cannot be seen")
+        for node in ast.walk(self.source.tree):
+            if isinstance(node, ast.Assign) and node.value is call:
+                names = set().union(*(self.source.sharing.names(ast.unparse(target)) for target in node.targets))
+                for one in [one for one in self.source.attributes if one.name in names]:
+                    options[f"{one.name}.{one.attribute}"] = Unread(f"the trainer is changed in line {one.line}")
+        for other in calls(self.source.tree):
+            if name_of(other) == "add_callback":
+                options["callbacks"] = Unread(str(self.source.not_read(other)))
+        return options
 
     # The arguments
 
@@ -81,9 +101,15 @@ class _Script:
             made = self.resolved(node)
         except NotRead:
             made = node
-        if isinstance(made, ast.Call) and name_of(made) == "GRPOConfig":
+        name = name_of(made) if isinstance(made, ast.Call) else self.defaults.parsed_name(made)
+        derived = _derived(self.source.tree, _CONFIG)
+        if name in derived and name != _CONFIG:
+            options |= self._own_config(self.source.classes[name])
+        if isinstance(made, ast.Call) and name in derived:
             if made.args:
                 options["output_dir"] = self.source.or_unread(made.args[0], self.value)
+            if len(made.args) > 1:
+                options["args"] = Unread(f"line {made.lineno}: {name} is given arguments without their names")
             for keyword in made.keywords:
                 if keyword.arg is not None:
                     options[keyword.arg] = self.source.or_unread(keyword.value, self.value)
@@ -95,9 +121,30 @@ class _Script:
                 f"{self.source.not_read(node)}. If it is read from the command line, convert that: a file with the"
                 " command, or TRL's YAML"
             )
-        for name, attribute, value in self.source.attributes:
-            if isinstance(node, ast.Name) and name == node.id:
-                options[attribute] = self.source.or_unread(value, self.value)
+        return options | (self._assigned(node) if isinstance(node, ast.Name) else {})
+
+    def _assigned(self, node: ast.Name) -> dict[str, Any]:
+        """The fields that are assigned to the configuration of a name; `args` if any other may be."""
+        options: dict[str, Any] = {}
+        names, scopes = self.source.sharing.names(node.id), self.source.scopes(node)
+        for one in [one for one in self.source.attributes if one.name in names]:
+            name = "args" if one.attribute == EVERY else one.attribute
+            if one.block is not None:
+                options[name] = Unread(f"line {one.line} depends on the condition of line {one.block.line}")
+            elif one.value is None or one.name != node.id or one.scope not in scopes:
+                options[name] = Unread(f"line {one.line} may change `{node.id}`: it is not evaluated")
+            else:
+                options[name] = self.source.or_unread(one.value, self.value)
+        if why := self.source.sharing.changes(node.id):
+            options["args"] = Unread(why)
+        return options
+
+    def _own_config(self, made: ast.ClassDef) -> dict[str, Any]:
+        """The defaults of a subclass of GRPOConfig."""
+        options = {name: self.source.or_unread(value, self.value) for name, value in self.defaults.fields(made).items()}
+        if methods := [part.name for part in made.body if isinstance(part, ast.FunctionDef)]:
+            what = f"what its {', '.join(methods)} changes of {_CONFIG} cannot be seen (line {made.lineno})"
+            options[made.name] = Unread(what)
         return options
 
     def _model(self, node: ast.expr) -> Any:
@@ -223,14 +270,28 @@ class _Script:
 
 
 def _trainers(tree: ast.AST) -> list[ast.Call]:
-    return [call for call in calls(tree) if name_of(call) == "GRPOTrainer"]
+    """The calls of GRPOTrainer and of what is derived from it, or has a name that ends so."""
+    derived = _derived(tree, _TRAINER)
+    return [call for call in calls(tree) if name_of(call) in derived or name_of(call).endswith(_TRAINER)]
+
+
+def _derived(tree: ast.AST, name: str) -> set[str]:
+    """A class and its subclasses in the file."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    found, num = {name}, 0
+    while len(found) != num:
+        num = len(found)
+        found |= {c.name for c in classes if {ast.unparse(base).rpartition(".")[2] for base in c.bases} & found}
+    return found
 
 
 def _form_in_file(path: Path) -> str:
     """Of the first row of a file of JSON lines; "" where there is none."""
     try:
+        if not path.expanduser().is_file():
+            return ""
         with path.expanduser().open(encoding="utf-8") as file:
-            prompt = json.loads(file.readline()).get("prompt")
+            prompt = json.loads(file.readline(MOST_BYTES)).get("prompt")
     except (OSError, ValueError, AttributeError):
         return ""
     return {str: "text", list: "messages"}.get(type(prompt), "")

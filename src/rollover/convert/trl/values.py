@@ -269,6 +269,7 @@ def schedule(value: Any, options: Options) -> dict[str, Any]:
 
 
 def warmup(value: Any, options: Options) -> dict[str, Any]:
+    value = options("warmup_steps") or options("warmup_ratio")  # in TRL, too, steps go before a share
     if options("lr_scheduler_type") == "constant" or not value:
         return {}
     return {"train.warmup_ratio": value} if value < 1 else {"train.warmup_steps": int(value)}

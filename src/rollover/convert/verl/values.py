@@ -8,6 +8,7 @@ from typing import Any
 from rollover.config.traits import LOSSES
 from rollover.convert.mapping import Options, Unanswered
 from rollover.convert.shown import where
+from rollover.convert.verl.programs import ASYNC, SYNC, bypass, groups, mode_of
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 IS = "algorithm.rollout_correction"
@@ -38,7 +39,7 @@ def loss(options: Options) -> str:
 
 def _unclipped(options: Options) -> bool:
     """Whether verl's bypass mode takes the weighed loss without a clip, in the place of `loss_mode`."""
-    return bool(options(f"{IS}.bypass_mode")) and options(f"{IS}.loss_type") == "reinforce"
+    return bypass(options) and options(f"{IS}.loss_type") == "reinforce"
 
 
 def critic(options: Options) -> bool:
@@ -113,17 +114,17 @@ def updates(options: Options) -> int:
 
 
 def minibatches(options: Options) -> int:
-    groups, size = options("data.train_batch_size"), options(f"{ACTOR}.ppo_mini_batch_size")
-    if groups % size:
+    num, size = groups(options), options(f"{ACTOR}.ppo_mini_batch_size")
+    if num % size:
         raise Unanswered(
-            f"{groups} groups a step in minibatches of {size}: the last one is smaller there; here all have as many"
-            f" groups. Set --train.minibatches_per_step {math.ceil(groups / size)}, say"
+            f"{num} groups a step in minibatches of {size}: the last one is smaller there; here all have as many"
+            f" groups. Set --train.minibatches_per_step {math.ceil(num / size)}, say"
         )
-    return groups // size
+    return num // size
 
 
 def correction(value: Any, options: Options) -> dict[str, Any]:
-    if options(f"{IS}.bypass_mode") and not _unclipped(options):
+    if bypass(options) and not _unclipped(options):
         return {"algorithm.proximal": "behavior"}
     cap, level = options(f"{IS}.rollout_is_threshold"), options(f"{IS}.rollout_is")
     if level in (None, "null", "none", "off"):
@@ -164,13 +165,15 @@ def rejection(value: Any, options: Options) -> dict[str, Any]:
 
 
 def uncorrected(value: Any, options: Options) -> dict[str, Any]:
-    """verl trains what was sampled with top_p or top_k, and losses without a ratio, without a correction."""
-    clipped = options(f"{IS}.bypass_mode") and not _unclipped(options)
+    """verl trains what was sampled with top_p or top_k or under older weights, and losses without a ratio, without a
+    correction."""
+    clipped = bypass(options) and not _unclipped(options)
     if options(f"{IS}.rollout_is") not in (None, "null", "none", "off") or clipped:
         return {}
     truncated = options(f"{ROLLOUT}.top_p") < 1 or int(options(f"{ROLLOUT}.top_k")) > 0
     without_ratio = loss(options) == "reinforce" and updates(options) > 1
-    return {"algorithm.allow_uncorrected": True} if truncated or without_ratio else {}
+    stale = mode_of(options) != SYNC
+    return {"algorithm.allow_uncorrected": True} if truncated or without_ratio or stale else {}
 
 
 def files(value: Any) -> list[str]:
@@ -178,14 +181,38 @@ def files(value: Any) -> list[str]:
 
 
 def sources(value: Any, options: Options) -> dict[str, Any]:
-    train, held_out = files(value), files(options("data.val_files") or [])
+    train, held_out = files(value), validation(options)
     column = options("data.prompt_key")
     common = {"kind": "dataset"} | ({"prompt_column": column} if column != "prompt" else {})
-    sources = [common | {"path": path} for path in train]
+    sources = [common | {"path": path} for path in train] or [common]  # whose path a command line gives
     for source, path in zip(sources, held_out, strict=False):
         source["eval_path"] = path
     sources += [common | {"path": path, "weight": 0.0} for path in held_out[len(train) :]]
     return {"tasks.sources": sources}
+
+
+def validation(options: Options) -> list[str]:
+    """The files of validation that are none of training: held-out problems are not trained here."""
+    train = files(options("data.train_files") or [])
+    return [path for path in files(options("data.val_files") or []) if path not in train]
+
+
+def val_files(value: Any, options: Options) -> dict[str, Any]:
+    values = sources(options("data.train_files") or [], options)
+    same = [path for path in files(value) if path not in validation(options)]
+    if not same:
+        return values
+    values |= {} if validation(options) else {"tasks.eval_fraction": 0.0}
+    raise Unanswered(
+        f"{', '.join(same)} is a file of data.train_files, too, and held-out problems are not trained here: set"
+        " --tasks.eval_fraction to hold out a share of it, or leave it out, to train all of it and evaluate none",
+        values,
+    )
+
+
+def held_out(options: Options) -> dict[str, Any]:
+    """Nothing of the rows of training is held out where no file of validation is named."""
+    return {} if options("data.val_files") else {"tasks.eval_fraction": 0.0}
 
 
 def truncation(value: Any, options: Options) -> dict[str, Any]:
@@ -200,7 +227,7 @@ def reward(value: Any, options: Options) -> dict[str, Any]:
 
 def overlong(value: Any, options: Options) -> dict[str, Any]:
     prefix = "reward.reward_kwargs.overlong_buffer_cfg"
-    if not options(f"{prefix}.enable") or not options(f"{prefix}.len"):
+    if not all(options(f"{prefix}.{name}") for name in ("enable", "len", "penalty_factor")):
         return {}
     return {
         "rewards.overlong_buffer_tokens": options(f"{prefix}.len"),
@@ -211,14 +238,19 @@ def overlong(value: Any, options: Options) -> dict[str, Any]:
 def metric(value: Any, options: Options) -> dict[str, Any]:
     if not options("algorithm.filter_groups.enable"):
         return {}
-    names = {"seq_reward": "score", "seq_final_reward": "score", "reward": "score"}
-    return {"filters.metric": names.get(value, value)}
+    if value == "seq_final_reward" and kl_in_reward(None, options):
+        raise Unanswered("the score less the KL: set --filters.metric shaped_score, which has the KL not in it")
+    names = {"seq_reward": "shaped_score", "seq_final_reward": "shaped_score", "reward": "score"}
+    found = names.get(value, value)
+    return {"filters.metric": "score" if found == "shaped_score" and not overlong(None, options) else found}
 
 
 def give_up(value: Any, options: Options) -> dict[str, Any]:
-    if not options("algorithm.filter_groups.enable") or not value:
+    if not options("algorithm.filter_groups.enable"):
         return {}
-    share = (options("data.gen_batch_size") or options("data.train_batch_size")) / options("data.train_batch_size")
+    if not value or value < 0:
+        return {"filters.give_up_after_steps": 0}
+    share = (options("data.gen_batch_size") or groups(options)) / groups(options)
     return {"filters.give_up_after_steps": math.ceil(value * share)}
 
 
@@ -298,8 +330,9 @@ def eval_top_p(value: Any, options: Options) -> dict[str, Any]:
 
 
 def eval_tasks(value: Any, options: Options) -> dict[str, Any]:
-    asked = int(options("trainer.test_freq") or -1) > 0
-    return {"eval.num_tasks": value if value > 0 else 100_000} if asked and options("data.val_files") else {}
+    often = "rollout.test_freq" if mode_of(options) == ASYNC else "trainer.test_freq"
+    asked = int(options(often) or -1) > 0
+    return {"eval.num_tasks": value if value > 0 else 100_000} if asked and validation(options) else {}
 
 
 def schedule(value: Any, options: Options) -> dict[str, Any]:

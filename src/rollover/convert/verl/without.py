@@ -81,10 +81,10 @@ ASKED = {
     "reward.reward_manager.module.path": (_REWARDS, _NULL),
     "reward_model.reward_loop_module_path": (_REWARDS, _NULL),
     "reward_model.reward_loop_class_name": (_REWARDS, _NULL),
+    "reward_model.sandbox_fusion.url": ("the reward `code` has `url` (docs/rewards.md)", _NULL),
     "reward.sandbox_fusion.url": ("the reward `code` has `url` (docs/rewards.md)", _NULL),
     "sandbox_fusion.url": ("the reward `code` has `url` (docs/rewards.md)", _NULL),
     "distillation.enabled": ("set `[distill]` (docs/distillation.md)", (False,)),
-    "async_training.*": ("take the recipe `fully_async` as a second file (docs/async.md)", ()),
     "trainer.v1.trainer_mode": ("docs/modes.md says which settings of `[rollout]` each mode is", ("sync",)),
     "algorithm.use_pf_ppo": ("there is no PF-PPO", (False,)),
     f"{ACTOR}.use_token_level_loss": ("an older name of `loss_agg_mode=token-mean`", (True,)),
@@ -93,8 +93,9 @@ ASKED = {
     "critic.loss_agg_mode": ("a critic's loss is a mean over tokens", ("token-mean",)),
     "critic.loss_scale_factor": ("a critic's loss is a mean over tokens", _NULL),
     "critic.enable": ("there is a critic where `adv_estimator` needs one", (True, *_NULL)),
-    "trainer.val_only": ("`rollover eval` evaluates a model", (False,)),
+    "trainer.val_only": ("`rollover eval CONVERTED.toml` evaluates the model without training", (False,)),
     "skip.*.enable": ("set `run.train_on_recorded` to train recorded rollouts", (False,)),
+    f"{ROLLOUT}.skip_rollout": ("set `run.train_on_recorded` to train recorded rollouts", (False,)),
 }
 _ENGINES = (ROLLOUT, "reward.reward_model.rollout", "reward_model.rollout")
 NO_RESULT = {
@@ -121,7 +122,9 @@ NO_RESULT = {
         f"{ROLLOUT}.router_config_path", f"{ROLLOUT}.mtp", f"{ROLLOUT}.qat", f"{ROLLOUT}.prompt_length",
         f"{ROLLOUT}.response_length", "actor_rollout_ref.hybrid_engine", "actor_rollout_ref.nccl_timeout",
         "critic.nccl_timeout", "critic.ppo_mini_batch_size", "critic.shuffle", "model_engine",
-        "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.balance_batch", "trainer.device",
+        "trainer.n_gpus_per_node", "trainer.nnodes", "rollout.n_gpus_per_node", "rollout.nnodes", "rollout.n",
+        "async_training.checkpoint_engine.*", "async_training.use_trainer_do_validate", "trainer.balance_batch",
+        "trainer.device",
         "trainer.use_legacy_worker_impl", "trainer.use_v1", "trainer.ray_wait_register_center_timeout", "ray_init.*",
         "ray_kwargs.*", "transfer_queue.*", "data.return_raw_chat", "data.return_raw_input_ids",
         "data.return_full_prompt", "data.return_multi_modal_inputs", "data.val_batch_size", "data.validation_shuffle",
@@ -163,7 +166,7 @@ NO_RESULT = {
     "goes with `trainer.v1.trainer_mode`": ("trainer.v1.*",),
     _LORA: (f"{MODEL}.lora.*", "critic.model.lora.*", "critic.model.lora_alpha", "critic.model.lora_adapter_path",
             "critic.model.target_modules", "critic.model.exclude_modules"),
-    "goes with `sandbox_fusion.url`": ("reward.sandbox_fusion.*", "sandbox_fusion.*"),
+    "goes with `sandbox_fusion.url`": ("reward_model.sandbox_fusion.*", "reward.sandbox_fusion.*", "sandbox_fusion.*"),
     "goes with `distillation.enabled`": ("distillation.*",),
     "goes with `data.custom_cls.path`, `data.sampler.class_path` or `data.datagen.path`": (
         "data.custom_cls.name", "data.sampler.class_name", "data.datagen.name"),

@@ -24,6 +24,7 @@ from rollover.engine.embedded.sequence import OnToken, Sequence
 from rollover.engine.embedded.structures import Structures
 from rollover.engine.protocol import ExtendRequest, WeightLoad
 from rollover.models.attention import cache_shape
+from rollover.models.devices import synchronize
 from rollover.models.limits import Limits
 from rollover.models.team import Team
 from rollover.types import Segment, StopReason
@@ -78,7 +79,7 @@ class EmbeddedEngine:
         self.may_step = asyncio.Event()  # while it is cleared, what is asked waits; what is interrupted returns at once
         self.may_step.set()
         # Only where a forward pass returns when it is done: elsewhere its time is not known without waiting for it.
-        self._timed = first.device.type == "cpu"
+        self._device, self._timed = first.device, first.device.type == "cpu"
         self._prefill = Prefill(
             self._batcher,
             self._runner,
@@ -240,6 +241,7 @@ class EmbeddedEngine:
         started = time.perf_counter()
         with torch.no_grad():
             num_bytes = self._runner.load_weights(version, tensors)
+        synchronize(self._device)  # the seconds below are those of the copies
         if version != self._version:
             for seq in self._batcher.active():
                 seq.cut_at_update(self._version)

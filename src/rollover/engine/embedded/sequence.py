@@ -11,7 +11,7 @@ import numpy as np
 from rollover.engine.embedded.kv_cache import RowOwner
 from rollover.engine.embedded.processors import Processor
 from rollover.engine.protocol import ExtendRequest
-from rollover.engine.repetition import CHECK_EVERY, repeats_itself
+from rollover.engine.stop import stop_reason
 from rollover.types import Segment, StopReason
 
 # Told of each token as it is sampled: the token, its log-prob, and why the sequence stops with it (None: it goes on).
@@ -93,21 +93,8 @@ class Sequence(RowOwner):
 
     def stop_reason(self, decode_text: Callable[[list[int]], str] | None) -> StopReason | None:
         """Why it stops with the token that was sampled last; None: it goes on."""
-        request, token = self.request, self.tokens[-1]
-        if token in request.stop_token_ids:
-            return StopReason.EOS
-        if request.stop_strings and decode_text is not None:
-            # A character takes at most four tokens, so this tail holds any stop string that just ended.
-            tail = max(map(len, request.stop_strings)) * 4 + 8
-            text = decode_text(self.tokens[max(self.num_prompt + request.text_start, len(self.tokens) - tail) :])
-            if any(stop in text for stop in request.stop_strings):
-                return StopReason.STOP_STRING
-        if self.num_new >= request.max_new_tokens:
-            return StopReason.LENGTH
-        if request.stop_repetition_tokens and (self.next_index - request.text_start) % CHECK_EVERY == 0:
-            if repeats_itself(self.tokens[self.num_prompt + request.text_start :], request.stop_repetition_tokens):
-                return StopReason.REPETITION
-        return StopReason.PAUSED if self.num_new == request.pause_after else None
+        tokens = self.tokens
+        return stop_reason(self.request, self.num_new, lambda num: tokens[len(tokens) - num :], decode_text)
 
     def keeps_kv(self, reason: StopReason) -> bool:
         """Whether what is cached is of use after it ended for this reason."""

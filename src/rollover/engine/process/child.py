@@ -18,7 +18,7 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.process.wire import Channel, requests_from_json, segment_to_json
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.allocator import keep_few_shapes, keep_freed_memory
-from rollover.models.devices import engine_device
+from rollover.models.devices import dtype_of, engine_device
 from rollover.models.load import load_model
 from rollover.weights.build import received
 
@@ -33,7 +33,7 @@ def main(control_fd: str) -> None:
     first = control.receive()
     torch.set_num_threads(first["threads"])
     config = Config.model_validate(first["config"], context=UNSETTLED)  # it was checked where it was made
-    loaded = load_model(config.model, dtype=getattr(torch, config.model.dtype), device=engine_device(config))
+    loaded = load_model(config.model, dtype=dtype_of(config), device=engine_device(config))
     for parameter in loaded.model.parameters():
         # Aligned as the trainer's process has them: from a mapped file they are not, and some matmuls then round
         # otherwise.

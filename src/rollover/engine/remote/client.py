@@ -8,16 +8,17 @@ in uvicorn), since a request that is sent as that happens would be lost.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rollover.engine.remote.wire import GENERATE, Chunk, Refused, ServerFailed, parse_event
+from rollover.http_guard import token
 
 if TYPE_CHECKING:
     import aiohttp
 
-TOKEN = "ROLLOVER_SERVER_TOKEN"
+MOST_ANSWER_BYTES = 2**26
+"""Of an answer, or of one event of a stream: a server that fails may send without end."""
 _KEEP_ALIVE_S = 3.0
 _CONNECT_S = 10.0
 _CONTROL_CONNECTIONS = 16
@@ -32,17 +33,20 @@ def library() -> Any:
     return aiohttp
 
 
-def headers() -> dict[str, str]:
-    """What every call carries: the token of the environment, if there is one."""
-    token = os.environ.get(TOKEN, "")
+def headers(token: str) -> dict[str, str]:
+    """Return what every call carries: the token, unless it is empty."""
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 class ServerClient:
-    """One server at `url` (http://host:port). To be used on one event loop, and closed there."""
+    """One server at `url` (http://host:port). To be used on one event loop, and closed there.
 
-    def __init__(self, url: str) -> None:
+    `server_token`: the server's; None: that of the environment, if there is one.
+    """
+
+    def __init__(self, url: str, server_token: str | None = None) -> None:
         self.url = url.rstrip("/")
+        self._headers = headers(token() if server_token is None else server_token)
         self._library = library()
         self._streams: aiohttp.ClientSession | None = None
         self._control: aiohttp.ClientSession | None = None
@@ -54,7 +58,7 @@ class ServerClient:
         return self._library.ClientSession(
             connector=self._library.TCPConnector(limit=limit, keepalive_timeout=_KEEP_ALIVE_S),
             timeout=self._library.ClientTimeout(total=None, sock_connect=_CONNECT_S),
-            headers=headers(),
+            headers=self._headers,
         )
 
     async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
@@ -67,17 +71,14 @@ class ServerClient:
         try:
             async with self._streams.post(self.url + GENERATE, json=body) as response:
                 if response.status != 200:
-                    said = _message(await response.text(errors="replace"))
+                    said = message_of(await _text(response))
                     raise ValueError(said) if response.status == 400 else ServerFailed(f"{response.status}: {said}")
-                rest = b""
-                async for data in response.content.iter_any():
-                    *lines, rest = (rest + data).split(b"\n")
-                    for line in lines:
-                        if line.startswith(b"data:"):
-                            chunk = parse_event(line[5:].decode(errors="replace").strip())
-                            if chunk is None:
-                                return
-                            yield chunk
+                async for line in _lines(response.content.iter_any()):
+                    if line.startswith(b"data:"):
+                        chunk = parse_event(line[5:].decode(errors="replace").strip())
+                        if chunk is None:
+                            return
+                        yield chunk
         except (TimeoutError, self._library.ClientError, OSError) as error:
             raise ServerFailed(f"the connection broke: {error!r}") from error
 
@@ -95,9 +96,9 @@ class ServerClient:
         limit = self._library.ClientTimeout(total=limit_s, sock_connect=min(limit_s, _CONNECT_S))
         try:
             async with self._control.request(method, self.url + path, timeout=limit, **values) as response:
-                text = await response.text(errors="replace")
+                text = await _text(response)
                 if response.status >= 400:
-                    raise Refused(f"{path} answered {response.status}: {_message(text)}", response.status)
+                    raise Refused(f"{path} answered {response.status}: {message_of(text)}", response.status)
                 return json.loads(text) if text else {}
         except TimeoutError as error:
             raise ServerFailed(f"{path} was not answered within {limit_s:.3g} s") from error
@@ -115,11 +116,34 @@ class ServerClient:
         self._streams = self._control = None
 
 
-def _message(text: str) -> str:
+async def _text(response: Any) -> str:
+    """Return the body as UTF-8, whatever charset the server names: Python has codecs that are no text encodings."""
+    content = bytearray()
+    async for data in response.content.iter_any():
+        content += data
+        if len(content) > MOST_ANSWER_BYTES:
+            raise ServerFailed(f"its answer has more than {MOST_ANSWER_BYTES:,} bytes")
+    return content.decode(errors="replace")
+
+
+async def _lines(parts: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
+    """Yield the lines of a stream, without their ends. ServerFailed for one that is too long."""
+    line = bytearray()
+    async for data in parts:
+        first, *others = data.split(b"\n")
+        line += first
+        for other in others:
+            yield bytes(line)
+            line = bytearray(other)
+        if len(line) > MOST_ANSWER_BYTES:
+            raise ServerFailed(f"it sent an event of more than {MOST_ANSWER_BYTES:,} bytes")
+
+
+def message_of(text: str) -> str:
     """What a server says of an error, as far as it says it in JSON."""
     try:
         error = json.loads(text)
         error = error.get("error", error.get("detail", error))
         return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return text[:500]

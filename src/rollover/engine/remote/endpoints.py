@@ -5,8 +5,9 @@ Asked when a server joins. One that takes weights, and then no request, would fa
 
 from __future__ import annotations
 
-from rollover.engine.remote.client import TOKEN, ServerClient
+from rollover.engine.remote.client import ServerClient
 from rollover.engine.remote.wire import GENERATE, Refused, ServerFailed
+from rollover.http_guard import TOKEN_VARIABLE
 
 _NO_TOKEN = (401, 403)
 _NOT_THERE = (403, 404, 405, 501)  # vLLM: 403 for what it was not started with, in earlier versions 404
@@ -32,11 +33,11 @@ def lacking(path: str, error: Refused) -> str | None:
     return None
 
 
-def wants_token(name: str, status: int) -> str | None:
+def wants_token(name: str, status: int, said: str) -> str | None:
     """What to tell whoever asked the server `name` without its token; None: that is not the fault."""
     if status not in _NO_TOKEN:
         return None
     return (
-        f"the server {name} answers {status}: it wants a token. Set the environment variable {TOKEN} to the one that it"
-        " was started with"
+        f"the server {name} answers {status} ({said}): it wants a token. Set the environment variable {TOKEN_VARIABLE}"
+        " to the one that it was started with"
     )

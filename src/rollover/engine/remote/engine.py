@@ -55,6 +55,8 @@ class RemoteSetup:
     """The folder of what our servers print; None: it is removed with the engine."""
     own_server: Callable[[int], Host] | None = None
     """See `hosts_of`."""
+    names: Callable[[NamedTensors], NamedTensors] = lambda tensors: tensors
+    """What the servers call the weights: vLLM's loaders know the names of files."""
 
 
 class RemoteEngine:
@@ -103,7 +105,7 @@ class RemoteEngine:
                 self._fleet.start(await self._send(self.oldest_version, self._setup.initial()))
 
     async def _send(self, version: int, tensors: NamedTensors) -> Parcel:
-        return await asyncio.to_thread(self._weights.send, version, tensors)
+        return await asyncio.to_thread(lambda: self._weights.send(version, self._setup.names(tensors)))
 
     # The contract
 
@@ -214,6 +216,8 @@ class RemoteEngine:
             "engine/ejections": float(self._fleet.num_ejections),
             "engine/lost_requests": float(counts.lost_requests),
             "engine/abandoned_requests": float(counts.abandoned_requests),
+            "engine/resumed_in_place": float(self._router.num_in_place),
+            "engine/resumed_elsewhere": float(self._router.num_elsewhere),
             "engine/surplus_tokens": float(counts.surplus_tokens),
             "engine/span_mismatches": float(counts.span_mismatches),
             "engine/refused_weights": float(self._deliveries.num_refused),

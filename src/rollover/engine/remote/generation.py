@@ -13,7 +13,7 @@ import numpy as np
 
 from rollover.engine.protocol import ExtendRequest
 from rollover.engine.remote.wire import Span, version_of
-from rollover.engine.stopping import stop_reason
+from rollover.engine.stop import last_of, stop_reason
 from rollover.types import Segment, StopReason
 
 
@@ -60,7 +60,9 @@ class Generation:
             self.tokens.append(token)
             self.logprobs.append(0.0 if greedy else logprob)
             self.versions.append(version)
-            self.reason = stop_reason(self.request, self.tokens, self._decode_text)
+            self.reason = stop_reason(
+                self.request, len(self.tokens), last_of(self.request, self.tokens), self._decode_text
+            )
             if self.reason is not None:
                 self.end.set()
 

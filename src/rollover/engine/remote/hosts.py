@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 import signal
 import subprocess
 import tempfile
@@ -25,11 +26,12 @@ from rollover.back_off import BackOff
 from rollover.config import Config
 from rollover.config.describe import settings_as_toml
 from rollover.engine.protocol import EngineDied
-from rollover.engine.remote.client import ServerClient, headers
+from rollover.engine.remote.client import MOST_ANSWER_BYTES, ServerClient, headers, message_of
 from rollover.engine.remote.endpoints import wants_token
 from rollover.engine.remote.server import Server
 from rollover.engine.remote.server_log import ServerLog
 from rollover.engine.remote.wire import ServerFailed, longest_of
+from rollover.http_guard import TOKEN_VARIABLE, token
 from rollover.processes import brief_waiting, child_command, child_environment
 
 _ASK_AGAIN_S = 0.2
@@ -38,9 +40,10 @@ _LOOK_AT_LOG_S = 10.0
 
 
 class Host(Protocol):
-    """One place of a server. `name` is for messages, and the same for its life."""
+    """One place of a server. `name` is for messages, and the same for its life. `token`: "" where it has none."""
 
     name: str
+    token: str
 
     def address(self, limit_s: float) -> str:
         """Wait until the server can be asked: its URL. For any thread. ServerFailed if it takes longer, or ended."""
@@ -63,10 +66,10 @@ class Host(Protocol):
 
 
 class UrlHost:
-    """A server that others start and end."""
+    """A server that others start and end. `server_token`: None takes the environment's."""
 
-    def __init__(self, url: str) -> None:
-        self.name = url
+    def __init__(self, url: str, server_token: str | None = None) -> None:
+        self.name, self.token = url, token() if server_token is None else server_token
 
     def address(self, limit_s: float) -> str:
         return self.name
@@ -75,7 +78,7 @@ class UrlHost:
         """Nothing: it is not ours."""
 
     async def ready(self) -> Server:
-        return Server(self.name, ServerClient(self.name))
+        return Server(self.name, ServerClient(self.name, self.token))
 
     async def discard(self) -> None:
         """Nothing: it is not ours."""
@@ -88,7 +91,8 @@ class ProcessHost:
     """Server number `number` of those that the run starts: at once, and again whenever it was discarded.
 
     `logs`: the folder of what it prints (server-0.log) and of its settings (server-0.toml); None: one that is removed.
-    `address`: of this machine, at which it is asked.
+    `address`: of this machine, at which it is asked. `server_token`: "" takes the environment's, or makes one: every
+    program of this machine can reach the server, web pages in a browser too.
     """
 
     def __init__(
@@ -98,8 +102,10 @@ class ProcessHost:
         start_limit_s: float,
         logs: Path | None = None,
         address: str = "127.0.0.1",
+        server_token: str = "",
     ) -> None:
         self.name = f"{config.engine.server} server {number}"
+        self.token = server_token or new_token()
         self._config, self._limit_s, self._address = config, start_limit_s, address
         self._process: subprocess.Popen[bytes] | None = None
         self._url: str | None = None
@@ -132,7 +138,7 @@ class ProcessHost:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=child_environment(**brief_waiting(self._config.run)),
+                env=child_environment(**brief_waiting(self._config.run)) | {TOKEN_VARIABLE: self.token},
                 start_new_session=True,  # Ctrl-C is for the loop
             )
 
@@ -173,7 +179,7 @@ class ProcessHost:
         if self._process is None:
             self._start()
         url = await asyncio.to_thread(self.address, self._limit_s)
-        return Server(self.name, ServerClient(url))
+        return Server(self.name, ServerClient(url, self.token))
 
     async def discard(self) -> None:
         process, self._process, self._url = self._process, None, None
@@ -200,6 +206,11 @@ def _close(process: subprocess.Popen[bytes]) -> None:
         process.stdout.close()
 
 
+def new_token() -> str:
+    """Return the token of a server that the run starts: the environment's, or a random one."""
+    return token() or secrets.token_urlsafe(32)
+
+
 def hosts_of(config: Config, logs: Path | None = None, own: Callable[[int], Host] | None = None) -> list[Host]:
     """Those of engine.urls, and engine.num_servers of our own, which begin to start, and print to the folder `logs`.
 
@@ -217,9 +228,10 @@ def longest_rollout(hosts: Sequence[Host], limit_s: float, say: Callable[[str], 
         whys: list[str] = []
         for host in hosts:
             try:
-                return _max_model_len(host.address(left_s))
+                return _max_model_len(host.address(left_s), host.token)
             except urllib.error.HTTPError as error:
-                if (why := wants_token(host.name, error.code)) is not None:
+                message = message_of(error.read(MOST_ANSWER_BYTES).decode(errors="replace"))
+                if (why := wants_token(host.name, error.code, message)) is not None:
                     raise ValueError(why) from error
                 whys.append(f"{host.name}: /v1/models answered {error.code}")
             except (ServerFailed, OSError, ValueError, RecursionError, HTTPException) as error:
@@ -234,11 +246,11 @@ def longest_rollout(hosts: Sequence[Host], limit_s: float, say: Callable[[str], 
     raise EngineDied(f"no server of [engine] answered within {limit_s:.3g} s (engine.give_up_s); {said}")
 
 
-def _max_model_len(url: str) -> int:
-    asked = urllib.request.Request(f"{url}/v1/models", headers=headers())
+def _max_model_len(url: str, server_token: str) -> int:
+    asked = urllib.request.Request(f"{url}/v1/models", headers=headers(server_token))
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as all other calls (client.py)
     with direct.open(asked, timeout=10) as answer:
-        said = json.loads(answer.read())
+        said = json.loads(answer.read(MOST_ANSWER_BYTES))
     if (longest := longest_of(said)) is None:
         raise ServerFailed(f"/v1/models names no model with its max_model_len: {str(said)[:200]}")
     return longest

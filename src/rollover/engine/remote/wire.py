@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollover.engine.protocol import ExtendRequest
+from rollover.engine.protocol import ExtendRequest, given_logprob
 
 GENERATE = "/inference/v1/generate"
 FIRST_LABEL = "default"  # of the weights that a server was started with
@@ -135,7 +134,7 @@ def longest_of(models: Any) -> int | None:
         longest = models["data"][0]["max_model_len"]
     except (LookupError, TypeError):
         return None
-    return longest if isinstance(longest, int) else None
+    return longest if type(longest) is int else None
 
 
 def parse_event(data: str) -> Chunk | None:
@@ -166,15 +165,20 @@ def parse_event(data: str) -> Chunk | None:
 def _chunk(choice: dict[str, Any]) -> Chunk:
     ids = tuple(map(_whole, choice["token_ids"] or ()))
     content = (choice.get("logprobs") or {}).get("content") or ()
-    logprobs = [float(entry["logprob"]) for entry in content]
+    logprobs = [_number(entry["logprob"]) for entry in content]
     if len(logprobs) != len(ids):
         raise ValueError(f"{len(ids)} tokens with {len(logprobs)} log-probs")
     spans = choice.get("weight_versions")
     given = None if spans is None else tuple(map(_span, spans))
-    good = next((i for i, x in enumerate(logprobs) if not _possible(x)), len(ids))
-    failed = None if good == len(ids) else f"it gave token {ids[good]} the log-prob {logprobs[good]:g}, which is none"
-    usable = tuple(min(0.0, x) for x in logprobs[:good])  # rounding may take one above 0
-    return Chunk(ids[:good], usable, choice.get("finish_reason"), given, failed=failed)
+    usable: list[float] = []
+    failed = None
+    for token, value in zip(ids, logprobs, strict=True):
+        logprob = given_logprob(value) if value > _NO_LOGPROB else None
+        if logprob is None:
+            failed = f"it gave token {token} the invalid log-prob {value:g} (they are finite, and at most 0)"
+            break
+        usable.append(logprob)
+    return Chunk(ids[: len(usable)], tuple(usable), choice.get("finish_reason"), given, failed=failed)
 
 
 def _span(given: dict[str, Any]) -> Span:
@@ -182,10 +186,12 @@ def _span(given: dict[str, Any]) -> Span:
 
 
 def _whole(number: object) -> int:
-    if not isinstance(number, int) or not 0 <= number < _MOST_TOKEN:
+    if type(number) is not int or not 0 <= number < _MOST_TOKEN:
         raise ValueError(f"{number!r} is no token, and no number of tokens")
     return number
 
 
-def _possible(logprob: float) -> bool:
-    return math.isfinite(logprob) and logprob > _NO_LOGPROB
+def _number(value: object) -> float:
+    if type(value) not in (int, float):  # true is an int to Python
+        raise ValueError(f"{value!r} is no number")
+    return float(value)  # type: ignore[arg-type]

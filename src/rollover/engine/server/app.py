@@ -32,7 +32,7 @@ from rollover.engine.server.requests import Refusal, choice, flag, generate_body
 from rollover.engine.server.service import Service
 from rollover.engine.server.stream import Chunk, Stream
 from rollover.engine.server.texts import TextEndpoints
-from rollover.http_server import until_gone
+from rollover.http_server import body_of, until_gone
 
 MOST_BODY_BYTES = 2**26
 _NO_LOGPROB = -9999.0
@@ -41,7 +41,7 @@ _Answer = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(service: Service, texts: TextEndpoints | None = None) -> Starlette:
-    """The ASGI application; a guard of tokens stands before it. `texts`: what answers the endpoints of texts."""
+    """The ASGI application; HttpServer puts a guard before it. `texts`: what answers the endpoints of texts."""
     endpoints = _Endpoints(service, texts)
     posts, gets = endpoints.posts(), endpoints.gets()
     return Starlette(
@@ -270,14 +270,17 @@ def _always(value: Callable[[], dict[str, Any]]) -> _Answer:
 
 
 async def _json(request: Request) -> Any:
-    chunks, num = [], 0
-    async for chunk in request.stream():
-        num += len(chunk)
-        if num <= MOST_BODY_BYTES:  # what is longer is read to its end: its client reads why it is refused
-            chunks.append(chunk)
-    if num > MOST_BODY_BYTES:
-        raise Refusal(f"body: {num:,} bytes, and {MOST_BODY_BYTES:,} are the most that are read", "body")
-    text = b"".join(chunks)
+    return _parsed(await _bytes(request))
+
+
+async def _bytes(request: Request) -> bytes:
+    body = await body_of(request, MOST_BODY_BYTES)
+    if isinstance(body, int):
+        raise Refusal(f"body: {body:,} bytes, and {MOST_BODY_BYTES:,} are the most that are read", "body")
+    return body
+
+
+def _parsed(text: bytes) -> Any:
     try:
         value = json.loads(text)
         if b"\\u" in text:
@@ -290,9 +293,10 @@ async def _json(request: Request) -> Any:
 
 
 async def _object(request: Request, *, may_be_empty: bool = False) -> dict[str, Any]:
-    if may_be_empty and not await request.body():
+    body = await _bytes(request)
+    if may_be_empty and not body:
         return {}
-    value = await _json(request)
+    value = _parsed(body)
     if not isinstance(value, dict):
         raise Refusal("body: a JSON object is wanted", "body")
     return value

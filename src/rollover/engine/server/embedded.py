@@ -5,22 +5,21 @@ Owns the process's way from the port to its end: SIGTERM and Ctrl-C end it in or
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping
 
 import torch
 from safetensors.torch import load_file
+from starlette.applications import Starlette
 
 from rollover.config import Config
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.server.app import make_app
-from rollover.engine.server.guard import TokenGuard
 from rollover.engine.server.service import Service
 from rollover.engine.server.texts import TextEndpoints
-from rollover.http_server import HttpServer
+from rollover.http_guard import token
+from rollover.http_server import HttpServer, end_of_service
 from rollover.models.devices import dtype_of, engine_device
 from rollover.models.load import load_model, stop_token_ids
 from rollover.models.team import prepare_process
@@ -34,15 +33,15 @@ async def serve(config: Config, host: str, port: int, ready: Callable[[str], Non
 
     ValueError where the port cannot be had, or the model cannot be loaded.
     """
-    parts: list[TokenGuard] = []  # when the model is loaded
+    parts: list[Starlette] = []  # when the model is loaded
 
     async def app(scope, receive, send) -> None:
         await parts[0](scope, receive, send)
 
-    server = HttpServer(app, port, host, "--port")  # first: a port that is taken is told at once
+    server = HttpServer(app, port, host, "--port", token=token())  # first: a port that is taken is told at once
     service = make_service(config)
-    parts.append(TokenGuard(make_app(service, TextEndpoints(service, service.tokenizer))))
-    told = _told_to_end()
+    parts.append(make_app(service, TextEndpoints(service, service.tokenizer)))
+    told = end_of_service()
     await server.start()
     ready(server.url)
     code = await told
@@ -57,6 +56,7 @@ def make_service(config: Config) -> Service:
     they share or renew it by cache_salt and clear_cache."""
     prepare_process(config)
     loaded = load_model(config.model, dtype=dtype_of(config), device=engine_device(config))
+    model_bytes = sum(weight.numel() * weight.element_size() for weight in loaded.model.parameters())
     rollout = config.rollout.model_copy(update={"kv_on_resume": "keep"})
     tokenizer = loaded.tokenizer
     engine = EmbeddedEngine.over(loaded.model, tokenizer, config.model_copy(update={"rollout": rollout}))
@@ -67,6 +67,7 @@ def make_service(config: Config) -> Service:
         tokenizer=tokenizer,
         load=_load,
         fail=_end_process,
+        model_bytes=model_bytes,
     )
 
 
@@ -78,12 +79,3 @@ def _end_process(reason: str) -> None:
     """At once, whatever goes on: nothing may be sampled with half a model."""
     print(f"rollover: error: {reason}: the server ends", file=sys.stderr, flush=True)
     os._exit(_BROKEN)
-
-
-def _told_to_end() -> asyncio.Future[int]:
-    """Done with the exit code when SIGTERM or Ctrl-C comes."""
-    loop = asyncio.get_running_loop()
-    told: asyncio.Future[int] = loop.create_future()
-    for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, 130)):
-        loop.add_signal_handler(number, lambda code=code: told.done() or told.set_result(code))
-    return told

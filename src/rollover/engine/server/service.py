@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 NO_UPDATE_YET = "default"
+_LOAD_S = 60.0  # to map a verified file
 _DRAIN_S = 1.0  # a client that does not read must not hold up the others' weights
 
 
@@ -61,6 +62,7 @@ class ServedEngine(Engine, Protocol):
 
 class Service:
     """`engine` as `model_name`. `eos`: token ids that end an answer. `load`: reads the tensors of a verified file.
+    `model_bytes`: of all its weights.
 
     `fail` is told why the engine is of no more use: its weights may be half of one version, half of another.
     """
@@ -74,11 +76,12 @@ class Service:
         tokenizer: Any,
         load: Callable[[str], Mapping[str, torch.Tensor]],
         fail: Callable[[str], None],
+        model_bytes: int,
     ) -> None:
         self.engine, self.model_name = engine, model_name
         self._eos, self.tokenizer, self._load, self._fail = eos, tokenizer, load, fail
         self.label = NO_UPDATE_YET
-        self.verifier = Verifier()
+        self.verifier = Verifier(model_bytes)
         self.streams: dict[str, Stream] = {}
         """Under way, by the engine's rollout id."""
         self.num_prompt_tokens = self.num_ended_tokens = self.num_updates = 0
@@ -198,7 +201,10 @@ class Service:
             raise Refusal("an update begins with /start_weight_update", status=500)
         async with self._updating:
             try:
-                tensors = await asyncio.to_thread(self._read, path, sha256)
+                async with asyncio.timeout(self.verifier.limit_s + _LOAD_S):  # a read may never return
+                    tensors = await asyncio.to_thread(self._read, path, sha256)
+            except TimeoutError as error:
+                raise Refusal("refused: reading the file takes too long", status=500) from error
             except (ValueError, OSError) as error:
                 raise Refusal(f"refused: {error}", status=500) from error
             try:

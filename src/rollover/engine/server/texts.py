@@ -27,6 +27,7 @@ from rollover.engine.server.requests import Fields, GenerateBody, Number, Refusa
 from rollover.engine.server.service import Service
 from rollover.engine.server.stream import Chunk, Stream
 from rollover.http_server import until_gone
+from rollover.models.chat_template import prompt_arguments
 
 _MOST_ANSWERS = 4096  # of one request: it is no way to hold the others up for hours
 _COMPLETION_TOKENS = 16  # where a completion's request does not say how many
@@ -96,7 +97,8 @@ class CompletionBody(_Asked):
 
 
 class ChatBody(_Asked):
-    """The body of POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions. An answer that the messages end with is continued, unless
+    add_generation_prompt is set."""
 
     messages: list[Json] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
@@ -106,6 +108,8 @@ class ChatBody(_Asked):
     tools: None = None
     tool_choice: Literal["none", "auto"] | None = None
     response_format: None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ class TextEndpoints:
     async def chat(self, value: Any) -> Response:
         """Of /v1/chat/completions."""
         body = _body(ChatBody, value, self.service.model_name)
-        ids = self._chat_ids(body.messages)
+        ids = self._chat_ids(body)
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         streams = await self._begin(body, [ids], limit)
         return _Answer(self.service, streams, lambda: self._chatted(body, ids, streams))
@@ -163,16 +167,21 @@ class TextEndpoints:
             raise Refusal("prompt: one of them has no token", "prompt")
         return ids
 
-    def _chat_ids(self, messages: list[Json]) -> list[int]:
+    def _chat_ids(self, body: ChatBody) -> list[int]:
         if not getattr(self.tokenizer, "chat_template", None):
             raise Refusal("messages: the model has no chat template; use /v1/completions", "messages")
-        try:
-            return list(
-                self.tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, tokenize=True, return_dict=False
-                )
+        messages, options = prompt_arguments(body.messages)
+        if body.add_generation_prompt:
+            messages, options = body.messages, {"add_generation_prompt": True}
+        if body.continue_final_message and not options.get("continue_final_message"):
+            raise Refusal(
+                "continue_final_message: the last message is no answer that was begun: it must be of the role"
+                " assistant, with a content, and add_generation_prompt not set",
+                "continue_final_message",
             )
-        except (TemplateError, TypeError, KeyError) as error:
+        try:
+            return list(self.tokenizer.apply_chat_template(messages, **options, tokenize=True, return_dict=False))
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise Refusal(f"messages: the model's chat template refuses them: {error}", "messages") from error
 
     async def _begin(self, body: _Asked, prompts: list[list[int]], max_tokens: int | None) -> list[Stream]:

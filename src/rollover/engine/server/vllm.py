@@ -26,8 +26,8 @@ from types import FrameType
 from typing import IO
 
 from rollover.config import Config
-from rollover.engine.server.guard import TokenGuard, token
 from rollover.engine.vllm_worker import BACKEND, Verify
+from rollover.http_guard import Guard, token
 from rollover.models.locate import resolve_path
 from rollover.processes import descendants, has_ended
 from rollover.system import cores
@@ -154,8 +154,8 @@ def vllm_arguments(config: Config, host: str, port: int, *, for_cpu: bool) -> li
         flags.append("--no-enable-chunked-prefill")
     if config.model.trust_remote_code:
         flags.append("--trust-remote-code")
-    if token():
-        flags += ["--middleware", f"{TokenGuard.__module__}.{TokenGuard.__qualname__}"]
+    # Starlette runs what is added last first: before vLLM's own CORS, which permits every origin.
+    flags += ["--middleware", f"{Guard.__module__}.{Guard.__qualname__}"]
     pairs = [str(part) for pair in arguments.items() for part in pair]
     return [*pairs, *flags, *config.engine.vllm_args]
 

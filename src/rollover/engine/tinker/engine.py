@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollover.engine.protocol import ExtendRequest, WeightLoad, WrongAnswer
-from rollover.engine.repetition import repeats_itself
+from rollover.engine.protocol import ExtendRequest, WeightLoad, WrongAnswer, given_logprob
+from rollover.engine.stop import last_of, stop_reason
 from rollover.engine.tinker.service import Service
 from rollover.types import Segment, StopReason
 
@@ -148,11 +148,14 @@ class TinkerEngine:
         ids, logprobs = answer.tokens, answer.logprobs
         if logprobs is None or len(logprobs) != len(ids) or not 0 < len(ids) <= asked:
             raise WrongAnswer(f"the service was asked for {asked} tokens with log-probs, and gave {len(ids)}")
+        given = [given_logprob(float(x)) for x in logprobs]
+        if None in given:
+            raise WrongAnswer(f"the service gave the invalid log-prob {logprobs[given.index(None)]:g}")
         sequence.tokens += (int(t) for t in ids)
-        sequence.logprobs += (min(0.0, float(x)) for x in logprobs)
+        sequence.logprobs += (x for x in given if x is not None)
         sequence.versions += [version] * len(ids)
         for end in range(num + 1, len(sequence.tokens) + 1):
-            reason = self._reason(request, sequence.tokens[:end])
+            reason = stop_reason(request, end, last_of(request, sequence.tokens[:end]), self._decode_text)
             if reason is not None:
                 del sequence.tokens[end:], sequence.logprobs[end:], sequence.versions[end:]
                 return reason
@@ -184,21 +187,6 @@ class TinkerEngine:
         (answer,) = (await self.service.answered("sampling", future)).sequences
         self._stats["engine/decode_steps"] += len(answer.tokens)
         return answer
-
-    def _reason(self, request: ExtendRequest, tokens: list[int]) -> StopReason | None:
-        """Why a rollout ends whose last new token is that of `tokens`."""
-        if tokens[-1] in request.stop_token_ids:
-            return StopReason.EOS
-        generated = [*request.generated_ids, *tokens]
-        if request.stop_strings:
-            text = self._decode_text(generated[request.text_start :])
-            if any(stop in text for stop in request.stop_strings):
-                return StopReason.STOP_STRING
-        if len(tokens) == request.max_new_tokens:
-            return StopReason.LENGTH
-        if repeats_itself(generated, request.stop_repetition_tokens):
-            return StopReason.REPETITION
-        return StopReason.PAUSED if len(tokens) == request.pause_after else None
 
 
 def _chunk_seed(seed: int, index: int) -> int:

@@ -13,6 +13,7 @@ import secrets
 from typing import Any
 
 from rollover.rewards.sandbox.cases import Cases, same_text, same_value
+from rollover.rewards.sandbox.inside.values import to_json
 from rollover.rewards.sandbox.judge import Verdict
 from rollover.rewards.service import Again, Service
 
@@ -113,7 +114,7 @@ class FusionJudge:
         if not found:
             return "error", "it ended before its result"
         try:
-            return _passed(same_value(json.loads(value), cases.outputs[index]))
+            return _passed(same_value(to_json(json.loads(value)), cases.outputs[index]))
         except (ValueError, RecursionError):
             return "wrong", ""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollover.rewards.sandbox.cases import Cases, same_text, same_value
-from rollover.rewards.sandbox.inside.values import NotPlain, from_json, to_json
+from rollover.rewards.sandbox.inside.values import to_json
 from rollover.rewards.sandbox.launch import Launch, Sandbox, SandboxFailed, Template
 
 ENDS = ("passed", "wrong", "error", "timeout", "memory", "output", "died")
@@ -161,10 +161,7 @@ def _compare(
 def _is_right(said: dict[str, Any], expected: Any, calls: bool) -> bool:
     if not calls:
         return same_text(str(said.get("output")), expected)
-    try:
-        return same_value(from_json(said.get("value")), expected)
-    except (NotPlain, RecursionError):
-        return False
+    return same_value(said.get("value"), expected)
 
 
 def _end_of(said: dict[str, Any]) -> tuple[str, str]:

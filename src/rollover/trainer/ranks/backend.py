@@ -166,7 +166,7 @@ class RanksBackend(ShardedState):
     def save_model(self, folder: Path) -> None:
         """A folder that transformers' from_pretrained loads, in compute dtype, tokenizer included."""
         outline = outline_of(self.loaded, self.config.model, dtype_of(self.config))
-        write_folder(folder, outline, dict(self._gathered(buffers=True)), self.loaded.tokenizer)
+        write_folder(folder, outline, dict(self._gathered(buffers=True)), self.loaded.tokenizer, self.loaded.path)
 
     def close(self) -> None:
         """End the ranks."""

@@ -52,7 +52,8 @@ def shard(model: Any, flops: ModelFlops, dtype: torch.dtype, device: torch.devic
 def layers_of(model: Any) -> list[torch.nn.Module]:
     """The decoder layers; none where they are not in one list, and then the whole model is gathered at once."""
     num = model.config.get_text_config().num_hidden_layers
-    lists = (m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == num)
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model  # a vision tower may be as deep
+    lists = (m for m in decoder.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == num)
     return list(next(lists, ()))
 
 

@@ -164,6 +164,7 @@ export class Overview {
       { title: "95 % interval", number: true, of: (row) => (row.ci ? `${short(row.ci[0])} to ${short(row.ci[1])}` : "–") },
       ...figures.map((key) => ({ title: key, number: true, of: (row) => short(row[key]) })),
       { title: "Tasks", number: true, of: (row) => short(row.tasks) },
+      ...(rows.some((row) => row.left_out) ? [{ title: "Left out (prompts too long)", number: true, of: (row) => short(row.left_out) }] : []),
     ], rows));
   }
 

@@ -26,6 +26,7 @@ export class PlanView {
     const rows = Object.entries(ROWS).map(([key, [title, say]]) => ({ title, say, predicted: told.predicted[key], happened: told.happened[key] }));
     replace(this.node, el("h1", { text: "Plan" }),
       el("p", { text: `Predicted for steady training, ${told.steps} simulated steps, from ${told.from}; what happened is the mean of the run's steps.` }),
+      ...told.left_out.map((said) => el("p", { class: "left-out", text: `Not run here, as the run's directory may come from somebody else: ${said}.` })),
       table("Predicted and happened", [
         { title: "Figure", of: (row) => row.title },
         { title: "Predicted", number: true, of: (row) => row.say(row.predicted) },

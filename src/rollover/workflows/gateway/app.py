@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from rollover.functions import explained
-from rollover.http_server import until_gone
+from rollover.http_server import body_of, until_gone
 from rollover.types import SamplingParams
 from rollover.workflows.calls import BudgetUsedUp, Caller, CallRefused, Reply, UnknownKey
 from rollover.workflows.gateway.questions import Question, Questions
@@ -192,18 +192,10 @@ def _key(request: Request) -> str:
 
 
 async def _body(request: Request) -> bytes:
-    """The whole of it. One that is too long is read to its end, so that its client reads why it is refused."""
-    chunks: list[bytes] = []
-    num = 0
-    async for chunk in request.stream():
-        num += len(chunk)
-        if num > MOST_BODY_BYTES:
-            chunks.clear()
-        else:
-            chunks.append(chunk)
-    if num > MOST_BODY_BYTES:
-        raise BudgetUsedUp(f"the request has {num:,} bytes, and {MOST_BODY_BYTES:,} are the most that are read")
-    return b"".join(chunks)
+    body = await body_of(request, MOST_BODY_BYTES)
+    if isinstance(body, int):
+        raise BudgetUsedUp(f"the request has {body:,} bytes, and {MOST_BODY_BYTES:,} are the most that are read")
+    return body
 
 
 def _json(body: bytes) -> Any:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollover.rewards.sandbox.cases import Cases, cases_of, code_of, same_text, same_value
+from rollover.rewards.sandbox.inside.values import to_json
 
 
 @pytest.mark.parametrize(
@@ -80,9 +86,99 @@ def test_texts_are_compared_as_judges_do() -> None:
     assert not same_text("", "1")
 
 
+def equal(value: Any, expected: Any) -> bool:
+    return same_value(to_json(value), expected)
+
+
 def test_values_are_compared_as_in_prime_code() -> None:
-    assert same_value((1, (2,)), [1, [2]])
-    assert same_value([1, 2], [[1, 2]])
-    assert same_value(True, True)
-    assert not same_value([2, 1], [1, 2])
-    assert not same_value(None, [])
+    assert equal((1, (2,)), [1, [2]])
+    assert equal([1, 2], [[1, 2]])
+    assert equal(True, True)
+    assert not equal([2, 1], [1, 2])
+    assert not equal(None, [])
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=4),
+)
+
+
+@given(JSON, JSON)
+def test_forms_are_compared_as_the_values_are(value: Any, other: Any) -> None:
+    assert equal(value, value)
+    assert equal(value, other) is bool(value == other or (isinstance(other, list) and other and value == other[0]))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "same"),
+    [
+        (Fraction(1, 2), 0.5, True),
+        (Fraction(6, 3), 2, True),
+        (Fraction(1, 3), 0.3333, False),
+        (Decimal("0.50"), 0.5, True),
+        (Decimal("NaN"), 1, False),
+        (Decimal("Infinity"), 1, False),
+        (complex(3, 0), 3, True),
+        (10**5000, 10**5000, True),
+        (10**5000, 10**5000 + 1, False),
+        ({1: "a"}, {1: "a"}, True),
+        ({1: "a", 2: "b"}, {1: "a"}, False),
+        ({(1, 2): "a"}, {"1": "a"}, False),
+        ({1, 2}, [1, 2], False),
+        (range(2), [0, 1], False),
+        (b"a", "a", False),
+        (iter([1]), [1], False),
+        ({}.keys(), [], True),
+    ],
+    ids=range(17),
+)
+def test_values_of_other_kinds(value: Any, expected: Any, same: bool) -> None:
+    assert equal(value, expected) is same
+
+
+COLLIDING = [i * (2**61 - 1) for i in range(45_000)]
+DEEP: Any = 1
+for _ in range(150_000):
+    DEEP = {"l": [DEEP]}
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ({"s": COLLIDING}, 1),
+        ({"d": [[key, 0] for key in COLLIDING]}, {i: 0 for i in range(45_000)}),
+        ({"d": [[key, 0] for key in COLLIDING]}, {1: 0}),
+        ({"l": [{"s": COLLIDING}]}, [[1]]),
+        ({"D": "1e99999999"}, 5),
+        ({"D": "1e999999999999999999"}, 5),
+        ({"D": "9" * 10**6}, 5),
+        ({"F": "1e99999999"}, 5),
+        ({"F": ["f" * 500_000, "e" * 500_000]}, 5),
+        ({"F": ["1", "0"]}, 5),
+        ({"F": ["1"]}, 5),
+        ({"F": [1, 2]}, 0.5),
+        ({"h": "f" * 10**6}, 5),
+        ({"h": "1_" * 10**5 + "1"}, 5),
+        ({"h": 5}, 5),
+        ({"c": [1, 2, 3]}, 5),
+        ({"c": ["x"]}, 5),
+        ({"l": 5}, [5]),
+        ({"d": [[1]]}, {1: 1}),
+        ({"d": [[{"l": []}, 1]]}, {1: 1}),
+        ({"d": [[1, 1], [1, 1]]}, {1: 1, 2: 1}),
+        ({"i": [1]}, [1]),
+        ({"r": [0, 10**18, 1]}, [0]),
+        ({"o": 0}, 0),
+        ({"no": 1}, 1),
+        ({"l": [], "t": []}, []),
+        ({}, {}),
+        ([1], [1]),
+        (DEEP, [1]),
+    ],
+    ids=range(29),
+)
+def test_hostile_forms_are_wrong_at_once(form: Any, expected: Any) -> None:
+    started = time.process_time()
+    assert same_value(form, expected) is False
+    assert time.process_time() - started < 2

@@ -24,6 +24,10 @@ class FromProgram(Exception):
     """What the program raised, where it has no type of Python's own."""
 
 
+class Gone(BaseException):
+    """Nobody answers any more: the time is over."""
+
+
 class Unsupported(BaseException):
     """Something in the tests that cannot cross: the tests are at fault, not the program."""
 
@@ -37,7 +41,10 @@ class Outside:
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         self._channel.say({"ask": request})
-        answer = self._channel.hear()
+        try:
+            answer = self._channel.hear()
+        except EOFError:
+            raise Gone from None
         if "raised" in answer:
             kind = getattr(builtins, str(answer["raised"]), FromProgram)
             known = isinstance(kind, type) and issubclass(kind, Exception)
@@ -110,19 +117,25 @@ def run_tests(request: dict[str, Any], channel: Channel) -> None:
                 space[name] = outside.value(answer.get("value"))
         exec(compile(request["code"], "<tests>", "exec"), space)
     except BaseException as error:  # boundary: code of the data set
-        if not any(error is raised for raised in outside.raised) and not isinstance(error, EOFError | NotPlain):
+        if not any(error is raised for raised in outside.raised) and not isinstance(error, Gone | NotPlain):
             channel.say({"broken": told(error)})
         return
     for index, test in enumerate(request["tests"]):
         ended, detail = "ok", ""
         try:
-            exec(compile(test, "<tests>", "exec"), space)
-        except AssertionError as error:
-            ended, detail = ("error" if error in outside.raised else "wrong"), told(error)
-        except (Unsupported, SyntaxError) as error:
+            code = compile(test, "<tests>", "exec")
+        except (SyntaxError, ValueError) as error:
             channel.say({"broken": told(error)})
             return
-        except EOFError:
+        try:
+            exec(code, space)
+        except AssertionError as error:
+            by_program = any(error is raised for raised in outside.raised)
+            ended, detail = ("error" if by_program else "wrong"), told(error)
+        except Unsupported as error:
+            channel.say({"broken": told(error)})
+            return
+        except Gone:
             return
         except BaseException as error:  # boundary: code of the data set, which met what the program returned
             ended, detail = "error", told(error)

@@ -7,11 +7,13 @@ no content: `handle` gives it a number, by which it can be called again in the p
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 _MAX_ITEMS = 1_000_000
 _LONG = 10_000  # bits, above which an integer is written in hexadecimal: Python refuses long decimal ones
+_LONG_HEX = _LONG // 4  # digits of the parts of a Fraction, and of a Decimal; and the largest exponent of that
 
 
 class NotPlain(ValueError):
@@ -73,9 +75,10 @@ def _by_name(value: Any) -> Any:
     kind = type(value)
     if kind.__module__ == "collections" and kind.__name__ == "deque":
         return {"q": [to_json(item) for item in value]}
-    if kind.__module__ == "fractions" and kind.__name__ == "Fraction":
-        return {"F": str(value)}
-    if kind.__module__ == "decimal" and kind.__name__ == "Decimal":
+    # A class of the program's that calls itself so has no such content.
+    if kind is getattr(sys.modules.get("fractions"), "Fraction", None):
+        return {"F": [hex(value.numerator), hex(value.denominator)]}
+    if kind is getattr(sys.modules.get("decimal"), "Decimal", None):
         return {"D": str(value)}
     return None
 
@@ -104,17 +107,37 @@ def from_json(form: Any, made: Callable[[int], Any] | None = None) -> Any:
         raise NotPlain("a form that is none") from None
 
 
-def _named(module: str, name: str) -> Callable[[Any, Any], Any]:
+def number(mark: str, content: Any) -> Any:
+    """The number of a form, in a time in proportion to its length; False for a form that is of none."""
+    try:
+        if mark == "h":
+            return int(content, 16)
+        if mark == "c":
+            return complex(*content)
+        if mark == "F":
+            above, below = content
+            if max(len(above), len(below)) > _LONG_HEX:
+                return False
+            return __import__("fractions").Fraction(int(above, 16), int(below, 16))
+        if mark == "D" and isinstance(content, str) and len(content) <= _LONG_HEX:
+            found = __import__("decimal").Decimal(content)
+            # Compared with a fraction, or made an integer, a large exponent is written out.
+            return found if not found.is_finite() or abs(found.adjusted()) <= _LONG_HEX else False
+    except (TypeError, ValueError, ArithmeticError):
+        pass
+    return False
+
+
+def _number(mark: str) -> Callable[[Any, Any], Any]:
     def make(content: Any, _: Any) -> Any:
-        if not isinstance(content, str) or len(content) > _LONG:
+        if (found := number(mark, content)) is False:
             raise NotPlain("a form that is none")
-        return getattr(__import__(module), name)(content)
+        return found
 
     return make
 
 
 _MADE: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
-    "h": lambda content, _: int(content, 16),
     "l": lambda content, inner: [inner(item) for item in content],
     "t": lambda content, inner: tuple(inner(item) for item in content),
     "d": lambda content, inner: {inner(key): inner(item) for key, item in content},
@@ -122,9 +145,7 @@ _MADE: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
     "f": lambda content, inner: frozenset(inner(item) for item in content),
     "i": lambda content, inner: iter([inner(item) for item in content]),
     "b": lambda content, _: content.encode("latin-1"),
-    "c": lambda content, _: complex(*content),
     "r": lambda content, _: range(*content),
     "q": lambda content, inner: __import__("collections").deque(inner(item) for item in content),
-    "F": _named("fractions", "Fraction"),
-    "D": _named("decimal", "Decimal"),
+    **{mark: _number(mark) for mark in "hcFD"},
 }

@@ -1,0 +1,1 @@
+"""Evaluates bash as far as launch scripts need it, from the syntax tree of tree-sitter. Runs nothing."""

@@ -1,0 +1,116 @@
+"""What a script holds: its commands, and the files that it writes, sources or changes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from rollover.convert.bash.state import State
+from rollover.convert.bash.text import Text, plain, unknown
+from rollover.convert.files import text_of
+
+_EDITING = ("mv", "patch", "truncate", "yq", "crudini", "wget", "curl", "rsync", "dd", "jq")
+_COPYING = ("cp", "ln", "install")  # to the last word
+_EDITING_IN_PLACE = ("sed", "perl", "awk", "gawk")
+_IN_PLACE = re.compile(r"-\w*i\S*|--in-place\S*")
+# They set up a shell as the environment of `rollover convert` is: no options of a run are in them.
+_ENVIRONMENTS = re.compile(
+    r"(?:.*/)?(?:activate|conda\.sh|mamba\.sh|\.bashrc|\.bash_profile|\.profile|setvars\.sh|set_env\.sh|modules?\.sh|"
+    r"lmod\.sh)|/etc/profile\S*|/etc/bashrc"
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that is neither a builtin nor a script within the script. directory: where it starts."""
+
+    line: int
+    words: tuple[Text, ...]
+    directory: str = "."
+
+    @property
+    def program(self) -> str:
+        """The last part of the name of what is started."""
+        return PurePosixPath(self.words[0].text).name if self.words else ""
+
+
+@dataclass
+class Script:
+    """commands: those of a script, in order. files: the text of files that it writes, by their place.
+    may_have_trained: whether a command has started Python or TRL."""
+
+    commands: list[Command] = field(default_factory=list)
+    files: dict[str, Text] = field(default_factory=dict)
+    may_have_trained: bool = False
+
+    def add(self, command: Command) -> None:
+        """Append a command."""
+        self.commands.append(command)
+        texts = [word.text for word in command.words]
+        self.may_have_trained |= any(text in ("-m", "trl") or text.endswith(".py") for text in texts)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The file that the output of a command goes to. adds: to what is in it."""
+
+    path: str
+    adds: bool = False
+
+
+def place(path: str, directory: str) -> str:
+    """The key of a file in `Script.files`."""
+    return os.path.normpath(os.path.join(directory, path))
+
+
+def written(script: Script, state: State, path: str) -> Text | None:
+    """The text of a file that the script writes; None of any other."""
+    return script.files.get(place(path, state.names["PWD"].text))
+
+
+def write(script: Script, state: State, target: Target, text: Text | None) -> None:
+    """Note what is written. text: None if it is not known."""
+    if target.path.startswith("/dev/"):
+        return
+    where = place(target.path, state.names["PWD"].text)
+    new = unknown(target.path, "what is written into it is not evaluated") if text is None else text
+    before = script.files.get(where)
+    if target.adds:
+        new = (unknown(target.path, "what was in it before is not known") if before is None else before) + new
+    if before is not None and before != new and script.may_have_trained:
+        new = unknown(target.path, "it is written again after a command that may read it")
+    script.files[where] = new
+
+
+def write_of(script: Script, state: State, program: str, words: Sequence[Text], heredoc: Text | None) -> bool:
+    """Note the files that `tee`, `sed -i` and other programs write. Return whether it is one of them."""
+    options = [word.text for word in words if word.text[:1] == "-"]
+    paths = [word.text for word in words if word.text[:1] != "-"]
+    if program == "tee":
+        for path in paths:
+            write(script, state, Target(path, "-a" in options), heredoc)
+        return True
+    in_place = program in _EDITING_IN_PLACE and any(_IN_PLACE.fullmatch(option) for option in options)
+    if not in_place and program not in (*_EDITING, *_COPYING):
+        return False
+    for path in paths[-1:] if program in _COPYING else paths:
+        write(script, state, Target(path), None)
+    return True
+
+
+def sourced(script: Script, state: State, word: Text, path: str) -> tuple[str, Text | None]:
+    """The path and the text of a file that a script sources; None for one that only sets up a shell. path: that of the
+    script. ValueError for one that cannot be read."""
+    if _ENVIRONMENTS.fullmatch(word.text):
+        return "", None
+    if not word.known:
+        raise ValueError(word.why)
+    if (text := written(script, state, word.text)) is not None:
+        return word.text, text
+    for directory in dict.fromkeys((state.names["PWD"].text, str(PurePosixPath(path).parent), ".")):
+        if (file := Path(directory, word.text).expanduser()).exists():
+            return str(file), plain(text_of(file))
+    raise ValueError("it is not there")

@@ -1,0 +1,65 @@
+"""Reads the files of a conversion: bounded texts of regular files, and YAML with numbers as OmegaConf reads them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 1 << 20  # a launch script has some kilobytes
+_MOST_VALUES = 100_000  # of a YAML, whose aliases can stand for any number of them
+# YAML 1.1 takes 1e-6 for a text; OmegaConf, pydantic and argparse for a number.
+_FLOAT = re.compile(
+    r"""[-+]?(?:[0-9][0-9_]*)\.[0-9_]*(?:[eE][-+]?[0-9]+)?$
+    |[-+]?(?:[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)$
+    |[-+]?\.[0-9_]+(?:[eE][-+]?[0-9]+)?$
+    |[-+]?\.(?:inf|Inf|INF)$
+    |\.(?:nan|NaN|NAN)$""",
+    re.X,
+)
+
+
+def text_of(path: Path) -> str:
+    """The text of a file. ValueError for one that cannot be read, has no end (a pipe, a device) or is too large."""
+    try:
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} cannot be read: it is not a regular file. Write its content to one")
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        text = data.decode("utf-8-sig").replace("\r\n", "\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"{path} is no configuration: it has more than {MOST_BYTES:,} bytes")
+    return text
+
+
+def tables_of(text: str) -> dict[str, Any]:
+    """The tables of a YAML. ValueError for other text and too many values."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Reads numbers as OmegaConf does."""
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+    try:
+        tables = yaml.load(text, Loader=Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"it is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tables, dict):
+        raise ValueError("no tables are in it")
+    _check_size(tables)
+    return tables
+
+
+def _check_size(tables: dict[str, Any]) -> None:
+    """ValueError where there are too many values, each counted where it stands; one within itself has no end."""
+    left: list[Any] = [tables]
+    num = 0
+    while left:
+        value = left.pop()
+        inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+        left += inner
+        num += len(inner)
+        if num > _MOST_VALUES:
+            raise ValueError(f"it has more than {_MOST_VALUES:,} values: do its aliases (*) multiply them?")

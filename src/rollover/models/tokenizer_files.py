@@ -1,0 +1,51 @@
+"""A tokenizer in a folder: the files that it came from, where nothing about it was changed.
+
+transformers 5 writes a form of its own, which transformers 4 and other programs cannot read. Owns which files they are.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+# Of all models that transformers has, code of `trust_remote_code` included.
+_FILES = (
+    "tokeniz*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
+    "additional_chat_templates", "*.model", "*.tiktoken", "tekken.json", "normalizer.json", "bpe.codes",
+)  # fmt: skip
+
+
+def save_tokenizer(tokenizer: Any, path: str, folder: Path) -> None:
+    """Write the tokenizer into `folder`: as the files of the folder `path`, which it was loaded from, where it is still
+    what they say, else as transformers writes it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not _is_unchanged(tokenizer, path):
+        tokenizer.save_pretrained(folder)
+        return
+    for file in Path(path).iterdir():
+        if not any(fnmatch(file.name, name) for name in _FILES):
+            continue
+        if file.is_dir():
+            shutil.copytree(file, folder / file.name, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(file, folder / file.name)  # not its mode: it may be read-only
+
+
+def _is_unchanged(tokenizer: Any, path: str) -> bool:
+    if not Path(path).is_dir():
+        return False
+    try:
+        return _as_saved(tokenizer) == _as_saved(type(tokenizer).from_pretrained(path))
+    except Exception:  # boundary: the files may be gone, and its class may be code that came with the model
+        return False
+
+
+def _as_saved(tokenizer: Any) -> dict[str, bytes]:
+    tokenizer("")  # a call sets truncation and padding, which are saved
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = [file for file in Path(folder).rglob("*") if file.is_file()]
+        return {str(file.relative_to(folder)): file.read_bytes() for file in files}

@@ -1,0 +1,77 @@
+"""A launch script of verl is converted and trained: rollouts are generated when its program would generate them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+
+from rollover.track.trace import TraceEvent
+
+OPTIONS = (
+    "algorithm.adv_estimator=grpo data.train_files={folder}/tasks.jsonl data.train_batch_size=3"
+    " data.max_prompt_length=64 data.max_response_length=48 actor_rollout_ref.actor.ppo_mini_batch_size=3"
+    " actor_rollout_ref.model.path={folder}/model actor_rollout_ref.rollout.n=3"
+    " actor_rollout_ref.rollout.max_num_seqs=8 actor_rollout_ref.actor.optim.lr=1e-3 trainer.total_training_steps=5"
+    " custom_reward_function.path={folder}/reward.py custom_reward_function.name=reward"
+)
+ASYNC = (
+    " async_training.require_batches=1 async_training.trigger_parameter_sync_step=1"
+    " async_training.staleness_threshold=1 rollout.total_rollout_steps=15"
+)
+
+
+def trained(folder: Path, program: str, further: str = "") -> tuple[list[dict[str, Any]], list[TraceEvent]]:
+    """The metrics of each step, and the events of the run."""
+    runs.write(folder)
+    (folder / "run.sh").write_text(f"python3 -m {program} {OPTIONS.format(folder=folder)}{further}\n")
+    done = runs.rollover("convert", folder / "run.sh")
+    assert done.returncode == 0, done.stderr
+    (folder / "converted.toml").write_text(done.stdout)
+    small = ["--model.dtype=float32", "--engine.kv_memory_gb=0.1", "--run.threads=1", "--track.live=plain"]
+    done = runs.rollover("train", folder / "converted.toml", f"--run.dir={folder / 'run'}", *small)
+    assert done.returncode == 0, done.stderr
+    rows = runs.json_lines(folder / "run" / "metrics.jsonl")
+    return [row for row in rows if "staleness/max" in row], runs.trace(folder / "run")
+
+
+def test_ppo_trains_on_rollouts_of_the_present_weights(tmp_path: Path) -> None:
+    rows, _ = trained(tmp_path, "verl.trainer.main_ppo")
+    assert len(rows) == 5
+    assert {row["staleness/max"] for row in rows} == {0}
+
+
+def test_partial_rollouts_continue_under_later_weights(tmp_path: Path) -> None:
+    rows, events = trained(tmp_path, "recipe.partial_rollout.main_ppo", " +async_training.partial_rollout=True")
+    assert len(rows) == 5
+    assert max(row["rollouts/partial_share"] for row in rows) > 0
+    assert any(event.kind == "resume" for event in events)
+
+
+@pytest.mark.parametrize(
+    ("program", "further"),
+    [
+        ("verl.experimental.one_step_off_policy.main_ppo", ""),
+        ("verl.experimental.fully_async_policy.fully_async_main", ASYNC),
+    ],
+    ids=["one step off", "fully asynchronous"],
+)
+def test_generation_goes_on_while_the_policy_is_trained(tmp_path: Path, program: str, further: str) -> None:
+    rows, events = trained(tmp_path, program, further)
+    assert len(rows) == 5
+    assert max(row["staleness/max"] for row in rows) == 1
+    during, finished = False, 0
+    for event in events:
+        during = event.kind == "train_start" or (during and event.kind != "train_end")
+        finished += during and event.kind == "finish"
+    assert finished
+
+
+def test_an_unknown_program_is_asked_about(tmp_path: Path) -> None:
+    runs.write(tmp_path)
+    (tmp_path / "run.sh").write_text(f"python3 -m mine.main_ppo {OPTIONS.format(folder=tmp_path)}\n")
+    done = runs.rollover("convert", tmp_path / "run.sh")
+    assert done.returncode == 2
+    assert "--accept mine.main_ppo" in done.stderr

@@ -1,0 +1,4 @@
+N=8
+if [ -f big ]; then N=16; fi
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=/d/a.parquet data.val_files=/d/b.parquet \
+  data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.model.path=m/base actor_rollout_ref.rollout.n=$N trainer.total_training_steps=20

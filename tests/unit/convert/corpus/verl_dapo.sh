@@ -1,0 +1,2 @@
+python3 -m recipe.dapo.main_dapo algorithm.adv_estimator=grpo data.train_files=/d/a.parquet data.val_files=/d/a.parquet data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.model.path=m/base actor_rollout_ref.rollout.n=8 trainer.total_training_steps=20 algorithm.filter_groups.enable=True \
+  algorithm.filter_groups.metric=acc algorithm.filter_groups.max_num_gen_batches=-1

@@ -1,0 +1,3 @@
+CONFIG_PATH="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/hydra"
+python3 -m verl.trainer.main_ppo --config-path="$CONFIG_PATH" --config-name='mine' \
+  actor_rollout_ref.rollout.n=8 hydra.run.dir=outputs/mine

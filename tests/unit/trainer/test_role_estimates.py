@@ -1,0 +1,170 @@
+"""Roles whose advantages a step estimates over tokens: statistics and weight of each role, and what is told of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from rollover import Played, ready_episodes
+from rollover.algorithms.grouping import Grouping
+from rollover.algorithms.shaping import Shaping
+from rollover.config import AlgorithmConfig, RewardsConfig, TrainConfig, WorkflowConfig
+from rollover.run.batch_metrics import role_metrics
+from rollover.trainer.batch import BatchBuilder
+from rollover.trainer.build import local_trainer
+from rollover.trainer.trainer import Trainer
+from rollover.types import Group, Reward, Sample, StopReason, Task
+from unit.rollout.world import make_segment
+
+TASK = Task("t0", "s", "r", prompt="x")
+SOLVER, JUDGE = (-0.5, 0.2, 0.9, 1.5), (98.5, 100.0, 101.5, 104.5)
+OVER_TOKENS = pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus_tokens"])
+
+
+def groups(num: int = 2) -> list[Group]:
+    """Of a solver and a judge whose scores are of another scale; answers of 2 to 5 tokens."""
+
+    def played(role: str, score: float, tokens: int) -> Played:
+        return Played([((5, 6), [make_segment(tokens, 0, StopReason.EOS, first=9)])], Reward(score), role)
+
+    return [
+        ready_episodes(
+            g,
+            TASK,
+            [
+                [played("solver", a, 2 + i), played("judge", b, 5 - i)]
+                for i, (a, b) in enumerate(zip(SOLVER, JUDGE, strict=True))
+            ],
+        )
+        for g in range(num)
+    ]
+
+
+def workflow(**roles: float) -> WorkflowConfig:
+    return WorkflowConfig.model_validate({"roles": {role: {"weight": weight} for role, weight in roles.items()}})
+
+
+def trained(name: str, of: WorkflowConfig, **more: Any) -> tuple[Trainer, dict[str, float]]:
+    """A trainer after one step of these groups."""
+    algorithm = AlgorithmConfig.model_validate({"advantage": name, **more})
+    trainer = local_trainer(tiny.loaded(), TrainConfig(), algorithm, dtype=torch.float32, max_new_tokens=8)
+    return trainer, trainer.train_step(BatchBuilder(algorithm, workflow=of).build(groups()))
+
+
+def of_role(samples: list[Sample], role: str) -> np.ndarray:
+    return np.concatenate([s.advantages[s.mask] for s in samples if s.role == role])
+
+
+@OVER_TOKENS
+def test_statistics_are_over_one_role(name: str) -> None:
+    trainer, _ = trained(name, workflow(solver=1.0, judge=1.0))
+    for role in ("solver", "judge"):
+        values = of_role(trainer.trained, role)
+        assert values.mean() == pytest.approx(0, abs=1e-5) and values.std(ddof=1) == pytest.approx(1, abs=1e-3)
+
+
+@OVER_TOKENS
+def test_a_role_alone_has_the_same_advantages_beside_another(name: str) -> None:
+    both, _ = trained(name, workflow(solver=1.0, judge=1.0))
+    alone, _ = trained(name, WorkflowConfig.model_validate({"roles": {"solver": {}, "judge": {"trained": False}}}))
+    np.testing.assert_allclose(of_role(both.trained, "solver"), of_role(alone.trained, "solver"), atol=1e-5)
+
+
+@OVER_TOKENS
+def test_the_weight_of_a_role_multiplies_its_advantages(name: str) -> None:
+    full, _ = trained(name, workflow(solver=1.0, judge=1.0))
+    quarter, _ = trained(name, workflow(solver=0.25, judge=1.0))
+    np.testing.assert_allclose(of_role(quarter.trained, "solver"), of_role(full.trained, "solver") / 4, atol=1e-6)
+    np.testing.assert_allclose(of_role(quarter.trained, "judge"), of_role(full.trained, "judge"), atol=1e-6)
+
+
+def test_the_critic_learns_rewards_without_the_weight() -> None:
+    full, quarter = (trained("gae", workflow(solver=w, judge=w))[1] for w in (1.0, 0.25))
+    assert quarter["critic/explained_variance"] == pytest.approx(full["critic/explained_variance"], rel=1e-6)
+    assert quarter["critic/grad_norm"] == pytest.approx(full["critic/grad_norm"], rel=1e-6)
+
+
+@OVER_TOKENS
+def test_roles_that_a_group_compares_share_their_statistics(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(
+        "from rollover import TrajectoryGroup\n"
+        "def together(episodes):\n"
+        "    return [TrajectoryGroup(tuple(t for e in episodes for t in e.trajectories))]\n"
+    )
+    trainer, _ = trained(name, WorkflowConfig(group_by="own.py:together"))
+    values = np.concatenate([of_role(trainer.trained, role) for role in ("solver", "judge")])
+    assert values.mean() == pytest.approx(0, abs=1e-5) and of_role(trainer.trained, "solver").max() < 0
+
+
+@OVER_TOKENS
+def test_advantages_are_told_as_the_loss_had_them(name: str) -> None:
+    of = workflow(solver=0.5, judge=1.0)
+    trainer, _ = trained(name, of)
+    algorithm = AlgorithmConfig(advantage=name)
+    batch = BatchBuilder(algorithm, workflow=of).build(groups())
+    metrics = role_metrics(groups(), type(batch)(trainer.trained), Grouping(of))
+    assert metrics["roles/solver/advantage_std"] == pytest.approx(0.5, rel=0.05)
+    assert metrics["roles/judge/advantage_std"] == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_weight_comes_after_the_kl_of_the_reward() -> None:
+    """As for every other estimator: w * estimator(score - kl)."""
+    algorithm = AlgorithmConfig.model_validate(
+        {"advantage": "optimal_token_baseline", "kl_in": "reward", "kl_coef": 0.1, "kl_kind": "k1"}
+    )
+    found = []
+    for weight in (1.0, 0.25):
+        trainer = local_trainer(tiny.loaded(), TrainConfig(), algorithm, dtype=torch.float32, max_new_tokens=8)
+        builder = BatchBuilder(algorithm, workflow=workflow(solver=weight, judge=1.0))
+        assert trainer.reward_kl is not None
+        penalties = trainer.reward_kl.penalties(builder.sampled(groups()))
+        tokens = {name: of + 0.5 * np.arange(len(of), dtype=np.float32) for name, of in penalties.tokens.items()}
+        penalties = type(penalties)(tokens, penalties.kl, penalties.coef, penalties.num_rollouts)
+        trainer.train_step(builder.build(groups(), penalties=penalties))
+        found.append(of_role(trainer.trained, "solver"))
+    np.testing.assert_allclose(found[1], found[0] / 4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["scale", "whiten"])
+def test_running_statistics_are_over_one_role(kind: str) -> None:
+    shaping = Shaping(RewardsConfig.model_validate({"running_norm": kind}), 8)
+    builder = BatchBuilder(AlgorithmConfig(advantage="dr_grpo"), shaping=shaping)
+    for version in range(2):
+        batch = builder.build(groups(), version=version)
+    for role, scores in (("solver", SOLVER), ("judge", JUDGE)):
+        every = [score for score in scores for _ in range(4)]  # two groups, two steps
+        std = np.std(every, ddof=1)
+        assert batch.shaped.metrics[f"roles/{role}/running_std"] == pytest.approx(std)
+        assert batch.shaped.metrics[f"roles/{role}/running_mean"] == pytest.approx(np.mean(every))
+        wanted = (np.array(scores) - np.mean(scores)) / std
+        of_group = [s.advantages[0] for s in batch.samples if s.role == role and s.group_id == 0]
+        np.testing.assert_allclose(of_group, wanted, atol=1e-5)
+    resumed = Shaping(shaping.config, 8)
+    resumed.load_state_dict(json.loads(json.dumps(shaping.state_dict())))
+    again = BatchBuilder(AlgorithmConfig(advantage="dr_grpo"), shaping=resumed).build(groups(), version=2)
+    assert again.shaped.metrics == builder.build(groups(), version=2).shaped.metrics
+
+
+def test_running_statistics_of_compared_roles_are_of_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(
+        "from rollover import TrajectoryGroup\n"
+        "def together(episodes):\n"
+        "    return [TrajectoryGroup(tuple(t for e in episodes for t in e.trajectories))]\n"
+    )
+    shaping = Shaping(RewardsConfig(running_norm="scale"), 8)
+    algorithm, of = AlgorithmConfig(advantage="dr_grpo"), WorkflowConfig(group_by="own.py:together")
+    metrics = BatchBuilder(algorithm, workflow=of, shaping=shaping).build(groups()).shaped.metrics
+    std = np.std([*SOLVER, *JUDGE] * 2, ddof=1)
+    assert metrics["roles/solver/running_std"] == metrics["roles/judge/running_std"] == pytest.approx(std)

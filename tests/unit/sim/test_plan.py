@@ -75,7 +75,10 @@ def test_options_override_the_file(capsys: pytest.CaptureFixture[str]) -> None:
         run(capsys, "--json", "--engines", "4", "--trainers", "2", "--steps", "10", "--rollouts-per-engine", "4")
     )
     assert (out["assumed"]["engines"], out["assumed"]["trainers"], out["assumed"]["steps"]) == (4, 2, 10)
-    assert out["rollout"]["groups_per_step"] == 2 and out["rollout"]["in_flight_groups"] == 6
+    rollout = load_config([Path(QUICKSTART)]).config.rollout
+    groups = 4 * 4 // rollout.group_size  # four engines with four rollouts each
+    assert out["rollout"]["groups_per_step"] == groups
+    assert out["rollout"]["in_flight_groups"] == rollout.in_flight_groups * groups // rollout.groups_per_step
 
 
 def test_devices_are_split(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,13 @@
-"""The tables of docs/coming-from.md, made from the mappings: `python -m rollover.convert.table docs/coming-from.md`."""
+"""The tables of docs/coming-from.md, from the mappings and docs/differences.toml.
+
+`python -m rollover.convert.table docs/coming-from.md` writes them.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 from rollover.convert.mapping import Row, System
@@ -24,13 +28,27 @@ def as_markdown(system: System) -> str:
     return "\n".join(lines) + "\n"
 
 
-def in_document(text: str) -> str:
-    """The document with the tables as they are now, between its markers `<!-- table: NAME -->` and `<!-- end -->`."""
+def differences_as_markdown(path: Path) -> str:
+    """Return the table of features that differ, from a TOML file with one array of tables per system."""
+    lines = ["| system | there | here |", "|---|---|---|"]
+    for system, rows in tomllib.loads(path.read_text(encoding="utf-8")).items():
+        lines += [f"| {system} | {row['there']} | {row['here']} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def in_document(path: Path) -> str:
+    """Return the document with current tables between its markers `<!-- table: NAME -->` and `<!-- end -->`."""
 
     def table(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{as_markdown(SYSTEMS[match[2]])}{match[3]}"
+        of = match[2]
+        rows = (
+            differences_as_markdown(path.with_name("differences.toml"))
+            if of == "differences"
+            else as_markdown(SYSTEMS[of])
+        )
+        return f"{match[1]}\n{rows}{match[3]}"
 
-    return re.sub(r"(<!-- table: (\w+) -->)\n.*?(<!-- end -->)", table, text, flags=re.S)
+    return re.sub(r"(<!-- table: (\w+) -->)\n.*?(<!-- end -->)", table, path.read_text(encoding="utf-8"), flags=re.S)
 
 
 def _by_reason(rows: list[Row]) -> dict[tuple[str, str], list[str]]:
@@ -53,5 +71,5 @@ def _names(names: tuple[str, ...]) -> str:
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    atomic_write_text(path, in_document(path.read_text(encoding="utf-8")))
+    document = Path(sys.argv[1])
+    atomic_write_text(document, in_document(document))

@@ -112,6 +112,10 @@ class FakeTinker:
         self.num_ended = 0  # sessions
         self._count = 0
 
+    def serve_model(self, name: str, model: Any) -> None:
+        """Sample and score with `model` as the base model `name`."""
+        self._samplers[name] = model
+
     def number(self) -> int:
         with self._lock:
             self._count += 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from rollover.config import Config
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine
 from rollover.models.load import LoadedModel
-from rollover.trainer.backend import TrainerBackend
+from rollover.trainer.backend import TEACHER, TrainerBackend
 from rollover.trainer.batch import Batch
 from rollover.trainer.build import build_trainer
 from rollover.trainer.reward_kl import RewardKL
@@ -181,3 +182,79 @@ def test_what_was_sampled_at_another_temperature_is_refused(service: tuple[FakeT
     backend = built(config(service[1])).backend
     with pytest.raises(ValueError, match=r"rollout 0-0 was sampled at temperature 0.7, and the service's log-probs"):
         backend.compute_logprobs([replace(SAMPLES[0], temperature=0.7)])
+
+
+@pytest.mark.parametrize(
+    "distill",
+    [
+        {"teacher": "initial", "mix": "add", "discount": 0.5},
+        {"teacher": "policy", "privileged": "prompts:told"},
+        {"teacher": "policy", "privileged": "prompts:told", "refresh_steps": 2, "coef": 0.5},
+        {"teacher": "other"},
+    ],
+    ids=["initial", "current", "refreshed", "other"],
+)
+def test_distillation_is_that_of_the_local_backend(
+    distill: dict[str, Any], service: tuple[FakeTinker, str], built: Built, tmp_path: Path
+) -> None:
+    fake, url = service
+    if distill["teacher"] == "other":
+        distill = {**distill, "teacher": str(tiny.save(tmp_path / "other", seed=1))}
+        fake.serve_model(distill["teacher"], tiny.model(seed=1))
+    theirs = built(config(url, distill=distill, train={"learning_rate": 1e-3}))
+    local = config(
+        distill=distill,
+        train={"learning_rate": 1e-3},
+        model={"dtype": "float32", "lora": {"rank": 4}},
+        backend={"type": "local"},
+    )
+    torch.manual_seed(0)
+    ours = build_trainer(local, tiny.loaded())
+    told = [replace(s, teacher_prompt_ids=np.array([5, 6, *s.prompt_ids], np.int32)) for s in SAMPLES]
+    for step in range(4):
+        # Later steps start from weights that differ by what Adam makes of the last bits: at most the learning rate.
+        at_most = 1e-6 if step == 0 else 1e-3
+        expected, found = ours.train_step(Batch(told)), theirs.train_step(Batch(told))
+        for name in ("distill/kl", "distill/clipped_share", "loss", "grad_norm"):
+            assert found[name] == pytest.approx(expected[name], rel=10 * at_most, abs=at_most), (step, name)
+        for mine, its in zip(ours.trained, theirs.trained, strict=True):
+            np.testing.assert_allclose(its.advantages, mine.advantages, rtol=0, atol=2 * at_most)
+        assert expected["distill/kl"] != 0
+    _, meta = theirs.backend.save_state()
+    assert meta.get("teacher", "").endswith("teacher-000004-2") == (distill.get("refresh_steps", 0) > 1)
+
+
+def test_teacher_weights_are_restored_from_a_checkpoint(service: tuple[FakeTinker, str], built: Built) -> None:
+    of = config(service[1], distill={"teacher": "policy", "privileged": "prompts:told", "refresh_steps": 2})
+    first, second = built(of), built(of)
+    for _ in range(3):
+        first.train_step(Batch(SAMPLES))
+    second.backend.load_state(*first.backend.save_state())
+    expected, found = (trainer.backend.compute_logprobs(SAMPLES, TEACHER) for trainer in (first, second))
+    for rollout_id, values in expected.items():
+        np.testing.assert_array_equal(found[rollout_id], values)
+    without = first.backend.save_state()[1]
+    del without["teacher"]
+    with pytest.raises(ValueError, match="the checkpoint names no such weights"):
+        second.backend.load_state({}, without)
+
+
+def test_another_model_as_teacher_needs_the_same_vocabulary(service: tuple[FakeTinker, str], built: Built) -> None:
+    with pytest.raises(ValueError, match=r"distill\.teacher = 'nowhere'"):
+        built(config(service[1], distill={"teacher": "nowhere"}))
+
+
+def test_precomputed_advantages_are_those_of_the_local_backend(service: tuple[FakeTinker, str], built: Built) -> None:
+    draw = np.random.default_rng(0)
+    given = [replace(s, advantages=draw.normal(size=len(s.token_ids)).astype(np.float32)) for s in SAMPLES]
+    algorithm = {"advantage": "precomputed"}
+    theirs = built(config(service[1], algorithm=algorithm))
+    local = config(algorithm=algorithm, model={"dtype": "float32", "lora": {"rank": 4}}, backend={"type": "local"})
+    torch.manual_seed(0)
+    ours = build_trainer(local, tiny.loaded())
+    expected, found = ours.train_step(Batch(given)), theirs.train_step(Batch(given))
+    for name in ("loss", "grad_norm", "ratio/max", "importance/mean"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+    before, after = (trainer.backend.compute_logprobs(given) for trainer in (ours, theirs))
+    for rollout_id, values in before.items():
+        np.testing.assert_allclose(after[rollout_id], values, atol=1e-3)

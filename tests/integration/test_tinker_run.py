@@ -125,3 +125,28 @@ def test_tasks_are_given_by_their_pass_rates(tmp_path: Path, service: tuple[Fake
     assert main(["train", str(recipe(tmp_path, service[1], SYNC, **curriculum))]) == 0
     (*_, last) = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
     assert last["curriculum/known"] == last["curriculum/hard"] + last["curriculum/normal"] > 0
+
+
+PRIVILEGED = """
+def answer_told(task, messages):
+    *before, last = messages
+    return [*before, {**last, "content": f"{last['content']} (The answer is {task.columns.get('answer', 7)}.)"}]
+"""
+
+
+@pytest.mark.parametrize("refresh_steps", [0, 2])
+def test_opsd_run_reports_the_divergence_and_resumes(
+    refresh_steps: int, tmp_path: Path, service: tuple[FakeTinker, str]
+) -> None:
+    distill = {"teacher": "policy", "refresh_steps": refresh_steps or None}
+    file = recipe(tmp_path, service[1], SYNC, steps=4, distill=distill)
+    (tmp_path / "prompts.py").write_text(PRIVILEGED)
+    words = ["train", str(file), "--distill.privileged", f"{tmp_path}/prompts.py:answer_told"]
+    assert main([*words, "--run.hooks", f"{tmp_path}/hooks.py:EndsAtTwo"]) == 2
+    assert main([*words, "--resume"]) == 0
+    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["distill/kl"] != 0 and row["grad_norm"] > 0 and row["time/teacher_s"] > 0 for row in rows)
+    saved = {asked["path"].split("-")[1] for asked in service[0].named("save_weights_for_sampler")
+             if asked["path"].startswith("teacher-")}  # fmt: skip
+    assert saved == ({"000002", "000004"} if refresh_steps else set())

@@ -9,17 +9,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from rollover.config import Config
+from rollover.config import Config, ModelConfig
 from rollover.envs.protocol import HoldsObjects
 from rollover.functions import described, own_function, shortened
 from rollover.models.devices import dtype_of
 from rollover.models.limits import Limits
-from rollover.models.load import LoadedModel, load_model
+from rollover.models.load import LoadedModel, load_model, load_outline
 from rollover.models.norms import compile_norms
 from rollover.tasks.prompts import encode_prompt
 from rollover.types import Group, Sample, Task
@@ -42,14 +43,30 @@ def load_teacher(config: Config, policy: LoadedModel) -> LoadedModel:
     return loaded
 
 
+def load_teacher_outline(config: Config, policy: LoadedModel) -> LoadedModel:
+    """Tokenizer and shapes of the model of distill.teacher, whose weights are elsewhere. Errors as `load_teacher`."""
+    return _beside("distill.teacher", config.distill.model_path, policy, config, load_outline)
+
+
+def load_teacher_in_float32(config: Config, policy: LoadedModel, *, with_weights: bool) -> LoadedModel:
+    """The model of distill.teacher as ranks spread it: without weights, its shapes. Errors as `load_teacher`."""
+    load = load_model if with_weights else partial(load_outline, filled_later=True)
+    return _beside("distill.teacher", config.distill.model_path, policy, config, load)
+
+
 def load_beside(
     config: Config, key: str, path: str, policy: LoadedModel, device: torch.device | None = None
 ) -> LoadedModel:
     """The model that the option `key` names by `path`, in compute dtype, which scores the policy's tokens. ValueError
     where it cannot be loaded, or where its token ids mean other tokens than the policy's."""
-    of_model = config.model.model_copy(update={"path": path, "revision": ""})
+    return _beside(key, path, policy, config, lambda cfg: load_model(cfg, dtype=dtype_of(config), device=device))
+
+
+def _beside(
+    key: str, path: str, policy: LoadedModel, config: Config, load: Callable[[ModelConfig], LoadedModel]
+) -> LoadedModel:
     try:
-        loaded = load_model(of_model, dtype=dtype_of(config), device=device)
+        loaded = load(config.model.model_copy(update={"path": path, "revision": ""}))
     except ValueError as error:
         raise ValueError(str(error).replace("model.path", key)) from error
     if why := other_vocabulary(policy.tokenizer, loaded.tokenizer):

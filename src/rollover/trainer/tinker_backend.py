@@ -5,7 +5,8 @@
 
 The gradient is exact: cross-entropy is -sum(weight * logprob), whose gradient is the chain rule's. It costs two forward
 passes. (The SDK's forward_backward_custom does the same in one call; apart, a gradient can be forgotten, and divided at
-its end.) Owns what was not sent yet, and `policy_version`. Weights never come here.
+its end.) Owns what was not sent yet, `policy_version`, and the name of the teacher's weights at the service. Weights
+never come here.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from rollover.engine.tinker.engine import TinkerEngine
 from rollover.models.limits import Limits
 from rollover.models.tokenizer_files import save_tokenizer
 from rollover.staleness import staleness
-from rollover.trainer.backend import BackendSetup, Stream, Version
+from rollover.trainer.backend import TEACHER, BackendSetup, Stream, Version
 from rollover.trainer.objective import Counts, Objective, Streams
 from rollover.trainer.optimizer import learning_rate
 from rollover.trainer.packing import padded
 from rollover.trainer.tally import Tally
+from rollover.trainer.teacher import load_teacher_outline
 from rollover.types import Sample, Segment
 
 
@@ -50,10 +52,15 @@ class TinkerBackend:
     def __init__(self, setup: BackendSetup, engine: TinkerEngine) -> None:
         config = setup.config
         self.config, self.algorithm, self.lora = config.train, config.algorithm, config.model.lora
+        self.distill = config.distill
         self.engine, self.service, self.tokenizer = engine, engine.service, setup.loaded.tokenizer
         self._base = setup.loaded.path
         self.objective = Objective(config.algorithm, config.rollout.max_new_tokens, tells_tokens=config.tells_tokens)
-        self.limits, self._num_weights = Limits.of(setup.loaded.model), _num_weights(setup.loaded.model)
+        self._policy = self._teacher_model = setup.loaded.model
+        if config.distill.model_path:
+            self._teacher_model = load_teacher_outline(config, setup.loaded).model
+        self._teacher = config.distill.model_path or self.service.base_model
+        """What the service names the teacher's weights; adapters begin as the base model."""
         self.flops, self.policy_version, self.step_count = 0.0, 0, 0
         self.training = self.service.new_training(self.lora.rank, config.run.seed)
         self._gradient: list[tuple[Sample, np.ndarray]] = []
@@ -63,13 +70,16 @@ class TinkerBackend:
         self._num_saved = 0
 
     def compute_logprobs(self, samples: list[Sample], version: Version | None = None) -> Stream:
-        if version == 0 and self.algorithm.needs_reference:
-            return self._reference(samples)
-        if version not in (None, self.policy_version):
-            raise ValueError(
-                f"the weights of policy version {version} are not kept at the service: ask for the current ones"
-            )
         samples = [s for s in samples if s.mask.any()]
+        if version == 0 and self.algorithm.needs_reference:
+            return self._scored_by(self.service.base_model, self._policy, samples)
+        if version == TEACHER and self.distill.teacher and not self.distill.is_current:
+            return self._scored_by(self._teacher, self._teacher_model, samples)
+        if version == TEACHER and self.distill.is_current:
+            version = None
+        if version not in (None, self.policy_version):
+            what = f"the weights of policy version {version} are" if isinstance(version, int) else f"a {version} is"
+            raise ValueError(f"{what} not kept at the service: request the current weights")
         return dict(zip((s.rollout_id for s in samples), self._forward(samples), strict=True))
 
     def compute_values(self, samples: list[Sample]) -> Stream:
@@ -104,6 +114,9 @@ class TinkerBackend:
         self.forget_gradients()
         self.step_count += 1
         self.policy_version += ends_step
+        if ends_step and self.distill.keeps_weights and self.policy_version % self.distill.refresh_steps == 0:
+            name = f"teacher-{self.policy_version:06d}-{self._next_number()}"
+            self._teacher = self.service.save_for_sampler(self.training, name, expires=False)
         return {"grad_norm": norm, "learning_rate": rate, "train/skipped_steps": float(not finite)}
 
     def forget_gradients(self) -> None:
@@ -122,9 +135,16 @@ class TinkerBackend:
 
     def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         meta = {"policy_version": self.policy_version, "step_count": self.step_count, "path": self._saved("state")}
-        return {}, meta
+        return {}, meta | ({"teacher": self._teacher} if self.distill.keeps_weights else {})
 
     def load_state(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+        if self.distill.keeps_weights:
+            if "teacher" not in meta:
+                raise ValueError(
+                    '--resume with distill.teacher = "policy" and distill.refresh_steps > 1: the checkpoint names no'
+                    " such weights; start with it instead"
+                )
+            self._teacher = meta["teacher"]
         self.training = self.service.training_from(meta["path"])
         self.policy_version, self.step_count = meta["policy_version"], meta["step_count"]
         self.forget_gradients()
@@ -158,31 +178,30 @@ class TinkerBackend:
         """Log-probs [loss tokens] of each sample under the current weights."""
         if not samples:
             return []
-        for s in samples:
-            self.limits.check(s.rollout_id, s.prompt_ids, s.token_ids)
-            if s.temperature != 1:
-                raise ValueError(
-                    f"rollout {s.rollout_id} was sampled at temperature {s.temperature:g}, and the service's log-probs"
-                    " are those at temperature 1"
-                )
+        _check(self._policy, samples)
         data = [self._datum(s, np.zeros(int(s.mask.sum()), np.float32)) for s in samples]
         found = self.service.result(
             "a forward pass", lambda: self.training.forward(data, "cross_entropy"), again=True
         ).loss_fn_outputs
-        self._count(samples)
+        self._count(samples, self._policy)
         return [_at_loss_tokens(s, np.asarray(out["logprobs"].data)) for s, out in zip(samples, found, strict=True)]
 
-    def _reference(self, samples: list[Sample]) -> Stream:
-        """Log-probs under the base model, which the adapters begin as."""
-        samples, sdk = [s for s in samples if s.mask.any()], self.service.sdk
-        sampler = self.service.sampler(self.service.base_model)
+    def _scored_by(self, name: str, model: Any, samples: list[Sample]) -> Stream:
+        """Return log-probs of the loss tokens under the weights `name` of the service, which `model` has the shapes
+        of."""
+        if not samples:
+            return {}
+        _check(model, samples)
+        sampler, sdk = self.service.sampler(name), self.service.sdk
         prompts = [sdk.types.ModelInput.from_ints([*s.prompt_ids.tolist(), *s.token_ids.tolist()]) for s in samples]
         futures = [sampler.compute_logprobs(prompt) for prompt in prompts]
         found: Stream = {}
         for s, future in zip(samples, futures, strict=True):
-            values = self.service.result("log-probs of the reference", lambda future=future: future)
-            found[s.rollout_id] = _at_loss_tokens(s, np.array([x or 0.0 for x in values[1:]]))
-        self._count(samples)
+            values = self.service.result(f"log-probs of {name}", lambda future=future: future)
+            found[s.rollout_id] = _at_loss_tokens(s, np.array(values[1:], dtype=np.float64))  # None becomes NaN
+            if np.isnan(found[s.rollout_id]).any():
+                raise ValueError(f"rollout {s.rollout_id}: the service has no log-prob of a token under {name}")
+        self._count(samples, model)
         return found
 
     def _send(self, rate: float, divisor: float) -> float:
@@ -204,7 +223,7 @@ class TinkerBackend:
         self.service.result("a backward pass", lambda: backward)
         metrics = self.service.result("an update", lambda: update).metrics or {}
         samples = [s for s, _ in self._gradient]
-        self._count(samples, passes=3)
+        self._count(samples, self._policy, passes=3)
         return _gradient_norm(metrics)
 
     def _datum(self, s: Sample, weights_M: np.ndarray) -> Any:
@@ -214,11 +233,23 @@ class TinkerBackend:
         weights[len(s.prompt_ids) - 1 :][s.mask] = weights_M
         return _datum(self.service.sdk.types, ids, weights)
 
-    def _count(self, samples: list[Sample], passes: int = 1) -> None:
+    def _count(self, samples: list[Sample], model: Any, passes: int = 1) -> None:
         """FLOPs of so many forward passes over the samples, each with its prompt; a backward pass is two. Of weights
         alone: what the service's attention takes is not known."""
         num_tokens = sum(len(s.prompt_ids) + len(s.token_ids) - 1 for s in samples)
-        self.flops += 2.0 * self._num_weights * num_tokens * passes
+        self.flops += 2.0 * _num_weights(model) * num_tokens * passes
+
+
+def _check(model: Any, samples: list[Sample]) -> None:
+    """ValueError for samples that `model` cannot be given, or whose log-probs the service does not compute."""
+    limits = Limits.of(model)
+    for s in samples:
+        limits.check(s.rollout_id, s.prompt_ids, s.token_ids)
+        if s.temperature != 1:
+            raise ValueError(
+                f"rollout {s.rollout_id} was sampled at temperature {s.temperature:g}, and the service's log-probs"
+                " are those at temperature 1"
+            )
 
 
 def _streams(

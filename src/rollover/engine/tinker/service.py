@@ -76,11 +76,11 @@ class Service:
             return self._bounded(f"opening {name}", lambda: client.create_sampling_client(model_path=name).result())
         return self._bounded(f"opening {name}", lambda: client.create_sampling_client(base_model=name).result())
 
-    def save_for_sampler(self, training: tinker.TrainingClient, name: str) -> str:
-        """The path of the current weights, for `sampler`. They are kept there for a week."""
+    def save_for_sampler(self, training: tinker.TrainingClient, name: str, *, expires: bool = True) -> str:
+        """Save the current weights for `sampler` and return their path. `expires`: after a week."""
         saved = self.result(
             "saving weights to sample with",
-            lambda: training.save_weights_for_sampler(name, ttl_seconds=_SAMPLER_TTL_S),
+            lambda: training.save_weights_for_sampler(name, ttl_seconds=_SAMPLER_TTL_S if expires else None),
             again=True,
         )
         return saved.path

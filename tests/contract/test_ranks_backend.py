@@ -26,7 +26,7 @@ from rollover.config import Config
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.functions import FunctionError
 from rollover.models.team import Team
-from rollover.trainer.backend import REFERENCE, Stream, TrainerBackend
+from rollover.trainer.backend import REFERENCE, TEACHER, Stream, TrainerBackend
 from rollover.trainer.batch import Batch
 from rollover.trainer.objective import Counts
 from rollover.trainer.packing import micro_batches
@@ -235,6 +235,27 @@ def test_a_reference_of_other_weights_is_spread_and_refreshed(
     state = ranks.save_state()[0]
     kept = {name for name in state if name.startswith("kept/reference/")}
     assert kept and {state[name].dtype for name in kept} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_another_model_as_teacher_is_spread_and_frozen(
+    dtype: str, folder: Path, two: LocalRanks, tmp_path: Path
+) -> None:
+    other = tiny.save(tmp_path / "other", seed=1)
+    of = ranks_model.config(folder, dtype=dtype, distill={"teacher": str(other)})
+    ranks, local = ranks_model.pair(of, two)
+    told = [dataclasses.replace(s, prompt_ids=np.array([5, 6, *s.prompt_ids], np.int32)) for s in SAMPLES]
+    first = ranks.compute_logprobs(told, TEACHER)
+    assert largest_difference(first, local.compute_logprobs(told, TEACHER)) < (1e-5 if dtype == "float32" else 0.1)
+    assert ranks.flops == pytest.approx(local.flops, rel=0.1), "micro-batches that share other prompts"
+    for backend in (ranks, local):
+        backend.forward_backward(SAMPLES, Counts.of(SAMPLES))
+        backend.optim_step()
+    assert largest_difference(ranks.compute_logprobs(told, TEACHER), first) == 0.0
+    assert largest_difference(ranks.compute_logprobs(told), first) > 0.01, "the policy is another model"
+    long = dataclasses.replace(SAMPLES[0], prompt_ids=np.zeros(100_000, np.int32))
+    with pytest.raises(ValueError, match="positions"):
+        ranks.compute_logprobs([long], TEACHER)
 
 
 def test_gradients_of_parts_of_a_step_add_up_on_ranks(folder: Path, two: LocalRanks) -> None:

@@ -82,7 +82,6 @@ TINKER_REFUSES: dict[str, tuple[tuple[Any, ...], str]] = {
         ("auto", "step_start", "behavior", "current", "interpolated"),
         "log-probs under earlier weights are not to be had from it",
     ),
-    "distill.teacher": (("",), "no teacher's log-probs are asked of the service"),
     "algorithm.reference_path": (("",), "the reference is the base model there"),
     "algorithm.reference_refresh_steps": ((0,), "the reference is the base model there"),
     "model.lora.alpha": ((32.0,), "the service has a scale of its own"),
@@ -114,7 +113,6 @@ RANKS_REFUSES: dict[str, str] = {
     "model.lora.rank": "adapters are not spread. Set it to 0: the weights themselves are trained, or train them by"
     ' backend.type = "local"',
     "algorithm.advantage": "they have no value head. Use an estimator without one, such as grpo",
-    "distill.teacher": 'every rank would hold all of another model. Use "policy" or "initial"',
     "train.optimizer": "its moments lie in blocks of 256 numbers, which the part of a rank does not consist of. Use"
     ' "adamw", whose moments are spread, or "muon"',
     "model.device": 'on "mps" processes cannot train together. Set it to "cpu" or "cuda"',
@@ -124,7 +122,6 @@ RANKS_REFUSES: dict[str, str] = {
 _REFUSED_WITH_RANKS: dict[str, Callable[[Any], bool]] = {
     "model.lora.rank": lambda c: c.model.lora.rank > 0,
     "algorithm.advantage": lambda c: c.algorithm.needs_critic,
-    "distill.teacher": lambda c: bool(c.distill.model_path),
     "train.optimizer": lambda c: c.train.optimizer == "adamw_8bit",
     "model.device": lambda c: c.model.device.startswith("mps"),
     "algorithm.loss": lambda c: is_live(c.algorithm.loss),

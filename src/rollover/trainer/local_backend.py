@@ -99,6 +99,7 @@ class LocalBackend:
         critic: CriticConfig | None = None,
         critic_model: LoadedModel | None = None,
         sharded: Sharded | None = None,
+        sharded_teacher: Sharded | None = None,
         tells_tokens: bool = False,
     ) -> None:
         self.config, self.algorithm, self.engine = train, algorithm, engine
@@ -120,7 +121,9 @@ class LocalBackend:
         self._merges_lora, self._published = merges_lora or (lora is not None and lora.dora), False
         self.team = team or Team()
         self._passes = Passes(self._plain, self.team, train.micro_batch_tokens, sharded)
-        self._teacher = None if teacher is None else Passes(teacher.model, self.team, train.micro_batch_tokens)
+        self._teacher: Passes | None = None
+        if teacher is not None:
+            self._teacher = Passes(teacher.model, self.team, train.micro_batch_tokens, sharded_teacher)
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.kept = KeptWeights(trained, shards_of=dtype if sharded else None)
         is_base = self.lora and algorithm.needs_reference and bool(algorithm.reference_path)

@@ -21,7 +21,6 @@ WRONG: dict[str, Any] = {
     "algorithm.proximal": "snapshot",
     "algorithm.reference_path": "/another/model",
     "algorithm.reference_refresh_steps": 2,
-    "distill.teacher": "/another/model",
     "model.lora.alpha": 16.0,
     "model.lora.dropout": 0.1,
     "model.lora.target_modules": ["q_proj"],
@@ -64,7 +63,6 @@ OF_RANKS = {"backend.num_ranks", "backend.rank_timeout_s"}
 WRONG_FOR_RANKS: dict[str, Any] = {
     "model.lora.rank": 4,
     "algorithm.advantage": "gae",
-    "distill.teacher": "/another/model",
     "train.optimizer": "adamw_8bit",
     "model.device": "mps",
     "algorithm.loss": "<python>:loss-3f2a9c1d",

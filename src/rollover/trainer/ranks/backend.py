@@ -29,7 +29,7 @@ from rollover.models.limits import Limits
 from rollover.models.load import outline_of
 from rollover.models.team import most_threads
 from rollover.processes import brief_waiting
-from rollover.trainer.backend import BackendSetup, ShardedState, Stream, Version
+from rollover.trainer.backend import TEACHER, BackendSetup, ShardedState, Stream, Version
 from rollover.trainer.local_backend import answers_under, write_folder
 from rollover.trainer.objective import Counts
 from rollover.trainer.ranks.group import Meeting, Ranks, meet
@@ -38,6 +38,7 @@ from rollover.trainer.ranks.spread import spread
 from rollover.trainer.ranks.wire import counts_to_json, samples_to_json, streams_of
 from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.tally import Tally
+from rollover.trainer.teacher import load_teacher_outline
 from rollover.types import Sample, Segment
 from rollover.weights.one_by_one import WholeFile
 from rollover.weights.weights_file import OwnFolder, not_written
@@ -81,7 +82,9 @@ class RanksBackend(ShardedState):
         config = setup.config
         self.config, self.loaded, self.engine, self.ranks = config, setup.loaded, setup.engine, ranks
         self.policy_version, self._flops = 0, dict.fromkeys(range(ranks.num), 0.0)
-        self._limits = Limits.of(setup.loaded.model)
+        self._limits = self._teacher_limits = Limits.of(setup.loaded.model)
+        if config.distill.model_path:
+            self._teacher_limits = Limits.of(load_teacher_outline(config, setup.loaded).model)
         self._number = next(_numbers)
         self._folder = OwnFolder(config.engine.weights_dir)
         self._published: Path | None = None
@@ -91,7 +94,7 @@ class RanksBackend(ShardedState):
         try:
             # Rank 0 reads the weights from a disk, which takes what it takes: nobody waits for it in between.
             loaded = self.ranks.call("load", {rank: of | build for rank, of in everyone.items()}, limited=False)
-            self.ranks.call("build", {rank: of | {"flops": loaded[0]["flops"]} for rank, of in everyone.items()})
+            self.ranks.call("build", {rank: of | loaded[0] for rank, of in everyone.items()})
         except BaseException:
             self.close()
             raise
@@ -101,12 +104,14 @@ class RanksBackend(ShardedState):
         return sum(self._flops.values())
 
     def compute_logprobs(self, samples: list[Sample], version: Version | None = None) -> Stream:
-        parts = self._spread(samples)
+        parts = self._spread(samples, self._teacher_limits if version == TEACHER else self._limits)
         found = self._call("compute_logprobs", [{"samples": samples_to_json(p), "version": version} for p in parts])
         return {key: values for answer in found for key, values in answer["stream"].items()}
 
     def compute_statistics(self, samples: list[Sample]) -> Stream:
-        found = self._call("compute_statistics", [{"samples": samples_to_json(p)} for p in self._spread(samples)])
+        found = self._call(
+            "compute_statistics", [{"samples": samples_to_json(p)} for p in self._spread(samples, self._limits)]
+        )
         return {key: values for answer in found for key, values in answer["stream"].items()}
 
     def compute_values(self, samples: list[Sample]) -> Stream:
@@ -115,7 +120,7 @@ class RanksBackend(ShardedState):
     def forward_backward(
         self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream] = MappingProxyType({})
     ) -> Tally:
-        parts = self._spread(samples)
+        parts = self._spread(samples, self._limits)
         values = [
             {"samples": samples_to_json(p), "counts": counts_to_json(counts), "known": streams_of(p, known)}
             for p in parts
@@ -175,12 +180,12 @@ class RanksBackend(ShardedState):
 
     # Private
 
-    def _spread(self, samples: list[Sample]) -> list[list[Sample]]:
-        """The samples of each rank. ValueError for one that the model cannot be given: its rank alone would fail, and
-        the others wait for it."""
+    def _spread(self, samples: list[Sample], limits: Limits) -> list[list[Sample]]:
+        """The samples of each rank. ValueError for one that the model of these limits cannot be given: its rank alone
+        would fail, and the others wait for it."""
         for s in samples:
             if s.mask.any():
-                self._limits.check(s.rollout_id, s.prompt_ids, s.token_ids)
+                limits.check(s.rollout_id, s.prompt_ids, s.token_ids)
         return spread(samples, self.ranks.num)
 
     def _call(self, verb: str, values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

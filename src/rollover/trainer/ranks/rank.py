@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -22,43 +23,59 @@ from rollover.config.table import UNSETTLED
 from rollover.models.devices import dtype_of
 from rollover.models.flops import ModelFlops
 from rollover.models.load import LoadedModel, load_model, load_outline, stored_buffers
+from rollover.models.norms import compile_norms
 from rollover.models.team import Team
 from rollover.trainer.local_backend import LocalBackend
 from rollover.trainer.ranks.sharded import shard, spread_like, whole_weights
 from rollover.trainer.ranks.wire import counts_from_json, samples_from_json
 from rollover.trainer.reference import load_reference
 from rollover.trainer.shards import RankTensors, save_shards
+from rollover.trainer.teacher import load_teacher_in_float32
 from rollover.weights.one_by_one import write_one_by_one
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """What a rank begins with: models with weights at rank 0, and their shapes at the others.
+
+    `reference`: the weights of algorithm.reference_path, at rank 0. `teacher`: the model that distill.teacher names.
+    `max_staleness`: as of LocalBackend.
+    """
+
+    config: Config
+    policy: LoadedModel
+    max_staleness: int
+    reference: Mapping[str, torch.Tensor] | None
+    teacher: LoadedModel | None
+
+
 class RankBackend(LocalBackend):
-    """The part of one rank. `loaded`: with weights at rank 0; `reference`: of algorithm.reference_path, there;
-    `flops`: of the whole model; `max_staleness` as of LocalBackend. All ranks make theirs together."""
+    """The part of one rank. `flops`, `teacher_flops`: of the whole models. All ranks make theirs together."""
 
     def __init__(
-        self,
-        config: Config,
-        loaded: LoadedModel,
-        max_staleness: int,
-        reference: Mapping[str, torch.Tensor] | None,
-        flops: ModelFlops,
-        device: torch.device,
+        self, loaded: Loaded, flops: ModelFlops, teacher_flops: ModelFlops | None, device: torch.device
     ) -> None:
+        config, policy, reference, teacher = loaded.config, loaded.policy, loaded.reference, loaded.teacher
         self.dtype = dtype_of(config)
-        sharded = shard(loaded.model, flops, self.dtype, device)
+        sharded, sharded_teacher = shard(policy.model, flops, self.dtype, device), None
+        if teacher is not None and teacher_flops is not None:
+            sharded_teacher = shard(teacher.model.requires_grad_(False), teacher_flops, self.dtype, device)
+            compile_norms(teacher.model, self.dtype)
         if config.algorithm.needs_reference and config.algorithm.reference_path:
-            reference = spread_like(loaded.model, reference, self.dtype)
+            reference = spread_like(policy.model, reference, self.dtype)
         super().__init__(
-            loaded,
+            policy,
             config.train,
             config.algorithm,
             dtype=self.dtype,
             max_new_tokens=config.rollout.max_new_tokens,
-            max_staleness=max_staleness,
+            max_staleness=loaded.max_staleness,
             team=Team(),
             distill=config.distill,
+            teacher=teacher,
             reference=reference,
             sharded=sharded,
+            sharded_teacher=sharded_teacher,
             tells_tokens=config.tells_tokens,
         )
 
@@ -97,7 +114,7 @@ class Rank:
 
     def __init__(self) -> None:
         self._backends: dict[int, RankBackend] = {}
-        self._loaded: dict[int, tuple[Config, LoadedModel, int, Mapping[str, torch.Tensor] | None]] = {}
+        self._loaded: dict[int, Loaded] = {}
         self._listening: socket.socket | None = None
 
     def answer(self, verb: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -141,21 +158,31 @@ class Rank:
         dist.barrier()
 
     def _load(self, backend: int, config: Mapping[str, Any], max_staleness: int, places: list[str]) -> dict[str, Any]:
-        """The model as this rank begins with it. Rank 0 has the weights, and counts what passes over them cost.
+        """The models as this rank begins with them. Rank 0 has the weights, and counts what passes over them cost.
         `places`: where modules are looked for, too."""
         sys.path += [place for place in places if place not in sys.path]
         checked = Config.model_validate(config, context=UNSETTLED)  # where it was made
-        if dist.get_rank():
-            self._loaded[backend] = checked, load_outline(checked.model, filled_later=True), max_staleness, None
+        is_first, has_teacher = not dist.get_rank(), bool(checked.distill.model_path)
+        policy = load_model(checked.model) if is_first else load_outline(checked.model, filled_later=True)
+        reference = load_reference(checked, policy) if is_first else None
+        teacher = load_teacher_in_float32(checked, policy, with_weights=is_first) if has_teacher else None
+        self._loaded[backend] = Loaded(checked, policy, max_staleness, reference, teacher)
+        if not is_first:
             return {}
-        loaded = load_model(checked.model)
-        self._loaded[backend] = checked, loaded, max_staleness, load_reference(checked, loaded)
-        flops = vars(ModelFlops.of(loaded.model))
-        return {"flops": {**flops, "widths": list(flops["widths"].items())}}
+        return {"flops": _to_json(policy), "teacher_flops": None if teacher is None else _to_json(teacher)}
 
-    def _build(self, backend: int, flops: Mapping[str, Any]) -> None:
-        counted = ModelFlops(**{**flops, "widths": dict(flops["widths"])})
-        self._backends[backend] = RankBackend(*self._loaded.pop(backend), counted, self._device)
+    def _build(self, backend: int, flops: Mapping[str, Any], teacher_flops: Mapping[str, Any] | None) -> None:
+        of_teacher = None if teacher_flops is None else _flops_of(teacher_flops)
+        self._backends[backend] = RankBackend(self._loaded.pop(backend), _flops_of(flops), of_teacher, self._device)
+
+
+def _to_json(loaded: LoadedModel) -> dict[str, Any]:
+    flops = vars(ModelFlops.of(loaded.model))
+    return {**flops, "widths": list(flops["widths"].items())}
+
+
+def _flops_of(values: Mapping[str, Any]) -> ModelFlops:
+    return ModelFlops(**{**values, "widths": dict(values["widths"])})
 
 
 _OF_THE_PROCESS: dict[str, Callable[..., dict[str, Any] | None]] = {

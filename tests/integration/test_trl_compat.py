@@ -327,3 +327,16 @@ def test_it_learns_as_trl_does_of_as_many_samples(model: str, tmp_path: Path, mo
     print(f"rise of TRL {rise(theirs):.3f}, here {rise(mine):.3f}")
     assert rise(theirs) > 0.15
     assert rise(mine) == pytest.approx(rise(theirs), rel=1 / 3)
+
+
+@pytest.mark.parametrize(("threshold", "masks"), [(None, False), (0.0, True)])
+def test_off_policy_mask_threshold_of_zero_masks(
+    threshold: float | None, masks: bool, model: str, tmp_path: Path
+) -> None:
+    args = ours.GRPOConfig(
+        str(tmp_path / "out"), off_policy_mask_threshold=threshold, num_iterations=3, **{**FAST, "max_steps": 6}
+    )
+    trainer = ours.GRPOTrainer(model=model, reward_funcs=share_of_letters, args=args, train_dataset=dataset(TEXTS))
+    trainer.train()
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert (max(row.get("off_policy/masked_share", 0.0) for row in rows) > 0) == masks

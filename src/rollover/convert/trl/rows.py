@@ -185,7 +185,7 @@ ROWS = (
     Row("mask_truncated_completions", ("filters.mask_truncated",), default=False, example=True,
         note="a group without another rollout is replaced; in TRL it has no part in the loss"),
     Row("off_policy_mask_threshold", ("algorithm.off_policy_mask_threshold",),
-        data.given("algorithm.off_policy_mask_threshold"), example=0.5),
+        data.off_policy_mask, example=0.5, note="`0.0` masks every distance above 0: `1e-30` here, where 0 is off"),
     Row("seed", ("run.seed",), default=42, example=7),
     Row("output_dir", ("run.dir",), data.given("run.dir"), example="out"),
     Row("run_name", ("run.name",), data.given("run.name"), example="mine"),

@@ -392,3 +392,42 @@ def test_what_cannot_be_a_workflow_exits_2(
     assert main(["train", str(recipe(tmp_path, name)), *words]) == 2
     error = capsys.readouterr().err
     assert why in error and "workflow.function" in error, error
+
+
+@pytest.mark.parametrize(
+    ("given", "brought", "partial"),
+    [
+        ("lambda num: float(num)", 3, 0),
+        ("lambda num: float(num) if num % 2 else None", 0, 3),
+        ("lambda num: None", 0, 0),
+    ],
+    ids=["all", "some", "none"],
+)
+def test_own_advantages_auto_uses_complete_groups_and_estimates_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str, brought: int, partial: int
+) -> None:
+    file = recipe(tmp_path, "advantages", steps=2, rollout={"max_new_tokens": 16})
+    agents = tmp_path / "agents.py"
+    varied = agents.read_text().replace("reward = 1.0", "reward = float(len(reply.token_ids) % 3)")
+    agents.write_text(varied.replace("lambda num: float(num)", given))
+    assert main(["train", str(file), "--workflow.own_advantages", "auto"]) == 0
+    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [row["precomputed/groups"] for row in rows] == [brought] * 2 or partial
+    if partial:  # a group of siblings of odd lengths alone brings all of them
+        assert sum(row["precomputed/partial_groups"] for row in rows) > 0
+        assert all(row["precomputed/partial_groups"] + row["precomputed/groups"] <= 3 for row in rows)
+    said = "".join(capsys.readouterr())
+    assert said.count("the estimator gives all of that group's advantages") == (1 if partial else 0)
+    for record in runs.records(tmp_path / "run"):
+        if brought:
+            assert record["advantage"] == sum(segment["num_tokens"] for segment in record["segments"]), (
+                "what the agent gave, not an estimate"
+            )
+
+
+def test_credit_per_step_is_broadcast_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = recipe(tmp_path, "advantages", steps=1, algorithm={"advantage": "precomputed"})
+    with pytest.warns(DeprecationWarning, match='means "broadcast"'):
+        assert main(["train", str(file), "--workflow.credit", "per_step"]) == 0
+    assert "turn_returns" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "config.resolved.json").read_text())["workflow"]["credit"] == "broadcast"

@@ -27,7 +27,7 @@ import torch
 from rollover.algorithms.estimator import AfterScoring, Estimator, Scored, Unit
 from rollover.algorithms.filters import MaskedRollout
 from rollover.algorithms.grouping import Grouped, Grouping
-from rollover.algorithms.precomputed import precomputed, undeclared
+from rollover.algorithms.precomputed import precomputed, turns_brought, undeclared
 from rollover.algorithms.shaping import Shaped, Shaping
 from rollover.config import AlgorithmConfig, DistillConfig, WorkflowConfig
 from rollover.config.traits import ADVANTAGES, OWN_ADVANTAGE, AdvantageTraits
@@ -55,7 +55,9 @@ class Credited:
     trajectory is compared. `sequences`: rollout_id -> what is one sequence. `compared`: group id -> its
     TrajectoryGroups. `missing`: ids of those without a score. `left_out`: the Rollouts whose role leaves the loss, with
     the reason. `shaped`: the rewards that are trained, where they are not the scores. `roles`: of each role whose
-    advantages are estimated over tokens.
+    advantages are estimated over tokens. `brought`: how many TrajectoryGroups are trained with advantages that they
+    bring. `partly`: role -> what is missing in those of its TrajectoryGroups that bring advantages in part, which are
+    estimated instead (workflow.own_advantages = "auto").
     """
 
     advantages: dict[str, float | np.ndarray] = field(default_factory=dict)
@@ -65,6 +67,8 @@ class Credited:
     left_out: list[MaskedRollout] = field(default_factory=list)
     shaped: Shaped = field(default_factory=Shaped)
     roles: dict[str, RoleCredit] = field(default_factory=dict)
+    brought: int = 0
+    partly: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,8 +140,9 @@ class Credit:
         replayed: Collection[int],
     ) -> Shaped:
         """The rewards of all trajectories whose advantages are made of them."""
-        compared = [t for several in credited.compared.values() for c in several for t in c.trajectories]
-        shaped = [t for t in compared if self._advantage_of(t) in self._estimators and t.ids.isdisjoint(left_out)]
+        compared = [c for several in credited.compared.values() for c in several]
+        estimated = [t for c in compared if self._estimator_of(c) in self._estimators for t in c.trajectories]
+        shaped = [t for t in estimated if t.ids.isdisjoint(left_out)]
         greedy = greedy_of(groups)
         uncounted = {t.sequence_id for t in shaped if t.group_id in replayed} | {t.sequence_id for t in greedy}
         roles = _compared_roles(credited.compared.values(), {t.role for t in shaped})
@@ -172,9 +177,9 @@ class Credit:
         numbered = ((g, g * stride + k, c) for g, several in credited.compared.items() for k, c in enumerate(several))
         for group_id, number, compared in numbered:
             estimator = self._estimator_of(compared)
+            credited.brought += estimator == "precomputed"
+            self._check_undeclared(compared, estimator, credited)
             for trajectory in compared.trajectories:
-                if estimator != "precomputed" and (why := undeclared(trajectory, taught=estimator == _TEACHER)):
-                    raise ValueError(why)
                 if estimator == _TEACHER:
                     continue
                 credited.missing |= set() if trajectory.valid else trajectory.ids
@@ -197,6 +202,20 @@ class Credit:
                 credited.roles |= {role: RoleCredit(frozenset(roles), weight) for role, weight in weights.items()}
             self._estimate(compared, credited)
         self._change(groups, credited)
+
+    def _check_undeclared(self, compared: TrajectoryGroup, estimator: str, credited: Credited) -> None:
+        """ValueError where advantages that came are of no use; with "auto" they are counted, where some are missing."""
+        if estimator == "precomputed":
+            return
+        found = [why for t in compared.trajectories if (why := undeclared(t, taught=estimator == _TEACHER))]
+        if not found:
+            return
+        if self.workflow.own_advantages != "auto" or estimator == _TEACHER:
+            raise ValueError(found[0])
+        one, (brought, total) = compared.trajectories[0], turns_brought(compared)
+        credited.partly.setdefault(one.role, []).append(
+            f"{brought} of {total} turns of task {one.task.task_id!r} bring advantages"
+        )
 
     def _units(
         self, trajectory: Trajectory, missing: bool, oldest: int, penalties: Mapping[str, np.ndarray]
@@ -261,7 +280,8 @@ class Credit:
                 f"workflow.group_by = {self.workflow.group_by!r} compares {a} with {b}, whose roles have the"
                 f" advantages {one!r} and {other!r}: put them into groups of their own, or give the roles one"
             )
-        return next(iter(names))
+        (name,) = names
+        return "precomputed" if name != _TEACHER and self.grouping.takes_own(compared, name) else name
 
 
 def turn_returns(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rollover.algorithms.filters import Metric, value_of
+from rollover.algorithms.precomputed import brings_all
 from rollover.alike import did_you_mean
 from rollover.config import DistillConfig, RoleConfig, WorkflowConfig
 from rollover.functions import OwnFunction, described, own_function
@@ -75,10 +76,17 @@ class Grouping:
         compared = self(group).compared
         by_turns = self.workflow.credit == "turn_returns"
         gamma = self.workflow.turn_gamma if by_turns else None
-        own = [self.workflow.advantage_of(c.trajectories[0].role, default) == "precomputed" for c in compared]
+        own = [self.takes_own(c, self.workflow.advantage_of(c.trajectories[0].role, default)) for c in compared]
         if len(compared) == 1 and not by_turns and not own[0]:
             return None
         return any(_brings_any(c) if o else _differs(c, gamma, metric) for c, o in zip(compared, own, strict=True))
+
+    def takes_own(self, compared: TrajectoryGroup, estimator: str) -> bool:
+        """Whether a TrajectoryGroup is trained with advantages that it brings. `estimator`: of its roles."""
+        if estimator == "precomputed":
+            return True
+        is_taught = self.distill.replaces_for(compared.trajectories[0].role)
+        return self.workflow.own_advantages == "auto" and not is_taught and brings_all(compared)
 
     # Private
 

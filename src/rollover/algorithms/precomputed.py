@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rollover.functions import is_number
-from rollover.trajectories import Trajectory, turns_of
+from rollover.trajectories import Trajectory, TrajectoryGroup, turns_of
 from rollover.types import Rollout
 
 
@@ -31,18 +31,41 @@ def precomputed(trajectory: Trajectory) -> list[np.ndarray]:
     return [_of_rollout(rollout, str(trajectory)) for rollout in trajectory.rollouts]
 
 
+def turns_brought(compared: TrajectoryGroup) -> tuple[int, int]:
+    """(turns of the scored trajectories that bring an advantage, all of their turns)."""
+    brought = total = 0
+    for rollout in (r for t in compared.trajectories if t.valid for r in t.rollouts):
+        num, given = len(turns_of(rollout)), None if rollout.reward is None else rollout.reward.advantages
+        total += num
+        brought += sum(map(_is_complete, given)) if isinstance(given, tuple) else num * (given is not None)
+    return brought, total
+
+
+def brings_all(compared: TrajectoryGroup) -> bool:
+    """Whether all scored trajectories of a TrajectoryGroup bring an advantage for each of their turns and tokens."""
+    valid = [t for t in compared.trajectories if t.valid]
+    given = [r.reward.advantages if r.reward else None for t in valid for r in t.rollouts]
+    return bool(valid) and all(map(_is_complete, given))
+
+
 def undeclared(trajectory: Trajectory, *, taught: bool = False) -> str | None:
     """What is wrong with a trajectory that brings advantages though its role does not say so; None: it brings none.
     `taught`: a teacher replaces its advantages."""
     if all(r.reward is None or r.reward.advantages is None for r in trajectory.rollouts):
         return None
     asked = f'Set algorithm.advantage or workflow.roles.{trajectory.role}.advantage to "precomputed"'
+    if not taught:
+        asked += ', or workflow.own_advantages to "auto"'
     if taught:
         asked += ' and distill.mix to "add"'
     return f"{trajectory} brings advantages of its own, which nothing asks for. {asked}, or leave them out"
 
 
 # Private
+
+
+def _is_complete(given: Any) -> bool:
+    return all(map(_is_complete, given)) if isinstance(given, tuple) else given is not None
 
 
 def _of_rollout(rollout: Rollout, whose: str) -> np.ndarray:

@@ -24,6 +24,7 @@ from rollover.config.suggest import unknown_key, unknown_table
 from rollover.config.table import UNSETTLED, ConfigError, Table, row_of, table_of
 from rollover.config.toml_file import read_toml
 from rollover.config.trust import OfRun
+from rollover.config.workflow import PER_STEP, PER_STEP_IS
 
 COMMAND_LINE = "command line"
 PYTHON = "Python"  # what a program gives in place of a file
@@ -87,6 +88,8 @@ def load_config(
     config, notices, problems = settle(config, layers)
     config, origin = derive(config, layers)
     refuse(config, layers, problems, require_sources)
+    if any(values.get("workflow.credit") == PER_STEP for _, values in stack):
+        notices.append(PER_STEP_IS)
     return Resolved(config, [*notices, *notices_of_ratio(config, layers)], origin)
 
 

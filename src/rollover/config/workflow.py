@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import warnings
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
@@ -24,6 +25,21 @@ class RoleConfig(Table):
     trained: bool = option(True, "Whether they are; if not, they leave the loss.")
     advantage: str = option("", "Their advantage estimator, as of algorithm.advantage; empty: that one.")
     weight: float = option(1.0, "What their advantages are multiplied by.", gt=0)
+
+
+PER_STEP = "per_step"
+PER_STEP_IS = (
+    'workflow.credit = "per_step" (rLLM) is deprecated and means "broadcast", as in rLLM\'s unified trainer. To compare'
+    " the k-th turns of siblings, set workflow.group_by to a function of your own (docs/credit.md); for turn returns,"
+    ' set workflow.credit = "turn_returns"'
+)
+
+
+def _without_per_step(value: Any) -> Any:
+    if value != PER_STEP:
+        return value
+    warnings.warn(PER_STEP_IS, DeprecationWarning, stacklevel=2)
+    return "broadcast"
 
 
 class WorkflowConfig(Table):
@@ -135,12 +151,18 @@ class WorkflowConfig(Table):
         " score: it gets timeout_score, which is right only where the policy can cause it.",
     )
     timeout_score: float = option(0.0, "Its reward.", ge=-1e30, le=1e30, only_if=("workflow.on_timeout", "score"))
-    credit: Literal["broadcast", "turn_returns"] = option(
+    credit: Annotated[Literal["broadcast", "turn_returns"], BeforeValidator(_without_per_step)] = option(
         "broadcast",
         "What is compared. broadcast: trajectories, by their scores; all tokens of one get its advantage. turn_returns:"
         " turns, by the discounted sum of the rewards from there on.",
     )
     turn_gamma: float = option(1.0, "Discount of a turn.", ge=0, le=1, only_if=("workflow.credit", "turn_returns"))
+    own_advantages: Literal["refuse", "auto"] = option(
+        "refuse",
+        "Advantages that come with trajectories whose estimator is not precomputed. refuse: the run ends. auto: a group"
+        " that is compared takes them if all turns of its scored trajectories bring one; if only some do, a warning is"
+        " printed, precomputed/partial_groups counts the group, and the estimator gives all of its advantages.",
+    )
     group_by: str = option(
         "",
         "Your own function (module:function or path.py:function) of a group's episodes to the list of TrajectoryGroups,"
@@ -264,9 +286,26 @@ RULES: tuple[Rule, ...] = (
             " compare with. Set rollout.greedy_baseline = true"
         ),
     ),
+    Inert(
+        ("workflow.own_advantages",),
+        ("algorithm.advantage", "workflow.roles"),
+        lambda c: set(_advantages(c)) == {"precomputed"},
+        'with algorithm.advantage = "precomputed": every trajectory has to bring its advantages',
+    ),
     Refused(
-        ("algorithm.after_scoring", "algorithm.advantage", "workflow.roles"),
-        lambda c: bool(c.algorithm.after_scoring) and "precomputed" in _advantages(c),
+        ("workflow.own_advantages", "algorithm.advantage", "workflow.roles"),
+        lambda c: c.workflow.own_advantages == "auto" and any(map(_over_tokens, _advantages(c))),
+        lambda _: (
+            'workflow.own_advantages = "auto" with an estimator over tokens: its samples hold rewards until the step,'
+            " and cannot hold advantages beside them. Use another algorithm.advantage, such as grpo"
+        ),
+    ),
+    Refused(
+        ("algorithm.after_scoring", "algorithm.advantage", "workflow.roles", "workflow.own_advantages"),
+        lambda c: (
+            bool(c.algorithm.after_scoring)
+            and ("precomputed" in _advantages(c) or c.workflow.own_advantages == "auto")
+        ),
         lambda _: (
             "algorithm.after_scoring changes one advantage a rollout, and precomputed ones may be one a token. Remove"
             " it"

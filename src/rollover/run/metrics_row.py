@@ -57,6 +57,7 @@ class Rows:
         self._counted: dict[str, float] = {}
         self._carried: dict[str, float] = {}  # counters of engine and rewards, of the processes before this one
         self._left_out: set[str] = set()  # of what the engine reports
+        self._partly: set[str] = set()  # roles whose groups brought advantages in part
         # What engine, rewards and trackers had counted before this run took another one's place.
         self._before = {k: v for k, v in self._kept_counters().items() if is_counter(k)} if parts.again else {}
         if parts.again:
@@ -124,6 +125,7 @@ class Rows:
             **mask_metrics(batch),
             **batch.shaped.metrics,
             **role_metrics(groups, batch, self.grouping),
+            **self._precomputed(batch),
             "waste/dropped_tokens": self._since_last("dropped", ledger["tokens/dropped"]),
             "tasks/skipped_long_prompt": parts.prompts.num_skipped,
             "tasks/left_out": parts.prompts.num_left_out,
@@ -142,6 +144,19 @@ class Rows:
         train_flops = self._since_last("train_flops", parts.trainer.backend.flops)
         row |= self.utilization.of_step(row, train_flops, engine.get("engine/flops", 0.0))
         return row | speed_metrics(row) | waste_metrics(engine, row) | self._threads(engine)
+
+    def _precomputed(self, batch: Batch) -> dict[str, float]:
+        """With workflow.own_advantages = "auto". Print the first group of a role that brings advantages in part."""
+        if self.config.workflow.own_advantages != "auto":
+            return {}
+        for role in sorted(batch.partly.keys() - self._partly):
+            self.parts.driver.say(
+                f"role {role}: {batch.partly[role][0]}; the estimator gives all of that group's advantages, and"
+                " those of every other such group (precomputed/partial_groups)"
+            )
+        self._partly |= batch.partly.keys()
+        partial = sum(map(len, batch.partly.values()))
+        return {"precomputed/groups": float(batch.brought), "precomputed/partial_groups": float(partial)}
 
     def engine_growth(self) -> dict[str, float]:
         """Growth of the engine's counters since the last call."""

@@ -103,6 +103,19 @@ METRICS: list[Metric] = [
         "Of the trained groups with two or more rewards of a role, the share in which those of each role are all equal:"
         " compared, they teach nothing.",
     ),
+    Metric(
+        "precomputed/groups",
+        "sum",
+        "groups",
+        "TrajectoryGroups of the step trained with advantages that they bring (workflow.own_advantages = auto).",
+    ),
+    Metric(
+        "precomputed/partial_groups",
+        "sum",
+        "groups",
+        "TrajectoryGroups that bring advantages for some of their turns only, and are estimated instead; with"
+        " workflow.own_advantages = auto only.",
+    ),
     Metric("tasks/left_out", "counter", "tasks", "Tasks for which tasks.before_produce returned None."),
     Metric("tasks/failed", "counter", "tasks", "Problems left out because their generator failed, cumulative."),
     # Replay and re-roll (only when on)

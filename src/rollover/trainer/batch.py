@@ -30,7 +30,7 @@ class Batch:
     loss. `compared`: id of each group -> what its baselines were taken over. `penalties`: the KL that was taken off its
     rewards. `shaped`: the rewards that are trained before that, where they are not the scores. `roles`: how the
     advantages of each role are scaled, where the step estimates them over tokens; roles that are not in it share their
-    statistics.
+    statistics. `brought`, `partly`: as of Credited.
     """
 
     samples: list[Sample]
@@ -40,6 +40,8 @@ class Batch:
     penalties: Penalties | None = None
     shaped: Shaped = field(default_factory=Shaped)
     roles: Mapping[str, RoleCredit] = field(default_factory=dict[str, RoleCredit])
+    brought: int = 0
+    partly: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
 
     @property
     def num_loss_tokens(self) -> int:
@@ -110,7 +112,15 @@ class BatchBuilder:
                 for s in samples
             ]
         return Batch(
-            samples, frozenset(replayed), masked, credited.compared, penalties, credited.shaped, credited.roles
+            samples,
+            frozenset(replayed),
+            masked,
+            credited.compared,
+            penalties,
+            credited.shaped,
+            credited.roles,
+            credited.brought,
+            credited.partly,
         )
 
     def sampled(self, groups: list[Group], oldest_version: int = EVERY_VERSION) -> list[Sample]:

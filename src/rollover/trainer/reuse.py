@@ -16,6 +16,7 @@ import numpy as np
 
 from rollover.algorithms.estimator import rewards_of
 from rollover.algorithms.filters import pass_rate_of
+from rollover.algorithms.grouping import Grouping
 from rollover.algorithms.shaping import metric_of
 from rollover.config import Config
 from rollover.rollout.group_state import Arrays
@@ -141,7 +142,7 @@ class Reuse:
         estimator = workflow.advantage_of(
             compared.trajectories[0].role, algorithm.advantage
         )  # all roles of it have one
-        if workflow.credit != "broadcast" or estimator == "precomputed":
+        if workflow.credit != "broadcast" or Grouping(workflow).takes_own(compared, estimator):
             return sum(advantages)
         rewards = [None if t.ids & left_out else batch.shaped.of(t).reward for t in compared.trajectories]
         return signal(advantages, rewards_of(rewards, [t.named for t in compared.trajectories], algorithm))

@@ -213,6 +213,8 @@ def _rule(
     if by_turns:
         text += ", over the returns of all turns (workflow.credit = turn_returns)"
     said.append(("rule", f"{text}{'' if found is None else f': {found[0]}'}."))
+    if workflow.get("own_advantages") == "auto":
+        said.append(("own", "A group whose trajectories all bring advantages of their own has those instead."))
     weight = workflow.get("roles", {}).get(record["role"], {}).get("weight", 1.0)
     if weight != 1.0:
         said.append(("role", f"Its role {record['role']} has the weight {_n(weight)}."))

@@ -134,7 +134,11 @@ class Arguments:
                 "eval.num_tasks: nothing is held out of an iterable that does not know its length. Give eval_tasks (a"
                 " list), or set eval.num_tasks = 0"
             )
-        rewards = {config.rewards.function, *(source.reward for source in config.tasks.sources)}
+        rewards = {
+            config.rewards.function,
+            config.rewards.eval_function,
+            *(source.reward for source in config.tasks.sources),
+        }
         rewards |= {row.function for row in config.rewards.functions}
         for key, value in _texts(config.model_dump(), ""):
             if is_live(value):

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from rollover.config.rewards import shaping_terms
 from rollover.config.table import Inert, Refused, Rule, Table, option
 
 _POWERS = (1, 2, 4, 8, 16, 32, 64)
@@ -74,6 +75,12 @@ class EvalConfig(Table):
         only_if=("eval.num_tasks",),
     )
     pass_threshold: float = option(1.0, "A rollout passes if its score is at least this.", only_if=("eval.num_tasks",))
+    shaped: bool = option(
+        False,
+        "Add the shaping terms of [rewards] (overlong, repetition, shaping = true) to the scores of evaluations, as"
+        " verl's DAPO manager does. pass@k and maj@k still compare the score of the task.",
+        only_if=("eval.num_tasks",),
+    )
     metric: str = option(
         "mean",
         "What the best evaluation is the best in: a figure of eval.jsonl (mean, pass@4, maj@8), or its place there"
@@ -167,6 +174,13 @@ RULES: tuple[Rule, ...] = (
         lambda c: not (c.checkpoint.keep_best or c.checkpoint.save_best_model or c.eval.patience),
         "without checkpoint.keep_best, checkpoint.save_best_model or eval.patience: nothing looks at it",
         "Set checkpoint.keep_best = true",
+    ),
+    Inert(
+        ("eval.shaped",),
+        ("rewards.overlong_buffer_tokens", "rewards.repetition_penalty", "rewards.functions"),
+        lambda c: not shaping_terms(c),
+        "as no shaping term is set",
+        "Set rewards.overlong_buffer_tokens",
     ),
     Inert(
         ("eval.majority",),

@@ -49,6 +49,11 @@ class RewardsConfig(Table):
         " for any part) -> reward. They come before verl's own table, which holds in any case. A task whose data_source"
         " is in neither is an error, as in verl.",
     )
+    eval_function: str = option(
+        "",
+        "Reward of every held-out task, named as rewards.function; empty = the reward of training.",
+        only_if=("eval.num_tasks",),
+    )
     timeout_s: float = option(
         30.0,
         "Limit of one call; then the worker is killed and the reward is missing. inf = no limit.",
@@ -137,8 +142,8 @@ def _all_sources_have_one(config: Any) -> bool:
     return bool(config.tasks.sources) and all(source.reward for source in config.tasks.sources)
 
 
-def _shaping_terms(config: Any) -> list[str]:
-    """Names of the penalties and functions that are added to the reward that is trained."""
+def shaping_terms(config: Any) -> list[str]:
+    """Return the names of the penalties and functions that shaping adds to the score."""
     rewards = config.rewards
     built_in = [rewards.overlong_buffer_tokens > 0, rewards.repetition_penalty > 0]
     named = [term for term, is_on in zip(_TERMS, built_in, strict=True) if is_on]
@@ -155,7 +160,7 @@ def _not_weighed(config: Any) -> str:
         return "rewards.running_norm"
     if config.rewards.clip_range:
         return "rewards.clip_range"
-    return next((f"the shaping {term!r}" for term in _shaping_terms(config) if term not in weights), "")
+    return next((f"the shaping {term!r}" for term in shaping_terms(config) if term not in weights), "")
 
 
 def _wrong_row(config: Any) -> str:
@@ -184,6 +189,7 @@ def _written(config: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """(its key, what is written, further parameters) of every reward that the configuration names."""
     rewards = config.rewards
     yield "rewards.function", rewards.function, {}
+    yield "rewards.eval_function", rewards.eval_function, {}
     for i, row in enumerate(rewards.functions):
         yield f"rewards.functions.{i}", row.function, row.params
     for name, spec in rewards.by_data_source.items():
@@ -218,6 +224,7 @@ RULES: tuple[Rule, ...] = (
             "rewards.timeout_s",
             "rewards.function",
             "rewards.functions",
+            "rewards.eval_function",
             "rewards.by_data_source",
             "tasks.sources",
         ),

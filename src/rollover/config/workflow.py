@@ -398,7 +398,7 @@ RULES: tuple[Rule, ...] = (
         "with workflow.verifiers: the tasks are those of its taskset",
     ),
     Inert(
-        ("tasks.system_prompt", "tasks.instruction", "tasks.chat", "rewards.function"),
+        ("tasks.system_prompt", "tasks.instruction", "tasks.chat", "rewards.function", "rewards.eval_function"),
         ("workflow.verifiers",),
         lambda c: bool(c.workflow.verifiers),
         "with workflow.verifiers: its taskset has the messages and the rewards",

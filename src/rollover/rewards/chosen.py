@@ -31,16 +31,20 @@ class Chosen:
         return _checked(by_data_source(name, self.own), "rewards.by_data_source", self.rule)
 
 
-def chosen_for(source: TaskSourceConfig, rewards: RewardsConfig, answer_rule: str = "last_number") -> Chosen:
+def chosen_for(
+    source: TaskSourceConfig, rewards: RewardsConfig, answer_rule: str = "last_number", *, held_out: bool = False
+) -> Chosen:
     """The reward of a source's tasks: its own, else that of [rewards], else by data_source, else the built-in of its
-    kind.
+    kind. `held_out`: rewards.eval_function precedes these.
 
     The spec of a built-in carries the answer rule: the source's own, else `answer_rule` (pass `tasks.answer_rule`).
     Raises ValueError for a name that is neither a built-in nor module:function nor path.py:function.
     """
     rule = source.answer_rule or answer_rule
     own = source.about.reward
-    if source.reward:
+    if held_out and rewards.eval_function:
+        key, spec = "rewards.eval_function", rewards.eval_function
+    elif source.reward:
         key, spec = "tasks.sources.reward", source.reward
     elif rewards.functions:
         rows = [_row(row, f"rewards.functions.{i}.function", rule) for i, row in enumerate(rewards.functions)]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rollover.algorithms.shaping import ShapedScore
 from rollover.alike import did_you_mean
 from rollover.config import Config, EvalSettingConfig
 from rollover.config.tasks import Truncation
@@ -162,14 +163,18 @@ def check_roles(found: Answers, named: Collection[str]) -> None:
         )
 
 
-def reward_of(episode: Episode, untrained: frozenset[str] = frozenset()) -> Reward:
-    """What an Episode is worth as a whole: the mean score of its trajectories, as the reward of training is of those of
-    a batch. The roles `untrained`, and what has no score, are left out; missing where nothing is left."""
-    rewards = [t.reward for t in episode.trajectories if t.role not in untrained and t.reward is not None]
-    scores = [reward.score for reward in rewards if reward.score is not None]
-    if scores:
-        return Reward(math.fsum(scores) / len(scores))
-    return rewards[0] if rewards else Reward(None, error="none of its trajectories is of a role that is trained")
+def reward_of(episode: Episode, untrained: frozenset[str] = frozenset(), shaped: ShapedScore | None = None) -> Reward:
+    """Return the mean score of an Episode's trajectories, as in the metrics of training.
+
+    Roles in `untrained` and missing scores are left out; the reward is missing where nothing is left. `shaped`:
+    replaces each score by the score plus its shaping terms.
+    """
+    trajectories = [t for t in episode.trajectories if t.role not in untrained and t.reward is not None]
+    scored = [(t, t.reward.score) for t in trajectories if t.reward is not None and t.reward.score is not None]
+    if scored:
+        return Reward(math.fsum(shaped(t) if shaped else score for t, score in scored) / len(scored))
+    missing = trajectories[0].reward if trajectories else None
+    return missing or Reward(None, error="none of its trajectories is of a role that is trained")
 
 
 def text_of(episode: Episode, decode: Decode) -> str:
@@ -185,11 +190,12 @@ async def _in_setting(
     setting: EvalSettingConfig, held_out: EvalTasks, playing: Playing, decode: Decode, config: Config
 ) -> list[Answer]:
     names, rule_of = held_out_names(config.tasks.sources), _answer_rules(config)
+    shaped = ShapedScore(config.rewards, config.rollout.max_new_tokens) if config.eval.shaped else None
 
     async def one_task(index: int) -> list[Answer]:
         task, prompt_ids = held_out.tasks[index], held_out.prompts[index]
         group = await playing.play(-1 - index, task, prompt_ids, setting.samples_per_task)
-        found = [_answer(episode, decode, names, config.workflow.untrained) for episode in episodes_of(group)]
+        found = [_answer(episode, decode, names, config.workflow.untrained, shaped) for episode in episodes_of(group)]
         if config.eval.majority:
             rule = rule_of.get(task.source, config.tasks.answer_rule)
             found = [replace(answer, vote=_vote(answer.answer, rule)) for answer in found]
@@ -216,7 +222,13 @@ def _vote(text: str, rule: str) -> str | None:
     return None if answer is None else answer_key(answer)
 
 
-def _answer(episode: Episode, decode: Decode, names: Mapping[str, str], untrained: frozenset[str]) -> Answer:
+def _answer(
+    episode: Episode,
+    decode: Decode,
+    names: Mapping[str, str],
+    untrained: frozenset[str],
+    shaped: ShapedScore | None,
+) -> Answer:
     """`names`: of the sources' held-out parts."""
     rollouts = [rollout for trajectory in episode.trajectories for rollout in trajectory.rollouts]
     task, reward, reason = episode.task, reward_of(episode, untrained), rollouts[-1].stop_reason or StopReason.ERROR
@@ -229,11 +241,12 @@ def _answer(episode: Episode, decode: Decode, names: Mapping[str, str], untraine
         expected=None if expected is None else reference_answer(expected),
         stop_reason=reason.value,
         num_tokens=sum(rollout.num_sampled_tokens for rollout in rollouts),
-        score=reward.score,
+        score=reward.score if shaped is None else reward_of(episode, untrained, shaped).score,
         error=reward.error,
         prompt=task.content,
         answer=text_of(episode, decode),
         roles=_roles(episode),
+        task_score=None if shaped is None else reward.score,
     )
 
 

@@ -33,6 +33,10 @@ async def look_at_tasks(
                 told |= dict.fromkeys(statements(task.reward))
         if tasks and teacher_prompts is not None:
             teacher_prompts.of_task(tasks[0])
+    if config.rewards.eval_function and config.eval.num_tasks and not config.workflow.agent:
+        stream = TaskStream(config.tasks, config.eval.seed, "eval", rewards=config.rewards)
+        for task in stream.take(1):
+            await rewarder.probe(task)
     for line in told:
         trackers.on_message(line)
     trackers.on_phase("looking at the tasks")

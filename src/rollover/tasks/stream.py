@@ -318,8 +318,9 @@ class TaskStream:
         sources = self.tasks.sources
         for i, (source, label) in enumerate(zip(sources, labels_of(sources), strict=True)):
             seed = key_of(f"{self.seed}/{self.split}/source/{i}") >> 33
-            reward = chosen_for(source, rewards, self.tasks.answer_rule)
-            yield SourceSetup(source, label, reward.spec, seed, self.split == "eval", self.tasks.chat, base_dir, reward)
+            held_out = self.split == "eval"
+            reward = chosen_for(source, rewards, self.tasks.answer_rule, held_out=held_out)
+            yield SourceSetup(source, label, reward.spec, seed, held_out, self.tasks.chat, base_dir, reward)
 
     def _cursor(self, setup: SourceSetup) -> _Cursor:
         source = build_source(setup)

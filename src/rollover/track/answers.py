@@ -22,7 +22,7 @@ from rollover.track.shown import excerpt, new_console
 from rollover.track.sinks import to_json
 from rollover.track.statistics import summarise_eval
 
-_WHERE_THERE = ("roles", "setting", "vote")
+_WHERE_THERE = ("roles", "setting", "vote", "task_score")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Answer:
     row's own, if it has one. `expected`: the reference answer, if there is one. `score` None: missing, for `error`.
     `roles`: the scores of the trajectories that it is made of, where workflows name roles. `setting`: of
     [[eval.settings]], "" for that of [eval] itself. `vote`: what it says for maj@k, None where it says nothing, or
-    nobody asks."""
+    nobody asks. `task_score`: with eval.shaped, the score without the shaping terms that `score` includes."""
 
     task_id: str
     sibling: int
@@ -55,11 +55,13 @@ class Answer:
     roles: tuple[RoleScore, ...] = ()
     setting: str = ""
     vote: str | None = None
+    task_score: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """JSON-able; "roles", "setting" and "vote" only where there are some."""
+        """JSON-able; "roles", "setting", "vote" and "task_score" only where there are some."""
         fields = {**asdict(self), "score": to_json(self.score)}
-        return {name: value for name, value in fields.items() if value or name not in _WHERE_THERE}
+        empty = (None, "", ())
+        return {name: value for name, value in fields.items() if name not in _WHERE_THERE or value not in empty}
 
 
 def write_answers(path: Path, answers: Sequence[Answer]) -> None:
@@ -117,11 +119,13 @@ def summary_of(
         tasks.setdefault(answer.task_id, []).append(answer)
     scores = {of: [a.score for a in tasks[of]] for of in tasks}
     votes = {of: [a.vote for a in tasks[of]] for of in tasks} if majority_ks else None
+    shaped = any(a.task_score is not None for a in answers)
+    passing = {of: [a.task_score for a in tasks[of]] for of in tasks} if shaped else None
     named = [(tasks[of][0].source, of, scores[of]) for of in tasks]
-    summary = summarise_eval(named, threshold, ks, votes, majority_ks)
+    summary = summarise_eval(named, threshold, ks, votes, majority_ks, passing)
     named = [(tasks[of][0].data_source or tasks[of][0].source, of, scores[of]) for of in tasks]
     if len({name for name, *_ in named}) > 1 and any(name != tasks[of][0].source for name, of, _ in named):
-        summary["data_sources"] = summarise_eval(named, threshold, ks, votes, majority_ks)["sources"]
+        summary["data_sources"] = summarise_eval(named, threshold, ks, votes, majority_ks, passing)["sources"]
     if len(roles := {of.role for a in answers for of in a.roles}) > 1:
         summary["roles"] = {role: _of_role(role, tasks, threshold, ks) for role in sorted(roles)}
     summary["tokens"] = sum(a.num_tokens for a in answers) / len(answers)

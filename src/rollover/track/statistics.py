@@ -95,11 +95,13 @@ def summarise_eval(
     ks: Iterable[int] = (1,),
     votes: Mapping[str, Sequence[str | None]] | None = None,
     majority_ks: Iterable[int] = (),
+    passing: Mapping[str, Sequence[float | None]] | None = None,
 ) -> dict[str, Any]:
     """Summary of an evaluation, in all and by source.
 
     scores: (source, task_id, the scores of its rollouts; None is missing) per task. A rollout passes if its score is at
     least `threshold`. `votes`: by task_id the answer that each of these rollouts votes for, None where it abstains.
+    `passing`: by task_id the scores that `threshold` applies to, where they are not those of the mean (eval.shaped).
     Returns {"mean", "ci": [low, high], "pass@k" and "pass@k_ci" for each k, "maj@k" and "maj@k_ci" for each of
     `majority_ks`, as far as every counted task has enough scores for it, "tasks", "samples", "missing", "sources":
     {source: the same without sources}}.
@@ -108,7 +110,10 @@ def summarise_eval(
     over per-task means (None with one task). pass@k_ci, maj@k_ci: `proportion_interval` over tasks. With no score at
     all, "mean" and "ci" are None.
     """
-    rows = [(source, _samples(list(values), (votes or {}).get(task_id))) for source, task_id, values in scores]
+    rows = [
+        (source, _samples(list(values), (votes or {}).get(task_id), (passing or {}).get(task_id)))
+        for source, task_id, values in scores
+    ]
     wanted, majority = sorted(set(ks)), sorted(set(majority_ks)) if votes is not None else []
     summary = _summarise([samples for _, samples in rows], threshold, wanted, majority)
     sources = dict.fromkeys(source for source, _ in rows)
@@ -128,11 +133,14 @@ def parts_of(evaluation: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return parts | {f"setting {name}": row for name, row in evaluation.get("settings", {}).items()}
 
 
-_Samples = list[tuple[float | None, str | None]]  # of a task: the score and the vote of each
+# Of a task: the score of each, its vote, and the score that the threshold applies to.
+_Samples = list[tuple[float | None, str | None, float | None]]
 
 
-def _samples(scores: Sequence[float | None], votes: Sequence[str | None] | None) -> _Samples:
-    return list(zip(scores, votes or [None] * len(scores), strict=True))
+def _samples(
+    scores: Sequence[float | None], votes: Sequence[str | None] | None, passing: Sequence[float | None] | None
+) -> _Samples:
+    return list(zip(scores, votes or [None] * len(scores), passing or scores, strict=True))
 
 
 def _proportion(name: str, rates: list[float]) -> dict[str, Any]:
@@ -140,20 +148,24 @@ def _proportion(name: str, rates: list[float]) -> dict[str, Any]:
 
 
 def _summarise(tasks: list[_Samples], threshold: float, ks: list[int], majority_ks: list[int]) -> dict[str, Any]:
-    valid = [here for of in tasks if (here := [(score, vote) for score, vote in of if score is not None])]
+    valid = [
+        here
+        for of in tasks
+        if (here := [(s, vote, (s if p is None else p) >= threshold) for s, vote, p in of if s is not None])
+    ]
     counts = {
         "tasks": len(valid),
         "samples": sum(map(len, valid)),
-        "missing": sum(score is None for of in tasks for score, _ in of),
+        "missing": sum(score is None for of in tasks for score, *_ in of),
     }
     if not valid:
         return {"mean": None, "ci": None, **counts}
-    mean, interval = mean_interval([math.fsum(score for score, _ in of) / len(of) for of in valid])
+    mean, interval = mean_interval([math.fsum(score for score, *_ in of) / len(of) for of in valid])
     summary: dict[str, Any] = {"mean": mean, "ci": list(interval) if len(valid) > 1 else None}
     fewest = min(map(len, valid))
     for k in (k for k in ks if k <= fewest):
-        rates = [pass_at_k(len(of), sum(score >= threshold for score, _ in of), k) for of in valid]
+        rates = [pass_at_k(len(of), sum(passed for *_, passed in of), k) for of in valid]
         summary |= _proportion(f"pass@{k}", rates)
     for k in (k for k in majority_ks if k <= fewest):
-        summary |= _proportion(f"maj@{k}", [majority_at_k([(v, s >= threshold) for s, v in of], k) for of in valid])
+        summary |= _proportion(f"maj@{k}", [majority_at_k([(v, passed) for _, v, passed in of], k) for of in valid])
     return {**summary, **counts}

@@ -120,6 +120,7 @@ BESIDE = {  # what else an option needs
     "filters.mask_in_baseline": {"filters.mask_truncated": True},
     "eval.metric": {"checkpoint.keep_best": True},
     "eval.majority": {"eval.samples_per_task": 3},
+    "eval.shaped": {"rewards.overlong_buffer_tokens": 8},
 }
 
 

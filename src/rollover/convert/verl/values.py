@@ -232,7 +232,7 @@ def overlong(value: Any, options: Options) -> dict[str, Any]:
     return {
         "rewards.overlong_buffer_tokens": options(f"{prefix}.len"),
         "rewards.overlong_penalty": options(f"{prefix}.penalty_factor"),
-    }
+    } | ({"eval.shaped": True} if eval_tasks(-1, options) else {})
 
 
 def metric(value: Any, options: Options) -> dict[str, Any]:

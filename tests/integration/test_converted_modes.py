@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,20 @@ def test_generation_goes_on_while_the_policy_is_trained(tmp_path: Path, program:
         during = event.kind == "train_start" or (during and event.kind != "train_end")
         finished += during and event.kind == "finish"
     assert finished
+
+
+def test_verl_kl_in_loss_and_reward_trains_with_both(tmp_path: Path) -> None:
+    switches = (
+        " algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.2 algorithm.kl_ctrl.type=adaptive"
+        " algorithm.kl_ctrl.target_kl=1e-5 algorithm.kl_ctrl.horizon=20 actor_rollout_ref.actor.use_kl_loss=True"
+        " actor_rollout_ref.actor.kl_loss_coef=0.1"
+    )
+    rows, _ = trained(tmp_path, "verl.trainer.main_ppo", switches)
+    table = tomllib.loads((tmp_path / "converted.toml").read_text())["algorithm"]
+    assert (table["kl_in"], table["kl_coef"], table["kl_reward_coef"]) == ("both", 0.1, 0.2)
+    assert all(row["kl/reference"] > 0 and row["kl/in_reward"] != row["kl/reference"] for row in rows[1:])
+    coefs = [row["kl/coef"] for row in rows]
+    assert coefs[0] == 0.2 and len(set(coefs)) > 2, "kl_target steers the coefficient of the reward"
 
 
 def test_an_unknown_program_is_asked_about(tmp_path: Path) -> None:

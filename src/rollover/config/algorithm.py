@@ -45,6 +45,7 @@ _WITH_CRITIC = _advantages(lambda traits: traits.critic)
 _BOUNDED = ("algorithm.loss", *(name for name, traits in LOSSES.items() if traits.bounds), OWN)
 _DUAL_CLIPPED = ("algorithm.loss", *(name for name, traits in LOSSES.items() if traits.dual_clip), OWN)
 _WITH_KL = ("algorithm.kl_coef",)
+_IN_BOTH = ("algorithm.kl_in", "both")
 _WEIGHING = ("algorithm.loss", *(name for name, traits in LOSSES.items() if traits.weighs))
 
 
@@ -166,11 +167,18 @@ class AlgorithmConfig(estimators.Estimation, reference.ReferencePolicy, Table):
     )
 
     kl_coef: float = option(0.0, "Weight of the KL to the reference policy; 0 = off.", ge=0)
-    kl_in: Literal["loss", "reward"] = option(
+    kl_in: Literal["loss", "reward", "both"] = option(
         "loss",
         "loss: added to the loss of every token. reward: taken off the rewards, before algorithm.advantage; of the"
-        " policy at the start of the step.",
+        " policy at the start of the step. both: kl_coef and kl_kind are those of the loss, kl_reward_coef and"
+        " kl_reward_kind those of the reward.",
         only_if=_WITH_KL,
+    )
+    kl_reward_coef: float = option(
+        0.0, "Weight of the KL in the reward with kl_in = both.", ge=0, only_if=[_WITH_KL, _IN_BOTH]
+    )
+    kl_reward_kind: Literal["k1", "abs", "k2", "k3"] = option(
+        "k1", "Estimator of the KL in the reward with kl_in = both.", only_if=[_WITH_KL, _IN_BOTH]
     )
     kl_kind: Literal["", "k1", "abs", "k2", "k3", "k1+", "k3+"] = option(
         "",
@@ -185,13 +193,14 @@ class AlgorithmConfig(estimators.Estimation, reference.ReferencePolicy, Table):
     kl_bias_correction: bool = option(
         False,
         "Multiply that KL by the current/behavior ratio, which makes its gradient unbiased.",
-        only_if=[_WITH_KL, ("algorithm.kl_in", "loss")],
+        only_if=[_WITH_KL, ("algorithm.kl_in", "loss", "both")],
     )
     kl_target: float = option(
         0.0,
-        "Mean KL of a token that kl_coef is steered to, from its value on (Ziegler et al. 2019); 0 = kl_coef is fixed.",
+        "Mean KL of a token that the coefficient of the KL in the reward is steered to, from its value on (Ziegler et"
+        " al. 2019); 0 = it is fixed.",
         ge=0,
-        only_if=[_WITH_KL, ("algorithm.kl_in", "reward")],
+        only_if=[_WITH_KL, ("algorithm.kl_in", "reward", "both")],
     )
     kl_horizon: int = option(
         10_000,

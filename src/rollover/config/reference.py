@@ -33,16 +33,35 @@ class ReferencePolicy:
 
     @property
     def kl_in_loss(self: Any) -> bool:
-        return self.needs_reference and self.kl_in == "loss"
+        return self.needs_reference and self.kl_in != "reward"
 
     @property
     def kl_in_reward(self: Any) -> bool:
-        return self.needs_reference and self.kl_in == "reward"
+        return self.needs_reference and self.kl_in != "loss"
 
     @property
     def kl_estimator(self: Any) -> str:
         """`kl_kind`, or what it stands for when it is empty."""
         return self.kl_kind or default_kl_kind(self.kl_in)
+
+    @property
+    def reward_kl_coef(self: Any) -> float:
+        """The coefficient of the KL in the reward."""
+        return self.kl_reward_coef if self.kl_in == "both" else self.kl_coef
+
+    @property
+    def reward_kl_estimator(self: Any) -> str:
+        """The estimator of the KL in the reward."""
+        return self.kl_reward_kind if self.kl_in == "both" else self.kl_estimator
+
+    def kl_bound(self: Any, kind: str) -> float | None:
+        """Return the bound of a token's KL by the estimator `kind`; None where it has none."""
+        return (self.kl_max or None) if kind.removesuffix("+") == "k3" else None
+
+    @property
+    def kl_estimators(self: Any) -> set[str]:
+        """Every estimator in use."""
+        return {self.kl_estimator} | ({self.kl_reward_kind} if self.kl_in == "both" else set())
 
 
 def _in_reward(config: Any) -> bool:
@@ -64,7 +83,7 @@ RULES: tuple[Rule, ...] = (
     Inert(
         ("algorithm.kl_max",),
         ("algorithm.kl_kind", "algorithm.kl_in", "algorithm.kl_coef"),
-        lambda c: c.algorithm.kl_estimator.removesuffix("+") != "k3",
+        lambda c: "k3" not in {kind.removesuffix("+") for kind in c.algorithm.kl_estimators},
         "unless algorithm.kl_kind is k3 or k3+: it bounds that estimate alone",
     ),
     Refused(
@@ -77,8 +96,16 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Refused(
+        ("algorithm.kl_reward_coef", "algorithm.kl_in"),
+        lambda c: _in_reward(c) and c.algorithm.reward_kl_coef == 0,
+        lambda _: (
+            'algorithm.kl_in = "both" with algorithm.kl_reward_coef = 0: there is no KL in the reward. Set'
+            ' algorithm.kl_reward_coef, or algorithm.kl_in = "loss"'
+        ),
+    ),
+    Refused(
         ("algorithm.kl_kind", "algorithm.kl_in"),
-        lambda c: _in_reward(c) and c.algorithm.kl_kind.endswith("+"),
+        lambda c: _in_reward(c) and c.algorithm.reward_kl_estimator.endswith("+"),
         lambda c: (
             f'algorithm.kl_kind = "{c.algorithm.kl_kind}" with algorithm.kl_in = "reward": the + is about a gradient,'
             f' and a reward has none. Set algorithm.kl_kind = "{c.algorithm.kl_kind.removesuffix("+")}"'
@@ -96,32 +123,33 @@ RULES: tuple[Rule, ...] = (
         ("algorithm.kl_in", "algorithm.advantage", "workflow.roles"),
         lambda c: _in_reward(c) and bool(_without_reward(c)),
         lambda c: (
-            f'algorithm.kl_in = "reward" with the advantage "{_without_reward(c)}":'
+            f'algorithm.kl_in = "{c.algorithm.kl_in}" with the advantage "{_without_reward(c)}":'
             f' {_NO_KL_IN_REWARD[_without_reward(c)]}. Set algorithm.kl_in = "loss"'
         ),
     ),
     Refused(
         ("algorithm.kl_in", "distill.mix", "distill.teacher", "distill.roles"),
         lambda c: _in_reward(c) and c.distill.replaces,
-        lambda _: (
-            'algorithm.kl_in = "reward" with distill.mix = "replace": the advantages are the teacher\'s, and rewards'
-            ' have no part in them. Set algorithm.kl_in = "loss", or distill.mix = "add"'
+        lambda c: (
+            f'algorithm.kl_in = "{c.algorithm.kl_in}" with distill.mix = "replace": the advantages are the'
+            " teacher's, and rewards have no part in them. Set"
+            ' algorithm.kl_in = "loss", or distill.mix = "add"'
         ),
     ),
     Refused(
         ("algorithm.kl_in", "replay.size"),
         lambda c: _in_reward(c) and c.replay.size > 0,
-        lambda _: (
-            'replay.size with algorithm.kl_in = "reward": the KL gives every group a signal, so that none is replaced.'
-            ' Remove replay.size, or set algorithm.kl_in = "loss"'
+        lambda c: (
+            f'replay.size with algorithm.kl_in = "{c.algorithm.kl_in}": the KL gives every group a signal, so that none'
+            ' is replaced. Remove replay.size, or set algorithm.kl_in = "loss"'
         ),
     ),
     Refused(
         ("algorithm.kl_in", "train.streaming_min_groups"),
         lambda c: _in_reward(c) and c.train.streaming_min_groups > 0,
-        lambda _: (
-            'train.streaming_min_groups with algorithm.kl_in = "reward": the KL is taken of the whole step before its'
-            ' first gradient. Set train.streaming_min_groups = 0, or algorithm.kl_in = "loss"'
+        lambda c: (
+            f'train.streaming_min_groups with algorithm.kl_in = "{c.algorithm.kl_in}": the KL is taken of the whole'
+            ' step before its first gradient. Set train.streaming_min_groups = 0, or algorithm.kl_in = "loss"'
         ),
     ),
     Refused(

@@ -372,10 +372,8 @@ METRICS: list[Metric] = [
         "Largest mean KL (k3) between the policy at the step's start and at a later update of it, with train.max_kl.",
     ),
     Metric("kl/reference", "mean", "nats", "KL to the reference policy, as in the loss (algorithm.kl_coef)."),
-    Metric(
-        "kl/in_reward", "mean", "nats", "With kl_in = reward: its mean over tokens, then rollouts, policy-weighted."
-    ),
-    Metric("kl/coef", "last", "", "With kl_in = reward: the coefficient of the step, which kl_target may move."),
+    Metric("kl/in_reward", "mean", "nats", "KL in the reward: its mean over tokens, then rollouts, policy-weighted."),
+    Metric("kl/coef", "last", "", "KL in the reward: the coefficient of the step, which kl_target may move."),
     Metric("distill/kl", "mean", "nats", "KL(policy || teacher) before distill.clip, times policy/behavior up to 2."),
     Metric("distill/clipped_share", "mean", "share", "Share of the loss tokens that distill.clip bounds."),
     Metric("off_policy/rejected_share", "mean", "share", "Share of the loss that algorithm.rejection leaves out."),

@@ -259,7 +259,7 @@ class Objective:
                 reference_BT,
                 cfg.kl_estimator,
                 mask_BT=streams.mask_BT,
-                max_value=cfg.kl_max or None,
+                max_value=cfg.kl_bound(cfg.kl_estimator),
             )
         return torch.where(streams.mask_BT, kl_BT, 0.0)
 

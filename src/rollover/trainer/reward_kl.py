@@ -1,4 +1,4 @@
-"""The KL to the reference policy in the reward (algorithm.kl_in = "reward"): what it takes off, and its coefficient.
+"""The KL to the reference policy in the reward (algorithm.kl_in): what it takes off, and its coefficient.
 
     r_t = (score at a trajectory's last token) - coef * kl_t        kl_t of log policy/reference at token t
 
@@ -76,8 +76,8 @@ class RewardKL:
             kl_M = kl_penalty(
                 torch.from_numpy(policy[s.rollout_id]),
                 torch.from_numpy(reference[s.rollout_id]),
-                self.algorithm.kl_estimator,
-                max_value=self.algorithm.kl_max or None,
+                self.algorithm.reward_kl_estimator,
+                max_value=self.algorithm.kl_bound(self.algorithm.reward_kl_estimator),
             ).numpy()
             if not np.isfinite(kl_M).all():
                 raise ValueError(
@@ -97,19 +97,19 @@ class RewardKL:
 
     def state_dict(self) -> dict[str, float]:
         """The coefficient of the step to come, and what it began as."""
-        return {"coef": self.coef, "kl_coef": self.algorithm.kl_coef}
+        return {"coef": self.coef, "kl_coef": self.algorithm.reward_kl_coef}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave; anew where algorithm.kl_coef is another one now, or is fixed."""
+        """Go on from what `state_dict` gave; anew where the configured coefficient is another one now, or is fixed."""
         self._begin()
-        if self.algorithm.kl_target and state.get("kl_coef") == self.algorithm.kl_coef:
+        if self.algorithm.kl_target and state.get("kl_coef") == self.algorithm.reward_kl_coef:
             self._begin(state["coef"])
 
     # Private
 
     def _begin(self, coef: float | None = None) -> None:
         cfg = self.algorithm
-        coef = cfg.kl_coef if coef is None else coef
+        coef = cfg.reward_kl_coef if coef is None else coef
         self.controller: FixedKL | AdaptiveKL = (
             AdaptiveKL(coef, cfg.kl_target, cfg.kl_horizon) if cfg.kl_target else FixedKL(coef)
         )

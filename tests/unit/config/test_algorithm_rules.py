@@ -82,6 +82,9 @@ LORA = "\n[model.lora]\nrank = 4"
             "algorithm.kl_max has no effect unless algorithm.kl_kind is k3",
         ),
         ("kl_coef = 0.1\nkl_max = 10\nkl_bias_correction = true", "algorithm.kl_max has no effect"),
+        ('kl_coef = 0.1\nkl_in = "both"', "algorithm.kl_reward_coef = 0: there is no KL in the reward"),
+        ("kl_coef = 0.1\nkl_reward_coef = 0.1", "algorithm.kl_reward_coef has no effect unless algorithm.kl_in"),
+        ('kl_coef = 0.1\nkl_in = "both"\nkl_reward_coef = 0.1\n[replay]\nsize = 4', 'algorithm.kl_in = "both"'),
         ("kl_coef = 0.1\nkl_target = 0.1", 'algorithm.kl_target has no effect unless algorithm.kl_in = "reward"'),
         ("kl_coef = 0.1\nkl_horizon = 9", "algorithm.kl_horizon has no effect with algorithm.kl_target = 0"),
         (

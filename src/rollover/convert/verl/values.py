@@ -85,28 +85,33 @@ def further(value: Any, options: Options) -> dict[str, Any]:
     return loss_values(options(f"{ACTOR}.policy_loss.loss_mode"), options)
 
 
-def kl_in_loss(value: Any, options: Options) -> dict[str, Any]:
-    if not options(f"{ACTOR}.use_kl_loss") or not options(f"{ACTOR}.kl_loss_coef"):
-        return {}
-    if options("algorithm.use_kl_in_reward") and options("algorithm.kl_ctrl.kl_coef"):
-        raise Unanswered("a KL in the loss and one in the reward: here it is in one of them (algorithm.kl_in)")
-    kind = of(_KL, options(f"{ACTOR}.kl_loss_type"), "estimator of the KL")
-    if kind == "k1":
-        raise Unanswered("the gradient of k1 in the loss is 0 on average: name k3 or k1+ (algorithm.kl_kind)")
-    values = {"algorithm.kl_coef": options(f"{ACTOR}.kl_loss_coef"), "algorithm.kl_in": "loss"}
-    return values | {"algorithm.kl_kind": kind} | ({"algorithm.kl_max": 10.0} if kind.startswith("k3") else {})
+def kl_in_loss(options: Options) -> bool:
+    return bool(options(f"{ACTOR}.use_kl_loss") and options(f"{ACTOR}.kl_loss_coef"))
 
 
-def kl_in_reward(value: Any, options: Options) -> dict[str, Any]:
-    if not options("algorithm.use_kl_in_reward") or not options("algorithm.kl_ctrl.kl_coef"):
-        return {}
-    kind = of(_KL, options("algorithm.kl_penalty"), "estimator of the KL").removesuffix("+")
-    values = {"algorithm.kl_coef": options("algorithm.kl_ctrl.kl_coef"), "algorithm.kl_in": "reward"}
-    values |= {"algorithm.kl_kind": kind} | ({"algorithm.kl_max": 10.0} if kind == "k3" else {})
-    if options("algorithm.kl_ctrl.type") == "adaptive":
-        values["algorithm.kl_target"] = options("algorithm.kl_ctrl.target_kl")
-        values["algorithm.kl_horizon"] = options("algorithm.kl_ctrl.horizon")
-    return values
+def kl_in_reward(options: Options) -> bool:
+    return bool(options("algorithm.use_kl_in_reward") and options("algorithm.kl_ctrl.kl_coef"))
+
+
+def kl(value: Any, options: Options) -> dict[str, Any]:
+    """Of both switches, whichever option asks: verl may have the KL in the loss, in the reward, or in both."""
+    values: dict[str, Any] = {}
+    kinds: list[str] = []
+    if kl_in_loss(options):
+        kinds.append(of(_KL, options(f"{ACTOR}.kl_loss_type"), "estimator of the KL"))
+        if kinds[0] == "k1":
+            raise Unanswered("the gradient of k1 in the loss is 0 on average: name k3 or k1+ (algorithm.kl_kind)")
+        coef = options(f"{ACTOR}.kl_loss_coef")
+        values = {"algorithm.kl_in": "loss", "algorithm.kl_coef": coef, "algorithm.kl_kind": kinds[0]}
+    if kl_in_reward(options):
+        kinds.append(of(_KL, options("algorithm.kl_penalty"), "estimator of the KL").removesuffix("+"))
+        prefix = "algorithm.kl_reward_" if values else "algorithm.kl_"
+        values |= {"algorithm.kl_in": "both" if values else "reward"}
+        values |= {f"{prefix}coef": options("algorithm.kl_ctrl.kl_coef"), f"{prefix}kind": kinds[-1]}
+        if options("algorithm.kl_ctrl.type") == "adaptive":
+            values["algorithm.kl_target"] = options("algorithm.kl_ctrl.target_kl")
+            values["algorithm.kl_horizon"] = options("algorithm.kl_ctrl.horizon")
+    return values | ({"algorithm.kl_max": 10.0} if any(kind.startswith("k3") for kind in kinds) else {})
 
 
 def updates(options: Options) -> int:
@@ -238,7 +243,7 @@ def overlong(value: Any, options: Options) -> dict[str, Any]:
 def metric(value: Any, options: Options) -> dict[str, Any]:
     if not options("algorithm.filter_groups.enable"):
         return {}
-    if value == "seq_final_reward" and kl_in_reward(None, options):
+    if value == "seq_final_reward" and kl_in_reward(options):
         raise Unanswered("the score less the KL: set --filters.metric shaped_score, which has the KL not in it")
     names = {"seq_reward": "shaped_score", "seq_final_reward": "shaped_score", "reward": "score"}
     found = names.get(value, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,16 @@ def test_a_function_that_compares_siblings_sees_each_group_whole(tmp_path: Path)
     for record in runs.records(tmp_path / "run"):
         groups.setdefault(record["group_id"], []).append(record["score"])
     assert len(groups) >= 6 and all(sorted(scores) == [0.0, 1.0, 2.0] for scores in groups.values()), groups
+
+
+def test_column_reward_trains_on_the_scores_of_the_data(tmp_path: Path) -> None:
+    recipe = runs.write(tmp_path, steps=2, rewards={"function": "column"}, algorithm={"preset": "reinforce++"})
+    lines = [{"prompt": f"count to {i}", "score": i % 7} for i in range(40)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert cli.main(["train", str(recipe)]) == 0
+    for row in runs.json_lines(tmp_path / "run" / "metrics.jsonl"):
+        records = [r for r in runs.records(tmp_path / "run") if r["step"] == row["step"]]
+        of_group = {r["group_id"]: json.loads(r["columns"])["score"] for r in records if r["columns"]}
+        scores = [of_group[r["group_id"]] for r in records]
+        assert [r["score"] for r in records] == scores and row["reward/mean"] == pytest.approx(sum(scores) / 9)
+        assert row["grad_norm"] > 0

@@ -49,6 +49,7 @@ BUILT_IN = {
     "math": BuiltIn("rollover.rewards.math_verified:math"),
     "multiple_choice": BuiltIn("rollover.rewards.rules:multiple_choice"),
     "search_qa": BuiltIn("rollover.rewards.rules:search_qa"),
+    "column": BuiltIn("rollover.rewards.rules:column", needs_answer=False),
     "json": BuiltIn("rollover.rewards.formats:json_text", needs_answer=False),
     "format": BuiltIn("rollover.rewards.formats:pattern", needs_answer=False),
     "llm_judge": BuiltIn("rollover.rewards.llm_judge:llm_judge", needs_answer=False),
@@ -201,6 +202,13 @@ def names_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         numbered = itertools.chain([own], (f"{own}.{k}" for k in itertools.count(2)))
         out.append(row.get("name") or next(n for n in numbered if n not in {*out, *given}))
     return out
+
+
+def parts_of(spec: str) -> list[str]:
+    """Return the names of the functions whose weighted scores make up the reward `spec`; [] unless it has several."""
+    rows = members_of(spec) or []
+    named = zip(rows, names_of(rows), strict=True)
+    return [name for row, name in named if row.get("weight", 1.0) != 0 and not row.get("shaping", False)]
 
 
 def _plain(spec: str) -> str:

@@ -102,6 +102,20 @@ def gsm8k(method: str = "strict", format_score: float = 0.0) -> Score:
     return score
 
 
+def column(name: str = "score") -> Score:
+    """The number in the task's column `name`; dots lead into nested columns (extra_info.score)."""
+
+    def score(item: Item) -> float:
+        value: Any = item["columns"]
+        for key in name.split("."):
+            if not isinstance(value, dict) or key not in value:
+                raise ValueError(f"the reward column: the task has no column {name!r}. Set its parameter name")
+            value = value[key]
+        return value
+
+    return score
+
+
 def multiple_choice(letters: str = _LETTERS) -> Score:
     """1 where the chosen letter is the reference's, else 0.
 

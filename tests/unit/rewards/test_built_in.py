@@ -197,6 +197,13 @@ def test_every_built_in_is_documented_with_what_it_cannot_see() -> None:
         assert f"`{name}`" in text, name
 
 
+def test_column_returns_the_number_of_the_task() -> None:
+    nested = 'column/{"name": "extra_info.rank"}'
+    assert score("column", "x", score=0.5) == 0.5 and score(nested, "x", extra_info={"rank": 3}) == 3.0
+    with pytest.raises(ValueError, match="the task has no column 'extra_info.rank'. Set its parameter name"):
+        score(nested, "x", extra_info={})
+
+
 # Several
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import statistics
 import time
 from collections import Counter
 from pathlib import Path
@@ -116,8 +117,7 @@ def test_kill_9_keeps_both_buffers(tmp_path: Path) -> None:
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        store = CheckpointStore(str(tmp_path / "killed" / "run" / "checkpoints"), keep=2)
-        state = json.loads(Path(store.open(store.list()[-1])["state.json"]).read_text())["reuse"]
+        state = state_of(tmp_path / "killed")
         assert state["buffer"]["groups"] and state["reroll"]["queue"]
     assert cli.main(["train", str(recipe), "--resume"]) == 0
     keys = ("replay/replaced", "replay/size", "replay/stale", "replay/evicted", "tokens/replayed")
@@ -126,6 +126,56 @@ def test_kill_9_keeps_both_buffers(tmp_path: Path) -> None:
     assert [[r[key] for key in keys] for r in ours] == [[r[key] for key in keys] for r in theirs]
     assert ours[-1]["replay/replaced"] > 0 and ours[-1]["reroll/given"] > 0
     assert same_weights(tmp_path / "killed", tmp_path / "whole")
+
+
+PARTS = """
+def seven(completions, **columns):
+    return [float("7" in text) for text in completions]
+
+def digits(completions, **columns):
+    return [sum(c.isdigit() for c in text) for text in completions]
+
+def odd(completions, answer, **columns):
+    return [-float(int(number) % 2) for number in answer]
+"""
+
+
+def parts(folder: Path, **weights: float) -> dict[str, Any]:
+    """The reward table of functions of PARTS with these weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "parts.py").write_text(PARTS)
+    rows = [{"function": f"{folder / 'parts.py'}:{name}", "weight": weight} for name, weight in weights.items()]
+    return {"function": None, "functions": rows}
+
+
+def state_of(folder: Path) -> dict[str, Any]:
+    """The state of replay and re-roll in the last checkpoint."""
+    store = CheckpointStore(str(folder / "run" / "checkpoints"), keep=2)
+    return json.loads(Path(store.open(store.list()[-1])["state.json"]).read_text())["reuse"]
+
+
+def test_replay_score_adds_deviations_of_all_functions(tmp_path: Path) -> None:
+    rewards = parts(tmp_path, seven=1.0, digits=0.25, odd=0.0)
+    recipe = write(tmp_path, SYNC, steps=4, rewards=rewards, replay={"size": 64, "max_staleness": 8})
+    assert cli.main(["train", str(recipe)]) == 0
+    siblings: dict[int, list[dict[str, Any]]] = {}
+    for record in runs.records(tmp_path / "run"):
+        siblings.setdefault(record["group_id"], []).append(record)
+    buffer = state_of(tmp_path)["buffer"]
+    assert len(buffer["scores"]) > 2
+    for saved, score in zip(buffer["groups"], buffer["scores"], strict=True):
+        of = siblings[saved["group_id"]]
+        spread = sum(statistics.stdev(r["extras"][name] for r in of) for name in ("seven", "digits"))
+        assert score == pytest.approx(sum(abs(r["advantage"]) for r in of) * spread)
+
+
+@pytest.mark.parametrize("failed_at_most", [0.0, "equal_zero"])
+def test_reroll_equal_zero_queues_groups_of_zero_rewards(tmp_path: Path, failed_at_most: float | str) -> None:
+    rewards = parts(tmp_path, seven=1.0, odd=0.5)
+    reroll = {"max_groups": 1, "start_fraction": 0.9, "failed_at_most": failed_at_most}
+    assert cli.main(["train", str(write(tmp_path, SYNC, steps=4, rewards=rewards, reroll=reroll))]) == 0
+    answers = {int(task["columns"]["answer"]) % 2 for task, _ in state_of(tmp_path)["reroll"]["queue"]}
+    assert answers == ({0} if failed_at_most == "equal_zero" else {0, 1})
 
 
 def test_recorded_rollouts_are_replayed_alike(tmp_path: Path) -> None:

@@ -235,8 +235,11 @@ def expected(info: FieldInfo) -> str:
     choices = choices_of(info.annotation)
     if choices:
         words = "one of " + ", ".join(json.dumps(c) for c in choices)
-        # The one kind of union that there is: a number, or a word that stands for one.
-        return words if takes_text(info.annotation) else f"an integer, at least 0, or {words.removeprefix('one of ')}"
+        if takes_text(info.annotation):
+            return words
+        # A union of a number and a word that stands for one.
+        noun = "a number" if float in get_args(info.annotation) else "an integer, at least 0"
+        return f"{noun}, or {words.removeprefix('one of ')}"
     if get_origin(info.annotation) is list:
         inner = get_args(info.annotation)[0]
         of = ", ".join(json.dumps(choice) for choice in choices_of(inner)) or _PLURALS.get(inner, "tables")

@@ -1,5 +1,7 @@
 """[filters], [replay] and [reroll]: which groups are trained, once more, or not at all; and the rules about them."""
 
+from typing import Literal
+
 from rollover.config.table import Inert, Refused, Rule, Table, option
 from rollover.config.traits import ADVANTAGES
 
@@ -106,9 +108,10 @@ class RerollConfig(Table):
         lt=1,
         only_if=("reroll.max_groups",),
     )
-    failed_at_most: float = option(
+    failed_at_most: float | Literal["equal_zero"] = option(
         0.0,
-        "A task has failed if all its rollouts have the same reward, and it is not above this.",
+        "A task has failed if all its rollouts have the same reward, and it is not above this. equal_zero: the same"
+        " score of every function of rewards.functions, and it is 0 (Axolotl's rule).",
         only_if=("reroll.max_groups",),
     )
     size: int = option(

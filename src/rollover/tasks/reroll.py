@@ -8,20 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from rollover.config import RerollConfig
+from rollover.rewards.built_in import parts_of
 from rollover.types import Group, NextTask, Task
 
 # Added to Task.attempt by every re-roll, so that it samples anew: no pass of the stream over its tasks has that number.
 ATTEMPT = 1_000_000
 
 
-def has_failed(group: Group, failed_at_most: float) -> bool:
-    """Whether all rewards of a group (missing and greedy ones aside) are equal, and at most `failed_at_most`."""
+_ZERO = 1e-6  # Axolotl's bound
+
+
+def has_failed(group: Group, failed_at_most: float | Literal["equal_zero"]) -> bool:
+    """Return whether all rewards of a group are equal, and at most `failed_at_most`.
+
+    "equal_zero": whether they are equal and 0, up to 1e-6; of several functions the score of each. Missing rewards and
+    the greedy baseline are left out.
+    """
     rewards = [r.reward for r in group.rollouts if r.reward is not None and not r.greedy]
     scores = [reward.score for reward in rewards if reward.score is not None]
-    return bool(scores) and min(scores) == max(scores) <= failed_at_most
+    if failed_at_most != "equal_zero":
+        return bool(scores) and min(scores) == max(scores) <= failed_at_most
+    of_parts = ([r.extras[name] for r in rewards if name in r.extras] for name in parts_of(group.task.reward))
+    return bool(scores) and all(min(of) == max(of) and abs(of[0]) < _ZERO for of in (scores, *of_parts) if of)
 
 
 class Reroll:
@@ -29,8 +40,8 @@ class Reroll:
     stream's.
 
     Failed tasks are collected from the start, and given again from `config.start_fraction` of `num_steps` on. One that
-    fails again goes to the end of the queue. Counters, cumulative: `given`; `solved`, those of them that then got a
-    reward above `failed_at_most`; `dropped`, failed tasks that found the queue full.
+    fails again goes to the end of the queue. Counters, cumulative: `given`; `solved`, those of them that did not fail
+    again; `dropped`, failed tasks that found the queue full.
     """
 
     def __init__(self, config: RerollConfig, num_steps: int, next_task: NextTask) -> None:

@@ -9,7 +9,8 @@ Owns the replay buffer and the counts of what was replayed. Never builds a batch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,14 @@ from rollover.algorithms.filters import pass_rate_of
 from rollover.algorithms.grouping import Grouping
 from rollover.algorithms.shaping import metric_of
 from rollover.config import Config
+from rollover.rewards.built_in import parts_of
 from rollover.rollout.group_state import Arrays
 from rollover.tasks.curriculum import Curriculum
 from rollover.tasks.reroll import Reroll
 from rollover.trainer.batch import Batch
 from rollover.trainer.replay_buffer import Kept, ReplayBuffer, signal
 from rollover.trajectories import TrajectoryGroup
-from rollover.types import Group
+from rollover.types import Group, Reward
 
 
 class Reuse:
@@ -145,4 +147,15 @@ class Reuse:
         if workflow.credit != "broadcast" or Grouping(workflow).takes_own(compared, estimator):
             return sum(advantages)
         rewards = [None if t.ids & left_out else batch.shaped.of(t).reward for t in compared.trajectories]
+        if not algorithm.reward_weights and (parts := parts_of(compared.trajectories[0].named)):
+            parts += sorted({term for t in compared.trajectories for term in batch.shaped.terms.get(t.sequence_id, ())})
+            parts_NR = np.array([_parts(reward, parts) for reward in rewards])
+            if not np.isnan(parts_NR).all():  # an environment's own reward has no parts
+                return signal(advantages, parts_NR)
         return signal(advantages, rewards_of(rewards, [t.named for t in compared.trajectories], algorithm))
+
+
+def _parts(reward: Reward | None, names: Sequence[str]) -> list[float]:
+    """The scores of these functions and shaping terms; NaN: missing, or it does not apply."""
+    valid = reward is not None and reward.score is not None
+    return [reward.extras.get(name, math.nan) if valid else math.nan for name in names]

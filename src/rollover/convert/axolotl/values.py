@@ -286,7 +286,8 @@ def reroll(value: Any, options: Options) -> dict[str, Any]:
     start = options("trl.reroll_start_fraction")
     if start >= 1 or not is_asynchronous(options):
         return {}
-    return {"reroll.start_fraction": start, "reroll.max_groups": options("trl.reroll_max_groups")}
+    values = {"reroll.start_fraction": start, "reroll.max_groups": options("trl.reroll_max_groups")}
+    return values | {"reroll.failed_at_most": "equal_zero"}
 
 
 def schedule(value: Any, options: Options) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,17 @@ ASYNC = (
 )
 
 
-def trained(folder: Path, program: str, further: str = "") -> tuple[list[dict[str, Any]], list[TraceEvent]]:
+def trained(
+    folder: Path, program: str, further: str = "", num_rows: int = 400, words: Sequence[str] = ()
+) -> tuple[list[dict[str, Any]], list[TraceEvent]]:
     """The metrics of each step, and the events of the run."""
-    runs.write(folder)
+    runs.write(folder, rows=num_rows)
     (folder / "run.sh").write_text(f"python3 -m {program} {OPTIONS.format(folder=folder)}{further}\n")
     done = runs.rollover("convert", folder / "run.sh")
     assert done.returncode == 0, done.stderr
     (folder / "converted.toml").write_text(done.stdout)
     small = ["--model.dtype=float32", "--engine.kv_memory_gb=0.1", "--run.threads=1", "--track.live=plain"]
-    done = runs.rollover("train", folder / "converted.toml", f"--run.dir={folder / 'run'}", *small)
+    done = runs.rollover("train", folder / "converted.toml", f"--run.dir={folder / 'run'}", *small, *words)
     assert done.returncode == 0, done.stderr
     rows = runs.json_lines(folder / "run" / "metrics.jsonl")
     return [row for row in rows if "staleness/max" in row], runs.trace(folder / "run")
@@ -82,6 +85,17 @@ def test_verl_kl_in_loss_and_reward_trains_with_both(tmp_path: Path) -> None:
     assert all(row["kl/reference"] > 0 and row["kl/in_reward"] != row["kl/reference"] for row in rows[1:])
     coefs = [row["kl/coef"] for row in rows]
     assert coefs[0] == 0.2 and len(set(coefs)) > 2, "kl_target steers the coefficient of the reward"
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_verl_drops_the_rows_below_a_step_of_each_pass(tmp_path: Path, drops: bool) -> None:
+    passes = " trainer.total_training_steps=20 trainer.total_epochs=2"
+    words = [] if drops else ["--tasks.drop_last=false"]
+    rows, _ = trained(tmp_path, "verl.trainer.main_ppo", passes, num_rows=8, words=words)
+    assert [row["groups/consumed"] for row in rows] == ([3, 6, 9, 12] if drops else [3, 6, 9, 12, 15, 16])
+    assert rows[-1]["tasks/dropped_last"] == (2 if drops else 0)
+    groups = {r["group_id"]: (r["task_id"], r["attempt"]) for r in runs.records(tmp_path / "run")}
+    assert len(set(groups.values())) == (12 if drops else 16), "no task twice in a pass"
 
 
 def test_an_unknown_program_is_asked_about(tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ FIXED = (
     Fixed(("run.seed",), "tasks, and the tokens of a rollout, are drawn by it"),
     Fixed(("run.train_on_recorded", "tasks.producer"), "what is held and what comes next would be of different runs"),
     Fixed(
-        ("tasks.eval_fraction", "tasks.shuffle"), "tasks would be repeated, skipped, or held out after being trained"
+        ("tasks.eval_fraction", "tasks.shuffle", "tasks.drop_last"),
+        "tasks would be repeated, skipped, or held out after being trained",
     ),
     Fixed(
         tuple(

@@ -163,6 +163,12 @@ class TasksConfig(Table):
         " \\boxed{...}), full_text.",
     )
     epochs: int = option(0, "Passes over the datasets; 0 = endless. Generators are always endless.", ge=0)
+    drop_last: bool = option(
+        False,
+        "Drop the last tasks of a pass that are too few for a step of rollout.groups_per_step, as verl does, so that"
+        " every step has as many groups. With several sources only the tasks at the end of all passes.",
+        unless=("run.train_on_recorded",),
+    )
     shuffle: bool = option(True, "Shuffle datasets each epoch (seeded).")
     mixing_temperature: float = option(
         0.0,
@@ -269,6 +275,7 @@ RULES: tuple[Rule, ...] = (
             "rollout.group_size",
             "rollout.greedy_baseline",
             "tasks.before_produce",
+            "tasks.drop_last",
             "train.streaming_min_groups",
             "reroll.max_groups",
             "run.train_on_recorded",
@@ -284,6 +291,21 @@ RULES: tuple[Rule, ...] = (
         ("tasks.sources",),
         lambda c: bool(c.tasks.sources) and not _may_end(c),
         'without a source of kind "dataset": generators are always endless',
+    ),
+    Inert(
+        ("tasks.drop_last",),
+        ("tasks.sources", "tasks.epochs"),
+        lambda c: bool(c.tasks.sources) and (not _may_end(c) or (c.tasks.epochs == 0 and len(_trained(c)) > 1)),
+        "without a pass that ends: generators are endless, and so are several sources with tasks.epochs = 0",
+    ),
+    Refused(
+        ("tasks.drop_last", "tasks.curriculum.kind", "tasks.before_produce"),
+        lambda c: c.tasks.drop_last and bool(c.tasks.curriculum.kind or c.tasks.before_produce),
+        lambda c: (
+            "tasks.drop_last with"
+            f" {'tasks.curriculum' if c.tasks.curriculum.kind else 'tasks.before_produce'}: the tasks of a step are"
+            " chosen at once, before what it looks at is known. Remove one of the two"
+        ),
     ),
     Inert(
         ("tasks.shuffle",),

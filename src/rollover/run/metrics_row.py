@@ -130,6 +130,7 @@ class Rows:
             "tasks/skipped_long_prompt": parts.prompts.num_skipped,
             "tasks/left_out": parts.prompts.num_left_out,
             "tasks/truncated_prompt": parts.prompts.num_truncated,
+            "tasks/dropped_last": parts.prompts.num_dropped_last,
             "tasks/failed": parts.prompts.stream.num_failed,
             **self._owners_counters(),
             **times,

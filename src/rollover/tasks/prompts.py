@@ -6,7 +6,7 @@ tokenised here and nowhere else; a rollout goes on by token ids only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,8 @@ class PromptSource:
     it.
 
     `encode`: the prompt of a task, of training and held-out ones alike. `curriculum`: that of the stream.
+    `whole_steps`: the tasks of a step (tasks.drop_last), which are read at once: where a pass ends before they are
+    complete they are dropped, and counted in `num_dropped_last`. 0 = off.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class PromptSource:
         replace: Callable[[Task, int], Task | None] | None = None,
         truncation: Truncation = "skip",
         curriculum: Curriculum | None = None,
+        whole_steps: int = 0,
     ) -> None:
         self.stream, self.encode, self.max_prompt_tokens = stream, encode, max_prompt_tokens
         self.replace = replace and OwnFunction.over(replace, "tasks.before_produce", TASK_OR_NONE)
@@ -90,11 +93,16 @@ class PromptSource:
         self.num_skipped = 0
         self.num_truncated = 0
         self.num_left_out = 0
+        self.num_dropped_last = 0
+        self.whole_steps = whole_steps
+        self._step: list[tuple[Task, tuple[int, ...]]] = []  # the tasks of the step to come
+        self._given = 0  # of these
+        self._before_step: dict[str, Any] = {}
 
     def __call__(self) -> tuple[Task, tuple[int, ...]] | None:
         before, mark = self.state_dict(), self.curriculum and self.curriculum.mark()
         try:
-            return self._next()
+            return self._of_step() if self.whole_steps else self._next()
         except BaseException:  # a task that fails is not passed over: a resumed run comes to it again
             self.load_state_dict(before)
             if self.curriculum and mark:
@@ -107,6 +115,45 @@ class PromptSource:
         With tasks.before_produce, which may set any reward, as it is. ValueError as of `rewarded_by`.
         """
         return task if self.replace is not None else rewarded_by(task, self.stream.setups)
+
+    def _of_step(self) -> tuple[Task, tuple[int, ...]] | None:
+        if self._given == len(self._step):
+            self._before_step = self._own_state()
+            self._step, self._given = self._read_step(), 0
+            if not self._step:
+                return None
+        self._given += 1
+        return self._step[self._given - 1]
+
+    def _read_step(self) -> list[tuple[Task, tuple[int, ...]]]:
+        """The tasks of one step, all of one pass; none at the end. ValueError where a whole pass has too few."""
+        step: list[tuple[Task, tuple[int, ...]]] = []
+        before = self._own_state()
+        begins = before["stream"]["draws"] == 0  # whether the step's first task is the first of a pass
+        while len(step) < self.whole_steps:
+            found, now = self._next(), self._own_state()
+            is_new_pass = self._passes(now) != self._passes(before)
+            if step and (found is None or is_new_pass):
+                if begins:
+                    raise ValueError(
+                        f"tasks.drop_last: a pass over the data has {len(step)} tasks, too few for a step of"
+                        f" {self.whole_steps} (rollout.groups_per_step). Lower rollout.groups_per_step, or set"
+                        " tasks.drop_last = false"
+                    )
+                self.num_dropped_last += len(step)
+                self._before_step = before | {"num_dropped_last": self.num_dropped_last}
+                step = []
+            begins = begins or (is_new_pass and not step)
+            if found is None:
+                return []
+            step.append(found)
+            before = now
+        return step
+
+    def _passes(self, state: Mapping[str, Any]) -> int:
+        """Complete passes over the only source that is trained; 0 where there are several, which end apart."""
+        several = sum(setup.config.weight > 0 for setup in self.stream.setups) > 1
+        return 0 if several else sum(source["epoch"] for source in state["stream"]["sources"])
 
     def _next(self) -> tuple[Task, tuple[int, ...]] | None:
         for _ in range(_MAX_SKIPS):
@@ -131,11 +178,18 @@ class PromptSource:
         )
 
     def state_dict(self) -> dict[str, Any]:
+        """JSON: where the stream stands, and the counts; with tasks.drop_last, before the step to come."""
+        if self._given == len(self._step):
+            return self._own_state()
+        return self._before_step | {"given": self._given}
+
+    def _own_state(self) -> dict[str, Any]:
         return {
             "stream": self.stream.state_dict(),
             "num_skipped": self.num_skipped,
             "num_left_out": self.num_left_out,
             "num_truncated": self.num_truncated,
+            "num_dropped_last": self.num_dropped_last,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -143,6 +197,10 @@ class PromptSource:
         self.num_skipped = state["num_skipped"]
         self.num_left_out = state.get("num_left_out", 0)
         self.num_truncated = state.get("num_truncated", 0)
+        self.num_dropped_last = state.get("num_dropped_last", 0)
+        self._step, self._given = [], 0
+        for _ in range(state.get("given", 0)):
+            self._of_step()
 
 
 def build_prompts(config: Config) -> Callable[[Encode, int], PromptSource]:
@@ -156,8 +214,9 @@ def build_prompts(config: Config) -> Callable[[Encode, int], PromptSource]:
     )
     name = config.tasks.before_produce
     before_produce = own_function("tasks.before_produce", name, TASK_OR_NONE) if name else None
+    whole_steps = config.rollout.groups_per_step if config.tasks.drop_last else 0
     return lambda encode, max_prompt_tokens: PromptSource(
-        stream, encode, max_prompt_tokens, before_produce, config.tasks.truncation, curriculum
+        stream, encode, max_prompt_tokens, before_produce, config.tasks.truncation, curriculum, whole_steps
     )
 
 

@@ -117,6 +117,7 @@ METRICS: list[Metric] = [
         " workflow.own_advantages = auto only.",
     ),
     Metric("tasks/left_out", "counter", "tasks", "Tasks for which tasks.before_produce returned None."),
+    Metric("tasks/dropped_last", "counter", "tasks", "Tasks dropped at the end of a pass (tasks.drop_last)."),
     Metric("tasks/failed", "counter", "tasks", "Problems left out because their generator failed, cumulative."),
     # Replay and re-roll (only when on)
     Metric(

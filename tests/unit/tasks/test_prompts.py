@@ -31,6 +31,43 @@ def prompts(folder: Path, truncation: str, most: int = 5) -> PromptSource:
     return build_prompts(config)(encoder(tiny.tokenizer(), None), config.tasks.max_prompt_tokens)
 
 
+def rows(folder: Path, num: int, *words: str, rollout: str = "groups_per_step = 4") -> PromptSource:
+    """Prompts of `num` rows in shuffled passes, with tasks.drop_last."""
+    (folder / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}", "answer": "1"}) + "\n" for i in range(num))
+    )
+    (folder / "rows.toml").write_text(
+        f"[rollout]\ngroups_per_step = 4\n[tasks]\nchat = false\ndrop_last = true\neval_fraction = 0\n"
+        f'[[tasks.sources]]\nkind = "dataset"\npath = "{folder}/rows.jsonl"\n'
+    )
+    config = load_config([folder / "rows.toml"], [(key, value) for key, value in [w.split("=") for w in words]]).config
+    return build_prompts(config)(encoder(tiny.tokenizer(), None), config.tasks.max_prompt_tokens)
+
+
+def test_drop_last_leaves_out_the_end_of_each_pass(tmp_path: Path) -> None:
+    source = rows(tmp_path, 10, "tasks.epochs=2")
+    first, second = texts(source)[:8], texts(rows(tmp_path, 10, "tasks.epochs=2"))[8:]
+    assert len(set(first)) == len(set(second)) == 8 and set(first) != set(second)
+    assert source.num_dropped_last == 4 and source() is None
+
+
+@pytest.mark.parametrize("given", [0, 1, 4, 7, 8, 9, 15, 16])
+def test_drop_last_resumed_anywhere_gives_the_same_tasks(tmp_path: Path, given: int) -> None:
+    whole = texts(rows(tmp_path, 10, "tasks.epochs=2"))
+    source = rows(tmp_path, 10, "tasks.epochs=2")
+    for _ in range(given):
+        source()
+    resumed = rows(tmp_path, 10, "tasks.epochs=2")
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    assert texts(resumed) == whole[given:] and resumed.num_dropped_last == 4
+
+
+@pytest.mark.parametrize("epochs", [0, 1, 2])
+def test_drop_last_of_a_pass_below_one_step_is_refused(tmp_path: Path, epochs: int) -> None:
+    with pytest.raises(ValueError, match=r"a pass over the data has 3 tasks, too few for a step of 4"):
+        rows(tmp_path, 3, f"tasks.epochs={epochs}")()
+
+
 def texts(source: PromptSource) -> list[str]:
     return [str(tiny.tokenizer().decode(ids)) for _, ids in iter(source, None)]
 

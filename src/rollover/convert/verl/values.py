@@ -114,6 +114,11 @@ def kl(value: Any, options: Options) -> dict[str, Any]:
     return values | ({"algorithm.kl_max": 10.0} if any(kind.startswith("k3") for kind in kinds) else {})
 
 
+def batch(value: Any, options: Options) -> dict[str, Any]:
+    values: dict[str, Any] = {"rollout.groups_per_step": groups(options)}
+    return values if mode_of(options) == ASYNC else values | {"tasks.drop_last": True}
+
+
 def updates(options: Options) -> int:
     return minibatches(options) * options(f"{ACTOR}.ppo_epochs")
 

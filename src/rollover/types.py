@@ -216,8 +216,8 @@ class Reward:
     Score and extras are those of the whole Trajectory, and stand in the Reward of each of its Rollouts. What is about
     single turns stands with the Rollout that has them, in order: `turns`, a reward each (workflow.credit =
     "turn_returns"; empty: 0 each), and `advantages`, where they come with the trajectory: a number for all tokens, or
-    one for each turn, or for each token of it. Lists, arrays and tensors are kept as tuples. `shaping`: what is added
-    to the score where it is trained, and nowhere else, by the names of what gave it (rewards.functions).
+    one for each turn, or for each token of it. Lists, arrays and tensors are kept as tuples. `shaping`: terms added to
+    the trained score alone, by the names of rewards.functions. `texts`: texts that the function returned, for records.
     """
 
     score: float | None
@@ -226,6 +226,7 @@ class Reward:
     turns: Sequence[float] = ()
     advantages: Any = None
     shaping: dict[str, float] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.turns) or self.advantages is not None:
@@ -238,10 +239,9 @@ class Reward:
 
     def to_json(self) -> dict[str, Any]:
         """What checkpoints and the journal hold of it; `Reward(**saved)` makes it again."""
-        of_turns = {"turns": self.turns, "advantages": self.advantages, "shaping": self.shaping or None}
-        return {"score": self.score, "extras": self.extras, "error": self.error} | {
-            name: value for name, value in of_turns.items() if value is not None and value != ()
-        }
+        rest = {name: getattr(self, name) for name in ("turns", "advantages", "shaping", "texts")}
+        known = {name: value for name, value in rest.items() if value is not None and value not in ((), {})}
+        return {"score": self.score, "extras": self.extras, "error": self.error} | known
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,9 @@ import pytest
 import runs
 
 from rollover import cli
+from rollover.reading.run_files import RunFiles
 from rollover.track.metrics import validate
+from rollover.view.told import told
 
 # Every second task misbehaves, each kind of failure in turn; a fault is that of one sample, not of its siblings.
 REWARD = """
@@ -117,3 +119,33 @@ def test_column_reward_trains_on_the_scores_of_the_data(tmp_path: Path) -> None:
         scores = [of_group[r["group_id"]] for r in records]
         assert [r["score"] for r in records] == scores and row["reward/mean"] == pytest.approx(sum(scores) / 9)
         assert row["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one function", "several"])
+def test_texts_of_a_reward_are_in_records_and_views_only(
+    tmp_path: Path, several: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    function = f"{tmp_path / 'pred.py'}:scored"
+    rows = [{"function": function}, {"function": "json", "weight": 0.0}]
+    rewards = {"function": None, "functions": rows} if several else {"function": function}
+    recipe = runs.write(tmp_path, steps=2, rewards=rewards)
+    (tmp_path / "pred.py").write_text(
+        "def scored(data_source, solution_str, ground_truth, extra_info):\n"
+        "    pred = ''.join(c for c in solution_str if c.isdigit()) or 'none'\n"
+        "    return {'score': solution_str.count('7'), 'acc': 1, 'pred': f'{ground_truth}?{pred}' + '.' * 2000}\n"
+    )
+    assert cli.main(["train", str(recipe)]) == 0
+    name = "scored.pred" if several else "pred"
+    records = [r for r in runs.records(tmp_path / "run") if r["outcome"] == "trained"]
+    assert len(records) == 18
+    for record in records:
+        digits = "".join(c for c in record["completion"] if c.isdigit()) or "none"
+        number = record["task_id"].rpartition("/")[2]
+        assert record["texts"] == {name: f"{number}?{digits}{'.' * 2000}"[:1000]}
+    for row in runs.json_lines(tmp_path / "run" / "metrics.jsonl"):
+        assert not [key for key in row if "pred" in key] and row["reward/extra/" + name.replace("pred", "acc")] == 1
+    capsys.readouterr()
+    assert cli.main(["show", str(tmp_path / "run"), "--rollouts"]) == 0
+    assert f"    {name}: " in capsys.readouterr().out
+    seen = told(RunFiles(tmp_path / "run"), records[0]["step"], records[0]["rollout_id"])
+    assert seen["texts"] == records[0]["texts"]

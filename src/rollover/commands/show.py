@@ -129,7 +129,11 @@ def print_rollouts(files: RunFiles, num: int, console: Console) -> None:
         console.print(Text(f"\n{title.capitalize()} rollouts{'' if len(entries) else ': none'}"))
         for entry, record in zip(entries, files.rollouts.records_of(entries), strict=True):
             lines = [f"  {excerpt(_told(files, entry, record), console)}", f"    {excerpt(_asked(record), console)}"]
-            for text in (*lines, f"    -> {excerpt(record['completion'], console)}"):
+            lines.append(f"    -> {excerpt(record['completion'], console)}")
+            lines += [
+                f"    {excerpt(f'{name}: {text}', console)}" for name, text in (record.get("texts") or {}).items()
+            ]
+            for text in lines:
                 console.print(Text(text), soft_wrap=True)
 
 

@@ -266,7 +266,7 @@ class ClassEnvironment:
             return Reward(None, error=f"{KEY} = {self.user.spec!r}: its reward: {result['error']}")
         score = result["score"]
         if not (self._by_turns and self.user.is_game) or self.user.has_reward:
-            return Reward(score, result["extras"])
+            return Reward(score, result["extras"], texts=result.get("texts", {}))
         # The score is added to the reward of the last turn, and is their sum already.
         of_turns = [told.reward for told in episode.told] + [0.0] * (len(turns) - len(episode.told))
         return Reward(score, turns=[*of_turns[:-1], *(last - score for last in of_turns[-1:])])

@@ -40,22 +40,23 @@ _REWRITTEN = (
 
 def math_dapo(
     strict_box: bool = False, correct: float = 1.0, wrong: float = -1.0
-) -> Callable[[dict[str, Any]], dict[str, float]]:
-    """`correct` or `wrong`, and `acc`, which is 1 or 0.
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """`correct` or `wrong`, `acc`, which is 1 or 0, and `pred`, the answer that was read.
 
     The answer is what follows the last "Answer:" of the last 300 characters; where there is none, the last box of the
     last 100, which has to equal the reference as it is written. `strict_box`: only that.
     """
 
-    def score(item: dict[str, Any]) -> dict[str, float]:
+    def score(item: dict[str, Any]) -> dict[str, Any]:
         tail, reference = item["completion"][-_TAIL_CHARS:], str(reference_of(item, "math_dapo"))
         said = [] if strict_box else _ANSWER.findall(tail)
         answer = _normalised(said[-1]) if said else _NONE
         if answer != _NONE:
             is_right = answer == _normalised(reference)
         else:
-            is_right = _last_box(tail[-_BOX_CHARS:]) == reference
-        return {"score": correct if is_right else wrong, "acc": float(is_right)}
+            answer = _last_box(tail[-_BOX_CHARS:])
+            is_right = answer == reference
+        return {"score": correct if is_right else wrong, "acc": float(is_right), "pred": answer}
 
     return score
 

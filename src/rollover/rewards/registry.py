@@ -24,6 +24,7 @@ from rollover.rewards.built_in import BUILT_IN, Item, made, parsed
 from rollover.rewards.trl_arguments import NAMES, Logged, TrainerState
 
 _MAX_NAME_CHARS = 100
+_MAX_TEXT_CHARS = 1000
 RETURNED_NONE = "the function returned None"
 Result = dict[str, Any]  # {"score", "extras"}, of several also {"shaping"}; or {"error"}
 # What one call scores: one item; one item, several calls at a time on one event loop; all items.
@@ -108,7 +109,7 @@ class LoadedReward:
         }
         results = _results(self._call(**arguments), len(items))
         return [
-            result if "error" in result else {**result, "extras": result["extras"] | _extras(row)}
+            result if "error" in result else _with_logged(result, row)
             for result, row in zip(results, logged.rows, strict=True)
         ]
 
@@ -168,18 +169,20 @@ def _results(values: Any, num: int) -> list[Result]:
 
 
 def to_result(value: Any) -> Result:
-    """What a function returned for one completion -> {"score", "extras"}, or {"error"} if that is not a finite score.
+    """Return {"score", "extras"} and maybe "texts" of what a function returned for one completion, or {"error"}.
 
-    A dict must have `score`; its other finite numbers become extras. One with `error` in its place says why there is no
-    score.
+    A dict must have `score`. Its other finite numbers become extras, its texts stay, cut to 1,000 characters. One with
+    `error` in its place says why there is no score.
     """
     extras: dict[str, float] = {}
+    texts: dict[str, str] = {}
     if isinstance(value, dict):
         if "score" not in value and "error" in value:
             return {"error": shortened(str(value["error"]))}
         if "score" not in value:
             return {"error": f"the function returned a dict without 'score': {_short(value)}"}
-        extras = _extras({key: other for key, other in value.items() if key != "score"})
+        rest = {key: other for key, other in value.items() if key != "score"}
+        extras, texts = _extras(rest), _texts(rest)
         value = value["score"]
     if value is None:
         return {"error": RETURNED_NONE}
@@ -192,13 +195,25 @@ def to_result(value: Any) -> Result:
         return {
             "error": f"the function returned {score:g}: give scores within {MOST_SCORE:g}, sums of larger ones overflow"
         }
-    return {"score": score, "extras": extras}
+    return {"score": score, "extras": extras} | ({"texts": texts} if texts else {})
 
 
 def _extras(values: Mapping[Any, Any]) -> dict[str, float]:
     """The finite numbers among `values`."""
     numbers = {_name(key): _number(value) for key, value in values.items()}
     return {name: number for name, number in numbers.items() if number is not None and is_score(number)}
+
+
+def _texts(values: Mapping[Any, Any]) -> dict[str, str]:
+    """The texts among `values`, cut; a lone surrogate, which is not UTF-8, becomes a question mark."""
+    found = ((_name(key), value[:_MAX_TEXT_CHARS]) for key, value in values.items() if isinstance(value, str))
+    return {name: text.encode("utf-8", "replace").decode("utf-8") for name, text in found}
+
+
+def _with_logged(result: Result, row: Mapping[str, Any]) -> Result:
+    """The result with what its function logged beside it."""
+    texts = {**result.get("texts", {}), **_texts(row)}
+    return {**result, "extras": result["extras"] | _extras(row)} | ({"texts": texts} if texts else {})
 
 
 def _name(key: Any) -> str:

@@ -53,12 +53,13 @@ class LoadedSum:
         return [self._sum([column[i] for column in columns]) for i in range(len(items))]
 
     def _sum(self, results: list[Result]) -> Result:
-        total, num, extras, shaping = 0.0, 0, {}, {}
+        total, num, extras, shaping, texts = 0.0, 0, {}, {}, {}
         for member, result in zip(self.members, results, strict=True):
             if "error" in result:
                 if result["error"] != RETURNED_NONE:
                     return {**result, "error": f"{member.name}: {result['error']}"}
                 continue
+            texts |= {f"{member.name}.{name}": text for name, text in result.get("texts", {}).items()}
             if member.shaping:
                 shaping[member.name] = member.weight * result["score"]
                 continue
@@ -69,7 +70,8 @@ class LoadedSum:
             return {"error": RETURNED_NONE}
         if not all(map(is_score, (total, *shaping.values()))):
             return {"error": f"the weighted sum of the functions' scores is beyond {MOST_SCORE:g}"}
-        return {"score": total, "extras": extras} | ({"shaping": shaping} if shaping else {})
+        rest = {"shaping": shaping, "texts": texts}
+        return {"score": total, "extras": extras} | {name: values for name, values in rest.items() if values}
 
 
 def _scored(reward: LoadedReward, items: list[Item]) -> list[Result]:

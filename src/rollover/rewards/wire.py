@@ -33,7 +33,7 @@ def reply_of(line: bytes, call: int) -> dict[str, Any]:
 
 def results_of(reply: dict[str, Any], mode: str, missing: set[int]) -> dict[int, dict[str, Any]]:
     """The results in a reply, by the index of their item: each {"score", "extras"} and maybe "shaping", finite numbers,
-    or {"error"}.
+    and "texts", or {"error"}.
 
     BadReply unless they are those of `missing` items: one of them, in mode "batch" all.
     """
@@ -57,7 +57,9 @@ def _is_result(result: Any) -> bool:
         return False
     if "error" in result:
         return isinstance(result["error"], str)
-    parts = result.get("extras"), result.get("shaping", {})
+    parts, texts = (result.get("extras"), result.get("shaping", {})), result.get("texts", {})
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        return False
     return _is_number(result.get("score")) and all(
         isinstance(part, dict) and all(map(_is_number, part.values())) for part in parts
     )

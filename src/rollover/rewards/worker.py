@@ -226,7 +226,9 @@ class RewardWorker:
 
     def _reward(self, result: Result) -> Reward:
         if "error" not in result:
-            return Reward(result["score"], result["extras"], shaping=result.get("shaping", {}))
+            return Reward(
+                result["score"], result["extras"], shaping=result.get("shaping", {}), texts=result.get("texts", {})
+            )
         if "out_of_memory" not in result:
             self._counts["errors"] += 1
             return Reward(None, error=result["error"])

@@ -211,8 +211,8 @@ def _reward(record: dict[str, Any]) -> Reward | None:
     if record["score"] is None and record["error"] is None:
         return None
     extras = {name: float("nan") if v is None else v for name, v in (record["extras"] or {}).items()}
-    shaping = record.get("shaping") or {}
-    return Reward(record["score"], extras, record["error"], turns=record.get("turns") or (), shaping=shaping)
+    more = {name: record.get(name) or {} for name in ("shaping", "texts")}
+    return Reward(record["score"], extras, record["error"], turns=record.get("turns") or (), **more)
 
 
 def _own_prompt(record: dict[str, Any], group: Group) -> tuple[int, ...]:

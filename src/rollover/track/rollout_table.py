@@ -2,8 +2,8 @@
 
 Owns that schema (docs/parquet.md), and how a record becomes a row and a row the record again. The keys are those of a
 line of JSONL (track/recorder.py), but what siblings share is in every row, `messages` is JSON inside a string as
-`columns` is, and `extras` and `shaping` are maps: whatever a run records, all its files have one schema. pyarrow is
-loaded where a table is written or read.
+`columns` is, and `extras`, `shaping` and `texts` are maps: whatever a run records, all its files have one schema.
+pyarrow is loaded where a table is written or read.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from rollover.track.token_stats import KEYS
 if TYPE_CHECKING:
     import pyarrow as pa
 
-ROLLOUTS, VERSION = "rollouts", 2  # under METADATA of every file; a change that a reader would notice counts up
+ROLLOUTS, VERSION = "rollouts", 3  # under METADATA of every file; a change that a reader would notice counts up
 METADATA = b"rollover.schema"
-_BEFORE = {f"{ROLLOUTS}/1"}  # schemas that lack columns of this one, and have no others
-_AS_JSON, _MAPS = ("messages",), ("extras", "shaping")
+# Schemas that lack columns of this one, and have no others.
+_BEFORE = {f"{ROLLOUTS}/{version}" for version in range(1, VERSION)}
+_AS_JSON, _MAPS = ("messages",), ("extras", "shaping", "texts")
 _MOST_ROWS = 64  # of a row group: what a reader of a few rows has to unpack
 
 
@@ -81,6 +82,7 @@ def schema() -> pa.Schema:
         "score": pa.float64(),
         "extras": numbers,
         "shaping": numbers,
+        "texts": pa.map_(pa.string(), pa.string()),
         "error": pa.string(),
         "turns": pa.list_(pa.float64()),
         "advantage": pa.float64(),
@@ -195,5 +197,5 @@ def _utf8(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, list) and value and isinstance(value[0], tuple):
-        return [(_utf8(name), number) for name, number in value]
+        return [(_utf8(name), _utf8(of)) for name, of in value]
     return value

@@ -157,5 +157,5 @@ class Reuse:
 
 def _parts(reward: Reward | None, names: Sequence[str]) -> list[float]:
     """The scores of these functions and shaping terms; NaN: missing, or it does not apply."""
-    valid = reward is not None and reward.score is not None
-    return [reward.extras.get(name, math.nan) if valid else math.nan for name in names]
+    extras = {} if reward is None or reward.score is None else reward.extras
+    return [extras.get(name, math.nan) for name in names]

@@ -145,7 +145,8 @@ def said_of(values: dict[str, Any]) -> str:
 
 def taken(key: str) -> list[Any]:
     """Values that the option takes, of those that there are here."""
-    fitting = [v for v in choices_of(field_at(key).annotation) or VALUES if type(v) is type(default_of(key))]
+    values = (*choices_of(field_at(key).annotation), *VALUES)
+    fitting = [v for v in values if type(v) is type(default_of(key))]
     return [v for v in fitting if not re.search("Input should|is none of", said_of({key: v}))]
 
 

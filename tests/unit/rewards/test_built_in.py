@@ -225,6 +225,7 @@ def test_several_are_weighed_and_told_apart() -> None:
     assert reward.score_one(item("Answer: 7", answer="8")) == {
         "score": 0.25,
         "extras": {"right": 0.0, "right.acc": 0.0, "format": 1.0, "json": 0.0, "json.2": 0.0},
+        "texts": {"right.pred": "7"},
     }
     assert reward.score_one(item("8", answer="8"))["score"] == -1.0
     assert "right: ValueError: math_dapo needs an answer" in reward.score_one(item("8"))["error"]
@@ -239,6 +240,7 @@ def test_what_a_function_of_shaping_gives_is_no_part_of_the_score() -> None:
         "score": 1.0,
         "extras": {"math_dapo": 1.0, "math_dapo.acc": 1.0},
         "shaping": {"shouts": -0.5},
+        "texts": {"math_dapo.pred": "7!"},
     }
     assert reward.score_one(item("Answer: 7", answer="7"))["shaping"] == {"shouts": 0.0}
 

@@ -30,7 +30,7 @@ def load(tmp_path, code, name="f"):
         (np.array(2), {"score": 2.0, "extras": {}}),
         (
             {"score": 0.5, "acc": True, "n": 2, "pred": "x", "bad": math.inf, "large": 10**400},
-            {"score": 0.5, "extras": {"acc": 1, "n": 2}},
+            {"score": 0.5, "extras": {"acc": 1, "n": 2}, "texts": {"pred": "x"}},
         ),
     ],
 )

@@ -69,6 +69,7 @@ export class RolloutView {
       ["Score", told.score === null ? `none: ${told.error ?? "not scored"}` : short(told.score)],
       ...Object.entries(told.extras ?? {}).map(([name, value]) => [`of it ${name}`, short(value)]),
       ...Object.entries(told.shaping ?? {}).map(([name, value]) => [`shaping ${name}`, short(value)]),
+      ...Object.entries(told.texts ?? {}).map(([name, text]) => [`of it ${name}`, text]),
       ...(told.turns ? [["Rewards of turns", told.turns.map((value) => short(value)).join(", ")]] : []),
       ["Advantage", told.advantage === null ? "none of its tokens is in the loss by rewards" : decimal(told.advantage, 4)],
       ["Length", `${plural(told.num_tokens, "token")} after ${plural(told.prompt_tokens, "token")} of prompt`],

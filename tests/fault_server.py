@@ -65,6 +65,8 @@ class FaultServer:
         self.updates: list[str] = []
         """Paths of the weights that it took."""
         self.calls: list[str] = []
+        self.asleep: set[str] = set()
+        """Of weights and kv_cache, what it has no memory for."""
         self.salts: list[str | None] = []
         self.cached_tokens = 0
         """What it says of each request's prompt."""
@@ -122,6 +124,8 @@ class FaultServer:
             "start_weight_update",
             "update_weights",
             "finish_weight_update",
+            "sleep",
+            "wake_up",
         ):
             app.router.add_post(f"/{path}", getattr(self, f"_{path}"))
         runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -159,6 +163,7 @@ class FaultServer:
     async def _restart(self) -> None:
         self._break_connections()
         self.label = "default"
+        self.asleep.clear()
         self._running.set()
 
     async def _weight_info(self, request: web.Request) -> web.Response:
@@ -180,6 +185,20 @@ class FaultServer:
         self._running.set()
         return web.json_response({"status": "resumed"})
 
+    async def _sleep(self, request: web.Request) -> web.Response:
+        await self._frozen.wait()
+        assert not self.num_running, "it sleeps when nothing runs"
+        self.calls.append(f"sleep level={request.query['level']}")
+        self.asleep = {"weights", "kv_cache"}
+        return web.Response()
+
+    async def _wake_up(self, request: web.Request) -> web.Response:
+        await self._frozen.wait()
+        tags = request.query.getall("tags")
+        self.calls.append(f"wake_up tags={','.join(tags)}")
+        self.asleep -= set(tags)
+        return web.Response()
+
     async def _start_weight_update(self, request: web.Request) -> web.Response:
         return web.json_response({})
 
@@ -187,6 +206,7 @@ class FaultServer:
         await self._frozen.wait()
         info = (await request.json())["update_info"]
         assert not self._running.is_set(), "weights change while it is paused"
+        assert "weights" not in self.asleep, "weights need their memory"
         if self.faults.updates and self.faults.updates.pop(0) == "refuse":
             return web.json_response({"error": {"message": "refused: no"}}, status=500)
         with open(info["path"], "rb") as file:
@@ -217,6 +237,7 @@ class FaultServer:
         if "request_id" not in body:
             return _refusal(400)
         request_id = body["request_id"]
+        assert not self.asleep, "it is asked for tokens while it sleeps"
         assert request_id not in self.request_ids, "an id came twice"
         self.request_ids.append(request_id)
         if self.faults.gateway:

@@ -272,3 +272,70 @@ def test_a_pause_waits_for_what_was_sampled_but_not_for_a_client_that_does_not_r
             await reading
 
     served(folder, body)
+
+
+def test_server_asleep_frees_memory_and_wakes_with_new_weights(folder: Path, tmp_path: Path) -> None:
+    """What is asked meanwhile waits; weights have no room before their memory is back."""
+
+    async def body(url: str, service: Service) -> None:
+        of = subject(folder, url, tmp_path)
+        parameters = list(service.engine._runner.model.parameters())  # type: ignore[attr-defined]
+        async with Client(url) as client:
+            cut = asyncio.ensure_future(client.generate(asked(of.prompt(), "r.1", max_tokens=900)))
+            while not service.streams:
+                await asyncio.sleep(0.01)
+            await client.ok("/sleep?level=2")
+            assert (await cut).finish_reason == "abort"
+            assert await client.get("/is_sleeping") == (200, {"is_sleeping": True})
+            assert (await client.get("/weight_info"))[0] == 200 and await client.get("/is_paused") == (
+                200,
+                {"is_paused": True},
+            )
+            assert not any(p.untyped_storage().nbytes() for p in parameters)
+            assert service.engine.stats()["kv/bytes"] == 0
+            await client.ok("/resume")
+            waiting = asyncio.ensure_future(client.generate(asked(of.prompt(), "r.2")))
+            info = of.write("double", of.weights(1.1))
+            await client.ok("/start_weight_update")
+            status, said = await client.post("/update_weights", {"update_info": info})
+            assert status == 500 and "wake_up?tags=weights" in said["error"]["message"]
+            await client.ok("/wake_up?tags=weights")
+            await server_contract.update(client, info, "run/1")
+            await client.ok("/resume")
+            assert not waiting.done() and await client.get("/is_sleeping") == (200, {"is_sleeping": True})
+            await client.ok("/wake_up?tags=kv_cache")
+            answer = await waiting
+            assert answer.spans == [("run/1", 0, len(answer.tokens))]
+            wanted = of.logprobs(of.prompt(), answer.tokens, 1.1)
+            assert abs(wanted - answer.logprobs).max() < server_contract.NEAR
+
+    served(folder, body)
+
+
+def test_server_asleep_at_level_1_keeps_its_weights(folder: Path, tmp_path: Path) -> None:
+    async def body(url: str, service: Service) -> None:
+        of = subject(folder, url, tmp_path)
+        async with Client(url) as client:
+            await client.ok("/sleep")
+            await client.ok("/sleep?level=1")
+            await client.ok("/wake_up")
+            answer = await client.generate(asked(of.prompt()))
+            assert abs(of.logprobs(of.prompt(), answer.tokens) - answer.logprobs).max() < server_contract.EQUAL
+
+    served(folder, body)
+
+
+def test_server_at_level_2_samples_nothing_before_new_weights(folder: Path, tmp_path: Path) -> None:
+    async def body(url: str, service: Service) -> None:
+        of = subject(folder, url, tmp_path)
+        async with Client(url) as client:
+            await client.ok("/sleep?level=2")
+            await client.ok("/wake_up")
+            waiting = asyncio.ensure_future(client.generate(asked(of.prompt())))
+            await client.ok("/resume")
+            assert not waiting.done() and await client.get("/is_paused") == (200, {"is_paused": True})
+            await server_contract.update(client, of.write("same", of.weights()), "run/1")
+            await client.ok("/resume")
+            assert (await waiting).finish_reason == "length"
+
+    served(folder, body)

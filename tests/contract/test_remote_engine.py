@@ -501,3 +501,79 @@ def test_tokens_that_a_server_had_cached_are_told(made: Made) -> None:
         assert (stats["kv/shared_prompt_tokens"], stats["kv/kept_tokens"]) == (2, 3)
 
     run(made, server, work=work)
+
+
+# Sleep
+
+
+def test_engine_asleep_places_nothing_and_wakes_with_new_weights(made: Made) -> None:
+    """A rollout that was interrupted before is continued after it, with no token lost."""
+    server = made.server(seeded=True, delay_s=0.01)
+    engine = made.engine(server)
+
+    async def run() -> None:
+        await all_serve(engine)
+        before = asyncio.ensure_future(engine.extend(request(max_new_tokens=200)))
+        while not await engine.progress(["0-0"]) or not tokens_of((await engine.progress(["0-0"]))["0-0"]):
+            await asyncio.sleep(0.01)
+        engine.interrupt()
+        first = await before
+        await engine.sleep()
+        assert server.asleep == {"weights", "kv_cache"}
+        so_far = tuple(tokens_of(first))
+        after = asyncio.ensure_future(engine.extend(request(generated_ids=so_far, max_new_tokens=3)))
+        await asyncio.sleep(0.05)
+        assert not after.done() and await engine.queued(["0-0"]) == {"0-0"}
+        await engine.load_weights(1, WEIGHTS)
+        (segment,) = await after
+        assert segment.policy_version == 1 and len(segment.token_ids) == 3
+        calls = [call for call in server.calls if "level" in call or "tags" in call]
+        assert calls == ["sleep level=2", "wake_up tags=weights", "wake_up tags=kv_cache"]
+        await engine.sleep()
+        await engine.wake()  # no new weights: those that it had are loaded again
+        await engine.wake()
+        assert not server.asleep and server.label.endswith("/1") and len(server.updates) == 3
+        assert tokens_of(await engine.extend(request(rollout_id="1-0", max_new_tokens=2)))
+        assert engine.stats()["engine/ejections"] == 0
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_server_that_dies_asleep_is_not_missed_until_wake(made: Made) -> None:
+    """give_up_s does not run meanwhile, and the server joins again afterwards, with the newest weights."""
+    server = made.server()
+    engine = made.engine(server, give_up_s=0.4, server_timeout_s=0.4)
+
+    async def run() -> None:
+        await all_serve(engine)
+        await engine.sleep()
+        server.close()
+        while engine.stats()["engine/servers"]:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1.0)  # more than give_up_s
+        again = made.server(port=int(server.url.rpartition(":")[2]))
+        await asyncio.sleep(0.3)
+        assert engine.stats()["engine/servers"] == 0 and again.label == "default", "none joins meanwhile"
+        await engine.load_weights(1, WEIGHTS)
+        (segment,) = await engine.extend(request(max_new_tokens=2))
+        assert segment.policy_version == 1 and again.label.endswith("/1")
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_server_that_cannot_sleep_is_ended(made: Made) -> None:
+    """What keeps the trainer's GPU must not stay."""
+    awake, good = made.server(), made.server()
+    awake.faults.refuses["/sleep"] = 404
+    engine = made.engine(awake, good)
+
+    async def run() -> None:
+        await all_serve(engine)
+        await engine.sleep()
+        assert engine.stats()["engine/servers"] == 1 and good.asleep and not awake.asleep
+        assert any("did not fall asleep" in line for line in made.said)
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))

@@ -32,6 +32,12 @@ class ClusterConfig(Table):
         ge=1,
         only_if=[_RAY, ("engine.server", "vllm")],
     )
+    colocate: bool = option(
+        False,
+        "Servers and trainer have the same GPUs in turns: when a step has its groups, what is unfinished is interrupted"
+        " and the servers sleep (their GPU memory is free) until the step is trained; new weights wake them.",
+        only_if=("engine.num_servers",),
+    )
     cpus_per_process: int = option(
         0,
         "CPU cores that a server or a rank without a GPU takes of its node; 0 = they are not counted.",
@@ -64,6 +70,8 @@ def planned_devices(config: Any) -> dict[str, tuple[int, str]]:
     if engine.kind == "remote":
         which = "engine.num_servers" if engine.num_servers else "engine.urls"
         found["plan.engines"] = max(1, engine.num_servers + len(engine.urls)), which
+        if config.cluster.colocate:  # which train, too
+            return found
     if ranks := num_ranks(config):
         found["plan.trainers"] = ranks, "backend.num_ranks"
     elif engine.kind == "remote" and engine.urls:
@@ -128,6 +136,27 @@ RULES: tuple[Rule, ...] = (
         lambda c: (
             f'engine.vllm_args with {" or ".join(_SPLITS)}, and cluster.type = "ray": a server gets as many GPUs as'
             " cluster.gpus_per_server says. Set that, and remove the argument"
+        ),
+    ),
+    Refused(
+        ("cluster.colocate", "rollout.overlap"),
+        lambda c: c.cluster.colocate and c.rollout.overlap,
+        lambda c: (
+            "cluster.colocate with rollout.overlap: servers sleep while the trainer trains. Remove one of the two; with"
+            ' rollout.interrupt = "when_enough" unfinished rollouts are continued after the step'
+        ),
+    ),
+    Refused(
+        ("cluster.colocate", "train.streaming_min_groups"),
+        lambda c: c.cluster.colocate and c.train.streaming_min_groups > 0,
+        lambda c: "cluster.colocate with train.streaming_min_groups, which trains while servers generate. Remove one",
+    ),
+    Refused(
+        ("cluster.colocate", "engine.urls"),
+        lambda c: c.cluster.colocate and bool(c.engine.urls),
+        lambda c: (
+            "cluster.colocate with engine.urls: those servers were started by others, on GPUs of their own. Remove"
+            " engine.urls, and set engine.num_servers"
         ),
     ),
     Refused(

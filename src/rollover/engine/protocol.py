@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rollover.config.logits import LogitsProcessing
 from rollover.types import SamplingParams, Segment
@@ -151,4 +151,17 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Interrupt what runs and give everything back."""
+        ...
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine that can leave its GPUs to the trainer (cluster.colocate)."""
+
+    async def sleep(self) -> None:
+        """Free the GPUs. Nothing runs; what is asked waits. New weights (`load_weights`) wake the engine, too."""
+        ...
+
+    async def wake(self) -> None:
+        """Return when the engine generates again, with the newest weights. Nothing where it is awake."""
         ...

@@ -2,12 +2,17 @@
 
     step trained ──▶ due? ──▶ (drain) ──▶ publish ──▶ engine.load_weights ──▶ history, journal, the user's hook
 
+With cluster.colocate the engine sleeps from a step's last rollout until these weights wake it.
+
 Never drops or admits anything: `Driver.on_new_version` does, after each step, whether weights were handed over or not.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 from rollover.config import Config
+from rollover.engine.protocol import Sleeper
 from rollover.run.blocked_warning import BlockedWarning
 from rollover.run.hooks import Hooks
 from rollover.run.journal.journaling import Journaling
@@ -36,6 +41,7 @@ class HandOver:
         """After a step: every train.publish_every of them. Returns the bytes that were handed over, 0 if none were."""
         parts, version = self.parts, self.parts.trainer.policy_version
         if not self.needed or version % self.config.train.publish_every:
+            await self.wake()
             return 0
         if self.rows.overlaps and self.config.rollout.interrupt == "never":
             await parts.driver.drain()  # a wait for generation, which the driver counts as such
@@ -53,3 +59,26 @@ class HandOver:
         with self.blocked.over_work(what, state, limit_s):
             weights = await self.parts.trainer.backend.publish()
             return (await self.parts.engine.load_weights(version, weights)).num_bytes
+
+    # Of servers that have the trainer's GPUs in turns
+
+    async def sleep(self) -> None:
+        """Free the GPUs for the trainer, if it shares them with servers. Nothing is in flight."""
+        if (sleeper := self._sleeper()) is not None:
+            with self.rows.timed("sleep"), self._watched("falling asleep"):
+                await sleeper.sleep()
+
+    async def wake(self) -> None:
+        """Wake the servers, if they sleep, with the weights that they had."""
+        if (sleeper := self._sleeper()) is not None:
+            with self.rows.timed("sleep"), self._watched("waking up"):
+                await sleeper.wake()
+
+    def _sleeper(self) -> Sleeper | None:
+        if not (self.needed and self.config.cluster.colocate):
+            return None
+        assert isinstance(self.parts.engine, Sleeper), "a rule of [cluster] refuses other engines"
+        return self.parts.engine
+
+    def _watched(self, doing: str) -> AbstractContextManager[None]:
+        return self.blocked.over_work("the servers", doing, self.config.watchdog.weights_timeout_s)

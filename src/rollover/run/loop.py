@@ -123,6 +123,7 @@ class Run:
                 newest = Step(self.parts.trainer.policy_version, groups, self.directory.metrics.last_row)
         if self.config.model.lora.path and not self.parts.trainer.policy_version and self.hand_over.needed:
             await self.hand_over.hand_over_weights()  # the engine began with the model alone
+        await self.hand_over.wake()  # the backend may have been lost while the servers slept
         self.checkpointing.hold_best(self.held_out.best_step)  # before one is written, and others go
         await self.checkpointing.begin()
         self.directory.write_config()
@@ -173,6 +174,7 @@ class Run:
         if not groups:
             return None
         return_freed_memory()
+        await self.hand_over.sleep()
         self.trackers.on_phase("training")
         self.checkpointing.taken = groups
         with self.overlap.training(version):

@@ -84,7 +84,7 @@ class Rows:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Counts the seconds of a block as `name`: train, weights, checkpoint or eval."""
+        """Counts the seconds of a block as `name`: train, weights, checkpoint, eval or sleep."""
         started = time.perf_counter()
         try:
             with self.parts.history.span(name):
@@ -104,7 +104,8 @@ class Rows:
         waits = {"generate": clock.generation_s, "score": clock.scoring_s, "schedule": clock.scheduling_s}
         now = time.perf_counter()
         step_s, self._started = now - self._started, now
-        times = {f"time/{k}_s": self._seconds.pop(k, 0.0) for k in ("train", "weights", "checkpoint", "eval")}
+        work = ("train", "weights", "checkpoint", "eval", *(["sleep"] if self.config.cluster.colocate else []))
+        times = {f"time/{k}_s": self._seconds.pop(k, 0.0) for k in work}
         times |= {f"time/{phase}_s": self._since_last(phase, total) for phase, total in waits.items()}
         row: dict[str, float] = {
             "step": parts.trainer.policy_version,

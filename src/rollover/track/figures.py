@@ -14,6 +14,7 @@ TIME_SPLIT = (
     ("score", "time/score_s", "magenta"),
     ("train", "time/train_s", "green"),
     ("weights", "time/weights_s", "yellow"),
+    ("sleep", "time/sleep_s", "yellow"),
     ("checkpoint", "time/checkpoint_s", "blue"),
     ("eval", "time/eval_s", "blue"),
 )

@@ -21,7 +21,7 @@ from rollover.track.statistics import parts_of
 from rollover.track.waits import Verdict, verdict
 
 _DROPPED_TOKENS = re.compile(r"dropped/(.+)/tokens")
-_PHASES = ("generate", "score", "schedule", "train", "weights", "checkpoint", "eval", "other")
+_PHASES = ("generate", "score", "schedule", "train", "weights", "sleep", "checkpoint", "eval", "other")
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,6 +176,7 @@ class EmbeddedEngine:
     @torch.no_grad()
     def step(self) -> None:
         """Admit, prefill at most one chunk budget, decode one token of everything that is prefilled."""
+        assert not self._runner.freed, "the weights are freed"
         self._team.assemble()
         self._discard_cancelled()
         self._batcher.admit()
@@ -206,12 +207,25 @@ class EmbeddedEngine:
     @torch.no_grad()
     def prompt_logprobs(self, token_ids: Seq[int]) -> tuple[list[float], list[int], list[float]]:
         """See ServedEngine. Computed at once, between two steps; nothing of it is cached."""
+        if self._runner.freed:
+            raise ValueError("the engine sleeps: wake it up first")
         self._limits.check("prompt", tuple(token_ids), ())
         return self._runner.prompt_logprobs(list(token_ids))
 
     def drop_kv(self) -> None:
         """Everyone's KV is computed again before its next token."""
         self._batcher.drop_all_kv()
+
+    def free_memory(self, *, keep_weights: bool) -> None:
+        """Free all KV and the weights, until `allocate_weights`. `keep_weights`: on the CPU."""
+        self._batcher.drop_all_kv()
+        self._runner.free_weights(keep=keep_weights)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def allocate_weights(self) -> None:
+        """Allocate the weights again. Without values, unless they were kept: `load_weights` has to follow."""
+        self._runner.allocate_weights()
 
     def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:
         wanted = None if rollout_ids is None else set(rollout_ids)

@@ -293,6 +293,7 @@ class Runner:
         self._shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
         self._names = {name for name, _ in model.named_parameters()}
         self._flops = ModelFlops.of(model)
+        self.freed: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
         self.flops = 0.0  # model FLOPs of all that was computed
         self.kernels = kernels.on(self.device.type)
         self.compiled = self.kernels is not None
@@ -318,6 +319,25 @@ class Runner:
         num_bytes = self.weights.send(version, tensors).num_bytes
         self.head = Head.of(self.model).precise(self.rows)
         return num_bytes
+
+    def free_weights(self, *, keep: bool) -> None:
+        """Free the memory of the weights (but of those that a CPU has packed). `keep`: copy them to the CPU first."""
+        assert not self.freed
+        for parameter in self.model.parameters():
+            if not parameter.untyped_storage().resizable():  # pages of the model's file
+                parameter.data = parameter.data.clone()
+            storage = parameter.untyped_storage()
+            if num_bytes := storage.nbytes():
+                self.freed.append((storage, num_bytes, storage.cpu().clone() if keep else None))
+                storage.resize_(0)
+
+    def allocate_weights(self) -> None:
+        """Allocate what was freed: with the values that were kept, else without any."""
+        for storage, num_bytes, kept in self.freed:
+            storage.resize_(num_bytes)
+            if kept is not None:
+                storage.copy_(kept)
+        self.freed = []
 
     def why_not_loadable(self, shapes: Mapping[str, Seq[int]]) -> str:
         """Why weights of these names and shapes are not those of the whole model, each once; "" if they are."""

@@ -94,3 +94,17 @@ async def resume(server: Server, limit_s: float) -> None:
     """Whoever was here before may have left it paused."""
     with contextlib.suppress(Refused):
         await server.client.post("/resume", limit_s=limit_s)
+
+
+# Sleep: GPUs that servers and trainer have in turns
+
+
+async def sleep(server: Server, limit_s: float) -> None:
+    """Free the server's GPU memory, weights included: the next ones replace them. ServerFailed if it stays awake."""
+    server.sleeps = True
+    await _done(server.client.post("/sleep", limit_s=limit_s, level="2"))
+
+
+async def wake(server: Server, tags: str, limit_s: float) -> None:
+    """Allocate the server's memory for `tags` ("weights", "kv_cache") again. ServerFailed if it cannot."""
+    await _done(server.client.post("/wake_up", limit_s=limit_s, tags=tags))

@@ -198,6 +198,19 @@ class RemoteEngine:
             self.oldest_version = version
         return WeightLoad(parcel.num_bytes, time.perf_counter() - started)
 
+    async def sleep(self) -> None:
+        """See Sleeper: what is asked waits until `wake` or `load_weights`. EngineDied as of `extend`."""
+        await self._begin()
+        async with self._beginning:
+            await self._fleet.sleep()
+
+    async def wake(self) -> None:
+        """See Sleeper. EngineDied as of `extend`."""
+        async with self._beginning:
+            if not self._fleet.is_awake:
+                assert self._fleet.parcel is not None
+                await self._fleet.update(self._fleet.parcel)
+
     def use_threads(self, num: int) -> None:
         """Ignored: it computes nothing here."""
 

@@ -1,7 +1,8 @@
 """The servers of one engine: who takes part, who waits for room, who is given up and comes back.
 
     joining ──probe, last weights──▶ serving ──failed, silent, other label──▶ out ──back-off──▶ joining
-                                       ▲  rollouts are placed here alone; those of a lost server wait for the next
+                                     ▲    │  rollouts are placed here alone; those of a lost server wait for the next
+               wake, with new weights└────┴sleep: watched, gets no rollout; no server starts meanwhile
 
 Owns one task a server. A server that sends no token must answer /weight_info within `server_timeout_s` (/health is
 answered while the engine behind it hangs). When none serves for `give_up_s`, whoever waits gets EngineDied.
@@ -18,7 +19,7 @@ from typing import Any
 from rollover.back_off import BackOff
 from rollover.ending import end_tasks
 from rollover.engine.protocol import EngineDied
-from rollover.engine.remote.delivery import Deliveries, resume
+from rollover.engine.remote.delivery import Deliveries, resume, sleep, wake
 from rollover.engine.remote.endpoints import check_generates, lacking
 from rollover.engine.remote.hosts import Host
 from rollover.engine.remote.line import Line
@@ -55,6 +56,9 @@ class Fleet:
         self.line = Line(router, self._servers)
         self._tasks: list[asyncio.Task[None]] = []
         self._none_since: float | None = None
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._up: set[str] = set()  # names of hosts whose server has started, and has not ended
         self._why_not: dict[str, str] = {}  # by host: why its server could not join, or was given up
 
     @property
@@ -65,6 +69,7 @@ class Fleet:
         """Let the servers join, with these weights."""
         self.parcel = parcel
         if not self._tasks:
+            self._up = {host.name for host in self.hosts}
             self._none_since = time.monotonic()
             self._tasks = [asyncio.ensure_future(self._keep(host)) for host in self.hosts]
             self._tasks.append(asyncio.ensure_future(self._mind_the_end()))
@@ -83,7 +88,7 @@ class Fleet:
 
     def working(self) -> set[str]:
         """The rollouts that a server is at: not those that wait for one, or whose server is given new weights."""
-        able = (server for server in self.serving if not server.updating)
+        able = (server for server in self.serving if not (server.updating or server.sleeps))
         return {attempt.generation.request.rollout_id for server in able for attempt in server.attempts}
 
     async def checked(self, server: Server) -> bool:
@@ -96,17 +101,56 @@ class Fleet:
     # Weights
 
     async def update(self, parcel: Parcel) -> None:
-        """Every server that serves has these weights when this returns; one that could not take them serves no more."""
+        """Every server that serves has these weights when this returns, awake; one that could not take them serves no
+        more."""
         self.line.check()
         self.parcel = parcel
+        self._awake.set()
+        if not self.serving and self._none_since is None:
+            self._none_since = time.monotonic()
         await asyncio.gather(*(self._update(server, parcel) for server in self.serving))
 
     async def _update(self, server: Server, parcel: Parcel) -> None:
+        slept, limit_s = server.sleeps, self.limits.server_timeout_s
         try:
+            if slept:
+                await wake(server, "weights", limit_s)
             await self._deliver(server, parcel)
+            if slept:
+                await wake(server, "kv_cache", limit_s)
+                server.last_token = time.monotonic()
+                server.sleeps = False
         except ServerFailed as error:
             await self._eject(server, f"it did not take the weights of version {parcel.version}: {error}")
         self.line.move()
+
+    # Sleep
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether servers may have their GPUs."""
+        return self._awake.is_set()
+
+    async def sleep(self) -> None:
+        """Free the GPUs of all servers until `update`. A server that cannot sleep is ended; none starts meanwhile."""
+        self.line.check()
+        self._awake.clear()
+        self._none_since = None
+        await self._settle()  # a server that starts has its GPU already
+        await asyncio.gather(*(self._put_to_sleep(server) for server in self.serving))
+        await self._settle()  # a server that did not fall asleep ends
+
+    async def _settle(self) -> None:
+        """Wait until each server that is up serves."""
+        while self._up - {server.name for server in self.serving}:
+            self.line.check()
+            await asyncio.sleep(0.01)
+
+    async def _put_to_sleep(self, server: Server) -> None:
+        try:
+            await sleep(server, self.limits.server_timeout_s)
+        except ServerFailed as error:
+            await self._eject(server, f"it did not fall asleep: {error}")
 
     async def _deliver(self, server: Server, parcel: Parcel) -> None:
         """ServerFailed if it failed, or refused them twice."""
@@ -121,6 +165,9 @@ class Fleet:
         """For ever: let it join, watch it until it fails, part with it, wait a little."""
         back_off = BackOff()
         while True:
+            while not self._awake.is_set():
+                await self._awake.wait()
+            self._up.add(host.name)
             back_off.begin()
             server = None
             try:
@@ -142,6 +189,7 @@ class Fleet:
                 if server is not None:
                     await self._part_with(server, why)
             await host.discard()
+            self._up.discard(host.name)
             await asyncio.sleep(back_off.pause_s())
 
     async def _join(self, server: Server) -> None:
@@ -228,7 +276,7 @@ class Fleet:
         self.line.router.remove(server.name)
         self._servers.pop(server.name, None)
         await server.client.close()
-        if not self.serving and self._none_since is None:
+        if not self.serving and self._none_since is None and self.is_awake:
             self._none_since = time.monotonic()
 
     # The end

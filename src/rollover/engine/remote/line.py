@@ -89,5 +89,5 @@ class Line:
 
 def _may(server: Server, least: int | None) -> bool:
     """Whether a rollout may go there now, whose tokens are of version `least`: versions never go back in a rollout."""
-    able = server.serves and not server.updating and not server.failed.is_set()
+    able = server.serves and not (server.updating or server.sleeps or server.failed.is_set())
     return able and server.version is not None and (least is None or server.version >= least)

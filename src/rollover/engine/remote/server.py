@@ -23,7 +23,8 @@ _ABORT_AGAIN_MAX_S = 2.0
 class Server:
     """`version`: of the weights that it has, stamped on what comes; None: it has none of this run's.
 
-    `serves`: it takes requests. `updating`: weights are handed to it, and it may answer nothing meanwhile.
+    `serves`: it takes requests. `updating`: weights are handed to it, and it may answer nothing meanwhile. `sleeps`:
+    the trainer has its GPUs, and it gets no request.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Server:
     version: int | None = None
     serves: bool = False
     updating: bool = False
+    sleeps: bool = False
     last_token: float = 0.0
     attempts: set[Attempt] = field(default_factory=set)
     failed: asyncio.Event = field(default_factory=asyncio.Event)

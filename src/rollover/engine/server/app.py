@@ -3,6 +3,7 @@
     POST /inference/v1/generate            token ids in and out, streamed or not
     POST /abort_requests                   also /inference/v1/abort_requests
     POST /pause  /resume                   GET /is_paused
+    POST /sleep  /wake_up                  GET /is_sleeping
     POST /start_weight_update  /update_weights  /finish_weight_update  /update_weight_version
     POST /collective_rpc                   rollover_verify alone: a weights file is read ahead
     POST /reset_prefix_cache
@@ -29,7 +30,7 @@ from starlette.types import Receive, Scope, Send
 import rollover
 from rollover.engine.server import metrics
 from rollover.engine.server.requests import Refusal, choice, flag, generate_body, text_field
-from rollover.engine.server.service import Service
+from rollover.engine.server.service import TAGS, Service
 from rollover.engine.server.stream import Chunk, Stream
 from rollover.engine.server.texts import TextEndpoints
 from rollover.http_server import body_of, until_gone
@@ -63,6 +64,8 @@ class _Endpoints:
             "/inference/v1/abort_requests": self._abort,
             "/pause": self._pause,
             "/resume": self._resume,
+            "/sleep": self._sleep,
+            "/wake_up": self._wake_up,
             "/start_weight_update": self._start_update,
             "/update_weights": self._update,
             "/finish_weight_update": self._finish_update,
@@ -82,6 +85,7 @@ class _Endpoints:
     def gets(self) -> dict[str, _Answer]:
         return {
             "/is_paused": _always(lambda: {"is_paused": self.service.is_paused}),
+            "/is_sleeping": _always(lambda: {"is_sleeping": bool(self.service.asleep)}),
             "/weight_info": _always(lambda: {"weight_version": self.service.label}),
             "/health": _always(dict),
             "/load": _always(lambda: {"server_load": len(self.service.streams)}),
@@ -115,6 +119,16 @@ class _Endpoints:
     async def _resume(self, request: Request) -> Response:
         self.service.resume()
         return JSONResponse({"status": "resumed"})
+
+    async def _sleep(self, request: Request) -> Response:
+        level = choice(request.query_params.get("level"), "level", "1", ("1", "2"))
+        await self.service.sleep(int(level))
+        return Response()
+
+    async def _wake_up(self, request: Request) -> Response:
+        tags = request.query_params.getlist("tags") or TAGS
+        self.service.wake_up([choice(tag, "tags", "", TAGS) for tag in tags])
+        return Response()
 
     async def _start_update(self, request: Request) -> Response:
         self.service.start_update()

@@ -2,7 +2,7 @@
 
     generate ──▶ Stream under way ──sampled──▶ chunks ──▶ its client
                     └── aborted, or its client has gone: it ends with what it has, and its place is free
-    start ─▶ update ─▶ finish        pause ─▶ resume
+    start ─▶ update ─▶ finish        pause ─▶ resume        sleep ─▶ wake_up
 
 Owns which requests are under way, the label of the weights and whether it is paused. Tokens carry the label that there
 was when they were sampled. Weights that are refused change nothing.
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 NO_UPDATE_YET = "default"
+TAGS = ("weights", "kv_cache")
 _LOAD_S = 60.0  # to map a verified file
 _DRAIN_S = 1.0  # a client that does not read must not hold up the others' weights
 
@@ -48,6 +49,14 @@ class ServedEngine(Engine, Protocol):
 
     def drop_kv(self) -> None:
         """Compute everyone's KV again before their next token."""
+        ...
+
+    def free_memory(self, *, keep_weights: bool) -> None:
+        """Free KV and weights. `keep_weights`: on the CPU; else they are loaded anew after `allocate_weights`."""
+        ...
+
+    def allocate_weights(self) -> None:
+        """Allocate the weights that were freed."""
         ...
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> tuple[list[float], list[int], list[float]]:
@@ -85,6 +94,9 @@ class Service:
         self.streams: dict[str, Stream] = {}
         """Under way, by the engine's rollout id."""
         self.num_prompt_tokens = self.num_ended_tokens = self.num_updates = 0
+        self.asleep: set[str] = set()
+        """Of TAGS, what has no memory."""
+        self._has_weights = True
         self._ids = map(str, itertools.count())
         self._updating = asyncio.Lock()
         self._update_begun = False
@@ -172,9 +184,10 @@ class Service:
         await self._drain()
 
     def resume(self) -> None:
-        """Go on."""
+        """Go on, unless it sleeps or lacks weights."""
         self._may_begin.set()
-        self.engine.may_step.set()
+        if self._has_weights and not self.asleep:
+            self.engine.may_step.set()
 
     async def _drain(self) -> None:
         deadline = time.monotonic() + _DRAIN_S
@@ -188,6 +201,26 @@ class Service:
         self.engine.drop_kv()
         return True
 
+    # Sleep
+
+    async def sleep(self, level: int) -> None:
+        """Abort everything, and free the memory of KV and weights until `wake_up`. level 1: weights are kept on the
+        CPU; 2: an update has to follow. Nothing where it sleeps."""
+        async with self._updating:
+            if self.asleep:
+                return
+            await self.pause("abort", clear_cache=True)
+            self.engine.free_memory(keep_weights=level == 1)
+            self.asleep, self._has_weights = set(TAGS), self._has_weights and level == 1
+
+    def wake_up(self, tags: Collection[str]) -> None:
+        """Allocate the memory of these TAGS; requests go on when both have theirs, and there are weights."""
+        if "weights" in self.asleep.intersection(tags):
+            self.engine.allocate_weights()
+        self.asleep.difference_update(tags)
+        if not self.asleep:
+            self.resume()
+
     # Weights
 
     def start_update(self) -> None:
@@ -199,6 +232,8 @@ class Service:
         the whole model's weights. It is read while requests go on; swapped between two steps."""
         if not self._update_begun:
             raise Refusal("an update begins with /start_weight_update", status=500)
+        if "weights" in self.asleep:
+            raise Refusal("refused: the weights sleep, POST /wake_up?tags=weights first", status=500)
         async with self._updating:
             try:
                 async with asyncio.timeout(self.verifier.limit_s + _LOAD_S):  # a read may never return
@@ -212,7 +247,7 @@ class Service:
             except Exception as error:
                 self._fail(f"the weights of {path} were loaded in part only ({type(error).__name__}: {error})")
                 raise
-            self.num_updates += 1
+            self.num_updates, self._has_weights = self.num_updates + 1, True
 
     def _read(self, path: str, sha256: str) -> Mapping[str, torch.Tensor]:
         self.verifier.verify(path, sha256)

@@ -152,6 +152,8 @@ def vllm_arguments(config: Config, host: str, port: int, *, for_cpu: bool) -> li
     if for_cpu:
         # It would move the random state of a prompt's part back, which a generator of the CPU cannot: the engine dies.
         flags.append("--no-enable-chunked-prefill")
+    elif config.cluster.colocate:
+        flags.append("--enable-sleep-mode")
     if config.model.trust_remote_code:
         flags.append("--trust-remote-code")
     # Starlette runs what is added last first: before vLLM's own CORS, which permits every origin.

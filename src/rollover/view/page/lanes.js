@@ -5,7 +5,7 @@ import { themed, versionColour } from "./colours.js";
 
 export const LANES_LEFT = 76;
 const RESUMED = 1, PARKED = 2, DROPPED = 4, RUNS = 8; // of a bar's "how"
-const SPANS = ["generate", "train", "weights", "checkpoint", "eval"];
+const SPANS = ["generate", "train", "weights", "sleep", "checkpoint", "eval"];
 const ROW = 14, AXIS = 22, CLOSE_BY = 6, BETWEEN = 18, MOST_JOINS = 300;
 
 function shadeOf(busy) {

@@ -18,7 +18,7 @@ const PANELS = [
   ["Gradient norm", { grad_norm: "norm" }],
   ["Staleness", { "staleness/mean": "mean", "staleness/p50": "p50", "staleness/p95": "p95", "staleness/p99": "p99", "staleness/max": "max", "staleness/bound": "bound" }],
   ["Tokens a second", { "speed/generated_tokens_per_s": "generated", "speed/trained_tokens_per_s": "trained", "speed/step_tokens_per_s": "of the whole step" }],
-  ["Seconds of a step", { "time/step_s": "step", "time/generate_s": "generate", "time/score_s": "score", "time/train_s": "train", "time/weights_s": "weights", "time/checkpoint_s": "checkpoint", "time/eval_s": "evaluate" }],
+  ["Seconds of a step", { "time/step_s": "step", "time/generate_s": "generate", "time/score_s": "score", "time/train_s": "train", "time/weights_s": "weights", "time/sleep_s": "sleep", "time/checkpoint_s": "checkpoint", "time/eval_s": "evaluate" }],
   ["Who waits", { "wait/engine_for_trainer_s": "engine for trainer", "wait/engine_for_rewards_s": "engine for rewards", "time/generate_s": "trainer for rollouts", "time/score_s": "trainer for rewards" }, "wait/engine_for_trainer_s"],
   ["Memory", { "memory/peak_rss_bytes": "process", "memory/peak_gpu_bytes": "GPU", "kv/bytes": "KV cache" }],
   ["Groups that teach nothing", { "groups/zero_variance": "all rewards equal" }],

@@ -6,6 +6,7 @@
     servers        each whole on one node, always on the one with the most room left
 
 Every rank takes one GPU, or one place among the CPUs; every server takes `server_gpus` of one node, or one such place.
+With cluster.colocate servers take those of ranks and trainer, which they have in turns: each is laid as if alone.
 So a placement is found whenever there is one, and a further node never makes one impossible: servers of one size that
 fit at all leave as many single GPUs, however they are laid. Owns no process and asks no machine.
 """
@@ -45,6 +46,7 @@ class Needs:
     pools: int = 1
     pool_cpus: int = 1
     process_cpus: int = 0
+    colocate: bool = False
 
     @classmethod
     def of(cls, config: Config) -> Needs:
@@ -62,17 +64,23 @@ class Needs:
             pools=0 if config.run.train_on_recorded else cluster.reward_nodes,
             pool_cpus=config.rewards.num_workers or 1,
             process_cpus=cluster.cpus_per_process,
+            colocate=cluster.colocate,
         )
 
     def gpus_of(self, *, ranks: int, servers: int, controller: bool) -> int:
         """GPUs that so many roles of one node have."""
-        return ranks * self.rank_gpus + servers * self.server_gpus + controller * self.controller_gpus
+        of_training = ranks * self.rank_gpus + controller * self.controller_gpus
+        return self._both(of_training, servers * self.server_gpus)
 
     def cpus_of(self, *, ranks: int, servers: int, pools: int) -> int:
         """CPUs of so many roles of one node that are counted: of reward workers, and of ranks and servers without a
         GPU."""
-        processes = (0 if self.rank_gpus else ranks) + (0 if self.server_gpus else servers)
+        processes = self._both(0 if self.rank_gpus else ranks, 0 if self.server_gpus else servers)
         return pools * self.pool_cpus + processes * self.process_cpus
+
+    def _both(self, of_training: int, of_servers: int) -> int:
+        """Places of both: in turns, or beside each other."""
+        return max(of_training, of_servers) if self.colocate else of_training + of_servers
 
 
 def devices_of_controller(config: Config) -> set[str]:
@@ -150,12 +158,15 @@ def place(needs: Needs, nodes: Sequence[Node], driver: str = "") -> Placement:
             f"the controller, which trains or generates itself, needs {many(needs.controller_gpus, 'GPU')} on its node"
             f" {driver}, which has {gpus[0]}",
         )
+    all_gpus = list(gpus)
     gpus[0] -= needs.controller_gpus
     pools = _pools(needs, ordered)
     cpu_places = [_places(needs, node.cpus - needs.pool_cpus * (i in pools)) for i, node in enumerate(ordered)]
-    ranks_of, servers_of = _lay(
-        needs, gpus if needs.rank_gpus else cpu_places, gpus if needs.server_gpus else cpu_places
-    )
+    for_ranks = gpus if needs.rank_gpus else cpu_places
+    for_servers = gpus if needs.server_gpus else cpu_places
+    if needs.colocate:
+        for_servers = all_gpus if needs.server_gpus else list(cpu_places)
+    ranks_of, servers_of = _lay(needs, for_ranks, for_servers)
     return Placement(
         needs=needs,
         nodes=tuple(ordered),

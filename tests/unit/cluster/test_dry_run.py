@@ -84,10 +84,25 @@ def test_the_recipe_of_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[:-2] == [
         "training    Qwen/Qwen3-4B: 110 steps of 128 groups x 8 rollouts",
         "nodes       2 nodes of 8 GPUs and 64 CPUs (cluster.num_nodes)",
-        "  node-1  controller, ranks 0 to 7, reward pool of 16 workers; 8 of 8 GPUs, 16 of 64 CPUs",
-        "  node-2  vllm servers 0 to 7; 8 of 8 GPUs",
+        "  node-1  controller, ranks 0 to 7, vllm servers 0 to 7, reward pool of 16 workers;"
+        " 8 of 8 GPUs, 16 of 64 CPUs",
+        "  node-2  ranks 8 to 15, vllm servers 8 to 15; 8 of 8 GPUs",
     ]
     assert lines[-2].startswith("refused     without --dry-run: ") and "without cluster.address" in lines[-2]
+
+
+def test_dry_run_colocate_counts_gpus_of_ranks_and_servers_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--cluster.num_nodes", "2", "--cluster.address", "h:1", "--engine.weights_dir", "w"]
+    many = ["--engine.num_servers", "3", "--cluster.gpus_per_server", "4", "--cluster.colocate", "true"]
+    many += ["--rollout.overlap", "false", "--rollout.interrupt", "when_enough"]
+    ranks = ["--backend.type", "ranks", "--backend.num_ranks", "12"]
+    lines = printed(capsys, *VLLM, *RAY, *words, *many, *ranks)
+    assert [line.partition("; ")[2].partition(",")[0] for line in lines[2:4]] == ["8 of 8 GPUs", "8 of 8 GPUs"]
+    lines = printed(capsys, *VLLM, *RAY, *words, *many)
+    assert lines[2].startswith("  node-1  controller with trainer, vllm server") and "4 of 8 GPUs" in lines[2]
+    assert "5 GPUs are missing" in refused(
+        capsys, *VLLM, *RAY, *many, "--backend.type", "ranks", "--backend.num_ranks", "13", "--engine.num_servers", "2"
+    )
 
 
 def test_the_recipe_of_sixteen_nodes(capsys: pytest.CaptureFixture[str]) -> None:

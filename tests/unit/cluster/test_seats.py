@@ -77,3 +77,16 @@ def test_without_any_node_that_is_said() -> None:
     for name in ("server 0", "reward 0"):
         with pytest.raises(DoesNotFit, match="there is no node"):
             seats.find(name, {})
+
+
+def test_seats_colocated_role_lays_beside_the_other_kind() -> None:
+    """A server that lost its node goes to the GPUs of ranks; each keeps its own GPUs while it stays."""
+    needs = Needs(servers=2, server_gpus=2, ranks=4, rank_gpus=1, pools=0, colocate=True)
+    seats = Seats(needs, [Node("a", 2, 9), Node("b", 2, 9)], "a")
+    assert [seats.of[f"rank {i}"] for i in range(4)] == ["a", "a", "b", "b"]
+    assert [list(seats.gpus(name)) for name in ("rank 0", "rank 1", "rank 2", "server 0")] == [[0], [1], [0], [0, 1]]
+    lost = next(name for name in ("server 0", "server 1") if seats.of[name] == "b")
+    with pytest.raises(DoesNotFit):
+        seats.find(lost, alive(Node("a", 2, 9)))
+    assert seats.find(lost, alive(Node("a", 4, 9))) == "a" and list(seats.gpus(lost)) == [2, 3]
+    assert seats.gpus_on("a") == 4

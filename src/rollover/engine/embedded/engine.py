@@ -58,6 +58,7 @@ class EmbeddedEngine:
         kv_heads, head_size = cache_shape(model)
         first = next(model.parameters())
         self._runner = Runner(model, config.max_running)
+        self.free_weights = self._runner.free_weights
         cache = KVCache(
             num_layers=text_config.num_hidden_layers,
             num_kv_heads=kv_heads,
@@ -176,7 +177,6 @@ class EmbeddedEngine:
     @torch.no_grad()
     def step(self) -> None:
         """Admit, prefill at most one chunk budget, decode one token of everything that is prefilled."""
-        assert not self._runner.freed, "the weights are freed"
         self._team.assemble()
         self._discard_cancelled()
         self._batcher.admit()
@@ -207,25 +207,12 @@ class EmbeddedEngine:
     @torch.no_grad()
     def prompt_logprobs(self, token_ids: Seq[int]) -> tuple[list[float], list[int], list[float]]:
         """See ServedEngine. Computed at once, between two steps; nothing of it is cached."""
-        if self._runner.freed:
-            raise ValueError("the engine sleeps: wake it up first")
         self._limits.check("prompt", tuple(token_ids), ())
         return self._runner.prompt_logprobs(list(token_ids))
 
     def drop_kv(self) -> None:
         """Everyone's KV is computed again before its next token."""
         self._batcher.drop_all_kv()
-
-    def free_memory(self, *, keep_weights: bool) -> None:
-        """Free all KV and the weights, until `allocate_weights`. `keep_weights`: on the CPU."""
-        self._batcher.drop_all_kv()
-        self._runner.free_weights(keep=keep_weights)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def allocate_weights(self) -> None:
-        """Allocate the weights again. Without values, unless they were kept: `load_weights` has to follow."""
-        self._runner.allocate_weights()
 
     def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:
         wanted = None if rollout_ids is None else set(rollout_ids)
@@ -262,8 +249,7 @@ class EmbeddedEngine:
             if self._kv_policy == "recompute":
                 self._batcher.drop_all_kv()
             else:
-                everyone = (*self._batcher.active(), *self._batcher.kept.values())
-                self._num_stale += sum(seq.kv_len for seq in everyone)
+                self._num_stale += sum(seq.kv_len for seq in (*self._batcher.active(), *self._batcher.kept.values()))
             self._version = version
         return WeightLoad(num_bytes, time.perf_counter() - started)
 

@@ -6,7 +6,7 @@ n rows of a bucket, T its row length.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -320,20 +320,19 @@ class Runner:
         self.head = Head.of(self.model).precise(self.rows)
         return num_bytes
 
-    def free_weights(self, *, keep: bool) -> None:
-        """Free the memory of the weights (but of those that a CPU has packed). `keep`: copy them to the CPU first."""
-        assert not self.freed
+    def free_weights(self, *, keep: bool) -> Callable[[], None]:
+        """Free the memory of the weights (but of those that a CPU has packed). Returns what allocates it again: with
+        their values where `keep` copied them to the CPU."""
         for parameter in self.model.parameters():
             if not parameter.untyped_storage().resizable():  # pages of the model's file
                 parameter.data = parameter.data.clone()
             storage = parameter.untyped_storage()
-            if num_bytes := storage.nbytes():
-                self.freed.append((storage, num_bytes, storage.cpu().clone() if keep else None))
-                storage.resize_(0)
+            self.freed.append((storage, storage.nbytes(), storage.cpu().clone() if keep else None))
+            storage.resize_(0)
+        return self._allocate_weights
 
-    def allocate_weights(self) -> None:
-        """Allocate what was freed: with the values that were kept, else without any."""
-        for storage, num_bytes, kept in self.freed:
+    def _allocate_weights(self) -> None:
+        for storage, num_bytes, kept in reversed(self.freed):
             storage.resize_(num_bytes)
             if kept is not None:
                 storage.copy_(kept)
@@ -373,6 +372,8 @@ class Runner:
     def prompt_logprobs(self, tokens: list[int]) -> tuple[list[float], list[int], list[float]]:
         """Of every token but the first: its log-prob at temperature 1, the likeliest token there, its log-prob. Nothing
         is cached."""
+        if self.freed:
+            raise ValueError("the engine sleeps: wake it up first")
         num = len(tokens)
         self.flops += self._flops.continued([(0, num)], num)
         hidden_NE = self.hidden_states(tokens, list(range(num)), PackedAttention([num]))

@@ -207,7 +207,7 @@ class RemoteEngine:
     async def wake(self) -> None:
         """See Sleeper. EngineDied as of `extend`."""
         async with self._beginning:
-            if not self._fleet.is_awake:
+            if not self._fleet.awake.is_set():
                 assert self._fleet.parcel is not None
                 await self._fleet.update(self._fleet.parcel)
 

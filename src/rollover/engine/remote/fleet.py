@@ -56,8 +56,9 @@ class Fleet:
         self.line = Line(router, self._servers)
         self._tasks: list[asyncio.Task[None]] = []
         self._none_since: float | None = None
-        self._awake = asyncio.Event()
-        self._awake.set()
+        self.awake = asyncio.Event()
+        """Set while servers may have their GPUs."""
+        self.awake.set()
         self._up: set[str] = set()  # names of hosts whose server has started, and has not ended
         self._why_not: dict[str, str] = {}  # by host: why its server could not join, or was given up
 
@@ -105,7 +106,7 @@ class Fleet:
         more."""
         self.line.check()
         self.parcel = parcel
-        self._awake.set()
+        self.awake.set()
         if not self.serving and self._none_since is None:
             self._none_since = time.monotonic()
         await asyncio.gather(*(self._update(server, parcel) for server in self.serving))
@@ -126,15 +127,10 @@ class Fleet:
 
     # Sleep
 
-    @property
-    def is_awake(self) -> bool:
-        """Whether servers may have their GPUs."""
-        return self._awake.is_set()
-
     async def sleep(self) -> None:
         """Free the GPUs of all servers until `update`. A server that cannot sleep is ended; none starts meanwhile."""
         self.line.check()
-        self._awake.clear()
+        self.awake.clear()
         self._none_since = None
         await self._settle()  # a server that starts has its GPU already
         await asyncio.gather(*(self._put_to_sleep(server) for server in self.serving))
@@ -165,8 +161,8 @@ class Fleet:
         """For ever: let it join, watch it until it fails, part with it, wait a little."""
         back_off = BackOff()
         while True:
-            while not self._awake.is_set():
-                await self._awake.wait()
+            while not (self.awake.is_set() or host.name in self._up):
+                await self.awake.wait()
             self._up.add(host.name)
             back_off.begin()
             server = None
@@ -276,7 +272,7 @@ class Fleet:
         self.line.router.remove(server.name)
         self._servers.pop(server.name, None)
         await server.client.close()
-        if not self.serving and self._none_since is None and self.is_awake:
+        if not self.serving and self._none_since is None and self.awake.is_set():
             self._none_since = time.monotonic()
 
     # The end

@@ -51,12 +51,9 @@ class ServedEngine(Engine, Protocol):
         """Compute everyone's KV again before their next token."""
         ...
 
-    def free_memory(self, *, keep_weights: bool) -> None:
-        """Free KV and weights. `keep_weights`: on the CPU; else they are loaded anew after `allocate_weights`."""
-        ...
-
-    def allocate_weights(self) -> None:
-        """Allocate the weights that were freed."""
+    def free_weights(self, *, keep: bool) -> Callable[[], None]:
+        """Free the memory of the weights. Returns what allocates it again: with their values where `keep` copied them
+        to the CPU, else they have to be loaded anew."""
         ...
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> tuple[list[float], list[int], list[float]]:
@@ -96,7 +93,7 @@ class Service:
         self.num_prompt_tokens = self.num_ended_tokens = self.num_updates = 0
         self.asleep: set[str] = set()
         """Of TAGS, what has no memory."""
-        self._has_weights = True
+        self._has_weights, self._allocate_weights = True, lambda: None
         self._ids = map(str, itertools.count())
         self._updating = asyncio.Lock()
         self._update_begun = False
@@ -210,13 +207,13 @@ class Service:
             if self.asleep:
                 return
             await self.pause("abort", clear_cache=True)
-            self.engine.free_memory(keep_weights=level == 1)
+            self._allocate_weights = self.engine.free_weights(keep=level == 1)
             self.asleep, self._has_weights = set(TAGS), self._has_weights and level == 1
 
     def wake_up(self, tags: Collection[str]) -> None:
         """Allocate the memory of these TAGS; requests go on when both have theirs, and there are weights."""
         if "weights" in self.asleep.intersection(tags):
-            self.engine.allocate_weights()
+            self._allocate_weights()
         self.asleep.difference_update(tags)
         if not self.asleep:
             self.resume()

@@ -75,7 +75,10 @@ class RayCluster:
             self._address = alive[driver]["NodeManagerAddress"]
             there = _with_gpus_of(alive.values(), config)
             self._seats = Seats(Needs.of(there), list(_nodes(alive).values()), driver)
-            self._held = _hold_gpus(devices_of_controller(there), driver)
+            self._holders: list[Any] = []  # an actor ends with its handle
+            # By node, what roles have in turns (cluster.colocate), the controller's first. Ray itself can only divide a
+            # single GPU, and would give two halves of one to two servers.
+            self._in_turns = {driver: self._hold_gpus(devices_of_controller(there), driver)}
         except BaseException:
             self._leave()
             raise
@@ -117,7 +120,10 @@ class RayCluster:
         self.end(name)
         node = self._node_of(name, self._there())
         gpus = {SERVER: self._seats.needs.server_gpus, RANK: self._seats.needs.rank_gpus}.get(name.partition(" ")[0], 0)
-        place = Place.of_this_process(self.logs / f"{name.replace(' ', '-')}.node.log")
+        visible = ""
+        if gpus and self._seats.needs.colocate:
+            visible, gpus = self._gpus_in_turns(name, node), 0
+        place = Place.of_this_process(self.logs / f"{name.replace(' ', '-')}.node.log", visible)
         self._actors[name] = RayActor(role, (place, *arguments), node, gpus)
         return self._actors[name]
 
@@ -138,6 +144,45 @@ class RayCluster:
                 return self._seats.find(name, _nodes(alive))
         except DoesNotFit as error:
             raise Gone(f"no node has room for it: {error}") from error
+
+    def _gpus_in_turns(self, name: str, node: str) -> str:
+        """The GPUs of a server or rank, as CUDA_VISIBLE_DEVICES. Gone where others have them."""
+        with self._finding:
+            which, held = self._seats.gpus(name), self._in_turns.setdefault(node, [])
+            if (lacking := max(which.stop, self._seats.gpus_on(node)) - len(held)) > 0:
+                try:
+                    held += self._hold(lacking, node)
+                except ray.exceptions.RayError as error:
+                    raise Gone(f"Ray has no {many(lacking, 'GPU')} left on its node") from error
+            return ",".join(held[number] for number in which)
+
+    def _hold(self, number: int, node: str) -> list[str]:
+        """Take so many GPUs of a node from Ray, until the run ends. RayError where others have them."""
+        where: Any = NodeAffinitySchedulingStrategy(node, soft=False)
+        holder: Any = ray.remote(num_cpus=0, num_gpus=number, max_restarts=0, scheduling_strategy=where)(_Holder)
+        actor = holder.remote()
+        found = ray.get(actor.which.remote(), timeout=CALL_S)
+        self._holders.append(actor)
+        return found
+
+    def _hold_gpus(self, numbers: set[str], driver: str) -> list[str]:
+        """Those that the controller computes on, by their numbers among what it sees. ValueError if others have
+        them."""
+        if not numbers:
+            return []
+        seen = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+        wanted = {seen[int(number)] if int(number) < len(seen) else number for number in numbers}
+        try:
+            found = self._hold(len(wanted), driver)
+        except ray.exceptions.RayError as error:
+            raise ValueError(f"Ray has no {many(len(wanted), 'GPU')} left for the controller on its node") from error
+        if set(found) != wanted:
+            raise ValueError(
+                f"model.device and engine.device take GPU {', '.join(sorted(wanted))} of the controller's node, and Ray"
+                f" has {', '.join(sorted(found))} to give: set them to those, or wait until whoever has the others has"
+                " ended"
+            )
+        return found
 
     def _there(self) -> dict[str, dict[str, Any]]:
         """The nodes that live. EngineDied where none will ever again."""
@@ -187,27 +232,6 @@ class _Holder:
 
     def which(self) -> list[str]:
         return [str(gpu) for gpu in ray.get_gpu_ids()]
-
-
-def _hold_gpus(numbers: set[str], driver: str) -> Any:
-    """Those that the controller computes on, by their numbers among what it sees. ValueError if others have them."""
-    if not numbers:
-        return None
-    seen = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
-    wanted = {seen[int(number)] if int(number) < len(seen) else number for number in numbers}
-    where: Any = NodeAffinitySchedulingStrategy(driver, soft=False)
-    holder: Any = ray.remote(num_cpus=0, num_gpus=len(wanted), max_restarts=0, scheduling_strategy=where)(_Holder)
-    actor = holder.remote()
-    try:
-        found = set(ray.get(actor.which.remote(), timeout=CALL_S))
-    except ray.exceptions.RayError as error:
-        raise ValueError(f"Ray has no {many(len(wanted), 'GPU')} left for the controller on its node") from error
-    if found != wanted:
-        raise ValueError(
-            f"model.device and engine.device take GPU {', '.join(sorted(wanted))} of the controller's node, and Ray has"
-            f" {', '.join(sorted(found))} to give: set them to those, or wait until whoever has the others has ended"
-        )
-    return actor
 
 
 # The connection

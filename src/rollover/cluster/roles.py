@@ -42,10 +42,12 @@ class Place:
     environment: Mapping[str, str]
 
     @classmethod
-    def of_this_process(cls, log: Path) -> Place:
-        """For a role whose output goes to `log`, as this process has it."""
+    def of_this_process(cls, log: Path, gpus: str = "") -> Place:
+        """For a role whose output goes to `log`, as this process has it. `gpus`: those that it sees; "": as the cluster
+        says."""
         carried = ("HF_", "ROLLOVER_", "TOKENIZERS_", "GOMP_", "OMP_WAIT_", *_LIBRARY_THREADS)
         environment = {name: value for name, value in os.environ.items() if name.startswith(carried)}
+        environment |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
         return cls(str(log.absolute()), start_folder(), environment)
 
 

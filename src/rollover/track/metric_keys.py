@@ -266,12 +266,7 @@ METRICS: list[Metric] = [
     Metric("time/train_s", "sum", "s", "Proximal log-probs, forward, backward and optimizer."),
     Metric("time/teacher_s", "sum", "s", "Of time/train_s: the teacher's passes ([distill])."),
     Metric("time/weights_s", "sum", "s", "Handing the new weights to the engine."),
-    Metric(
-        "time/sleep_s",
-        "sum",
-        "s",
-        "Putting servers to sleep before a step is trained, waking them where no new weights do (cluster.colocate).",
-    ),
+    Metric("time/sleep_s", "sum", "s", "Sending servers to sleep before training (cluster.colocate)."),
     Metric("time/checkpoint_s", "sum", "s", "Writing checkpoints."),
     Metric("time/eval_s", "sum", "s", "Evaluation between steps."),
     Metric("time/other_s", "sum", "s", "The rest of the step."),

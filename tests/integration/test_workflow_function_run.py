@@ -397,9 +397,9 @@ def test_what_cannot_be_a_workflow_exits_2(
 @pytest.mark.parametrize(
     ("given", "brought", "partial"),
     [
-        ("lambda num: float(num)", 3, 0),
-        ("lambda num: float(num) if num % 2 else None", 0, 3),
-        ("lambda num: None", 0, 0),
+        ("float(len(reply.token_ids))", 3, 0),
+        ("None if episode.episode_id.endswith('-0') else 7.0", 0, 3),
+        ("None", 0, 0),
     ],
     ids=["all", "some", "none"],
 )
@@ -409,17 +409,17 @@ def test_own_advantages_auto_uses_complete_groups_and_estimates_others(
     file = recipe(tmp_path, "advantages", steps=2, rollout={"max_new_tokens": 16})
     agents = tmp_path / "agents.py"
     varied = agents.read_text().replace("reward = 1.0", "reward = float(len(reply.token_ids) % 3)")
-    agents.write_text(varied.replace("lambda num: float(num)", given))
+    agents.write_text(varied.replace("ADVANTAGES[0](len(reply.token_ids))", given))
     assert main(["train", str(file), "--workflow.own_advantages", "auto"]) == 0
     rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
-    assert [row["precomputed/groups"] for row in rows] == [brought] * 2 or partial
-    if partial:  # a group of siblings of odd lengths alone brings all of them
-        assert sum(row["precomputed/partial_groups"] for row in rows) > 0
-        assert all(row["precomputed/partial_groups"] + row["precomputed/groups"] <= 3 for row in rows)
+    assert [row["precomputed/groups"] for row in rows] == [brought] * 2
+    assert [row["precomputed/partial_groups"] for row in rows] == [partial] * 2
     said = "".join(capsys.readouterr())
     assert said.count("the estimator gives all of that group's advantages") == (1 if partial else 0)
     for record in runs.records(tmp_path / "run"):
-        if brought:
+        if not brought:
+            assert record["advantage"] != 7.0, "an estimate, not what the agent gave"
+        else:
             assert record["advantage"] == sum(segment["num_tokens"] for segment in record["segments"]), (
                 "what the agent gave, not an estimate"
             )

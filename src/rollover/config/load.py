@@ -88,7 +88,8 @@ def load_config(
     config, notices, problems = settle(config, layers)
     config, origin = derive(config, layers)
     refuse(config, layers, problems, require_sources)
-    if any(values.get("workflow.credit") == PER_STEP for _, values in stack):
+    credits = [values["workflow.credit"] for _, values in stack if "workflow.credit" in values]
+    if credits[-1:] == [PER_STEP]:
         notices.append(PER_STEP_IS)
     return Resolved(config, [*notices, *notices_of_ratio(config, layers)], origin)
 

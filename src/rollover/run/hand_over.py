@@ -80,5 +80,5 @@ class HandOver:
         assert isinstance(self.parts.engine, Sleeper), "a rule of [cluster] refuses other engines"
         return self.parts.engine
 
-    def _watched(self, doing: str) -> AbstractContextManager[None]:
+    def _watched(self, doing: str) -> AbstractContextManager[object]:
         return self.blocked.over_work("the servers", doing, self.config.watchdog.weights_timeout_s)

@@ -144,7 +144,7 @@ class Reuse:
         estimator = workflow.advantage_of(
             compared.trajectories[0].role, algorithm.advantage
         )  # all roles of it have one
-        if workflow.credit != "broadcast" or Grouping(workflow).takes_own(compared, estimator):
+        if workflow.credit != "broadcast" or Grouping(workflow, self.config.distill).takes_own(compared, estimator):
             return sum(advantages)
         rewards = [None if t.ids & left_out else batch.shaped.of(t).reward for t in compared.trajectories]
         if not algorithm.reward_weights and (parts := parts_of(compared.trajectories[0].named)):

@@ -208,7 +208,7 @@ class Service:
                 return
             await self.pause("abort", clear_cache=True)
             self._allocate_weights = self.engine.free_weights(keep=level == 1)
-            self.asleep, self._has_weights = set(TAGS), self._has_weights and level == 1
+            self.asleep, self._has_weights = set[str](TAGS), self._has_weights and level == 1
 
     def wake_up(self, tags: Collection[str]) -> None:
         """Allocate the memory of these TAGS; requests go on when both have theirs, and there are weights."""

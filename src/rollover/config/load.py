@@ -247,7 +247,7 @@ def _validate(layers: Layers) -> Config:
     try:
         return Config.model_validate(nested, strict=True, context=UNSETTLED)
     except ValidationError as error:
-        messages = {}
+        messages, infinite = {}, set[str]()
         for problem in error.errors(include_url=False):
             parts = [str(part) for part in problem["loc"]]
             while field_at(".".join(parts)) is None:
@@ -258,9 +258,9 @@ def _validate(layers: Layers) -> Config:
                 assert info is not None
                 messages[key] = f"{layers.label(key)}: {key} is missing: expected {expected(info)}"
             else:
+                infinite |= {key} if problem["type"] == "finite_number" else set()
                 messages[key] = _wrong_value(key, _at(nested, parts), layers.label(key))
-                if problem["type"] == "finite_number":
-                    messages[key] += ". Numbers must be finite"
+                messages[key] += ". Numbers must be finite" if key in infinite else ""
         raise ConfigError("\n".join(messages.values())) from None
 
 

@@ -18,7 +18,7 @@ TIME_SPLIT = (
     ("checkpoint", "time/checkpoint_s", "blue"),
     ("eval", "time/eval_s", "blue"),
 )
-_NOT_EVERY_STEP = ("checkpoint", "eval")  # shown in the steps that have them
+_NOT_EVERY_STEP = ("sleep", "checkpoint", "eval")  # shown in the steps that have them
 
 
 def count(value: float | None) -> str:

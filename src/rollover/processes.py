@@ -228,6 +228,21 @@ def _resident(pid: int) -> int:
     return 0
 
 
+def cpu_seconds(pid: int) -> float | None:
+    """CPU time of a process of /proc so far, user and system; None where it does not run."""
+    fields = _stat(pid)
+    return None if len(fields) < 13 else (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def words_of(pid: int) -> list[str]:
+    """The command line of a process of /proc; empty where it does not run."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as words:
+            return words.read().decode(errors="replace").split("\0")[:-1]
+    except OSError:
+        return []
+
+
 def started_at(pid: int) -> int | None:
     """When a process of /proc was started, in ticks since the machine was; None where it does not run."""
     try:

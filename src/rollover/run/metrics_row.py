@@ -26,6 +26,7 @@ from rollover.run.batch_metrics import (
     turn_metrics,
     waste_metrics,
 )
+from rollover.run.device_use import DeviceUse
 from rollover.run.journal.journaling import Journaling
 from rollover.run.losses import Losses
 from rollover.run.mfu import Utilization
@@ -52,7 +53,7 @@ class Rows:
         self.config, self.parts, self.journaling, self.overlaps = config, parts, journaling, overlaps
         self.trackers, self.losses = trackers, losses
         self.grouping = Grouping(config.workflow)
-        self.utilization = Utilization(config, overlaps)
+        self.utilization, self.device_use = Utilization(config, overlaps), DeviceUse()
         self._seconds: dict[str, float] = {}
         self._counted: dict[str, float] = {}
         self._carried: dict[str, float] = {}  # counters of engine and rewards, of the processes before this one
@@ -67,6 +68,7 @@ class Rows:
     def begin(self) -> None:
         """A step begins now, the first or one that is trained again: what was done before it belongs to no row."""
         self._started = time.perf_counter()
+        self.device_use.of_step(0.0)
         self._seconds.clear()
         self._since_last("train_flops", self.parts.trainer.backend.flops)
         self._threads({})
@@ -144,6 +146,7 @@ class Rows:
         }
         engine = self.engine_growth()
         train_flops = self._since_last("train_flops", parts.trainer.backend.flops)
+        row |= self.device_use.of_step(step_s)
         row |= self.utilization.of_step(row, train_flops, engine.get("engine/flops", 0.0))
         return row | speed_metrics(row) | waste_metrics(engine, row) | self._threads(engine)
 

@@ -325,6 +325,24 @@ METRICS: list[Metric] = [
         "perf/generate_flops by the engine's peak in time/generate_s (with rollout.overlap: in time/step_s).",
     ),
     Metric("perf/peak_tflops", "last", "TFLOP/s", "That peak, of the trainer's device: track.peak_tflops."),
+    Metric(
+        "perf/cpu_utilization",
+        "mean",
+        "share",
+        "CPU time of the run's processes by step time and cores of this machine. Without /proc: of this process alone.",
+    ),
+    Metric(
+        "perf/cpu/{role}",
+        "mean",
+        "share",
+        "The same by role: controller, engine, rewards, ranks, servers, agents, others. On this machine only.",
+    ),
+    Metric(
+        "perf/gpu_utilization",
+        "mean",
+        "share",
+        "Mean of the utilization samples of the visible NVIDIA GPUs in the step; needs nvidia-ml-py.",
+    ),
     Metric("weights/bytes", "sum", "bytes", "Bytes of weights handed to the engine."),
     # Optimization
     Metric("loss", "mean", "", "Loss of the step, as algorithm.aggregation defines it: the mean of its updates."),

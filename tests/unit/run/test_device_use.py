@@ -1,0 +1,67 @@
+"""CPU and GPU utilization of a step, by role."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import types
+from types import SimpleNamespace
+
+import pytest
+
+from rollover.run.device_use import DeviceUse
+from rollover.system import cores
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="CPU times of other processes come from /proc")
+BUSY = "import sys; print('on', flush=True)\nwhile True: pass"
+
+
+def test_device_use_counts_cpu_time_of_children_by_role() -> None:
+    use = DeviceUse()
+    with subprocess.Popen([sys.executable, "-c", BUSY, "rollover.rewards.worker"], stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+            use.of_step(1.0)
+            before, child_began = time.process_time(), time.perf_counter()
+            time.sleep(1.0)
+            seconds = time.perf_counter() - child_began
+            found = use.of_step(seconds)
+        finally:
+            child.kill()
+    own = (time.process_time() - before) / (seconds * cores())
+    assert 0.02 < found["perf/cpu/rewards"] <= 1.1 / cores()
+    assert found["perf/cpu/controller"] == pytest.approx(own, abs=0.05)
+    roles = [value for name, value in found.items() if name.startswith("perf/cpu/")]
+    assert found["perf/cpu_utilization"] == pytest.approx(sum(roles))
+
+
+def test_device_use_averages_gpu_samples_since_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = {0: [(1, 50)], 1: [(1, 100)]}
+
+    def samples(handle: int, kind: int, since: int) -> tuple[int, list[SimpleNamespace]]:
+        new = [
+            SimpleNamespace(timeStamp=t, sampleValue=SimpleNamespace(uiVal=v)) for t, v in taken[handle] if t > since
+        ]
+        if not new:
+            raise RuntimeError("no sample")
+        return 3, new
+
+    nvml = types.ModuleType("pynvml")
+    nvml.__dict__.update(
+        nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 2, nvmlDeviceGetHandleByIndex=int,
+        NVML_GPU_UTILIZATION_SAMPLES=1, nvmlDeviceGetSamples=samples,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    use = DeviceUse()  # has seen the first samples
+    taken[0] += [(2, 20), (3, 40)]
+    taken[1] += [(2, 90)]
+    assert use.of_step(1.0)["perf/gpu_utilization"] == pytest.approx((0.3 + 0.9) / 2)
+    assert "perf/gpu_utilization" not in use.of_step(1.0), "no new sample"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    taken[1] += [(3, 10)]
+    only = DeviceUse()
+    taken[1] += [(4, 70)]
+    assert only.of_step(1.0)["perf/gpu_utilization"] == pytest.approx(0.7)

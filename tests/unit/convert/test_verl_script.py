@@ -292,3 +292,18 @@ def test_without_tree_sitter_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "tree_sitter_bash", None)
     assert cli.main(["convert", script(tmp_path)]) == 2
     assert "pip install 'rollover[convert]'" in capsys.readouterr().err
+
+
+def test_left_out_options_say_what_to_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (
+        "python3 -m recipe.dapo.main_dapo hydra.searchpath=[file://conf] algorithm.adv_estimator=grpo"
+        " data.train_files=a.jsonl data.train_batch_size=4 actor_rollout_ref.actor.ppo_mini_batch_size=4"
+        " actor_rollout_ref.model.path=m actor_rollout_ref.rollout.n=4 trainer.total_training_steps=2"
+        " actor_rollout_ref.actor.strategy=megatron"
+        " trainer.resume_mode=auto\n"
+    )
+    assert cli.main(["convert", script(tmp_path, text)]) == 0
+    said = capsys.readouterr().err
+    assert "actor_rollout_ref.actor.strategy is left out: `backend.type" in said and "FSDP2" in said
+    assert "trainer.resume_mode is left out: `rollover train FILE --resume`" in said
+    assert "hydra.searchpath is left out: Hydra's own" in said

@@ -106,7 +106,7 @@ NO_RESULT = {
         "*.param_offload", "*.grad_offload", "*.optimizer_offload", "*.ulysses_sequence_parallel_size",
         "*.use_remove_padding", "*.use_fused_kernels", "*.fused_kernel_options.*", "*.use_liger",
         "*.use_torch_compile", "*.use_shm", "*.use_prefix_grouper", "*.entropy_from_logits_with_chunking",
-        "*.entropy_from_logits_chunk_size", "*.entropy_checkpointing", "*.pad_to_length", "*.strategy",
+        "*.entropy_from_logits_chunk_size", "*.entropy_checkpointing", "*.pad_to_length",
         "*.tiled_mlp.*", "*.enable_activation_offload", "critic.model.enable_gradient_checkpointing",
         "critic.model.trust_remote_code", "*.rollout_n", "*.data_loader_seed", "*.full_determinism",
         *(f"{engine}.{name}" for engine in _ENGINES for name in (
@@ -139,7 +139,7 @@ NO_RESULT = {
     ),
     SHOWN: (
         "trainer.rollout_data_dir", "trainer.validation_data_dir", "*.profiler.*", "global_profiler.*",
-        "trainer.profile_steps", "trainer.resume_mode", "trainer.resume_from_path", f"{ROLLOUT}.prometheus.*",
+        "trainer.profile_steps", f"{ROLLOUT}.prometheus.*",
         "*.prometheus.*", "trainer.default_hdfs_dir", "trainer.max_critic_ckpt_to_keep",
         "trainer.del_local_ckpt_after_load",
         "trainer.esi_redundant_time", "trainer.checkpoint_callback_class", "*.checkpoint.*",
@@ -161,6 +161,13 @@ NO_RESULT = {
     "goes with `optim.optimizer`, `optim.lr_wsd_decay_steps` or `optim.use_precision_aware_optimizer`": (
         "*.optim.muon_*", "*.optim.lr_wsd_decay_style", "*.optim.main_grads_dtype", "*.optim.exp_avg_dtype",
         "*.optim.exp_avg_sq_dtype"),
+    "`rollover train FILE --resume` continues a run; without it a directory that holds one is refused": (
+        "trainer.resume_mode", "trainer.resume_from_path",
+    ),
+    "`backend.type = \"ranks\"` spreads the model over processes (FSDP2); there is no tensor or pipeline parallelism": (
+        "*.strategy",
+    ),
+    "Hydra's own: configuration files are read where they lie beside the script": ("hydra.*",),
     "goes with `qat.enable`": ("*.qat.*",),
     "goes with `mtp.enable`": ("*.mtp.*",),
     "goes with `trainer.v1.trainer_mode`": ("trainer.v1.*",),

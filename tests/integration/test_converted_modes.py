@@ -104,3 +104,25 @@ def test_an_unknown_program_is_asked_about(tmp_path: Path) -> None:
     done = runs.rollover("convert", tmp_path / "run.sh")
     assert done.returncode == 2
     assert "--accept mine.main_ppo" in done.stderr
+
+
+def test_rllm_script_trains_with_its_filters(tmp_path: Path) -> None:
+    further = (
+        " rllm/backend=verl rllm.algorithm.use_rllm=true rllm.rejection_sample.enable=True"
+        " rllm.rejection_sample.filter_uniform_groups=True rllm.compact_filtering.enable=True"
+        " rllm.stepwise_advantage.mode=broadcast"
+    )
+    rows, _ = trained(tmp_path, "verl.trainer.main_ppo", further)
+    assert len(rows) == 5
+    assert max(row["train/masked_rollouts"] for row in rows) > 0, "answers at the limit are masked"
+
+
+def test_rllm_agent_arguments_are_asked_about(tmp_path: Path) -> None:
+    runs.write(tmp_path)
+    options = OPTIONS.format(folder=tmp_path) + " rllm.agent.max_steps=5 rllm.workflow.name=mine rllm.new=1"
+    (tmp_path / "run.sh").write_text(f"python3 -m verl.trainer.main_ppo {options}\n")
+    done = runs.rollover("convert", tmp_path / "run.sh")
+    assert done.returncode == 2
+    for option in ("rllm.agent.max_steps", "rllm.workflow.name", "rllm.new"):
+        assert f"--accept {option}" in done.stderr
+    assert "workflow.function" in done.stderr

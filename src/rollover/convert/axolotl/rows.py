@@ -245,7 +245,7 @@ ROWS = (
         note="their age is bounded here"),
     Row("trl.reroll_start_fraction", ("reroll.start_fraction", "reroll.max_groups", "reroll.failed_at_most"), reroll,
         1.0, 0.25, _PRODUCER,
-        note="there it is never called: no task is given again"),
+        note="as the option describes; at commit 067b021 no code calls the hook (`_pre_produce_hook`)"),
     Row("trl.reroll_max_groups", ("reroll.max_groups",), reroll, 1, 2, _PRODUCER | {"trl.reroll_start_fraction": 0.5}),
     Row("trl.skip_zero_advantage_batches", ("train.skip_zero_advantage",), with_producer("train.skip_zero_advantage"),
         True, False, _PRODUCER),

@@ -114,6 +114,21 @@ def kl(value: Any, options: Options) -> dict[str, Any]:
     return values | ({"algorithm.kl_max": 10.0} if any(kind.startswith("k3") for kind in kinds) else {})
 
 
+def uniform(value: Any, options: Options) -> dict[str, Any]:
+    """rLLM's rejection sampling."""
+    if not value:
+        return {}
+    if not options("rllm.rejection_sample.filter_uniform_groups"):
+        raise Unanswered("it rejects whole batches: set `filters.zero_variance` to replace groups of equal scores")
+    return {"filters.zero_variance": True}
+
+
+def overlong_masked(value: Any, options: Options) -> dict[str, Any]:
+    """rLLM's compact filtering, which masks answers at the limit unless its table says otherwise."""
+    masks = options("rllm.compact_filtering.mask_max_response_length_exceeded")
+    return {"filters.mask_truncated": True} if value and masks is not False else {}
+
+
 def batch(value: Any, options: Options) -> dict[str, Any]:
     values: dict[str, Any] = {"rollout.groups_per_step": groups(options)}
     return values if mode_of(options) == ASYNC else values | {"tasks.drop_last": True}

@@ -16,6 +16,7 @@ _REWARDS = "rewards are called one way: docs/rewards.md has a table of verl's ma
 _MODEL = "the model's own files are used"
 _IMAGES = "there are no images, videos or sounds"
 _ADAPTERS = "Megatron's adapters: set `model.lora`"
+_AGENT = "agents are functions, environments classes: set `workflow.function`, `workflow.environment` (docs/agents.md)"
 _LORA = "goes with `model.lora.rank`"
 
 # Option -> why it has no counterpart, and the values without which as much is learned (None: no result depends on it).
@@ -96,6 +97,13 @@ ASKED = {
     "trainer.val_only": ("`rollover eval CONVERTED.toml` evaluates the model without training", (False,)),
     "skip.*.enable": ("set `run.train_on_recorded` to train recorded rollouts", (False,)),
     f"{ROLLOUT}.skip_rollout": ("set `run.train_on_recorded` to train recorded rollouts", (False,)),
+    # rLLM, whose scripts are verl's with tables of its own.
+    "rllm/backend": ("a Tinker-compatible service is `backend.type = \"tinker\"` (docs/backends.md)", ("verl",)),
+    "rllm.stepwise_advantage.normalize_by_steps": ("a turn has the advantage of its trajectory", (False,)),
+    "rllm.rejection_sample.multiplier": ("set `rollout.in_flight_groups`", (1,)),
+    "rllm.agent.*": (_AGENT, ()),
+    "rllm.env.*": (_AGENT, ()),
+    "rllm.workflow.*": (_AGENT, ()),
 }
 _ENGINES = (ROLLOUT, "reward.reward_model.rollout", "reward_model.rollout")
 NO_RESULT = {
@@ -168,6 +176,13 @@ NO_RESULT = {
         "*.strategy",
     ),
     "Hydra's own: configuration files are read where they lie beside the script": ("hydra.*",),
+    "of rLLM: turns have the advantage of their trajectory (`workflow.credit = \"broadcast\"`), there too": (
+        "rllm.stepwise_advantage.*",
+    ),
+    "of rLLM: set by other options": ("rllm.algorithm.use_rllm", "model.name", "rllm.model.name"),
+    "goes with `rllm.compact_filtering.enable` or `rllm.rejection_sample.enable`; episodes that fail have no reward": (
+        "rllm.compact_filtering.*", "rllm.rejection_sample.*",
+    ),
     "goes with `qat.enable`": ("*.qat.*",),
     "goes with `mtp.enable`": ("*.mtp.*",),
     "goes with `trainer.v1.trainer_mode`": ("trainer.v1.*",),

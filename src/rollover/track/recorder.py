@@ -158,8 +158,8 @@ def _record(step: int, recorded: RecordedGroup, place: int, *, shared: bool) -> 
         "score": to_json(_float(reward.score)) if reward else None,
         # Without entries null, because Parquet has no struct without fields.
         "extras": {name: to_json(_float(v)) for name, v in reward.extras.items()} if reward and reward.extras else None,
-        "shaping": {name: float(v) for name, v in reward.shaping.items()} if reward and reward.shaping else None,
         "texts": reward.texts if reward and reward.texts else None,
+        "shaping": {name: float(v) for name, v in reward.shaping.items()} if reward and reward.shaping else None,
         "error": error,
         "turns": [to_json(_float(value)) for value in reward.turns] if reward and len(reward.turns) else None,
         "advantage": to_json(_float(recorded.advantages[place])),

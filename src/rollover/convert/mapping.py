@@ -114,13 +114,11 @@ class System:
 @dataclass
 class Conversion:
     """values: ours -> (value, the other's option as it was written). without: option -> why it has no counterpart, and
-    nothing is lost. questions: option -> what would be lost, which is to be answered. ranks: how well the option of a
-    value names its key."""
+    nothing is lost. questions: option -> what would be lost, which is to be answered."""
 
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
     without: dict[str, str] = field(default_factory=dict)
     questions: dict[str, str] = field(default_factory=dict)
-    ranks: dict[str, tuple[bool, ...]] = field(default_factory=dict)
 
 
 def convert(system: System, options: Mapping[str, Any]) -> Conversion:
@@ -195,11 +193,5 @@ def _convert_row(done: Conversion, row: Row, of: Options) -> None:
     if not values and row.option not in asked and of.given.get(row.option) and not row.only_shows:
         done.without[row.option] = SETS_NOTHING
     for key, value in values.items():
-        is_given = row.option in of.given
-        # Of options that give a key the same value, the one is named that is about this key most of all.
-        rank = (is_given, key in row.keys, len(row.keys) == 1)
-        old = done.values.get(key)
-        if old is not None and old[0] == value and done.ranks[key] >= rank:
-            continue
-        if is_given or old is None:
-            done.values[key], done.ranks[key] = (value, shown), rank
+        if row.option in of.given or key not in done.values:
+            done.values[key] = (value, shown)

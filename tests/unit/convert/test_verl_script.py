@@ -305,5 +305,5 @@ def test_left_out_options_say_what_to_use(tmp_path: Path, capsys: pytest.Capture
     assert cli.main(["convert", script(tmp_path, text)]) == 0
     said = capsys.readouterr().err
     assert "actor_rollout_ref.actor.strategy is left out: `backend.type" in said and "FSDP2" in said
-    assert "trainer.resume_mode is left out: `rollover train FILE --resume`" in said
+    assert "trainer.resume_mode is left out: `--resume`" in said
     assert "hydra.searchpath is left out: Hydra's own" in said

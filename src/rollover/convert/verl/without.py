@@ -169,7 +169,7 @@ NO_RESULT = {
     "goes with `optim.optimizer`, `optim.lr_wsd_decay_steps` or `optim.use_precision_aware_optimizer`": (
         "*.optim.muon_*", "*.optim.lr_wsd_decay_style", "*.optim.main_grads_dtype", "*.optim.exp_avg_dtype",
         "*.optim.exp_avg_sq_dtype"),
-    "`rollover train FILE --resume` continues a run; without it a directory that holds one is refused": (
+    "`--resume` continues a run; without it a directory that holds one is refused": (
         "trainer.resume_mode", "trainer.resume_from_path",
     ),
     "`backend.type = \"ranks\"` spreads the model over processes (FSDP2); there is no tensor or pipeline parallelism": (

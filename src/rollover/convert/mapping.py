@@ -114,11 +114,14 @@ class System:
 @dataclass
 class Conversion:
     """values: ours -> (value, the other's option as it was written). without: option -> why it has no counterpart, and
-    nothing is lost. questions: option -> what would be lost, which is to be answered."""
+    nothing is lost. questions: option -> what would be lost, which is to be answered. notes: option -> what is
+    different here. ranks: how well the option of a value names its key."""
 
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
     without: dict[str, str] = field(default_factory=dict)
     questions: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    ranks: dict[str, tuple[bool, ...]] = field(default_factory=dict)
 
 
 def convert(system: System, options: Mapping[str, Any]) -> Conversion:
@@ -192,6 +195,14 @@ def _convert_row(done: Conversion, row: Row, of: Options) -> None:
             values = {}
     if not values and row.option not in asked and of.given.get(row.option) and not row.only_shows:
         done.without[row.option] = SETS_NOTHING
+    if values and row.note and row.option in of.given:
+        done.notes[row.option] = row.note
     for key, value in values.items():
-        if row.option in of.given or key not in done.values:
-            done.values[key] = (value, shown)
+        is_given = row.option in of.given
+        # Of options that give a key the same value, the one is named that is about this key most of all.
+        rank = (is_given, key in row.keys, len(row.keys) == 1)
+        old = done.values.get(key)
+        if old is not None and old[0] == value and done.ranks[key] >= rank:
+            continue
+        if is_given or old is None:
+            done.values[key], done.ranks[key] = (value, shown), rank

@@ -105,12 +105,10 @@ def _as_toml(done: Conversion, source: str) -> str:
             f"[[tasks.sources]]  # {_line(shown)}",
             *(f"{name} = {toml_value(item)}" for name, item in row.items()),
         ]
-    if done.without:
-        lines += [
-            "",
-            "# Left out:",
-            *(f"# {_line(f'{name}: {reason}')}" for name, reason in sorted(done.without.items())),
-        ]
+    for heading, of_options in (("Notes", done.notes), ("Left out", done.without)):
+        if of_options:
+            lines += ["", f"# {heading}:"]
+            lines += [f"# {_line(f'{name}: {text}')}" for name, text in sorted(of_options.items())]
     return "\n".join(lines) + "\n"
 
 

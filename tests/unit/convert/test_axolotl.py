@@ -115,6 +115,15 @@ def test_groups_are_streamed_as_they_come(tmp_path: Path, capsys: pytest.Capture
     assert config.rewards.num_workers == 1
 
 
+def test_what_works_differently_is_noted_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    beside = "  streaming_partial_batch: true\n  streaming_min_groups: 2\n  replay_buffer_size: 64\n"
+    text = ASYNCHRONOUS.replace("  num_iterations: 2\n", beside).replace("sequence_truncate", "token_mask")
+    _, output = converted([file(tmp_path, text)], capsys)
+    notes = output[output.index("# Notes:") : output.index("# Left out:")]
+    assert "# trl.replay_buffer_size: their age is bounded here, and a step of `streaming_partial_batch` is" in notes
+    assert "# trl.vllm_importance_sampling_mode: a masked weight is 0 here; in Axolotl's own trainer it comes" in notes
+
+
 def test_with_sequence_parallelism_the_trainer_is_synchronous(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -307,3 +307,14 @@ def test_left_out_options_say_what_to_use(tmp_path: Path, capsys: pytest.Capture
     assert "actor_rollout_ref.actor.strategy is left out: `backend.type" in said and "FSDP2" in said
     assert "trainer.resume_mode is left out: `--resume`" in said
     assert "hydra.searchpath is left out: Hydra's own" in said
+
+
+def test_comments_name_the_option_that_decides_a_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = SCRIPT.replace("trainer.nnodes", "actor_rollout_ref.actor.use_kl_loss=True \\\n"
+        " actor_rollout_ref.actor.kl_loss_coef=0.005 algorithm.use_kl_in_reward=False trainer.nnodes")  # fmt: skip
+    assert cli.main(["convert", script(tmp_path, text), "--train.num_steps", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "kl_coef = 0.005  # actor_rollout_ref.actor.kl_loss_coef = 0.005" in lines
+    assert 'kl_in = "loss"  # actor_rollout_ref.actor.use_kl_loss = True' in lines
+    start = "# actor_rollout_ref.actor.use_kl_loss: verl clamps k3 at 10, which is `kl_max`;"
+    assert any(line.startswith(start) for line in lines[lines.index("# Notes:") :])

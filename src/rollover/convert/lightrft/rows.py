@@ -115,7 +115,7 @@ ROWS = (
     Row("rollout_batch_size", ("rollout.groups_per_step",), None, 512, 64),
     Row("n_samples_per_prompt", ("rollout.group_size",), group_size, 1, 4),
     Row("train_batch_size", ("train.minibatches_per_step",), batches, 128, 64,
-        note="`rollout_batch_size * n_samples_per_prompt` samples by it"),
+        note="`rollout_batch_size * n_samples_per_prompt` samples divided by it"),
     Row("max_epochs", ("train.epochs_per_step",), None, 1, 2),
     Row("num_episodes", ("tasks.epochs",), None, 1, 3),
     Row("generate_max_len", ("rollout.max_new_tokens",), None, 1024, 256),

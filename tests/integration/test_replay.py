@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import statistics
 import time
@@ -62,7 +63,9 @@ def same_weights(a: Path, b: Path) -> bool:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_both_are_called_in_every_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_both_are_called_in_every_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], mode: str
+) -> None:
     batches: list[Batch] = []
     plain = Trainer.train_step
 
@@ -89,6 +92,11 @@ def test_both_are_called_in_every_mode(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(s.advantages[s.mask].any() for s in replayed if s.mask.any())
     # Given again: the same task, not before a quarter of the run, at most one a step, with other draws.
     assert 0 < last["reroll/given"] <= 12
+    assert last["reroll/queued"] == last["reroll/given"] + last["reroll/size"]
+    output = capfd.readouterr()
+    told = re.findall(r"re-roll: (\d+) failed tasks were given again, (\d+) wait", output.out + output.err)
+    assert sum(int(given) for given, _ in told) == last["reroll/given"]
+    assert all(int(waiting) <= 5 for _, waiting in told)
     attempts: dict[str, list[int]] = {}
     for record in runs.records(tmp_path / "run"):
         attempts.setdefault(record["task_id"], []).append(record["attempt"])
@@ -121,7 +129,7 @@ def test_kill_9_keeps_both_buffers(tmp_path: Path) -> None:
         assert state["buffer"]["groups"] and state["reroll"]["queue"]
     assert cli.main(["train", str(recipe), "--resume"]) == 0
     keys = ("replay/replaced", "replay/size", "replay/stale", "replay/evicted", "tokens/replayed")
-    keys += ("reroll/given", "reroll/size", "reroll/solved", "reroll/dropped", "reward/mean")
+    keys += ("reroll/queued", "reroll/given", "reroll/size", "reroll/solved", "reroll/dropped", "reward/mean")
     ours, theirs = rows(tmp_path / "killed"), rows(tmp_path / "whole")
     assert [[r[key] for key in keys] for r in ours] == [[r[key] for key in keys] for r in theirs]
     assert ours[-1]["replay/replaced"] > 0 and ours[-1]["reroll/given"] > 0

@@ -82,6 +82,7 @@ class Rows:
         generated = row.get("tokens/generated", 0) if next_is_missing else self.parts.lifecycle.ledger.generated_tokens
         self._since_last("generated", generated)
         self._since_last("dropped", row.get("tokens/dropped", 0))
+        self._since_last("rerolled", row.get("reroll/given", 0))
         self.losses.total = max(self.losses.total, int(row.get("train/restarts", 0)))
 
     @contextmanager
@@ -102,6 +103,9 @@ class Rows:
         batch = replace(batch, samples=parts.trainer.trained)
         ledger = parts.lifecycle.metrics()
         ages = staleness_metrics(batch, version, self.parts.history.lifetimes.ready_versions)
+        reuse = parts.reuse.metrics()
+        if (rerolled := self._since_last("rerolled", reuse.get("reroll/given", 0))) > 0:
+            driver.say(f"re-roll: {rerolled:g} failed tasks were given again, {reuse['reroll/size']:g} wait")
         clock = driver.clock
         waits = {"generate": clock.generation_s, "score": clock.scoring_s, "schedule": clock.scheduling_s}
         now = time.perf_counter()
@@ -122,7 +126,7 @@ class Rows:
             **trained,
             "train/restarts": self.losses.total,
             **ledger,
-            **parts.reuse.metrics(),
+            **reuse,
             "tokens/step_generated": self._since_last("generated", ledger["tokens/generated"]),
             "tokens/step_trained": float(batch.num_loss_tokens),
             **mask_metrics(batch),

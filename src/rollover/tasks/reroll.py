@@ -40,15 +40,15 @@ class Reroll:
     stream's.
 
     Failed tasks are collected from the start, and given again from `config.start_fraction` of `num_steps` on. One that
-    fails again goes to the end of the queue. Counters, cumulative: `given`; `solved`, those of them that did not fail
-    again; `dropped`, failed tasks that found the queue full.
+    fails again goes to the end of the queue. Counters, cumulative: `queued`; `given`; `solved`, those of them that did
+    not fail again; `dropped`, failed tasks that found the queue full.
     """
 
     def __init__(self, config: RerollConfig, num_steps: int, next_task: NextTask) -> None:
         self.config, self.next_task = config, next_task
         self.first_version = config.start_fraction * num_steps
         self.version = 0
-        self.given = self.solved = self.dropped = 0
+        self.queued = self.given = self.solved = self.dropped = 0
         self._given_in_step = 0
         self._queue: dict[str, tuple[Task, tuple[int, ...]]] = {}  # by task_id, in order of failure
         self._looked_at: set[int] = set()  # ids of groups that come a second time, as their step was rolled back
@@ -95,6 +95,7 @@ class Reroll:
             return
         if len(self._queue) < self.config.size:
             self._queue[group.task.task_id] = (group.task, group.prompt_ids)
+            self.queued += 1
         else:
             self.dropped += 1
 
@@ -109,6 +110,7 @@ class Reroll:
             return {}
         return {
             "reroll/size": len(self),
+            "reroll/queued": self.queued,
             "reroll/given": self.given,
             "reroll/solved": self.solved,
             "reroll/dropped": self.dropped,
@@ -121,6 +123,7 @@ class Reroll:
             "looked_at": sorted(self._looked_at),
             "version": self.version,
             "given_in_step": self._given_in_step,
+            "queued": self.queued,
             "given": self.given,
             "solved": self.solved,
             "dropped": self.dropped,
@@ -130,7 +133,8 @@ class Reroll:
         """Go on from `state`. Tasks beyond `config.size`, or with a prompt that is too long now, are dropped."""
         self.version, self._given_in_step = state["version"], state["given_in_step"]
         self.given, self.solved, self.dropped = state["given"], state["solved"], state["dropped"]
-        self._looked_at = set(state.get("looked_at", ()))  # absent in a checkpoint of an earlier version
+        # Absent in a checkpoint of an earlier version: queued, looked_at.
+        self.queued, self._looked_at = state.get("queued", 0), set(state.get("looked_at", ()))
         self._queue = {}
         for saved, prompt_ids in state["queue"]:
             if len(self._queue) < self.config.size and len(prompt_ids) <= max_prompt_tokens:

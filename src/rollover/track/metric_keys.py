@@ -131,6 +131,7 @@ METRICS: list[Metric] = [
     Metric("replay/stale", "counter", "groups", "Groups that left the replay buffer past replay.max_staleness."),
     Metric("replay/evicted", "counter", "groups", "Groups that left a full replay buffer: the lowest score."),
     Metric("reroll/size", "last", "tasks", "Failed tasks that wait to be given again."),
+    Metric("reroll/queued", "counter", "tasks", "Failed tasks that joined them."),
     Metric("reroll/given", "counter", "tasks", "Failed tasks given again."),
     Metric("reroll/solved", "counter", "tasks", "Of them: trained since, and not failed again."),
     Metric("reroll/dropped", "counter", "tasks", "Failed tasks that found reroll.size of them waiting."),

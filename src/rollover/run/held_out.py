@@ -13,6 +13,7 @@ from rollover.run.best import best_of, check_metric, why_enough
 from rollover.run.directory import RunDirectory
 from rollover.run.evaluate import EvalTasks, answers_of, check_roles, held_out_tasks, summarised
 from rollover.run.hooks import Hooks
+from rollover.run.model_card import write_model_card
 from rollover.run.overlap import Overlap
 from rollover.run.parts import Parts
 from rollover.run.stop import Stop
@@ -45,7 +46,7 @@ class HeldOut:
         """
         if not self._is_wanted:
             raise ValueError("nothing is held out: set eval.num_tasks (it has no effect on recorded rollouts)")
-        if (row := self._newest()) is not None:
+        if (row := self.newest()) is not None:
             return row
         return await self._told(await self._evaluate())
 
@@ -54,7 +55,7 @@ class HeldOut:
 
         A failure ends the run only before the first step: later it must not cost what was trained.
         """
-        if self.stop.requested or not self._is_wanted or self._newest():
+        if self.stop.requested or not self._is_wanted or self.newest():
             return
         version = self.parts.trainer.policy_version
         await self.overlap.interrupt_all()  # what fails there is no evaluation
@@ -83,6 +84,11 @@ class HeldOut:
         """Why training ends by eval.patience; "" where it goes on."""
         return why_enough(self.directory.evals.rows(), self.config.eval) if self.is_possible else ""
 
+    def newest(self) -> dict[str, Any] | None:
+        """The evaluation of the present policy version; None if it has none."""
+        rows = self.directory.evals.rows()
+        return rows[-1] if rows and rows[-1]["step"] == self.parts.trainer.policy_version else None
+
     def save_best_model(self) -> None:
         """Write the model of the present weights, if their evaluation is the best one (checkpoint.save_best_model), and
         that was not done. The weights before the first step are the model that the run began with."""
@@ -93,6 +99,7 @@ class HeldOut:
             self.trackers.on_phase("saving the best model")
             files.forget_best_model()
             self.parts.trainer.backend.save_model(files.best_model)
+            write_model_card(files.best_model, self.config, version, self.newest())
             files.on_best_model(version)
 
     def _held_out(self) -> EvalTasks:
@@ -118,11 +125,6 @@ class HeldOut:
     def _looks_at_metric(self) -> bool:
         config = self.config
         return bool(config.eval.patience or config.checkpoint.keep_best or config.checkpoint.save_best_model)
-
-    def _newest(self) -> dict[str, Any] | None:
-        """The evaluation of the present policy version; None if it has none."""
-        rows = self.directory.evals.rows()
-        return rows[-1] if rows and rows[-1]["step"] == self.parts.trainer.policy_version else None
 
     async def _evaluate(self) -> dict[str, Any] | None:
         """The new row of eval.jsonl; None where a stop cut it off, which waits for no answer and no score."""
@@ -158,4 +160,4 @@ class HeldOut:
         seconds = time.perf_counter() - started
         self.trackers.on_eval({"step": version, "policy_version": version, "seconds": seconds, **result})
         say(f"held-out mean reward after {version} steps: {result['mean']:.3f}")
-        return self._newest()
+        return self.newest()

@@ -32,6 +32,7 @@ from rollover.run.hooks import Hooks
 from rollover.run.journal.journaling import Journaling
 from rollover.run.losses import Losses
 from rollover.run.metrics_row import Rows
+from rollover.run.model_card import write_model_card
 from rollover.run.option_changes import OptionChanges
 from rollover.run.overlap import Overlap
 from rollover.run.own_metrics import own_metrics
@@ -283,5 +284,6 @@ class Run:
         if self.config.checkpoint.save_final_model:
             self.trackers.on_phase("saving the model")
             self.parts.trainer.backend.save_model(self.directory.model)
+            write_model_card(self.directory.model, self.config, step, self.held_out.newest())
         finished = step >= self.config.train.num_steps or bool(self.enough)
         self.directory.end(step, "" if finished else self.producer.source, self.enough)

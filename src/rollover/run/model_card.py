@@ -1,0 +1,44 @@
+"""README.md of a model that a run has written: the model card, with the tags that a hub shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollover.config import Config
+from rollover.functions import printable
+
+NAME = "README.md"
+
+
+def write_model_card(folder: Path, config: Config, step: int, evaluation: Mapping[str, Any] | None) -> None:
+    """Write the card of the model in `folder`, trained up to `step`. evaluation: its row of eval.jsonl, if it has one.
+
+    `base_model` is given for a model of the hub alone: a folder of this machine says nothing to a reader elsewhere.
+    """
+    if not folder.is_dir() or config.backend.type == "tinker":
+        return  # there is no model: the service has it, or what an own backend wrote is no folder
+    kinds = list(dict.fromkeys((config.algorithm.preset, config.algorithm.advantage)))
+    of_hub = not Path(config.model.path).exists() and config.model.path.count("/") == 1
+    head: dict[str, Any] = {"base_model": config.model.path} if of_hub else {}
+    head |= {"library_name": "transformers", "tags": ["rollover", "reinforcement-learning", *kinds]}
+    rows = {
+        "Base model": Path(config.model.path).name if not of_hub else config.model.path,
+        "Advantage, loss": f"{config.algorithm.advantage}, {config.algorithm.loss}",
+        "Steps": str(step),
+        "Groups a step, rollouts a group": f"{config.rollout.groups_per_step}, {config.rollout.group_size}",
+        "Learning rate": f"{config.train.learning_rate:g}",
+        "LoRA rank": str(config.model.lora.rank or ""),
+        "Held-out mean reward": f"{evaluation['mean']:.3f}" if evaluation and "mean" in evaluation else "",
+    }
+    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in head.items()), "---", ""]
+    lines += [f"# {_cell(config.run.name)}", "", "Trained with Rollover.", "", "| | |", "|---|---|"]
+    lines += [f"| {what} | {_cell(value)} |" for what, value in rows.items() if value]
+    (folder / NAME).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _cell(text: str) -> str:
+    """As it can stand in a table's cell, whatever is in it."""
+    return printable(" ".join(text.split())).replace("|", "\\|").replace("<", "&lt;")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.convert.axolotl.file import is_axolotl, options_of_axolotl
+from rollover.convert.bash.script import read_script
 from rollover.convert.files import tables_of, text_of
 from rollover.convert.lightrft.script import is_lightrft, options_of_flags
 from rollover.convert.mapping import System
@@ -22,6 +23,7 @@ from rollover.convert.verl.config import options_of_yaml
 from rollover.convert.verl.script import options_of_script
 
 _YAML = (".yaml", ".yml")
+_SCRIPTS = (".sh", ".sbatch", ".slurm", ".txt", "")
 _OVERRIDE = re.compile(
     r"(?<![\w.-])\+{0,2}(?:data|actor_rollout_ref|algorithm|trainer|critic|reward_model)\.[\w.]+="
     r"|\bverl\.trainer\.main_|\bmain_(?:ppo|dapo)\b"
@@ -56,9 +58,9 @@ FORMS = (
     Form("axolotl", _YAML, is_axolotl, options_of_axolotl),
     Form("trl", _YAML, is_trl_yaml, options_of_trl_flags),
     Form("trl", (".py",), calls_grpo_trainer, options_of_trl_script, by_path=True),
-    Form("trl", (".sh", ".txt", ""), is_trl_command, options_of_trl_command, by_path=True),
-    Form("verl", (".sh", ".txt", ""), _holds_overrides, options_of_script, by_path=True),
-    Form("lightrft", (".sh", ".txt", ""), is_lightrft, options_of_flags, by_path=True),
+    Form("trl", _SCRIPTS, is_trl_command, options_of_trl_command, by_path=True),
+    Form("verl", _SCRIPTS, _holds_overrides, options_of_script, by_path=True),
+    Form("lightrft", _SCRIPTS, is_lightrft, options_of_flags, by_path=True),
 )
 
 
@@ -68,12 +70,27 @@ def read(path: Path, system: str = "") -> tuple[System, dict[str, Any]]:
     text = text_of(path)
     try:
         content = tables_of(text) if path.suffix in _YAML else text
-        form = _form(path.suffix, content, system)
+        called = _called(text, path) if path.suffix in _SCRIPTS else ""
+        form = _form(path.suffix, f"{content}\n{called}" if called else content, system)
         return SYSTEMS[form.system], form.options(content, *([path] if form.by_path else []))
     except (ValueError, ImportError) as error:
         raise ValueError(f"{path}: {error}") from error
     except (RecursionError, MemoryError):
         raise ValueError(f"{path}: what it says is nested too deeply") from None
+
+
+def _called(text: str, path: Path) -> str:
+    """The texts of the scripts that a launch script starts. ValueError where it only starts one that cannot be read."""
+    try:
+        script = read_script(text, str(path))
+    except (ValueError, ImportError):
+        return ""  # no bash; who reads it as bash says what is wrong
+    if script.missing and not script.may_have_trained:
+        line, name, reason = script.missing[0]
+        raise ValueError(
+            f"line {line} starts {name}, which cannot be read ({reason}), and nothing else in it trains: convert that file"
+        )
+    return "\n".join(script.called)
 
 
 def _form(suffix: str, content: Any, system: str) -> Form:

@@ -318,3 +318,37 @@ def test_comments_name_the_option_that_decides_a_key(tmp_path: Path, capsys: pyt
     assert 'kl_in = "loss"  # actor_rollout_ref.actor.use_kl_loss = True' in lines
     start = "# actor_rollout_ref.actor.use_kl_loss: verl clamps k3 at 10, which is `kl_max`;"
     assert any(line.startswith(start) for line in lines[lines.index("# Notes:") :])
+
+
+def test_a_launcher_is_followed_to_the_script_that_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "recipe" / "mine"
+    folder.mkdir(parents=True)
+    inner = SCRIPT.replace("set -x", "set -x\nn=${1:-4}\nshift").replace("rollout.n=16", "rollout.n=$n")
+    (folder / "inner.sh").write_text(inner)
+    for name, starts in (
+        ("bash", "bash recipe/mine/inner.sh 6 trainer.total_training_steps=7"),  # as from the root of the repository
+        ("direct", "WANDB_MODE=offline nohup ./inner.sh 6 trainer.total_training_steps=7 > log.txt 2>&1"),
+        ("slurm", "sbatch --nodes=1 inner.sh 6 trainer.total_training_steps=7"),
+    ):
+        (folder / f"{name}.sh").write_text(f"#!/bin/bash\nset -x\n{starts}\n")
+        assert cli.main(["convert", str(folder / f"{name}.sh")]) == 0, capsys.readouterr().err
+        out = tomllib.loads(capsys.readouterr().out)
+        assert (out["rollout"]["group_size"], out["train"]["num_steps"]) == (6, 7)
+
+
+@pytest.mark.parametrize("starts", ["bash x/other.sh trainer.nnodes=2", "./other.sh", "sbatch other.slurm"])
+def test_a_script_that_is_not_there_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], starts: str
+) -> None:
+    assert cli.main(["convert", script(tmp_path, f"export N=4\n{starts}\n")]) == 2
+    name = next(word for word in starts.split() if "other." in word)
+    said = f"line 2 starts {name}, which cannot be read (it is not there), and nothing else in it trains"
+    assert said in capsys.readouterr().err
+
+
+def test_a_script_may_start_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = SCRIPT.replace("set -x", 'set -x\nif [ -z "$AGAIN" ]; then AGAIN=1 bash "$0"; exit; fi')
+    assert cli.main(["convert", script(tmp_path, text), "--train.num_steps", "2"]) in (0, 2)
+    assert "nested too deeply" not in capsys.readouterr().err

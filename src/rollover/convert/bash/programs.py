@@ -11,10 +11,11 @@ from typing import Any, Protocol
 from rollover.convert.bash.builtins import builtin
 from rollover.convert.bash.state import State
 from rollover.convert.bash.text import Piece, Text, joined, plain, unknown
-from rollover.convert.bash.written import Command, Script, Target, sourced, write, write_of, written
+from rollover.convert.bash.written import Command, Script, Target, called, sourced, write, write_of
 
 _SHELLS = ("bash", "sh", "zsh", "dash")
 _PRINTING = ("echo", "printf", "cat", "tee", "grep", "sed", "awk")
+_STARTING = ("nohup", "env", "time", "timeout", "setsid", "srun", "sbatch", "qsub", "sudo", "numactl")  # a script, too
 _ADDING_WORDS = ("xargs", "parallel")  # to a command, from their input
 _ISOLATED = {"docker", "podman", "nerdctl", "kubectl", "ssh"}  # which do not see the names that are exported here
 _SETTING_UP = re.compile(r"\b(?:conda|mamba|micromamba|pyenv|modulecmd|ssh-agent|direnv)\b")  # prints no options
@@ -39,8 +40,8 @@ class Run(Protocol):
     def call(self, body: Any, arguments: list[Text], line: int) -> None:
         """Evaluate a function."""
 
-    def within(self, text: Text, state: State, line: int) -> None:
-        """Evaluate another text as a script."""
+    def within(self, text: Text, state: State, line: int, path: str = "") -> None:
+        """Evaluate another text as a script. path: of its file, if that is another one."""
 
 
 def start(run: Run, words: list[Text], line: int, heredoc: Text | None, target: Target | None) -> None:
@@ -106,17 +107,9 @@ def _program(run: Run, words: list[Text], line: int, heredoc: Text | None) -> No
                 child.exported.add(name)
             elif name in run.state.exported and name in run.state.names:
                 child.assign(name, run.state.names[name])
-    shell = next((i for i, word in enumerate(words) if PurePosixPath(word.text).name in _SHELLS), None)
-    found = [] if shell is None else _scripts_of_shell(run.script, run.state, words[shell + 1 :], child)
-    if not found and heredoc is not None and (shell is not None or words[0].text in ("sbatch", "ssh")):
-        found = [heredoc]
-    if not found:
-        found = [w for w in words[1:] if _HOLDS_COMMAND.search(w.text) and "=" not in w.text.split()[0]]
-        found += [plain(w.text.partition("=")[2]) for w in words if w.known and w.text.startswith("--wrap=")]
-        if words[0].text in ("sbatch", "qsub") and (text := written(run.script, run.state, words[-1].text)) is not None:
-            found.append(text)
-    for text in found:
-        run.within(text, child.copy(), line)
+    found = _scripts(run, words, line, heredoc, child)
+    for text, path in found:
+        run.within(text, child.copy(), line, path)
     if not found:
         run.script.add(Command(line, tuple(words), run.state.names["PWD"].text))
         if run.state.unseen and re.fullmatch(r"[\w-]+", words[0].text) and not _KNOWN.fullmatch(words[0].text):
@@ -143,17 +136,29 @@ def _child(state: State, words: Sequence[Text]) -> State:
     return child
 
 
-def _scripts_of_shell(script: Script, state: State, words: list[Text], child: State) -> list[Text]:
-    """What a shell runs: behind `-c`, or a file that the script has written."""
-    option = next((i for i, word in enumerate(words) if re.fullmatch(r"-\w*c", word.text)), None)
-    if option is not None and len(words) > option + 1:
-        child.arguments = words[option + 3 :]
-        return [words[option + 1]]
-    file = next((i for i, word in enumerate(words) if not word.text.startswith("-")), None)
-    if file is not None and (text := written(script, state, words[file].text)) is not None:
-        child.arguments = words[file + 1 :]
-        return [text]
-    return []
+def _scripts(run: Run, words: list[Text], line: int, heredoc: Text | None, child: State) -> list[tuple[Text, str]]:
+    """What a command runs as a script, each with the path of its file: a text behind `-c`, a file, or its input."""
+    texts = [word.text for word in words]
+    shell = next((i for i, text in enumerate(texts) if PurePosixPath(text).name in _SHELLS), None)
+    rest = words[shell + 1 :] if shell is not None else []
+    option = next((i for i, word in enumerate(rest) if re.fullmatch(r"-\w*c", word.text)), None)
+    if option is not None and len(rest) > option + 1:
+        child.arguments = rest[option + 3 :]
+        return [(rest[option + 1], "")]
+    file = next((i for i, word in enumerate(rest) if not word.text.startswith("-")), None)
+    if shell is None and (texts[0].endswith(".sh") or texts[0] in _STARTING):
+        rest = words
+        file = next((i for i, text in enumerate(texts) if text.endswith((".sh", ".sbatch", ".slurm"))), None)
+        if file is None and texts[0] in ("sbatch", "qsub") and len(words) > 1:
+            file = len(words) - 1
+    if file is not None and (found := called(run.script, run.state, rest[file], run.path, line)) is not None:
+        child.arguments = rest[file + 1 :]
+        return [(found[1], found[0])]
+    if heredoc is not None and (shell is not None or texts[0] in ("sbatch", "ssh")):
+        return [(heredoc, "")]
+    of_words = [w for w in words[1:] if _HOLDS_COMMAND.search(w.text) and "=" not in w.text.split()[0]]
+    of_words += [plain(w.text.partition("=")[2]) for w in words if w.known and w.text.startswith("--wrap=")]
+    return [(text, "") for text in of_words]
 
 
 def printed(words: Sequence[Text], state: State) -> Text | None:

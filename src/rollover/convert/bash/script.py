@@ -244,8 +244,8 @@ class _Run:
             if value is not None:
                 self.state.names[name] = value
 
-    def within(self, text: Text, state: State, line: int) -> None:
-        """Evaluate another text as a script; unknown parts of it stay unknown."""
+    def within(self, text: Text, state: State, line: int, path: str = "") -> None:
+        """Evaluate another text as a script; unknown parts of it stay unknown. path: of its file, if it has another."""
         source = ""
         for piece in text.pieces:
             if piece.why:
@@ -253,7 +253,7 @@ class _Run:
                 state.names[name] = Text((piece,))
             source += f"${{{name}}}" if piece.why else piece.text
         state.names.setdefault("PWD", plain("."))
-        run = _Run(source, state, self.script, self.budget, self.path, line, self._depth + 1)
+        run = _Run(source, state, self.script, self.budget, path or self.path, line, self._depth + 1)
         run.all()
 
     def call(self, body: Any, arguments: list[Text], line: int) -> None:

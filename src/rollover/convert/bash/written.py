@@ -40,11 +40,14 @@ class Command:
 @dataclass
 class Script:
     """commands: those of a script, in order. files: the text of files that it writes, by their place.
-    may_have_trained: whether a command has started Python or TRL."""
+    may_have_trained: whether a command has started Python or TRL. called: the texts of the scripts that it starts.
+    missing: (line, name, reason) of scripts that it starts and that cannot be read."""
 
     commands: list[Command] = field(default_factory=list)
     files: dict[str, Text] = field(default_factory=dict)
     may_have_trained: bool = False
+    called: list[str] = field(default_factory=list)
+    missing: list[tuple[int, str, str]] = field(default_factory=list)
 
     def add(self, command: Command) -> None:
         """Append a command."""
@@ -110,7 +113,32 @@ def sourced(script: Script, state: State, word: Text, path: str) -> tuple[str, T
         raise ValueError(word.why)
     if (text := written(script, state, word.text)) is not None:
         return word.text, text
-    for directory in dict.fromkeys((state.names["PWD"].text, str(PurePosixPath(path).parent), ".")):
-        if (file := Path(directory, word.text).expanduser()).exists():
+    return _on_disk(state, word, path)
+
+
+def called(script: Script, state: State, word: Text, path: str, line: int) -> tuple[str, Text] | None:
+    """The path and the text of a script that another one starts; None, and a note, for one that cannot be read. path:
+    that of the script that starts it."""
+    if (text := written(script, state, word.text)) is not None:
+        return path, text
+    try:
+        if not word.known:
+            raise ValueError(word.why)
+        found, text = _on_disk(state, word, path)
+    except ValueError as error:
+        script.missing.append((line, word.text, str(error)))
+        return None
+    if os.path.samefile(found, path or os.devnull):
+        return None  # it starts itself
+    script.called.append(text.text)
+    return found, text
+
+
+def _on_disk(state: State, word: Text, path: str) -> tuple[str, Text]:
+    """The path and the text of a file that a script names: as seen from where it runs, or from any folder above the
+    script's own (launch scripts are started from the root of their repository)."""
+    above = map(str, PurePosixPath(path).parents)
+    for directory in dict.fromkeys((state.names["PWD"].text, *above, ".")):
+        if (file := Path(directory, word.text).expanduser()).is_file():
             return str(file), plain(text_of(file))
     raise ValueError("it is not there")

@@ -88,7 +88,7 @@ def _called(text: str, path: Path) -> str:
     if script.missing and not script.may_have_trained:
         line, name, reason = script.missing[0]
         raise ValueError(
-            f"line {line} starts {name}, which cannot be read ({reason}), and nothing else in it trains: convert that file"
+            f"line {line} starts {name}, which cannot be read ({reason}), and nothing else here trains: convert it"
         )
     return "\n".join(script.called)
 

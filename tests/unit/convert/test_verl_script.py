@@ -339,12 +339,10 @@ def test_a_launcher_is_followed_to_the_script_that_it_starts(
 
 
 @pytest.mark.parametrize("starts", ["bash x/other.sh trainer.nnodes=2", "./other.sh", "sbatch other.slurm"])
-def test_a_script_that_is_not_there_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], starts: str
-) -> None:
+def test_a_script_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], starts: str) -> None:
     assert cli.main(["convert", script(tmp_path, f"export N=4\n{starts}\n")]) == 2
     name = next(word for word in starts.split() if "other." in word)
-    said = f"line 2 starts {name}, which cannot be read (it is not there), and nothing else in it trains"
+    said = f"line 2 starts {name}, which cannot be read (it is not there), and nothing else here trains: convert it"
     assert said in capsys.readouterr().err
 
 
@@ -352,3 +350,45 @@ def test_a_script_may_start_itself(tmp_path: Path, capsys: pytest.CaptureFixture
     text = SCRIPT.replace("set -x", 'set -x\nif [ -z "$AGAIN" ]; then AGAIN=1 bash "$0"; exit; fi')
     assert cli.main(["convert", script(tmp_path, text), "--train.num_steps", "2"]) in (0, 2)
     assert "nested too deeply" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "correction", "cap", "rejection"),
+    [
+        ("rollout_is_threshold=null rollout_is=True", "none", None, {}),
+        ("rollout_is_threshold=2.0", "none", None, {}),  # measured only
+        ("rollout_is_threshold=3.0 rollout_is=True", "token_truncate", 3.0, {}),
+        ("rollout_is_threshold=2.0 rollout_is=True rollout_is_level=sequence", "sequence_truncate", 2.0, {}),
+        ("rollout_is_threshold=2.0 rollout_is_mode=mask", "none", None, {"token_k1": [-0.693147, 0.693147]}),
+        (
+            "rollout_is_threshold=2.0 rollout_is_threshold_lower=0.1 rollout_is_mode=mask rollout_is=True"
+            " rollout_is_level=sequence rollout_is_veto_threshold=null",
+            "sequence_truncate", 2.0, {"sequence_sum_k1": [-2.302585, 0.693147]},
+        ),
+    ],
+)  # fmt: skip
+def test_the_older_names_of_the_correction(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: str,
+    correction: str,
+    cap: float | None,
+    rejection: dict[str, list[float]],
+) -> None:
+    words = " ".join(f"algorithm.{option}" for option in options.split())
+    text = SCRIPT.replace("trainer.nnodes", f"{words} trainer.nnodes")
+    assert cli.main(["convert", script(tmp_path, text), "--train.num_steps", "2"]) == 0, capsys.readouterr().err
+    found = tomllib.loads(capsys.readouterr().out)["algorithm"]
+    assert (found["correction"], found.get("correction_cap"), found.get("rejection", {})) == (
+        correction,
+        cap,
+        rejection,
+    )
+
+
+def test_what_the_older_correction_had_alone_is_asked_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("rollout_is_veto_threshold=1e-4", "rollout_is_mode=clip", "rollout_is_level=geometric"):
+        words = f"algorithm.rollout_is_threshold=2.0 algorithm.rollout_is=True algorithm.{option}"
+        text = SCRIPT.replace("trainer.nnodes", f"{words} trainer.nnodes")
+        assert cli.main(["convert", script(tmp_path, text), "--train.num_steps", "2"]) == 2
+        assert "algorithm.rollout_is" in capsys.readouterr().err

@@ -12,6 +12,8 @@ from rollover.convert.verl.programs import ASYNC, SYNC, bypass, groups, mode_of
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 IS = "algorithm.rollout_correction"
+OLDER_IS = "algorithm.rollout_is"  # of verl 0.6
+_OFF = (None, "null", "none", "off")
 _ADVANTAGES = {name: name for name in (
     "gae", "grpo", "rloo", "remax", "opo", "grpo_passk", "gpg", "gdpo", "reinforce_plus_plus_baseline",
     "optimal_token_baseline", "tir_optimal_token_baseline",
@@ -148,11 +150,35 @@ def minibatches(options: Options) -> int:
     return num // size
 
 
+def older_correction(value: Any, options: Options) -> dict[str, Any]:
+    """The names of verl 0.6: `rollout_is_threshold` switches, `rollout_is` applies the weights, the mode `mask` takes
+    what is out of bounds out of the response mask."""
+    cap = options(f"{OLDER_IS}_threshold")
+    if cap in _OFF:
+        return {}
+    cap, level, mode = float(cap), options(f"{OLDER_IS}_level") or "token", options(f"{OLDER_IS}_mode") or "truncate"
+    values: dict[str, Any] = {}
+    if mode == "mask":
+        low = options(f"{OLDER_IS}_threshold_lower")
+        low = 1 / cap if low in _OFF else float(low)
+        if not low:
+            raise Unanswered("ratios without a lower bound: set --algorithm.rejection")
+        kind = {"token": "token_k1", "sequence": "sequence_sum_k1", "geometric": "sequence_mean_k1"}[level]
+        values["algorithm.rejection"] = {kind: [round(math.log(bound), 6) for bound in (low, cap)]}
+    elif mode != "truncate":
+        raise Unanswered(f"the mode {mode}: set --algorithm.correction")
+    if not options(OLDER_IS):
+        return values  # the weights are measured only
+    if level not in ("token", "sequence"):
+        raise Unanswered(f"weights of the level {level}: set --algorithm.correction", values)
+    return values | {"algorithm.correction": f"{level}_truncate", "algorithm.correction_cap": cap}
+
+
 def correction(value: Any, options: Options) -> dict[str, Any]:
     if bypass(options) and not _unclipped(options):
         return {"algorithm.proximal": "behavior"}
     cap, level = options(f"{IS}.rollout_is_threshold"), options(f"{IS}.rollout_is")
-    if level in (None, "null", "none", "off"):
+    if level in _OFF:
         return {"algorithm.correction": "none"}
     if "_" in str(cap):
         if level != "token":
@@ -193,7 +219,8 @@ def uncorrected(value: Any, options: Options) -> dict[str, Any]:
     """verl trains what was sampled with top_p or top_k or under older weights, and losses without a ratio, without a
     correction."""
     clipped = bypass(options) and not _unclipped(options)
-    if options(f"{IS}.rollout_is") not in (None, "null", "none", "off") or clipped:
+    older = options(OLDER_IS) and options(f"{OLDER_IS}_threshold") not in _OFF
+    if options(f"{IS}.rollout_is") not in _OFF or older or clipped:
         return {}
     truncated = options(f"{ROLLOUT}.top_p") < 1 or int(options(f"{ROLLOUT}.top_k")) > 0
     without_ratio = loss(options) == "reinforce" and updates(options) > 1

@@ -46,6 +46,7 @@ SOURCES = {
             "streaming",
             "prompt_column",
             "answer_column",
+            "data_source_column",
             "order_column",
         ),
     ),
@@ -97,6 +98,9 @@ class TaskSourceConfig(Table):
     prompt_column: str = option("", "dataset: prompt column; empty = prompt, question, problem or messages.")
     answer_column: str = option(
         "", "dataset: answer column; empty = reward_model.ground_truth (verl), answer, solution or ground_truth."
+    )
+    data_source_column: str = option(
+        "", "dataset: the column that chooses the reward of a task, as verl's data.reward_fn_key; empty = data_source."
     )
     order_column: str = option(
         "",

@@ -42,6 +42,7 @@ def dataset_source(setup: SourceSetup) -> DatasetSource:
         reward=setup.reward,
         prompt_column=config.prompt_column,
         answer_column=config.answer_column,
+        data_source_column=config.data_source_column,
         needs_answer=needs_answer(setup.reward),
         problem_key=config.problem_key,
         chat=setup.chat,
@@ -53,7 +54,8 @@ class DatasetSource:
     """The rows of one dataset as problems, in its order.
 
     `answer_column` empty: reward_model.ground_truth, answer, solution or ground_truth, if there is one;
-    `needs_answer` makes a missing one an error. Raises ValueError naming file, column and config key.
+    `needs_answer` makes a missing one an error. `data_source_column`: the one that a task has as data_source. Raises
+    ValueError naming file, column and config key.
     """
 
     endless = False
@@ -66,6 +68,7 @@ class DatasetSource:
         reward: str,
         prompt_column: str = "",
         answer_column: str = "",
+        data_source_column: str = "",
         needs_answer: bool = False,
         problem_key: str = "",
         chat: bool = True,
@@ -76,7 +79,7 @@ class DatasetSource:
         self.task_prefix = task_prefix or label
         self._place, self._rows = place, open_rows(place)
         path, columns = place.path, self._rows.columns
-        self.answer_column = answer_column
+        self.answer_column, self.data_source_column = answer_column, data_source_column
         self.prompt_column = prompt_column or next((c for c in PROMPT_COLUMNS if c in columns), "")
         found = f"its columns are {', '.join(columns)}"
         if self.prompt_column not in columns:
@@ -84,10 +87,11 @@ class DatasetSource:
             raise ValueError(
                 f"dataset {path!r} has no prompt column {wanted}; {found}: set tasks.sources.prompt_column"
             )
-        if answer_column and answer_column not in columns:
-            raise ValueError(
-                f"dataset {path!r} has no answer column {answer_column!r}; {found}: set tasks.sources.answer_column"
-            )
+        for what, column in (("answer", answer_column), ("data_source", data_source_column)):
+            if column and column not in columns:
+                raise ValueError(
+                    f"dataset {path!r} has no {what} column {column!r}; {found}: set tasks.sources.{what}_column"
+                )
         if problem_key and ":" not in problem_key and problem_key not in columns:
             raise ValueError(
                 f"dataset {path!r} has no column {problem_key!r}; {found}: correct tasks.sources.problem_key"
@@ -127,6 +131,8 @@ class DatasetSource:
             )
             if isinstance(columns.get("reward_model"), dict):
                 columns["reward_model"]["ground_truth"] = columns["answer"]
+        if self.data_source_column:
+            columns["data_source"] = _jsonable(row.get(self.data_source_column), where, "data_source")
         task_id = f"{self.task_prefix}/{index}"
         if isinstance(prompt, str) and prompt.strip():
             if _MESSAGES_AS_TEXT.match(prompt):

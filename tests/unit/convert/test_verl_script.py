@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tomllib
 from pathlib import Path
@@ -392,3 +393,18 @@ def test_what_the_older_correction_had_alone_is_asked_about(tmp_path: Path, caps
         text = SCRIPT.replace("trainer.nnodes", f"{words} trainer.nnodes")
         assert cli.main(["convert", script(tmp_path, text), "--train.num_steps", "2"]) == 2
         assert "algorithm.rollout_is" in capsys.readouterr().err
+
+
+def test_a_sandbox_service_scores_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "reward_model.sandbox_fusion.url=http://sandbox:8080/run_code"
+    text = SCRIPT.replace("trainer.nnodes", f"{words} trainer.nnodes")
+    assert cli.main(["convert", script(tmp_path, text), "--train.num_steps", "2"]) == 0, capsys.readouterr().err
+    config = load_config([tomllib.loads(capsys.readouterr().out)]).config
+    spec = config.rewards.by_data_source["taco"]
+    name, params = spec.split("/", 1)
+    assert name == "code" and set(config.rewards.by_data_source) == {"codecontests", "apps", "codeforces", "taco"}
+    url = "http://sandbox:8080/run_code"
+    assert json.loads(params) == {"sandbox": "http", "url": url, "concurrency": 64, "memory_mb": 1024}
+    text = text.replace("trainer.nnodes", "custom_reward_function.path=mine.py trainer.nnodes")
+    assert cli.main(["convert", script(tmp_path, text), "--train.num_steps", "2"]) == 2
+    assert "verl hands it to the function of custom_reward_function" in capsys.readouterr().err

@@ -53,6 +53,7 @@ from rollover.convert.verl.values import (
     rejection,
     reshuffle,
     reward,
+    sandbox_fusion,
     schedule,
     sources,
     tools,
@@ -79,6 +80,9 @@ _FILTERED = {"algorithm.filter_groups.enable": True}
 _OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 _OLDER = ("reward_model.overlong_buffer", "custom_reward_function.overlong_buffer",
           "reward_model.reward_kwargs.overlong_buffer_cfg")  # fmt: skip
+
+
+_FUSION = {"reward.sandbox_fusion.url": "http://127.0.0.1:8080/run_code"}
 
 
 def _older(name: str) -> tuple[str, ...]:
@@ -116,6 +120,8 @@ ROWS = (
         note="`eval_path` of a source; files beyond those of training are sources with `weight = 0`"),
     Row("data.prompt_key", ("tasks.sources",), lambda v, o: sources(o("data.train_files") or [], o), "prompt",
         "messages", note="`prompt_column` of a source"),
+    Row("data.reward_fn_key", ("tasks.sources",), lambda v, o: sources(o("data.train_files") or [], o), "data_source",
+        "kind", note="`data_source_column` of a source"),
     Row("data.train_batch_size", ("rollout.groups_per_step", "tasks.drop_last"), batch, 1024, 512,
         {f"{ACTOR}.ppo_mini_batch_size": 256},
         note="verl drops the last rows of a pass, too few for a step; `fully_async_main` does not"),
@@ -268,6 +274,12 @@ ROWS = (
     Row("reward.custom_reward_function.name", ("rewards.function",),
         lambda v, o: reward(o("reward.custom_reward_function.path"), o), "compute_score", "score",
         {"reward.custom_reward_function.path": "mine.py"}, ("custom_reward_function.name",)),
+    *(Row(f"reward.sandbox_fusion.{name}", ("rewards.by_data_source",), sandbox_fusion, default, example, beside,
+          (f"reward_model.sandbox_fusion.{name}", f"sandbox_fusion.{name}"), note)
+      for name, default, example, beside, note in (
+          ("url", None, "http://127.0.0.1:8080/run_code", {}, "the reward `code` of verl's sources of programs"),
+          ("max_concurrent", 64, 8, _FUSION, "of each reward worker here"),
+          ("memory_limit_mb", 1024, 512, _FUSION, ""))),
     Row(f"{_OVERLONG}.enable", ("rewards.overlong_buffer_tokens", "eval.shaped"), overlong, False, True,
         _TEST | {f"{_OVERLONG}.len": 64}, _older("enable"),
         note="shaping; `eval.shaped`, as the reward of verl's validation includes it, and its `acc` does not"),

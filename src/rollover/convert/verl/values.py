@@ -9,6 +9,7 @@ from rollover.config.traits import LOSSES
 from rollover.convert.mapping import Options, Unanswered
 from rollover.convert.shown import where
 from rollover.convert.verl.programs import ASYNC, SYNC, bypass, groups, mode_of
+from rollover.rewards.built_in import BY_DATA_SOURCE, spec_of
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 IS = "algorithm.rollout_correction"
@@ -236,6 +237,8 @@ def sources(value: Any, options: Options) -> dict[str, Any]:
     train, held_out = files(value), validation(options)
     column = options("data.prompt_key")
     common = {"kind": "dataset"} | ({"prompt_column": column} if column != "prompt" else {})
+    if (chooses := options("data.reward_fn_key")) != "data_source":
+        common["data_source_column"] = chooses
     sources = [common | {"path": path} for path in train] or [common]  # whose path a command line gives
     for source, path in zip(sources, held_out, strict=False):
         source["eval_path"] = path
@@ -275,6 +278,19 @@ def truncation(value: Any, options: Options) -> dict[str, Any]:
 def reward(value: Any, options: Options) -> dict[str, Any]:
     name = options("reward.custom_reward_function.name")
     return {"rewards.function": f"{value}:{name}"} if value not in (None, "null") else {}
+
+
+def sandbox_fusion(value: Any, options: Options) -> dict[str, Any]:
+    """The reward `code` by a service, for the sources that it scores in verl."""
+    url = options("reward.sandbox_fusion.url")
+    if url in _OFF:
+        return {}
+    if options("reward.custom_reward_function.path") not in _OFF:
+        raise Unanswered("verl hands it to the function of custom_reward_function: set rewards.params")
+    params = {"sandbox": "http", "url": url, "concurrency": int(options("reward.sandbox_fusion.max_concurrent"))}
+    params["memory_mb"] = int(options("reward.sandbox_fusion.memory_limit_mb"))
+    of_code = [name for name, spec in BY_DATA_SOURCE.items() if spec == "code"]
+    return {"rewards.by_data_source": dict.fromkeys(of_code, spec_of("code", params))}
 
 
 def overlong(value: Any, options: Options) -> dict[str, Any]:

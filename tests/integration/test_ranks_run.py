@@ -28,6 +28,7 @@ def test_a_run_on_ranks_is_that_of_one_process(tmp_path: Path) -> None:
             run={"threads": 2 if kind == "ranks" else 1},
             algorithm={"kl_coef": 0.01},
             backend={"type": kind},
+            train={"profile_steps": [2]},
             eval={"num_tasks": 4, "every_steps": 1, "temperature": 0.0},
             checkpoint={"keep": 1, "keep_best": True, "save_best_model": True},
         )
@@ -35,6 +36,10 @@ def test_a_run_on_ranks_is_that_of_one_process(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     logs = sorted(path.name for path in (tmp_path / "ranks" / "run" / "logs").iterdir())
     assert logs == ["rank-0.log", "rank-1.log"]
+    profiles = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*/run/profile/*")}
+    assert profiles.keys() == {"step-000002.json", "step-000002-rank-0.json", "step-000002-rank-1.json"}
+    for name, profile in profiles.items():
+        assert any(event.get("name") == "aten::mm" for event in profile["traceEvents"]), name
     local, ranks = rows(tmp_path / "local"), rows(tmp_path / "ranks")
     assert len(local) == len(ranks) == 3
     for ours, theirs in zip(ranks, local, strict=True):

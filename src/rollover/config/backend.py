@@ -126,7 +126,6 @@ _REFUSED_WITH_RANKS: dict[str, Callable[[Any], bool]] = {
     "model.device": lambda c: c.model.device.startswith("mps"),
     "algorithm.loss": lambda c: is_live(c.algorithm.loss),
 }
-RANKS_IGNORES = ("train.profile_steps",)
 
 
 def _refused_with_ranks(key: str) -> Refused:
@@ -152,12 +151,6 @@ def _refused(key: str) -> Refused:
 RULES: tuple[Rule, ...] = (
     *map(_refused, TINKER_REFUSES),
     *map(_refused_with_ranks, RANKS_REFUSES),
-    Inert(
-        RANKS_IGNORES,
-        ("backend.type",),
-        is_ranks,
-        'with backend.type = "ranks": the profiler sees the process of the loop, which trains nothing',
-    ),
     Inert(TINKER_IGNORES, ("backend.type",), is_tinker, 'with backend.type = "tinker": the service trains and samples'),
     Refused(
         ("model.lora.rank", "backend.type"),

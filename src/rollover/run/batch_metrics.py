@@ -86,6 +86,7 @@ def _all_agree(several: Sequence[TrajectoryGroup]) -> bool | None:
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:
     """Lengths, and how many rollouts have segments of two or more policy versions."""
     rollouts = [r for g in groups for r in g.rollouts if not r.greedy]
+    prompts = [float(len(r.prompt_ids or g.prompt_ids)) for g in groups for r in g.rollouts if not r.greedy]
     versions = [len(r.versions) for r in rollouts]
     lengths = [r.num_tokens for r in rollouts]
     return {
@@ -93,10 +94,24 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         "rollouts/versions_mean": _mean([float(v) for v in versions]),
         "rollouts/versions_max": float(max(versions)),
         "length/mean": _mean([float(n) for n in lengths]),
+        "length/min": float(min(lengths)),
         "length/max": float(max(lengths)),
+        "length/prompt_mean": _mean(prompts),
+        "length/prompt_min": min(prompts),
+        "length/prompt_max": max(prompts),
         "length/repetition": _mean([float(r.stop_reason is StopReason.REPETITION) for r in rollouts]),
         "length/truncated": _mean([float(r.stop_reason is StopReason.LENGTH) for r in rollouts]),
     }
+
+
+def advantage_metrics(batch: Batch) -> dict[str, float]:
+    """Of the tokens in the loss, as the loss had them."""
+    found = [s.advantages[s.mask] for s in batch.samples if s.mask.any()]
+    if not found:
+        return {}
+    values = np.concatenate(found)
+    of = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
+    return {f"advantage/{name}": float(function(values)) for name, function in of.items()}
 
 
 def turn_metrics(groups: list[Group]) -> dict[str, float]:

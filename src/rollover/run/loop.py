@@ -38,7 +38,6 @@ from rollover.run.overlap import Overlap
 from rollover.run.own_metrics import own_metrics
 from rollover.run.parts import Parts
 from rollover.run.producer import build_producer
-from rollover.run.profile import profiled
 from rollover.run.resume import Resume
 from rollover.run.stateful import stateful_parts
 from rollover.run.stop import Stop
@@ -46,6 +45,7 @@ from rollover.run.tracking import Tracking, step_progress, write_tokenizer
 from rollover.track.live import LiveView
 from rollover.track.summary import RunSummary, run_summary
 from rollover.trainer.batch import Batch
+from rollover.trainer.profile import profiled
 from rollover.trainer.reward_kl import Penalties
 from rollover.types import DropReason, Group
 
@@ -271,7 +271,7 @@ class Run:
         return await self.overlap.train(lambda: reward_kl.penalties(samples), version)
 
     def _train(self, batch: Batch, version: int) -> dict[str, float]:
-        with profiled(self.config, version + 1, self.directory.path):
+        with profiled(self.config, version + 1, self.directory.path, self.parts.trainer.backend):
             return self.parts.trainer.train_step(batch)
 
     def _end(self) -> None:

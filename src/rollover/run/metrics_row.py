@@ -16,6 +16,7 @@ from rollover.config import Config
 from rollover.envs.protocol import HoldsObjects
 from rollover.rollout.lifecycle import acting_in
 from rollover.run.batch_metrics import (
+    advantage_metrics,
     mask_metrics,
     peak_rss_bytes,
     reward_metrics,
@@ -82,6 +83,7 @@ class Rows:
         generated = row.get("tokens/generated", 0) if next_is_missing else self.parts.lifecycle.ledger.generated_tokens
         self._since_last("generated", generated)
         self._since_last("dropped", row.get("tokens/dropped", 0))
+        self._since_last("admitted", row.get("groups/admitted", 0))
         self._since_last("rerolled", row.get("reroll/given", 0))
         self.losses.total = max(self.losses.total, int(row.get("train/restarts", 0)))
 
@@ -124,15 +126,19 @@ class Rows:
             **ages,
             "staleness/bound": self.config.staleness_bound,
             **trained,
+            **parts.trainer.seconds,
             "train/restarts": self.losses.total,
             **ledger,
             **reuse,
             "tokens/step_generated": self._since_last("generated", ledger["tokens/generated"]),
             "tokens/step_trained": float(batch.num_loss_tokens),
             **mask_metrics(batch),
+            **advantage_metrics(batch),
             **batch.shaped.metrics,
             **role_metrics(groups, batch, self.grouping),
             **self._precomputed(batch),
+            "groups/batches_drawn": self._since_last("admitted", ledger["groups/admitted"])
+            / self.config.rollout.groups_per_step,
             "waste/dropped_tokens": self._since_last("dropped", ledger["tokens/dropped"]),
             "tasks/skipped_long_prompt": parts.prompts.num_skipped,
             "tasks/left_out": parts.prompts.num_left_out,

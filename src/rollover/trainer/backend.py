@@ -123,8 +123,8 @@ class TrainerBackend(Protocol):
         Afterwards there is no gradient. A gradient that is not finite changes no weight. `ends_step`: this was the
         last minibatch of its training step: `policy_version` rises by one. Returns grad_norm, before clipping;
         learning_rate; train/skipped_steps, 1 where the update was skipped; of a critic, which is skipped by itself, the
-        same as critic/grad_norm, critic/learning_rate and critic/skipped_steps. While critic.policy_waits_steps last,
-        the critic alone steps.
+        same as critic/grad_norm, critic/learning_rate and critic/skipped_steps, and time/critic_s, the seconds that it
+        took since the last step. While critic.policy_waits_steps last, the critic alone steps.
         """
         ...
 

@@ -7,6 +7,7 @@ Which samples form a minibatch, and what becomes of the values, is for who asks 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -78,6 +79,7 @@ class Critic:
         self._optimizers = {"head": Optimizer(self.head, of_head, total_steps, torch.float32)}
         if own is not None:
             self._optimizers["model"] = own.optimizer
+        self._seconds = 0.0  # of learning, since the step before
 
     @classmethod
     def on_own_model(
@@ -121,10 +123,12 @@ class Critic:
         num_tokens: int,
     ) -> dict[str, torch.Tensor]:
         """`forward_backward` over a micro-batch, of which the policy's hidden states are there."""
-        if self.own is None:
-            return self.forward_backward(of_policy_ME, old_values_M, returns_M, num_tokens)
-        sums = self.forward_backward(self.own.hidden(packed), old_values_M, returns_M, num_tokens)
-        self.own.passes.count_backward(packed, head=False)
+        started = time.perf_counter()
+        hidden_ME = of_policy_ME if self.own is None else self.own.hidden(packed)
+        sums = self.forward_backward(hidden_ME, old_values_M, returns_M, num_tokens)
+        if self.own is not None:
+            self.own.passes.count_backward(packed, head=False)
+        self._seconds += time.perf_counter() - started
         return sums
 
     def forward_backward(
@@ -159,9 +163,12 @@ class Critic:
 
     def step(self) -> dict[str, float]:
         """Clip and step, and tell of it by the names of metrics. A gradient that is not finite changes nothing."""
+        started = time.perf_counter()
         norm = norm_of(self.gradients())
         update = [optimizer.step(norm=norm) for optimizer in self._optimizers.values()][-1]
+        seconds, self._seconds = self._seconds + time.perf_counter() - started, 0.0
         return {
+            "time/critic_s": seconds,
             "critic/grad_norm": norm,
             "critic/learning_rate": update["learning_rate"],
             "critic/skipped_steps": update["train/skipped_steps"],

@@ -26,21 +26,16 @@ from rollover.types import Sample
 @dataclass
 class Divergence:
     """Sums over the loss tokens that a teacher scored: of log policy/teacher, each weighed by policy/behavior up to 2,
-    so that it is the policy's of stale tokens, too; how many of them were clipped; and the seconds it took."""
+    so that it is the policy's of stale tokens, too; and how many of them were clipped."""
 
     kl: float = 0.0
     clipped: int = 0
     tokens: int = 0
-    seconds: float = 0.0
 
     def metrics(self) -> dict[str, float]:
         """Under their names in docs/metrics.md."""
         tokens = max(1, self.tokens)
-        return {
-            "distill/kl": self.kl / tokens,
-            "distill/clipped_share": self.clipped / tokens,
-            "time/teacher_s": self.seconds,
-        }
+        return {"distill/kl": self.kl / tokens, "distill/clipped_share": self.clipped / tokens}
 
 
 def teachers(config: DistillConfig, samples: Collection[Sample]) -> list[Sample]:

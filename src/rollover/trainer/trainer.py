@@ -8,7 +8,8 @@ rejected, and the gradient that is accumulated before the rest of its step is kn
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -64,6 +65,8 @@ class Trainer:
         self._given: dict[str, np.ndarray] = {}  # rollout_id -> the advantages that those samples came with
         self._accumulated_sums = Tally()
         self._divergence = Divergence()  # from the teacher, over the tokens of the step to come that it has scored
+        self.seconds: dict[str, float] = {}  # that parts of the newest step took, by their metrics (time/update_s)
+        self._seconds: dict[str, float] = {}  # of the step to come, so far
 
     @property
     def policy_version(self) -> int:
@@ -111,6 +114,7 @@ class Trainer:
         if self.distill.teacher:
             metrics |= self._divergence.metrics()
             self._divergence = Divergence()
+        self.seconds, self._seconds = self._seconds, {}
         return metrics
 
     def accumulate(self, samples: list[Sample]) -> None:
@@ -121,9 +125,9 @@ class Trainer:
         ((samples,), known) = self._distill([samples], known)
         counts = replace(Counts.of(samples), divided=False)
         known |= self._known([samples], known)
-        self._accumulated_sums.absorb(
-            self.backend.forward_backward(samples, counts, _for_update(self.algorithm, 0, known))
-        )
+        with self._timed("update"):
+            sums = self.backend.forward_backward(samples, counts, _for_update(self.algorithm, 0, known))
+        self._accumulated_sums.absorb(sums)
         self._accumulated |= {s.rollout_id: s for s in samples}
         self._given |= given
 
@@ -132,13 +136,26 @@ class Trainer:
         self.backend.forget_gradients()
         self._forget_what_was_accumulated()
         self._watch.forget()
-        self._divergence = Divergence()
+        self._divergence, self._seconds = Divergence(), {}
 
     def close(self) -> None:
         """End what the backend runs, if it has a `close`."""
         getattr(self.backend, "close", lambda: None)()
 
     # Private
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        """Count the seconds of a block as time/<part>_s."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._count(part, time.perf_counter() - started)
+
+    def _count(self, part: str, seconds: float) -> None:
+        key = f"time/{part}_s"
+        self._seconds[key] = self._seconds.get(key, 0.0) + seconds
 
     def _forget_what_was_accumulated(self) -> None:
         self._accumulated, self._given, self._accumulated_sums = {}, {}, Tally()
@@ -162,7 +179,9 @@ class Trainer:
                 divisor = max(1.0, replace(count, divided=True).divisor(self.algorithm.aggregation))
                 sums = self._accumulated_sums
             if part or count.divided:
-                sums.absorb(self.backend.forward_backward(part, count, _for_update(self.algorithm, index, known)))
+                with self._timed("update"):
+                    of_part = self.backend.forward_backward(part, count, _for_update(self.algorithm, index, known))
+                sums.absorb(of_part)
             if not count.divided:
                 sums.divide("sum/loss", divisor)
                 self._forget_what_was_accumulated()
@@ -175,7 +194,10 @@ class Trainer:
                     break
             rate = rate_scale(sums.totals()) if self.algorithm.ess_step_scaling else 1.0
             last = index == len(planned) - 1
-            updates.append(self.backend.optim_step(rate, divisor=divisor, ends_step=last))
+            with self._timed("update"):
+                updates.append(self.backend.optim_step(rate, divisor=divisor, ends_step=last))
+            if (of_critic := updates[-1].pop("time/critic_s", None)) is not None:
+                self._count("critic", of_critic)
             self._watch.passed(sums, first=index < len(planned) // self.config.epochs_per_step)
             tallies.append(sums)
         self.in_update = False
@@ -193,12 +215,16 @@ class Trainer:
         """With a critic: the samples with its advantages, its values and the returns. Else the samples, with advantages
         of tokens where algorithm.advantage estimates them, and the statistics of these that the step needs."""
         samples = batch.samples
-        known = {STATISTICS: self.backend.compute_statistics(samples)} if self.algorithm.needs_statistics else {}
+        known: dict[str, Stream] = {}
+        if self.algorithm.needs_statistics:
+            with self._timed("logprobs"):
+                known[STATISTICS] = self.backend.compute_statistics(samples)
         if not self.algorithm.needs_critic:
             if self.algorithm.estimates_tokens:
                 samples = estimate_tokens(self.algorithm, samples, known.get(STATISTICS, {}), batch.roles)
             return samples, known
-        values = self.backend.compute_values(beyond(samples) if self.critic.bootstrap_truncated else samples)
+        with self._timed("values"):
+            values = self.backend.compute_values(beyond(samples) if self.critic.bootstrap_truncated else samples)
         samples, of_critic = estimate(self.algorithm, samples, values, batch.roles)
         return samples, known | of_critic
 
@@ -225,7 +251,8 @@ class Trainer:
         if "proximal" in known:
             return known["proximal"], known
         if policy == "snapshot":
-            start = sampling_logprobs(self.backend, minibatches)
+            with self._timed("logprobs"):
+                start = sampling_logprobs(self.backend, minibatches)
         elif STATISTICS in known:
             start = {rollout_id: values[:, LOGPROB].copy() for rollout_id, values in known[STATISTICS].items()}
         else:
@@ -251,9 +278,7 @@ class Trainer:
         fresh = [[s for s in part if s.rollout_id not in self._accumulated] for part in minibatches]
         proximal_is_start = self.algorithm.proximal_policy == "step_start"
         policy = known["proximal"] if proximal_is_start and "proximal" in known else self._logprobs(fresh)
-        started = time.perf_counter()
-        teacher = self._logprobs([teachers(self.distill, part) for part in fresh], TEACHER)
-        self._divergence.seconds += time.perf_counter() - started
+        teacher = self._logprobs([teachers(self.distill, part) for part in fresh], TEACHER, "teacher")
         made = distilled(self.distill, [s for part in fresh for s in part], teacher, policy, self._divergence)
         now = {s.rollout_id: s for s in made} | self._accumulated
         if proximal_is_start:
@@ -268,18 +293,22 @@ class Trainer:
         found: dict[str, Stream] = {}
         updates = len(minibatches) * self.config.epochs_per_step
         if "proximal" not in known and self.algorithm.proximal_policy == "snapshot":
-            found["proximal"] = sampling_logprobs(self.backend, minibatches)
+            with self._timed("logprobs"):
+                found["proximal"] = sampling_logprobs(self.backend, minibatches)
         elif "proximal" not in known and self.algorithm.proximal_policy == "step_start" and updates > 1:
             found["proximal"] = self._logprobs(minibatches if self.config.epochs_per_step > 1 else minibatches[1:])
         if self.config.max_kl and updates > 1:
             start = {**known, **found}.get("proximal") if self.algorithm.proximal_policy == "step_start" else None
             found["start"] = self._logprobs(minibatches) if start is None else start
         if self.algorithm.kl_in_loss:
-            found["reference"] = self._logprobs(minibatches, version=reference_of(self.algorithm))
+            found["reference"] = self._logprobs(minibatches, reference_of(self.algorithm), "reference")
         return found
 
-    def _logprobs(self, minibatches: list[list[Sample]], version: Version | None = None) -> Stream:
-        return {k: v for part in minibatches for k, v in self.backend.compute_logprobs(part, version).items()}
+    def _logprobs(
+        self, minibatches: list[list[Sample]], version: Version | None = None, timed_as: str = "logprobs"
+    ) -> Stream:
+        with self._timed(timed_as):
+            return {k: v for part in minibatches for k, v in self.backend.compute_logprobs(part, version).items()}
 
 
 def _for_update(algorithm: AlgorithmConfig, index: int, known: Mapping[str, Stream]) -> Mapping[str, Stream]:

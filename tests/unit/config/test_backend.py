@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from rollover.config import Config
-from rollover.config.backend import RANKS_IGNORES, RANKS_REFUSES, TINKER_IGNORES, TINKER_REFUSES
+from rollover.config.backend import RANKS_REFUSES, TINKER_IGNORES, TINKER_REFUSES
 from rollover.config.schema import default_of, leaves
 
 PAGE = Path(__file__).parents[3] / "docs" / "backends.md"
@@ -116,8 +116,6 @@ def test_what_ranks_cannot_have_is_refused_with_what_to_set_instead() -> None:
         with pytest.raises(ValidationError, match=re.escape(f"{key} = ") + said):
             config(**ranks, **{key: value})
         config(**{key: value})
-    with pytest.raises(ValidationError, match="train.profile_steps has no effect with backend.type"):
-        config(**ranks, **{"train.profile_steps": [1]})
     for key in OF_RANKS:
         with pytest.raises(ValidationError, match=f'{key} has no effect unless backend.type = "ranks"'):
             config(**{key: 3})
@@ -144,7 +142,7 @@ def test_the_page_says_of_every_option_what_each_backend_does_with_it() -> None:
             continue
         if name in RANKS_REFUSES:
             assert "refused" in ranks, name
-        elif name in RANKS_IGNORES or name.startswith("model.lora."):
+        elif name.startswith("model.lora."):
             assert ranks.startswith("no effect"), name
         elif name.startswith("backend.") and name != "backend.type":
             assert (ranks == "yes") == (name in OF_RANKS), name

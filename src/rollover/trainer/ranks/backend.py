@@ -173,6 +173,15 @@ class RanksBackend(ShardedState):
         outline = outline_of(self.loaded, self.config.model, dtype_of(self.config))
         write_folder(folder, outline, dict(self._gathered(buffers=True)), self.loaded.tokenizer, self.loaded.path)
 
+    def start_profile(self) -> None:
+        """Every rank profiles itself from now on."""
+        self._call("start_profile", [{}] * self.ranks.num)
+
+    def stop_profile(self, path: Path) -> None:
+        """Every rank writes its profile beside `path`, with its number in the name."""
+        names = (path.with_stem(f"{path.stem}-rank-{rank}") for rank in range(self.ranks.num))
+        self._call("stop_profile", [{"path": str(name)} for name in names])
+
     def close(self) -> None:
         """End the ranks."""
         self.ranks.close()

@@ -26,6 +26,7 @@ from rollover.models.load import LoadedModel, load_model, load_outline, stored_b
 from rollover.models.norms import compile_norms
 from rollover.models.team import Team
 from rollover.trainer.local_backend import LocalBackend
+from rollover.trainer.profile import new_profile
 from rollover.trainer.ranks.sharded import shard, spread_like, whole_weights
 from rollover.trainer.ranks.wire import counts_from_json, samples_from_json
 from rollover.trainer.reference import load_reference
@@ -78,6 +79,20 @@ class RankBackend(LocalBackend):
             sharded_teacher=sharded_teacher,
             tells_tokens=config.tells_tokens,
         )
+        self._profile: torch.profiler.profile | None = None
+
+    def start_profile(self) -> None:
+        """Profile this rank, in the thread that answers all verbs."""
+        self._profile = new_profile()
+        self._profile.start()
+
+    def stop_profile(self, path: Path) -> None:
+        """Write what `start_profile` began. On another machine the folder may have to be made."""
+        if (profile := self._profile) is not None:
+            self._profile = None
+            profile.stop()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(path))
 
     def write_weights(self, path: Path, buffers: bool) -> str:
         """Rank 0 writes all weights, in compute dtype, into a safetensors file. Why it could not, "" if it could.
@@ -221,5 +236,7 @@ _VERBS: dict[str, Callable[..., dict[str, Any] | None]] = {
     "write_weights": lambda backend, path, buffers: {"failed": backend.write_weights(Path(path), buffers)},
     "state_meta": lambda backend: {"meta": backend.save_state()[1]},
     "write_state": lambda backend, folder: backend.write_state(folder),
+    "start_profile": lambda backend: backend.start_profile(),
+    "stop_profile": lambda backend, path: backend.stop_profile(Path(path)),
     "read_state": lambda backend, paths, meta: backend.read_state(paths, meta),
 }

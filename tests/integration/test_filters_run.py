@@ -208,3 +208,23 @@ def test_killed_while_a_step_is_written_down_it_counts_each_filtered_group_once(
     outcomes = Counter(r["outcome"] for r in runs.records(tmp_path / "run") if r["sibling"] == 0)
     assert outcomes["trained"] == last["groups/consumed"] == 15
     assert last["dropped/filtered/groups"] == last["filtered/zero_variance/groups"] == outcomes["dropped:filtered"] > 0
+
+
+def test_a_converted_script_with_groups_of_one_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """verl's dynamic sampling keeps a group of one: `len(...) == 1`."""
+    runs.write(tmp_path)  # the toy model and its tasks
+    (tmp_path / "run.sh").write_text(
+        f"python3 -m verl.trainer.main_ppo data.train_files={tmp_path}/tasks.jsonl data.train_batch_size=4"
+        " algorithm.adv_estimator=gae algorithm.filter_groups.enable=True algorithm.filter_groups.metric=score"
+        " actor_rollout_ref.actor.ppo_mini_batch_size=4 actor_rollout_ref.rollout.n=1 data.max_response_length=8"
+        f" actor_rollout_ref.model.path={tmp_path}/model trainer.total_training_steps=2 trainer.save_freq=-1"
+        " trainer.test_freq=-1 trainer.val_before_train=False\n"
+    )
+    reward = ["--rewards.function", f"{tmp_path / 'reward.py'}:reward", "--tasks.chat", "false"]
+    assert main(["convert", str(tmp_path / "run.sh"), *reward]) == 0, capsys.readouterr().err
+    (tmp_path / "mine.toml").write_text(capsys.readouterr().out)
+    assert "zero_variance = true" in (tmp_path / "mine.toml").read_text()
+    assert main(["train", str(tmp_path / "mine.toml"), "--run.dir", str(tmp_path / "run")]) == 0
+    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [row["groups/consumed"] for row in rows] == [4, 8] and rows[-1]["groups/dropped"] == 0
+    assert all(row["grad_norm"] > 0 for row in rows)

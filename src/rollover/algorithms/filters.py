@@ -99,6 +99,8 @@ def rollout_filters(config: FiltersConfig) -> list[RolloutFilter]:
 
 def zero_variance(metric: Metric = "score", has_signal: HasSignal | None = None) -> GroupFilter:
     """Drop a group whose valid siblings all have the same reward, or that has fewer than two: nothing to learn from.
+    A group of one (rollout.group_size = 1, of estimators that compare no siblings) is kept if it has a reward, as in
+    verl.
 
     Values are compared in float32, as advantages are computed, so that the groups dropped are those whose GRPO
     advantages are all 0. `metric`: "score", or a name in the rewards' extras (verl's filter_groups.metric), for scores
@@ -111,6 +113,8 @@ def zero_variance(metric: Metric = "score", has_signal: HasSignal | None = None)
         if has_signal is not None and (found := has_signal(group, metric)) is not None:
             return None if found else "no trajectory has an advantage that is not 0"
         values = _values(group, metric)
+        if len(values) == 1 == len(_sampled(group)):
+            return None
         if len(values) < 2:
             return f"{len(values)} of {len(_sampled(group))} trajectories have a {metric}"
         low, high = np.float32(min(values)), np.float32(max(values))

@@ -189,14 +189,6 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Refused(
-        ("filters.zero_variance", "rollout.group_size"),
-        lambda c: c.filters.zero_variance and c.rollout.group_size < 2,
-        lambda c: (
-            "filters.zero_variance with rollout.group_size = 1: a rollout alone has no variance, every group would be"
-            " dropped. Set rollout.group_size to 2 or more, or remove filters.zero_variance"
-        ),
-    ),
-    Refused(
         ("replay.max_staleness", "rollout.max_staleness"),
         lambda c: c.replay.size > 0 and c.replay.max_staleness <= c.staleness_bound,
         lambda c: (

@@ -45,6 +45,8 @@ def verdict(group_filter: filters.GroupFilter, of: Group) -> str | None:
         ((0.5, 0.5, 0.5), "all 3 trajectories have score 0.5"),
         ((0.5, None, 0.5), "all 2 trajectories have score 0.5"),
         ((0.5, None), "1 of 2 trajectories have a score"),
+        ((0.5,), None),  # a group of one
+        ((None,), "0 of 1 trajectories have a score"),
         ((None, None), "0 of 2 trajectories have a score"),
         ((), "0 of 0 trajectories have a score"),
         ((1.0, 1.0 + 1e-12), "all 2 trajectories have score 1"),  # equal in float32

@@ -40,7 +40,6 @@ def test_an_option_without_effect_is_an_error(tmp_path: Path, text: str, key: st
         ("mask_overlong = true", "filters.overlong_tokens = 0 with filters.max_overlong_share or"),
         ("max_overlong_share = 0.5\noverlong_tokens = 128", "below rollout.max_new_tokens = 128"),
         ("pass_rate_above = 0.5\npass_rate_below = 0.5", "every group would be dropped"),
-        ("zero_variance = true\n[rollout]\ngroup_size = 1", "a rollout alone has no variance"),
         ("pass_rate_above = 1.0", "below 1"),
         ("pass_rate_below = 0.0", "above 0"),
         ("max_error_share = 1.5", "at most 1"),
@@ -49,10 +48,9 @@ def test_an_option_without_effect_is_an_error(tmp_path: Path, text: str, key: st
     ],
 )
 def test_refused(tmp_path: Path, text: str, part: str) -> None:
-    single = '\n[rewards]\nmin_valid = 1\n[algorithm]\nadvantage = "remax"' if "group_size = 1" in text else ""
     head = "" if "[rollout]" in text else "[rollout]\nmax_new_tokens = 128\n"
     with pytest.raises(ConfigError) as error:
-        load(tmp_path, f"{head}[filters]\n{text}{single}")
+        load(tmp_path, f"{head}[filters]\n{text}")
     assert part in str(error.value)
 
 

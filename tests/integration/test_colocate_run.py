@@ -78,10 +78,14 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return runs.json_lines(folder / "run" / "metrics.jsonl")
 
 
-def test_colocated_servers_sleep_while_each_step_is_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainer", ["local", "ranks"])
+def test_colocated_servers_sleep_while_each_step_is_trained(tmp_path: Path, trainer: str) -> None:
     """Unfinished rollouts are continued, evaluations find servers awake, and the time is accounted for."""
-    evaluation = {"every_steps": 2, "num_tasks": 4, "max_new_tokens": 4}
-    done = runs.rollover("train", recipe(tmp_path, eval=evaluation), "--train.publish_every", "2", timeout=LIMIT_S)
+    path = recipe(
+        tmp_path, eval={"every_steps": 2, "num_tasks": 4, "max_new_tokens": 4}, backend={"type": trainer},
+        run={"threads": 2 if trainer == "ranks" else 1},
+    )  # fmt: skip
+    done = runs.rollover("train", path, "--train.publish_every", "2", timeout=LIMIT_S)
     assert done.returncode == 0, done.err
     rows = rows_of(tmp_path)
     assert [(row["own/servers"], row["own/asleep"]) for row in rows] == [(1, 1)] * STEPS

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rollover import cli
+from rollover.config import AlgorithmConfig
 from rollover.config.load import load_config
 from rollover.convert.verl.script import options_of_script
+from rollover.convert.verl.values import older_veto
+from rollover.trainer.rejection import kept_tokens
+from samples import random_samples
 
 SCRIPT = """#!/usr/bin/env bash
 set -x
@@ -353,18 +359,24 @@ def test_a_script_may_start_itself(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "nested too deeply" not in capsys.readouterr().err
 
 
+VETO = {"sequence_max_k1": [-20.0, 9.21034]}  # verl's default of 1e-4
+
+
 @pytest.mark.parametrize(
-    ("options", "correction", "cap", "rejection"),
+    ("options", "correction", "cap", "floor", "rejection"),
     [
-        ("rollout_is_threshold=null rollout_is=True", "none", None, {}),
-        ("rollout_is_threshold=2.0", "none", None, {}),  # measured only
-        ("rollout_is_threshold=3.0 rollout_is=True", "token_truncate", 3.0, {}),
-        ("rollout_is_threshold=2.0 rollout_is=True rollout_is_level=sequence", "sequence_truncate", 2.0, {}),
-        ("rollout_is_threshold=2.0 rollout_is_mode=mask", "none", None, {"token_k1": [-0.693147, 0.693147]}),
+        ("rollout_is_threshold=null rollout_is=True", "none", None, None, {}),
+        ("rollout_is_threshold=2.0 rollout_is_mode=mask", "none", None, None, {}),  # measured only
+        ("rollout_is_threshold=3.0 rollout_is=True", "token_truncate", 3.0, None, VETO),
+        ("rollout_is_threshold=4.0 rollout_is=True rollout_is_mode=mask", "token_mask", 4.0, 0.25, VETO),
+        (
+            "rollout_is_threshold=2.0 rollout_is=True rollout_is_level=sequence rollout_is_veto_threshold=0.01",
+            "sequence_truncate", 2.0, None, {"sequence_max_k1": [-20.0, 4.60517]},
+        ),
         (
             "rollout_is_threshold=2.0 rollout_is_threshold_lower=0.1 rollout_is_mode=mask rollout_is=True"
             " rollout_is_level=sequence rollout_is_veto_threshold=null",
-            "sequence_truncate", 2.0, {"sequence_sum_k1": [-2.302585, 0.693147]},
+            "sequence_mask", 2.0, 0.1, {},
         ),
     ],
 )  # fmt: skip
@@ -374,21 +386,33 @@ def test_the_older_names_of_the_correction(
     options: str,
     correction: str,
     cap: float | None,
+    floor: float | None,
     rejection: dict[str, list[float]],
 ) -> None:
     words = " ".join(f"algorithm.{option}" for option in options.split())
     text = SCRIPT.replace("trainer.nnodes", f"{words} trainer.nnodes")
     assert cli.main(["convert", script(tmp_path, text), "--train.num_steps", "2"]) == 0, capsys.readouterr().err
     found = tomllib.loads(capsys.readouterr().out)["algorithm"]
-    assert (found["correction"], found.get("correction_cap"), found.get("rejection", {})) == (
-        correction,
-        cap,
-        rejection,
-    )
+    assert (found["correction"], found.get("correction_cap")) == (correction, cap)
+    assert (found.get("correction_floor"), found.get("rejection", {})) == (floor, rejection)
+
+
+def test_the_older_veto_is_of_ratios_below_its_bound() -> None:
+    bounds = older_veto(0.5, {"algorithm.rollout_is": True, "algorithm.rollout_is_threshold": 2.0}.get)
+    behavior = np.full(3, -2.0, np.float32)
+    ratios = np.array([1.0, 0.6, 90.0]), np.array([1.0, 0.4, 1.0])  # the second has one below 0.5
+    samples = [dataclasses.replace(random_samples(1)[0], mask=np.ones(3, bool), behavior_logprobs=behavior)] * 2
+    kept = [
+        kept_tokens(
+            AlgorithmConfig(rejection=bounds["algorithm.rejection"]), s, np.float32(-2.0 + np.log(r)), 0
+        ).tolist()
+        for s, r in zip(samples, ratios, strict=True)
+    ]
+    assert kept == [[True] * 3, [False] * 3]
 
 
 def test_what_the_older_correction_had_alone_is_asked_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for option in ("rollout_is_veto_threshold=1e-4", "rollout_is_mode=clip", "rollout_is_level=geometric"):
+    for option in ("rollout_is_mode=clip", "rollout_is_level=geometric"):
         words = f"algorithm.rollout_is_threshold=2.0 algorithm.rollout_is=True algorithm.{option}"
         text = SCRIPT.replace("trainer.nnodes", f"{words} trainer.nnodes")
         assert cli.main(["convert", script(tmp_path, text), "--train.num_steps", "2"]) == 2

@@ -152,27 +152,29 @@ def minibatches(options: Options) -> int:
 
 
 def older_correction(value: Any, options: Options) -> dict[str, Any]:
-    """The names of verl 0.6: `rollout_is_threshold` switches, `rollout_is` applies the weights, the mode `mask` takes
-    what is out of bounds out of the response mask."""
+    """The names of verl 0.6.0: `rollout_is_threshold` switches and `rollout_is` applies the weights, which the mode
+    `mask` sets to 0 out of bounds."""
     cap = options(f"{OLDER_IS}_threshold")
-    if cap in _OFF:
-        return {}
+    if cap in _OFF or not options(OLDER_IS):
+        return {}  # without `rollout_is` the weights are measured only
     cap, level, mode = float(cap), options(f"{OLDER_IS}_level") or "token", options(f"{OLDER_IS}_mode") or "truncate"
-    values: dict[str, Any] = {}
+    if level not in ("token", "sequence"):
+        raise Unanswered(f"weights of the level {level}: set --algorithm.correction")
+    if mode not in ("truncate", "mask"):
+        raise Unanswered(f"the mode {mode}: set --algorithm.correction")
+    values: dict[str, Any] = {"algorithm.correction": f"{level}_{mode}", "algorithm.correction_cap": cap}
     if mode == "mask":
         low = options(f"{OLDER_IS}_threshold_lower")
-        low = 1 / cap if low in _OFF else float(low)
-        if not low:
-            raise Unanswered("ratios without a lower bound: set --algorithm.rejection")
-        kind = {"token": "token_k1", "sequence": "sequence_sum_k1", "geometric": "sequence_mean_k1"}[level]
-        values["algorithm.rejection"] = {kind: [round(math.log(bound), 6) for bound in (low, cap)]}
-    elif mode != "truncate":
-        raise Unanswered(f"the mode {mode}: set --algorithm.correction")
-    if not options(OLDER_IS):
-        return values  # the weights are measured only
-    if level not in ("token", "sequence"):
-        raise Unanswered(f"weights of the level {level}: set --algorithm.correction", values)
-    return values | {"algorithm.correction": f"{level}_truncate", "algorithm.correction_cap": cap}
+        values["algorithm.correction_floor"] = 1 / cap if low in _OFF else float(low)
+    return values
+
+
+def older_veto(value: Any, options: Options) -> dict[str, Any]:
+    """A sequence is left out if the ratio of one of its tokens is below the bound."""
+    if options(f"{OLDER_IS}_threshold") in _OFF or not options(OLDER_IS) or value in _OFF or not float(value):
+        return {}
+    # Logarithms of ratios are bounded to +-20: that is no bound of the ratio from above.
+    return {"algorithm.rejection": {"sequence_max_k1": [-20.0, round(-math.log(float(value)), 6)]}}
 
 
 def correction(value: Any, options: Options) -> dict[str, Any]:

@@ -345,6 +345,40 @@ def test_a_launcher_is_followed_to_the_script_that_it_starts(
         assert (out["rollout"]["group_size"], out["train"]["num_steps"]) == (6, 7)
 
 
+@pytest.mark.parametrize(
+    ("launcher", "batch"),
+    [
+        ("export B=2\nbash run.sh", 2),
+        ("B=2\nbash run.sh", 1),
+        ("set -a\nB=2\nset +a\nbash run.sh", 2),
+        ("set -o allexport\nset +o allexport\nB=2\nbash run.sh", 1),
+        ("export B=2\nexport -n B\nbash run.sh", 1),
+        ("export B=2\ndeclare +x B\nbash run.sh", 1),
+        ("export B=2\nunset B\nB=3\nbash run.sh", 1),
+        ("f() { local B=2; export B; }\nf\nB=3\nbash run.sh", 1),
+        ("export B=2\nenv -u B bash run.sh", 1),
+        ("export B=2\nenv -i bash run.sh", 1),
+        ("B=2 bash -o pipefail +x run.sh", 2),
+        ("B=2 nice -n 5 ./run.sh", 2),
+        ("set -- 1 2\nshift 1\nB=$1 bash run.sh", 2),
+        ("exec bash run.sh\nB=2 bash run.sh", 1),
+        ("cd a\ncd b\nbash run.sh", 7),
+        ("cd a/b\ncd ..\nbash b/run.sh", 7),
+        ("cd a/b && cd -\nbash run.sh", 1),
+        ("pushd a/b\npopd\nbash run.sh", 1),
+    ],
+)
+def test_a_started_script_sees_what_bash_shows_it(tmp_path: Path, launcher: str, batch: int) -> None:
+    """Each of the expected batches is what bash printed for it."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    text = "python3 -m verl.trainer.main_ppo data.train_batch_size=${B:-1}\n"
+    (tmp_path / "run.sh").write_text(text)
+    (tmp_path / "a" / "b" / "run.sh").write_text(text.replace("-1}", "-7}"))
+    (tmp_path / "launch.sh").write_text(launcher + "\n")
+    found = options_of_script(launcher + "\n", tmp_path / "launch.sh", {})
+    assert found["data.train_batch_size"] == batch
+
+
 @pytest.mark.parametrize("starts", ["bash x/other.sh trainer.nnodes=2", "./other.sh", "sbatch other.slurm"])
 def test_a_script_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], starts: str) -> None:
     assert cli.main(["convert", script(tmp_path, f"export N=4\n{starts}\n")]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import PurePosixPath
@@ -18,15 +19,18 @@ _CHANGES_VALUE = re.compile(r"[-+]\w*[iul]")  # of declare
 def builtin(state: State, words: Sequence[Text], line: int, heredoc: Text | None) -> bool:
     """Evaluate a builtin. Return whether it is one. heredoc: its input."""
     program, rest = PurePosixPath(words[0].text).name, words[1:]
-    if program in ("cd", "pushd"):
-        if rest:
-            state.names["PWD"] = rest[0]
+    if program in ("cd", "pushd", "popd"):
+        _change_directory(state, program, [word for word in rest if word.text == "-" or word.text[:1] != "-"])
     elif program in ("exit", "return"):
         state.ended = state.ended or program
     elif program == "shift":
-        state.arguments = state.arguments[1:] if state.arguments is not None and not rest else None
+        num = rest[0].text if rest else "1"
+        known = state.arguments is not None and num.isdecimal()
+        given = list(state.arguments or ()) if known else []
+        state.arguments = given[int(num) if int(num) <= len(given) else 0 :] if known else None
     elif program == "set":
         given = [word.text for word in rest]
+        _export_all(state, given)
         if "--" in given or (given and given[0][:1] not in ("-", "+")):
             state.arguments = list(rest[given.index("--") + 1 if "--" in given else 0 :])
     elif program == "let":
@@ -43,6 +47,33 @@ def builtin(state: State, words: Sequence[Text], line: int, heredoc: Text | None
     else:
         return False
     return True
+
+
+def _change_directory(state: State, program: str, words: Sequence[Text]) -> None:
+    """`cd`, `pushd` and `popd`."""
+    before = state.names["PWD"]
+    if program == "popd":
+        word, state.pushed = (state.pushed[-1], state.pushed[:-1]) if state.pushed else (before, ())
+    elif not words:
+        word = state.names.get("HOME", before) if program == "cd" else before
+    elif words[0].text == "-":
+        word = state.names.get("OLDPWD", before)
+    elif words[0].known and before.known and words[0].text[:1] not in ("/", "~"):
+        word = words[0].like(os.path.normpath(os.path.join(before.text, words[0].text)))
+    else:
+        word = words[0]
+    if program == "pushd":
+        state.pushed = (*state.pushed, before)
+    state.names |= {"OLDPWD": before, "PWD": word}
+
+
+def _export_all(state: State, words: Sequence[str]) -> None:
+    """`set -a` and `set -o allexport`: names that are assigned from here on are exported; with + no longer."""
+    for before, word in zip(("", *words), words, strict=False):
+        if word == "--" or word[:1] not in ("-", "+") and before[1:] != "o":
+            break
+        if re.fullmatch(r"[-+]\w*a\w*", word) or (word == "allexport" and before[1:] == "o"):
+            state.exports_all = (before if word == "allexport" else word)[0] == "-"
 
 
 def declare_words(state: State, program: str, words: Sequence[Text], line: int) -> None:
@@ -70,7 +101,10 @@ def declare_name(state: State, program: str, name: str, options: Sequence[str]) 
     """Declare a name before it is assigned: as one that child processes see, or as a local one."""
     if program in ("local", "declare", "typeset") and not any("g" in option for option in options):
         state.make_local(name)
-    if program == "export" or any("x" in option for option in options):
+    removes = "-n" in options if program == "export" else any(option[0] == "+" and "x" in option for option in options)
+    if removes:
+        state.exported.discard(name)
+    elif program == "export" or any("x" in option for option in options):
         state.exported.add(name)
 
 
@@ -94,6 +128,7 @@ def unset(state: State, words: Sequence[Text], line: int) -> None:
             state.functions.pop(word.text, None)
         elif word.text.isidentifier():
             state.unset(word.text)
+            state.exported.discard(word.text)
         else:
             _forget(state, word, f"an item of it is removed in line {line}")
 

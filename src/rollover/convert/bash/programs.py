@@ -15,7 +15,9 @@ from rollover.convert.bash.written import Command, Script, Target, called, sourc
 
 _SHELLS = ("bash", "sh", "zsh", "dash")
 _PRINTING = ("echo", "printf", "cat", "tee", "grep", "sed", "awk")
-_STARTING = ("nohup", "env", "time", "timeout", "setsid", "srun", "sbatch", "qsub", "sudo", "numactl")  # a script, too
+_STARTING = ("nohup", "env", "time", "timeout", "setsid", "srun", "sbatch", "qsub", "sudo", "numactl", "nice", "ionice",
+             "stdbuf", "taskset")  # a script, too  # fmt: skip
+_TAKES_VALUE = re.compile(r"[-+]\w*[oO]|--rcfile|--init-file")  # of the options of a shell
 _ADDING_WORDS = ("xargs", "parallel")  # to a command, from their input
 _ISOLATED = {"docker", "podman", "nerdctl", "kubectl", "ssh"}  # which do not see the names that are exported here
 _SETTING_UP = re.compile(r"\b(?:conda|mamba|micromamba|pyenv|modulecmd|ssh-agent|direnv)\b")  # prints no options
@@ -27,6 +29,7 @@ _KNOWN = re.compile(
 )
 _HOLDS_COMMAND = re.compile(r"\S\s.*\b(?:python[\d.]*|torchrun|accelerate|trl|bash|sh|ray)\s", re.S)
 _ENVIRONMENT_FLAG = re.compile(r"(?:-e|--env)(?:=(.*))?", re.S)
+_UNSET = re.compile(r"(?:-u|--unset=)(\w+)")  # of env
 _ENVIRONMENT_FILE = re.compile(r"--(?:env-file|runtime-env|runtime-env-json|export|export-file)(?:=(?!ALL$).*)?", re.S)
 
 
@@ -126,7 +129,11 @@ def _child(state: State, words: Sequence[Text]) -> State:
         child.doubt(f"{file[:60]} may set any name")
     if "sudo" in texts and _ISOLATED.isdisjoint(texts) and not {"-E", "--preserve-env"} & {*texts}:
         child.doubt("sudo passes some names only")
-    for word in words:  # env NAME=VALUE bash
+    for before, word in zip(("", *texts), words, strict=False):  # env NAME=VALUE bash
+        if "env" in texts[:1] and word.text in ("-i", "-", "--ignore-environment"):
+            child.names = {name: value for name, value in child.names.items() if name == "PWD"}
+        elif "env" in texts[:1] and (unset := _UNSET.fullmatch(word.text if before != "-u" else f"-u{word.text}")):
+            child.unset(unset[1])
         name, equals, value = word.text.partition("=")
         if PurePosixPath(name).name in _SHELLS:
             break
@@ -145,7 +152,14 @@ def _scripts(run: Run, words: list[Text], line: int, heredoc: Text | None, child
     if option is not None and len(rest) > option + 1:
         child.arguments = rest[option + 3 :]
         return [(rest[option + 1], "")]
-    file = next((i for i, word in enumerate(rest) if not word.text.startswith("-")), None)
+    file = next(
+        (
+            i
+            for i, word in enumerate(rest)
+            if word.text[:1] not in ("-", "+") and not (i and _TAKES_VALUE.fullmatch(rest[i - 1].text))
+        ),
+        None,
+    )
     if shell is None and (texts[0].endswith(".sh") or texts[0] in _STARTING):
         rest = words
         file = next((i for i, text in enumerate(texts) if text.endswith((".sh", ".sbatch", ".slurm"))), None)

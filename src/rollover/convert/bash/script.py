@@ -231,13 +231,16 @@ class _Run:
             elif child.type not in ("file_redirect", "comment"):
                 words += self.words.fields(child)
             last = child
+        replaces = False
         while words and words[0].text in _PREFIXES:
-            words.pop(0)
+            replaces |= words.pop(0).text == "exec"
         if not words:
             return
         exported = before.keys() - self.state.exported
         self.state.exported |= exported
         start(self, words, self._line_of(node), heredoc, target)
+        if replaces:
+            self.state.ended = "exit"
         self.state.exported -= exported
         for name, value in before.items():
             self.state.unset(name)

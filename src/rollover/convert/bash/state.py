@@ -18,7 +18,8 @@ _KEPT = ("PWD", "HOME", "IFS")  # which no file of settings changes
 @dataclass
 class State:
     """names, arrays: values by name. functions: bodies by name. exported: names that a child process sees. arguments:
-    `$1`, `$2`...; None if they are unknown. ended: `exit` or `return` if that came. returned: the state where a
+    `$1`, `$2`...; None if they are unknown. exports_all: whether each name that is assigned is exported. pushed: the
+    directories of `pushd`. ended: `exit` or `return` if that came. returned: the state where a
     function may have returned before. local: what local names of the function stand for outside of it. unseen: why a
     name that is not set may have a value; empty if it has none."""
 
@@ -28,6 +29,8 @@ class State:
     functions: dict[str, Any] = field(default_factory=dict)
     exported: set[str] = field(default_factory=set)
     arguments: list[Text] | None = field(default_factory=list)
+    exports_all: bool = False
+    pushed: tuple[Text, ...] = ()
     ended: str = ""
     returned: State | None = None
     local: dict[str, State] = field(default_factory=dict)
@@ -60,6 +63,8 @@ class State:
             value = unknown(f"${name}", f"${name} has more than {MOST_CHARS:,} characters")
         self.arrays.pop(name, None)
         self.names[name] = value
+        if self.exports_all:
+            self.exported.add(name)
 
     def assign_items(self, name: str, items: list[Text]) -> None:
         """Set an array."""
@@ -94,7 +99,9 @@ class State:
 
     def make_local(self, name: str) -> None:
         """Note what a name stands for until the function returns."""
-        self.local.setdefault(name, State({}, self._part(self.names, name), self._part(self.arrays, name)))
+        outside = State({}, self._part(self.names, name), self._part(self.arrays, name))
+        outside.exported = self.exported & {name}
+        self.local.setdefault(name, outside)
 
     def leave(self, line: int) -> None:
         """End a function or a sourced file: it may have returned before."""
@@ -108,6 +115,7 @@ class State:
         """Give local names the values that they have outside of the function. outer: the names local there."""
         for name, before in self.local.items():
             self.unset(name)
+            self.exported = (self.exported - {name}) | before.exported
             self.names |= before.names
             self.arrays |= before.arrays
         self.local = outer
@@ -136,6 +144,7 @@ class State:
         self.arrays = {name: _items(name, left, where) for name in _keys([state.arrays for state in left])}
         self.functions = {name: body for state in left for name, body in state.functions.items()}
         self.exported = set().union(*(state.exported for state in left))
+        self.exports_all = any(state.exports_all for state in left)
         self.local = {name: before for state in left for name, before in state.local.items()}
         self.unseen = next((state.unseen for state in left if state.unseen), "")
         same = all(state.arguments == left[0].arguments for state in left)

@@ -137,8 +137,8 @@ def called(script: Script, state: State, word: Text, path: str, line: int) -> tu
 def _on_disk(state: State, word: Text, path: str) -> tuple[str, Text]:
     """The path and the text of a file that a script names: as seen from where it runs, or from any folder above the
     script's own (launch scripts are started from the root of their repository)."""
-    above = map(str, PurePosixPath(path).parents)
-    for directory in dict.fromkeys((state.names["PWD"].text, *above, ".")):
+    above, here = [str(parent) for parent in PurePosixPath(path).parents], state.names["PWD"].text
+    for directory in dict.fromkeys((here, *(os.path.join(parent, here) for parent in above), *above, ".")):
         if (file := Path(directory, word.text).expanduser()).is_file():
             return str(file), plain(text_of(file))
     raise ValueError("it is not there")

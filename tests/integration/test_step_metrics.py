@@ -31,6 +31,13 @@ def test_the_parts_of_a_ppo_step_are_timed(tmp_path: Path) -> None:
         assert "time/teacher_s" not in row
 
 
+def test_the_passes_of_a_kl_in_the_reward_are_timed(tmp_path: Path) -> None:
+    for row in rows_of(tmp_path, algorithm={"kl_coef": 0.01, "kl_in": "reward"}):
+        parts = ("time/logprobs_s", "time/reference_s", "time/update_s")
+        assert all(row[part] > 0 for part in parts)
+        assert sum(row[part] for part in parts) <= row["time/train_s"]
+
+
 def test_what_a_step_does_not_do_has_no_time(tmp_path: Path) -> None:
     (row, *_) = rows_of(tmp_path, rollout={"in_flight_groups": 3, "interrupt": "never", "max_staleness": 0})
     assert row["time/update_s"] > 0

@@ -283,7 +283,7 @@ METRICS: list[Metric] = [
         "time/update_s",
         "sum",
         "s",
-        "Of time/train_s: forward, backward and optimizer. With rewards.streaming also that before the step.",
+        "Of time/train_s: forward, backward and optimizer; train.streaming_min_groups: that of early groups, too.",
     ),
     Metric("time/critic_s", "sum", "s", "Of time/update_s: the critic's own part."),
     Metric("time/weights_s", "sum", "s", "Handing the new weights to the engine."),

@@ -14,8 +14,9 @@ metrics see them never change.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,13 +36,15 @@ class Penalties:
 
     `tokens`: rollout_id -> coef * KL of each token after the prompt [n], 0 for those that were not sampled. `kl`: mean
     over `num_rollouts` rollouts of the mean over their tokens, each weighted by policy/behavior, up to 2: so it is the
-    policy's of stale tokens, too (without, tokens of the reference itself would tell a negative one by k1).
+    policy's of stale tokens, too (without, tokens of the reference itself would tell a negative one by k1). `seconds`:
+    that its passes took, by part (logprobs, reference).
     """
 
     tokens: Mapping[str, np.ndarray]
     kl: float
     coef: float
     num_rollouts: int
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 def bounded_ratio(policy_M: np.ndarray, sample: Sample) -> np.ndarray:
@@ -68,8 +71,11 @@ class RewardKL:
         ValueError where a log-prob is not finite: it would be in every weight afterwards.
         """
         samples = [s for s in samples if s.mask.any()]
+        started = time.perf_counter()
         policy = self.backend.compute_logprobs(samples)
+        between = time.perf_counter()
         reference = self.backend.compute_logprobs(samples, reference_of(self.algorithm))
+        seconds = {"logprobs": between - started, "reference": time.perf_counter() - between}
         tokens: dict[str, np.ndarray] = {}
         means: list[float] = []
         for s in samples:
@@ -88,7 +94,7 @@ class RewardKL:
             of_rollout[s.mask] = self.coef * kl_M
             tokens[s.rollout_id] = of_rollout
             means.append(float((bounded_ratio(policy[s.rollout_id], s) * kl_M).mean(dtype=np.float64)))
-        return Penalties(tokens, sum(means) / max(1, len(means)), self.coef, len(means))
+        return Penalties(tokens, sum(means) / max(1, len(means)), self.coef, len(means), seconds)
 
     def after_step(self, penalties: Penalties) -> dict[str, float]:
         """The step of these was trained: the coefficient of the next one, and the metrics of this one."""

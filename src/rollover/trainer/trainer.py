@@ -107,6 +107,8 @@ class Trainer:
         metrics["train/zero_advantage_tokens"] = float(skipped_tokens)
         if self.reward_kl is not None and batch.penalties is not None:
             metrics |= self.reward_kl.after_step(batch.penalties)
+            for part, seconds in batch.penalties.seconds.items():
+                self._count(part, seconds)
         if self.algorithm.rejection:
             metrics["off_policy/rejected_share"] = rejected / max(1, batch.num_loss_tokens)
         if self.algorithm.correction_normalize:

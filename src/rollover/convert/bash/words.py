@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +28,8 @@ _DOUBLE_QUOTED = re.compile(r"\\([$`\"\\\n])")
 _UNQUOTED = re.compile(r"\\(.)", re.S)
 _BRACES = re.compile(r"(?<!\\)\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 _DEFAULTS = (":-", "-", ":=", "=", ":+", "+", ":?", "?")
+_ANSI = re.compile(r"\\(?:x([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{1,4})|U([0-9a-fA-F]{1,8})|([0-7]{1,3})|(.))", re.S)
+_ANSI_LETTERS = dict(zip("abeEfnrtv", "\a\b\x1b\x1b\f\n\r\t\v", strict=True)) | {mark: mark for mark in "\\'\"?"}
 _CASES: dict[str, Callable[[str], str]] = {
     "^^": str.upper,
     ",,": str.lower,
@@ -158,7 +159,7 @@ class Words:
             text = self.source(node)
             yield Part(Piece(text if quoted else text[1:-1]), quoted=True)
         elif kind == "ansi_c_string":
-            yield Part(Piece(codecs.decode(self.source(node)[2:-1], "unicode_escape")), quoted=True)
+            yield Part(Piece(_ansi(self.source(node)[2:-1])), quoted=True)
         elif kind in ("string", "translated_string"):
             string = node.children[-1] if kind == "translated_string" else node
             inner = [child for child in string.children if child.is_named]
@@ -304,3 +305,21 @@ def _is_list(node: Any) -> bool:
     """Whether it is `$@` or `${NAME[@]}`, which are no word at all if they are empty."""
     text = node.text or b""
     return text in (b"$@", b"${@}") or bool(re.fullmatch(rb"\$\{[\w]+\[@\]\}", text))
+
+
+def _ansi(text: str) -> str:
+    """The value of $'text'."""
+
+    def put(match: re.Match[str]) -> bytes:
+        byte, short, long, octal, letter = match.groups()
+        if byte or octal:
+            return bytes([int(byte or octal, 16 if byte else 8) & 255])
+        if (code := int(short or long or "0", 16)) and code <= 0x10FFFF:
+            return chr(code).encode(errors="replace")
+        return _ANSI_LETTERS.get(letter or "", match[0]).encode()
+
+    found, end = b"", 0
+    for match in _ANSI.finditer(text):
+        found += text[end : match.start()].encode() + put(match)
+        end = match.end()
+    return (found + text[end:].encode()).partition(b"\0")[0].decode(errors="replace")

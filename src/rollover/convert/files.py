@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,21 @@ def text_of(path: Path) -> str:
     try:
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} cannot be read: it is not a regular file. Write its content to one")
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_without_waiting) as file:
             data = file.read(MOST_BYTES + 1)
+        if data is None:
+            raise ValueError(f"{path} cannot be read: it has no end. Write its content to a regular file")
         text = data.decode("utf-8-sig").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if len(data) > MOST_BYTES:
         raise ValueError(f"{path} is no configuration: it has more than {MOST_BYTES:,} bytes")
     return text
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """As `open` does. A read of /proc/kmsg, which says that it is a regular file, else waits for what comes."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def tables_of(text: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Add a system: its `Form` here, its rows in systems.py.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from rollover.convert.trl.flags import is_trl_command, is_trl_yaml, options_of_t
 from rollover.convert.trl.script import calls_grpo_trainer, options_of_trl_script
 from rollover.convert.verl.config import options_of_yaml
 from rollover.convert.verl.script import options_of_script
+from rollover.functions import printable
 
 _YAML = (".yaml", ".yml")
 _SCRIPTS = (".sh", ".sbatch", ".slurm", ".txt", "")
@@ -70,8 +72,8 @@ def read(path: Path, system: str = "") -> tuple[System, dict[str, Any]]:
     text = text_of(path)
     try:
         content = tables_of(text) if path.suffix in _YAML else text
-        called = _called(text, path) if path.suffix in _SCRIPTS else ""
-        form = _form(path.suffix, f"{content}\n{called}" if called else content, system)
+        called, why = _called(text, path) if path.suffix in _SCRIPTS else ("", "")
+        form = _form(path.suffix, f"{content}\n{called}" if called else content, system, why)
         return SYSTEMS[form.system], form.options(content, *([path] if form.by_path else []))
     except (ValueError, ImportError) as error:
         raise ValueError(f"{path}: {error}") from error
@@ -79,21 +81,28 @@ def read(path: Path, system: str = "") -> tuple[System, dict[str, Any]]:
         raise ValueError(f"{path}: what it says is nested too deeply") from None
 
 
-def _called(text: str, path: Path) -> str:
-    """The texts of the scripts that a launch script starts. ValueError where it only starts one that cannot be read."""
+def _called(text: str, path: Path) -> tuple[str, str]:
+    """The texts of the scripts that a launch script starts, and why they are not known. ValueError where it only starts
+    one that cannot be read."""
     try:
         script = read_script(text, str(path))
-    except (ValueError, ImportError):
-        return ""  # no bash; who reads it as bash says what is wrong
+    except (ValueError, ImportError) as error:
+        return "", str(error)  # no bash, say; who reads it as bash says what is wrong
     if script.missing and not script.may_have_trained:
         line, name, reason = script.missing[0]
+        shown, reason = shlex.quote(_line(name)[:200]), _line(reason)
         raise ValueError(
-            f"line {line} starts {name}, which cannot be read ({reason}), and nothing else here trains: convert it"
+            f"line {line} starts {shown}, which cannot be read ({reason}), and nothing else here trains: convert it"
         )
-    return "\n".join(script.called)
+    return "\n".join(script.called), ""
 
 
-def _form(suffix: str, content: Any, system: str) -> Form:
+def _line(text: str) -> str:
+    return printable(" ".join(text.split()))
+
+
+def _form(suffix: str, content: Any, system: str, why: str = "") -> Form:
+    """The form of a file; `system`, unless that is empty. why: the scripts that it starts are not known."""
     of_suffix = [form for form in FORMS if suffix in form.suffixes] or [f for f in FORMS if "" in f.suffixes]
     if system:
         found: Sequence[Form] = [form for form in of_suffix if form.system == system]
@@ -106,4 +115,5 @@ def _form(suffix: str, content: Any, system: str) -> Form:
         return found[0]
     what = "more than one system has" if found else "no system has"
     names = " or ".join(f"--from {form.system}" for form in found or of_suffix)
-    raise ValueError(f"{what} such options: say which one's it is with {names}")
+    unread = f" (as bash it is not read: {_line(why)})" if why and not found else ""
+    raise ValueError(f"{what} such options{unread}: say which one's it is with {names}")

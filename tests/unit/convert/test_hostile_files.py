@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import tomllib
 from pathlib import Path
 
@@ -94,3 +95,53 @@ def test_what_is_open_over_continued_lines_ends_where_it_does(
     (tmp_path / "a.sh").write_text(text)
     assert cli.main(["convert", str(tmp_path / "a.sh")]) == 0, capsys.readouterr()
     assert tomllib.loads(capsys.readouterr().out)["train"]["num_steps"] == 6
+
+
+@pytest.mark.parametrize("starts", ["bash {}", "source {}", f"{_RUN}5 --config-name {{}}"])
+@pytest.mark.parametrize("name", ["~nobody_has_this_name/x.sh", "x" * 5000 + ".sh", r"$'a\0.sh'", "''", "/proc/kmsg"])
+def test_no_name_of_a_script_breaks_the_conversion(
+    name: str, starts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.sh").write_text(f"{starts.format(name)}\n{_RUN}5\n")
+    assert cli.main(["convert", str(tmp_path / "a.sh"), "--accept", "*"]) in (0, 2)
+    assert "Traceback" not in "".join(capsys.readouterr())
+
+
+def test_a_name_of_several_lines_is_told_in_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.sh").write_text("bash $'b\\nc\\e.sh'\n")
+    assert cli.main(["convert", str(tmp_path / "a.sh")]) == 2
+    assert "line 1 starts 'b c?.sh', which cannot be read (it is not there)" in capsys.readouterr().err
+
+
+def test_a_pipe_that_a_script_starts_is_not_called_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "b.sh")
+    (tmp_path / "a.sh").write_text("bash b.sh\n")
+    assert cli.main(["convert", str(tmp_path / "a.sh")]) == 2
+    assert "line 1 starts b.sh, which cannot be read (it is not a regular file)" in capsys.readouterr().err
+
+
+def test_scripts_that_start_each_other_are_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.sh").write_text("bash b.sh\nbash b.sh\n")
+    (tmp_path / "b.sh").write_text(f"bash a.sh\nbash a.sh\n{_RUN}5 data.train_batch_size=256\n")
+    assert cli.main(["convert", str(tmp_path / "a.sh")]) == 0, capsys.readouterr().err
+    assert tomllib.loads(capsys.readouterr().out)["train"]["num_steps"] == 5
+
+
+def test_what_keeps_a_launcher_from_being_read_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for i in range(50):
+        (tmp_path / f"{i}.sh").write_text(f"bash {i + 1}.sh\n")
+    assert cli.main(["convert", str(tmp_path / "0.sh")]) == 2
+    assert "its scripts are nested too deeply" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["bash", "source"])
+def test_a_large_script_is_not_read_again_and_again(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "b.sh").write_text("# " + "x" * 1_000_000)
+    rounds = " ".join(map(str, range(60)))
+    (tmp_path / "a.sh").write_text(f"for i in {rounds}; do for j in {rounds}; do {how} b.sh; done; done\n{_RUN}5\n")
+    started = time.monotonic()
+    assert cli.main(["convert", str(tmp_path / "a.sh")]) == 2
+    assert "does too much to be read" in capsys.readouterr().err
+    assert time.monotonic() - started < 30

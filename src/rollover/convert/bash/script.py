@@ -68,6 +68,8 @@ class _Run:
     ) -> None:
         if depth > _MOST_DEPTH:
             raise ValueError("its scripts are nested too deeply")
+        if depth:
+            budget.spend(steps=10, chars=len(text))  # parsing it is work, too
         self.state, self.script, self.budget = state, script, budget
         self.path, self._line, self._depth = path, line, depth
         self._root, source = _parsed(text.encode(), line)
@@ -257,7 +259,12 @@ class _Run:
             source += f"${{{name}}}" if piece.why else piece.text
         state.names.setdefault("PWD", plain("."))
         run = _Run(source, state, self.script, self.budget, path or self.path, line, self._depth + 1)
-        run.all()
+        running = self.script.running
+        running.append(self.path)
+        try:
+            run.all()
+        finally:
+            running.pop()
 
     def call(self, body: Any, arguments: list[Text], line: int) -> None:
         """Evaluate a function, whose body another text may have."""

@@ -41,13 +41,15 @@ class Command:
 class Script:
     """commands: those of a script, in order. files: the text of files that it writes, by their place.
     may_have_trained: whether a command has started Python or TRL. called: the texts of the scripts that it starts.
-    missing: (line, name, reason) of scripts that it starts and that cannot be read."""
+    missing: (line, name, reason) of scripts that it starts and that cannot be read. running: the paths of those that it
+    is in while it is evaluated."""
 
     commands: list[Command] = field(default_factory=list)
     files: dict[str, Text] = field(default_factory=dict)
     may_have_trained: bool = False
     called: list[str] = field(default_factory=list)
     missing: list[tuple[int, str, str]] = field(default_factory=list)
+    running: list[str] = field(default_factory=list)
 
     def add(self, command: Command) -> None:
         """Append a command."""
@@ -117,8 +119,8 @@ def sourced(script: Script, state: State, word: Text, path: str) -> tuple[str, T
 
 
 def called(script: Script, state: State, word: Text, path: str, line: int) -> tuple[str, Text] | None:
-    """The path and the text of a script that another one starts; None, and a note, for one that cannot be read. path:
-    that of the script that starts it."""
+    """The path and the text of a script that another one starts; None for one that is being evaluated, and, with a
+    note, for one that cannot be read. path: that of the script that starts it."""
     if (text := written(script, state, word.text)) is not None:
         return path, text
     try:
@@ -128,8 +130,8 @@ def called(script: Script, state: State, word: Text, path: str, line: int) -> tu
     except ValueError as error:
         script.missing.append((line, word.text, str(error)))
         return None
-    if os.path.samefile(found, path or os.devnull):
-        return None  # it starts itself
+    if any(os.path.exists(one) and os.path.samefile(found, one) for one in (path, *script.running)):
+        return None  # it starts itself, or they start each other
     script.called.append(text.text)
     return found, text
 
@@ -138,7 +140,8 @@ def _on_disk(state: State, word: Text, path: str) -> tuple[str, Text]:
     """The path and the text of a file that a script names: as seen from where it runs, or from any folder above the
     script's own (launch scripts are started from the root of their repository)."""
     above, here = [str(parent) for parent in PurePosixPath(path).parents], state.names["PWD"].text
-    for directory in dict.fromkeys((here, *(os.path.join(parent, here) for parent in above), *above, ".")):
-        if (file := Path(directory, word.text).expanduser()).is_file():
-            return str(file), plain(text_of(file))
-    raise ValueError("it is not there")
+    directories = dict.fromkeys((here, *(os.path.join(parent, here) for parent in above), *above, "."))
+    files = [os.path.expanduser(os.path.join(directory, word.text)) for directory in directories]
+    for file in filter(os.path.isfile, files):
+        return file, plain(text_of(Path(file)))
+    raise ValueError("it is not a regular file" if any(map(os.path.exists, files)) else "it is not there")

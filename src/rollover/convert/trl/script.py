@@ -292,6 +292,6 @@ def _form_in_file(path: Path) -> str:
             return ""
         with path.expanduser().open(encoding="utf-8") as file:
             prompt = json.loads(file.readline(MOST_BYTES)).get("prompt")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RuntimeError):  # RuntimeError: ~ of a user whom nobody knows
         return ""
     return {str: "text", list: "messages"}.get(type(prompt), "")

@@ -103,6 +103,7 @@ class FakeTinker:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.headers: list[dict[str, str]] = []
         self.failing: list[str] = []  # errors that the next results of a pass are
+        self.failing_scores: list[str] = []  # categories of the errors that the next log-probs of a prompt are
         self._lock, self._results = threading.RLock(), {}
         self._models: dict[str, Adapted] = {}
         self._states: dict[str, Any] = {}
@@ -221,6 +222,9 @@ class FakeTinker:
     def asample(self, asked: dict[str, Any]) -> dict[str, Any]:
         from tinker.proto import tinker_public_pb2 as pb
 
+        if asked.get("prompt_logprobs") and self.failing_scores:
+            error = {"error": "out of memory", "category": self.failing_scores.pop(0)}
+            return self.promise(error, sample_sequence_ids=[])
         plain, params = self._samplers[self._sessions[asked["sampling_session_id"]]], asked["sampling_params"]
         ids = [t for chunk in asked["prompt"]["chunks"] for t in chunk["tokens"]]
         out, new, logprobs = pb.SampleResponse(), [], []

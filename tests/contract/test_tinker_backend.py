@@ -18,6 +18,7 @@ from contract import trainer_contract
 from rollover.config import Config
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine
+from rollover.engine.tinker.service import ServiceError
 from rollover.models.load import LoadedModel
 from rollover.trainer.backend import TEACHER, TrainerBackend
 from rollover.trainer.batch import Batch
@@ -176,6 +177,38 @@ def test_what_fails_by_the_services_fault_is_asked_again(service: tuple[FakeTink
     found = troubled.train_step(Batch(SAMPLES))
     assert not any(fake.faults.values()) and not fake.failing
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5), "nothing was done twice"
+
+
+def test_a_teachers_log_probs_are_asked_for_again_from_one_sampler(
+    service: tuple[FakeTinker, str], built: Built
+) -> None:
+    fake, url = service
+    backend = built(config(url, distill={"teacher": "initial", "privileged": "prompts:told"})).backend
+    expected = backend.compute_logprobs(SAMPLES, TEACHER)
+    opened = len(fake.named("create_sampling_session"))
+    fake.failing_scores = ["server", "server"]
+    found = backend.compute_logprobs(SAMPLES, TEACHER)
+    assert not fake.failing_scores
+    assert len(fake.named("create_sampling_session")) == opened, "the sampler is opened once"
+    for rollout_id, values in expected.items():
+        np.testing.assert_array_equal(found[rollout_id], values)
+    fake.failing_scores = ["user"]
+    with pytest.raises(ServiceError, match=r"failed at log-probs of tiny: .*out of memory"):
+        backend.compute_logprobs(SAMPLES[:1], TEACHER)
+    fake.failing_scores = ["server"] * 9
+    with pytest.raises(ServiceError, match=r"failed at log-probs of tiny: .*out of memory"):
+        backend.compute_logprobs(SAMPLES[:1], TEACHER)
+    assert len(fake.failing_scores) == 6, "three tries"
+    fake.failing_scores = []
+
+
+def test_the_sampler_of_a_refreshed_teacher_is_opened_anew(service: tuple[FakeTinker, str], built: Built) -> None:
+    fake, url = service
+    of = built(config(url, distill={"teacher": "policy", "privileged": "prompts:told", "refresh_steps": 2}))
+    opened = len(fake.named("create_sampling_session"))
+    for _ in range(5):
+        of.train_step(Batch(SAMPLES))
+    assert len(fake.named("create_sampling_session")) == opened + 3, "the base model, and the weights of steps 2 and 4"
 
 
 def test_what_was_sampled_at_another_temperature_is_refused(service: tuple[FakeTinker, str], built: Built) -> None:

@@ -15,6 +15,8 @@ import asyncio
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -68,6 +70,8 @@ class TinkerBackend:
         self._is_zero = False
         """Whether a minibatch without a loss token is part of the gradient."""
         self._num_saved = 0
+        self._samplers: dict[str, Any] = {}
+        """By the name of the weights that they score with."""
 
     def compute_logprobs(self, samples: list[Sample], version: Version | None = None) -> Stream:
         samples = [s for s in samples if s.mask.any()]
@@ -192,17 +196,26 @@ class TinkerBackend:
         if not samples:
             return {}
         _check(model, samples)
-        sampler, sdk = self.service.sampler(name), self.service.sdk
+        sampler, sdk = self._sampler_of(name), self.service.sdk
         prompts = [sdk.types.ModelInput.from_ints([*s.prompt_ids.tolist(), *s.token_ids.tolist()]) for s in samples]
-        futures = [sampler.compute_logprobs(prompt) for prompt in prompts]
+        futures = [sampler.compute_logprobs(prompt) for prompt in prompts]  # all at once: the service has them together
         found: Stream = {}
-        for s, future in zip(samples, futures, strict=True):
-            values = self.service.result(f"log-probs of {name}", lambda future=future: future)
+        for s, prompt, future in zip(samples, prompts, futures, strict=True):
+            tries = chain([future], (sampler.compute_logprobs(prompt) for _ in count()))
+            values = self.service.result(f"log-probs of {name}", partial(next, tries), again=True)
             found[s.rollout_id] = _at_loss_tokens(s, np.array(values[1:], dtype=np.float64))  # None becomes NaN
             if np.isnan(found[s.rollout_id]).any():
                 raise ValueError(f"rollout {s.rollout_id}: the service has no log-prob of a token under {name}")
         self._count(samples, model)
         return found
+
+    def _sampler_of(self, name: str) -> Any:
+        """What scores with the weights `name`, opened once. Kept weights that were replaced are asked for no more."""
+        if name not in self._samplers:
+            asked_for = {self.service.base_model, self._teacher}
+            self._samplers = {of: sampler for of, sampler in self._samplers.items() if of in asked_for}
+            self._samplers[name] = self.service.sampler(name)
+        return self._samplers[name]
 
     def _send(self, rate: float, divisor: float) -> float:
         """The gradient and the update. Returns the norm of the gradient; NaN where the service does not tell it."""

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rollover.tasks.text_rows import CSV_SUFFIXES, JSON_SUFFIXES, suffix_of
+
 MOST_BYTES = 1 << 20  # a launch script has some kilobytes
 _MOST_VALUES = 100_000  # of a YAML, whose aliases can stand for any number of them
 # YAML 1.1 takes 1e-6 for a text; OmegaConf, pydantic and argparse for a number.
@@ -71,3 +73,8 @@ def _check_size(tables: dict[str, Any]) -> None:
         num += len(inner)
         if num > _MOST_VALUES:
             raise ValueError(f"it has more than {_MOST_VALUES:,} values: do its aliases (*) multiply them?")
+
+
+def is_file_of_rows(path: str) -> bool:
+    """Whether a place of data is one file, which has no subsets and no splits, by its name."""
+    return suffix_of(path) in (*JSON_SUFFIXES, *CSV_SUFFIXES, ".parquet")

@@ -10,6 +10,7 @@ from pathlib import Path
 from rollover.config.describe import toml_value
 from rollover.config.load import PYTHON, load_config
 from rollover.config.table import ConfigError, value_of
+from rollover.convert.files import is_file_of_rows
 from rollover.convert.mapping import Conversion, System, convert
 from rollover.convert.read import read
 from rollover.functions import printable
@@ -34,6 +35,7 @@ def converted(
     of_sources = any(key.startswith(_SOURCES) for key in answered)
     if of_sources:
         done.values.setdefault(_SOURCES, ([{"kind": "dataset"}], "command line"))
+        _of_new_files(done, overrides)
     try:
         config = load_config([{key: value for key, (value, _) in done.values.items()}], overrides).config
     except ConfigError as error:
@@ -49,6 +51,16 @@ def converted(
         done.values[_SOURCES] = (rows, done.values[_SOURCES][1])
     notices = [f"{_line(name)} is left out: {reason}" for name, reason in sorted(done.without.items())]
     return _as_toml(done, f"{path.name}, of {system.name}"), notices
+
+
+def _of_new_files(done: Conversion, overrides: Sequence[tuple[str, str]]) -> None:
+    """Of a source whose path is answered by a file: no subset and no split, which chose among what it was before."""
+    rows, shown = done.values[_SOURCES]
+    for i, row in enumerate(rows):
+        if any(key == f"{_SOURCES}.{i}.path" and is_file_of_rows(value) for key, value in overrides):
+            gone = ("subset", "split") if "eval_path" in row else ("subset", "split", "eval_split")
+            rows[i] = {name: item for name, item in row.items() if name not in gone}
+    done.values[_SOURCES] = (rows, shown)
 
 
 def _check(system: System, done: Conversion, answered: set[str], accepted: Sequence[str], path: Path) -> None:

@@ -246,3 +246,22 @@ def test_the_system_may_be_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "of axolotl" in capsys.readouterr().out
     assert cli.main(["convert", file(tmp_path, "x", "a.sh"), "--from", "axolotl"]) == 2
     assert "a file of axolotl is one of .yaml, .yml" in capsys.readouterr().err
+
+
+def test_streaming_of_a_step_of_one_group_has_no_least_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = ASYNCHRONOUS.replace("micro_batch_size: 4", "micro_batch_size: 1")
+    text = text.replace("prefetch_depth: 2", "prefetch_depth: 2\n  streaming_partial_batch: true")
+    config, _ = converted([file(tmp_path, text)], capsys)
+    assert config.rollout.groups_per_step == 1
+    assert config.rewards.streaming
+    assert config.train.streaming_min_groups == 0
+
+
+def test_a_file_in_the_place_of_a_data_set_has_no_subset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, _ = converted([file(tmp_path), "--tasks.sources.0.path", "rows.jsonl"], capsys)
+    (source,) = config.tasks.sources
+    assert (source.path, source.subset) == ("rows.jsonl", "")
+    config, _ = converted([file(tmp_path), "--tasks.sources.0.path", "copies/gsm8k"], capsys)
+    assert config.tasks.sources[0].subset == "main"

@@ -267,7 +267,12 @@ def streaming(value: Any, options: Options) -> dict[str, Any]:
     """Its groups are scored, and their gradient is computed, as they come."""
     if not is_asynchronous(options) or not options("trl.streaming_partial_batch"):
         return {}
-    return {"rewards.streaming": True, "train.streaming_min_groups": int(options("trl.streaming_min_groups") or 1)}
+    least = int(options("trl.streaming_min_groups") or 1)
+    try:
+        whole = least >= groups(None, options)["rollout.groups_per_step"]
+    except Unanswered:  # which is asked about there
+        whole = False
+    return {"rewards.streaming": True} | ({} if whole else {"train.streaming_min_groups": least})
 
 
 def with_producer(key: str) -> Any:

@@ -21,6 +21,8 @@ from rollover.convert.systems import SYSTEMS
 from rollover.convert.trl.flags import is_trl_command, is_trl_yaml, options_of_trl_command, options_of_trl_flags
 from rollover.convert.trl.script import calls_grpo_trainer, options_of_trl_script
 from rollover.convert.verl.config import options_of_yaml
+from rollover.convert.verl.programs import is_rllm
+from rollover.convert.verl.rllm import RLLM
 from rollover.convert.verl.script import options_of_script
 from rollover.functions import printable
 
@@ -74,7 +76,8 @@ def read(path: Path, system: str = "") -> tuple[System, dict[str, Any]]:
         content = tables_of(text) if path.suffix in _YAML else text
         called, why = _called(text, path) if path.suffix in _SCRIPTS else ("", "")
         form = _form(path.suffix, f"{content}\n{called}" if called else content, system, why)
-        return SYSTEMS[form.system], form.options(content, *([path] if form.by_path else []))
+        options = form.options(content, *([path] if form.by_path else []))
+        return RLLM if form.system == "verl" and is_rllm(options) else SYSTEMS[form.system], options
     except (ValueError, ImportError) as error:
         raise ValueError(f"{path}: {error}") from error
     except (RecursionError, MemoryError):

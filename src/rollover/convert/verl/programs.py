@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from rollover.convert.mapping import Options, Unread
@@ -66,8 +67,18 @@ def with_program(options: dict[str, Any], program: str = "") -> dict[str, Any]:
     if not mode(program):
         known = next((reason for name, reason in _OTHERS.items() if name in re.split(r"[./]", program)), None)
         reason = known or "its trainer is not known here: what it does that no option says is lost"
+        if is_rllm(options):
+            reason = (
+                "it is rLLM's, which is given its agent flow and its evaluator in Python: set --workflow.function (or"
+                " workflow.environment) for an agent, and --rewards.function (docs/agents.md)"
+            )
         return {program: Unread(f"{reason}. Without it, PPO's trainer is converted")} | options
     return {PROGRAM: program} | options if asynchronous or mode(program) != SYNC else options
+
+
+def is_rllm(options: Iterable[str]) -> bool:
+    """Whether options of a script of verl's are rLLM's: by its tables."""
+    return any(name.startswith(("rllm.", "rllm/")) for name in options)
 
 
 def mode_of(options: Options) -> str:

@@ -14,6 +14,7 @@ from rollover.rewards.built_in import BY_DATA_SOURCE, spec_of
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 IS = "algorithm.rollout_correction"
 OLDER_IS = "algorithm.rollout_is"  # of verl 0.6
+RLLM_SWITCH = "rllm"  # an option that rLLM's rows alone have a default of
 _OFF = (None, "null", "none", "off")
 _ADVANTAGES = {name: name for name in (
     "gae", "grpo", "rloo", "remax", "opo", "grpo_passk", "gpg", "gdpo", "reinforce_plus_plus_baseline",
@@ -143,6 +144,8 @@ def updates(options: Options) -> int:
 
 def minibatches(options: Options) -> int:
     num, size = groups(options), options(f"{ACTOR}.ppo_mini_batch_size")
+    if options(RLLM_SWITCH) and num % max(1, num // size) == 0:
+        return int(max(1, num // size))  # rLLM counts updates, and shares the rows among them
     if num % size:
         raise Unanswered(
             f"{num} groups a step in minibatches of {size}: the last one is smaller there; here all have as many"
@@ -388,6 +391,15 @@ def lora(key: str) -> Any:
     return to
 
 
+def megatron_lora(value: Any, options: Options) -> dict[str, Any]:
+    if not value:
+        return {}
+    raise Unanswered(
+        "Megatron reads it; FSDP does not, and trains all weights (its own is lora_rank): set --model.lora.rank"
+        f" {value} for adapters"
+    )
+
+
 def eval_temperature(value: Any, options: Options) -> dict[str, Any]:
     if not eval_tasks(-1, options):
         return {}
@@ -402,7 +414,8 @@ def eval_top_p(value: Any, options: Options) -> dict[str, Any]:
 def eval_tasks(value: Any, options: Options) -> dict[str, Any]:
     often = "rollout.test_freq" if mode_of(options) == ASYNC else "trainer.test_freq"
     asked = int(options(often) or -1) > 0
-    return {"eval.num_tasks": value if value > 0 else 100_000} if asked and validation(options) else {}
+    held_out = validation(options) or (options(RLLM_SWITCH) and not options("data.train_files"))  # chosen in Python
+    return {"eval.num_tasks": value if value > 0 else 100_000} if asked and held_out else {}
 
 
 def schedule(value: Any, options: Options) -> dict[str, Any]:

@@ -15,7 +15,6 @@ _REF = "actor_rollout_ref.ref"
 _REWARDS = "rewards are called one way: docs/rewards.md has a table of verl's managers"
 _MODEL = "the model's own files are used"
 _IMAGES = "there are no images, videos or sounds"
-_ADAPTERS = "Megatron's adapters: set `model.lora`"
 _AGENT = "agents are functions, environments classes: set `workflow.function`, `workflow.environment` (docs/agents.md)"
 _LORA = "goes with `model.lora.rank`"
 
@@ -41,7 +40,6 @@ ASKED = {
     "critic.model.custom_chat_template": (_MODEL, _NULL),
     f"{MODEL}.mtp.enable": ("there is no prediction of several tokens", (False,)),
     "critic.model.mtp.enable": ("there is no prediction of several tokens", (False,)),
-    f"{MODEL}.lora.rank": (_ADAPTERS, (0,)),
     "critic.model.lora.rank": ("a critic has no adapters", (0,)),
     "critic.model.lora_rank": ("a critic has no adapters", (0,)),
     f"{MODEL}.external_lib": ("docs/own-functions.md says what may be one's own here", _NULL),
@@ -97,6 +95,10 @@ ASKED = {
     "rllm/backend": ("a Tinker-compatible service is `backend.type = \"tinker\"` (docs/backends.md)", ("verl",)),
     "rllm.stepwise_advantage.normalize_by_steps": ("a turn has the advantage of its trajectory", (False,)),
     "rllm.rejection_sample.multiplier": ("set `rollout.in_flight_groups`", (1,)),
+    "rllm.algorithm.kl_beta": ("set `algorithm.kl_coef`", (0, 0.0)),
+    "rllm.async_training.enable": ("set `[rollout]` as docs/async.md says of each mode", (False,)),
+    "rllm.remote_runtime.enabled": (_AGENT, (False,)),
+    "rllm.trainer.total_batches": ("set `train.num_steps`", (-1,)),
     "rllm.agent.*": (_AGENT, ()),
     "rllm.env.*": (_AGENT, ()),
     "rllm.workflow.*": (_AGENT, ()),
@@ -176,6 +178,9 @@ NO_RESULT = {
         "rllm.stepwise_advantage.*",
     ),
     "of rLLM: set by other options": ("rllm.algorithm.use_rllm", "model.name", "rllm.model.name"),
+    "goes with `rllm.async_training.enable`": ("rllm.async_training.*",),
+    "goes with `rllm.remote_runtime.enabled`": ("rllm.remote_runtime.*",),
+
     "goes with `rllm.compact_filtering.enable` or `rllm.rejection_sample.enable`; episodes that fail have no reward": (
         "rllm.compact_filtering.*", "rllm.rejection_sample.*",
     ),
@@ -189,8 +194,11 @@ NO_RESULT = {
         "data.custom_cls.name", "data.sampler.class_name", "data.datagen.name"),
     "goes with `skip.*.enable`": ("skip.*",),
 }
-# fmt: on
+_EPISODES = ("rllm.workflow.n_parallel_tasks", "rllm.workflow.retry_limit", "rllm.workflow.raise_on_error")
 WITHOUT = (
+    *(Row(name, note="of rLLM: how many episodes run at a time, and what becomes of one that fails")
+      for name in _EPISODES),
     *(Row(name, note=note, neutral=neutral) for name, (note, neutral) in ASKED.items()),
     *(Row(name, note=note) for note, names in NO_RESULT.items() for name in names),
 )
+# fmt: on

@@ -213,7 +213,7 @@ ROWS = (
     Row(f"{IS}.rollout_is_batch_normalize", ("algorithm.correction_normalize",), correction, False, True,
         {f"{IS}.rollout_is": "token"}),
     Row(f"{OLDER_IS}_threshold", ("algorithm.correction", "algorithm.correction_cap"), older_correction, example=2.0,
-        beside={OLDER_IS: True}, note="of verl 0.6.0, which has it in `algorithm`"),
+        beside={OLDER_IS: True}, note="of verl 0.6.0, whose veto is 1e-4 if none is given"),
     *(Row(f"{OLDER_IS}{name}", keys, older_correction, None, example, {f"{OLDER_IS}_threshold": 2.0} | beside)
       for name, keys, example, beside in (
           ("", ("algorithm.correction",), True, {}),

@@ -26,8 +26,13 @@ class Chosen:
     def of(self, task: Task) -> str:
         """The spec of a task. ValueError where its data_source has no reward, or one that does not exist."""
         name = task.columns.get("data_source") if self.asks else None
-        if not isinstance(name, str):
+        if name is None:
             return self.spec
+        if not isinstance(name, str):
+            raise ValueError(
+                f"task {task.task_id}: its data_source, which chooses its reward, is {name!r:.60} and no text: make the"
+                " column one of texts, or name one reward for all rows in rewards.function"
+            )
         return _checked(by_data_source(name, self.own), "rewards.by_data_source", self.rule)
 
 

@@ -324,6 +324,14 @@ def test_a_data_source_that_nobody_knows_is_refused_as_verl_does(tmp_path: Path)
     assert rewards_of(tmp_path, "mine", function="exact_match") == ["exact_match/last_number"]
 
 
+@pytest.mark.parametrize("value", [1, 0, False, 1.5, ["openai/gsm8k"], {"name": "openai/gsm8k"}])
+def test_a_data_source_that_is_no_text_is_refused(tmp_path: Path, value: Any) -> None:
+    """It would be compared exactly, whatever rewards.by_data_source has for it."""
+    with pytest.raises(ValueError, match="task d/0: its data_source, which chooses its reward, is .* and no text"):
+        rewards_of(tmp_path, value, by_data_source={"1": "json"})
+    assert rewards_of(tmp_path, value, function="exact_match") == ["exact_match/last_number"]
+
+
 def test_a_parquet_file_of_verls_layout_is_scored_in_the_pool(tmp_path: Path) -> None:
     """From a configuration that names no reward."""
     datasets = pytest.importorskip("datasets")

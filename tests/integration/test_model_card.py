@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import runs
 from huggingface_hub import ModelCard
 
@@ -30,3 +31,18 @@ def test_final_and_best_model_have_a_card(tmp_path: Path) -> None:
         assert "| Base model | model |" in card.text and "| Learning rate | 0.001 |" in card.text
     final = (tmp_path / "run" / "model" / "README.md").read_text()
     assert "| Steps | 2 |" in final and f"| Held-out mean reward | {held_out[-1]['mean']:.3f} |" in final
+
+
+def test_a_card_that_cannot_be_written_is_told_and_resume_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, card = runs.write(tmp_path, steps=1), tmp_path / "run" / "model" / "README.md"
+    card.parent.mkdir(parents=True)
+    card.symlink_to("/dev/full")
+    assert cli.main(["train", str(recipe)]) == 2
+    error = capsys.readouterr().err
+    assert f"{card} cannot be written: No space left on device. The model beside it is whole" in error
+    assert "Traceback" not in error
+    card.unlink()
+    assert cli.main(["train", str(recipe), "--resume"]) == 0
+    assert card.read_text().startswith("---") and (card.parent / "model.safetensors").exists()

@@ -17,6 +17,7 @@ def write_model_card(folder: Path, config: Config, step: int, evaluation: Mappin
     """Write the card of the model in `folder`, trained up to `step`. evaluation: its row of eval.jsonl, if it has one.
 
     `base_model` is given for a model of the hub alone: a folder of this machine says nothing to a reader elsewhere.
+    ValueError where the card cannot be written.
     """
     if not folder.is_dir() or config.backend.type == "tinker":
         return  # there is no model: the service has it, or what an own backend wrote is no folder
@@ -36,7 +37,13 @@ def write_model_card(folder: Path, config: Config, step: int, evaluation: Mappin
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in head.items()), "---", ""]
     lines += [f"# {_cell(config.run.name)}", "", "Trained with Rollover.", "", "| | |", "|---|---|"]
     lines += [f"| {what} | {_cell(value)} |" for what, value in rows.items() if value]
-    (folder / NAME).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    try:
+        (folder / NAME).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"{folder / NAME} cannot be written: {error.strerror}. The model beside it is whole. Make room, or remove"
+            " what is in its place, and go on with --resume"
+        ) from error
 
 
 def _cell(text: str) -> str:

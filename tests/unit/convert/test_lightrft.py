@@ -90,7 +90,7 @@ def test_partial_rollouts_are_continued_with_bounded_age(tmp_path: Path, capsys:
     config, _ = converted(argv, capsys)
     rollout = config.rollout
     assert (rollout.interrupt, rollout.token_budget, rollout.complete_fraction) == ("token_budget", 1024, 0.6)
-    assert (rollout.max_continuations, rollout.in_flight_groups, rollout.max_staleness) == (1, 256, 1)
+    assert (rollout.max_continuations, rollout.in_flight_groups, rollout.max_staleness) == (1, 128, 1)
     assert config.algorithm.allow_uncorrected
     config, _ = converted(
         [*argv, "--algorithm.correction", "token_truncate", "--algorithm.allow_uncorrected", "false"], capsys
@@ -145,3 +145,10 @@ def test_openrlhf_is_not_taken_for_it(tmp_path: Path, capsys: pytest.CaptureFixt
     path.write_text("python3 -m openrlhf.cli.train_ppo_ray --pretrain me/mine --rollout_batch_size 8\n")
     assert cli.main(["convert", str(path)]) == 2
     assert "--from" in capsys.readouterr().err
+
+
+def test_evaluations_draw_as_training_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, _ = converted([file(tmp_path, "--temperature 0.7 --top_p 0.9 --eval_steps 20"), *ANSWERS], capsys)
+    assert (config.eval.temperature, config.eval.top_p) == (0.7, 0.9)
+    assert config.eval.samples_per_task == config.rollout.group_size
+    assert not config.eval.at_start

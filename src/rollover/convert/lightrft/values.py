@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rollover.convert.files import is_file_of_rows
 from rollover.convert.mapping import Options, Unanswered
 from rollover.convert.shown import trackers, where
 
@@ -95,7 +96,9 @@ def batches(value: Any, options: Options) -> dict[str, Any]:
 
 
 def group_size(value: Any, options: Options) -> dict[str, Any]:
-    return {"rollout.group_size": value} | ({"rewards.min_valid": 1} if value == 1 else {})
+    """Evaluations draw as training does."""
+    values = {"rollout.group_size": value, "eval.samples_per_task": value}
+    return values | ({"rewards.min_valid": 1} if value == 1 else {})
 
 
 def truncated(value: Any, options: Options) -> dict[str, Any]:
@@ -113,7 +116,8 @@ def partial(value: Any, options: Options) -> dict[str, Any]:
         "rollout.complete_fraction": options("partial_percent"),
         "rollout.max_continuations": 1,
         "rollout.order": "fifo",
-        "rollout.in_flight_groups": 2 * int(options("rollout_batch_size")),
+        # More in flight would have to be trained within max_staleness, and so by steps larger than partial_percent.
+        "rollout.in_flight_groups": int(options("rollout_batch_size")),
         "rollout.max_staleness": 1,
         **truncated(value, options),
     }
@@ -134,18 +138,35 @@ def budget(value: Any, options: Options) -> dict[str, Any]:
 def sources(value: Any, options: Options) -> dict[str, Any]:
     paths = [path.strip() for path in str(options("prompt_data")).split(",")]
     shares = [float(share) for share in str(options("prompt_data_probs")).split(",")]
-    common: dict[str, Any] = {"prompt_column": options("input_key"), "split": options("prompt_split")}
+    common: dict[str, Any] = {"prompt_column": options("input_key")}
     if options("reference_key") is not None:
         common["answer_column"] = options("reference_key")
     if options("eval_data"):
         common["eval_path"] = options("eval_data")
-    rows = [{"kind": "dataset", "path": path} | common | {"eval_split": options("eval_split")} for path in paths]
+    rows = [{"kind": "dataset", "path": path} | common for path in paths]
+    for row in rows:  # a file has no splits
+        if not is_file_of_rows(row["path"]):
+            row["split"] = options("prompt_split")
+        if not is_file_of_rows(row.get("eval_path", row["path"])):
+            row["eval_split"] = options("eval_split")
     if len(paths) > 1:
         if len(shares) != len(paths):
             raise Unanswered(f"{len(paths)} data sets have {len(shares)} shares (prompt_data_probs)")
         for row, share in zip(rows, shares, strict=True):
             row["weight"] = share
     return {"tasks.sources": rows}
+
+
+def data(value: Any, options: Options) -> dict[str, Any]:
+    values = sources(value, options)
+    if options("max_eval_samples") and any("eval_path" not in row and is_file_of_rows(row["path"])
+                                           for row in values["tasks.sources"]):  # fmt: skip
+        raise Unanswered(
+            "there it is evaluated on the rows that it trains, as a file has no other split, and held-out problems are"
+            " not trained here: set --tasks.sources.0.eval_path, or --tasks.eval_fraction to hold out a share",
+            values,
+        )
+    return values
 
 
 def overlong(value: Any, options: Options) -> dict[str, Any]:

@@ -49,3 +49,12 @@ def test_a_column_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.Capt
     recipe = runs.write(tmp_path)
     assert cli.main(["train", str(recipe), "--tasks.sources.0.data_source_column", "kind"]) == 2
     assert "has no data_source column 'kind'; its columns are prompt, answer" in capsys.readouterr().err
+
+
+def test_a_row_without_a_value_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = runs.write(tmp_path, rows=0)
+    rows = [{"prompt": f"count to {i}", "answer": str(i), "kind": None if i == 3 else "sums"} for i in range(8)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cli.main(["train", str(recipe), "--tasks.sources.0.data_source_column", "kind"]) == 2
+    said = capsys.readouterr().err
+    assert "column 'kind' is empty, and chooses the reward: fill it" in said and "tasks.jsonl" in said

@@ -132,7 +132,10 @@ class DatasetSource:
             if isinstance(columns.get("reward_model"), dict):
                 columns["reward_model"]["ground_truth"] = columns["answer"]
         if self.data_source_column:
-            columns["data_source"] = _jsonable(row.get(self.data_source_column), where, "data_source")
+            if row.get(self.data_source_column) is None:
+                name = self.data_source_column
+                raise ValueError(f"{where}: column {name!r} is empty, and chooses the reward: fill it")
+            columns["data_source"] = _jsonable(row[self.data_source_column], where, "data_source")
         task_id = f"{self.task_prefix}/{index}"
         if isinstance(prompt, str) and prompt.strip():
             if _MESSAGES_AS_TEXT.match(prompt):

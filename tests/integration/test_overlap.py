@@ -25,7 +25,9 @@ def train(folder: Path, *, steps: int = 6, **tables: Any) -> list[dict[str, floa
         assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/dropped"] + row["tokens/held"]
         assert row["staleness/max"] <= row["staleness/bound"]
         times = {key: value for key, value in row.items() if key.startswith("time/")}
-        step_s = times.pop("time/step_s")
+        step_s, update_s = times.pop("time/step_s"), times.pop("time/update_s")
+        logprobs_s = times.pop("time/logprobs_s", 0.0)
+        assert update_s + logprobs_s <= times["time/train_s"] + 1e-6, "parts of the training of a step"
         assert sum(times.values()) <= step_s + 1e-6, f"a second is counted twice: {times} of {step_s}"
         waits = [value for key, value in row.items() if key.startswith("wait/")]
         assert len(waits) == 2 * bool(tables["rollout"].get("overlap")) and all(0 <= s <= step_s for s in waits)

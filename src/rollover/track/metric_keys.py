@@ -270,7 +270,12 @@ METRICS: list[Metric] = [
         " shortest, 4 the longest.",
     ),
     # Time
-    Metric("time/step_s", "sum", "s", "Wall-clock time of the step. Without streaming the others add up to it."),
+    Metric(
+        "time/step_s",
+        "sum",
+        "s",
+        "Wall-clock time of the step. Without streaming the others add up to it, parts of others left out.",
+    ),
     Metric("time/generate_s", "sum", "s", "Time in which the trainer waited for generation."),
     Metric("time/score_s", "sum", "s", "Time in which the trainer waited for rewards only."),
     Metric("time/schedule_s", "sum", "s", "New tasks, the scheduler's decisions and the bookkeeping of rollouts."),

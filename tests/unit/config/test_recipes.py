@@ -198,10 +198,12 @@ def test_alone(path: Path) -> None:
 
 @recipes(overlays=True)
 def test_over_the_quickstart(path: Path) -> None:
-    """Its own values win, and the tasks stay what they were."""
+    """Its own values win; the tasks, and the punishment of long answers to them, stay what they were."""
     config = check_runnable(load_config([QUICKSTART, path]))
     alone = load_config([path]).config
-    assert config.rollout == alone.rollout and config.rewards == alone.rewards
+    own = alone.rewards.overlong_buffer_tokens or load_config([QUICKSTART]).config.rewards.overlong_buffer_tokens
+    assert config.rollout == alone.rollout
+    assert config.rewards == alone.rewards.model_copy(update={"overlong_buffer_tokens": own})
     assert config.tasks.sources == load_config([QUICKSTART]).config.tasks.sources
     assert config.train.num_steps == load_config([QUICKSTART]).config.train.num_steps
 

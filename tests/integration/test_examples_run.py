@@ -128,6 +128,7 @@ def test_a_server_generates(model: str, tmp_path: Path, enter: Enter) -> None:
             time.sleep(0.1)
         url = serve.out.partition('"url": "')[2].partition('"')[0]
         flags += ["--train.num_steps", "2", "--rollout.max_new_tokens", "24", "--engine.urls", json.dumps([url])]
+        flags += ["--rewards.overlong_buffer_tokens", "24"]
         words = ["quickstart", "recipe.toml", *flags, "--eval.num_tasks", "0", "--run.dir", str(tmp_path / "run")]
         train = runs.rollover("train", *words)
         assert train.returncode == 0, train.stderr

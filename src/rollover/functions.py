@@ -248,6 +248,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() and c not in _UNSEEN else "?" for c in text)
 
 
+def one_line(text: str) -> str:
+    """Return `text` as one printable line, with single spaces between its words."""
+    return printable(" ".join(text.split()))
+
+
 def printable_lines(text: str) -> str:
     """A text of several lines with a question mark for each character that is not to be shown. Tabs become spaces."""
     return "\n".join(printable(line.expandtabs()) for line in text.replace("\r\n", "\n").split("\n"))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
 
+from rollover.files import open_regular
 from rollover.tasks.text_rows import CSV_SUFFIXES, JSON_SUFFIXES, suffix_of
 
 MOST_BYTES = 1 << 20  # a launch script has some kilobytes
@@ -25,11 +25,15 @@ _FLOAT = re.compile(
 def text_of(path: Path) -> str:
     """The text of a file. ValueError for one that cannot be read, has no end (a pipe, a device) or is too large."""
     try:
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{path} cannot be read: it is not a regular file. Write its content to one")
-        with open(path, "rb", opener=_open_without_waiting) as file:
+        file = open_regular(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: it is not a regular file. Write its content to one") from error
+    try:
+        with file:
             data = file.read(MOST_BYTES + 1)
-        if data is None:
+        if data is None:  # /proc/kmsg, which says that it is a regular file
             raise ValueError(f"{path} cannot be read: it has no end. Write its content to a regular file")
         text = data.decode("utf-8-sig").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -37,11 +41,6 @@ def text_of(path: Path) -> str:
     if len(data) > MOST_BYTES:
         raise ValueError(f"{path} is no configuration: it has more than {MOST_BYTES:,} bytes")
     return text
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    """As `open` does. A read of /proc/kmsg, which says that it is a regular file, else waits for what comes."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def tables_of(text: str) -> dict[str, Any]:
@@ -76,5 +75,5 @@ def _check_size(tables: dict[str, Any]) -> None:
 
 
 def is_file_of_rows(path: str) -> bool:
-    """Whether a place of data is one file, which has no subsets and no splits, by its name."""
+    """Return whether `path` names a single data file, which has no subsets and no splits."""
     return suffix_of(path) in (*JSON_SUFFIXES, *CSV_SUFFIXES, ".parquet")

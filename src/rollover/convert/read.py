@@ -24,7 +24,7 @@ from rollover.convert.verl.config import options_of_yaml
 from rollover.convert.verl.programs import is_rllm
 from rollover.convert.verl.rllm import RLLM
 from rollover.convert.verl.script import options_of_script
-from rollover.functions import printable
+from rollover.functions import one_line
 
 _YAML = (".yaml", ".yml")
 _SCRIPTS = (".sh", ".sbatch", ".slurm", ".txt", "")
@@ -93,15 +93,11 @@ def _called(text: str, path: Path) -> tuple[str, str]:
         return "", str(error)  # no bash, say; who reads it as bash says what is wrong
     if script.missing and not script.may_have_trained:
         line, name, reason = script.missing[0]
-        shown, reason = shlex.quote(_line(name)[:200]), _line(reason)
+        shown, reason = shlex.quote(one_line(name)[:200]), one_line(reason)
         raise ValueError(
             f"line {line} starts {shown}, which cannot be read ({reason}), and nothing else here trains: convert it"
         )
     return "\n".join(script.called), ""
-
-
-def _line(text: str) -> str:
-    return printable(" ".join(text.split()))
 
 
 def _form(suffix: str, content: Any, system: str, why: str = "") -> Form:
@@ -118,5 +114,5 @@ def _form(suffix: str, content: Any, system: str, why: str = "") -> Form:
         return found[0]
     what = "more than one system has" if found else "no system has"
     names = " or ".join(f"--from {form.system}" for form in found or of_suffix)
-    unread = f" (as bash it is not read: {_line(why)})" if why and not found else ""
+    unread = f" (as bash it is not read: {one_line(why)})" if why and not found else ""
     raise ValueError(f"{what} such options{unread}: say which one's it is with {names}")

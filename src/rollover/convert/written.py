@@ -13,7 +13,7 @@ from rollover.config.table import ConfigError, value_of
 from rollover.convert.files import is_file_of_rows
 from rollover.convert.mapping import Conversion, System, convert
 from rollover.convert.read import read
-from rollover.functions import printable
+from rollover.functions import one_line
 
 _STEPS = "train.num_steps"
 _SOURCES = "tasks.sources"
@@ -49,12 +49,12 @@ def converted(
     if of_sources:
         rows = [row.model_dump(exclude_defaults=True) for row in config.tasks.sources]
         done.values[_SOURCES] = (rows, done.values[_SOURCES][1])
-    notices = [f"{_line(name)} is left out: {reason}" for name, reason in sorted(done.without.items())]
+    notices = [f"{one_line(name)} is left out: {reason}" for name, reason in sorted(done.without.items())]
     return _as_toml(done, f"{path.name}, of {system.name}"), notices
 
 
 def _of_new_files(done: Conversion, overrides: Sequence[tuple[str, str]]) -> None:
-    """Of a source whose path is answered by a file: no subset and no split, which chose among what it was before."""
+    """Remove subset and splits of each source whose path is overridden by a single file: it has none."""
     rows, shown = done.values[_SOURCES]
     for i, row in enumerate(rows):
         if any(key == f"{_SOURCES}.{i}.path" and is_file_of_rows(value) for key, value in overrides):
@@ -106,24 +106,19 @@ def _as_toml(done: Conversion, source: str) -> str:
     for key, (value, shown) in done.values.items():
         table, _, name = key.rpartition(".")
         if key != _SOURCES:
-            tables.setdefault(table, []).append(f"{name} = {toml_value(value)}  # {_line(shown)}")
-    lines = [f"# {_line(source)}. Behind each key: the option that it is there."]
+            tables.setdefault(table, []).append(f"{name} = {toml_value(value)}  # {one_line(shown)}")
+    lines = [f"# {one_line(source)}. Behind each key: the option that it is there."]
     for table in sorted(tables):
         lines += ["", f"[{table}]", *tables[table]]
     rows, shown = done.values.get(_SOURCES, ([], ""))
     for row in rows:
         lines += [
             "",
-            f"[[tasks.sources]]  # {_line(shown)}",
+            f"[[tasks.sources]]  # {one_line(shown)}",
             *(f"{name} = {toml_value(item)}" for name, item in row.items()),
         ]
     for heading, of_options in (("Notes", done.notes), ("Left out", done.without)):
         if of_options:
             lines += ["", f"# {heading}:"]
-            lines += [f"# {_line(f'{name}: {text}')}" for name, text in sorted(of_options.items())]
+            lines += [f"# {one_line(f'{name}: {text}')}" for name, text in sorted(of_options.items())]
     return "\n".join(lines) + "\n"
-
-
-def _line(text: str) -> str:
-    """As it can stand in a comment, whatever names and values are in it."""
-    return printable(" ".join(text.split()))

@@ -105,7 +105,7 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
 
 
 def advantage_metrics(batch: Batch) -> dict[str, float]:
-    """Of the tokens in the loss, as the loss had them."""
+    """Return mean, deviation and range of the advantages of the tokens in the loss, as the loss had them."""
     found = [s.advantages[s.mask] for s in batch.samples if s.mask.any()]
     if not found:
         return {}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.config import Config
-from rollover.functions import printable
+from rollover.functions import one_line
 
 NAME = "README.md"
 
@@ -47,5 +47,5 @@ def write_model_card(folder: Path, config: Config, step: int, evaluation: Mappin
 
 
 def _cell(text: str) -> str:
-    """As it can stand in a table's cell, whatever is in it."""
-    return printable(" ".join(text.split())).replace("|", "\\|").replace("<", "&lt;")
+    """Return `text` escaped for a cell of a Markdown table."""
+    return one_line(text).replace("|", "\\|").replace("<", "&lt;")

@@ -33,7 +33,7 @@ def profiled(config: Config, step: int, folder: Path, backend: TrainerBackend) -
 
 
 def new_profile() -> torch.profiler.profile:
-    """Of this process and its GPU."""
+    """Return a profiler of this process and its GPU, not started."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)

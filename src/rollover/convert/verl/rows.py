@@ -162,7 +162,7 @@ ROWS = (
         _TEST | {f"{ROLLOUT}.val_kwargs.temperature": 1.0}),
     Row(f"{ROLLOUT}.val_kwargs.top_p", ("eval.top_p",), eval_top_p, example=0.7, beside=_SAMPLED),
     Row("data.val_max_samples", ("eval.num_tasks",), eval_tasks, -1, 64, _TEST),
-    Row("trainer.test_freq", ("eval.every_steps",), 
+    Row("trainer.test_freq", ("eval.every_steps",),
         not_async(lambda v, o: every("eval.every_steps")(v, o) if eval_tasks(-1, o) else {}), example=5,
         beside={"data.val_files": "test.parquet"}),
     Row("trainer.val_before_train", ("eval.at_start",), lambda v, o: {"eval.at_start": v} if eval_tasks(-1,

@@ -154,13 +154,20 @@ def minibatches(options: Options) -> int:
     return num // size
 
 
+def _has_older_correction(options: Options) -> bool:
+    """Return whether verl 0.6.0 applies its weights: without `rollout_is` it only measures them."""
+    return options(f"{OLDER_IS}_threshold") not in _OFF and bool(options(OLDER_IS))
+
+
 def older_correction(value: Any, options: Options) -> dict[str, Any]:
-    """The names of verl 0.6.0: `rollout_is_threshold` switches and `rollout_is` applies the weights, which the mode
-    `mask` sets to 0 out of bounds."""
-    cap = options(f"{OLDER_IS}_threshold")
-    if cap in _OFF or not options(OLDER_IS):
-        return {}  # without `rollout_is` the weights are measured only
-    cap, level, mode = float(cap), options(f"{OLDER_IS}_level") or "token", options(f"{OLDER_IS}_mode") or "truncate"
+    """Convert verl 0.6.0's names of the rollout correction. The mode `mask` sets weights out of bounds to 0."""
+    if not _has_older_correction(options):
+        return {}
+    cap, level, mode = (
+        float(options(f"{OLDER_IS}_threshold")),
+        options(f"{OLDER_IS}_level") or "token",
+        options(f"{OLDER_IS}_mode") or "truncate",
+    )
     if level not in ("token", "sequence"):
         raise Unanswered(f"weights of the level {level}: set --algorithm.correction")
     if mode not in ("truncate", "mask"):
@@ -173,8 +180,8 @@ def older_correction(value: Any, options: Options) -> dict[str, Any]:
 
 
 def older_veto(value: Any, options: Options) -> dict[str, Any]:
-    """A sequence is left out if the ratio of one of its tokens is below the bound."""
-    if options(f"{OLDER_IS}_threshold") in _OFF or not options(OLDER_IS) or value in _OFF or not float(value):
+    """Convert verl 0.6.0's veto: it leaves out a sequence if the ratio of one of its tokens is below the bound."""
+    if not _has_older_correction(options) or value in _OFF or not float(value):
         return {}
     # Logarithms of ratios are bounded to +-20: that is no bound of the ratio from above.
     return {"algorithm.rejection": {"sequence_max_k1": [-20.0, round(-math.log(float(value)), 6)]}}
@@ -225,8 +232,7 @@ def uncorrected(value: Any, options: Options) -> dict[str, Any]:
     """verl trains what was sampled with top_p or top_k or under older weights, and losses without a ratio, without a
     correction."""
     clipped = bypass(options) and not _unclipped(options)
-    older = options(OLDER_IS) and options(f"{OLDER_IS}_threshold") not in _OFF
-    if options(f"{IS}.rollout_is") not in _OFF or older or clipped:
+    if options(f"{IS}.rollout_is") not in _OFF or _has_older_correction(options) or clipped:
         return {}
     truncated = options(f"{ROLLOUT}.top_p") < 1 or int(options(f"{ROLLOUT}.top_k")) > 0
     without_ratio = loss(options) == "reinforce" and updates(options) > 1

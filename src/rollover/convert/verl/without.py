@@ -180,7 +180,6 @@ NO_RESULT = {
     "of rLLM: set by other options": ("rllm.algorithm.use_rllm", "model.name", "rllm.model.name"),
     "goes with `rllm.async_training.enable`": ("rllm.async_training.*",),
     "goes with `rllm.remote_runtime.enabled`": ("rllm.remote_runtime.*",),
-
     "goes with `rllm.compact_filtering.enable` or `rllm.rejection_sample.enable`; episodes that fail have no reward": (
         "rllm.compact_filtering.*", "rllm.rejection_sample.*",
     ),

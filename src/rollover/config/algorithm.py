@@ -1,5 +1,6 @@
 """[algorithm], and the rules about it; those about off-policy correction are in correction.py."""
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, Self
@@ -159,8 +160,11 @@ class AlgorithmConfig(estimators.Estimation, reference.ReferencePolicy, Table):
         " policy at its start is from the one that sampled: the largest that is kept, by name, { sequence_mean_k3 ="
         " 0.01, token_k1 = [-0.1, 0.2] } for instance (of k1 also the lowest). All have to hold.",
     )
-    off_policy_mask_threshold: float = option(
-        0.0, "Leave out sequences with a negative advantage whose mean log behavior/current is above it; 0 = off.", ge=0
+    off_policy_mask_above: float = option(
+        math.inf,
+        "Leave out sequences with a negative advantage whose mean log behavior/current is above this; inf = off.",
+        ge=0,
+        unlimited=True,
     )
     ess_step_scaling: bool = option(
         False, "Scale the learning rate by the effective sample size of the importance weights."

@@ -49,7 +49,7 @@ RULES: tuple[Rule, ...] = (
         'with algorithm.advantage = "grpo_passk": it concerns negative advantages, and none is',
     ),
     Inert(
-        ("algorithm.off_policy_mask_threshold",),
+        ("algorithm.off_policy_mask_above",),
         ("algorithm.advantage", "distill.teacher"),
         _never_negative,
         'with algorithm.advantage = "grpo_passk": it concerns negative advantages, and none is',

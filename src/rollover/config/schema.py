@@ -4,6 +4,7 @@ Owns the mapping between `rollout.group_size` and the pydantic field behind it. 
 """
 
 import json
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -163,6 +164,7 @@ RENAMED = {
     "run.replay_rollouts": "run.train_on_recorded",
     "algorithm.critic_learning_rate": "critic.head_learning_rate",
     "algorithm.value_clip": "critic.value_clip",
+    "algorithm.off_policy_mask_threshold": "algorithm.off_policy_mask_above",
 }
 
 
@@ -173,6 +175,8 @@ def renamed(saved: Mapping[str, Any]) -> dict[str, Any]:
         (table, _, name), (new_table, _, new_name) = old.rpartition("."), new.rpartition(".")
         if name in tables.get(table, {}):
             tables.setdefault(new_table, {})[new_name] = tables[table].pop(name)
+            if name == "off_policy_mask_threshold":
+                tables[new_table][new_name] = tables[new_table][new_name] or math.inf  # 0 was off
     algorithm = tables.get("algorithm", {})
     if isinstance(name := algorithm.get("rejection"), str):  # one, whose bound was an option of its own
         bound = algorithm.pop("rejection_high", 0.1)

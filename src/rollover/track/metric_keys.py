@@ -427,7 +427,7 @@ METRICS: list[Metric] = [
     Metric("distill/kl", "mean", "nats", "KL(policy || teacher) before distill.clip, times policy/behavior up to 2."),
     Metric("distill/clipped_share", "mean", "share", "Share of the loss tokens that distill.clip bounds."),
     Metric("off_policy/rejected_share", "mean", "share", "Share of the loss that algorithm.rejection leaves out."),
-    Metric("off_policy/masked_share", "mean", "share", "Share left out by off_policy_mask_threshold."),
+    Metric("off_policy/masked_share", "mean", "share", "Share left out by off_policy_mask_above."),
     Metric("critic/loss", "mean", "", "Value loss (algorithm.advantage = gae), clipped as critic.value_clip says."),
     Metric("critic/grad_norm", "mean", "", "The same of the critic."),
     Metric("critic/grad_norm_max", "max", "", "The largest of the step's updates."),

@@ -10,6 +10,7 @@ Shapes: B samples, T longest response.
 from __future__ import annotations
 
 import inspect
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -218,7 +219,7 @@ class Objective:
         return streams.proximal_BT
 
     def _weights(self, streams: Streams, proximal_BT: torch.Tensor, sums: Sums) -> torch.Tensor:
-        """Importance weight of each token, 0 where off_policy_mask_threshold leaves it out [B, T]. Denominators, KL and
+        """Importance weight of each token, 0 where off_policy_mask_above leaves it out [B, T]. Denominators, KL and
         entropy count what has the weight 0, too."""
         cfg, mask_BT, behavior_BT = self.config, streams.mask_BT, streams.behavior_BT
         weights_BT = mask_BT.float()
@@ -234,13 +235,13 @@ class Objective:
             )
             if cfg.loss_traits.by_row:
                 weights_BT = geometric_row_mean(weights_BT, mask_BT)
-        if cfg.off_policy_mask_threshold:
+        if math.isfinite(cfg.off_policy_mask_above):
             kept_BT = off_policy_sequence_mask(
                 streams.advantages_BT,
                 streams.logprobs_BT.detach(),
                 behavior_BT,
                 mask_BT,
-                threshold=cfg.off_policy_mask_threshold,
+                threshold=cfg.off_policy_mask_above,
             )
             weights_BT = weights_BT * kept_BT
             sums["sum/off_policy"] = (mask_BT & ~kept_BT).sum().float()

@@ -120,7 +120,7 @@ LORA = "\n[model.lora]\nrank = 4"
         ("loss_options = { clip_low = 0.1 }", "algorithm.loss_options.clip_low is set by algorithm.clip_low"),
         ('loss = "decoupled"\nloss_options = { weight_cap = 3.0 }', "is set by algorithm.correction_cap"),
         ('advantage = "grpo_passk"\nclip_low = 0.1', "algorithm.clip_low has no effect"),
-        ('advantage = "grpo_passk"\noff_policy_mask_threshold = 0.1', "off_policy_mask_threshold has no effect"),
+        ('advantage = "grpo_passk"\noff_policy_mask_above = 0.1', "off_policy_mask_above has no effect"),
         ('advantage = "grop"', 'Did you mean "grpo"'),
         ("reward_weights = { score = 'a' }\nadvantage = 'gdpo'", "every weight must be a number"),
     ],

@@ -79,7 +79,7 @@ OPTIONS = {
         "multi_objective_aggregation": "algorithm.advantage",
         "vllm_importance_sampling_mode": "algorithm.correction",
         "vllm_importance_sampling_cap": "algorithm.correction_cap",
-        "off_policy_mask_threshold": "algorithm.off_policy_mask_threshold",
+        "off_policy_mask_threshold": "algorithm.off_policy_mask_above",
         "use_bias_correction_kl": "algorithm.kl_bias_correction",
         "reward_num_workers": "rewards.num_workers",
         "replay_buffer_size": "replay.size",

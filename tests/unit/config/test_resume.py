@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from rollover.api.settings import key_of
 from rollover.config import Config, ConfigError
 from rollover.config.load import load_config
 from rollover.config.resume import FIXED, Change, changes, refuse
-from rollover.config.schema import RENAMED, field_at
+from rollover.config.schema import RENAMED, field_at, renamed
 from rollover.config.table import UNSETTLED
 
 SOURCE = {"kind": "reasoning_gym", "name": "chain_sum", "params": {"max_digits": 1}}
@@ -148,6 +149,14 @@ def test_an_earlier_file_is_read_by_todays_names() -> None:
     older["run"]["replay_rollouts"] = "runs/x/rollouts"
     with pytest.raises(ValueError, match='run.train_on_recorded = "": it was "runs/x/rollouts"'):
         refuse(changes(older, BEFORE))
+
+
+@pytest.mark.parametrize(("recorded", "now"), [(0.0, math.inf), (0.5, 0.5)])
+def test_an_off_policy_mask_of_zero_was_off(recorded: float, now: float) -> None:
+    older = BEFORE.model_dump(mode="json")
+    del older["algorithm"]["off_policy_mask_above"]
+    older["algorithm"]["off_policy_mask_threshold"] = recorded
+    assert renamed(older)["algorithm"]["off_policy_mask_above"] == now
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())

@@ -86,7 +86,7 @@ def test_the_asynchronous_trainer_is_generation_ahead_of_training(
     assert config.algorithm.correction == "sequence_truncate"
     assert config.algorithm.correction_cap == 3.0
     assert config.algorithm.correction_floor == pytest.approx(1 / 3, abs=1e-5)
-    assert config.algorithm.off_policy_mask_threshold == 0.5
+    assert config.algorithm.off_policy_mask_above == 0.5
     assert config.tasks.max_prompt_tokens == 2048 - 512
     assert config.train.learning_rate == 5e-6
     assert [(row.function, row.weight) for row in config.rewards.functions] == [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import random
 import re
 from dataclasses import dataclass, replace
@@ -107,7 +108,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
         {}, *({name: bound} for name in REJECTIONS for bound in BOUNDS[name[-2:]]), {"token_k1": [-0.05, 0.3]},
         {"sequence_mean_k1": [-0.3, 0.02]}, {"token_k2": 0.02, "sequence_mean_k3": 0.1},
     ),
-    "algorithm.off_policy_mask_threshold": (0.0, 0.02, 0.3),
+    "algorithm.off_policy_mask_above": (math.inf, 0.0, 0.02, 0.3),
     "algorithm.ess_step_scaling": (False, True),
     "algorithm.kl_coef": (0.0, 0.01, 0.3),
     "algorithm.kl_kind": ("k3", "k1", "abs", "k2", "k1+", "k3+"),

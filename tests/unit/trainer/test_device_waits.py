@@ -76,7 +76,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "kl_coef": 0.1,
         "entropy_coef": 0.01,
         "correction": "sequence_mask",
-        "off_policy_mask_threshold": 0.5,
+        "off_policy_mask_above": 0.5,
         "aggregation": "prompt-mean",
     },
     "gspo": {"loss": "gspo", "aggregation": "seq-mean-token-mean", "clip_low": 3e-4, "clip_high": 4e-4},

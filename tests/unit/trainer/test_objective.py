@@ -120,7 +120,7 @@ def test_the_floor_raises_the_weights_and_counts_what_is_below_it(floor: float, 
 
 def test_the_off_policy_mask_takes_tokens_out_and_counts_them() -> None:
     given = streams()
-    off, sums = loss_of(given, loss="reinforce", correction="none", off_policy_mask_threshold=1e-6)
+    off, sums = loss_of(given, loss="reinforce", correction="none", off_policy_mask_above=1e-6)
     kept = correction.off_policy_sequence_mask(
         given.advantages_BT, given.logprobs_BT, given.behavior_BT, given.mask_BT, threshold=1e-6
     )
@@ -132,7 +132,7 @@ def test_the_off_policy_mask_takes_tokens_out_and_counts_them() -> None:
 def test_off_policy_mask_drops_a_negative_sequence_only() -> None:
     behavior = streams().logprobs_BT + 1.0  # both rows are far from the policy that sampled them
     given = streams(behavior_BT=behavior)
-    _, sums = loss_of(given, correction="none", off_policy_mask_threshold=0.5)
+    _, sums = loss_of(given, correction="none", off_policy_mask_above=0.5)
     assert sums["sum/off_policy"] == 4  # the row with the negative advantage
 
 
@@ -305,7 +305,7 @@ def test_entropy_has_its_gradient(temperature: float) -> None:
 
 def test_the_off_policy_mask_works_on_chunked_logprobs() -> None:
     """Through the whole trainer, in several micro-batches: sequences that are far away and bad are left out."""
-    t = trainer({"off_policy_mask_threshold": 0.5})
+    t = trainer({"off_policy_mask_above": 0.5})
     known = t.backend.compute_logprobs(SAMPLES)
     samples, masked = [], 0
     for i, s in enumerate(SAMPLES):

@@ -99,7 +99,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         lambda w, a: np.clip(w, 0.9, 1.2),
     ),
     "far sequences are masked": (
-        {"proximal": "step_start", "correction": "none", "off_policy_mask_threshold": 0.02, "allow_uncorrected": True},
+        {"proximal": "step_start", "correction": "none", "off_policy_mask_above": 0.02, "allow_uncorrected": True},
         lambda w, a: np.where((a >= 0) | (-np.log(w).mean() <= 0.02), 1.0, 0.0) + 0 * w,
     ),
     "with an entropy bonus and a KL, which are no part of it": (

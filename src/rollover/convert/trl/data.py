@@ -164,10 +164,5 @@ def completions(value: Any, options: Options) -> dict[str, Any]:
     return {} if value else shown.where(tools, "track.tracker_rollouts")(0, options)
 
 
-def off_policy_mask(value: Any, options: Any) -> dict[str, Any]:
-    """TRL masks where a threshold is given, 0.0 too, which is off here: then any distance above 0 is masked."""
-    return {} if value is None else {"algorithm.off_policy_mask_threshold": value or 1e-30}
-
-
 def given(key: str) -> Any:
     return lambda value, options: {} if value is None else {key: value}

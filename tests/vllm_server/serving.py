@@ -28,11 +28,11 @@ PATIENCE_S = 60.0
 _numbers = itertools.count()
 
 
-def wait_until(true: Callable[[], Any], limit_s: float = PATIENCE_S) -> Any:
-    """What `true` says as soon as that is true. AssertionError if it is not in time."""
+def wait_until(true: Callable[[], Any], limit_s: float = PATIENCE_S, state: Callable[[], str] = str) -> Any:
+    """What `true` returns as soon as that is true. AssertionError, with `state`, if it is not in time."""
     deadline = time.monotonic() + limit_s
     while not (found := true()):
-        assert time.monotonic() < deadline, f"{true} is not true after {limit_s:.0f} s"
+        assert time.monotonic() < deadline, f"{true} is not true after {limit_s:.0f} s\n{state()}"
         time.sleep(0.05)
     return found
 

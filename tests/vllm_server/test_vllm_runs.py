@@ -79,7 +79,7 @@ class Killed:
             assert self.process is not None and self.process.poll() is None, self.said()
             return true()
 
-        return wait_until(lives, PATIENCE_S)
+        return wait_until(lives, PATIENCE_S, self.said)
 
     def steps(self, more: int) -> None:
         """Wait for so many more steps."""

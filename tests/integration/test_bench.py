@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from rollover import bench
+from rollover import bench, cli
 from rollover.bench import engine, scale, step, tail, train
 from rollover.config.load import load_config
 from rollover.sim.workload import Workload
@@ -54,6 +54,24 @@ def test_engine(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch:
         *(f"engine_{n}_vs_linear_bound" for n in (1, 32, 64, 256)),
         "engine_1_vs_generate", "engine_32_vs_generate", "engine_32_vs_continuous_batching",
     } <= set(ratios)  # fmt: skip
+
+
+def test_tail_of_160k_tokens_in_virtual_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Partial rollouts are faster, the more the older they may get; the same on every machine."""
+    monkeypatch.setattr(tail, "LONG_MODES", {name: tail.LONG_MODES[name] for name in ("sync", "partial_staleness_2")})
+    assert cli.main(["bench", "tail", "--lengths", "160k", "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert out["ratios"] == {"tail_160k_partial_staleness_2_vs_sync": pytest.approx(2.56, abs=0.01)}
+    sync, partial = out["results"]
+    assert partial["staleness_max"] == 2 and sync["staleness_max"] == 0
+    assert partial["step_s"] < sync["step_s"] and partial["slots_idle"] < sync["slots_idle"]
+
+
+def test_lengths_are_of_tail_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "engine", "--lengths", "160k"]) == 2
+    assert "--lengths 160k: engine has no lengths to choose. Use it with tail" in capsys.readouterr().err
 
 
 def test_train(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

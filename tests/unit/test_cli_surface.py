@@ -140,13 +140,13 @@ def test_eval_and_sample_arguments():
 def test_bench_measures_with_all_threads(monkeypatch):
     calls = []
 
-    def main(what, config, as_json):
-        calls.append((what, config.engine.max_running, config.run.threads, as_json))
+    def main(what, config, as_json, virtual):
+        calls.append((what, config.engine.max_running, config.run.threads, as_json, virtual))
         return 0
 
     fake(monkeypatch, "rollover.bench", main=main)
     assert cli.main(["bench", "engine", "--json", "--engine.max_running", "8"]) == 0
-    assert calls == [("engine", 8, 0, True)]
+    assert calls == [("engine", 8, 0, True, False)]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 One workload for every mode: groups of siblings whose lengths are forced, log-normal with a median of 64 and a 99th
 percentile of 512 tokens. Modes differ by what is in flight and by what happens to the KV cache at a weight update.
 Beside each mode stands what the planner (sim/) predicts for it from this machine's decode speeds in the same run.
+
+Answers of up to 160,000 tokens (`--lengths 160k`) run in virtual time: the planner alone, with assumed speeds.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from rollover.models.load import load_model
 from rollover.models.team import prepare_process
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
+from rollover.sim.plan import Figures
 from rollover.sim.simulate import Simulation
 from rollover.sim.workload import Workload
 from rollover.staleness import group_staleness
@@ -74,6 +77,28 @@ MODES = (
     Mode("partial_recompute", PARTIAL, SYNC_BATCH, warm_up=2),
     Mode("partial_staleness_2", TIGHT | {"kv_on_resume": "keep"}, SYNC_BATCH, warm_up=3),
 )
+# The case that APR (verl-recipe, pull request 58) names: answers of up to 160,000 tokens, here on 64 engines.
+LONG_GROUPS, LONG_SIZE, LONGEST_160K, LONG_SLOTS, LONG_STEPS = 128, 8, 160_000, 64, 20
+LONG_PLAN = PlanConfig(
+    engines=64,
+    lengths="pareto",
+    median_tokens=8000,
+    p99_tokens=120_000,
+    sibling_correlation=0.5,
+    prompt_tokens=200,
+    decode_batches=[1, 16, 64],
+    decode_step_s=[0.008, 0.012, 0.020],
+    prefill_tokens_per_s=20_000,
+    train_tokens_per_s=2100,
+    weight_sync_s=5,
+    steps=LONG_STEPS,
+)
+LONG_MODES = {
+    "sync": SYNC | {"in_flight_groups": LONG_GROUPS},
+    "partial": PARTIAL | {"kv_on_resume": "keep"},
+    "partial_recompute": PARTIAL,
+    "partial_staleness_2": TIGHT | {"in_flight_groups": 3 * LONG_GROUPS, "kv_on_resume": "keep"},
+}
 PLAN = PlanConfig(median_tokens=MEDIAN, p99_tokens=P99, prompt_tokens=PROMPT_TOKENS)
 WORKLOAD = Workload(PLAN, SIZE, LONGEST)
 
@@ -227,6 +252,41 @@ def _all_slots_busy(plan: PlanConfig, slots: int) -> float:
     step_s = plan.decode_step_s[plan.decode_batches.index(slots)]
     prompts = PROMPT_TOKENS / SIZE / WORKLOAD.mean / plan.prefill_tokens_per_s
     return 1 / (step_s / slots + prompts)
+
+
+def run_160k() -> dict[str, Any]:
+    """Whole steps of LONG_MODES in virtual time: trained tokens per second after the warm-up, beside synchronous."""
+    sizes = {"groups_per_step": LONG_GROUPS, "group_size": LONG_SIZE, "max_new_tokens": LONGEST_160K}
+    workload = Workload(LONG_PLAN, LONG_SIZE, LONGEST_160K)
+    figures = {}
+    for name, settings in LONG_MODES.items():
+        machine.progress(f"{name}: {LONG_STEPS} steps in virtual time")
+        rollout = RolloutConfig.model_validate({**sizes, **settings})
+        figures[name] = Figures.of(Simulation(rollout, LONG_PLAN, LONG_SLOTS, workload).run(), LONG_PLAN)
+    results = [
+        {
+            "case": "tail_160k",
+            "system": f"rollover {name}",
+            "version": rollover.__version__,
+            "setting": f"{LONG_MODES[name]}, {LONG_PLAN.engines} engines of {LONG_SLOTS} slots",
+            "tokens_per_s": f.trained_tokens_per_s,
+            "step_s": f.step_s,
+            "slots_idle": f.slots_idle,
+            "staleness_mean": f.staleness_mean,
+            "staleness_max": f.staleness_max,
+        }
+        for name, f in figures.items()
+    ]
+    sync = figures["sync"].trained_tokens_per_s
+    return {
+        "benchmark": "tail_160k",
+        "machine": "virtual time, assumed speeds",
+        "assumed": LONG_PLAN.model_dump(mode="json"),
+        "results": results,
+        "ratios": {
+            f"tail_160k_{name}_vs_sync": f.trained_tokens_per_s / sync for name, f in figures.items() if name != "sync"
+        },
+    }
 
 
 def run(config: Config, runs: int) -> dict[str, Any]:

@@ -9,15 +9,23 @@ from rollover.commands.verb import Overrides, Verb, load
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("engine", "train", "step", "tail", "scale"), help="what to measure")
+    parser.add_argument(
+        "--lengths",
+        choices=("1k", "160k"),
+        default="1k",
+        help="of tail, the longest answers: 160k runs in virtual time with assumed speeds (docs/planning.md)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
+    if args.lengths != "1k" and args.what != "tail":
+        raise ValueError(f"--lengths {args.lengths}: {args.what} has no lengths to choose. Use it with tail")
     # Measured alone, beside peers: all threads, which wait as the library does.
     resolved = load([], [("run.threads", "0"), *overrides], require_sources=False)
     from rollover.bench import main as run_bench
 
-    return run_bench(args.what, resolved.config, as_json=args.json)
+    return run_bench(args.what, resolved.config, as_json=args.json, virtual=args.lengths == "160k")
 
 
 VERB = Verb("Measure engine, trainer, whole steps, long tails or growth.", run, arguments, files="")

@@ -62,6 +62,8 @@ class FaultServer:
         self.label = "default"
         self.request_ids: list[str] = []
         self.num_running = self.most_running = 0
+        self.updating = False
+        """As in vLLM, a second update cannot begin before the first is finished or refused."""
         self.updates: list[str] = []
         """Paths of the weights that it took."""
         self.calls: list[str] = []
@@ -162,7 +164,7 @@ class FaultServer:
 
     async def _restart(self) -> None:
         self._break_connections()
-        self.label = "default"
+        self.label, self.updating = "default", False
         self.asleep.clear()
         self._running.set()
 
@@ -200,6 +202,9 @@ class FaultServer:
         return web.Response()
 
     async def _start_weight_update(self, request: web.Request) -> web.Response:
+        if self.updating:
+            return web.json_response({"error": {"message": "an update is already active"}}, status=500)
+        self.updating = True
         return web.json_response({})
 
     async def _update_weights(self, request: web.Request) -> web.Response:
@@ -207,7 +212,9 @@ class FaultServer:
         info = (await request.json())["update_info"]
         assert not self._running.is_set(), "weights change while it is paused"
         assert "weights" not in self.asleep, "weights need their memory"
+        assert self.updating
         if self.faults.updates and self.faults.updates.pop(0) == "refuse":
+            self.updating = False
             return web.json_response({"error": {"message": "refused: no"}}, status=500)
         with open(info["path"], "rb") as file:
             assert hashlib.file_digest(file, "sha256").hexdigest() == info["sha256"]
@@ -215,7 +222,9 @@ class FaultServer:
         return web.json_response({})
 
     async def _finish_weight_update(self, request: web.Request) -> web.Response:
-        self.label = (await request.json())["weight_version"]
+        if not self.updating:
+            return web.json_response({"error": {"message": "no update is active"}}, status=500)
+        self.label, self.updating = (await request.json())["weight_version"], False
         return web.json_response({})
 
     async def _abort_requests(self, request: web.Request) -> web.Response:

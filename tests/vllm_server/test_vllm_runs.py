@@ -178,8 +178,13 @@ def served_below(pid: int) -> dict[str, int]:
 def test_the_run_is_killed_at_random_moments(
     server: VllmServer, run: Callable[..., Killed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes on with the server that it had: its old requests are gone there, and its weights come before work."""
+    """It goes on with the server that it had: its old requests are gone there, and its weights come before work.
+
+    The moment may be within an update: that is so at the start.
+    """
     monkeypatch.setenv("ROLLOVER_SERVER_TOKEN", server.token)
+    server.json("POST", "/pause?mode=keep")
+    server.json("POST", "/start_weight_update")
     rng = random.Random(5)
     killed = run(urls=[server.url])
     for _ in range(4):

@@ -52,11 +52,11 @@ class ServerClient:
         self._control: aiohttp.ClientSession | None = None
         self._closed = False
 
-    def _open(self, limit: int) -> aiohttp.ClientSession:
+    def _open(self, **connector: Any) -> aiohttp.ClientSession:
         if self._closed:
             raise ServerFailed("it was given up")
         return self._library.ClientSession(
-            connector=self._library.TCPConnector(limit=limit, keepalive_timeout=_KEEP_ALIVE_S),
+            connector=self._library.TCPConnector(**connector),
             timeout=self._library.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             headers=self._headers,
         )
@@ -67,7 +67,7 @@ class ServerClient:
         ValueError if the server says that it can never do this; ServerFailed if it fails, also half-way.
         """
         if self._streams is None:
-            self._streams = self._open(limit=0)
+            self._streams = self._open(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
         try:
             async with self._streams.post(self.url + GENERATE, json=body) as response:
                 if response.status != 200:
@@ -92,7 +92,8 @@ class ServerClient:
 
     async def _call(self, method: str, path: str, limit_s: float, **values: Any) -> Any:
         if self._control is None:
-            self._control = self._open(limit=_CONTROL_CONNECTIONS)
+            # A connection each: vLLM closes one behind a status of 500, and the next call would be lost with it.
+            self._control = self._open(limit=_CONTROL_CONNECTIONS, force_close=True)
         limit = self._library.ClientTimeout(total=limit_s, sock_connect=min(limit_s, _CONNECT_S))
         try:
             async with self._control.request(method, self.url + path, timeout=limit, **values) as response:

@@ -17,6 +17,7 @@ from rollover.engine.remote.server import Server
 from rollover.engine.remote.wire import Refused, ServerFailed, label_of
 
 _VERIFY = "rollover_verify"
+_LEFT_OPEN = "left open"
 _LOOK_AGAIN_S = 0.05
 
 
@@ -67,7 +68,7 @@ class Deliveries:
         began = time.monotonic()
         await _done(client.post("/pause", limit_s=limit_s, mode="keep", clear_cache=str(self.clear_cache).lower()))
         try:
-            await _done(client.post("/start_weight_update", limit_s=limit_s))
+            await self._start(server)
             await client.post("/update_weights", {"update_info": dict(info)}, limit_s=limit_s)
         except Refused:
             await _done(client.post("/resume", limit_s=limit_s))
@@ -80,6 +81,19 @@ class Deliveries:
         server.resumed_with(version, cleared=self.clear_cache)
         await _done(client.post("/resume", limit_s=limit_s))
         self.paused_s += time.monotonic() - began
+
+    async def _start(self, server: Server) -> None:
+        """Begin an update. One that a killed client left open is finished first, under a label of no run: whether the
+        server has its weights is not known."""
+        client, limit_s = server.client, self.limit_s
+        try:
+            await client.post("/start_weight_update", limit_s=limit_s)
+        except Refused as error:
+            try:
+                await client.post("/finish_weight_update", {"weight_version": _LEFT_OPEN}, limit_s=limit_s)
+            except Refused:  # none was open
+                raise ServerFailed(str(error)) from error
+            await _done(client.post("/start_weight_update", limit_s=limit_s))
 
 
 async def _done(call: Any) -> None:

@@ -198,12 +198,14 @@ def test_alone(path: Path) -> None:
 
 @recipes(overlays=True)
 def test_over_the_quickstart(path: Path) -> None:
-    """Its own values win; the tasks, and the punishment of long answers to them, stay what they were."""
+    """Its own values win; the tasks, the punishment of long answers to them and the KV cache stay what they were."""
     config = check_runnable(load_config([QUICKSTART, path]))
     alone = load_config([path]).config
-    own = alone.rewards.overlong_buffer_tokens or load_config([QUICKSTART]).config.rewards.overlong_buffer_tokens
-    assert config.rollout == alone.rollout
-    assert config.rewards == alone.rewards.model_copy(update={"overlong_buffer_tokens": own})
+    punishing = alone if alone.rewards.overlong_buffer_tokens else load_config([QUICKSTART]).config
+    punishment = {name: getattr(punishing.rewards, name) for name in ("overlong_buffer_tokens", "overlong_penalty")}
+    kv = "kv_on_resume" in path.read_text()
+    assert config.rollout == (alone.rollout if kv else alone.rollout.model_copy(update={"kv_on_resume": "keep"}))
+    assert config.rewards == alone.rewards.model_copy(update=punishment)
     assert config.tasks.sources == load_config([QUICKSTART]).config.tasks.sources
     assert config.train.num_steps == load_config([QUICKSTART]).config.train.num_steps
 

@@ -85,7 +85,7 @@ class Sleeping:
         self._prefilled = 0
 
     async def extend(self, request: ExtendRequest) -> list[Segment]:
-        self._prefilled += len(request.prompt_ids) + len(request.generated_ids)
+        self._prefilled += len(request.prompt) + len(request.generated_ids)
         length = int(12 * 2 ** (request.seed % 1000 / 333)) - len(request.generated_ids)
         whole = num = min(length, request.max_new_tokens)
         stopped = self._stopped[request.rollout_id] = asyncio.Event()

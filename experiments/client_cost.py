@@ -23,7 +23,7 @@ from fault_server import FaultServer
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
 from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
-from rollover.types import SamplingParams
+from rollover.types import Prompt, SamplingParams
 
 ROLLOUTS, PROMPT = 64, 200
 WEIGHTS = [("weight", torch.ones(3))]
@@ -52,7 +52,7 @@ async def measure(url: str, tokens: int) -> float:
     engine = RemoteEngine(RemoteSetup(Config.model_validate(values), lambda: WEIGHTS, lambda ids: ""))
     await engine.load_weights(0, WEIGHTS)
     prompt = tuple(range(1, PROMPT))
-    requests = [ExtendRequest(f"r{i}", prompt, (), tokens, i, SamplingParams()) for i in range(ROLLOUTS)]
+    requests = [ExtendRequest(f"r{i}", Prompt(prompt), (), tokens, i, SamplingParams()) for i in range(ROLLOUTS)]
     begun = time.process_time()
     segments = await asyncio.gather(*(engine.extend(request) for request in requests))
     seconds = time.process_time() - begun

@@ -32,7 +32,7 @@ from rollover.track.recorder import RolloutRecorder
 from rollover.track.sinks import MetricsFile
 from rollover.track.trace import TRACE, TraceEvent, TraceFile
 from rollover.track.tracker import RecordedGroup
-from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 from rollover.view.parts import page_files
 
 GROUP_SIZE, SECONDS_A_STEP = 8, 5.0
@@ -72,7 +72,7 @@ def groups_of(step: int, rollouts: int, tokens: int, random_: np.random.Generato
             reward = Reward(float(random_.integers(2)))
             each.append(Rollout(number, sibling, task, parts, RolloutState.CONSUMED, StopReason.EOS, reward))
         texts = ["the answer is " + "some words of it " * (tokens // 5) for _ in each]
-        told.append(RecordedGroup(Group(number, task, tuple(range(60)), each), texts, [0.5] * len(each)))
+        told.append(RecordedGroup(Group(number, task, Prompt.of(range(60)), each), texts, [0.5] * len(each)))
     return told
 
 

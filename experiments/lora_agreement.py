@@ -44,7 +44,7 @@ from rollover.tasks.prompts import encode_prompt
 from rollover.tasks.stream import TaskStream
 from rollover.trainer.local_backend import LocalBackend
 from rollover.trainer.lora import merged_weights
-from rollover.types import Sample, SamplingParams
+from rollover.types import Prompt, Sample, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "configs" / "quickstart.toml"
@@ -113,7 +113,7 @@ def answers(
     stops = frozenset([loaded.tokenizer.eos_token_id])
 
     async def one(index: int, prompt: list[int]) -> Sample:
-        request = ExtendRequest(str(index), tuple(prompt), (), NEW_TOKENS, index, SamplingParams(), stops)
+        request = ExtendRequest(str(index), Prompt.of(prompt), (), NEW_TOKENS, index, SamplingParams(), stops)
         (segment,) = await engine.extend(request)
         zeros = np.zeros(len(segment), np.float32)
         ids = np.array(prompt, dtype=np.int32)
@@ -139,7 +139,7 @@ def compare(adapters: dict[str, torch.Tensor], weights: dict[str, torch.Tensor],
     config = load_config([RECIPE]).config
     loaded = load_model(config.model)
     stream = TaskStream(config.tasks, seed=config.run.seed, split="train", rewards=config.rewards)
-    prompts = [list(encode_prompt(task, loaded.tokenizer)) for task in stream.take(PROMPTS)]
+    prompts = [list(encode_prompt(task, loaded.tokenizer).ids) for task in stream.take(PROMPTS)]
 
     def trainer(new: dict[str, torch.Tensor], rank: int = 0) -> LocalBackend:
         """Of these weights; with a rank they are those of adapters."""

@@ -22,7 +22,7 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import load_model
 from rollover.models.team import prepare_process
 from rollover.trainer.lora import adapter_weights, add_lora, base_weights, merged_weights
-from rollover.types import SamplingParams
+from rollover.types import Prompt, SamplingParams
 
 PROMPT_TOKENS = 32
 
@@ -32,7 +32,7 @@ async def seconds(engine: EmbeddedEngine, num: int, num_tokens: int) -> float:
     prompts = [tuple(range(100 + i, 100 + i + PROMPT_TOKENS)) for i in range(num)]
 
     async def run(num_new: int) -> float:
-        requests = [ExtendRequest(str(i), p, (), num_new, i, SamplingParams()) for i, p in enumerate(prompts)]
+        requests = [ExtendRequest(str(i), Prompt(p), (), num_new, i, SamplingParams()) for i, p in enumerate(prompts)]
         started = time.perf_counter()
         await asyncio.gather(*map(engine.extend, requests))
         engine.release([r.rollout_id for r in requests])

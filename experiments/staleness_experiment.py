@@ -43,7 +43,7 @@ from rollover.models.load import LoadedModel  # noqa: E402
 from rollover.staleness import staleness  # noqa: E402
 from rollover.trainer.batch import build_batch  # noqa: E402
 from rollover.trainer.build import local_trainer  # noqa: E402
-from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Task, rollout_seed  # noqa: E402
+from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Task, rollout_seed  # noqa: E402
 
 FIGURE = ROOT / "docs" / "staleness_experiment.svg"
 BASE, DIGITS = 8, 6
@@ -118,12 +118,12 @@ def make_model(seed: int) -> LoadedModel:
 def make_group(seed: int, group_id: int) -> Group:
     start = random.Random(f"{seed}/{group_id}").randrange(BASE)
     task = Task(f"t{group_id}", "count", "count", prompt=str(start))
-    return Group(group_id, task, (start,), [Rollout(group_id, s, task) for s in range(SIZE)])
+    return Group(group_id, task, Prompt((start,)), [Rollout(group_id, s, task) for s in range(SIZE)])
 
 
 def score(group: Group, rollout: Rollout) -> float:
     """The share of places with the right digit, whatever stands before it."""
-    right = [(group.prompt_ids[0] + place) % BASE for place in range(1, DIGITS + 1)]
+    right = [(group.prompt.ids[0] + place) % BASE for place in range(1, DIGITS + 1)]
     return sum(a == b for a, b in zip(rollout.token_ids(), right, strict=True)) / DIGITS
 
 
@@ -160,7 +160,7 @@ class Experiment:
         requests = [
             ExtendRequest(
                 rollout_id=r.rollout_id,
-                prompt_ids=group.prompt_ids,
+                prompt=group.prompt,
                 generated_ids=(),
                 max_new_tokens=DIGITS,
                 seed=rollout_seed(seed, r.task.task_id, 0, r.sibling),

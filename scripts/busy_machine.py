@@ -32,6 +32,7 @@ sys.path[:0] = [str(ROOT / "src")]
 from rollover.config import Config  # noqa: E402
 from rollover.config.load import load_config  # noqa: E402
 from rollover.processes import brief_waiting  # noqa: E402
+from rollover.types import Prompt  # noqa: E402
 
 if TYPE_CHECKING:
     from rollover.engine.embedded.engine import EmbeddedEngine
@@ -77,7 +78,7 @@ class Worker:
         from rollover.types import SamplingParams
 
         requests = [
-            ExtendRequest(str(i), prompt_ids, (), NEW_TOKENS, i, SamplingParams(), pause_after=2)
+            ExtendRequest(str(i), Prompt(prompt_ids), (), NEW_TOKENS, i, SamplingParams(), pause_after=2)
             for i, prompt_ids in enumerate(self.prompts)
         ]
         first = await asyncio.gather(*map(self.engine.extend, requests))

@@ -56,7 +56,7 @@ from rollover.rollout.lifecycle import Event, EventKind, Lifecycle  # noqa: E402
 from rollover.rollout.restored import check_restored  # noqa: E402
 from rollover.rollout.watchdog import Watchdog  # noqa: E402
 from rollover.staleness import group_staleness  # noqa: E402
-from rollover.types import Group, Rollout, RolloutState, SamplingParams, StopReason, Task, rollout_seed  # noqa: E402
+from rollover.types import Group, Prompt, Rollout, RolloutState, SamplingParams, StopReason, Task, rollout_seed  # noqa: E402
 
 EOS = 1
 _MIN_STEPS = 3
@@ -246,7 +246,7 @@ class Fuzz:
         self.lifecycle.check()
         cache = self.lifecycle.cache
         assert self.trained | self.dropped | cache.groups.keys() == set(range(cache.num_admitted))
-        prompts = {r: g.prompt_ids for g in [*groups, *cache.groups.values()] for r in g.rollouts}
+        prompts = {r: g.prompt for g in [*groups, *cache.groups.values()] for r in g.rollouts}
         # What runs is appended to while the reference is computed: what there is now is what is checked.
         held = [(r, [s for s in r.segments], r.stop_reason) for r in prompts if r.segments]
         expected = await self._uninterrupted([(r, prompts[r]) for r, _, _ in held])
@@ -276,7 +276,7 @@ class Fuzz:
         self.counts["rewards"] += 1
 
     async def _uninterrupted(
-        self, rollouts: list[tuple[Rollout, tuple[int, ...]]]
+        self, rollouts: list[tuple[Rollout, Prompt]]
     ) -> list[tuple[list[int], np.ndarray, StopReason]]:
         """Tokens, log-probs and stop reason of each, generated alone in this process from its first token on."""
         engine = EmbeddedEngine.over(self.loaded.model, self.loaded.tokenizer, self.config)
@@ -284,14 +284,14 @@ class Fuzz:
         requests = [
             ExtendRequest(
                 rollout_id=r.rollout_id,
-                prompt_ids=prompt_ids,
+                prompt=prompt,
                 generated_ids=(),
                 max_new_tokens=budget,
                 seed=rollout_seed(self.seed, r.task.task_id, r.task.attempt, r.sibling),
                 sampling=SamplingParams(temperature=1.0),
                 stop_token_ids=frozenset([EOS]),
             )
-            for r, prompt_ids in rollouts
+            for r, prompt in rollouts
         ]
         answers = await asyncio.gather(*map(engine.extend, requests))
         await engine.close()

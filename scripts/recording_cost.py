@@ -26,7 +26,7 @@ from rollover.track.metrics_table import MetricsTable
 from rollover.track.recorder import FORMATS, RolloutRecorder
 from rollover.track.token_stats import TokenStats
 from rollover.track.tracker import RecordedGroup
-from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 
 GROUP_SIZE, KEYS = 8, 300
 
@@ -57,7 +57,9 @@ def groups(
             each.append(Rollout(n, sibling, task, parts, RolloutState.CONSUMED, StopReason.EOS, reward))
         texts = ["some words of an answer " * (tokens // 6) for _ in each]
         of_tokens = [stats(tokens, random) for _ in each]
-        told.append(RecordedGroup(Group(n, task, tuple(range(100)), each), texts, [0.5] * len(each), tokens=of_tokens))
+        told.append(
+            RecordedGroup(Group(n, task, Prompt.of(range(100)), each), texts, [0.5] * len(each), tokens=of_tokens)
+        )
     return told
 
 

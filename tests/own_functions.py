@@ -48,7 +48,7 @@ from rollover.trainer.batch import BatchBuilder, build_batch
 from rollover.trainer.build import build_trainer
 from rollover.trainer.objective import Counts, Objective, Streams
 from rollover.trajectories import turns_of
-from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 from rollover.workflows.build import build_workflow
 from samples import random_samples
 from unit.envs import played, templates
@@ -66,7 +66,7 @@ def group(*answers: tuple[int, float | None]) -> Group:
         rollout = Rollout(0, i, TASK, [segment], RolloutState.READY)
         rollout.reward = Reward(score, error=None if score is not None else "failed")
         rollouts.append(rollout)
-    return Group(0, TASK, (1, 2), rollouts)
+    return Group(0, TASK, Prompt((1, 2)), rollouts)
 
 
 def advantages(of: Group, **algorithm: Any) -> list[float]:
@@ -155,7 +155,7 @@ def check_curriculum(spec: str) -> None:
     short, long = (Task(f"t{n}", "docs", "reward", prompt="x" * n) for n in (100, 110))
     first = made()
     assert [first.weigher.weight(task, None) for task in (short, long)] == [1.0, 0.01]
-    first.saw(Group(0, short, (1,), []), 1.0)
+    first.saw(Group(0, short, Prompt((1,)), []), 1.0)
     first.on_step(1)
     later = made()
     later.load_state_dict(first.state_dict())
@@ -207,7 +207,7 @@ def check_grouping(spec: str) -> None:
 
 def check_engine(spec: str) -> None:
     config = Config.model_validate({"engine": {"kind": spec}, "model": {"dtype": "float32"}, "run": {"threads": 1}})
-    request = ExtendRequest("0-0", (1, 2, 3), (), 4, 0, SamplingParams())
+    request = ExtendRequest("0-0", Prompt((1, 2, 3)), (), 4, 0, SamplingParams())
 
     async def counted() -> dict[str, float]:
         engine = build_engine(EngineSetup(config, tiny.loaded, 1, beside_trainer=False))
@@ -321,7 +321,7 @@ def check_game(spec: str) -> None:
 
 def check_examples(spec: str) -> None:
     environment = _class_environment(spec)
-    prompt = environment.chat.tokenizer.decode(environment.prompt(played.TASK))
+    prompt = environment.chat.tokenizer.decode(environment.prompt(played.TASK).ids)
     first, last = (
         "user\nWhat is 3+4?<|im_end|>",
         "assistant\nThe answer is 7<|im_end|>\n<|im_start|>user\n12*34?<|im_end|>",
@@ -367,7 +367,7 @@ def check_graded(spec: str) -> None:
     [(rollout_id, reward)] = host.run().items()
     rollout = host.rollouts[rollout_id]
     rollout.reward = reward
-    made = Group(0, host.task, rollout.prompt_ids, [rollout])
+    made = Group(0, host.task, rollout.prompt, [rollout])
     (sample,) = build_batch([made], AlgorithmConfig(advantage="precomputed")).samples
     first, second = turns_of(rollout)
     assert reward.score == 1.0 and sample.mask.sum() == len(first) + len(second)

@@ -16,7 +16,18 @@ from rollover.track.recorder import Format, RolloutRecorder
 from rollover.track.sinks import EvalFile, MetricsFile
 from rollover.track.trace import TRACE, TraceEvent, TraceFile
 from rollover.track.tracker import RecordedGroup
-from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+from rollover.types import (
+    DropReason,
+    Group,
+    Prompt,
+    Reward,
+    Rollout,
+    RolloutState,
+    SamplingParams,
+    Segment,
+    StopReason,
+    Task,
+)
 
 HOSTILE = {
     "escapes": "\x1b[2J\x1b]0;owned\x07red \x1b[31mtext\x9b5m",
@@ -55,7 +66,7 @@ def group(group_id: int, scores: Sequence[float | None], versions: Sequence[int]
         segments = [segment(version, num_tokens) for version in versions]
         reward = Reward(score) if score is not None else Reward(None, error="it raised")
         rollouts.append(Rollout(group_id, sibling, task, segments, RolloutState.CONSUMED, StopReason.EOS, reward))
-    return Group(group_id, task, (7, 8), rollouts)
+    return Group(group_id, task, Prompt((7, 8)), rollouts)
 
 
 def recorded(of: Group, dropped: DropReason | None = None, text: str = "the answer") -> RecordedGroup:

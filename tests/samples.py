@@ -6,7 +6,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollover.types import Group, Reward, Rollout, RolloutState, Sample, SamplingParams, Segment, StopReason, Task
+from rollover.types import (
+    Group,
+    Prompt,
+    Reward,
+    Rollout,
+    RolloutState,
+    Sample,
+    SamplingParams,
+    Segment,
+    StopReason,
+    Task,
+)
 
 VOCAB = 102
 
@@ -31,7 +42,7 @@ def rollout(group: int, sibling: int, score: float | None, segments: list[Segmen
 
 
 def group(group_id: int, rollouts: list[Rollout], prompt: Sequence[int] = (5, 6, 7)) -> Group:
-    return Group(group_id, rollouts[0].task, tuple(prompt), rollouts)
+    return Group(group_id, rollouts[0].task, Prompt.of(prompt), rollouts)
 
 
 def random_samples(seed: int, num_groups: int = 3, size: int = 3, num_prompts: int = 1) -> list[Sample]:

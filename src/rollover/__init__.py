@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rollover.trajectories import Trajectory as Trajectory
     from rollover.trajectories import TrajectoryGroup as TrajectoryGroup
     from rollover.types import Group as Group
+    from rollover.types import Prompt as Prompt
     from rollover.types import Reward as Reward
     from rollover.types import Rollout as Rollout
     from rollover.types import Segment as Segment
@@ -45,6 +46,7 @@ _PLACES = {
     "Episode": "rollover.trajectories",
     "Group": "rollover.types",
     "Observation": "rollover.envs.game",
+    "Prompt": "rollover.types",
     "Reward": "rollover.types",
     "Rollout": "rollover.types",
     "Run": "rollover.api.run",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -127,8 +127,55 @@ class Task:
         return cls(**{**saved, "messages": None if messages is None else tuple(messages)})
 
 
-# Gives the next task to be admitted, with its prompt's token ids; None at the end of all tasks.
-NextTask = Callable[[], tuple[Task, Sequence[int]] | None]
+@dataclass(frozen=True, slots=True)
+class Media:
+    """An image in a prompt, without its pixels: they are read again from `source` whenever they are needed.
+
+    `digest`: SHA-256 of the decoded pixels (hexadecimal), by which a changed file is noticed. `size`: width and height
+    in pixels. Its placeholders are the tokens `offset` to `offset + count` of the prompt; `grid`: how many patches it
+    has in time, height and width, where the model family needs that.
+    """
+
+    source: str
+    digest: str
+    size: tuple[int, int]
+    offset: int
+    count: int
+    grid: tuple[int, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Media:
+        return cls(**{**saved, "size": tuple(saved["size"]), "grid": tuple(saved["grid"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a rollout begins with: token ids, those of placeholders among them, and the media that these stand for.
+
+    Equal prompts may share keys and values: images of one size have equal ids, so the media tell them apart.
+    """
+
+    ids: tuple[int, ...] = ()
+    media: tuple[Media, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @classmethod
+    def of(cls, ids: Iterable[int], media: Iterable[Mapping[str, Any]] = ()) -> Prompt:
+        """Of token ids, and of media as `media_to_json` makes them."""
+        return cls(tuple(ids), tuple(map(Media.from_json, media)))
+
+    def media_to_json(self) -> dict[str, Any]:
+        """{"media": [...]}, or {} for text alone: what is saved beside the ids."""
+        return {"media": [media.to_json() for media in self.media]} if self.media else {}
+
+
+# Gives the next task to be admitted, with its prompt; None at the end of all tasks.
+NextTask = Callable[[], tuple[Task, Prompt] | None]
 
 
 # How far a log-prob may be above 0, for rounding: numbers of the size of 10^5 (logits over a low temperature) are 0.008
@@ -254,10 +301,10 @@ class Rollout:
     told by a token sampled at temperature 0): a baseline, which is never trained. `stop_reason`: why it
     stopped; while it is ACTING, why its turn did.
 
-    `prompt_ids`: token ids of its prompt; those of siblings with equal prompts are one tuple. `sibling` is its Episode
-    within the group, `trajectory` the index of its Trajectory within that, `context` its place in it, and `role` whose
-    part it plays (trajectories.py has the views). A plain task has one of each. `turn_key`: of the call that opened it
-    (workflows/matching.py), by which its draws are found; None: they are the sibling's own.
+    `prompt`: siblings with equal prompts have one object. `sibling` is its Episode within the group, `trajectory` the
+    index of its Trajectory within that, `context` its place in it, and `role` whose part it plays (trajectories.py has
+    the views). A plain task has one of each. `turn_key`: of the call that opened it (workflows/matching.py), by which
+    its draws are found; None: they are the sibling's own.
     """
 
     group_id: int
@@ -268,7 +315,7 @@ class Rollout:
     stop_reason: StopReason | None = None
     reward: Reward | None = None
     greedy: bool = False
-    prompt_ids: tuple[int, ...] = ()
+    prompt: Prompt = Prompt()
     role: str = "policy"
     trajectory: int = 0
     context: int = 0
@@ -316,19 +363,19 @@ class Rollout:
 class Group:
     """The sibling rollouts of one Task. `group_id` is the index of its admission: 0, 1, 2, ...
 
-    `prompt_ids`: token ids of the task's prompt, which is that of every rollout that comes without one. `kept`: what
-    its episodes keep over a kill, JSON by sibling and name.
+    `prompt`: the task's, which is that of every rollout that comes without one. `kept`: what its episodes keep over a
+    kill, JSON by sibling and name.
     """
 
     group_id: int
     task: Task
-    prompt_ids: tuple[int, ...]
+    prompt: Prompt
     rollouts: list[Rollout]
     kept: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for rollout in self.rollouts:
-            rollout.prompt_ids = rollout.prompt_ids or self.prompt_ids
+            rollout.prompt = rollout.prompt or self.prompt
 
     @property
     def ready(self) -> bool:
@@ -365,9 +412,10 @@ def why_not_in_vocabulary(token_ids: np.ndarray, vocab_size: int) -> str | None:
 class Sample:
     """A training row made from a finished Rollout. All streams are [n] over the tokens after the prompt.
 
-    token_ids, versions int32; mask bool (True: in the loss); behavior_logprobs, advantages float32. `temperature`: of
-    the sampling. `teacher_prompt_ids`: what a teacher reads for the prompt; None: the prompt. `sequence_id`: of what
-    is one sequence in aggregations; "": the row alone. `truncated`: cut at the token limit (StopReason.LENGTH).
+    token_ids, versions int32; mask bool (True: in the loss); behavior_logprobs, advantages float32. `media`: of the
+    prompt. `temperature`: of the sampling. `teacher_prompt_ids`: what a teacher reads for the prompt; None: the prompt.
+    `sequence_id`: of what is one sequence in aggregations; "": the row alone. `truncated`: cut at the token limit
+    (StopReason.LENGTH).
     """
 
     rollout_id: str
@@ -383,6 +431,7 @@ class Sample:
     sequence_id: str = ""
     role: str = "policy"
     truncated: bool = False
+    media: tuple[Media, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sequence_id", self.sequence_id or self.rollout_id)

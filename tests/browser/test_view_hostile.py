@@ -17,7 +17,18 @@ from rollover.track.answers import Answer, RoleScore, write_answers
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.sinks import EvalFile, MetricsFile
 from rollover.track.trace import TRACE, TraceEvent, TraceFile
-from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+from rollover.types import (
+    DropReason,
+    Group,
+    Prompt,
+    Reward,
+    Rollout,
+    RolloutState,
+    SamplingParams,
+    Segment,
+    StopReason,
+    Task,
+)
 from rollover.view.report import make_report
 from rollover.view.run_data import RunData
 
@@ -76,7 +87,7 @@ def group_of(group_id: int) -> Group:
         segments = [Segment(ids, -ids.astype(np.float32), 0, SamplingParams(), StopReason.EOS)]
         reward = Reward(0.5, extras={LINES: 1.0}, shaping={LINES: 0.5}) if sibling else Reward(None, error=LINES)
         rollouts.append(Rollout(group_id, sibling, task, segments, RolloutState.CONSUMED, StopReason.EOS, reward))
-    return Group(group_id, task, (7, 8), rollouts)
+    return Group(group_id, task, Prompt((7, 8)), rollouts)
 
 
 def views() -> list[str]:
@@ -126,7 +137,9 @@ def test_an_error_and_a_prompt_of_a_megabyte(tmp_path: Path, open_page: Opens) -
     long = group_of(8)
     task = Task("long", "long", "own", prompt=HOSTILE["long"])
     rollouts = [replace(of, task=task, reward=Reward(None, error=HOSTILE["long"])) for of in long.rollouts]
-    RolloutRecorder(path / "rollouts").write(3, [recorded(Group(8, task, (7,), rollouts), text=HOSTILE["long"])])
+    RolloutRecorder(path / "rollouts").write(
+        3, [recorded(Group(8, task, Prompt((7,)), rollouts), text=HOSTILE["long"])]
+    )
     watched = open_page()
     with served(path) as url:
         watched.show(url, "rollout?step=3&id=8-0")

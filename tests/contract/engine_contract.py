@@ -25,7 +25,7 @@ import numpy as np
 
 from rollover.config.logits import LogitsProcessing
 from rollover.engine.protocol import Engine, ExtendRequest
-from rollover.types import SamplingParams, Segment, StopReason, rollout_seed
+from rollover.types import Prompt, SamplingParams, Segment, StopReason, rollout_seed
 
 STATS = {
     "engine/decode_steps",
@@ -69,7 +69,7 @@ class Subject:
     def request(self, i: int = 0, sampling: SamplingParams | None = None, **changes: Any) -> ExtendRequest:
         request = ExtendRequest(
             rollout_id=f"{i}-0",
-            prompt_ids=self.prompts[i % len(self.prompts)],
+            prompt=Prompt(self.prompts[i % len(self.prompts)]),
             generated_ids=(),
             max_new_tokens=self.max_new_tokens,
             seed=rollout_seed(0, f"task {i}", 0, 0),
@@ -402,7 +402,7 @@ async def check_a_turn_goes_on_from_what_was_appended(subject: Subject) -> None:
         kept, again = answers
         assert tokens_of(kept) == tokens_of(again)
         np.testing.assert_allclose(logprobs_of(kept), logprobs_of(again), atol=1e-2)
-        num_before = len(first.prompt_ids) + len(so_far) - 1  # the last token is decoded
+        num_before = len(first.prompt) + len(so_far) - 1  # the last token is decoded
         if subject.keeps_kv:  # others may have a cache of prefixes
             assert growth[1]["kv/kept_tokens"] == 0, "nobody had said that it may go on"
             assert growth[0]["kv/kept_tokens"] == num_before - len(subject.prompts[1])

@@ -192,8 +192,8 @@ def test_a_process_that_dies_is_started_again_with_the_last_weights(model: Path,
         stats = engine.stats()
         assert stats["engine/restarts"] == 1 and stats["engine/decode_steps"] > 0
         # The last token of what is prefilled is decoded.
-        assert stats["engine/prefill_tokens"] - before[0] == len(late.prompt_ids) - 1
-        assert stats["engine/reprefill_tokens"] - before[1] == len(cut.prompt_ids) + len(so_far) - 1
+        assert stats["engine/prefill_tokens"] - before[0] == len(late.prompt) - 1
+        assert stats["engine/reprefill_tokens"] - before[1] == len(cut.prompt) + len(so_far) - 1
         await engine.close()
         return [so_far + tokens_of(answers[0]), tokens_of(answers[1])]
 

@@ -19,14 +19,14 @@ from rollover.run.stop import Stop, signals_to
 from rollover.staleness import group_staleness
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.tracker import RecordedGroup
-from rollover.types import Group, Reward, RolloutState, SamplingParams, Segment, StopReason, Task
+from rollover.types import Group, Prompt, Reward, RolloutState, SamplingParams, Segment, StopReason, Task
 from unit.rollout.run import PARTIAL, Run
 
 STEPS = 4
 OWN = '''
 from rollover.engine.protocol import ExtendRequest
 from rollover.run.producer import ready_group
-from rollover.types import Reward, SamplingParams, Task
+from rollover.types import Prompt, Reward, SamplingParams, Task
 
 class Mine:
     """Two groups a step, for four steps, generated with the run's engine."""
@@ -40,7 +40,8 @@ class Mine:
 
     async def group(self, group_id):
         def request(sibling):
-            return ExtendRequest(f"{group_id}-{sibling}", (1, 2), (), 6, 10 * group_id + sibling, SamplingParams())
+            seed = 10 * group_id + sibling
+            return ExtendRequest(f"{group_id}-{sibling}", Prompt((1, 2)), (), 6, seed, SamplingParams())
         segments = [await self.engine.extend(request(sibling)) for sibling in range(2)]
         task = Task(f"t{group_id}", "mine", "mine", prompt="go")
         return ready_group(group_id, task, (1, 2), segments, [Reward(float(len(s[-1]))) for s in segments])
@@ -226,7 +227,7 @@ def test_an_answer_that_was_cut_off_is_no_answer() -> None:
         ),
         (lambda: [with_id(-1)], "its token 1 has the id -1, and those of the model are 0 to 99"),
         (
-            lambda: [replace(group(1, version=5), prompt_ids=(1, 70000))],
+            lambda: [replace(group(1, version=5), prompt=Prompt((1, 70000)))],
             "in its prompt, its token 1 has the id 70000",
         ),
         (lambda: [3], "it must return a list of Groups"),

@@ -113,7 +113,7 @@ async def all_serve(engine: RemoteEngine) -> None:
 
 def same(found: list[Segment], server: FaultServer, wanted: ExtendRequest, version: int = 0) -> None:
     """Tokens and log-probs are those of the undisturbed run, under that version."""
-    context, tokens, logprobs = [*wanted.prompt_ids, *wanted.generated_ids], [], []
+    context, tokens, logprobs = [*wanted.prompt.ids, *wanted.generated_ids], [], []
     for _ in range(wanted.max_new_tokens):
         tokens.append(server.token(context, 0, 0, 1.0))
         logprobs.append(server.logprob(context, f"/{version}"))
@@ -266,6 +266,19 @@ def test_a_server_that_was_started_again_gets_weights_before_work(made: Made) ->
     assert len(server.updates) == 2 and server.label.endswith("/7")
 
 
+def test_a_server_that_a_killed_run_left_in_an_update_gets_weights_before_work(made: Made) -> None:
+    """It was killed between the beginning of an update and its end. The server refuses to begin another."""
+    server = made.server()
+    server.updating = True
+
+    async def work(engine: RemoteEngine) -> None:
+        await engine.load_weights(3, WEIGHTS)
+        same(await engine.extend(request()), server, request(), version=3)
+
+    run(made, server, work=work)
+    assert not server.updating and server.label.endswith("/3") and "could not join" not in "".join(made.said)
+
+
 def test_tokens_of_a_server_that_has_other_weights_are_thrown_away(made: Made) -> None:
     """It was started again between two requests, and nobody had noticed: its own word tells."""
     server = made.server()
@@ -311,7 +324,7 @@ def test_versions_are_those_of_the_server_where_it_differs(shifted: int, made: M
         await engine.load_weights(1, WEIGHTS)
         old, new = await extend
         assert (old.policy_version, new.policy_version) == (0, 1)
-        context = list(wanted.prompt_ids)
+        context = list(wanted.prompt.ids)
         for num, (token, logprob) in enumerate(zip(tokens_of([old, new]), logprobs_of([old, new]), strict=True)):
             version = 0 if num < len(old) - shifted else 1
             assert logprob == server.logprob(context, f"/{version}")
@@ -479,7 +492,7 @@ def test_what_an_update_makes_servers_compute_again_is_counted_or_is_stale(polic
         answers = await asyncio.gather(*extends)
         assert all([s.policy_version for s in segments] == [0, 1] for segments in answers)
         # All but the last of the tokens that each had: it is decoded.
-        had = sum(len(request(i).prompt_ids) + len(segments[0]) - 1 for i, segments in enumerate(answers))
+        had = sum(len(request(i).prompt) + len(segments[0]) - 1 for i, segments in enumerate(answers))
         assert (after[again], after[stale]) == ((had, 0) if policy == "recompute" else (0, had))
         assert engine.stats()[again] == after[again] and engine.stats()[stale] == after[stale]
 

@@ -31,7 +31,7 @@ from rollover.run.eval_parts import EvalParts
 from rollover.trainer.batch import Batch
 from rollover.trainer.build import local_trainer
 from rollover.trainer.trainer import Trainer
-from rollover.types import Sample, SamplingParams, Segment
+from rollover.types import Prompt, Sample, SamplingParams, Segment
 from samples import random_samples
 
 PROMPTS = [(1, 2, 3, 4, 5), (6, 7, 8)]
@@ -139,14 +139,14 @@ def test_new_weights_in_flight_are_exact_and_agreed_upon(model: Path, server: Pr
         assert (old.policy_version, new.policy_version) == (0, 1)
         assert engine.stats()["engine/span_mismatches"] == 0
         eager = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
-        ids = torch.tensor([[*request.prompt_ids, *tokens_of([old, new])]])
+        ids = torch.tensor([[*request.prompt.ids, *tokens_of([old, new])]])
         for factor, segment in ((1.0, old), (1.05, new)):
             with torch.no_grad():
                 for parameter, (_, value) in zip(eager.parameters(), weights(model, factor), strict=True):
                     parameter.copy_(value)
                 logits = eager(ids).logits[0].log_softmax(-1)
             assert segment.start is not None
-            first = len(request.prompt_ids) + segment.start
+            first = len(request.prompt) + segment.start
             at = torch.arange(first, first + len(segment))
             expected = logits[at - 1, ids[0, at]].numpy()
             np.testing.assert_allclose(segment.logprobs, expected, atol=1e-4)
@@ -198,12 +198,12 @@ def test_adapters_are_merged_into_the_whole_weights_of_servers(
         load_model(config(model).model), TrainConfig(learning_rate=1e-2, num_steps=3), AlgorithmConfig(),
         dtype=torch.float32, max_new_tokens=24, lora=LoraConfig(rank=4), merges_lora=True,
     )  # fmt: skip
-    request = ExtendRequest("r", PROMPTS[0], (), 24, 1, SamplingParams(temperature=1.0))
+    request = ExtendRequest("r", Prompt(PROMPTS[0]), (), 24, 1, SamplingParams(temperature=1.0))
 
     def apart(answer: list[Segment], trainer: Trainer) -> float:
         tokens = np.array(tokens_of(answer), dtype=np.int32)
         none = np.zeros(len(tokens))
-        prompt = np.array(request.prompt_ids, dtype=np.int32)
+        prompt = np.array(request.prompt.ids, dtype=np.int32)
         versions, advantages = none.astype(np.int32), none.astype(np.float32)
         sample = Sample("r", 0, prompt, tokens, none == 0, logprobs_of(answer), versions, advantages, 1.0)
         (ours,) = trainer.backend.compute_logprobs([sample]).values()

@@ -17,7 +17,7 @@ from contract import engine_contract
 from contract.engine_contract import logprobs_of, tokens_of
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine, ExtendRequest, WrongAnswer
-from rollover.types import SamplingParams, StopReason
+from rollover.types import Prompt, SamplingParams, StopReason
 from tinker_service import FakeTinker
 
 pytest.importorskip("tinker", reason="the SDK of Tinker is not installed (the extra tinker)")
@@ -47,7 +47,7 @@ def test_contract(check, url: str) -> None:
 
 
 def request(num: int = 12, **changes: object) -> ExtendRequest:
-    return replace(ExtendRequest("0-0", PROMPTS[0], (), num, 7, SamplingParams()), **changes)
+    return replace(ExtendRequest("0-0", Prompt(PROMPTS[0]), (), num, 7, SamplingParams()), **changes)
 
 
 def test_an_interruption_loses_the_chunk_that_runs_and_no_other(service: tuple[FakeTinker, str], url: str) -> None:

@@ -92,7 +92,7 @@ class Bigrams:
         return [[self._answer(request)] for request in requests]
 
     def _answer(self, request: ExtendRequest) -> Segment:
-        generator, ids, logprobs = torch.Generator().manual_seed(request.seed), [request.prompt_ids[-1]], []
+        generator, ids, logprobs = torch.Generator().manual_seed(request.seed), [request.prompt.ids[-1]], []
         with torch.no_grad():
             for _ in range(request.max_new_tokens):
                 logprobs_V = self.table[ids[-1]].log_softmax(-1)

@@ -25,7 +25,7 @@ import torch
 from rollover.engine.protocol import ExtendRequest
 from rollover.trainer.backend import TEACHER, Stream, TrainerBackend
 from rollover.trainer.objective import Counts
-from rollover.types import Sample, SamplingParams
+from rollover.types import Prompt, Sample, SamplingParams
 
 UPDATE = {"grad_norm", "learning_rate", "train/skipped_steps"}
 
@@ -212,7 +212,7 @@ async def check_what_is_not_there_is_said(subject: Subject) -> None:
 async def check_samples_are_of_the_current_weights(subject: Subject) -> None:
     backend = subject.make_backend()
     prompt = tuple(int(t) for t in subject.samples[0].prompt_ids)
-    requests = [ExtendRequest(f"{i}-0", prompt, (), 12, i, SamplingParams()) for i in range(3)]
+    requests = [ExtendRequest(f"{i}-0", Prompt(prompt), (), 12, i, SamplingParams()) for i in range(3)]
     if not subject.samples_with_an_engine:
         with pytest.raises(ValueError, match="engine"):
             await backend.sample(requests)

@@ -17,7 +17,7 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import cast_parameters
 from rollover.trainer.batch import Batch
 from rollover.trainer.build import local_trainer
-from rollover.types import Sample, SamplingParams, rollout_seed
+from rollover.types import Prompt, Sample, SamplingParams, rollout_seed
 from virtual_time import at_once
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +33,8 @@ def test_engine_and_trainer_agree_and_train(family: str, dtype: torch.dtype, lim
     engine = EmbeddedEngine(model, EngineConfig())
     prompt = tuple(tiny.tokenizer()("count to 7")["input_ids"])
     requests = [
-        ExtendRequest(f"0-{s}", prompt, (), 30 + s, rollout_seed(0, "t", 0, s), SamplingParams()) for s in range(4)
+        ExtendRequest(f"0-{s}", Prompt(prompt), (), 30 + s, rollout_seed(0, "t", 0, s), SamplingParams())
+        for s in range(4)
     ]
 
     async def go():

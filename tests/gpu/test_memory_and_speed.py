@@ -29,7 +29,7 @@ from rollover.models.peak import known_peak, measured_peak
 from rollover.trainer.batch import Batch
 from rollover.trainer.build import local_trainer
 from rollover.trainer.trainer import Trainer
-from rollover.types import Sample, SamplingParams
+from rollover.types import Prompt, Sample, SamplingParams
 from virtual_time import at_once
 
 pytestmark = pytest.mark.gpu
@@ -123,7 +123,7 @@ def engine_and_model(dtype: torch.dtype = torch.bfloat16) -> tuple[EmbeddedEngin
 def samples_of(engine: EmbeddedEngine, num: int, new_tokens: int) -> list[Sample]:
     """What it samples after prompts of several lengths."""
     requests = [
-        ExtendRequest(str(i), workload.prompt(102, 20 + 7 * i, i), (), new_tokens, i, SamplingParams())
+        ExtendRequest(str(i), Prompt(workload.prompt(102, 20 + 7 * i, i)), (), new_tokens, i, SamplingParams())
         for i in range(num)
     ]
 
@@ -134,7 +134,7 @@ def samples_of(engine: EmbeddedEngine, num: int, new_tokens: int) -> list[Sample
         Sample(
             request.rollout_id,
             i,
-            np.array(request.prompt_ids, np.int32),
+            np.array(request.prompt.ids, np.int32),
             segment.token_ids,
             np.ones(len(segment), bool),
             segment.logprobs,

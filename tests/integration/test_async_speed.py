@@ -11,7 +11,7 @@ import pytest
 
 import virtual_time
 from rollover.engine.protocol import ExtendRequest
-from rollover.types import SamplingParams, Segment, StopReason
+from rollover.types import Prompt, SamplingParams, Segment, StopReason
 
 
 @pytest.mark.slow
@@ -35,7 +35,9 @@ def test_new_weights_cut_an_answer_and_an_interrupted_one_goes_on_where_it_was(
         token_s = 5e-3
 
     def request(so_far: list[int]) -> ExtendRequest:
-        return ExtendRequest("0-0", (1,), tuple(so_far), 96 - len(so_far), 7, SamplingParams(), frozenset({100}))
+        return ExtendRequest(
+            "0-0", Prompt((1,)), tuple(so_far), 96 - len(so_far), 7, SamplingParams(), frozenset({100})
+        )
 
     async def answers() -> tuple[list[Segment], list[Segment]]:
         engine = Quick()

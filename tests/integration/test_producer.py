@@ -35,7 +35,7 @@ class Mine:
         segments = []
         for sibling in range(3):
             seed = rollout_seed(0, task.task_id, 0, sibling)
-            request = ExtendRequest(f"{group_id}-{sibling}", prompt_ids, (), 12, seed, SamplingParams())
+            request = ExtendRequest(f"{group_id}-{sibling}", Prompt(prompt_ids), (), 12, seed, SamplingParams())
             segments.append(await self.engine.extend(request))
         texts = [self.tokenizer.decode(s[0].token_ids) for s in segments]
         rewards = [Reward(sum(c.isdigit() for c in text) / 12) for text in texts]

@@ -17,7 +17,7 @@ from rollover.rollout.lifecycle import Lifecycle
 from rollover.trainer.batch import build_batch
 from rollover.trainer.build import local_trainer
 from rollover.trainer.trainer import Trainer
-from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Task, rollout_seed
+from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Task, rollout_seed
 
 STEPS, GROUPS, SIZE, TOKENS = 4, 3, 4, 24
 STOP = frozenset({1})
@@ -26,7 +26,7 @@ STOP = frozenset({1})
 def tasks():
     for i in range(1000):
         text = f"count to {i}"
-        yield Task(f"t{i}", "test", "digits", prompt=text), tuple(tiny.tokenizer()(text)["input_ids"])
+        yield Task(f"t{i}", "test", "digits", prompt=text), Prompt.of(tiny.tokenizer()(text)["input_ids"])
 
 
 def score(token_ids: list[int]) -> Reward:
@@ -52,7 +52,7 @@ async def sequential() -> tuple[Trainer, list[list[int]]]:
                 Group(step * GROUPS + g, task, prompt, [Rollout(step * GROUPS + g, s, task) for s in range(SIZE)])
             )
         rollouts = [r for group in groups for r in group.rollouts]
-        prompts = [group.prompt_ids for group in groups for _ in group.rollouts]
+        prompts = [group.prompt for group in groups for _ in group.rollouts]
         answers = await asyncio.gather(
             *[
                 engine.extend(

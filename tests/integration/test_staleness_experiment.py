@@ -68,7 +68,7 @@ def test_without_staleness_the_methods_are_one() -> None:
 
 def test_the_reward_is_the_share_of_right_places() -> None:
     group = make_group(seed=0, group_id=0)
-    group.prompt_ids, rollout = (6,), group.rollouts[0]
+    group.prompt, rollout = (6,), group.rollouts[0]
     tokens = [7, 0, 1, 1, 2, 4]  # 7 0 1 2 3 4 is right
     rollout.add(Segment(np.asarray(tokens, np.int32), np.zeros(6, np.float32), 0, SamplingParams(), StopReason.LENGTH))
     assert score(group, rollout) == pytest.approx(4 / 6)

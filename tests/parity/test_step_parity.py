@@ -13,7 +13,18 @@ from rollover.config import AlgorithmConfig
 from rollover.trainer.batch import BatchBuilder
 from rollover.trainer.objective import Counts, Objective, Streams
 from rollover.trainer.rejection import rejections, rewritten
-from rollover.types import Group, Reward, Rollout, RolloutState, Sample, SamplingParams, Segment, StopReason, Task
+from rollover.types import (
+    Group,
+    Prompt,
+    Reward,
+    Rollout,
+    RolloutState,
+    Sample,
+    SamplingParams,
+    Segment,
+    StopReason,
+    Task,
+)
 
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
 corr = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
@@ -201,7 +212,7 @@ def test_reinforce_plus_plus_of_a_run_is_over_tokens_as_verls(seed: int, name: s
             task = Task(f"t{g}", "test", "reward", prompt="x")
             state, reward = RolloutState.READY, Reward(scores[-1])
             rollouts.append(Rollout(g, i, task, segments, state, StopReason.EOS, reward))
-        groups.append(Group(g, rollouts[0].task, (5,), rollouts))
+        groups.append(Group(g, rollouts[0].task, Prompt((5,)), rollouts))
     samples = BatchBuilder(AlgorithmConfig(advantage=name)).build(groups).samples
     mask_NT = torch.zeros(12, max(map(len, masks)))
     rewards_NT = torch.zeros_like(mask_NT)

@@ -21,7 +21,7 @@ import tiny
 from rollover.config import AlgorithmConfig, CriticConfig, TrainConfig
 from rollover.trainer.batch import BatchBuilder
 from rollover.trainer.build import local_trainer
-from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 
 trl = pytest.importorskip("trl")
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer")
@@ -132,7 +132,7 @@ def groups_of(rows: list[Row]) -> list[Group]:
             ]  # fmt: skip
             rollouts.append(Rollout(g, i, task, segments, RolloutState.READY, StopReason.EOS, Reward(r.reward)))
         prompt = next(tuple(r.prompt) for r in rows if r.group == g)
-        groups.append(Group(g, task, prompt, rollouts))
+        groups.append(Group(g, task, Prompt(prompt), rollouts))
     return groups
 
 

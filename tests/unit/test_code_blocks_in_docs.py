@@ -126,7 +126,7 @@ def check_privileged(spec: str) -> None:
     messages = ({"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"})
     task = Task("t", "docs", "reward", messages=messages, columns={"answer": "4"})
     encode = encoder(tiny.tokenizer(), None)
-    text = tiny.tokenizer().decode(list(TeacherPrompts(config, encode, None).of_task(task)))
+    text = tiny.tokenizer().decode(TeacherPrompts(config, encode, None).of_task(task).ids)
     assert text == "s:Add.\nu:2+2?\nThe final answer is 4.\na:"
 
 

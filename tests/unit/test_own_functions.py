@@ -26,7 +26,7 @@ from rollover.run.producer import OwnProducer
 from rollover.tasks.prompts import TASK_OR_NONE, PromptSource, encoder
 from rollover.trainer.batch import build_batch
 from rollover.trainer.objective import Objective
-from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 
 TASK = Task("t0", "test", "reward", prompt="1 + 1 =")
 HEAD = "import torch\ndef helper(x):\n    raise KeyError('absent')\n"
@@ -40,7 +40,7 @@ def group() -> Group:
     rollouts = [Rollout(0, i, TASK, [segment()], RolloutState.READY) for i in range(2)]
     for i, rollout in enumerate(rollouts):
         rollout.reward = Reward(float(i))
-    return Group(0, TASK, (1, 2), rollouts)
+    return Group(0, TASK, Prompt((1, 2)), rollouts)
 
 
 class Stream:

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from rollover import staleness
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.cache import RolloutCache
-from rollover.types import Group, Rollout
+from rollover.types import Group, Prompt, Rollout
 from unit.rollout.world import make_segment, make_task
 
 
 def group_with(*versions: list[int]) -> Group:
     """One sibling per list; one segment per version in it."""
     cache = RolloutCache(100)
-    group = cache.admit(make_task(0), (1,), len(versions))
+    group = cache.admit(make_task(0), Prompt((1,)), len(versions))
     for rollout, of_rollout in zip(group.rollouts, versions, strict=True):
         cache.start(rollout.rollout_id)
         cache.append(rollout.rollout_id, [make_segment(2, v) for v in of_rollout])
@@ -39,7 +39,7 @@ def test_no_tokens_no_staleness() -> None:
 
 def test_environment_tokens_have_no_staleness() -> None:
     cache = RolloutCache(100)
-    group = cache.admit(make_task(0), (1,), 1)
+    group = cache.admit(make_task(0), Prompt((1,)), 1)
     cache.start("0-0")
     cache.append("0-0", [make_segment(3, 1, trainable=False), make_segment(3, 4)])
     assert staleness.group_staleness(group, 6) == 2

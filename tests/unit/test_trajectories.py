@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollover.trajectories import by_role, episodes_of, turns_of
-from rollover.types import Group, Reward, Rollout, RolloutState, StopReason, Task
+from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, StopReason, Task
 from unit.rollout.world import make_segment
 
 TASK = Task("t0", "s", "r", prompt="x")
@@ -31,13 +31,13 @@ def rollout(sibling: int, trajectory: int = 0, context: int = 0, role: str = "po
 
 
 def group(*rollouts: Rollout) -> Group:
-    return Group(3, TASK, (7, 8), list(rollouts))
+    return Group(3, TASK, Prompt((7, 8)), list(rollouts))
 
 
 def test_a_plain_group_has_an_episode_of_one_trajectory_of_one_rollout_a_sibling() -> None:
     plain = group(rollout(0), rollout(1), rollout(2, greedy=True))
     assert [r.rollout_id for r in plain.rollouts] == ["3-0", "3-1", "3-2"]
-    assert all(r.prompt_ids is plain.prompt_ids for r in plain.rollouts)
+    assert all(r.prompt is plain.prompt for r in plain.rollouts)
     episodes = episodes_of(plain)
     assert [[t.rollouts for t in e.trajectories] for e in episodes] == [[(r,)] for r in plain.rollouts]
     assert all(t.reward is r.reward for e, r in zip(episodes, plain.rollouts, strict=True) for t in e.trajectories)
@@ -46,7 +46,7 @@ def test_a_plain_group_has_an_episode_of_one_trajectory_of_one_rollout_a_sibling
 
 
 def test_episodes_hold_their_trajectories_and_these_their_contexts_in_order() -> None:
-    solver = [rollout(s, 0, c, "solver", prompt_ids=(s, c)) for s in (0, 1) for c in (0, 1)]
+    solver = [rollout(s, 0, c, "solver", prompt=Prompt((s, c))) for s in (0, 1) for c in (0, 1)]
     judge = [rollout(s, 1, 0, "judge") for s in (0, 1)]
     episodes = episodes_of(group(judge[1], solver[3], solver[0], solver[1], judge[0], solver[2]))
     assert [[t.rollouts for t in e.trajectories] for e in episodes] == [
@@ -54,7 +54,7 @@ def test_episodes_hold_their_trajectories_and_these_their_contexts_in_order() ->
         [(solver[2], solver[3]), (judge[1],)],
     ]
     assert [r.rollout_id for r in solver] == ["3-0", "3-0.0.1", "3-1", "3-1.0.1"] and judge[1].rollout_id == "3-1.1.0"
-    assert solver[1].prompt_ids == (0, 1) and judge[0].prompt_ids == (7, 8), "its own, or else its group's"
+    assert solver[1].prompt == Prompt((0, 1)) and judge[0].prompt == Prompt((7, 8)), "its own, or else its group's"
     assert [(g.role, len(g.trajectories)) for g in by_role(episodes)] == [("solver", 2), ("judge", 2)]
     assert str(episodes[1].trajectories[1]) == "trajectory 1 (role 'judge') of episode 3-1"
 

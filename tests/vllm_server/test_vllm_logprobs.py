@@ -19,7 +19,7 @@ from rollover.engine.remote.engine import RemoteEngine
 from rollover.models.load import LoadedModel, load_model
 from rollover.trainer.build import local_trainer
 from rollover.trainer.trainer import Trainer
-from rollover.types import Sample, SamplingParams, Segment, rollout_seed
+from rollover.types import Prompt, Sample, SamplingParams, Segment, rollout_seed
 from vllm_server.engines import ARGS, engine
 from vllm_server.serving import VllmServer
 
@@ -39,7 +39,7 @@ def requests_of(loaded: LoadedModel, version: int, temperature: float) -> list[E
         for s in range(4):
             seed = rollout_seed(version, question, 0, s)
             sampling = SamplingParams(temperature=temperature)
-            out.append(ExtendRequest(f"{g}-{s}", tuple(prompt), (), NEW_TOKENS, seed, sampling, frozenset()))
+            out.append(ExtendRequest(f"{g}-{s}", Prompt.of(prompt), (), NEW_TOKENS, seed, sampling, frozenset()))
     return out
 
 
@@ -48,7 +48,7 @@ def sample(request: ExtendRequest, segments: list[Segment]) -> Sample:
     return Sample(
         rollout_id=request.rollout_id,
         group_id=int(request.rollout_id[0]),
-        prompt_ids=np.asarray(request.prompt_ids, dtype=np.int32),
+        prompt_ids=np.asarray(request.prompt.ids, dtype=np.int32),
         token_ids=tokens,
         mask=np.ones(len(tokens), dtype=bool),
         behavior_logprobs=logprobs_of(segments),

@@ -18,7 +18,7 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.engine.remote import server as remote_server
 from rollover.engine.remote.client import ServerClient
 from rollover.engine.remote.engine import RemoteEngine
-from rollover.types import SamplingParams, Segment, StopReason
+from rollover.types import Prompt, SamplingParams, Segment, StopReason
 from vllm_server.engines import engine, subject
 from vllm_server.serving import VllmServer, wait_until
 
@@ -49,7 +49,7 @@ def over(server: VllmServer, old: Any, model_folder: Path, monkeypatch: pytest.M
 
 
 def wanted(i: int = 0, **changes: Any) -> ExtendRequest:
-    values = {"prompt_ids": tuple(PROMPT), "max_new_tokens": LONG, "stop_token_ids": frozenset()}
+    values = {"prompt": Prompt.of(PROMPT), "max_new_tokens": LONG, "stop_token_ids": frozenset()}
     return subject(None, None).request(i, **values | changes)
 
 

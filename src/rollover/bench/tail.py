@@ -36,7 +36,7 @@ from rollover.sim.workload import Workload
 from rollover.staleness import group_staleness
 from rollover.trainer.batch import build_batch
 from rollover.trainer.build import local_trainer
-from rollover.types import Reward, Rollout, Segment, Task
+from rollover.types import Prompt, Reward, Rollout, Segment, Task
 
 GROUPS, SIZE, PROMPT_TOKENS = 16, 4, 32
 MEDIAN, P99, LONGEST = 64, 512, 1024
@@ -159,9 +159,10 @@ def _run_mode(mode: Mode, config: Config) -> _Outcome:
     forced: Any = _ForcedLengths(engine)
     cursor = iter(range(10**9))
 
-    def next_task() -> tuple[Task, tuple[int, ...]]:
+    def next_task() -> tuple[Task, Prompt]:
         i = next(cursor)
-        return Task(task_id=str(i), source="bench", reward="", prompt=""), workload.prompt(vocab, PROMPT_TOKENS, i)
+        prompt = Prompt(workload.prompt(vocab, PROMPT_TOKENS, i))
+        return Task(task_id=str(i), source="bench", reward="", prompt=""), prompt
 
     driver = Driver(lifecycle, forced, next_task, SingleTurn(_score), run_seed=0)
     out = _Outcome()

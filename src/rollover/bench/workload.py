@@ -13,7 +13,7 @@ import torch
 
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import Engine, ExtendRequest
-from rollover.types import Sample, SamplingParams, Segment, rollout_seed
+from rollover.types import Prompt, Sample, SamplingParams, Segment, rollout_seed
 
 
 def prompt(vocab: int, num_tokens: int, seed: int) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ async def extend_all(
     requests = [
         ExtendRequest(
             str(i),
-            prompt_ids,
+            Prompt(prompt_ids),
             generated_ids,
             new_tokens,
             rollout_seed(0, "bench", 0, i),

@@ -157,8 +157,8 @@ async def episodes(config: Config, prompt: str | None, given: dict[str, Any], nu
         sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
         seed, stops = config.run.seed, parts.stop_token_ids
         playing = Playing(parts.engine, parts.environment, config, stops, sampling, seed, num, to_stderr)
-        prompt_ids = encoder(parts.tokenizer, parts.environment)(task)
-        group = await playing.unless_it_stalls(playing.play(-1, task, prompt_ids, num))
+        encoded = encoder(parts.tokenizer, parts.environment)(task)
+        group = await playing.unless_it_stalls(playing.play(-1, task, encoded, num))
         decode = answer_decoder(parts.tokenizer, rollout.keep_special_tokens)
         return [transcript(episode, decode) for episode in episodes_of(group)]
     finally:

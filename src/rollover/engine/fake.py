@@ -102,7 +102,7 @@ class FakeEngine:
         assert request.max_new_tokens >= 1
         length = self._lengths(request.seed) if callable(self._lengths) else self._lengths[request.rollout_id]
         sequence = _Sequence(request, length, asyncio.get_running_loop().create_future())
-        num_prefill = len(request.prompt_ids) + len(request.generated_ids)
+        num_prefill = len(request.prompt) + len(request.generated_ids)
         self._stats["engine/reprefill_tokens" if request.generated_ids else "engine/prefill_tokens"] += num_prefill
         self._running[request.rollout_id] = sequence
         if self._loop_task is None or self._loop_task.done():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rollover.config.logits import LogitsProcessing
-from rollover.types import SamplingParams, Segment
+from rollover.types import Prompt, SamplingParams, Segment
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ class WrongAnswer(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ExtendRequest:
-    """Continue one rollout: `prompt_ids` + `generated_ids` (all segments so far), by token ids.
+    """Continue one rollout: `prompt` + `generated_ids` (all segments so far), by token ids.
 
     `max_new_tokens` is the remaining budget (>= 1). `seed` is `types.rollout_seed(...)`; the draw of a token depends on
     `seed` and its absolute index in the generated part only. After `pause_after` new tokens (0: never) the rollout is
@@ -52,7 +52,7 @@ class ExtendRequest:
     """
 
     rollout_id: str
-    prompt_ids: tuple[int, ...]
+    prompt: Prompt
     generated_ids: tuple[int, ...]
     max_new_tokens: int
     seed: int

@@ -28,7 +28,7 @@ from rollover.envs.user_class import KEY, UserClass
 from rollover.envs.user_code import Outcome, UserCode
 from rollover.functions import described
 from rollover.rewards.registry import to_result
-from rollover.types import Reward, Rollout, RolloutState, Segment, StopReason, Task
+from rollover.types import Prompt, Reward, Rollout, RolloutState, Segment, StopReason, Task
 
 _MOST_TEXTS = 100_000  # of `reset` that are remembered, as hashes, to see that it says the same to every rollout
 
@@ -74,8 +74,8 @@ class ClassEnvironment:
 
     # What a run asks
 
-    def prompt(self, task: Task, instead: Sequence[Mapping[str, str]] | None = None) -> tuple[int, ...]:
-        """Token ids of the task's prompt, made of the messages `instead` where there are such. Waits for `reset`.
+    def prompt(self, task: Task, instead: Sequence[Mapping[str, str]] | None = None) -> Prompt:
+        """The task's prompt as token ids, made of the messages `instead` where there are such. Waits for `reset`.
         CannotGoOn where that fails, or says something else when it is asked again."""
         text = self._opened_now(task)
         if not self._texts and text != self._opened_now(task):
@@ -90,7 +90,8 @@ class ClassEnvironment:
         if text is not None:
             messages[-1]["content"] += text
         messages[-1:-1] = self.user.examples
-        return tuple(self.chat.prompt(with_system_text(messages, self._system_text) if self._system_text else messages))
+        said = with_system_text(messages, self._system_text) if self._system_text else messages
+        return Prompt.of(self.chat.prompt(said))
 
     def release(self, rollouts: Iterable[Rollout]) -> None:
         """They left the system: their objects are dropped."""

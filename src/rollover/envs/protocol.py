@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from rollover.functions import is_score
-from rollover.types import Reward, Rollout, Segment, StopReason, Task, why_not_in_vocabulary
+from rollover.types import Prompt, Reward, Rollout, Segment, StopReason, Task, why_not_in_vocabulary
 
 
 class WrongTurn(ValueError):
@@ -74,8 +74,8 @@ class HoldsObjects(Protocol):
     notice: str
     """What the user should know before the run; "": nothing."""
 
-    def prompt(self, task: Task, instead: Sequence[Mapping[str, str]] | None = None) -> tuple[int, ...]:
-        """Token ids of the task's prompt; `instead`: of what a teacher reads in the place of its messages."""
+    def prompt(self, task: Task, instead: Sequence[Mapping[str, str]] | None = None) -> Prompt:
+        """The task's prompt as token ids; `instead`: of what a teacher reads in the place of its messages."""
         ...
 
     def release(self, rollouts: Iterable[Rollout]) -> None:

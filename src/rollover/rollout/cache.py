@@ -14,7 +14,7 @@ import numpy as np
 
 from rollover.rollout.group_state import groups_from_state, groups_to_state
 from rollover.rollout.members import Members, move
-from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, StopReason, Task
+from rollover.types import DropReason, Group, Prompt, Reward, Rollout, RolloutState, Segment, StopReason, Task
 
 STATE_FORMAT = 2
 _READABLE = (1, STATE_FORMAT)
@@ -54,15 +54,15 @@ class RolloutCache(Members):
         """Tokens left of the rollout's budget."""
         return self.max_new_tokens - self._rollouts[rollout_id].num_tokens
 
-    def admit(self, task: Task, prompt_ids: Sequence[int], group_size: int, greedy_baseline: bool = False) -> Group:
+    def admit(self, task: Task, prompt: Prompt, group_size: int, greedy_baseline: bool = False) -> Group:
         """Hold a new group of `group_size` WAITING rollouts, and a greedy one after them, under the next id."""
-        assert group_size >= 1 and len(prompt_ids) >= 1
+        assert group_size >= 1 and len(prompt) >= 1
         group_id = self._next_group_id
         self._next_group_id += 1
         rollouts = [Rollout(group_id, i, task) for i in range(group_size)]
         if greedy_baseline:
             rollouts.append(Rollout(group_id, group_size, task, greedy=True))
-        group = Group(group_id, task, tuple(prompt_ids), rollouts)
+        group = Group(group_id, task, prompt, rollouts)
         self._hold(group)
         return group
 

@@ -41,7 +41,7 @@ def open_rollout(lifecycle: Lifecycle, rollout: Rollout) -> Rollout:
 def restart_episode(lifecycle: Lifecycle, group: Group, sibling: int) -> Rollout:
     """All rollouts of the Episode leave, and one without a token comes. None of them runs. Returns the new one."""
     leaving = [r for r in group.rollouts if r.sibling == sibling]
-    first = Rollout(group.group_id, sibling, group.task, greedy=leaving[0].greedy, prompt_ids=group.prompt_ids)
+    first = Rollout(group.group_id, sibling, group.task, greedy=leaving[0].greedy, prompt=group.prompt)
     unfinished = sum(r.state not in _FINISHED for r in leaving)
     lifecycle.cache.replace(leaving, first)
     lifecycle.ledger.on_open()

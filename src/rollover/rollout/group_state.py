@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rollover.types import Group, Reward, Rollout, RolloutState, Segment, StopReason, Task
+from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, Segment, StopReason, Task
 
 Arrays = dict[str, np.ndarray]
 _PLACE = ("role", "trajectory", "context", "turn_key")
@@ -18,30 +18,30 @@ def groups_to_state(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], Arra
 
     Arrays: prompt_ids int32, the distinct prompts; token_ids int32 and logprobs float32, of all segments in the order
     of meta. prompt_offsets int64 [prompts + 1] and segment_offsets int64 [segments + 1] cut them. "prompt" in meta is
-    the index of a group's prompt, and of a rollout's where that is another.
+    the index of a group's prompt, and of a rollout's where that is another; "media" beside it are those of the prompt.
     """
     segments = [s for g in groups for r in g.rollouts for s in r.segments]
-    prompts: dict[tuple[int, ...], int] = {}
+    prompts: dict[Prompt, int] = {}
 
-    def index_of(prompt_ids: tuple[int, ...]) -> int:
-        return prompts.setdefault(prompt_ids, len(prompts))
+    def saved(prompt: Prompt) -> dict[str, Any]:
+        return {"prompt": prompts.setdefault(prompt, len(prompts))} | prompt.media_to_json()
 
     def of_rollout(rollout: Rollout, group: Group) -> dict[str, Any]:
-        own = rollout.prompt_ids is not group.prompt_ids and rollout.prompt_ids != group.prompt_ids
-        return _rollout_to_json(rollout) | ({"prompt": index_of(rollout.prompt_ids)} if own else {})
+        own = rollout.prompt is not group.prompt and rollout.prompt != group.prompt
+        return _rollout_to_json(rollout) | (saved(rollout.prompt) if own else {})
 
     meta = [
         {
             "group_id": g.group_id,
             "task": g.task.to_json(),
-            "prompt": index_of(g.prompt_ids),
+            **saved(g.prompt),
             "rollouts": [of_rollout(r, g) for r in g.rollouts],
             **({"kept": {str(sibling): kept for sibling, kept in g.kept.items()}} if g.kept else {}),
         }
         for g in groups
     ]
     arrays = {
-        "prompt_ids": _concatenate([np.asarray(p, dtype=np.int32) for p in prompts], np.int32),
+        "prompt_ids": _concatenate([np.asarray(p.ids, dtype=np.int32) for p in prompts], np.int32),
         "prompt_offsets": _offsets([len(p) for p in prompts]),
         "token_ids": _concatenate([s.token_ids for s in segments], np.int32),
         "logprobs": _concatenate([s.logprobs for s in segments], np.float32),
@@ -57,13 +57,18 @@ def groups_from_state(meta: Sequence[Mapping[str, Any]], arrays: Mapping[str, np
     """
     prompt_offsets, segment_offsets = arrays["prompt_offsets"], arrays["segment_offsets"]
     ends = zip(prompt_offsets, prompt_offsets[1:], strict=False)
-    prompts = [tuple(arrays["prompt_ids"][start:end].tolist()) for start, end in ends]
+    ids = [tuple(arrays["prompt_ids"][start:end].tolist()) for start, end in ends]
+    prompts: dict[int, Prompt] = {}  # by index: equal ones are one object
+
+    def prompt_of(entry: Mapping[str, Any], index: int) -> Prompt:
+        return prompts.setdefault(index, Prompt.of(ids[index], entry.get("media", ())))
+
     segment_index = 0
     for i, saved in enumerate(meta):
         task = Task.from_json(saved["task"])
-        of_group = saved.get("prompt", i)
+        prompt = prompt_of(saved, saved.get("prompt", i))
         kept = {int(sibling): dict(of) for sibling, of in saved.get("kept", {}).items()}
-        group = Group(saved["group_id"], task, prompts[of_group], [], kept)
+        group = Group(saved["group_id"], task, prompt, [], kept)
         for sibling, entry in enumerate(saved["rollouts"]):
             rollout = Rollout(
                 group.group_id,
@@ -71,7 +76,7 @@ def groups_from_state(meta: Sequence[Mapping[str, Any]], arrays: Mapping[str, np
                 task,
                 # A checkpoint from before this was stored tells it by the tokens alone.
                 greedy=entry.get("greedy", False),
-                prompt_ids=prompts[entry.get("prompt", of_group)],
+                prompt=prompt_of(entry, entry["prompt"]) if "prompt" in entry else prompt,
                 **{name: entry[name] for name in _PLACE if name in entry},
             )
             for fields in entry["segments"]:

@@ -132,7 +132,7 @@ class Hosting:
             return
         for rollout in rollouts:
             act_again(self.lifecycle, rollout)
-        first = Rollout(*place, group.task, prompt_ids=group.prompt_ids)
+        first = Rollout(*place, group.task, prompt=group.prompt)
         self.episodes.begin(first, group.kept.get(place[1]), [as_shown(rollout) for rollout in rollouts])
 
     def _begin(self, group: Group, place: EpisodePlace) -> None:
@@ -177,5 +177,5 @@ def _acts_unopened(rollout: Rollout) -> bool:
 def _has_just_begun(rollouts: list[Rollout], group: Group) -> bool:
     """Whether an Episode has one Rollout, as its group was admitted with it."""
     first = rollouts[0]
-    as_admitted = first.prompt_ids == group.prompt_ids and first.role == MODEL
+    as_admitted = first.prompt == group.prompt and first.role == MODEL
     return len(rollouts) == 1 and _is_unopened(first) and as_admitted

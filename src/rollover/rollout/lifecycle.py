@@ -21,7 +21,7 @@ from rollover.rollout.cache import RolloutCache
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.scheduler import Scheduler
 from rollover.staleness import expired
-from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, StopReason, Task
+from rollover.types import DropReason, Group, Prompt, Reward, Rollout, RolloutState, Segment, StopReason, Task
 
 # Asked at every transition, and a member of an Enum class is slow to look up.
 _PARKED, _ACTING, _PAUSED = RolloutState.PARKED, RolloutState.ACTING, StopReason.PAUSED
@@ -101,9 +101,9 @@ class Lifecycle:
         self.ledger = Ledger()
         self.stream_ended = False  # there are no more tasks
 
-    def admit(self, task: Task, prompt_ids: Sequence[int], version: int) -> Group:
+    def admit(self, task: Task, prompt: Prompt, version: int) -> Group:
         """A new task becomes a group of WAITING rollouts."""
-        group = self.cache.admit(task, prompt_ids, self.config.group_size, self.config.greedy_baseline)
+        group = self.cache.admit(task, prompt, self.config.group_size, self.config.greedy_baseline)
         self.scheduler.on_admit(group, version)
         self.ledger.on_admit(group)
         self._emit(EventKind.ADMIT, group, version=version)

@@ -43,13 +43,13 @@ class Members:
     def open(self, rollout: Rollout) -> Rollout:
         """`rollout` joins its group, WAITING. Where there is one of this id, it must be without a token: it gets the
         prompt and the role, and is WAITING again. Returns the one that is held."""
-        assert rollout.state is RolloutState.WAITING and rollout.prompt_ids
+        assert rollout.state is RolloutState.WAITING and rollout.prompt
         held = self._rollouts.get(rollout.rollout_id)
         if held is None:
             self._join(rollout)
             return rollout
         assert not held.segments, f"rollout {rollout.rollout_id} is open already"
-        held.prompt_ids, held.role, held.turn_key = rollout.prompt_ids, rollout.role, rollout.turn_key
+        held.prompt, held.role, held.turn_key = rollout.prompt, rollout.role, rollout.turn_key
         if held.state is not RolloutState.WAITING:
             move(held, RolloutState.WAITING)
         return held

@@ -38,7 +38,7 @@ class Requests:
         episode = rollout.sibling if turn.seed_key is None else f"{rollout.sibling}/{turn.seed_key}"
         return ExtendRequest(
             rollout_id=rollout.rollout_id,
-            prompt_ids=rollout.prompt_ids,
+            prompt=rollout.prompt,
             generated_ids=tuple(rollout.token_ids()),
             max_new_tokens=most - rollout.num_tokens,
             seed=rollout_seed(self.run_seed, rollout.task.task_id, rollout.task.attempt, episode),

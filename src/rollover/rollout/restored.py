@@ -23,10 +23,10 @@ def check_restored(lifecycle: Lifecycle, version: int, max_tokens: int) -> None:
         )
     for rollout in (r for g in groups for r in g.rollouts):
         unfinished = rollout.state in (RolloutState.WAITING, RolloutState.PARKED, RolloutState.ACTING)
-        if unfinished and len(rollout.prompt_ids) + config.max_new_tokens > max_tokens:
+        if unfinished and len(rollout.prompt) + config.max_new_tokens > max_tokens:
             raise ValueError(
                 f"--resume with rollout.max_new_tokens = {config.max_new_tokens}: the unfinished rollout"
-                f" {rollout.rollout_id} has a prompt of {len(rollout.prompt_ids)} and {rollout.num_tokens} tokens so"
+                f" {rollout.rollout_id} has a prompt of {len(rollout.prompt)} and {rollout.num_tokens} tokens so"
                 f" far, and the engine takes {max_tokens} in all. Set it (and engine.kv_memory_gb) back to what the run"
                 " had"
             )

@@ -42,12 +42,12 @@ async def answer_prompt(
     text = prompt if isinstance(prompt, str) else None
     messages = None if text is not None else tuple(dict(message) for message in prompt)  # type: ignore[arg-type]
     task = decorated(Task(task_id="sample", source="sample", reward="", prompt=text, messages=messages), tasks)
-    ids = encode_prompt(task, tokenizer)
+    encoded = encode_prompt(task, tokenizer)
     seeded = text if text is not None else task.content
     requests = [
         ExtendRequest(
             rollout_id=f"sample-{next(_numbers)}",
-            prompt_ids=ids,
+            prompt=encoded,
             generated_ids=(),
             max_new_tokens=rollout.max_new_tokens,
             seed=rollout_seed(config.run.seed, seeded, 0, i),

@@ -86,7 +86,7 @@ def _all_agree(several: Sequence[TrajectoryGroup]) -> bool | None:
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:
     """Lengths, and how many rollouts have segments of two or more policy versions."""
     rollouts = [r for g in groups for r in g.rollouts if not r.greedy]
-    prompts = [float(len(r.prompt_ids or g.prompt_ids)) for g in groups for r in g.rollouts if not r.greedy]
+    prompts = [float(len(r.prompt or g.prompt)) for g in groups for r in g.rollouts if not r.greedy]
     versions = [len(r.versions) for r in rollouts]
     lengths = [r.num_tokens for r in rollouts]
     return {

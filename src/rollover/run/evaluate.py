@@ -22,7 +22,7 @@ from rollover.tasks.prompts import Encode, prompt_limit, shortened_to
 from rollover.tasks.stream import TaskStream
 from rollover.track.answers import Answer, RoleScore, summary_of
 from rollover.trajectories import Episode, episodes_of
-from rollover.types import Reward, SamplingParams, StopReason, Task
+from rollover.types import Prompt, Reward, SamplingParams, StopReason, Task
 from rollover.workflows.player import MODEL
 
 _ENDS = ("done", "length", "timeout", "error", "restarted")  # of episodes that agents play
@@ -34,7 +34,7 @@ class EvalTasks:
     whose prompts are too long."""
 
     tasks: list[Task]
-    prompts: list[tuple[int, ...]]
+    prompts: list[Prompt]
     left_out: int = 0
 
 
@@ -193,8 +193,8 @@ async def _in_setting(
     shaped = ShapedScore(config.rewards, config.rollout.max_new_tokens) if config.eval.shaped else None
 
     async def one_task(index: int) -> list[Answer]:
-        task, prompt_ids = held_out.tasks[index], held_out.prompts[index]
-        group = await playing.play(-1 - index, task, prompt_ids, setting.samples_per_task)
+        task, prompt = held_out.tasks[index], held_out.prompts[index]
+        group = await playing.play(-1 - index, task, prompt, setting.samples_per_task)
         found = [_answer(episode, decode, names, config.workflow.untrained, shaped) for episode in episodes_of(group)]
         if config.eval.majority:
             rule = rule_of.get(task.source, config.tasks.answer_rule)

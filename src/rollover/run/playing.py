@@ -25,7 +25,7 @@ from rollover.rollout.scorings import reward_of_time_out
 from rollover.rollout.turn import is_asked, to_append
 from rollover.rollout.watchdog import Watchdog
 from rollover.run.episode_host import EpisodeHost
-from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 from rollover.workflows.episodes import Episodes
 
 _Result = TypeVar("_Result")
@@ -62,14 +62,14 @@ class Playing:
             self.episodes.say = say
             self._host = EpisodeHost(self.episodes, self._rollout, self._asker.release)
 
-    async def play(self, group_id: int, task: Task, prompt_ids: Sequence[int], num_siblings: int) -> Group:
+    async def play(self, group_id: int, task: Task, prompt: Prompt, num_siblings: int) -> Group:
         """`num_siblings` episodes of the task, all at once, with their rewards. `group_id` is below 0: no group that is
         trained has it.
 
         Where the environment fails, or takes too long, the reward says so. ValueError where the engine fails at a
         rollout again and again.
         """
-        firsts = [Rollout(group_id, i, task, prompt_ids=tuple(prompt_ids)) for i in range(num_siblings)]
+        firsts = [Rollout(group_id, i, task, prompt=prompt) for i in range(num_siblings)]
         try:
             played = [of for one in await together([self._episode(first) for first in firsts]) for of in one]
             await self._score([rollout for rollout in played if rollout.reward is None])
@@ -78,7 +78,7 @@ class Playing:
                 self.environment.release(firsts)
         for rollout in played:
             rollout.state = RolloutState.READY
-        return Group(group_id, task, tuple(prompt_ids), played)
+        return Group(group_id, task, prompt, played)
 
     async def unless_it_stalls(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """The result of `work`, which plays. The first stall ends it (ValueError): it is not worth a second try."""
@@ -115,7 +115,7 @@ class Playing:
                 self._asker.release([first.rollout_id])
                 if isinstance(self.environment, HoldsObjects):
                     self.environment.release([first])
-                first = Rollout(first.group_id, first.sibling, first.task, prompt_ids=first.prompt_ids)
+                first = Rollout(first.group_id, first.sibling, first.task, prompt=first.prompt)
 
     async def _score(self, rollouts: list[Rollout]) -> None:
         if not rollouts:

@@ -24,7 +24,17 @@ from rollover.run.stop import Stop
 from rollover.staleness import group_staleness
 from rollover.track.recorded import read_rollouts
 from rollover.trajectories import divided, turns_of
-from rollover.types import Group, Reward, Rollout, RolloutState, Segment, StopReason, Task, why_not_in_vocabulary
+from rollover.types import (
+    Group,
+    Prompt,
+    Reward,
+    Rollout,
+    RolloutState,
+    Segment,
+    StopReason,
+    Task,
+    why_not_in_vocabulary,
+)
 
 if TYPE_CHECKING:
     from rollover.models.load import LoadedModel
@@ -189,10 +199,10 @@ class OwnProducer:
 
 def _why_not_sampled(group: Group, vocab_size: int) -> str | None:
     """What to say after "group 3 " where no policy of this model can have sampled it; None where one can have."""
-    if (why := why_not_in_vocabulary(np.asarray(group.prompt_ids), vocab_size)) is not None:
+    if (why := why_not_in_vocabulary(np.asarray(group.prompt.ids), vocab_size)) is not None:
         return f"cannot be trained: in its prompt, {why}"
     for rollout in group.rollouts:
-        if (why := why_not_in_vocabulary(np.asarray(rollout.prompt_ids), vocab_size)) is not None:
+        if (why := why_not_in_vocabulary(np.asarray(rollout.prompt.ids), vocab_size)) is not None:
             return f"cannot be trained: in the prompt of rollout {rollout.rollout_id}, {why}"
         unknown = (why_not_in_vocabulary(segment.token_ids, vocab_size) for segment in rollout.segments)
         if (why := rollout.why_not_sampled() or next(filter(None, unknown), None)) is not None:
@@ -222,7 +232,7 @@ def ready_group(
         rollout.stop_reason = of[-1].stop_reason
         rollout.reward = reward
         rollouts.append(rollout)
-    return Group(group_id, task, tuple(prompt_ids), rollouts)
+    return Group(group_id, task, Prompt.of(prompt_ids), rollouts)
 
 
 @dataclass(frozen=True)
@@ -261,7 +271,7 @@ def ready_episodes(group_id: int, task: Task, episodes: Sequence[Sequence[Played
                     list(segments),
                     RolloutState.READY,
                     segments[-1].stop_reason,
-                    prompt_ids=tuple(prompt_ids),
+                    prompt=Prompt.of(prompt_ids),
                     role=played.role,
                     trajectory=index,
                     context=context,
@@ -275,7 +285,7 @@ def ready_episodes(group_id: int, task: Task, episodes: Sequence[Sequence[Played
             rollouts += of_trajectory
     if not rollouts:
         raise ValueError(f"group {group_id} has no trajectory: a group has one episode or more")
-    return Group(group_id, task, rollouts[0].prompt_ids, rollouts)
+    return Group(group_id, task, rollouts[0].prompt, rollouts)
 
 
 def _check_whole(segments: Sequence[Segment], what: str) -> None:

@@ -26,7 +26,7 @@ def _trajectory(trajectory: Trajectory, decode: Decode) -> Iterator[str]:
     assert reward is not None
     yield f"{trajectory.role}: " + (f"no score: {reward.error}" if reward.score is None else f"score {reward.score:g}")
     for rollout in trajectory.rollouts:
-        yield _said("prompt", decode(rollout.prompt_ids))
+        yield _said("prompt", decode(rollout.prompt.ids))
         yield from _turns(rollout, decode)
 
 

@@ -68,7 +68,7 @@ def _read_run(directory: Path, say: Callable[[str], None]) -> tuple[list[list[in
     played = Played()
     for groups in read_rollouts(files.rollouts.dir, include_dropped=True):
         observed += [played.lengths(group) for group in groups]
-        prompts += [len(g.prompt_ids) for g in groups]
+        prompts += [len(g.prompt) for g in groups]
         if len(observed) >= _OBSERVED_GROUPS:
             break
     if not observed:

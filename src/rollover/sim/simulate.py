@@ -27,7 +27,7 @@ from rollover.sim.segments import Segments
 from rollover.sim.turns import Later, Turns, is_partial
 from rollover.sim.workload import Workload
 from rollover.staleness import staleness
-from rollover.types import Group, Reward, Rollout, RolloutState, StopReason, Task
+from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, StopReason, Task
 
 _TASK = Task(task_id="", source="plan", reward="", prompt="")
 _REWARD = Reward(1.0)
@@ -126,7 +126,7 @@ class Simulation:
         self.lifecycle = Lifecycle(config, plan.engines * slots_per_engine, min_valid_rewards=1, on_event=emit)
         self._resolution_s = self.fleet.step_s[1] / 4 if plan.engines > 1 else 0.0
         self._recompute = config.kv_on_resume == "recompute"
-        self._prompt = (0,) * plan.prompt_tokens
+        self._prompt = Prompt((0,) * plan.prompt_tokens)
         self._segments, self._turns = Segments(), Turns(plan)
         self._generating_s = 0.0
         self._groups: dict[int, _Simulated] = {}

@@ -20,12 +20,12 @@ from rollover.models.chat_template import prompt_arguments
 from rollover.tasks.curriculum import Curriculum, build_curriculum
 from rollover.tasks.source import rewarded_by
 from rollover.tasks.stream import TaskStream
-from rollover.types import Task
+from rollover.types import Prompt, Task
 
 TASK_OR_NONE = "the Task to use, or None to leave it out"
 _MAX_SKIPS = 1000
 
-Encode = Callable[[Task], tuple[int, ...]]
+Encode = Callable[[Task], Prompt]
 
 
 def encoder(tokenizer: Any, environment: object) -> Encode:
@@ -33,12 +33,12 @@ def encoder(tokenizer: Any, environment: object) -> Encode:
     return environment.prompt if isinstance(environment, HoldsObjects) else partial(encode_prompt, tokenizer=tokenizer)
 
 
-def encode_prompt(task: Task, tokenizer: Any) -> tuple[int, ...]:
-    """Token ids of the task's prompt; chat messages go through the tokenizer's chat template."""
+def encode_prompt(task: Task, tokenizer: Any) -> Prompt:
+    """The task's prompt as token ids; chat messages go through the tokenizer's chat template."""
     if task.messages is None:
         assert task.prompt is not None
         try:
-            return tuple(tokenizer(task.prompt)["input_ids"])
+            return Prompt.of(tokenizer(task.prompt)["input_ids"])
         except (TypeError, ValueError) as error:  # half a surrogate pair is no text
             raise ValueError(f"task {task.task_id!r} of {task.source}: its prompt is no text: {error}") from error
     if not getattr(tokenizer, "chat_template", None):
@@ -52,22 +52,22 @@ def encode_prompt(task: Task, tokenizer: Any) -> tuple[int, ...]:
         raise ValueError(
             f"task {task.task_id!r} of {task.source}: the model's chat template refuses its messages: {error}"
         ) from error
-    return tuple(ids)
+    return Prompt.of(ids)
 
 
-def shortened_to(prompt_ids: tuple[int, ...], most: int, truncation: Truncation) -> tuple[int, ...] | None:
-    """At most `most` of the tokens; None where the task is passed over instead."""
-    over = len(prompt_ids) - most
+def shortened_to(prompt: Prompt, most: int, truncation: Truncation) -> Prompt | None:
+    """At most `most` of the tokens; None where the task is passed over instead, as one with media always is."""
+    over = len(prompt) - most
     if over <= 0:
-        return prompt_ids
-    if truncation == "skip":
+        return prompt
+    if truncation == "skip" or prompt.media:
         return None
     kept = {"left": 0, "right": most, "middle": most // 2}[truncation]  # of its beginning
-    return prompt_ids[:kept] + prompt_ids[kept + over :]
+    return Prompt(prompt.ids[:kept] + prompt.ids[kept + over :])
 
 
 class PromptSource:
-    """The next (task, prompt ids) of a stream whose prompt is short enough, or cut to be, None at the end. Reroll asks
+    """The next (task, prompt) of a stream whose prompt is short enough, or cut to be, None at the end. Reroll asks
     it.
 
     `encode`: the prompt of a task, of training and held-out ones alike. `curriculum`: that of the stream.
@@ -95,11 +95,11 @@ class PromptSource:
         self.num_left_out = 0
         self.num_dropped_last = 0
         self.whole_steps = whole_steps
-        self._step: list[tuple[Task, tuple[int, ...]]] = []  # the tasks of the step to come
+        self._step: list[tuple[Task, Prompt]] = []  # the tasks of the step to come
         self._given = 0  # of these
         self._before_step: dict[str, Any] = {}
 
-    def __call__(self) -> tuple[Task, tuple[int, ...]] | None:
+    def __call__(self) -> tuple[Task, Prompt] | None:
         before, mark = self.state_dict(), self.curriculum and self.curriculum.mark()
         try:
             return self._of_step() if self.whole_steps else self._next()
@@ -116,7 +116,7 @@ class PromptSource:
         """
         return task if self.replace is not None else rewarded_by(task, self.stream.setups)
 
-    def _of_step(self) -> tuple[Task, tuple[int, ...]] | None:
+    def _of_step(self) -> tuple[Task, Prompt] | None:
         if self._given == len(self._step):
             self._before_step = self._own_state()
             self._step, self._given = self._read_step(), 0
@@ -125,9 +125,9 @@ class PromptSource:
         self._given += 1
         return self._step[self._given - 1]
 
-    def _read_step(self) -> list[tuple[Task, tuple[int, ...]]]:
+    def _read_step(self) -> list[tuple[Task, Prompt]]:
         """The tasks of one step, all of one pass; none at the end. ValueError where a whole pass has too few."""
-        step: list[tuple[Task, tuple[int, ...]]] = []
+        step: list[tuple[Task, Prompt]] = []
         before = self._own_state()
         begins = before["stream"]["draws"] == 0  # whether the step's first task is the first of a pass
         while len(step) < self.whole_steps:
@@ -155,7 +155,7 @@ class PromptSource:
         several = sum(setup.config.weight > 0 for setup in self.stream.setups) > 1
         return 0 if several else sum(source["epoch"] for source in state["stream"]["sources"])
 
-    def _next(self) -> tuple[Task, tuple[int, ...]] | None:
+    def _next(self) -> tuple[Task, Prompt] | None:
         for _ in range(_MAX_SKIPS):
             task = self.stream.next()
             if task is None:
@@ -166,10 +166,10 @@ class PromptSource:
                     self.num_left_out += 1
                     continue
             whole = self.encode(task)
-            prompt_ids = shortened_to(whole, self.max_prompt_tokens, self.truncation)
-            if prompt_ids is not None:
-                self.num_truncated += len(prompt_ids) < len(whole)
-                return task, prompt_ids
+            prompt = shortened_to(whole, self.max_prompt_tokens, self.truncation)
+            if prompt is not None:
+                self.num_truncated += len(prompt) < len(whole)
+                return task, prompt
             self.num_skipped += 1
         raise ValueError(
             f"{_MAX_SKIPS} tasks in a row have prompts above {self.max_prompt_tokens} tokens, or were left out by"

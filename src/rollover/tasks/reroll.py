@@ -6,13 +6,13 @@ admitted and extended as any other. Pure: no clock, no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 from rollover.config import RerollConfig
 from rollover.rewards.built_in import parts_of
-from rollover.types import Group, NextTask, Task
+from rollover.types import Group, NextTask, Prompt, Task
 
 # Added to Task.attempt by every re-roll, so that it samples anew: no pass of the stream over its tasks has that number.
 ATTEMPT = 1_000_000
@@ -50,7 +50,7 @@ class Reroll:
         self.version = 0
         self.queued = self.given = self.solved = self.dropped = 0
         self._given_in_step = 0
-        self._queue: dict[str, tuple[Task, tuple[int, ...]]] = {}  # by task_id, in order of failure
+        self._queue: dict[str, tuple[Task, Prompt]] = {}  # by task_id, in order of failure
         self._looked_at: set[int] = set()  # ids of groups that come a second time, as their step was rolled back
 
     def __len__(self) -> int:
@@ -58,22 +58,22 @@ class Reroll:
 
     def change_tasks(self, change: Callable[[Task], Task]) -> None:
         """Replace every waiting task, as where a checkpoint brought them back."""
-        self._queue = {name: (change(task), prompt_ids) for name, (task, prompt_ids) in self._queue.items()}
+        self._queue = {name: (change(task), prompt) for name, (task, prompt) in self._queue.items()}
 
-    def __call__(self) -> tuple[Task, Sequence[int]] | None:
+    def __call__(self) -> tuple[Task, Prompt] | None:
         return self._next(again=self.version >= self.first_version and self._given_in_step < self.config.max_groups)
 
-    def as_before(self, attempt: int) -> tuple[Task, Sequence[int]] | None:
+    def as_before(self, attempt: int) -> tuple[Task, Prompt] | None:
         """The next task while a journal is replayed: it had this attempt, which says whether it was a re-rolled one.
         The present settings are not asked."""
         return self._next(again=attempt >= ATTEMPT)
 
-    def _next(self, *, again: bool) -> tuple[Task, Sequence[int]] | None:
+    def _next(self, *, again: bool) -> tuple[Task, Prompt] | None:
         if again and self._queue:
-            task, prompt_ids = self._queue.pop(next(iter(self._queue)))
+            task, prompt = self._queue.pop(next(iter(self._queue)))
             self.given += 1
             self._given_in_step += 1
-            return replace(task, attempt=task.attempt + ATTEMPT), prompt_ids
+            return replace(task, attempt=task.attempt + ATTEMPT), prompt
         return self.next_task()
 
     def on_step(self, trained: Iterable[Group], version: int) -> None:
@@ -94,7 +94,7 @@ class Reroll:
         if not failed or group.task.task_id in self._queue:
             return
         if len(self._queue) < self.config.size:
-            self._queue[group.task.task_id] = (group.task, group.prompt_ids)
+            self._queue[group.task.task_id] = (group.task, group.prompt)
             self.queued += 1
         else:
             self.dropped += 1
@@ -119,7 +119,10 @@ class Reroll:
     def state_dict(self) -> dict[str, Any]:
         """JSON: the queue and the counters."""
         return {
-            "queue": [[task.to_json(), list(prompt_ids)] for task, prompt_ids in self._queue.values()],
+            "queue": [
+                [task.to_json(), list(prompt.ids), *prompt.media_to_json().values()]
+                for task, prompt in self._queue.values()
+            ],
             "looked_at": sorted(self._looked_at),
             "version": self.version,
             "given_in_step": self._given_in_step,
@@ -136,9 +139,10 @@ class Reroll:
         # Absent in a checkpoint of an earlier version: queued, looked_at.
         self.queued, self._looked_at = state.get("queued", 0), set(state.get("looked_at", ()))
         self._queue = {}
-        for saved, prompt_ids in state["queue"]:
-            if len(self._queue) < self.config.size and len(prompt_ids) <= max_prompt_tokens:
+        for saved, *of_prompt in state["queue"]:
+            prompt = Prompt.of(*of_prompt)
+            if len(self._queue) < self.config.size and len(prompt) <= max_prompt_tokens:
                 task = Task.from_json(saved)
-                self._queue[task.task_id] = (task, tuple(prompt_ids))
+                self._queue[task.task_id] = (task, prompt)
             else:
                 self.dropped += 1

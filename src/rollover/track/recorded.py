@@ -19,7 +19,18 @@ import numpy as np
 from rollover.files import lines_of, open_regular
 from rollover.track.rollout_table import read_table_rows
 from rollover.trajectories import place
-from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+from rollover.types import (
+    DropReason,
+    Group,
+    Prompt,
+    Reward,
+    Rollout,
+    RolloutState,
+    SamplingParams,
+    Segment,
+    StopReason,
+    Task,
+)
 
 TRAINED = "trained"
 SHARED = ("messages", "prompt", "columns", "prompt_ids")  # of a group's rollouts: in the first line of a JSONL file
@@ -135,7 +146,7 @@ def _read_step(path: Path) -> list[Group]:
             group_id, size = record["group_id"], int(record["group_size"])
             group = groups.get(group_id)
             if group is None:
-                group = groups[group_id] = Group(group_id, _task(record), tuple(record["prompt_ids"]), [])
+                group = groups[group_id] = Group(group_id, _task(record), Prompt.of(record["prompt_ids"]), [])
             rollout = _rollout(record, group)
             last = group.rollouts[-1] if group.rollouts else None
             if (last is not None and place(rollout) <= place(last)) or sizes.setdefault(group_id, size) != size:
@@ -196,7 +207,7 @@ def _rollout(record: dict[str, Any], group: Group) -> Rollout:
         state=_state(record["outcome"]),
         stop_reason=StopReason(record["stop_reason"]) if record["stop_reason"] is not None else None,
         reward=_reward(record),
-        prompt_ids=_own_prompt(record, group),
+        prompt=_own_prompt(record, group),
         **{name: record[name] for name in ("role", "trajectory", "context") if name in record},
     )
 
@@ -215,7 +226,7 @@ def _reward(record: dict[str, Any]) -> Reward | None:
     return Reward(record["score"], extras, record["error"], turns=record.get("turns") or (), **more)
 
 
-def _own_prompt(record: dict[str, Any], group: Group) -> tuple[int, ...]:
+def _own_prompt(record: dict[str, Any], group: Group) -> Prompt:
     """The group's, where it is the same: one copy of it."""
-    own = group.prompt_ids if record["prompt_ids"] is None else tuple(record["prompt_ids"])
-    return group.prompt_ids if own == group.prompt_ids else own
+    own = group.prompt if record["prompt_ids"] is None else Prompt.of(record["prompt_ids"])
+    return group.prompt if own == group.prompt else own

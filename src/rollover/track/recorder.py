@@ -101,7 +101,7 @@ def _lines(step: int, groups: Sequence[RecordedGroup]) -> Iterator[dict[str, Any
         first = recorded.group.rollouts[0]
         record = _record(step, recorded, place, shared=rollout is first)
         if rollout is not first and not _same_prompt(rollout, first):
-            record["prompt_ids"] = list(rollout.prompt_ids)
+            record["prompt_ids"] = list(rollout.prompt.ids)
         # "token_ids" and what is of tokens stay last: who looks for the rest reads up to there.
         yield record | {
             "token_ids": rollout.token_ids(),
@@ -153,7 +153,7 @@ def _record(step: int, recorded: RecordedGroup, place: int, *, shared: bool) -> 
         "prompt": task.prompt if shared else None,
         "plain": task.plain,
         "columns": json.dumps(task.columns, ensure_ascii=False) if shared else None,
-        "prompt_ids": list(rollout.prompt_ids) if shared else None,
+        "prompt_ids": list(rollout.prompt.ids) if shared else None,
         "completion": recorded.completions[place],
         "score": to_json(_float(reward.score)) if reward else None,
         # Without entries null, because Parquet has no struct without fields.
@@ -206,4 +206,4 @@ def _float(value: float | None) -> float | None:
 
 
 def _same_prompt(a: Rollout, b: Rollout) -> bool:
-    return a.prompt_ids is b.prompt_ids or a.prompt_ids == b.prompt_ids
+    return a.prompt is b.prompt or a.prompt == b.prompt

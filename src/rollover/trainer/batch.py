@@ -93,11 +93,11 @@ class BatchBuilder:
         known = {m.rollout.rollout_id for m in masked.rollouts}
         masked = Masked([*masked.rollouts, *(m for m in credited.left_out if m.rollout.rollout_id not in known)])
         out_of_loss = masked.out_of_loss | credited.missing
-        prompts = {id(r.prompt_ids): _prompt(r) for r in sampled}
+        prompts = {id(r.prompt): _prompt_ids(r) for r in sampled}
         samples = [
             _sample(
                 r,
-                prompts[id(r.prompt_ids)],
+                prompts[id(r.prompt)],
                 credited.advantages.get(r.rollout_id, 0.0),
                 oldest[r.group_id],
                 in_loss=r.rollout_id not in out_of_loss,
@@ -130,7 +130,7 @@ class BatchBuilder:
             r for g in sorted(groups, key=lambda g: g.group_id) for r in sorted(g.rollouts, key=place) if not r.greedy
         ]
         samples = [
-            _sample(r, _prompt(r), 0.0, oldest_version, in_loss=True, sequence_id=r.rollout_id)
+            _sample(r, _prompt_ids(r), 0.0, oldest_version, in_loss=True, sequence_id=r.rollout_id)
             for r in rollouts
             if r.num_tokens and r.role not in self.untrained
         ]
@@ -180,11 +180,12 @@ def _sample(
         sequence_id=sequence_id,
         role=rollout.role,
         truncated=rollout.stop_reason is StopReason.LENGTH,
+        media=rollout.prompt.media,
     )
 
 
-def _prompt(rollout: Rollout) -> np.ndarray:
-    return _narrow(f"the prompt of rollout {rollout.rollout_id}", np.asarray(rollout.prompt_ids))
+def _prompt_ids(rollout: Rollout) -> np.ndarray:
+    return _narrow(f"the prompt of rollout {rollout.rollout_id}", np.asarray(rollout.prompt.ids))
 
 
 def _narrow(whose: str, token_ids: np.ndarray) -> np.ndarray:

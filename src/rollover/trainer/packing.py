@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from rollover.models.limits import Limits
-from rollover.types import Sample
+from rollover.types import Media, Sample
 
-_PromptKey = tuple[int, bytes]
+_PromptKey = tuple[int, bytes, tuple[Media, ...]]
 
 
 def split_groups(samples: list[Sample], parts: int, draw: random.Random | None = None) -> list[list[Sample]]:
@@ -159,4 +159,4 @@ def padded(arrays: Sequence[np.ndarray], dtype: type = np.float32) -> torch.Tens
 
 def _prompt_key(sample: Sample) -> _PromptKey:
     """Equal for samples that share one copy of their prompt in a row: those of one group whose prompts are equal."""
-    return sample.group_id, sample.prompt_ids.tobytes()
+    return sample.group_id, sample.prompt_ids.tobytes(), sample.media

@@ -23,9 +23,9 @@ from rollover.models.limits import Limits
 from rollover.models.load import LoadedModel, load_model, load_outline
 from rollover.models.norms import compile_norms
 from rollover.tasks.prompts import encode_prompt
-from rollover.types import Group, Sample, Task
+from rollover.types import Group, Prompt, Sample, Task
 
-EncodeInstead = Callable[[Task, Any], tuple[int, ...]]
+EncodeInstead = Callable[[Task, Any], Prompt]
 _RETURNS = (
     "the teacher's messages, a list of {'role': ..., 'content': ...} (of a task without messages, its prompt as a text)"
 )
@@ -109,20 +109,20 @@ class TeacherPrompts:
         can take, or so many that an answer does not fit behind them; ValueError for a prompt that is none of the task.
         """
         of_group = {group.group_id: group for group in groups}
-        told: dict[int, tuple[int, ...]] = {}
+        told: dict[int, Prompt] = {}
         out = []
         for s in samples:
             group = of_group[s.group_id]
             if s.group_id not in told:
                 told[s.group_id] = self.of_task(group.task)
-            own, of_task = s.prompt_ids.tolist(), list(group.prompt_ids)
+            own, of_task = s.prompt_ids.tolist(), list(group.prompt.ids)
             if own[: len(of_task)] != of_task:
                 raise ValueError(
                     f"distill.privileged: the prompt of rollout {s.rollout_id} does not begin with that of its task"
                     f" {group.task.task_id!r}, so that nothing can be put in its place. Name the roles whose prompts"
                     " do (distill.roles), or remove distill.privileged"
                 )
-            prompt_ids = np.array([*told[s.group_id], *own[len(of_task) :]], dtype=np.int32)
+            prompt_ids = np.array([*told[s.group_id].ids, *own[len(of_task) :]], dtype=np.int32)
             if self.positions is not None and len(prompt_ids) + len(s.token_ids) > self.positions:
                 raise self._privileged.refused(
                     f"{len(prompt_ids)} tokens for task {group.task.task_id!r}, and {len(s.token_ids)} follow: the"
@@ -131,7 +131,7 @@ class TeacherPrompts:
             out.append(replace(s, teacher_prompt_ids=prompt_ids))
         return out
 
-    def of_task(self, task: Task) -> tuple[int, ...]:
+    def of_task(self, task: Task) -> Prompt:
         """Its prompt for the teacher. FunctionErrors as above."""
         own = copy.deepcopy(task)  # which it may change: rewards and records read the task, too
         given: Any = own.prompt if own.messages is None else list(own.messages)
@@ -151,7 +151,7 @@ class TeacherPrompts:
 def encoder(tokenizer: Any, environment: object) -> EncodeInstead:
     """How a teacher's prompts are made: an environment of a class of the user's own tells of its tools there, too."""
 
-    def plain(task: Task, instead: Any) -> tuple[int, ...]:
+    def plain(task: Task, instead: Any) -> Prompt:
         changed = {"prompt": instead} if task.messages is None else {"messages": tuple(instead)}
         return encode_prompt(replace(task, **changed), tokenizer)
 

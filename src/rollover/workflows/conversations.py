@@ -18,7 +18,7 @@ from rollover.envs.answer_text import answer_decoder
 from rollover.envs.chat import Chat, sampled_turns, whole_characters
 from rollover.envs.tools import Call as WrittenCall
 from rollover.envs.tools import read_calls
-from rollover.types import Rollout
+from rollover.types import Prompt, Rollout
 from rollover.workflows.calls import Call, CallRefused, Reply, ToolCall
 from rollover.workflows.matching import Break, Conversation, canonical_tools, match
 
@@ -37,7 +37,7 @@ class Continues:
 class Opens:
     """The call begins a Rollout with this prompt. `reason`: why it is no continuation; None for a first call."""
 
-    prompt_ids: tuple[int, ...]
+    prompt: Prompt
     reason: Break | None
 
 
@@ -149,7 +149,8 @@ class Conversations:
 
     def _place_of_prompt(self, call: Call, chats: Chats) -> Continues | Opens:
         """Token ids, or a text, that begin with all tokens of a Rollout and go on, continue it."""
-        ids = _prompt(call, chats)
+        prompt = _prompt(call, chats)
+        ids = prompt.ids
         if not ids:
             raise CallRefused("the prompt has no token", "prompt")
         if (wrong := next((i for i in ids if not 0 <= i < chats.vocab_size), None)) is not None:
@@ -157,10 +158,10 @@ class Conversations:
         for rollout_id, of in self._open.items():
             if of.rollout is None:
                 continue
-            so_far = (*of.rollout.prompt_ids, *of.rollout.token_ids())
+            so_far = (*of.rollout.prompt.ids, *of.rollout.token_ids())
             if len(ids) > len(so_far) and ids[: len(so_far)] == so_far:
                 return Continues(rollout_id, ids[len(so_far) :], of.rollout.num_tokens)
-        return Opens(ids, Break.HISTORY if self._open else None)
+        return Opens(prompt, Break.HISTORY if self._open else None)
 
     def _reply(self, of: _Open, rollout: Rollout) -> Reply:
         assert rollout.stop_reason is not None
@@ -175,7 +176,7 @@ class Conversations:
         calls: tuple[ToolCall, ...] = ()
         if of.call.tools and of.call.reads_calls:
             text, calls = _split_calls(text, self.chats.tool_format, reply_id)
-        before = (*rollout.prompt_ids, *rollout.token_ids()[: rollout.num_tokens - num])
+        before = (*rollout.prompt.ids, *rollout.token_ids()[: rollout.num_tokens - num])
         return Reply(reply_id, text, calls, rollout.stop_reason, before, ids, logprobs, versions)
 
 
@@ -184,14 +185,14 @@ class Conversations:
 _FOLLOWERS = ("tool", "user", "system")
 
 
-def _prompt(call: Call, chats: Chats) -> tuple[int, ...]:
+def _prompt(call: Call, chats: Chats) -> Prompt:
     """All that the call says, as tokens."""
     if call.messages is not None:
-        return tuple(chats.of(call.tools).prompt(_known(call.messages)))
+        return Prompt.of(chats.of(call.tools).prompt(_known(call.messages)))
     prompt = call.prompt
     if isinstance(prompt, str):
-        return tuple(chats.tokenizer(whole_characters(prompt))["input_ids"])
-    return tuple(prompt or ())
+        return Prompt.of(chats.tokenizer(whole_characters(prompt))["input_ids"])
+    return Prompt.of(prompt or ())
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 
 from rollover.envs.protocol import TurnOptions
 from rollover.functions import Causes
-from rollover.types import Reward, Rollout, SamplingParams, Segment, Task, episode_name
+from rollover.types import Prompt, Reward, Rollout, SamplingParams, Segment, Task, episode_name
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episode_calls import EpisodeCalls
 from rollover.workflows.lanes import Lane
@@ -80,15 +80,15 @@ class Episodes:
 
     # The host's side: it is the run's Environment
 
-    def prompt(self, task: Task, instead: Sequence[Mapping[str, str]] | None = None) -> tuple[int, ...]:
+    def prompt(self, task: Task, instead: Sequence[Mapping[str, str]] | None = None) -> Prompt:
         """The task's own, as `chat` makes it of the task's messages: which calls have it is the function's business.
 
         `instead`: of what a teacher reads in the place of its messages.
         """
         messages = task.messages if instead is None else instead
         if messages is None:
-            return tuple(self.chats.tokenizer(task.prompt)["input_ids"])
-        return tuple(self.chats.of(()).prompt(messages))
+            return Prompt.of(self.chats.tokenizer(task.prompt)["input_ids"])
+        return Prompt.of(self.chats.of(()).prompt(messages))
 
     def release(self, rollouts: Iterable[Rollout]) -> None:
         """Their groups have left: what still runs of their episodes is cancelled."""
@@ -113,7 +113,7 @@ class Episodes:
         once.know(kept or {})
         if recorded:
             self.counts["episodes/replayed"] += 1
-        self._players[place] = Player(self, place, rollout.task, rollout.prompt_ids, once, recorded)
+        self._players[place] = Player(self, place, rollout.task, rollout.prompt, once, recorded)
 
     def unasked(self, place: EpisodePlace) -> Mapping[str, int]:
         """Of an Episode that has ended: what was on record and was not asked for again, see Player."""

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from rollover.types import Prompt
+
 Message = Mapping[str, Any]
 
 
@@ -132,15 +134,17 @@ def text_of(content: Any) -> str:
     raise ValueError("the content of a message is a text, or a list of parts of the type text: others cannot be given")
 
 
-def turn_key(role: str, prompt_ids: Sequence[int], max_tokens: int | None, stop: Sequence[str], occurrence: int) -> int:
+def turn_key(role: str, prompt: Prompt, max_tokens: int | None, stop: Sequence[str], occurrence: int) -> int:
     """64-bit key of a turn within its Episode: equal for the same question asked again by another run of the workflow.
 
-    `prompt_ids`: all tokens before the turn. `occurrence`: how many turns of the Episode had the same question before;
+    `prompt`: all that was before the turn. `occurrence`: how many turns of the Episode had the same question before;
     which of them is which does not matter, as equal prompts are exchangeable.
     """
     digest = hashlib.blake2b(digest_size=8)
     digest.update(json.dumps([role, max_tokens, list(stop), occurrence]).encode())
-    digest.update(np.asarray(prompt_ids, "<i4").tobytes())
+    digest.update(np.asarray(prompt.ids, "<i4").tobytes())
+    for media in prompt.media:
+        digest.update(media.digest.encode())
     return int.from_bytes(digest.digest(), "little")
 
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from rollover.envs.protocol import written
 from rollover.functions import explained, outcome_of
 from rollover.trajectories import divided
-from rollover.types import Reward, Rollout, Segment, StopReason, Task, episode_name
+from rollover.types import Prompt, Reward, Rollout, Segment, StopReason, Task, episode_name
 from rollover.workflows.agent_clock import AgentClock
 from rollover.workflows.calls import MODEL, BudgetUsedUp, Call, Reply, UnknownKey
 from rollover.workflows.conversations import Chats
@@ -113,7 +113,7 @@ class Player:
         around: Surroundings,
         place: EpisodePlace,
         task: Task,
-        task_prompt: tuple[int, ...],
+        task_prompt: Prompt,
         once: Once,
         recorded: Sequence[Rollout] = (),
     ) -> None:

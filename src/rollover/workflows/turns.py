@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 
 from rollover.envs.protocol import TurnOptions
-from rollover.types import Rollout, StopReason, Task
+from rollover.types import Prompt, Rollout, StopReason, Task
 from rollover.workflows.calls import MODEL, BudgetUsedUp, Call, Reply
 from rollover.workflows.conversations import Continues, Opens
 from rollover.workflows.episode import EpisodeTrajectory
@@ -89,7 +89,7 @@ class Turns:
         self,
         place: EpisodePlace,
         task: Task,
-        task_prompt: tuple[int, ...],
+        task_prompt: Prompt,
         limits: Limits,
         counts: Counter[str],
         recorded: Sequence[Rollout] = (),
@@ -115,12 +115,12 @@ class Turns:
             place = trajectory.conversations.branch(call)
         if isinstance(place, Continues):
             return Found(place, 0, *self.record.progress(place.rollout_id))
-        if len(place.prompt_ids) > (most := self._limits.max_prompt_tokens):
+        if len(place.prompt) > (most := self._limits.max_prompt_tokens):
             raise BudgetUsedUp(
-                f"the prompt has {len(place.prompt_ids)} tokens, and {most} are the most that leave room for an answer"
+                f"the prompt has {len(place.prompt)} tokens, and {most} are the most that leave room for an answer"
                 " of rollout.max_new_tokens"
             )
-        key, recorded = self._opened_by(trajectory, call, place.prompt_ids)
+        key, recorded = self._opened_by(trajectory, call, place.prompt)
         return Found(place, key, *self.record.progress(recorded.rollout_id if recorded is not None else ""))
 
     def begin(self, trajectory: EpisodeTrajectory, call: Call, found: Found, room: int) -> Opened | Continued | Played:
@@ -180,7 +180,7 @@ class Turns:
         self._asked.add(key)
         if trajectory.index is None:
             trajectory.index = self._index_of(recorded)
-        rollout = recorded or self._new(trajectory, place.prompt_ids, options)
+        rollout = recorded or self._new(trajectory, place.prompt, options)
         self.options[rollout.rollout_id] = options
         trajectory.conversations.on_open(rollout.rollout_id, call)
         if recorded is not None:
@@ -195,12 +195,10 @@ class Turns:
             return Played(trajectory.conversations.on_turn(rollout))
         return Continued(rollout_id, ()) if rollout.num_tokens else Opened(rollout)
 
-    def _opened_by(
-        self, trajectory: EpisodeTrajectory, call: Call, prompt_ids: tuple[int, ...]
-    ) -> tuple[int, Rollout | None]:
+    def _opened_by(self, trajectory: EpisodeTrajectory, call: Call, prompt: Prompt) -> tuple[int, Rollout | None]:
         """The key of a call that opens a Rollout, and that Rollout where it is on record."""
         for occurrence in count():
-            key = turn_key(trajectory.role, prompt_ids, call.max_tokens, call.stop, occurrence)
+            key = turn_key(trajectory.role, prompt, call.max_tokens, call.stop, occurrence)
             if key in self._asked:
                 continue
             recorded = self.record.opened_by(key)
@@ -222,7 +220,7 @@ class Turns:
         self._next_trajectory += 1
         return self._next_trajectory - 1
 
-    def _new(self, trajectory: EpisodeTrajectory, prompt_ids: tuple[int, ...], options: TurnOptions) -> Rollout:
+    def _new(self, trajectory: EpisodeTrajectory, prompt: Prompt, options: TurnOptions) -> Rollout:
         index = trajectory.index
         assert index is not None
         context = self._next_context.get(index, self.record.next_place(index))
@@ -230,7 +228,7 @@ class Turns:
         return Rollout(
             *self._place,
             self._task,
-            prompt_ids=prompt_ids,
+            prompt=prompt,
             role=trajectory.role,
             trajectory=index,
             context=context,
@@ -247,5 +245,5 @@ class Turns:
         """Of the call that opened a Rollout of the record."""
         if rollout.turn_key is not None:
             return rollout.turn_key
-        is_plain = rollout.role == MODEL and rollout.prompt_ids == self._task_prompt
+        is_plain = rollout.role == MODEL and rollout.prompt == self._task_prompt
         return self._plain_key if is_plain else None  # unknown in checkpoints of before

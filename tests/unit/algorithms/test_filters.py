@@ -9,7 +9,7 @@ import torch
 from rollover.algorithms import advantage, filters
 from rollover.algorithms.filters import first_match, group_filters, mask_rollouts, rollout_filters
 from rollover.config import FiltersConfig
-from rollover.types import Group, Reward, Rollout, SamplingParams, Segment, StopReason, Task
+from rollover.types import Group, Prompt, Reward, Rollout, SamplingParams, Segment, StopReason, Task
 
 NAN = float("nan")
 
@@ -24,7 +24,7 @@ def rollout(score: float | None, *, stop: StopReason = StopReason.EOS, tokens: i
 def group(*rollouts: Rollout, group_id: int = 0) -> Group:
     for i, r in enumerate(rollouts):
         r.group_id, r.sibling, r.rollout_id = group_id, i, f"{group_id}-{i}"
-    return Group(group_id, Task("t", "test", "reward", prompt="x"), (5, 6), list(rollouts))
+    return Group(group_id, Task("t", "test", "reward", prompt="x"), Prompt((5, 6)), list(rollouts))
 
 
 def scored(*scores: float | None, group_id: int = 0) -> Group:

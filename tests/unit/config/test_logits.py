@@ -12,7 +12,7 @@ from rollover.config import Config
 from rollover.config.load import load_config
 from rollover.config.logits import LogitsProcessing
 from rollover.rollout.requests import Requests
-from rollover.types import Rollout, Task
+from rollover.types import Prompt, Rollout, Task
 
 SCHEMA = {"type": "object"}
 
@@ -24,7 +24,7 @@ def config(logits: dict[str, Any], **tables: Any) -> Config:
 
 def asked(made: Config) -> LogitsProcessing:
     """What the engine is asked to do for a rollout of such a run."""
-    rollout = Rollout(0, 0, Task("t", "s", "r", prompt="p"), prompt_ids=(1, 2))
+    rollout = Rollout(0, 0, Task("t", "s", "r", prompt="p"), prompt=Prompt((1, 2)))
     return Requests(made.rollout, 0).to_go_on(rollout).processing
 
 

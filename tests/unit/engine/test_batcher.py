@@ -10,7 +10,7 @@ from rollover.engine.embedded.batcher import Batcher
 from rollover.engine.embedded.kv_cache import KVCache
 from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.protocol import ExtendRequest
-from rollover.types import SamplingParams
+from rollover.types import Prompt, SamplingParams
 
 ROW = 64  # tokens of the shortest row
 
@@ -23,7 +23,7 @@ def batcher(max_tokens: int, max_running: int = 100) -> Batcher:
 
 def arrive(of: Batcher, *names: int, num_tokens: int = ROW) -> list[Sequence]:
     sequences = [
-        Sequence(ExtendRequest(f"{name}-0", (1,) * 5, (), 1000, 0, SamplingParams()), None, [1] * num_tokens)
+        Sequence(ExtendRequest(f"{name}-0", Prompt((1,) * 5), (), 1000, 0, SamplingParams()), None, [1] * num_tokens)
         for name in names
     ]
     of.waiting.extend(sequences)

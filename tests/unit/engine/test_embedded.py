@@ -17,7 +17,7 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.engine.stop import repeats_itself
 from rollover.models.attention import PackedAttention, hidden_states
 from rollover.models.logprobs import Head, chunked_logprobs
-from rollover.types import SamplingParams, Segment, StopReason, rollout_seed
+from rollover.types import Prompt, SamplingParams, Segment, StopReason, rollout_seed
 
 PROMPTS = ["q:1+1\na:", "q:hello, how are you?\na:", "x", "q:" + "abc" * 20 + "\na:"]
 
@@ -29,7 +29,7 @@ def prompt_ids(text: str) -> tuple[int, ...]:
 def request(name: str, text: str, new: int, generated: tuple[int, ...] = (), **sampling: float) -> ExtendRequest:
     return ExtendRequest(
         rollout_id=name,
-        prompt_ids=prompt_ids(text),
+        prompt=Prompt(prompt_ids(text)),
         generated_ids=generated,
         max_new_tokens=new,
         seed=rollout_seed(0, text, 0, int(name.rsplit("-")[-1])),
@@ -72,7 +72,7 @@ def test_logprobs_equal_transformers_eager(family: str) -> None:
     for r, segments in zip(requests, run(engine(model), requests), strict=True):
         (segment,) = segments
         assert segment.stop_reason is StopReason.LENGTH and len(segment) == r.max_new_tokens
-        expected = reference_logprobs(model, r.prompt_ids, segment.token_ids)
+        expected = reference_logprobs(model, r.prompt.ids, segment.token_ids)
         np.testing.assert_allclose(segment.logprobs, expected, atol=2e-5)
 
 
@@ -82,7 +82,7 @@ def test_engine_logprobs_equal_the_trainers(family: str) -> None:
     model = tiny.model(family)
     requests = [request(f"{i}-0", text, 20, temperature=0.7) for i, text in enumerate(PROMPTS)]
     outs = [o[0] for o in run(engine(model), requests)]
-    rows = [[*r.prompt_ids, *o.token_ids.tolist()] for r, o in zip(requests, outs, strict=True)]
+    rows = [[*r.prompt.ids, *o.token_ids.tolist()] for r, o in zip(requests, outs, strict=True)]
     flat = torch.tensor(sum(rows, []))
     positions = torch.cat([torch.arange(len(r)) for r in rows])
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_engine_logprobs_equal_the_trainers(family: str) -> None:
         logprobs, _ = chunked_logprobs(hidden[:-1], Head.of(model), flat[1:], torch.full((len(flat) - 1,), 0.7))
     start = 0
     for r, o, row in zip(requests, outs, rows, strict=True):
-        got = logprobs[start + len(r.prompt_ids) - 1 : start + len(row) - 1].numpy()
+        got = logprobs[start + len(r.prompt) - 1 : start + len(row) - 1].numpy()
         np.testing.assert_allclose(got, o.logprobs, atol=2e-5)
         start += len(row)
 
@@ -130,7 +130,7 @@ def test_interrupted_at_every_cut_equals_uninterrupted(temperature: float, polic
                 await target.load_weights(1, [])
             resumed = await asyncio.gather(
                 *[
-                    target.extend(ExtendRequest(r.rollout_id, r.prompt_ids, done, new - len(done), r.seed, r.sampling))
+                    target.extend(ExtendRequest(r.rollout_id, r.prompt, done, new - len(done), r.seed, r.sampling))
                     for r, _, done in out
                 ]
             )
@@ -233,10 +233,10 @@ def test_a_rollout_that_can_never_fit_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt_ids": (5, 6, 102)}, "rollout 0-0: token 2 of its prompt is 102, and the model's vocabulary has 102"),
-        ({"prompt_ids": (5, -1)}, "rollout 0-0: token 1 of its prompt is -1"),
+        ({"prompt": Prompt((5, 6, 102))}, "rollout 0-0: token 2 of its prompt is 102, and the model's vocabulary has"),
+        ({"prompt": Prompt((5, -1))}, "rollout 0-0: token 1 of its prompt is -1"),
         ({"generated_ids": (5, 10**9)}, "rollout 0-0: token 1 of its answer is 1000000000"),
-        ({"prompt_ids": ()}, "rollout 0-0 has an empty prompt"),
+        ({"prompt": Prompt()}, "rollout 0-0 has an empty prompt"),
         ({"max_new_tokens": 0}, "rollout 0-0 is extended by 0 tokens"),
     ],
 )
@@ -254,18 +254,25 @@ def test_stop_tokens_and_stop_strings() -> None:
     stop_id = ids[10]
     first = ids.index(stop_id)
     base = request("0-0", "x", 64)
-    by_id = ExtendRequest(base.rollout_id, base.prompt_ids, (), 64, base.seed, base.sampling, frozenset({stop_id}))
+    by_id = ExtendRequest(base.rollout_id, base.prompt, (), 64, base.seed, base.sampling, frozenset({stop_id}))
     (out,) = run(engine(), [by_id])
     assert out[0].token_ids.tolist() == ids[: first + 1] and out[0].stop_reason is StopReason.EOS
     needle = text[20:23]
-    by_text = ExtendRequest(base.rollout_id, base.prompt_ids, (), 64, base.seed, base.sampling, frozenset(), (needle,))
+    by_text = ExtendRequest(base.rollout_id, base.prompt, (), 64, base.seed, base.sampling, frozenset(), (needle,))
     (out,) = run(engine(), [by_text])
     end = text.index(needle) + len(needle)
     assert out[0].stop_reason is StopReason.STOP_STRING and tiny.tokenizer().decode(out[0].token_ids) == text[:end]
     # The string also ends a rollout that was cut in the middle of it.
     cut = end - 1
     resumed = ExtendRequest(
-        base.rollout_id, base.prompt_ids, tuple(ids[:cut]), 64 - cut, base.seed, base.sampling, frozenset(), (needle,)
+        base.rollout_id,
+        base.prompt,
+        tuple(ids[:cut]),
+        64 - cut,
+        base.seed,
+        base.sampling,
+        frozenset(),
+        (needle,),
     )
     (out,) = run(engine(), [resumed])
     assert out[0].stop_reason is StopReason.STOP_STRING and len(out[0]) == 1
@@ -307,7 +314,7 @@ def test_weights_change_in_mid_flight_make_segments_of_two_versions() -> None:
 @pytest.mark.parametrize(("policy", "kept", "stale"), [("recompute", 0, 0), ("keep", 1, 1), ("salt", 1, 1)])
 def test_kv_policies_after_an_update(policy: str, kept: int, stale: int) -> None:
     target = engine(kv_on_resume=policy)
-    prompt = prompt_ids(PROMPTS[3])
+    prompt = Prompt(prompt_ids(PROMPTS[3]))
 
     async def go() -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
         task = asyncio.create_task(target.extend(request("0-0", PROMPTS[3], 30)))
@@ -365,7 +372,7 @@ def test_what_an_environment_wrote_is_prefilled_for_the_first_time_where_the_tur
 
     num_turn, growth = asyncio.run(go())
     # The last token of a turn is none that was computed: it would have been the next step's input.
-    assert growth["engine/reprefill_tokens"] == len(first.prompt_ids) + num_turn - 1
+    assert growth["engine/reprefill_tokens"] == len(first.prompt) + num_turn - 1
     assert growth["engine/prefill_tokens"] == len(appended) and growth["kv/kept_tokens"] == 0
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rollover.engine.embedded.kv_cache import KVCache, row_tokens_for
 from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.protocol import ExtendRequest
-from rollover.types import SamplingParams
+from rollover.types import Prompt, SamplingParams
 
 LAYERS, HEADS, SIZE = 3, 2, 4
 
@@ -25,7 +25,7 @@ def cache(max_tokens: int, layers: int = LAYERS, roomy_for: int = 0) -> KVCache:
 
 
 def sequence(name: int) -> Sequence:
-    request = ExtendRequest(str(name), (1,), (), 1, 0, SamplingParams())
+    request = ExtendRequest(str(name), Prompt((1,)), (), 1, 0, SamplingParams())
     return Sequence(request, None, [1])
 
 

@@ -17,11 +17,11 @@ from rollover.engine.own import OwnEngine
 from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad, WrongAnswer
 from rollover.functions import FunctionError
 from rollover.rollout.asker import Asker
-from rollover.types import SamplingParams, Segment
+from rollover.types import Prompt, SamplingParams, Segment
 from unit.rollout.hanging import short, steps, watchdog
 from unit.rollout.run import Run, ids
 
-REQUEST = ExtendRequest("0-0", (1, 2, 3), (), 20, 7, SamplingParams())
+REQUEST = ExtendRequest("0-0", Prompt((1, 2, 3)), (), 20, 7, SamplingParams())
 VOCABULARY = 1000
 
 

@@ -12,7 +12,7 @@ from rollover.engine.embedded.kv_cache import KVCache
 from rollover.engine.embedded.runner import Chunk, DecodeAttention, PrefillAttention
 from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.protocol import ExtendRequest
-from rollover.types import SamplingParams
+from rollover.types import Prompt, SamplingParams
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, SIZE = 6, 2, 16
@@ -23,7 +23,7 @@ def cached(num: int, tokens: int, dtype: torch.dtype) -> list[Sequence]:
     cache = KVCache(1, KV_HEADS, SIZE, dtype, CPU, 10**8)
     order = []
     for i in range(num):
-        seq = Sequence.start(ExtendRequest(str(i), (3,) * tokens, (), 8, i, SamplingParams()), None)
+        seq = Sequence.start(ExtendRequest(str(i), Prompt((3,) * tokens), (), 8, i, SamplingParams()), None)
         assert cache.reserve(seq, tokens)
         order.append(seq)
     (bucket,) = cache.buckets.values()

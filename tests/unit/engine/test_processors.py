@@ -26,7 +26,7 @@ from rollover.engine.embedded.processors import Processor
 from rollover.engine.embedded.structures import Structures
 from rollover.engine.process.wire import requests_from_json, requests_to_json
 from rollover.engine.protocol import ExtendRequest
-from rollover.types import SamplingParams, Segment, StopReason
+from rollover.types import Prompt, SamplingParams, Segment, StopReason
 
 VOCAB = 40
 PROMPT, ANSWER = (3, 5, 5), (7, 9, 7, 7)
@@ -44,7 +44,9 @@ SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer", "
 
 def processed(processing: LogitsProcessing, answer: tuple[int, ...] = ANSWER, **changes: Any) -> torch.Tensor:
     """Logits [V] after `answer`, of ones that are drawn at random."""
-    asked = ExtendRequest("0-0", PROMPT, answer, 9, 0, SamplingParams(), frozenset({1, 2}), processing=processing)
+    asked = ExtendRequest(
+        "0-0", Prompt(PROMPT), answer, 9, 0, SamplingParams(), frozenset({1, 2}), processing=processing
+    )
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
     Processor(replace(asked, **changes), VOCAB, None).apply(logits, [*PROMPT, *answer])
     return logits
@@ -117,7 +119,7 @@ def test_what_cannot_be_done_is_refused(processing: LogitsProcessing, changes: d
 
 
 def test_what_goes_to_a_process_of_its_own_comes_out_as_it_went_in() -> None:
-    asked = ExtendRequest("0-0", PROMPT, ANSWER, 9, 0, SamplingParams(), processing=EVERYTHING)
+    asked = ExtendRequest("0-0", Prompt(PROMPT), ANSWER, 9, 0, SamplingParams(), processing=EVERYTHING)
     plain = replace(asked, processing=LogitsProcessing())
     sent = json.loads(json.dumps(requests_to_json({1: asked, 2: plain}), allow_nan=False))
     assert requests_from_json(sent) == {1: asked, 2: plain}

@@ -18,9 +18,11 @@ from rollover.engine.remote.wire import (
     request_seed,
     version_of,
 )
-from rollover.types import SamplingParams
+from rollover.types import Prompt, SamplingParams
 
-REQUEST = ExtendRequest("3-1", (1, 2), (5,), 9, 77, SamplingParams(0.5, 0.9, 3, 0.1), frozenset({8, 4}), ("x",), 0, 16)
+REQUEST = ExtendRequest(
+    "3-1", Prompt((1, 2)), (5,), 9, 77, SamplingParams(0.5, 0.9, 3, 0.1), frozenset({8, 4}), ("x",), 0, 16
+)
 
 
 def event(**choice: object) -> str:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from rollover.engine.protocol import ExtendRequest
 from rollover.engine.stop import MIN_REPEATS, last_of, repeats_itself, smallest_period, stop_reason
-from rollover.types import SamplingParams, StopReason
+from rollover.types import Prompt, SamplingParams, StopReason
 
-REQUEST = ExtendRequest("0-0", (1, 2), (), 40, 0, SamplingParams())
+REQUEST = ExtendRequest("0-0", Prompt((1, 2)), (), 40, 0, SamplingParams())
 
 
 def text(ids: list[int]) -> str:

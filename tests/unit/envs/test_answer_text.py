@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rollover.envs.answer_text import answer_decoder
-from rollover.types import Rollout, SamplingParams, Segment, StopReason, Task
+from rollover.types import Prompt, Rollout, SamplingParams, Segment, StopReason, Task
 from rollover.workflows.calls import Call
 from rollover.workflows.conversations import Chats, Conversations
 from unit.envs import templates
@@ -46,7 +46,7 @@ def test_kept_text_lacks_the_ends_alone(template: str, keep: bool, text: str) ->
 def test_replies_to_prompts_follow_the_setting(keep: bool, text: str) -> None:
     made = tokenizer()
     conversations, call = Conversations(Chats(made, keep_special_tokens=keep)), Call(prompt="1+2=")
-    rollout = Rollout(0, 0, Task("t", "s", "", prompt="1+2="), prompt_ids=tuple(ids_of(made, "1+2=")))
+    rollout = Rollout(0, 0, Task("t", "s", "", prompt="1+2="), prompt=Prompt.of(ids_of(made, "1+2=")))
     ids = np.array(ids_of(made, f"{ANSWER}<|eot_id|>"), np.int32)
     rollout.add(Segment(ids, np.zeros(len(ids), np.float32), 0, SamplingParams(), StopReason.EOS))
     rollout.stop_reason = StopReason.EOS

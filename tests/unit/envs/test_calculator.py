@@ -60,7 +60,7 @@ def test_it_answers_calls_and_the_tasks_reward_scores() -> None:
 
 def test_the_prompt_has_right_examples_before_the_question() -> None:
     played = environment()
-    prompt = TOKENIZER.decode(played.prompt(TASK))
+    prompt = TOKENIZER.decode(played.prompt(TASK).ids)
     assert prompt.startswith(
         "<|im_start|>system\nTo have an expression computed write it in double brackets: [[12*34]]"
     )
@@ -137,7 +137,7 @@ def test_the_agent_has_the_same_prompt_and_calculator() -> None:
     host.task = replace(TASK, prompt="12*34?", messages=None)
     host.run()
     [rollout] = host.rollouts.values()
-    assert TOKENIZER.decode(rollout.prompt_ids) == TOKENIZER.decode(environment().prompt(TASK))
+    assert TOKENIZER.decode(rollout.prompt.ids) == TOKENIZER.decode(environment().prompt(TASK).ids)
     assert scored == ["It is 408."] and host.episodes.counts["turns/continued"] == 1
     assert {config.model.path, config.train.learning_rate} == {CONFIG.model.path, CONFIG.train.learning_rate}
     assert config.tasks == CONFIG.tasks

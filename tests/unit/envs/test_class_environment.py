@@ -14,7 +14,7 @@ from rollover import Observation
 from rollover.algorithms.credit import turn_returns
 from rollover.config import Config
 from rollover.trajectories import episodes_of
-from rollover.types import Group, StopReason, Task
+from rollover.types import Group, Prompt, StopReason, Task
 from unit.envs import templates
 from unit.envs.played import TASK, TOKENIZER, add_turn, call, environment, new_rollout, play, reward_of, told, turn
 
@@ -134,7 +134,7 @@ def _let_go():
 
 def test_a_class_of_trl_is_played_and_scored() -> None:
     with environment(Counter) as env:
-        prompt = TOKENIZER.decode(env.prompt(TASK))
+        prompt = TOKENIZER.decode(env.prompt(TASK).ids)
         assert "12*34?\nCount to 408.<|im_end|>" in prompt, "what reset says is added to the last message"
         assert '"name": "increment"' in prompt and "get_reward" not in prompt and '"name": "reset"' not in prompt
         right, wrong = new_rollout(), new_rollout(sibling=1)
@@ -549,7 +549,7 @@ def test_the_rewards_of_a_games_turns_are_those_of_turn_returns(texts: tuple[str
         asyncio.run(episode())
         rollout.reward = reward_of(env, rollout)
         assert rollout.reward.score == sum(map(float, texts))
-        [of] = episodes_of(Group(0, rollout.task, (5,), [rollout]))
+        [of] = episodes_of(Group(0, rollout.task, Prompt((5,)), [rollout]))
         assert turn_returns(of.trajectories[0], 0.5) == pytest.approx(returns)
 
 

@@ -28,7 +28,7 @@ def tokenizer(template: str = CLOSING) -> Any:
 
 def prompt(*messages: dict[str, Any]) -> str:
     task = Task("t", "s", "r", messages=messages)
-    return tokenizer().decode(encode_prompt(task, tokenizer()))
+    return tokenizer().decode(encode_prompt(task, tokenizer()).ids)
 
 
 def test_an_answer_that_was_begun_is_continued() -> None:

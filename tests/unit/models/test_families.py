@@ -20,7 +20,7 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.models.attention import PackedAttention, check_model, hidden_states
 from rollover.models.load import cast_parameters, load_model
 from rollover.models.logprobs import Head, chunked_logprobs
-from rollover.types import SamplingParams, Segment
+from rollover.types import Prompt, SamplingParams, Segment
 from virtual_time import at_once
 
 DOCUMENTED = models_table.read_table(models_table.DOC.read_text())
@@ -79,7 +79,7 @@ def test_layer_norms_take_the_float32_residual_stream_of_a_bfloat16_model(
 
 def sampled(engine: EmbeddedEngine) -> list[Segment]:
     requests = [
-        ExtendRequest(str(i), prompt, (), NEW_TOKENS, i, SamplingParams(temperature=1.0))
+        ExtendRequest(str(i), Prompt(prompt), (), NEW_TOKENS, i, SamplingParams(temperature=1.0))
         for i, prompt in enumerate(PROMPTS)
     ]
 

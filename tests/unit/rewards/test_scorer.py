@@ -10,7 +10,7 @@ from rollover.config import Config
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.scorer import make_scorer
 from rollover.rewards.trl_arguments import TrainerState
-from rollover.types import Reward, Rollout, SamplingParams, Segment, StopReason, Task
+from rollover.types import Prompt, Reward, Rollout, SamplingParams, Segment, StopReason, Task
 
 
 class Decodes:
@@ -35,7 +35,7 @@ def rollout(*written_by: str, versions: tuple[int, ...] = (), attempt: int = 0) 
         return Segment(ids, logprobs, version, SamplingParams(), StopReason.EOS, trainable=who == "policy")
 
     task = Task("t", "s", "exact_match", prompt="p", attempt=attempt)
-    made = Rollout(group_id=0, sibling=0, task=task, prompt_ids=(1,))
+    made = Rollout(group_id=0, sibling=0, task=task, prompt=Prompt((1,)))
     for who, version in zip_longest(written_by, versions, fillvalue=0):
         made.add(segment(str(who), int(version)))
     return made

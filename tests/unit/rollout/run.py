@@ -16,11 +16,11 @@ from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
 from rollover.rollout.watchdog import Watchdog
 from rollover.staleness import group_staleness
-from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, rollout_seed
+from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, rollout_seed
 from unit.rollout.world import make_task, same_rollout, through_json
 from virtual_time import at_once
 
-EOS, PROMPT = 7, (1, 2, 3)
+EOS, PROMPT = 7, Prompt((1, 2, 3))
 
 
 def long_tail(seed: int) -> int:

@@ -10,7 +10,19 @@ from hypothesis import strategies as st
 
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.group_state import groups_to_state
-from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+from rollover.types import (
+    DropReason,
+    Group,
+    Media,
+    Prompt,
+    Reward,
+    Rollout,
+    RolloutState,
+    SamplingParams,
+    Segment,
+    StopReason,
+    Task,
+)
 from unit.rollout.world import make_segment, make_task, same_rollout, same_segment, through_json
 
 BUDGET = 10
@@ -18,7 +30,7 @@ BUDGET = 10
 
 def cache_with_one(group_size: int = 1) -> RolloutCache:
     cache = RolloutCache(BUDGET)
-    cache.admit(make_task(0), (1, 2), group_size)
+    cache.admit(make_task(0), Prompt((1, 2)), group_size)
     return cache
 
 
@@ -39,10 +51,10 @@ def bring_to(
 
 def test_group_ids_are_admission_indices_and_are_not_reused() -> None:
     cache = RolloutCache(BUDGET)
-    groups = [cache.admit(make_task(i), (1,), 2) for i in range(3)]
+    groups = [cache.admit(make_task(i), Prompt((1,)), 2) for i in range(3)]
     cache.drop(1, DropReason.STALE)
     assert [g.group_id for g in groups] == [0, 1, 2]
-    assert cache.admit(make_task(3), (1,), 2).group_id == 3
+    assert cache.admit(make_task(3), Prompt((1,)), 2).group_id == 3
     assert list(cache.groups) == [0, 2, 3] and cache.num_admitted == 4
     assert [r.rollout_id for r in groups[2].rollouts] == ["2-0", "2-1"]
 
@@ -206,9 +218,21 @@ def segment_lists(draw: st.DrawFn) -> list[Segment]:
 
 
 ROLLOUTS = st.tuples(st.sampled_from(list(LEGAL_CALLS)), segment_lists(), REWARDS)
-GROUPS = st.tuples(
-    TASKS, st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5), st.lists(ROLLOUTS, min_size=1, max_size=3)
+MEDIA = st.builds(
+    Media,
+    source=TEXT,
+    digest=st.sampled_from(["aa", "bb"]),
+    size=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    offset=st.integers(0, 4),
+    count=st.integers(1, 4),
+    grid=st.sampled_from([(), (1, 2, 3)]),
 )
+PROMPTS = st.builds(
+    Prompt,
+    st.lists(st.integers(0, 2), min_size=1, max_size=3).map(tuple),
+    st.lists(MEDIA, max_size=2).map(tuple),
+)
+GROUPS = st.tuples(TASKS, PROMPTS, st.lists(ROLLOUTS, min_size=1, max_size=3))
 
 
 def saved_form(rollout: Rollout) -> RolloutState:
@@ -237,6 +261,7 @@ def test_state_round_trip_is_exact_in_every_state(groups, dropped) -> None:
     assert restored.num_admitted == cache.num_admitted and list(restored.groups) == list(cache.groups)
     for group_id, group in cache.groups.items():
         copy = restored.groups[group_id]
+        assert copy.prompt == group.prompt and all(rollout.prompt is copy.prompt for rollout in copy.rollouts)
         assert copy.task == group.task and copy.task.columns == group.task.columns
         assert len(copy.rollouts) == len(group.rollouts)
         for ours, theirs in zip(group.rollouts, copy.rollouts, strict=True):
@@ -269,7 +294,7 @@ def test_load_refuses_a_smaller_budget_than_was_used() -> None:
 
 def test_a_group_that_is_given_back_has_its_place_in_order_again() -> None:
     cache = cache_with_one()
-    cache.admit(make_task(1), (1,), 1)
+    cache.admit(make_task(1), Prompt((1,)), 1)
     for rollout in cache.groups[0].rollouts:
         bring_to(cache, rollout.rollout_id, RolloutState.READY, [make_segment(1, 0, StopReason.EOS)], Reward(1.0))
     cache.give_back(cache.consume(0))
@@ -279,7 +304,7 @@ def test_a_group_that_is_given_back_has_its_place_in_order_again() -> None:
 def test_a_loaded_state_replaces_what_was_held() -> None:
     meta, arrays = cache_with_one().state_dict()
     cache = cache_with_one()
-    cache.admit(make_task(1), (1,), 1)
+    cache.admit(make_task(1), Prompt((1,)), 1)
     cache.load_state_dict(meta, arrays)
     assert list(cache.groups) == [0] and cache.num_admitted == 1
 

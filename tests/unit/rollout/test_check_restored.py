@@ -7,7 +7,7 @@ import pytest
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.rollout.restored import check_restored
-from rollover.types import Rollout, SamplingParams, Segment, StopReason
+from rollover.types import Prompt, Rollout, SamplingParams, Segment, StopReason
 from unit.rollout.world import make_segment, make_task, through_json
 
 PROMPT, BUDGET, SO_FAR = (1, 2, 3), 20, 5
@@ -25,7 +25,7 @@ def restored(*started: Segment, **changes: object) -> Lifecycle:
               "max_staleness": 1, "max_new_tokens": BUDGET}  # fmt: skip
     before = Lifecycle(RolloutConfig.model_validate(values))
     for i in range(max(1, len(started))):
-        before.admit(make_task(i), PROMPT, 0)
+        before.admit(make_task(i), Prompt(PROMPT), 0)
     rollouts: list[Rollout] = before.start(0) if started else []
     for rollout, segment in zip(rollouts, started, strict=True):
         before.append(rollout, [segment])

@@ -9,7 +9,7 @@ from hanging import assert_said, short, stats, steps, watchdog
 
 from rollover.engine.fake import FakeEngine
 from rollover.rollout.lifecycle import EventKind
-from rollover.types import DropReason, Reward, Rollout, RolloutState
+from rollover.types import DropReason, Prompt, Reward, Rollout, RolloutState
 from unit.rollout.run import PARTIAL, Run, assert_same_groups, ids, score_by_tokens
 
 
@@ -184,7 +184,7 @@ def test_no_group_that_is_due_loses_its_place() -> None:
     life = run.lifecycle
     from unit.rollout.world import make_segment, make_task
 
-    groups = [life.admit(make_task(i), (1, 2, 3), 0) for i in range(6)]
+    groups = [life.admit(make_task(i), Prompt((1, 2, 3)), 0) for i in range(6)]
     life.start(0)
 
     def give(index: int, version: int, stop: bool) -> None:
@@ -204,7 +204,7 @@ def test_no_group_that_is_due_loses_its_place() -> None:
     life.on_new_version(1)
     life.start(1)
     give(5, 1, True)
-    groups += [life.admit(make_task(i), (1, 2, 3), 1) for i in (6, 7, 8)]
+    groups += [life.admit(make_task(i), Prompt((1, 2, 3)), 1) for i in (6, 7, 8)]
     life.start(1)
     give(6, 1, True)
     give(7, 1, True)

@@ -8,7 +8,7 @@ import pytest
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.ledger import Ledger
-from rollover.types import DropReason, Reward, RolloutState, StopReason
+from rollover.types import DropReason, Prompt, Reward, RolloutState, StopReason
 from unit.rollout.world import World, make_segment, make_task, through_json
 
 
@@ -16,7 +16,7 @@ def books() -> tuple[RolloutCache, Ledger]:
     """Three groups of two: 0 with a parked and a running rollout, 1 waiting, 2 ready."""
     cache, ledger = RolloutCache(20), Ledger()
     for i in range(3):
-        ledger.on_admit(cache.admit(make_task(i), (1,), 2))
+        ledger.on_admit(cache.admit(make_task(i), Prompt((1,)), 2))
     for name, num_tokens in (("0-0", 3), ("0-1", 4), ("2-0", 5), ("2-1", 6)):
         cache.start(name)
         segments = [make_segment(num_tokens, 0), make_segment(2, 0, trainable=False)]

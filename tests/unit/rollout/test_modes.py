@@ -12,7 +12,7 @@ from rollover.rollout.lifecycle import EventKind
 from rollover.rollout.order import load_order
 from rollover.rollout.scheduler import Scheduler
 from rollover.staleness import expiry
-from rollover.types import DropReason, Group, Reward, Rollout, rollout_seed
+from rollover.types import DropReason, Group, Prompt, Reward, Rollout, rollout_seed
 from unit.rollout.run import Run, ids, long_tail, uninterrupted_tokens
 from unit.rollout.world import make_segment, make_task
 
@@ -195,7 +195,7 @@ def test_nothing_new_is_begun_that_would_be_too_old_for_every_step() -> None:
 
 def test_a_group_is_too_old_when_only_its_baseline_or_what_has_no_reward_is_in_bound() -> None:
     group = Group(
-        0, make_task(0), (1,), [Rollout(0, i, make_task(0), [make_segment(2, v)]) for i, v in [(0, 3), (1, 5)]]
+        0, make_task(0), Prompt((1,)), [Rollout(0, i, make_task(0), [make_segment(2, v)]) for i, v in [(0, 3), (1, 5)]]
     )
     assert expiry(group, 1, masks=True) == 6
     group.rollouts[1].reward = Reward(None, error="no reward, no loss")

@@ -17,7 +17,7 @@ from rollover.envs.single_turn import SingleTurn
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.staleness import group_staleness
-from rollover.types import Reward, Rollout, StopReason
+from rollover.types import Prompt, Reward, Rollout, StopReason
 
 
 class AsyncWorld:
@@ -41,7 +41,7 @@ class AsyncWorld:
         life = self.lifecycle
         life.scheduler.on_begin(next_version, self.engine_version)
         for _ in range(life.scheduler.num_to_admit()):
-            life.admit(make_task(self.next_task), (1, 2), next_version)
+            life.admit(make_task(self.next_task), Prompt((1, 2)), next_version)
             self.next_task += 1
         self.running += life.start(next_version)
         for rollout in [r for r in self.running if self.rng.random() < (0.2 if self.is_stubborn(r) else 0.5)]:

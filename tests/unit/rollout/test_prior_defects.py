@@ -30,7 +30,17 @@ from rollover.tasks.prompts import PromptSource, encoder
 from rollover.tasks.stream import TaskStream
 from rollover.trainer.batch import Batch, build_batch
 from rollover.trainer.packing import split_groups
-from rollover.types import DropReason, Group, Rollout, RolloutState, SamplingParams, Segment, StopReason, rollout_seed
+from rollover.types import (
+    DropReason,
+    Group,
+    Prompt,
+    Rollout,
+    RolloutState,
+    SamplingParams,
+    Segment,
+    StopReason,
+    rollout_seed,
+)
 from unit.rollout.run import EOS, PARTIAL, PROMPT, Run, assert_same_groups, long_tail, uninterrupted_tokens
 from unit.rollout.world import make_segment, make_task, same_rollout, through_json
 from virtual_time import at_once
@@ -103,7 +113,7 @@ def test_lightrft_2_a_continuation_goes_on_from_the_very_token_ids() -> None:
     lossy = 0
     for request, segments in engine.calls:
         before = so_far.get(request.rollout_id, ())
-        assert request.prompt_ids == (1, 2, 3) and request.generated_ids == before
+        assert request.prompt == PROMPT and request.generated_ids == before
         text = tokenizer.decode(list(before), skip_special_tokens=True)
         lossy += tuple(tokenizer(text)["input_ids"]) != before
         so_far[request.rollout_id] = before + tuple(int(t) for s in segments for t in s.token_ids)
@@ -135,7 +145,7 @@ def test_lightrft_4_text_only_tasks_are_interrupted_and_continued(tmp_path: Path
     assert {r.task.messages is not None for r in continued(batches)} == {chat}
     tokenizer = tiny.tokenizer()
     for request, _ in continuations(engine):
-        assert "count to " in tokenizer.decode(list(request.prompt_ids))
+        assert "count to " in tokenizer.decode(list(request.prompt.ids))
 
 
 # Samples are counted and drawn, not groups: siblings end up in different batches, each with a baseline of its own.
@@ -325,10 +335,10 @@ def two_parked(**changes: object) -> Lifecycle:
     """Group 1, begun at version 2, was parked before group 0, begun at version 0. One slot is free."""
     config = {"groups_per_step": 1, "group_size": 1, "in_flight_groups": 3, "max_staleness": 2, **changes}
     life = Lifecycle(RolloutConfig.model_validate({"interrupt": "when_enough", **config}), 2, 1)
-    old = life.admit(make_task(0), (1, 2, 3), 0).rollouts[0]
+    old = life.admit(make_task(0), Prompt((1, 2, 3)), 0).rollouts[0]
     life.start(0)
     life.append(old, [make_segment(9, 0)])
-    young = life.admit(make_task(1), (1, 2, 3), 2).rollouts[0]
+    young = life.admit(make_task(1), Prompt((1, 2, 3)), 2).rollouts[0]
     life.start(2)
     life.append(young, [make_segment(4, 2)])
     life.append(old, [make_segment(1, 2)])

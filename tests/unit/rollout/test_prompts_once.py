@@ -20,7 +20,7 @@ from rollover.track.recorder import RolloutRecorder
 from rollover.track.tracker import RecordedGroup
 from rollover.trainer.batch import build_batch
 from rollover.trainer.replay_buffer import Kept, ReplayBuffer
-from rollover.types import Group, Reward, Rollout, RolloutState, StopReason, Task
+from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, StopReason, Task
 from unit.rollout.world import make_segment, through_json
 
 PROMPT = tuple(range(1, 30_001))
@@ -31,7 +31,7 @@ PER_SIBLING = 3000  # bytes; the prompt has 120,000 in the tersest form
 def cache_of(size: int) -> RolloutCache:
     """With one finished group."""
     cache = RolloutCache(max_new_tokens=8)
-    for rollout in cache.admit(TASK, PROMPT, size).rollouts:
+    for rollout in cache.admit(TASK, Prompt(PROMPT), size).rollouts:
         cache.start(rollout.rollout_id)
         cache.append(rollout.rollout_id, [make_segment(4, 0, StopReason.EOS)])
         cache.finish(rollout.rollout_id, StopReason.EOS)
@@ -66,7 +66,7 @@ def to_the_engine_process(size: int, folder: Path) -> int:
     message = requests_to_json(calls)
     arrived = requests_from_json(through_json(message))
     assert arrived == calls, "and it arrives whole"
-    assert len({id(request.prompt_ids) for request in arrived.values()}) == 1
+    assert len({id(request.prompt) for request in arrived.values()}) == 1
     return len(json.dumps(message))
 
 
@@ -90,7 +90,7 @@ def test_63_more_siblings_cost_no_more_prompts(num_bytes: Callable[[int, Path], 
 def test_a_recorded_group_has_its_prompt_and_its_task_back(tmp_path: Path) -> None:
     in_a_recording(5, tmp_path)
     ((group,),) = read_rollouts(tmp_path / "5")
-    assert group.prompt_ids == PROMPT and group.task == TASK
+    assert group.prompt == Prompt(PROMPT) and group.task == TASK
     assert all(r.task is group.task for r in group.rollouts) and len(group.rollouts) == 5
 
 
@@ -101,15 +101,15 @@ def test_a_recording_of_the_earlier_form_has_them_in_every_line(tmp_path: Path) 
     of_the_group = {name: lines[0][name] for name in ("messages", "prompt", "columns", "prompt_ids")}
     path.write_text("".join(json.dumps(line | of_the_group) + "\n" for line in lines))
     ((group,),) = read_rollouts(tmp_path / "3")
-    assert group.prompt_ids == PROMPT and group.task == TASK and len(group.rollouts) == 3
+    assert group.prompt == Prompt(PROMPT) and group.task == TASK and len(group.rollouts) == 3
 
 
 def group_of_episodes() -> Group:
     """Two episodes of a solver, with the group's prompt and a longer one, and a judge; then one as a plain run has."""
     task = Task("t1", "s", "r", prompt="x")
 
-    def rollout(sibling: int, trajectory: int, context: int, role: str, prompt_ids: tuple[int, ...]) -> Rollout:
-        place = {"role": role, "trajectory": trajectory, "context": context, "prompt_ids": prompt_ids}
+    def rollout(sibling: int, trajectory: int, context: int, role: str, ids: tuple[int, ...]) -> Rollout:
+        place = {"role": role, "trajectory": trajectory, "context": context, "prompt": Prompt(ids)}
         segments = [make_segment(3, 0, StopReason.EOS)]
         return Rollout(5, sibling, task, segments, RolloutState.READY, StopReason.EOS, Reward(1.0), **place)
 
@@ -117,11 +117,11 @@ def group_of_episodes() -> Group:
     for sibling in (0, 1):
         rollouts += [rollout(sibling, 0, 0, "solver", ()), rollout(sibling, 0, 1, "solver", (1, 2, 3))]
         rollouts += [rollout(sibling, 1, 0, "judge", (9, sibling))]
-    return Group(5, task, (1, 2), [*rollouts, Rollout(5, 2, task, [make_segment(1, 0)], RolloutState.PARKED)])
+    return Group(5, task, Prompt((1, 2)), [*rollouts, Rollout(5, 2, task, [make_segment(1, 0)], RolloutState.PARKED)])
 
 
 def places(group: Group) -> list[tuple]:
-    return [(r.rollout_id, r.sibling, r.role, r.trajectory, r.context, r.prompt_ids) for r in group.rollouts]
+    return [(r.rollout_id, r.sibling, r.role, r.trajectory, r.context, r.prompt) for r in group.rollouts]
 
 
 def test_rollouts_with_prompts_of_their_own_come_back_from_a_state() -> None:
@@ -130,9 +130,9 @@ def test_rollouts_with_prompts_of_their_own_come_back_from_a_state() -> None:
     assert len(arrays["prompt_offsets"]) - 1 == 5, "each of the distinct prompts is written once"
     restored = list(groups_from_state(through_json(meta), arrays))
     assert [places(g) for g in restored] == [places(g) for g in groups]
-    assert [g.prompt_ids for g in restored] == [g.prompt_ids for g in groups]
+    assert [g.prompt for g in restored] == [g.prompt for g in groups]
     first, second = (next(r for r in restored[0].rollouts if r.rollout_id == i) for i in ("5-0.0.1", "5-1.0.1"))
-    assert first.prompt_ids is second.prompt_ids, "siblings with equal prompts share one"
+    assert first.prompt is second.prompt, "siblings with equal prompts share one"
     assert meta[1]["rollouts"][0].keys().isdisjoint({"prompt"}), "a plain rollout has its group's"
 
 
@@ -142,18 +142,18 @@ def test_rollouts_with_prompts_of_their_own_come_back_from_a_recording(tmp_path:
     n = len(group.rollouts)
     path = RolloutRecorder(tmp_path).write(1, [RecordedGroup(group, ["answer"] * n, [0.5] * n)])
     ((restored,),) = read_rollouts(tmp_path)
-    assert places(restored) == places(group) and restored.prompt_ids == group.prompt_ids
-    assert [r["prompt_ids"] for r in read_records(tmp_path)] == [list(r.prompt_ids) for r in group.rollouts]
+    assert places(restored) == places(group) and restored.prompt == group.prompt
+    assert [r["prompt_ids"] for r in read_records(tmp_path)] == [list(r.prompt.ids) for r in group.rollouts]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[3]["sibling"] == 1 and lines[3]["prompt_ids"] is None, "the prompt of the first line"
 
 
 def test_rollouts_with_prompts_of_their_own_ask_the_engine_for_their_own() -> None:
     group, requests = group_of_episodes(), Requests(RolloutConfig(max_new_tokens=8), 0)
-    assert [requests.to_go_on(r).prompt_ids for r in group.rollouts] == [r.prompt_ids for r in group.rollouts]
+    assert [requests.to_go_on(r).prompt for r in group.rollouts] == [r.prompt for r in group.rollouts]
 
 
 def test_rollouts_with_prompts_of_their_own_are_trained_with_them() -> None:
     group = group_of_episodes()
     samples = build_batch([group], AlgorithmConfig()).samples
-    assert [s.prompt_ids.tolist() for s in samples] == [list(r.prompt_ids) for r in group.rollouts]
+    assert [s.prompt_ids.tolist() for s in samples] == [list(r.prompt.ids) for r in group.rollouts]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rollover.rollout.cache import RolloutCache, why_no_continuation
-from rollover.types import DropReason, Segment, StopReason
+from rollover.types import DropReason, Prompt, Segment, StopReason
 from unit.rollout.hanging import Hanging, assert_said, short, steps, watchdog
 from unit.rollout.run import Run, ids, uninterrupted_tokens
 from unit.rollout.world import make_segment, make_task
@@ -40,7 +40,7 @@ def test_why_segments_cannot_come_next(segments: list[Segment], why: str | None)
     assert why_no_continuation(segments, num_tokens=5, remaining=5) == why
     if why is None and any(map(len, segments)):
         cache = RolloutCache(10)
-        cache.admit(make_task(0), [1], 1)
+        cache.admit(make_task(0), Prompt.of([1]), 1)
         cache.start("0-0")
         cache.append("0-0", [segment(5, 0)])
         cache.append("0-0", segments)
@@ -69,7 +69,7 @@ def test_rounding_above_0_is_a_log_prob() -> None:
 
 def test_the_cache_holds_no_token_twice() -> None:
     cache = RolloutCache(10)
-    cache.admit(make_task(0), [1], 1)
+    cache.admit(make_task(0), Prompt.of([1]), 1)
     cache.start("0-0")
     cache.append("0-0", [segment(3, 0)])
     with pytest.raises(AssertionError, match="tokens come twice"):
@@ -154,7 +154,7 @@ def test_an_engine_whose_log_probs_are_nan_loses_the_answer_and_not_the_run() ->
 
 def test_a_checkpoint_with_what_is_no_log_prob_is_refused() -> None:
     cache = RolloutCache(10)
-    cache.admit(make_task(0), [1], 1)
+    cache.admit(make_task(0), Prompt.of([1]), 1)
     cache.start("0-0")
     cache.append("0-0", [segment(3, 0)])
     meta, arrays = cache.state_dict()

@@ -5,7 +5,7 @@ import pytest
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.rollout.restored import check_restored
-from rollover.types import DropReason, Group, Reward, RolloutState, StopReason
+from rollover.types import DropReason, Group, Prompt, Reward, RolloutState, StopReason
 from unit.rollout.world import make_segment, make_task, through_json
 
 
@@ -18,7 +18,7 @@ class Bench:
         self.scheduler, self.cache = self.lifecycle.scheduler, self.lifecycle.cache
 
     def admit(self, num: int, version: int = 0) -> list[Group]:
-        return [self.lifecycle.admit(make_task(i), (1,), version) for i in range(num)]
+        return [self.lifecycle.admit(make_task(i), Prompt((1,)), version) for i in range(num)]
 
     def put(self, rollout_id: str, num_tokens: int, version: int, stop: StopReason) -> None:
         """The rollout ran, whatever the order: these tests choose states, not ways."""

@@ -19,7 +19,18 @@ from rollover.rollout.ledger import Ledger
 from rollover.rollout.lifecycle import Lifecycle, acting_in, is_complete
 from rollover.rollout.slots import token_budget
 from rollover.staleness import group_staleness
-from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+from rollover.types import (
+    DropReason,
+    Group,
+    Prompt,
+    Reward,
+    Rollout,
+    RolloutState,
+    SamplingParams,
+    Segment,
+    StopReason,
+    Task,
+)
 
 MIN_VALID = 1
 
@@ -214,7 +225,7 @@ class World:
             if self.next_task == self.num_tasks:
                 self.stream_ended = True
                 return
-            group = self.lifecycle.admit(make_task(self.next_task), (1, 2, 3), self.version)
+            group = self.lifecycle.admit(make_task(self.next_task), Prompt((1, 2, 3)), self.version)
             self.next_task += 1
             self.admitted_version[group.group_id] = self.version
             for rollout in group.rollouts:

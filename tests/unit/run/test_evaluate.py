@@ -18,12 +18,12 @@ from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.scorer import make_scorer
 from rollover.run.evaluate import Answers, EvalTasks, answers_of, summarised
 from rollover.track.answers import Answer
-from rollover.types import Reward, Rollout, Segment, Task
+from rollover.types import Prompt, Reward, Rollout, Segment, Task
 
 CONFIG = Config.model_validate(
     {"eval": {"num_tasks": 3, "samples_per_task": 2}, "watchdog": {"max_failures": 3, "retry_s": 1}}
 )
-TASKS = EvalTasks([Task(f"t{i}", "s", "r", prompt="x") for i in range(3)], [(1, 2)] * 3)
+TASKS = EvalTasks([Task(f"t{i}", "s", "r", prompt="x") for i in range(3)], [Prompt((1, 2))] * 3)
 
 
 class Failing(FakeEngine):

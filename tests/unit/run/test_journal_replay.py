@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rollover.checkpoint.journal import Record
 from rollover.config.rollout import RolloutConfig
+from rollover.rollout.episode_moves import open_rollout
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle, is_complete
 from rollover.rollout.restored import check_restored
 from rollover.run.journal.replay import Replay
@@ -20,7 +21,7 @@ from rollover.run.journal.roll_back import RollBack
 from rollover.run.journal.scribe import Scribe
 from rollover.staleness import rolled_back, staleness
 from rollover.track.history import RunHistory
-from rollover.types import DropReason, Group, RolloutState, StopReason
+from rollover.types import DropReason, Group, Media, Prompt, Rollout, RolloutState, StopReason
 from unit.rollout.test_properties import ADVERSARIES, FILTER_RATE, MAX_RUNNING, PUBLISH_EVERY, configs, sequences
 from unit.rollout.world import MIN_VALID, World, make_segment, make_task, same_rollout, through_json
 
@@ -102,7 +103,7 @@ class Parts:
 
     def next_task(self, attempt: int) -> Any:
         self.num_tasks += 1
-        return make_task(self.num_tasks - 1), (1, 2, 3)
+        return make_task(self.num_tasks - 1), Prompt((1, 2, 3))
 
     def train(self, groups: list[Group], version: int) -> None:
         assert groups and version == self.trainer.policy_version
@@ -258,21 +259,21 @@ def running(world_tokens: int = 3) -> tuple[Lifecycle, Scribe, Memory, Any]:
     lifecycle, journal = Lifecycle(config, None, MIN_VALID), Memory()
     scribe = Scribe(journal, lambda: 1.5, lambda: 0)  # pyright: ignore[reportArgumentType]
     lifecycle.on_event = scribe.on_event
-    lifecycle.admit(make_task(0), (1, 2, 3), 0)
+    lifecycle.admit(make_task(0), Prompt((1, 2, 3)), 0)
     (rollout,) = lifecycle.start(0)
     lifecycle.append(rollout, [make_segment(world_tokens, 0)])
     lifecycle.start(0)
     return lifecycle, scribe, journal, rollout
 
 
-def read_back(journal: Memory, num_records: int | None = None) -> Any:
-    """The one rollout, after the first `num_records`."""
+def read_back(journal: Memory, num_records: int | None = None, rollout_id: str = "0-0") -> Any:
+    """The one rollout, or another, after the first `num_records`."""
     world = SimpleNamespace(config=RolloutConfig(group_size=1, groups_per_step=1, max_new_tokens=20), max_running=None)
     parts = Parts(world, None, 0, 0)  # pyright: ignore[reportArgumentType]
     replay = Replay(parts, parts.next_task, parts.train, lambda: None)  # pyright: ignore[reportArgumentType]
     replay.read(journal.records[:num_records])
     replay.end()
-    return parts.lifecycle.cache.rollout("0-0")
+    return parts.lifecycle.cache.rollout(rollout_id)
 
 
 def test_tokens_of_a_running_rollout_are_told_once_and_joined_again() -> None:
@@ -312,3 +313,12 @@ def test_a_rollout_that_had_used_its_budget_keeps_room_to_stop() -> None:
     _, scribe, journal, _ = running()
     scribe.progress({i: [make_segment(17, 0, first=3)] for i in scribe.running})
     assert read_back(journal).num_tokens == 19
+
+
+def test_a_rollout_that_a_call_opened_comes_back_with_its_media() -> None:
+    lifecycle, _, journal, rollout = running()
+    picture = Media("a.png", "ab" * 32, (8, 8), 1, 2)
+    prompt = Prompt((4, 5, 5), (picture,))
+    open_rollout(lifecycle, Rollout(0, 0, rollout.task, prompt=prompt, trajectory=1))
+    lifecycle.park(rollout)
+    assert read_back(journal, rollout_id="0-0.1.0").prompt == prompt

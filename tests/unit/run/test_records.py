@@ -21,7 +21,7 @@ from rollover.track.recorded import read_records, read_rollouts
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.tracker import RecordedGroup
 from rollover.trainer.batch import BatchBuilder
-from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, StopReason
+from rollover.types import DropReason, Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, StopReason
 from rollover.view.stale import staleness_map
 from rollover.view.why import why
 from unit.rollout.world import make_segment, make_task
@@ -44,7 +44,7 @@ def test_a_dropped_group_is_recorded_after_a_write_that_failed(tmp_path: Path) -
         return ""
 
     records = Records(FullOnce(tmp_path), decode)
-    group = Group(0, make_task(0), (1, 2), [Rollout(0, 0, make_task(0))])
+    group = Group(0, make_task(0), Prompt((1, 2)), [Rollout(0, 0, make_task(0))])
     records.on_event(Event(EventKind.DROP, group, reason=DropReason.STALE))
     with pytest.raises(OSError, match="No space left"):
         records.tell(1, [], None)
@@ -67,7 +67,7 @@ def test_the_advantage_of_a_record_is_that_of_its_tokens_in_the_loss(tmp_path: P
         return Rollout(0, sibling, make_task(0), segments, stop_reason=StopReason.EOS, reward=scored)
 
     scores = [rollout(0, [1.0, 0.0], 1.0), rollout(1, [0.0, 0.0], 1.0), rollout(2, [], None)]
-    group = Group(0, make_task(0), (1, 2), scores)
+    group = Group(0, make_task(0), Prompt((1, 2)), scores)
     by_turns = WorkflowConfig(credit="turn_returns")
     batch = BatchBuilder(AlgorithmConfig(advantage="dr_grpo"), workflow=by_turns).build([group])
     Records(RolloutRecorder(tmp_path / "a"), lambda ids: "").tell(1, [group], batch)
@@ -83,7 +83,7 @@ def test_a_greedy_rollout_is_recorded_as_what_the_others_are_compared_with(tmp_p
         segment = replace(make_segment(num, 0, StopReason.EOS), sampling=SamplingParams(temperature=temperature))
         return Rollout(0, sibling, make_task(0), [segment], stop_reason=StopReason.EOS, reward=Reward(score))
 
-    group = Group(0, make_task(0), (1, 2), [rollout(0, 7, 1.0, 1.0), rollout(1, 8, 1.0, 0.0)])
+    group = Group(0, make_task(0), Prompt((1, 2)), [rollout(0, 7, 1.0, 1.0), rollout(1, 8, 1.0, 0.0)])
     algorithm = AlgorithmConfig(advantage="remax")
     shaping = Shaping(RewardsConfig(overlong_buffer_tokens=2, overlong_penalty=1.0), max_new_tokens=8)
     batch = BatchBuilder(algorithm, shaping=shaping).build([group])
@@ -110,7 +110,7 @@ def test_a_rollout_whose_agent_gave_up_a_call_is_dropped_as_in_the_ledger(tmp_pa
 
     given_up = rollout(0, StopReason.ABANDONED, Reward(None, error="the agent gave up a call of it"))
     others = [rollout(sibling, StopReason.EOS, Reward(float(sibling))) for sibling in (1, 2)]
-    group = Group(0, make_task(0), (1, 2), [given_up, *others])
+    group = Group(0, make_task(0), Prompt((1, 2)), [given_up, *others])
     ledger = Ledger()
     ledger.on_consume(group)
     Records(RolloutRecorder(tmp_path), lambda ids: "").tell(1, [group], BatchBuilder(AlgorithmConfig()).build([group]))

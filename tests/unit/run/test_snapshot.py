@@ -27,7 +27,7 @@ from rollover.trainer.backend import ShardedState
 from rollover.trainer.reuse import Reuse
 from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.trainer.stored_tensors import StoredTensors
-from rollover.types import Reward, StopReason, Task
+from rollover.types import Prompt, Reward, StopReason, Task
 from unit.rollout.world import make_segment, make_task, same_rollout
 
 CONFIG = Config.model_validate({
@@ -141,7 +141,7 @@ def worked(folder: Path) -> Run:
     of = new_run(folder, version=3, seconds=12.5)
     lifecycle, rng = of.lifecycle, random.Random(0)
     for i in range(3):
-        lifecycle.admit(make_task(i), (1, 2, 3), 2)
+        lifecycle.admit(make_task(i), Prompt((1, 2, 3)), 2)
     for rollout in lifecycle.start(2)[:4]:
         stop = StopReason.EOS if rollout.group_id == 0 else StopReason.PAUSED
         complete = lifecycle.append(rollout, [make_segment(rng.randint(2, 9), 2, stop)])

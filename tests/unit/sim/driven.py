@@ -12,7 +12,7 @@ from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, Lifecycle
 from rollover.sim.turns import Turns
 from rollover.sim.workload import Workload
-from rollover.types import Reward, Rollout, Segment, Task
+from rollover.types import Prompt, Reward, Rollout, Segment, Task
 from unit.rollout.world import make_task
 
 
@@ -72,7 +72,7 @@ def driver_over(
 
     def next_task():
         i = next(tasks, None)
-        return None if i is None else (make_task(i), [1, 2, 3])
+        return None if i is None else (make_task(i), Prompt((1, 2, 3)))
 
     lifecycle = Lifecycle(config, max_running, 1, on_event)
     if turns is not None:

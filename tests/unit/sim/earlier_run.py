@@ -10,7 +10,7 @@ import numpy as np
 
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.tracker import RecordedGroup
-from rollover.types import Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 
 
 def write_run(
@@ -55,7 +55,7 @@ def _group(group_id: int, lengths: list[int], turns: int) -> Group:
         for _ in range(turns - 1):
             segments += [_segment(5, trainable=False), _segment(n // turns)]
         rollouts.append(Rollout(group_id, i, task, segments, RolloutState.READY, StopReason.EOS, Reward(1.0)))
-    return Group(group_id, task, (1, 2, 3), rollouts)
+    return Group(group_id, task, Prompt((1, 2, 3)), rollouts)
 
 
 def _segment(num: int, *, trainable: bool = True) -> Segment:

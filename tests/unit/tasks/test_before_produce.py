@@ -31,7 +31,7 @@ def source(replace, num: int = 4) -> PromptSource:
 
 def everything(prompts: PromptSource) -> list[tuple[str, str]]:
     items = iter(prompts, None)
-    return [(task.task_id, tiny.tokenizer().decode(ids)) for task, ids in items]
+    return [(task.task_id, tiny.tokenizer().decode(prompt.ids)) for task, prompt in items]
 
 
 def test_it_sees_the_version_and_its_answer_is_used() -> None:

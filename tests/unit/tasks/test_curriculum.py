@@ -15,7 +15,7 @@ from rollover.config.load import load_config
 from rollover.functions import FunctionError
 from rollover.tasks.curriculum import Curriculum, build_curriculum
 from rollover.tasks.stream import TaskStream
-from rollover.types import Group, Task
+from rollover.types import Group, Prompt, Task
 from samples import group, rollout, segment
 
 ROWS = [{"prompt": f"problem {i}", "answer": "1", "rate": i / 10, "info": {"level": i % 3}} for i in range(11)]
@@ -37,7 +37,7 @@ def build(config: Config) -> tuple[TaskStream, Curriculum]:
 
 
 def scored(task: Task, group_id: int = 0) -> Group:
-    return Group(group_id, task, (1,), [])
+    return Group(group_id, task, Prompt((1,)), [])
 
 
 def visit(stream: TaskStream, curriculum: Curriculum, rates: dict[int, float], num: int = 11) -> None:

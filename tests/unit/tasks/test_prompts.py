@@ -69,7 +69,7 @@ def test_drop_last_of_a_pass_below_one_step_is_refused(tmp_path: Path, epochs: i
 
 
 def texts(source: PromptSource) -> list[str]:
-    return [str(tiny.tokenizer().decode(ids)) for _, ids in iter(source, None)]
+    return [str(tiny.tokenizer().decode(prompt.ids)) for _, prompt in iter(source, None)]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,8 @@ def test_the_count_goes_on_after_a_resume(tmp_path: Path) -> None:
 def test_held_out_prompts_are_dealt_with_alike(truncation: Truncation, expected: list[str]) -> None:
     tasks = [Task(str(i), "s", "r", prompt=text) for i, text in enumerate((LONG, SHORT))]
     found = encode_tasks(tasks, encoder(tiny.tokenizer(), None), 5, truncation)
-    assert [tiny.tokenizer().decode(ids) for ids in found.prompts] == expected and len(found.tasks) == len(expected)
+    assert [tiny.tokenizer().decode(prompt.ids) for prompt in found.prompts] == expected
+    assert len(found.tasks) == len(expected)
     assert found.left_out == 2 - len(expected)
 
 
@@ -124,8 +125,8 @@ def test_the_chat_template_has_its_arguments_wherever_it_is_applied(tmp_path: Pa
     task = Task("t", "s", "r", messages=({"role": "user", "content": "hi"},))
     made = Config.model_validate({"model": {"path": str(folder), "chat_template_kwargs": {"think": True}}})
     for loaded in (load_model(made.model), load_outline(made.model)):
-        assert str(loaded.tokenizer.decode(encode_prompt(task, loaded.tokenizer))) == "(think)u:hi\na:"
+        assert str(loaded.tokenizer.decode(encode_prompt(task, loaded.tokenizer).ids)) == "(think)u:hi\na:"
         ids = loaded.tokenizer.apply_chat_template([dict(m) for m in task.messages or ()], tokenize=False, think=False)
         assert ids == "u:hi\n"
     loaded = load_model(ModelConfig(path=str(folder)))
-    assert str(loaded.tokenizer.decode(encode_prompt(task, loaded.tokenizer))) == "u:hi\na:"
+    assert str(loaded.tokenizer.decode(encode_prompt(task, loaded.tokenizer).ids)) == "u:hi\na:"

@@ -9,7 +9,7 @@ import pytest
 
 from rollover.config import RerollConfig
 from rollover.tasks.reroll import ATTEMPT, Reroll, has_failed
-from rollover.types import Group, Reward, Rollout, Task, rollout_seed
+from rollover.types import Group, Prompt, Reward, Rollout, Task, rollout_seed
 from unit.rollout.run import Run
 from unit.rollout.world import make_segment, make_task
 
@@ -19,7 +19,7 @@ def group(i: int, scores: tuple[float | None, ...] = (0.0, 0.0), attempt: int = 
     rollouts = [Rollout(i, sibling, task) for sibling in range(len(scores))]
     for r, score in zip(rollouts, scores, strict=True):
         r.reward = Reward(score)
-    return Group(i, task, (1, 2, i), rollouts)
+    return Group(i, task, Prompt((1, 2, i)), rollouts)
 
 
 class Stream:
@@ -30,7 +30,7 @@ class Stream:
 
     def __call__(self):
         self.given += 1
-        return make_task(self.given), (1, 2, 3)
+        return make_task(self.given), Prompt((1, 2, 3))
 
 
 def reroll(num_steps: int = 10, **config: float) -> Reroll:
@@ -84,14 +84,14 @@ def test_failed_tasks_wait_for_their_time_and_come_first_in_first_out() -> None:
 def test_a_task_that_is_given_again_samples_anew() -> None:
     r = reroll(start_fraction=0.0)
     r.on_step([group(3, attempt=2)], 1)
-    task, prompt_ids = r()  # type: ignore[misc]
-    assert prompt_ids == (1, 2, 3) and task.attempt == 2 + ATTEMPT
-    r.on_step([Group(9, task, (1, 2, 3), group(3).rollouts)], 2)
+    task, prompt = r()  # type: ignore[misc]
+    assert prompt == Prompt((1, 2, 3)) and task.attempt == 2 + ATTEMPT
+    r.on_step([Group(9, task, Prompt((1, 2, 3)), group(3).rollouts)], 2)
     again, _ = r()  # type: ignore[misc]
     seeds = {rollout_seed(0, "t3", attempt, 0) for attempt in (0, 1, 2, 3, 4, task.attempt, again.attempt)}
     assert len(seeds) == 7, "neither its own earlier visits nor later passes of the stream have its draws"
     assert r.solved == 0
-    r.on_step([Group(10, again, (1, 2, 3), group(3, (0.0, 1.0)).rollouts), group(4, (0.0, 1.0))], 3)
+    r.on_step([Group(10, again, Prompt((1, 2, 3)), group(3, (0.0, 1.0)).rollouts), group(4, (0.0, 1.0))], 3)
     assert r.solved == 1 and len(r) == 0
 
 
@@ -152,7 +152,7 @@ def test_the_driver_extends_a_task_given_again_as_any_other() -> None:
     assert again and len({g.task.task_id for g in again}) == len(again) <= r.given <= 4
     for g in again:
         earlier = first[g.task.task_id]
-        assert earlier.group_id < g.group_id and g.prompt_ids == earlier.prompt_ids
+        assert earlier.group_id < g.group_id and g.prompt == earlier.prompt
         assert [x.token_ids() for x in g.rollouts] != [x.token_ids() for x in earlier.rollouts]
 
 

@@ -13,7 +13,7 @@ from rollover.config import Config, RewardsConfig, TasksConfig
 from rollover.tasks.curriculum import build_curriculum
 from rollover.tasks.prompts import PromptSource, encoder
 from rollover.tasks.stream import TaskStream
-from rollover.types import Group
+from rollover.types import Group, Prompt
 
 
 def write(folder: Path, prompts: list[Any]) -> None:
@@ -121,7 +121,7 @@ def test_a_task_that_fails_leaves_no_trace_in_a_curriculum(tmp_path: Path) -> No
     tasks = TasksConfig.model_validate({"sources": [source], "eval_fraction": 0.001, "shuffle": False})
     first = TaskStream(tasks, 0, "train", rewards=RewardsConfig(), curriculum=curriculum)
     easy = first.take(2)[0]
-    curriculum.saw(Group(0, easy, (1,), []), 1.0)
+    curriculum.saw(Group(0, easy, Prompt((1,)), []), 1.0)
     curriculum.on_step(1)
 
     def replace(task: Any, version: int) -> Any:

@@ -15,7 +15,7 @@ from rollover.staleness import staleness
 from rollover.track.history import RunHistory
 from rollover.track.lifetimes import STATES, LengthBias, Lifetimes, wait_by_quarter
 from rollover.track.statistics import censored_mean
-from rollover.types import Group, RolloutState
+from rollover.types import Group, Prompt, RolloutState
 from samples import group, rollout, segment
 from unit.track.traced import MODES, TracedRun, stopped_in_the_middle, traced
 
@@ -99,7 +99,7 @@ def test_a_checkpoint_in_the_middle_of_a_step_loses_no_time() -> None:
 
 def test_what_ran_in_a_snapshot_is_parked_after_it() -> None:
     run = TracedRun(**MODES["slots"])
-    group = run.lifecycle.admit(run.next_task()[0], [1, 2], 0)  # type: ignore[index]
+    group = run.lifecycle.admit(run.next_task()[0], Prompt.of([1, 2]), 0)  # type: ignore[index]
     run.lifecycle.start(0)
     run.now = 10
     saved = run.save()

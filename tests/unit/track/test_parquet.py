@@ -27,7 +27,7 @@ from rollover.track.rollout_table import METADATA, read_columns, schema
 from rollover.track.sinks import MetricsFile, read_rows
 from rollover.track.token_stats import KEYS
 from rollover.track.tracker import Cut, RecordedCredit, RecordedGroup
-from rollover.types import DropReason, Reward, Rollout
+from rollover.types import DropReason, Prompt, Reward, Rollout
 
 pandas = pytest.importorskip("pandas")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -43,7 +43,7 @@ def rich_groups() -> list[RecordedGroup]:
         shaping={"length": -0.25},
         texts={"pred": "7 \u2028", "note": ""},
     )
-    full.rollouts[1].prompt_ids = (9,)
+    full.rollouts[1].prompt = Prompt((9,))
     bare = group(1, [None])
     bare.rollouts[0].reward, bare.rollouts[0].stop_reason, bare.rollouts[0].segments = None, None, []
     bare.task.columns.update(deep=[1, {"x": None}], text="ü \u2028")
@@ -71,7 +71,7 @@ def plain(record: dict[str, Any]) -> dict[str, Any]:
 def facts(rollout: Rollout) -> Any:
     segments = [(s.token_ids.tolist(), s.logprobs.tobytes(), s.policy_version, s.sampling, s.stop_reason, s.trainable)
                 for s in rollout.segments]  # fmt: skip
-    return rollout.rollout_id, rollout.state, rollout.stop_reason, repr(rollout.reward), rollout.prompt_ids, segments
+    return rollout.rollout_id, rollout.state, rollout.stop_reason, repr(rollout.reward), rollout.prompt, segments
 
 
 def test_both_formats_say_the_same(tmp_path: Path) -> None:

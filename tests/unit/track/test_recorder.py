@@ -16,7 +16,18 @@ from hypothesis import strategies as st
 from rollover.track.recorded import read_rollouts
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.tracker import Cut, RecordedGroup
-from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+from rollover.types import (
+    DropReason,
+    Group,
+    Prompt,
+    Reward,
+    Rollout,
+    RolloutState,
+    SamplingParams,
+    Segment,
+    StopReason,
+    Task,
+)
 
 
 def segment(ids: list[int], logprobs: list[float], version: int = 0, **fields) -> Segment:
@@ -46,7 +57,7 @@ def group(group_id: int, rewards: list[Reward | None], first: list[Segment] | No
         if sibling == 0 and first is not None:
             segments = first
         rollouts.append(Rollout(group_id, sibling, task, segments, RolloutState.CONSUMED, StopReason.EOS, reward))
-    return Group(group_id, task, (7, 8), rollouts)
+    return Group(group_id, task, Prompt((7, 8)), rollouts)
 
 
 def recorded(group: Group, dropped: DropReason | None = None) -> RecordedGroup:
@@ -59,7 +70,7 @@ def facts(group: Group) -> dict:
     return {
         "id": group.group_id,
         "task": repr(asdict(group.task)),
-        "prompt_ids": group.prompt_ids,
+        "prompt": group.prompt,
         "rollouts": [
             (
                 r.group_id,
@@ -126,7 +137,7 @@ def test_round_trip_is_exact(tmp_path_factory: pytest.TempPathFactory, data: st.
         reward = Reward(score, data.draw(st.dictionaries(text, floats)), None if score is not None else data.draw(text))
         stop_reason = data.draw(st.none() | st.sampled_from(StopReason))
         rollouts.append(Rollout(5, sibling, task, segments, RolloutState.READY, stop_reason, reward))
-    original = Group(5, task, (1,), rollouts)
+    original = Group(5, task, Prompt((1,)), rollouts)
     dir = tmp_path_factory.mktemp("r")
     RolloutRecorder(dir).write(1, [recorded(original)])
     ((rebuilt,),) = read_rollouts(dir)

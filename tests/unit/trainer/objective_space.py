@@ -31,7 +31,18 @@ from rollover.trainer.objective import Counts, Objective, Streams, rate_scale
 from rollover.trainer.rejection import rejections, restricted, rewritten
 from rollover.trainer.token_estimates import estimate_tokens
 from rollover.trainer.token_weights import mean_weight, token_weights
-from rollover.types import Group, Reward, Rollout, RolloutState, Sample, SamplingParams, Segment, StopReason, Task
+from rollover.types import (
+    Group,
+    Prompt,
+    Reward,
+    Rollout,
+    RolloutState,
+    Sample,
+    SamplingParams,
+    Segment,
+    StopReason,
+    Task,
+)
 
 HERE = "objective_space"
 VERSION = 4  # of the trainer
@@ -240,7 +251,7 @@ def _groups(rng: np.random.Generator) -> list[Group]:
     groups = []
     for g in range(4):
         rollouts = [_rollout(rng, g, i, equal=g == 2) for i in range(5)]
-        groups.append(Group(g, rollouts[0].task, (5, 6), rollouts))
+        groups.append(Group(g, rollouts[0].task, Prompt((5, 6)), rollouts))
     return groups
 
 

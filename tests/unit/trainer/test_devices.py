@@ -27,7 +27,7 @@ from rollover.run import eval_parts, parts
 from rollover.run.eval_parts import EvalParts
 from rollover.run.parts import Parts
 from rollover.trainer import tally
-from rollover.types import SamplingParams
+from rollover.types import Prompt, SamplingParams
 from virtual_time import at_once
 
 
@@ -143,7 +143,7 @@ def test_weights_of_another_device_are_loaded(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def _tokens(engine: EmbeddedEngine, prompt: tuple[int, ...]) -> list[int]:
-    (segment,) = await engine.extend(ExtendRequest("0-0", prompt, (), 12, 3, SamplingParams()))
+    (segment,) = await engine.extend(ExtendRequest("0-0", Prompt(prompt), (), 12, 3, SamplingParams()))
     return segment.token_ids.tolist()
 
 

@@ -39,7 +39,7 @@ def played(role: str, score: float | None, prompt: tuple[int, ...], *tokens: int
 
 def group(judged: float | None = None) -> Group:
     """Two episodes: solvers of the scores 1 and 0, and judges."""
-    prompt = encode_prompt(CHAT, tiny.tokenizer())
+    prompt = encode_prompt(CHAT, tiny.tokenizer()).ids
     return ready_episodes(
         0, CHAT,
         [

@@ -20,7 +20,7 @@ from rollover.run.eval_parts import EvalParts
 from rollover.trainer.batch import Batch
 from rollover.trainer.build import local_trainer
 from rollover.trainer.trainer import Trainer
-from rollover.types import Sample, SamplingParams
+from rollover.types import Prompt, Sample, SamplingParams
 from samples import random_samples
 from virtual_time import at_once
 
@@ -56,7 +56,7 @@ def make_engine(family: str, dtype: torch.dtype) -> EmbeddedEngine:
 def sampled(engine: EmbeddedEngine) -> list[Sample]:
     """16 rollouts of 24 tokens."""
     requests = [
-        ExtendRequest(str(i), tuple(range(3 + i, 20 + i)), (), 24, i, SamplingParams(temperature=1.0))
+        ExtendRequest(str(i), Prompt.of(range(3 + i, 20 + i)), (), 24, i, SamplingParams(temperature=1.0))
         for i in range(16)
     ]
 
@@ -67,7 +67,7 @@ def sampled(engine: EmbeddedEngine) -> list[Sample]:
         ):
             (segment,) = segments
             zeros = np.zeros(len(segment))
-            prompt_ids = np.array(request.prompt_ids, dtype=np.int32)
+            prompt_ids = np.array(request.prompt.ids, dtype=np.int32)
             out.append(
                 Sample(request.rollout_id, int(request.rollout_id), prompt_ids, segment.token_ids, zeros == 0,
                        segment.logprobs, zeros.astype(np.int32), zeros.astype(np.float32), 1.0)

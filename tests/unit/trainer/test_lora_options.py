@@ -26,7 +26,7 @@ from rollover.trainer.batch import Batch
 from rollover.trainer.build import local_trainer
 from rollover.trainer.lora import ADAPTER, add_lora, load_with_adapter, read_adapter
 from rollover.trainer.trainer import Trainer
-from rollover.types import Sample, SamplingParams
+from rollover.types import Prompt, Sample, SamplingParams
 from samples import random_samples
 from virtual_time import at_once
 
@@ -129,9 +129,9 @@ def test_rslora_divides_by_the_root_of_the_rank_wherever_the_scale_is_said(tmp_p
 
 def engine_difference(t: Trainer, engine: EmbeddedEngine) -> float:
     """Largest difference between the log-probs that the engine says of its own tokens and the trainer's."""
-    request = ExtendRequest("0", tuple(range(3, 20)), (), 24, 0, SamplingParams(temperature=1.0))
+    request = ExtendRequest("0", Prompt.of(range(3, 20)), (), 24, 0, SamplingParams(temperature=1.0))
     (segment,) = asyncio.run(engine.extend(request))
-    zeros, prompt = np.zeros(len(segment)), np.array(request.prompt_ids, dtype=np.int32)
+    zeros, prompt = np.zeros(len(segment)), np.array(request.prompt.ids, dtype=np.int32)
     arrays = prompt, segment.token_ids, zeros == 0, segment.logprobs, zeros.astype(np.int32)
     sample = Sample("0", 0, *arrays, zeros.astype(np.float32), 1.0)
     return float(np.abs(t.backend.compute_logprobs([sample])["0"] - segment.logprobs).max())

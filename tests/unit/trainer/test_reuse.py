@@ -240,7 +240,7 @@ def test_snapshot_proximal_covers_replayed_versions() -> None:
     trainer = local_trainer(loaded, train, algorithm, dtype=torch.float32, max_new_tokens=8, max_staleness=3)
     first = two(0, (1.0, 0.0))
     for i, one in enumerate(first.rollouts):  # sampled exactly as the weights of version 0 do
-        exact = logprobs_by_hand(start, list(first.prompt_ids), one.token_ids())
+        exact = logprobs_by_hand(start, list(first.prompt.ids), one.token_ids())
         one.segments[0] = dataclasses.replace(one.segments[0], logprobs=np.array(exact, dtype=np.float32))
         assert i < 2
     batch = build(r, [first], 0)

@@ -19,7 +19,7 @@ from rollover.trainer.build import build_trainer
 from rollover.trainer.replay_buffer import ReplayBuffer
 from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.trainer.teacher import TeacherPrompts, encoder, load_teacher, other_vocabulary, teacher_prompts
-from rollover.types import Group, Task
+from rollover.types import Group, Prompt, Task
 from samples import group, random_samples, rollout, segment
 from unit.envs.played import TOKENIZER, environment
 
@@ -85,11 +85,11 @@ def read(prompts: TeacherPrompts, task: Task, tokens: int = 3, own: tuple[int, .
 
 
 def of(task: Task, tokens: int = 3, own: tuple[int, ...] = ()) -> Group:
-    prompt_ids = encode_prompt(task, tiny.tokenizer())
+    prompt = encode_prompt(task, tiny.tokenizer())
     rollouts = [rollout(0, i, 1.0, [segment([8 + i] * tokens)]) for i in range(2)]
     for made in rollouts:
-        made.prompt_ids = (*prompt_ids, *own) if own else ()
-    made = group(0, rollouts, prompt_ids)
+        made.prompt = Prompt((*prompt.ids, *own)) if own else Prompt()
+    made = group(0, rollouts, prompt.ids)
     made.task = task
     return made
 
@@ -117,10 +117,10 @@ class Counter:
 
 def test_a_teacher_reads_of_the_tools_and_the_episode_as_the_policy_does(prompts) -> None:
     with environment(Counter) as env:
-        own = TOKENIZER.decode(list(env.prompt(CHAT)))
+        own = TOKENIZER.decode(list(env.prompt(CHAT).ids))
         taught = TeacherPrompts(config(privileged="own.py:told"), encoder(TOKENIZER, env), None)
-        text = TOKENIZER.decode(list(taught.of_task(CHAT)))
-        assert TOKENIZER.decode(list(env.prompt(CHAT))) == own
+        text = TOKENIZER.decode(taught.of_task(CHAT).ids)
+        assert TOKENIZER.decode(list(env.prompt(CHAT).ids)) == own
     assert '"up"' in own and "It is 7." not in own and own.count("Count to 7: 3+4?") == 1
     assert '"up"' in text and "It is 7." in text and text.count("Count to 7: 3+4?") == 1
 
@@ -131,7 +131,7 @@ def test_what_a_context_has_after_the_tasks_prompt_stays(prompts) -> None:
     assert read(prompts("told"), CHAT, own=more) == "s:It is 7.\nu:3+4?\na:7.\nu:sure?\na:"
     made = of(CHAT)
     for one in made.rollouts:
-        one.prompt_ids = (5, 6)
+        one.prompt = Prompt((5, 6))
     samples = build_batch([made], AlgorithmConfig(advantage="dr_grpo")).samples
     with pytest.raises(ValueError, match="the prompt of rollout 0-0 does not begin with that of its task 't-0'"):
         prompts("told").for_samples([made], samples)
@@ -172,12 +172,12 @@ def test_samples_carry_the_prompt_to_the_step_and_to_streamed_parts(prompts) -> 
     of_config = config(privileged="own.py:told")
     batches = StepBatchBuilder(of_config, ReplayBuffer(of_config.replay, 0), prompts("told"))
     groups = [of(CHAT)]
-    expected = np.array(encode_prompt(CHAT, tiny.tokenizer()))
+    expected = np.array(encode_prompt(CHAT, tiny.tokenizer()).ids)
     for samples in (batches.build(groups, 0).samples, batches.with_signal(groups, 0)):
         assert len(samples) == 2, "equal scores, and yet in the loss: the teacher has a signal"
         for sample in samples:
             assert sample.teacher_prompt_ids is not None and len(sample.teacher_prompt_ids) > len(expected)
-            assert sample.prompt_ids.tolist() == list(groups[0].prompt_ids) and sample.mask.all()
+            assert sample.prompt_ids.tolist() == list(groups[0].prompt.ids) and sample.mask.all()
 
 
 def test_without_rewards_a_rollout_is_in_the_loss_unless_they_are_added() -> None:

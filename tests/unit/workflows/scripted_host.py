@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rollover.types import Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+from rollover.types import Prompt, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 from rollover.workflows.build import EpisodeServer
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episodes import Episodes
@@ -35,7 +35,7 @@ class ScriptedHost:
         self.episodes = Episodes(plays, self.chats, Limits(**settings), SamplingParams())
         self.episodes.host = self
         self.task = Task("t", "test", "", messages=({"role": "user", "content": "What is 2+2?"},))
-        self.task_prompt = tuple(self.chats.of(()).prompt(self.task.messages or ()))
+        self.task_prompt = Prompt.of(self.chats.of(()).prompt(self.task.messages or ()))
         self.rollouts: dict[str, Rollout] = {}
         self.rewards: dict[str, Reward] = {}
         self.restarts = 0
@@ -65,7 +65,7 @@ class ScriptedHost:
 
     def _begin(self) -> None:
         self.rollouts.clear()
-        first = Rollout(0, 0, self.task, prompt_ids=self.task_prompt)
+        first = Rollout(0, 0, self.task, prompt=self.task_prompt)
         self.episodes.begin(first)
 
     # Host
@@ -94,7 +94,7 @@ class ScriptedHost:
             if self.hold is not None:
                 await self.hold.wait()
             options = self.episodes.options(rollout)
-            before = self.tokenizer.decode([*rollout.prompt_ids, *rollout.token_ids()])
+            before = self.tokenizer.decode([*rollout.prompt.ids, *rollout.token_ids()])
             ids = [*self.tokenizer(self.policy(before))["input_ids"], self.chats.of(()).end_of_turn]
             assert options.most_tokens is not None
             room = options.most_tokens - rollout.num_tokens

@@ -33,7 +33,7 @@ def test_the_return_value_is_the_reward_of_what_was_said():
     host = ScriptedHost(solve, says("four"))
     assert host.run() == {"0-0": Reward(1.0)}
     [rollout] = host.rollouts.values()
-    assert rollout.prompt_ids == host.task_prompt and rollout.role == "policy"
+    assert rollout.prompt == host.task_prompt and rollout.role == "policy"
     assert host.episodes.counts == {"episodes/done": 1}
 
 
@@ -49,7 +49,7 @@ def test_a_call_that_goes_on_continues_its_rollout_and_is_rendered_like_the_whol
     [rollout] = host.rollouts.values()
     answer = {"role": "assistant", "content": "four"}
     whole = host.tokenizer.apply_chat_template([USER, answer, MORE, answer], tokenize=False)
-    assert host.tokenizer.decode([*rollout.prompt_ids, *rollout.token_ids()]) == whole.removesuffix("\n")
+    assert host.tokenizer.decode([*rollout.prompt.ids, *rollout.token_ids()]) == whole.removesuffix("\n")
     assert [segment.trainable for segment in rollout.segments] == [True, False, True]
     assert host.episodes.counts["turns/continued"] == 1
 
@@ -158,7 +158,7 @@ def test_parallel_roles_get_their_own_rewards_whoever_ends_first():
     host = ScriptedHost(play, lambda before: "to " + next(n for n in ("Ann", "Bob", "Cid") if n in before))
     rewards = host.run()
     heard = {name: r for r in host.rollouts.values() for name in ("Ann", "Bob", "Cid")
-             if name in host.tokenizer.decode(r.prompt_ids)}  # fmt: skip
+             if name in host.tokenizer.decode(r.prompt.ids)}  # fmt: skip
     assert [heard[n].role for n in ("Ann", "Bob", "Cid")] == ["solver", "solver", "judge"]
     assert [rewards[heard[n].rollout_id].score for n in ("Ann", "Bob", "Cid")] == [1.0, 0.0, 0.25]
     assert sorted(r.trajectory for r in heard.values()) == [0, 1, 2]
@@ -515,7 +515,7 @@ def test_half_a_character_is_tokenised_as_a_replacement_and_what_is_nested_too_d
 
     host = ScriptedHost(strange, says("four"))
     assert [reward.score for reward in host.run().values()] == [1.0, 1.0]
-    assert host.tokenizer.decode(host.rollouts["0-0"].prompt_ids) == "a \ufffd b"
+    assert host.tokenizer.decode(host.rollouts["0-0"].prompt.ids) == "a \ufffd b"
 
 
 @pytest.mark.parametrize("wrong", [100, -1, 2**70])

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollover.types import Prompt
 from rollover.workflows.matching import Break, Conversation, Match, canonical, match, text_of, turn_key
 
 OPENING = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}]
@@ -153,14 +154,15 @@ def test_a_content_that_is_no_text_is_refused():
 
 @given(st.lists(st.integers(0, 99), max_size=4), st.integers(0, 2), st.sampled_from(["policy", "judge"]))
 def test_turn_keys_tell_questions_apart_and_are_stable(prompt: list[int], occurrence: int, role: str):
-    key = turn_key(role, prompt, 5, ["]]"], occurrence)
-    assert key == turn_key(role, tuple(prompt), 5, ("]]",), occurrence)
+    told = Prompt.of(prompt)
+    key = turn_key(role, told, 5, ["]]"], occurrence)
+    assert key == turn_key(role, Prompt.of(prompt), 5, ("]]",), occurrence)
     others = [
-        turn_key(role + "x", prompt, 5, ["]]"], occurrence),
-        turn_key(role, [*prompt, 1], 5, ["]]"], occurrence),
-        turn_key(role, prompt, 6, ["]]"], occurrence),
-        turn_key(role, prompt, None, ["]]"], occurrence),
-        turn_key(role, prompt, 5, [], occurrence),
-        turn_key(role, prompt, 5, ["]]"], occurrence + 1),
+        turn_key(role + "x", told, 5, ["]]"], occurrence),
+        turn_key(role, Prompt.of([*prompt, 1]), 5, ["]]"], occurrence),
+        turn_key(role, told, 6, ["]]"], occurrence),
+        turn_key(role, told, None, ["]]"], occurrence),
+        turn_key(role, told, 5, [], occurrence),
+        turn_key(role, told, 5, ["]]"], occurrence + 1),
     ]
     assert key not in others and 0 <= key < 2**64

@@ -11,7 +11,7 @@ import pytest
 
 from rollover.envs.protocol import written
 from rollover.trajectories import up_to
-from rollover.types import Rollout, SamplingParams, Segment, StopReason, Task
+from rollover.types import Prompt, Rollout, SamplingParams, Segment, StopReason, Task
 from rollover.workflows.calls import Call
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episode import EpisodeTrajectory
@@ -21,7 +21,7 @@ from unit.envs import templates
 TOKENIZER = templates.tokenizer(templates.CHATML)
 CHATS = Chats(TOKENIZER)
 TASK = Task("t", "test", "", messages=({"role": "user", "content": "What is 2+2?"},))
-PROMPT = tuple(CHATS.of(()).prompt(TASK.messages or ()))
+PROMPT = Prompt.of(CHATS.of(()).prompt(TASK.messages or ()))
 EOS = CHATS.of(()).end_of_turn
 
 

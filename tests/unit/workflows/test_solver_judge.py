@@ -32,7 +32,7 @@ def scores(answers: list[str], verdict: str) -> dict[str, list[float | None]]:
         found[host.rollouts[rollout_id].role].append(reward.score)
     judge = next(r for r in host.rollouts.values() if r.role == "judge")
     numbers = [last_number(answer) for answer in answers]
-    shown = host.tokenizer.decode(judge.prompt_ids)
+    shown = host.tokenizer.decode(judge.prompt.ids)
     assert any(choice("What is 12+7?", order)["content"] in shown for order in (numbers, numbers[::-1]))
     return {role: sorted(of, key=str) for role, of in found.items()}
 

@@ -17,7 +17,7 @@ from rollover.config.workflow import WorkflowConfig
 from rollover.tasks.source import SourceSetup
 from rollover.tasks.split import SplitName
 from rollover.tasks.stream import TaskStream
-from rollover.types import Reward, Rollout, SamplingParams, StopReason
+from rollover.types import Prompt, Reward, Rollout, SamplingParams, StopReason
 from rollover.workflows.build import EpisodeServer
 from rollover.workflows.verifiers.package import package
 from rollover.workflows.verifiers.sessions import Sessions
@@ -49,7 +49,7 @@ class Host(ScriptedHost):
         self.num, self.left = num, num
         self.source = taskset_source(SourceSetup(TaskSourceConfig(kind="verifiers", name=name), name, "exact_match", 0))
         self.task = self.source.problem(task)
-        self.task_prompt = tuple(self.chats.of(()).prompt(self.task.messages or ()))
+        self.task_prompt = Prompt.of(self.chats.of(()).prompt(self.task.messages or ()))
         self.episodes.function = VerifiersWorkflow(config, SamplingParams())
         self.server = EpisodeServer(self.episodes, 0)
         self.seconds = 0.0
@@ -70,7 +70,7 @@ class Host(ScriptedHost):
     def _begin(self) -> None:
         self.rollouts.clear()
         for sibling in range(self.num):
-            self.episodes.begin(Rollout(0, sibling, self.task, prompt_ids=self.task_prompt))
+            self.episodes.begin(Rollout(0, sibling, self.task, prompt=self.task_prompt))
 
     def ended(self, group_id: int, sibling: int) -> None:
         self.left -= 1
@@ -78,7 +78,7 @@ class Host(ScriptedHost):
             self.over.set()
 
     def text(self, rollout: Rollout) -> str:
-        return self.tokenizer.decode([*rollout.prompt_ids, *rollout.token_ids()])
+        return self.tokenizer.decode([*rollout.prompt.ids, *rollout.token_ids()])
 
 
 @needs_verifiers
@@ -86,7 +86,7 @@ def test_one_turn_is_the_task_s_own_rollout_with_its_weighted_rewards() -> None:
     host = Host("digits-taskset", lambda before: "four 44", task=7)
     rewards = host.run()
     [rollout] = host.rollouts.values()
-    assert rollout.prompt_ids == host.task_prompt and rollout.role == "policy" and "count to 7" in host.text(rollout)
+    assert rollout.prompt == host.task_prompt and rollout.role == "policy" and "count to 7" in host.text(rollout)
     assert rewards == {"0-0": Reward(0.5 * 0.2 + 1.0, {"digits": 0.2, "short": 1.0, "length": 7.0})}
     assert host.episodes.counts == {"episodes/done": 1} and not host.said
 

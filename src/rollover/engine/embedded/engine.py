@@ -129,12 +129,12 @@ class EmbeddedEngine:
         `on_token` is called within the decode step that samples the token. `cache_salt`: it shares the KV of its prompt
         with those of the same salt alone.
         """
-        self._limits.check(request.rollout_id, request.prompt_ids, request.generated_ids)
+        self._limits.check(request.rollout_id, request.prompt.ids, request.generated_ids)
         if request.max_new_tokens < 1:
             raise ValueError(
                 f"rollout {request.rollout_id} is extended by {request.max_new_tokens} tokens: by at least 1"
             )
-        total = len(request.prompt_ids) + len(request.generated_ids) + request.max_new_tokens
+        total = len(request.prompt) + len(request.generated_ids) + request.max_new_tokens
         if total > self.max_tokens:
             raise ValueError(
                 f"a rollout of {total} tokens (prompt and rollout.max_new_tokens) is above the {self.max_tokens} that"

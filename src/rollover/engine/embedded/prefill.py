@@ -10,6 +10,7 @@ import time
 from rollover.engine.embedded.batcher import Batcher
 from rollover.engine.embedded.runner import Chunk, Runner
 from rollover.engine.embedded.sequence import Sequence
+from rollover.types import Prompt
 
 
 class Prefill:
@@ -55,7 +56,7 @@ class Prefill:
             if seq.kv_len == 0 and seq.prompt_key in planned:
                 self._share(seq, version)
 
-    def _plan(self, planned: set[tuple[str, tuple[int, ...]]], version: int) -> list[Chunk]:
+    def _plan(self, planned: set[tuple[str, Prompt]], version: int) -> list[Chunk]:
         """The next chunks. Adds to `planned` the prompts that they begin with."""
         budget = self._chunk_tokens
         chunks: list[Chunk] = []

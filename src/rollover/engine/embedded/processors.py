@@ -23,7 +23,7 @@ class Processor:
     def __init__(self, request: ExtendRequest, vocab_size: int, structures: Structures | None) -> None:
         self._asked = request.processing
         self._check(request, vocab_size)
-        self._answer_start = len(request.prompt_ids) + request.text_start
+        self._answer_start = len(request.prompt) + request.text_start
         self._stop_ids = torch.tensor(sorted(t for t in request.stop_token_ids if t < vocab_size), dtype=torch.long)
         self._bias_V = _bias(self._asked, vocab_size)
         self._seen_V = torch.zeros(vocab_size, dtype=torch.bool)
@@ -34,7 +34,7 @@ class Processor:
             if structures is None:
                 raise ValueError("rollout.logits: a structure needs the engine's tokenizer")
             self._matcher = structures.matcher(self._asked, vocab_size)
-        self._read([*request.prompt_ids, *request.generated_ids])
+        self._read([*request.prompt.ids, *request.generated_ids])
 
     def apply(self, logits_V: torch.Tensor, tokens: Seq[int]) -> None:
         """Change the logits of the token that comes after `tokens` (the prompt's and all generated), in place."""

@@ -12,7 +12,7 @@ from rollover.engine.embedded.kv_cache import RowOwner
 from rollover.engine.embedded.processors import Processor
 from rollover.engine.protocol import ExtendRequest
 from rollover.engine.stop import stop_reason
-from rollover.types import Segment, StopReason
+from rollover.types import Prompt, Segment, StopReason
 
 # Told of each token as it is sampled: the token, its log-prob, and why the sequence stops with it (None: it goes on).
 OnToken = Callable[[int, float, StopReason | None], None]
@@ -43,19 +43,19 @@ class Sequence(RowOwner):
     ) -> Sequence:
         """`computed`: how many of its tokens were computed here before; None: that is not known, and all of one that
         goes on were, by whoever generated them."""
-        tokens = [*request.prompt_ids, *request.generated_ids]
+        tokens = [*request.prompt.ids, *request.generated_ids]
         if computed is None:
             computed = len(tokens) if request.generated_ids else 0
         return cls(request, future, tokens, computed=computed)
 
     @property
     def num_prompt(self) -> int:
-        return len(self.request.prompt_ids)
+        return len(self.request.prompt)
 
     @property
-    def prompt_key(self) -> tuple[str, tuple[int, ...]]:
+    def prompt_key(self) -> tuple[str, Prompt]:
         """Equal for those that may share the KV of their prompts."""
-        return self.cache_salt, self.request.prompt_ids
+        return self.cache_salt, self.request.prompt
 
     @property
     def num_new(self) -> int:
@@ -75,16 +75,16 @@ class Sequence(RowOwner):
 
         More than what it has may be asked for: an environment wrote something after its turn.
         """
-        asked = [*request.prompt_ids, *request.generated_ids]
+        asked = [*request.prompt.ids, *request.generated_ids]
         return (
-            self.request.prompt_ids == request.prompt_ids
+            self.request.prompt == request.prompt
             and self.kv_len < len(asked)
             and self.tokens[: self.kv_len] == asked[: self.kv_len]
         )
 
     def resume(self, request: ExtendRequest, future: asyncio.Future[list[Segment]]) -> None:
         self.request, self.future = request, future
-        self.tokens = [*request.prompt_ids, *request.generated_ids]
+        self.tokens = [*request.prompt.ids, *request.generated_ids]
         self.segments, self.open_logprobs = [], []
 
     def append(self, token: int, logprob: float) -> None:

@@ -17,32 +17,32 @@ import numpy as np
 
 from rollover.config.logits import LogitsProcessing
 from rollover.engine.protocol import ExtendRequest
-from rollover.types import SamplingParams, Segment
+from rollover.types import Prompt, SamplingParams, Segment
 
 _NOTHING = LogitsProcessing()
 
 
 def requests_to_json(requests: Mapping[int, ExtendRequest]) -> dict[str, Any]:
     """Requests by the number of their call. A prompt that several of them have, as siblings do, is in it once."""
-    prompts: dict[tuple[int, ...], int] = {}  # its place in the list
+    prompts: dict[Prompt, int] = {}  # its place in the list
     calls = []
     for number, request in requests.items():
-        prompt = prompts.setdefault(request.prompt_ids, len(prompts))
+        prompt = prompts.setdefault(request.prompt, len(prompts))
         # Not asdict(request), which copies every token id: this runs beside the trainer, in the same interpreter.
-        out = {field.name: getattr(request, field.name) for field in fields(request) if field.name != "prompt_ids"}
+        out = {field.name: getattr(request, field.name) for field in fields(request) if field.name != "prompt"}
         out |= {"sampling": asdict(request.sampling), "stop_token_ids": sorted(request.stop_token_ids)}
         out["processing"] = processing_to_json(request.processing)
         calls.append({"call": number, "prompt": prompt, "request": out})
-    return {"prompts": list(prompts), "calls": calls}
+    return {"prompts": [{"ids": prompt.ids} | prompt.media_to_json() for prompt in prompts], "calls": calls}
 
 
 def requests_from_json(data: Mapping[str, Any]) -> dict[int, ExtendRequest]:
-    prompts = [tuple(prompt) for prompt in data["prompts"]]
+    prompts = [Prompt.of(**prompt) for prompt in data["prompts"]]
     return {
         call["call"]: ExtendRequest(
             **{
                 **(request := call["request"]),
-                "prompt_ids": prompts[call["prompt"]],
+                "prompt": prompts[call["prompt"]],
                 "generated_ids": tuple(request["generated_ids"]),
                 "sampling": SamplingParams(**request["sampling"]),
                 "stop_token_ids": frozenset(request["stop_token_ids"]),

@@ -117,7 +117,7 @@ class RemoteEngine:
             raise ValueError(
                 f"rollout {request.rollout_id} is extended by {request.max_new_tokens} tokens: by at least 1"
             )
-        total = len(request.prompt_ids) + len(request.generated_ids) + request.max_new_tokens
+        total = len(request.prompt) + len(request.generated_ids) + request.max_new_tokens
         if self._longest is not None and total > self._longest:
             raise ValueError(
                 f"a rollout of {total} tokens (prompt and rollout.max_new_tokens) is above the {self._longest} that the"

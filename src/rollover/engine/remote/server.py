@@ -93,7 +93,7 @@ class Attempt:
         if self._finished or len(self.generation.tokens) == self._first:
             return  # nothing of it may have been computed yet
         request = self.generation.request
-        num = len(request.prompt_ids) + len(request.generated_ids) + len(self.generation.tokens) - 1
+        num = len(request.prompt) + len(request.generated_ids) + len(self.generation.tokens) - 1
         if cleared:
             self.counts.reprefill_tokens += num
         else:

@@ -74,7 +74,7 @@ def request_body(
     sampling = request.sampling
     body: dict[str, Any] = {
         "request_id": request_id,
-        "token_ids": [*request.prompt_ids, *request.generated_ids, *new_tokens],
+        "token_ids": [*request.prompt.ids, *request.generated_ids, *new_tokens],
         "stream": True,
         "stream_options": {"include_usage": True},
         "sampling_params": {

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from rollover.config.logits import LogitsProcessing
 from rollover.engine.protocol import ExtendRequest
-from rollover.types import SamplingParams
+from rollover.types import Prompt, SamplingParams
 
 _SEED_BITS = 2**64 - 1
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -132,7 +132,7 @@ class GenerateBody(Fields):
             raise Refusal("sampling_params.stop: an empty string stops everything", "sampling_params.stop")
         return ExtendRequest(
             rollout_id=rollout_id,
-            prompt_ids=tuple(self.token_ids),
+            prompt=Prompt(tuple(self.token_ids)),
             generated_ids=(),
             max_new_tokens=min(left, asked.max_tokens or left),
             seed=(random_seed if asked.seed is None else asked.seed) & _SEED_BITS,

@@ -132,7 +132,7 @@ class Service:
     def _forget(self, rollout_id: str, request: ExtendRequest) -> None:
         """It is under way no longer: it was answered, or cancelled."""
         self.num_ended_tokens += self.streams.pop(rollout_id).num_tokens
-        self.num_prompt_tokens += len(request.prompt_ids)
+        self.num_prompt_tokens += len(request.prompt)
 
     def abort(self, stream: Stream) -> None:
         """It ends with what it has; nothing where it has ended already."""

@@ -172,12 +172,12 @@ class TinkerEngine:
     async def _sample(self, sequence: _Sequence, num_tokens: int) -> Any:
         """One sequence of the service's."""
         request, types, sampling = sequence.request, self.service.sdk.types, sequence.request.sampling
-        before = (*request.prompt_ids, *request.generated_ids, *sequence.tokens)
-        first = len(before) == len(request.prompt_ids)
+        before = (*request.prompt.ids, *request.generated_ids, *sequence.tokens)
+        first = len(before) == len(request.prompt)
         self._stats["engine/prefill_tokens" if first else "engine/reprefill_tokens"] += len(before)
         params = types.SamplingParams(
             max_tokens=num_tokens,
-            seed=_chunk_seed(request.seed, len(before) - len(request.prompt_ids)),
+            seed=_chunk_seed(request.seed, len(before) - len(request.prompt)),
             stop=sorted(request.stop_token_ids),
             temperature=sampling.temperature,
             top_p=sampling.top_p,

@@ -9,7 +9,7 @@ Never writes a file: what the run wrote stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -28,10 +28,10 @@ from rollover.rollout.lifecycle import EventKind, Lifecycle
 from rollover.run.journal.running_tokens import RunningTokens
 from rollover.run.journal.scribe import PUBLISH, ROLL_BACK, ROW, STEP, TOKENS, digest_of, pieces
 from rollover.run.parts import Parts
-from rollover.types import DropReason, Group, Reward, Rollout, SamplingParams, Segment, StopReason, Task
+from rollover.types import DropReason, Group, Prompt, Reward, Rollout, SamplingParams, Segment, StopReason, Task
 
 Train = Callable[[list[Group], int], None]
-NextTask = Callable[[int], tuple[Task, Sequence[int]] | None]
+NextTask = Callable[[int], tuple[Task, Prompt] | None]
 
 
 class Replay:
@@ -202,7 +202,7 @@ def _open(lifecycle: Lifecycle, meta: dict[str, Any], data: bytes) -> None:
         meta["group"],
         meta["sibling"],
         lifecycle.cache.groups[meta["group"]].task,
-        prompt_ids=tuple(np.frombuffer(data, "<i4").tolist()),
+        prompt=Prompt.of(np.frombuffer(data, "<i4").tolist(), meta.get("media", ())),
         role=meta["role"],
         trajectory=meta["trajectory"],
         context=meta["context"],

@@ -19,7 +19,7 @@ import numpy as np
 
 from rollover.checkpoint.journal import Journal, Mark
 from rollover.rollout.lifecycle import Event, EventKind
-from rollover.types import Rollout, RolloutState, Segment
+from rollover.types import Prompt, Rollout, RolloutState, Segment
 
 TOKENS, STEP, ROW, PUBLISH, ROLL_BACK = "tokens", "step", "row", "publish", "roll_back"
 _BEGINS = (EventKind.START, EventKind.RESUME)
@@ -73,7 +73,7 @@ class Scribe:
             if kind is EventKind.ADMIT:
                 task = group.task
                 fields |= {"task": task.task_id, "attempt": task.attempt, "task_version": self.task_version()}
-                fields["prompt"] = digest_of(group.prompt_ids)
+                fields["prompt"] = digest_of(group.prompt)
             elif event.kept is not None:
                 fields |= dict(zip(("sibling", "name", "value"), event.kept, strict=True))
             elif event.reason is not None:
@@ -96,7 +96,8 @@ class Scribe:
             elif kind is EventKind.OPEN:
                 fields |= {"role": rollout.role, "trajectory": rollout.trajectory, "context": rollout.context}
                 fields |= {"group": rollout.group_id, "sibling": rollout.sibling, "key": rollout.turn_key}
-                data = np.asarray(rollout.prompt_ids, "<i4").tobytes()
+                fields |= rollout.prompt.media_to_json()
+                data = np.asarray(rollout.prompt.ids, "<i4").tobytes()
             elif kind is EventKind.RESTART:
                 fields |= {"group": rollout.group_id, "sibling": rollout.sibling}
             elif kind is EventKind.CUT:
@@ -161,9 +162,10 @@ class Scribe:
         self.journal.append({"kind": kind, "seconds": round(self.clock(), 6), **fields}, data)
 
 
-def digest_of(prompt_ids: Sequence[int]) -> int:
+def digest_of(prompt: Prompt) -> int:
     """A checksum by which a replay notices that a task has another prompt now, to which its tokens are no answer."""
-    return zlib.crc32(np.asarray(prompt_ids, "<i4").tobytes())
+    media = "".join(media.digest for media in prompt.media)
+    return zlib.crc32(media.encode(), zlib.crc32(np.asarray(prompt.ids, "<i4").tobytes()))
 
 
 def _beyond(segments: Sequence[Segment], start: int, known: int) -> tuple[list[dict[str, Any]], bytes]:

@@ -15,7 +15,7 @@ import numpy as np
 from rollover.engine.process.wire import Channel
 from rollover.trainer.backend import Stream
 from rollover.trainer.objective import Counts
-from rollover.types import Sample
+from rollover.types import Media, Sample
 
 _ARRAY = "array:"  # the only key of what stands for one
 
@@ -59,11 +59,14 @@ def receive(channel: Channel, limit_s: float | None = None) -> dict[str, Any]:
 
 def samples_to_json(samples: list[Sample]) -> list[dict[str, Any]]:
     """With arrays, for `send`."""
-    return [{field.name: getattr(s, field.name) for field in fields(s)} for s in samples]
+    return [
+        {field.name: getattr(s, field.name) for field in fields(s)} | {"media": [media.to_json() for media in s.media]}
+        for s in samples
+    ]
 
 
 def samples_from_json(data: list[dict[str, Any]]) -> list[Sample]:
-    return [Sample(**values) for values in data]
+    return [Sample(**{**values, "media": tuple(map(Media.from_json, values["media"]))}) for values in data]
 
 
 def counts_to_json(counts: Counts) -> dict[str, Any]:

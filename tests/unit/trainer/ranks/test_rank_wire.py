@@ -14,6 +14,7 @@ import pytest
 from rollover.engine.process.wire import Channel
 from rollover.trainer.objective import Counts
 from rollover.trainer.ranks import wire
+from rollover.types import Media
 from samples import random_samples
 
 
@@ -37,7 +38,8 @@ def passed(ends: tuple[Channel, Channel], *messages: dict[str, Any]) -> list[dic
 
 def test_samples_counts_and_streams_arrive_as_they_were(ends: tuple[Channel, Channel]) -> None:
     samples, taught = random_samples(0), np.array([4, 5], np.int32)
-    samples[0] = dataclasses.replace(samples[0], teacher_prompt_ids=taught, sequence_id="s", role="solver")
+    more = {"teacher_prompt_ids": taught, "sequence_id": "s", "role": "solver"}
+    samples[0] = dataclasses.replace(samples[0], **more, media=(Media("a.png", "ab" * 32, (8, 6), 1, 2),))
     counts = dataclasses.replace(Counts.of(samples), divided=False)
     known = {"proximal": {s.rollout_id: s.behavior_logprobs[s.mask] for s in samples}}
     (message,) = passed(

@@ -1,0 +1,80 @@
+"""Prompts with media: told apart from those of equal token ids wherever something is shared, and the same after every
+way out of the process."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+
+import numpy as np
+from test_trajectories import group, rollout
+
+import tiny
+from rollover.config import AlgorithmConfig, EngineConfig, RerollConfig
+from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.process.wire import requests_from_json, requests_to_json
+from rollover.engine.protocol import ExtendRequest
+from rollover.run.journal.scribe import digest_of
+from rollover.tasks.prompts import shortened_to
+from rollover.tasks.reroll import Reroll
+from rollover.trainer.batch import build_batch
+from rollover.trainer.packing import row_tokens
+from rollover.types import Media, Prompt, Reward, SamplingParams, Task
+from rollover.workflows.matching import turn_key
+
+CAT = Media("cat.png", "c" * 64, (8, 8), 1, 2, (1, 2, 2))
+DOG = dataclasses.replace(CAT, source="dog.png", digest="d" * 64)
+IDS = (5, 90, 90, 7)
+TEXT, OF_CAT, OF_DOG = Prompt(IDS), Prompt(IDS, (CAT,)), Prompt(IDS, (DOG,))
+
+
+def request(number: int, prompt: Prompt) -> ExtendRequest:
+    return ExtendRequest(f"0-{number}", prompt, (), 3, number, SamplingParams())
+
+
+def test_equal_token_ids_of_other_media_are_another_prompt() -> None:
+    assert len({TEXT, OF_CAT, OF_DOG, Prompt(IDS, (CAT,))}) == 3
+    assert len({digest_of(prompt) for prompt in (TEXT, OF_CAT, OF_DOG)}) == 3
+    assert len({turn_key("policy", prompt, None, (), 0) for prompt in (TEXT, OF_CAT, OF_DOG)}) == 3
+    assert not Prompt() and len(OF_CAT) == 4
+
+
+def test_the_engine_shares_keys_and_values_among_equal_media_alone() -> None:
+    engine = EmbeddedEngine(tiny.model(), EngineConfig())
+
+    async def go() -> None:
+        prompts = [OF_CAT, OF_DOG, OF_CAT, TEXT]
+        await asyncio.gather(*(engine.extend(request(i, prompt)) for i, prompt in enumerate(prompts)))
+        await engine.close()
+
+    asyncio.run(go())
+    assert engine.stats()["kv/shared_prompt_tokens"] == len(IDS) - 1, "one of four"
+
+
+def test_a_row_holds_the_prompt_once_for_each_of_its_media() -> None:
+    answers = [rollout(i, prompt=prompt) for i, prompt in enumerate((OF_CAT, OF_DOG, OF_CAT))]
+    for i, one in enumerate(answers):
+        one.reward = Reward(float(i))
+    samples = build_batch([group(*answers)], AlgorithmConfig()).samples
+    assert [sample.media for sample in samples] == [(CAT,), (DOG,), (CAT,)]
+    assert row_tokens(samples) == 2 * len(IDS) + sum(len(sample.token_ids) for sample in samples)
+
+
+def test_requests_and_waiting_tasks_come_back_with_their_media() -> None:
+    requests = {i: request(i, prompt) for i, prompt in enumerate((OF_CAT, TEXT, OF_CAT, OF_DOG))}
+    assert requests_from_json(json.loads(json.dumps(requests_to_json(requests)))) == requests
+    before = Reroll(RerollConfig(max_groups=2, start_fraction=0.0), 10, lambda: None)
+    failed = group(rollout(0, reward=Reward(0.0)))
+    for i, prompt in enumerate((OF_CAT, TEXT)):
+        task = Task(f"t{i}", "s", "r", prompt="x")
+        before.on_step([dataclasses.replace(failed, group_id=i, task=task, prompt=prompt)], 1)
+    after = Reroll(RerollConfig(max_groups=2, start_fraction=0.0), 10, lambda: None)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())), 100)
+    assert [item and item[1] for item in (after(), after(), after())] == [OF_CAT, TEXT, None]
+
+
+def test_a_prompt_with_media_is_never_cut() -> None:
+    assert shortened_to(OF_CAT, 3, "left") is None and shortened_to(OF_CAT, 4, "left") is OF_CAT
+    assert shortened_to(TEXT, 3, "left") == Prompt(IDS[1:])
+    assert np.asarray(TEXT.ids).tolist() == list(IDS)

@@ -25,7 +25,7 @@ PUBLIC = {
     "Train": ("train", "train_async", "Session", "Step"),
     "Look at a run": ("open", "Run"),
     "Generate and plan": ("Engine", "Completion", "plan"),
-    "Words": ("Task", "Segment", "Rollout", "Reward", "Group"),
+    "Words": ("Task", "Prompt", "Segment", "Rollout", "Reward", "Group"),
     "Episodes": ("Episode", "Trajectory", "TrajectoryGroup", "Observation", "distilled"),
     "Groups of your own": ("ready_group", "ready_episodes", "Played"),
     "Trackers": ("Tracker", "RunInfo"),

@@ -207,7 +207,7 @@ def test_the_readme_is_short_and_has_what_it_must_have() -> None:
     assert len(text.splitlines()) < 200
     assert len(re.findall(r"^!\[.+\]\(docs/.+\)$", text, re.MULTILINE)) == 1, "one picture of a real run"
     assert "──admit──▶" in text, "the diagram"
-    assert "held-out mean reward after 22 steps" in text, "what a real run printed"
+    assert re.search(r"held-out mean reward after \d+ steps: 0\.\d+", text), "what a real run printed"
     assert len(re.findall(r"^\| .* \| works.* \|$", text, re.MULTILINE)) > 8, "the table of modes"
     assert "\n## What it does not do\n" in text
     assert "\nmake demo\n" in text and "`make test`" in text

@@ -202,9 +202,9 @@ class Fuzz:
         self.said.append(text)
         self.counts["refused answers"] += "is refused" in text
 
-    def _next_task(self) -> tuple[Task, list[int]]:
+    def _next_task(self) -> tuple[Task, Prompt]:
         task = task_of(self.lifecycle.cache.num_admitted)
-        return task, self.loaded.tokenizer.encode(str(task.prompt))
+        return task, Prompt.of(self.loaded.tokenizer.encode(str(task.prompt)))
 
     def _on_event(self, event: Event) -> None:
         gone = {EventKind.CONSUME: self.trained, EventKind.DROP: self.dropped}.get(event.kind)

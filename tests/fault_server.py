@@ -64,6 +64,8 @@ class FaultServer:
         self.num_running = self.most_running = 0
         self.updating = False
         """As in vLLM, a second update cannot begin before the first is finished or refused."""
+        self.labels: list[str] = []
+        """Of all updates that were finished."""
         self.updates: list[str] = []
         """Paths of the weights that it took."""
         self.calls: list[str] = []
@@ -225,6 +227,7 @@ class FaultServer:
         if not self.updating:
             return web.json_response({"error": {"message": "no update is active"}}, status=500)
         self.label, self.updating = (await request.json())["weight_version"], False
+        self.labels.append(self.label)
         return web.json_response({})
 
     async def _abort_requests(self, request: web.Request) -> web.Response:

@@ -164,6 +164,12 @@ class Prompt:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @staticmethod
+    def check(prompt: object) -> None:
+        """TypeError unless it is a Prompt: code of the user's own may give bare token ids."""
+        if not isinstance(prompt, Prompt):
+            raise TypeError(f"a prompt is a {type(prompt).__name__}: give rollover.Prompt.of(token_ids)")
+
     @classmethod
     def of(cls, ids: Iterable[int], media: Iterable[Mapping[str, Any]] = ()) -> Prompt:
         """Of token ids, and of media as `media_to_json` makes them."""
@@ -374,6 +380,7 @@ class Group:
     kept: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        Prompt.check(self.prompt)
         for rollout in self.rollouts:
             rollout.prompt = rollout.prompt or self.prompt
 

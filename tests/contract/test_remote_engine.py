@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -266,8 +267,10 @@ def test_a_server_that_was_started_again_gets_weights_before_work(made: Made) ->
     assert len(server.updates) == 2 and server.label.endswith("/7")
 
 
-def test_a_server_that_a_killed_run_left_in_an_update_gets_weights_before_work(made: Made) -> None:
-    """It was killed between the beginning of an update and its end. The server refuses to begin another."""
+@pytest.mark.parametrize("lives", [False, True])
+def test_a_server_that_another_run_left_in_an_update_gets_weights_before_work(lives: bool, made: Made) -> None:
+    """A run that was killed between the beginning of an update and its end never finishes it, and the server refuses to
+    begin another: that is finished for it. One that lives is waited for."""
     server = made.server()
     server.updating = True
 
@@ -275,8 +278,11 @@ def test_a_server_that_a_killed_run_left_in_an_update_gets_weights_before_work(m
         await engine.load_weights(3, WEIGHTS)
         same(await engine.extend(request()), server, request(), version=3)
 
+    if lives:
+        threading.Timer(0.5, setattr, (server, "updating", False)).start()
     run(made, server, work=work)
-    assert not server.updating and server.label.endswith("/3") and "could not join" not in "".join(made.said)
+    assert ("left open" in server.labels) != lives and server.label.endswith("/3")
+    assert not server.updating and "could not join" not in "".join(made.said)
 
 
 def test_tokens_of_a_server_that_has_other_weights_are_thrown_away(made: Made) -> None:

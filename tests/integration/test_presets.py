@@ -23,7 +23,8 @@ def reward(prompts, completions, **columns):
 SMALL = {
     "model.dtype": "float32", "run.threads": "1", "train.num_steps": "3", "train.learning_rate": "1e-3",
     "rollout.groups_per_step": "3", "rollout.group_size": "3", "rollout.in_flight_groups": "6",
-    "rollout.max_new_tokens": "16", "rewards.overlong_buffer_tokens": "0", "eval.num_tasks": "0",
+    "rollout.max_new_tokens": "16", "rewards.overlong_buffer_tokens": "0", "filters.mask_truncated": "false",
+    "eval.num_tasks": "0",
     "engine.kv_memory_gb": "0.1", "track.live": "plain",
     "tasks.answer_rule": "full_text", "checkpoint.save_final_model": "false",
 }  # fmt: skip

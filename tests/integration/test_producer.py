@@ -13,7 +13,7 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 MINE = '''
 from rollover.engine.protocol import ExtendRequest
 from rollover.run.producer import ready_group
-from rollover.types import Reward, SamplingParams, Task, rollout_seed
+from rollover.types import Prompt, Reward, SamplingParams, Task, rollout_seed
 
 class Mine:
     """Half of each step is one version old: it is generated a step before."""

@@ -12,7 +12,7 @@ import staleness_experiment as experiment
 from staleness_experiment import METHODS, Experiment, Result, Setting, make_group, run, run_all, score, table
 
 from rollover.trainer.batch import build_batch
-from rollover.types import Group, SamplingParams, Segment, StopReason
+from rollover.types import Group, Prompt, SamplingParams, Segment, StopReason
 
 
 def short(method: str, lag: int, steps: int = 2) -> Setting:
@@ -68,7 +68,7 @@ def test_without_staleness_the_methods_are_one() -> None:
 
 def test_the_reward_is_the_share_of_right_places() -> None:
     group = make_group(seed=0, group_id=0)
-    group.prompt, rollout = (6,), group.rollouts[0]
+    group.prompt, rollout = Prompt((6,)), group.rollouts[0]
     tokens = [7, 0, 1, 1, 2, 4]  # 7 0 1 2 3 4 is right
     rollout.add(Segment(np.asarray(tokens, np.int32), np.zeros(6, np.float32), 0, SamplingParams(), StopReason.LENGTH))
     assert score(group, rollout) == pytest.approx(4 / 6)

@@ -8,6 +8,7 @@ import dataclasses
 import json
 
 import numpy as np
+import pytest
 from test_trajectories import group, rollout
 
 import tiny
@@ -72,6 +73,15 @@ def test_requests_and_waiting_tasks_come_back_with_their_media() -> None:
     after = Reroll(RerollConfig(max_groups=2, start_fraction=0.0), 10, lambda: None)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())), 100)
     assert [item and item[1] for item in (after(), after(), after())] == [OF_CAT, TEXT, None]
+
+
+def test_bare_token_ids_are_refused_where_they_are_given() -> None:
+    """Further inside they would fail late, or hang an engine in another process."""
+    for given in ((1, 2), [1, 2], None):
+        with pytest.raises(TypeError, match=r"give rollover.Prompt.of\(token_ids\)"):
+            request(0, given)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"give rollover.Prompt.of\(token_ids\)"):
+            dataclasses.replace(group(rollout(0)), prompt=given)
 
 
 def test_a_prompt_with_media_is_never_cut() -> None:

@@ -65,6 +65,9 @@ class ExtendRequest:
     may_go_on: bool = False
     processing: LogitsProcessing = LogitsProcessing()
 
+    def __post_init__(self) -> None:
+        Prompt.check(self.prompt)
+
     def nothing(self) -> list[Segment]:
         """The answer to an interruption before any new token."""
         return [Segment.nothing(self.sampling, len(self.generated_ids))]

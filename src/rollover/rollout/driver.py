@@ -41,7 +41,7 @@ from rollover.types import Group, NextTask
 class Driver:
     """Runs generation phases on one engine.
 
-    `next_task` returns the next (task, prompt ids), None at the end of the stream. `environment` is asked after every
+    `next_task` returns the next (task, prompt), None at the end of the stream. `environment` is asked after every
     stopped generation whether the rollout goes on, and scores it when it is done. `stop_token_ids` (EOS) add to those
     of the config. Without a `watchdog`, whatever hangs is waited for. `say` prints a line. `clock` counts the time that
     each phase took. `on_abandon` is called before what is in flight is abandoned.

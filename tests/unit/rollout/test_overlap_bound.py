@@ -165,7 +165,11 @@ def test_a_rollout_that_outlasts_many_steps_holds_the_step_up_before_it_gets_too
     tasks = iter(range(1000))
     engine = FakeEngine(Lengths(), turns_between_steps=16)
     driver = Driver(
-        Lifecycle(config, None, 1), engine, lambda: (make_task(next(tasks)), [1]), SingleTurn(score), run_seed=0
+        Lifecycle(config, None, 1),
+        engine,
+        lambda: (make_task(next(tasks)), Prompt((1,))),
+        SingleTurn(score),
+        run_seed=0,
     )
     ages = {}
 

@@ -18,6 +18,7 @@ from rollover.tasks.same import same_of_generator
 from rollover.tasks.source import rewarded_by
 from rollover.tasks.split import key_of
 from rollover.tasks.stream import TaskStream
+from rollover.types import Prompt
 
 TINY = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # 200 problems
 
@@ -222,11 +223,11 @@ def test_saved_tasks_are_rewarded_again_but_for_before_produce(numbers):
     own = stream(file(numbers, reward="mine.py:f"))
     task = own.next()
     forged = replace(task, reward="evil.py:f")
-    assert PromptSource(own, lambda of: (1,), 9).rewarded(forged) == task
-    assert PromptSource(own, lambda of: (1,), 9, lambda of, version: of).rewarded(forged) == forged
+    assert PromptSource(own, lambda of: Prompt((1,)), 9).rewarded(forged) == task
+    assert PromptSource(own, lambda of: Prompt((1,)), 9, lambda of, version: of).rewarded(forged) == forged
     reroll = Reroll(RerollConfig(max_groups=1, size=4), 9, lambda: None)
     reroll.load_state_dict({**reroll.state_dict(), "queue": [[forged.to_json(), [1]]]}, 9)
-    reroll.change_tasks(PromptSource(own, lambda of: (1,), 9).rewarded)
+    reroll.change_tasks(PromptSource(own, lambda of: Prompt((1,)), 9).rewarded)
     assert reroll.state_dict()["queue"][0][0]["reward"] == "mine.py:f"
 
 

@@ -19,6 +19,7 @@ from rollover.engine.remote.wire import Refused, ServerFailed, label_of
 _VERIFY = "rollover_verify"
 _LEFT_OPEN = "left open"
 _LOOK_AGAIN_S = 0.05
+_FINISHES_S = 3.0
 
 
 @dataclass
@@ -67,10 +68,13 @@ class Deliveries:
         client, limit_s = server.client, self.limit_s
         began = time.monotonic()
         await _done(client.post("/pause", limit_s=limit_s, mode="keep", clear_cache=str(self.clear_cache).lower()))
+        left_open = False
         try:
-            await self._start(server)
+            left_open = await self._start(server)
             await client.post("/update_weights", {"update_info": dict(info)}, limit_s=limit_s)
-        except Refused:
+        except Refused as error:
+            if left_open:  # what weights it has is not known
+                raise ServerFailed(str(error)) from error
             await _done(client.post("/resume", limit_s=limit_s))
             raise
         finally:
@@ -82,18 +86,26 @@ class Deliveries:
         await _done(client.post("/resume", limit_s=limit_s))
         self.paused_s += time.monotonic() - began
 
-    async def _start(self, server: Server) -> None:
-        """Begin an update. One that a killed client left open is finished first, under a label of no run: whether the
-        server has its weights is not known."""
-        client, limit_s = server.client, self.limit_s
-        try:
-            await client.post("/start_weight_update", limit_s=limit_s)
-        except Refused as error:
+    async def _start(self, server: Server) -> bool:
+        """Begin an update, and return whether another was left open by a client that was killed. That is finished
+        first, under a label of no run: whether the server has its weights is not known. One that lives finishes its own
+        within _FINISHES_S."""
+        client, deadline = server.client, time.monotonic() + _FINISHES_S
+        while True:
             try:
-                await client.post("/finish_weight_update", {"weight_version": _LEFT_OPEN}, limit_s=limit_s)
-            except Refused:  # none was open
-                raise ServerFailed(str(error)) from error
-            await _done(client.post("/start_weight_update", limit_s=limit_s))
+                await client.post("/start_weight_update", limit_s=self.limit_s)
+                return False
+            except Refused as error:
+                refusal = error
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        try:
+            await client.post("/finish_weight_update", {"weight_version": _LEFT_OPEN}, limit_s=self.limit_s)
+        except Refused:  # none was open
+            raise refusal from None
+        await _done(client.post("/start_weight_update", limit_s=self.limit_s))
+        return True
 
 
 async def _done(call: Any) -> None:

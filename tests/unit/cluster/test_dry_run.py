@@ -58,7 +58,7 @@ def test_without_a_cluster_everything_is_on_this_machine(
 
 def test_it_says_what_would_be_trained(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "train", "quickstart", "--dry-run", "--rollout.group_size", "4")[0] == (
-        "training    smollm2-135m: 22 steps of 8 groups x 4 rollouts"
+        "training    smollm2-135m: 28 steps of 8 groups x 4 rollouts"
     )
 
 

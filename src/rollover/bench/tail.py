@@ -258,12 +258,12 @@ def _all_slots_busy(plan: PlanConfig, slots: int) -> float:
 def run_160k() -> dict[str, Any]:
     """Whole steps of LONG_MODES in virtual time: trained tokens per second after the warm-up, beside synchronous."""
     sizes = {"groups_per_step": LONG_GROUPS, "group_size": LONG_SIZE, "max_new_tokens": LONGEST_160K}
-    workload = Workload(LONG_PLAN, LONG_SIZE, LONGEST_160K)
+    lengths = Workload(LONG_PLAN, LONG_SIZE, LONGEST_160K)
     figures = {}
     for name, settings in LONG_MODES.items():
         machine.progress(f"{name}: {LONG_STEPS} steps in virtual time")
         rollout = RolloutConfig.model_validate({**sizes, **settings})
-        figures[name] = Figures.of(Simulation(rollout, LONG_PLAN, LONG_SLOTS, workload).run(), LONG_PLAN)
+        figures[name] = Figures.of(Simulation(rollout, LONG_PLAN, LONG_SLOTS, lengths).run(), LONG_PLAN)
     results = [
         {
             "case": "tail_160k",

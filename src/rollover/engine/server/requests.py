@@ -132,7 +132,7 @@ class GenerateBody(Fields):
             raise Refusal("sampling_params.stop: an empty string stops everything", "sampling_params.stop")
         return ExtendRequest(
             rollout_id=rollout_id,
-            prompt=Prompt(tuple(self.token_ids)),
+            prompt=Prompt.of(self.token_ids),
             generated_ids=(),
             max_new_tokens=min(left, asked.max_tokens or left),
             seed=(random_seed if asked.seed is None else asked.seed) & _SEED_BITS,

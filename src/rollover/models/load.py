@@ -26,6 +26,7 @@ from rollover.config import ModelConfig
 from rollover.files import did_you_mean_path
 from rollover.models import attention
 from rollover.models.locate import resolve_path
+from rollover.models.processor import Processor, build_processor
 from rollover.models.smollm2 import ALIAS, HOW_TO_INSTALL
 from rollover.system import hub_is_away
 
@@ -35,11 +36,15 @@ _loading = threading.Lock()
 
 @dataclass
 class LoadedModel:
-    """A causal LM (attention implementation: ours), its tokenizer, and the local folder or hub id they came from."""
+    """A causal LM (attention implementation: ours), its tokenizer, and the local folder or hub id they came from.
+
+    `processor`: of an image-text model; None for one of text.
+    """
 
     model: Any
     tokenizer: Any
     path: str
+    processor: Processor | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -100,7 +105,7 @@ def load_model(
         attention.check_model(model)
     except ValueError as error:
         raise ValueError(f"model.path = {cfg.path!r}: {error}") from error
-    return LoadedModel(model, tokenizer, path)
+    return LoadedModel(model, tokenizer, path, build_processor(path, source, cfg.processor_kwargs, tokenizer, config))
 
 
 def load_outline(cfg: ModelConfig, *, filled_later: bool = False) -> LoadedModel:
@@ -122,7 +127,8 @@ def load_outline(cfg: ModelConfig, *, filled_later: bool = False) -> LoadedModel
     except (OSError, ValueError, ImportError, RuntimeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"model.path = {cfg.path!r} cannot be read: {_damage(path, error)}") from error
     _keep_float32(model)
-    return LoadedModel(model.eval(), tokenizer, path)
+    processor = build_processor(path, source, cfg.processor_kwargs, tokenizer, config)
+    return LoadedModel(model.eval(), tokenizer, path, processor)
 
 
 def outline_of(loaded: LoadedModel, cfg: ModelConfig, dtype: torch.dtype) -> Any:

@@ -139,7 +139,7 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name":
     [
         (
             {"prompt": CHAT, "images": [{"path": "a.png"}]},
-            "column 'images' holds what a prompt shows.*Use rows of text",
+            "column 'images': there is no file .*a.png",
         ),
         ({"prompt": "p", "image": "a.png"}, "column 'image' holds what a prompt shows"),
         (

@@ -121,7 +121,7 @@ def _located(text: str, places: Places) -> Path:
         raise BadImage(f"{text!r:.200} is none of a path, a data URL, and an http or https URL")
     if places.folder is None:
         raise BadImage(
-            f"the path {text!r:.200} is refused, as the data are not on this machine: store the images themselves in them"
+            f"the path {text!r:.200} is refused, as the data are not on this machine: store the images themselves"
         )
     return Path(os.path.abspath(local_path(text, places.folder)))
 

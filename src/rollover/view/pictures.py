@@ -21,7 +21,8 @@ MOST_PIXELS = 640  # a side
 
 def picture(files: RunFiles, step: int, of: str, number: int) -> dict[str, Any]:
     """Image `number`, counted from 0, of the prompt of the rollout of this id that left with `step`: as PNG in a data
-    URL, at most MOST_PIXELS a side. NotThere where there is none; ValueError where it has changed or cannot be read."""
+    URL, at most MOST_PIXELS a side; without "url" and with "why", where it has changed or cannot be read. NotThere
+    where there is none."""
     index = files.rollouts
     place = find(index.entries(), step, of)
     if place is None:
@@ -30,10 +31,13 @@ def picture(files: RunFiles, step: int, of: str, number: int) -> dict[str, Any]:
     if not 0 <= number < len(media):
         raise NotThere(f"the prompt of rollout {of} has {len(media)} images")
     recorded = Media.from_json(media[number])
-    image = read_image(recorded.source, files.directory / "media")
-    if digest_of(image) != recorded.digest:
-        raise ValueError(f"image {recorded.source} has changed since it was in the prompt")
+    try:
+        image = read_image(recorded.source, files.directory / "media")
+        if digest_of(image) != recorded.digest:
+            raise ValueError(f"image {recorded.source} has changed since it was in the prompt")
+    except ValueError as error:  # nothing that is asked for is wrong
+        return {"url": None, "why": str(error)}
     image.thumbnail((MOST_PIXELS, MOST_PIXELS))
     out = io.BytesIO()
     image.save(out, "PNG")
-    return {"url": f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}", "size": recorded.size}
+    return {"url": f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}", "why": None}

@@ -93,7 +93,7 @@ export class RolloutView {
     const name = String(media.source).split("/").pop(), { source, run } = this.page, { step, id } = this.route.query;
     const place = el("p", {}), text = `${name}, ${media.size.join(" x ")} pixels, ${plural(media.count, "token")}`;
     if (source.live) source.ask(run, "picture", { step, id, number }).then(
-      ({ url }) => url.startsWith("data:image/png;base64,") && replace(place, el("img", { src: url, alt: name, style: { "max-width": "100%" } })),
+      ({ url, why }) => replace(place, url?.startsWith("data:image/png;base64,") ? el("img", { src: url, alt: name, style: { "max-width": "100%" } }) : why),
       (error) => replace(place, error.message));
     return el("figure", {}, place, el("figcaption", { text }));
   }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,13 @@ from transformers import AutoModelForImageTextToText
 from rollover.config import EngineConfig, LoraConfig, ModelConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.models.chat_template import prompt_arguments
 from rollover.models.load import LoadedModel, load_model
 from rollover.models.team import Team
 from rollover.models.vision import Vision, placeholder_ids
+from rollover.tasks.prompts import encode_prompt
 from rollover.trainer.lora import add_lora
 from rollover.trainer.passes import Passes
-from rollover.types import Prompt, Sample, SamplingParams, Segment, StopReason
+from rollover.types import Prompt, Sample, SamplingParams, Segment, StopReason, Task
 from vision import families
 
 TOLERANCE = 1e-5
@@ -66,8 +66,8 @@ def prompt(loaded: LoadedModel, content: Sequence[Path | str]) -> Prompt:
         {"type": "image", "image": str(part)} if isinstance(part, Path) else {"type": "text", "text": part}
         for part in content
     ]
-    messages, options = prompt_arguments([{"role": "user", "content": parts}])
-    return loaded.processor.prompt(messages, **options)
+    task = Task("t", "s", "r", messages=({"role": "user", "content": parts},))
+    return encode_prompt(task, loaded.tokenizer, loaded.processor)
 
 
 def vision(loaded: LoadedModel) -> Vision:
@@ -129,9 +129,7 @@ def padded(tiles: list[torch.Tensor]) -> torch.Tensor:
 def padded_sizes(images: list[torch.Tensor]) -> torch.Tensor:
     """Images of several sizes in one batch, with zeros right and below."""
     height, width = (max(image.shape[axis] for image in images) for axis in (-2, -1))
-    return torch.cat(
-        [torch.nn.functional.pad(i, (0, width - i.shape[-1], 0, height - i.shape[-2])) for i in images]
-    )
+    return torch.cat([torch.nn.functional.pad(i, (0, width - i.shape[-1], 0, height - i.shape[-2])) for i in images])
 
 
 def reference(case: Case) -> Any:
@@ -146,12 +144,12 @@ def test_log_probs_of_a_row_are_those_of_transformers(case: Case) -> None:
     for s in samples:
         expected = reference_logprobs(case, plain, loaded, s)
         np.testing.assert_allclose(got[s.rollout_id], expected, atol=TOLERANCE, rtol=0)
-    # What it shows is looked at: the same tokens with the images in another order are another prompt.
     first, last = samples[0].media[0], samples[0].media[-1]
-    if first.count == last.count and first.grid == last.grid:
-        other = sample("x", 0, Prompt(case.prompts[0].ids, (last, first)), samples[0].token_ids)
-        assert np.abs(Passes(loaded.model, Team(), 10_000, vision=vision(loaded)).logprobs([other])["x"]
-                      - got["0-0"]).max() > 1e-3
+    if (first.count, first.grid) == (last.count, last.grid):  # the same tokens, with the images exchanged
+        exchanged = (replace(last, offset=first.offset), replace(first, offset=last.offset))
+        other = sample("x", 0, Prompt(case.prompts[0].ids, exchanged), samples[0].token_ids)
+        changed = Passes(loaded.model, Team(), 10_000, vision=vision(loaded)).logprobs([other])["x"]
+        assert np.abs(changed - got["0-0"]).max() > 1e-4
 
 
 @pytest.mark.parametrize("tower", ["frozen", "trained"])
@@ -167,7 +165,7 @@ def test_gradients_are_those_of_transformers(case: Case, tower: str) -> None:
             assert tower == "frozen" and parameter.grad is None
             continue
         gradient, other = (torch.zeros_like(p) if p.grad is None else p.grad for p in (parameter, expected[name]))
-        scale = max(float(other.abs().max()), 1e-3)
+        scale = max(float(other.abs().max()), 1e-2)  # a bias of keys has none but by rounding
         assert float((gradient - other).abs().max()) < 1e-4 * scale, name
         compared += int(other.any())
     frozen = [p for p in loaded.model.parameters() if not p.requires_grad]
@@ -229,7 +227,9 @@ def _default(family: str) -> bool:
 
 
 @pytest.mark.parametrize("forget", [False, True], ids=["kept KV", "KV computed again"])
-def test_interrupted_at_every_cut_equals_uninterrupted(case: Case, forget: bool, request: pytest.FixtureRequest) -> None:
+def test_interrupted_at_every_cut_equals_uninterrupted(
+    case: Case, forget: bool, request: pytest.FixtureRequest
+) -> None:
     if not _default(case.family) and "slow" not in request.config.getoption("-m"):
         pytest.skip("every family with -m slow")
 

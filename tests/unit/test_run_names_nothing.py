@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -179,7 +180,7 @@ def test_every_text_option_is_listed_once() -> None:
     """A new option that may hold a text: list it in config/trust.py, or here among PROGRAMS."""
     lists = [*FUNCTIONS, *PLACES, *TEXTS, *PROGRAMS]
     assert sorted(lists) == sorted(set(OPTIONS) - set(FLAGS))
-    assert [key for key, info in leaves() if info.annotation is bool and "trust" in key] == list(FLAGS)
+    assert [key for key, info in leaves() if info.annotation is bool and re.search("trust|urls", key)] == list(FLAGS)
 
 
 @pytest.mark.parametrize("number", range(6))

@@ -43,7 +43,7 @@ FIXED = (
     Fixed(
         tuple(
             f"tasks.sources.*.{name}"
-            for name in ("kind", "name", "params*", "streaming", "prompt_column", "order_column")
+            for name in ("kind", "name", "params*", "streaming", "prompt_column", "image_column", "order_column")
         ),
         "tasks would be repeated or skipped",
     ),
@@ -60,6 +60,11 @@ FIXED = (
     Fixed(
         ("rollout.group_size", "rollout.greedy_baseline"),
         "the checkpoint holds groups of that size",
+        while_held=True,
+    ),
+    Fixed(
+        ("model.processor_kwargs*",),
+        "the checkpoint holds prompts with images in those sizes",
         while_held=True,
     ),
     Fixed(

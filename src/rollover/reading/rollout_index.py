@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from rollover.files import line_of, lines_of, open_regular
-from rollover.track.recorded import SHARED, StepFile, not_recorded, records_of, step_files
+from rollover.track.recorded import StepFile, not_recorded, own_of, records_of, shared_of, step_files
 from rollover.track.rollout_table import read_columns, read_table_rows
 
 NO_VERSION = int(np.iinfo("i4").min)  # versions before the first are below 0 (checkpoint.lost_steps = "roll_back")
@@ -244,9 +244,7 @@ def _line_records(path: Path, entries: np.ndarray) -> Iterator[dict[str, Any]]:
             place, head = int(entry["place"]), int(entry["head"])
             record = _line_at(file, path, place)
             first = {} if place == head else _line_at(file, path, head)
-            shared = {key: first[key] for key in SHARED} if first else {}
-            own = {} if record["prompt_ids"] is None else {"prompt_ids": record["prompt_ids"]}
-            record = record | shared | own
+            record = record | (shared_of(first) if first else {}) | own_of(record)
             if wrong := [key for key, kind in _KINDS.items() if not isinstance(record[key], kind)]:
                 raise TypeError(f"{wrong[0]} is {record[wrong[0]]!r:.50}")
             yield record

@@ -21,8 +21,9 @@ from rollover.models.devices import dtype_of
 from rollover.reading.run_files import FINISHED
 from rollover.run.eval_parts import EvalParts
 from rollover.run.playing import together
+from rollover.track.recorded import prompt_of
 from rollover.trainer.stored_tensors import StoredTensors, part_of
-from rollover.types import Prompt, SamplingParams, Segment, rollout_seed
+from rollover.types import SamplingParams, Segment, rollout_seed
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Place:
         sibling = record["sibling"] if not number else f"{record['sibling']}+{number}"
         return ExtendRequest(
             rollout_id=f"{record['rollout_id']}+{number}",
-            prompt=Prompt.of(record["prompt_ids"]),
+            prompt=prompt_of(record),
             generated_ids=tuple(self.token_ids),
             max_new_tokens=budget,
             seed=rollout_seed(config.run.seed, record["task_id"], record["attempt"], sibling),

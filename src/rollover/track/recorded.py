@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,11 +106,23 @@ def records_of(path: Path) -> Iterator[dict[str, Any]]:
         try:
             if record["columns"] is not None:
                 record["columns"] = json.loads(record["columns"])
-                shared = {key: record[key] for key in SHARED}
-            own = {} if record["prompt_ids"] is None else {"prompt_ids": record["prompt_ids"]}
+                shared = shared_of(record)
+            own = own_of(record)
         except (ValueError, KeyError, TypeError) as error:
             raise not_recorded(path, number, error) from error
         yield record | shared | own
+
+
+def shared_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What the first line of a group has for all of them. KeyError for another line."""
+    return {key: record[key] for key in SHARED} | {"media": record.get("media")}  # earlier versions had no media
+
+
+def own_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The prompt of a rollout, where it is not that of its group's first one."""
+    if record["prompt_ids"] is None:
+        return {}
+    return {"prompt_ids": record["prompt_ids"], "media": record.get("media")}
 
 
 def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -146,7 +158,7 @@ def _read_step(path: Path) -> list[Group]:
             group_id, size = record["group_id"], int(record["group_size"])
             group = groups.get(group_id)
             if group is None:
-                group = groups[group_id] = Group(group_id, _task(record), Prompt.of(record["prompt_ids"]), [])
+                group = groups[group_id] = Group(group_id, _task(record), prompt_of(record), [])
             rollout = _rollout(record, group)
             last = group.rollouts[-1] if group.rollouts else None
             if (last is not None and place(rollout) <= place(last)) or sizes.setdefault(group_id, size) != size:
@@ -161,6 +173,11 @@ def _read_step(path: Path) -> list[Group]:
                 " Lines are missing: a group can only be trained whole."
             )
     return list(groups.values())
+
+
+def prompt_of(record: Mapping[str, Any]) -> Prompt:
+    """The prompt of a record that has one."""
+    return Prompt.of(record["prompt_ids"], record.get("media") or ())
 
 
 def _task(record: dict[str, Any]) -> Task:
@@ -228,5 +245,5 @@ def _reward(record: dict[str, Any]) -> Reward | None:
 
 def _own_prompt(record: dict[str, Any], group: Group) -> Prompt:
     """The group's, where it is the same: one copy of it."""
-    own = group.prompt if record["prompt_ids"] is None else Prompt.of(record["prompt_ids"])
+    own = group.prompt if record["prompt_ids"] is None else prompt_of(record)
     return group.prompt if own == group.prompt else own

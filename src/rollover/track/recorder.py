@@ -4,8 +4,9 @@ Owns the record format (below). It decides nothing about rollouts and never chan
 so a step's file is complete or absent, and any Parquet or JSONL tool reads them: every key has one type throughout.
 "columns" is JSON inside a string, because its values differ in type from one task source to the next.
 
-What siblings share and may be long ("messages", "prompt", "columns", "prompt_ids") stands in the first line of a group
-and is null in the others; a rollout with another prompt than the first one has "prompt_ids" of its own. Token ids and
+What siblings share and may be long ("messages", "prompt", "columns", "prompt_ids", "media") stands in the first line of
+a group and is null in the others; a rollout with another prompt than the first one has "prompt_ids" and "media" of its
+own. "media": where each image of the prompt lies, and its file; null where there is none. Token ids and
 log-probs are those of all segments in order; "segments" says how to cut them. Log-probs are the shortest decimals that
 give the same float32, so a rollout is rebuilt exactly (non-finite numbers are null, and come back NaN). How a row of
 Parquet differs: rollout_table.py.
@@ -101,7 +102,7 @@ def _lines(step: int, groups: Sequence[RecordedGroup]) -> Iterator[dict[str, Any
         first = recorded.group.rollouts[0]
         record = _record(step, recorded, place, shared=rollout is first)
         if rollout is not first and not _same_prompt(rollout, first):
-            record["prompt_ids"] = list(rollout.prompt.ids)
+            record |= {"prompt_ids": list(rollout.prompt.ids), "media": _media(rollout)}
         # "token_ids" and what is of tokens stay last: who looks for the rest reads up to there.
         yield record | {
             "token_ids": rollout.token_ids(),
@@ -154,6 +155,7 @@ def _record(step: int, recorded: RecordedGroup, place: int, *, shared: bool) -> 
         "plain": task.plain,
         "columns": json.dumps(task.columns, ensure_ascii=False) if shared else None,
         "prompt_ids": list(rollout.prompt.ids) if shared else None,
+        "media": _media(rollout) if shared else None,
         "completion": recorded.completions[place],
         "score": to_json(_float(reward.score)) if reward else None,
         # Without entries null, because Parquet has no struct without fields.
@@ -182,6 +184,10 @@ def _record(step: int, recorded: RecordedGroup, place: int, *, shared: bool) -> 
             for s in rollout.segments
         ],
     }
+
+
+def _media(rollout: Rollout) -> list[dict[str, Any]] | None:
+    return rollout.prompt.media_to_json().get("media")
 
 
 def _credit(credit: RecordedCredit | None) -> dict[str, Any] | None:

@@ -47,6 +47,7 @@ REFUSED = [
     ({"critic": {"model": "policy"}}, False, 'critic.model = "policy": it was ""', "a critic of that kind"),
     ({"rollout": {"group_size": 4}}, True, "rollout.group_size = 4: it was 8", "Set rollout.group_size = 8"),
     ({"rollout": {"greedy_baseline": True}}, True, "rollout.greedy_baseline = true", "groups of that size"),
+    ({"model": {"processor_kwargs": {"max_pixels": 9}}}, True, "model.processor_kwargs", "images in those sizes"),
     ({"rollout": {"temperature": 0.5}}, True, "rollout.temperature = 0.5: it was 1.0", "Set rollout.temperature = 1.0"),
     ({"rollout": {"logits": {"regex": "a+"}}}, True, 'rollout.logits.regex = "a+": it was ""', "begun with it"),
     ({"backend": {"type": "a:B"}}, False, 'backend.type = "a:B": it was "local"', "as that backend wrote them"),

@@ -146,8 +146,9 @@ class TaskStream:
         *,
         rewards: RewardsConfig,
         curriculum: Curriculum | None = None,
+        may_be_empty: bool = False,
     ) -> None:
-        if not tasks.sources:
+        if not tasks.sources and not may_be_empty:
             raise ValueError("tasks.sources is empty: add a [[tasks.sources]] table")
         self.tasks, self.seed = tasks, seed
         self.split: SplitName = split

@@ -148,8 +148,8 @@ class Media:
     """An image in a prompt, without its pixels: they are read again from `source` whenever they are needed.
 
     `digest`: SHA-256 of the decoded pixels (hexadecimal), by which a changed file is noticed. `size`: width and height
-    in pixels. Its placeholders are the tokens `offset` to `offset + count` of the prompt; `grid`: how many patches it
-    has in time, height and width, where the model family needs that.
+    in pixels. Its placeholders are among the tokens `offset` to `offset + count` of the prompt: those with the id that
+    the model has for them. `grid`: how many patches it has in time, height and width, where the model needs that.
     """
 
     source: str

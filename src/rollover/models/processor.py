@@ -58,19 +58,24 @@ class Processor:
         ValueError, which begins with what is wrong, for an image that cannot be read, for a text like an image token,
         and where a template or processor leaves an image out.
         """
-        sources = [
-            part["image"]
-            for message in messages
-            if not isinstance(message["content"], str)
-            for part in message["content"]
-            if part["type"] == "image"
-        ]
+        sources = image_sources(messages)
+        text = self.rendered(messages, **arguments)
+        if (num := text.count(self._token)) != len(sources):
+            raise ValueError(f"the chat template shows {num} of its {len(sources)} images: put them into user messages")
+        return self.tokens(text, sources)
+
+    def rendered(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+        """The text of messages, with one token for each image. ValueError for a text like that token."""
         self._check_texts(messages)
+        return self.tokenizer.apply_chat_template(list(map(_without_sources, messages)), tokenize=False, **arguments)
+
+    def tokens(self, text: str, sources: Sequence[str]) -> Prompt:
+        """The tokens of a text that `rendered` made, and of those of the images `sources` that it shows: the first."""
+        sources = sources[: text.count(self._token)]
+        if not sources:
+            return Prompt.of(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         images = [read_image(source) for source in sources]
         digests = list(map(digest_of, images))
-        text = self.tokenizer.apply_chat_template(list(map(_without_sources, messages)), tokenize=False, **arguments)
-        if (num := text.count(self._token)) != len(images):
-            raise ValueError(f"the chat template shows {num} of its {len(images)} images: put them into user messages")
         ids = self._called(text, images)["input_ids"][0].tolist()
         places = [i for i, token_id in enumerate(ids) if token_id == self.placeholder_id]
         shapes = [self._shape(digest, image) for digest, image in zip(digests, images, strict=True)]
@@ -177,6 +182,12 @@ class Processor:
         if len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
         return self._known[digest]
+
+
+def image_sources(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The files of the images that messages show, in order."""
+    parts = [part for m in messages if isinstance(m.get("content"), list | tuple) for part in m["content"]]
+    return [part["image"] for part in parts if part["type"] == "image"]
 
 
 def build_processor(

@@ -17,6 +17,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from rollover.cli import main
 from vision import families
 
+SYNCHRONOUS = {"in_flight_groups": 3, "max_staleness": 0, "interrupt": "never"}
 KILLED_AT = Path(runs.__file__).with_name("killed_at.py")
 
 
@@ -61,9 +62,19 @@ def test_it_trains_a_step_from_image_files(tmp_path: Path, family: str) -> None:
     assert changed and not any("vision" in name or "visual" in name or "projector" in name for name in changed)
 
 
+def test_ranks_train_what_one_process_trains(tmp_path: Path) -> None:
+    """Two, of which one may have no image in a micro-batch."""
+    found = []
+    for kind in ("local", "ranks"):
+        recipe = write(tmp_path / kind, "qwen3_vl", steps=2, backend={"type": kind}, rollout=SYNCHRONOUS)
+        assert main(["train", str(recipe)]) == 0
+        found.append([(row["loss"], row["grad_norm"], row["reward/mean"]) for row in rows_of(tmp_path / kind)])
+    np.testing.assert_allclose(found[0], found[1], atol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_a_trained_tower_is_trained_and_handed_over(tmp_path: Path, family: str) -> None:
-    recipe = write(tmp_path, family, steps=3, rollout={"in_flight_groups": 3, "max_staleness": 0, "interrupt": "never"})
+    recipe = write(tmp_path, family, steps=3, rollout=SYNCHRONOUS)
     assert main(["train", str(recipe), "--model.vision", "trained"]) == 0
     assert all(row["mismatch/logprob_abs_max"] < 1e-5 for row in rows_of(tmp_path)), (
         "the engine has the tower's weights"
@@ -76,10 +87,16 @@ def test_a_trained_tower_is_trained_and_handed_over(tmp_path: Path, family: str)
     "family",
     [pytest.param(f, marks=[] if f in ("qwen3_vl", "gemma3") else pytest.mark.slow) for f in families.FAMILIES],
 )
-@pytest.mark.parametrize("place", ["rollover.checkpoint.journal:Journal.sync", "rollover.track.sinks:JsonlSink.write"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "rollover.checkpoint.journal:Journal.sync",
+        pytest.param("rollover.track.sinks:JsonlSink.write", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_run_trains_what_it_would_have_trained(tmp_path: Path, family: str, place: str) -> None:
     exact: dict[str, Any] = {
-        "rollout": {"in_flight_groups": 3, "max_staleness": 0, "interrupt": "never"},
+        "rollout": SYNCHRONOUS,
         "checkpoint": {"every_steps": 2, "journal_s": 0.01},
     }
     alone, killed = tmp_path / "alone", tmp_path / "killed"

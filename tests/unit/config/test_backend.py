@@ -62,6 +62,7 @@ NO_EFFECT: dict[str, Any] = {
 OF_RANKS = {"backend.num_ranks", "backend.rank_timeout_s"}
 WRONG_FOR_RANKS: dict[str, Any] = {
     "model.lora.rank": 4,
+    "model.vision": "trained",
     "algorithm.advantage": "gae",
     "train.optimizer": "adamw_8bit",
     "model.device": "mps",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.track.recorded import read_rollouts
+from rollover.track.recorded import read_records, read_rollouts
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.tracker import Cut, RecordedGroup
 from rollover.types import (
     DropReason,
     Group,
+    Media,
     Prompt,
     Reward,
     Rollout,
@@ -336,3 +337,27 @@ def test_a_pipe_in_the_place_of_a_step_is_refused_and_not_waited_for(tmp_path: P
         recorder.truncate(Cut(1))
     with pytest.raises(ValueError, match="step-000001.jsonl is no file"):
         recorder.write(1, [])
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_images_of_prompts_are_read_back(tmp_path: Path, format) -> None:
+    media = Media("/data/a.png", "12ab", (6, 4), 1, 4, (1, 4, 4))
+    content = [{"type": "image", "image": "/data/a.png", "sha256": "3c"}, {"type": "text", "text": "What?"}]
+    of = group(0, [None, None, None], messages=({"role": "user", "content": content},))
+    of.prompt = Prompt((7, 8, 8, 8, 8, 9), (media,))
+    other = Prompt((7, 8, 9), (replace(media, count=1, grid=()),))
+    for rollout, prompt in zip(of.rollouts, (of.prompt, of.prompt, other), strict=True):
+        rollout.prompt = prompt
+    RolloutRecorder(tmp_path, formats=[format]).write(1, [RecordedGroup(of, ["", "", ""], [None] * 3)])
+    ((found,),) = read_rollouts(tmp_path)
+    assert found.prompt == of.prompt and [r.prompt for r in found.rollouts] == [of.prompt, of.prompt, other]
+    assert found.task.images == ["/data/a.png"] and found.task.to_json() == of.task.to_json()
+    assert [record["media"][0]["count"] for record in read_records(tmp_path)] == [4, 4, 1]
+
+
+def test_files_without_media_are_read(tmp_path: Path) -> None:
+    path = RolloutRecorder(tmp_path).write(1, [RecordedGroup(group(0, [None]), [""], [None])])
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({k: v for k, v in r.items() if k != "media"}) + "\n" for r in records))
+    assert next(read_rollouts(tmp_path))[0].prompt == Prompt((7, 8))
+    assert [record["media"] for record in read_records(tmp_path)] == [None]

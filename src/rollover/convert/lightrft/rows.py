@@ -39,7 +39,7 @@ _SHOWN_IN = {"use_wandb": "a-key"}
 _OVERLONG = {"overlong_buffer": True, "overlong_buffer_len": 64}
 _NORM = _GAE | {"reward_running_norm": True}
 
-_IMAGES = "there are no images"
+_VISION = "it is of the vision part of the model"
 NO_RESULT = {
     WHERE: (
         "micro_train_batch_size", "micro_rollout_batch_size", "engine_type", "engine_tp_size", "engine_mem_util",
@@ -54,7 +54,8 @@ NO_RESULT = {
         "print_replay_buffer_stats", "logging_steps", "save_hf_ckpt", "disable_ds_ckpt", "max_ckpt_mem",
         "load_checkpoint", "save_value_network", "log_dir", "plot_every", "ckpt_path",
     ),
-    _IMAGES: ("freeze_prefix", "images_key", "limit_mm_image_per_prompt", "mixed_mm_data", "no_shard_vit"),
+    _VISION: ("freeze_prefix", "limit_mm_image_per_prompt", "mixed_mm_data", "no_shard_vit"),
+    "rows with images show them": ("text_only",),
     "its examples choose a reward by it": ("label_key",),
     "goes with `use_gspo`": ("normalize_advantages", "use_sequence_rewards"),
     "goes with `pretrain_data`": ("ptx_coef", "pretrain_data_probs", "pretrain_split"),
@@ -63,7 +64,6 @@ NO_RESULT = {
 }
 # Flag -> why it has no counterpart, and the values without which as much is learned.
 _NOT_THERE = {
-    "text_only": (_IMAGES, (True,)),
     "loss_agg_mode": ("none of its trainers reads it, and the loss is the mean of each answer's mean: set"
                       " `algorithm.aggregation`", ("seq-mean-token-mean",)),
     "use_gspo": ("none of its trainers reads it: set `algorithm.loss = \"gspo\"`", (False,)),
@@ -89,6 +89,7 @@ ROWS = (
         "prompt_data_probs": "0.5,0.5"}, note="`weight` of a source"),
     Row("prompt_split", ("tasks.sources",), sources, "train", "other", note="`split` of a source"),
     Row("input_key", ("tasks.sources",), sources, "input", "question", note="`prompt_column` of a source"),
+    Row("images_key", ("tasks.sources",), sources, "images", "figures", note="`image_column` of a source"),
     Row("reference_key", ("tasks.sources",), sources, example="solution", note="`answer_column` of a source"),
     Row("eval_data", ("tasks.sources",), sources, example="held_out", note="`eval_path` of a source"),
     Row("eval_split", ("tasks.sources",), sources, "test", "dev", note="`eval_split` of a source"),

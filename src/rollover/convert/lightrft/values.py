@@ -141,6 +141,8 @@ def sources(value: Any, options: Options) -> dict[str, Any]:
     common: dict[str, Any] = {"prompt_column": options("input_key")}
     if options("reference_key") is not None:
         common["answer_column"] = options("reference_key")
+    if options("images_key") not in (None, "images"):
+        common["image_column"] = options("images_key")
     if options("eval_data"):
         common["eval_path"] = options("eval_data")
     rows = [{"kind": "dataset", "path": path} | common for path in paths]

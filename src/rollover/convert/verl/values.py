@@ -250,6 +250,8 @@ def sources(value: Any, options: Options) -> dict[str, Any]:
     common = {"kind": "dataset"} | ({"prompt_column": column} if column != "prompt" else {})
     if (chooses := options("data.reward_fn_key")) != "data_source":
         common["data_source_column"] = chooses
+    if (images := options("data.image_key")) != "images":
+        common["image_column"] = images
     sources = [common | {"path": path} for path in train] or [common]  # whose path a command line gives
     for source, path in zip(sources, held_out, strict=False):
         source["eval_path"] = path

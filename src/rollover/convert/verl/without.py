@@ -14,7 +14,8 @@ _NULL = (None, "null")
 _REF = "actor_rollout_ref.ref"
 _REWARDS = "rewards are called one way: docs/rewards.md has a table of verl's managers"
 _MODEL = "the model's own files are used"
-_IMAGES = "there are no images, videos or sounds"
+_VIDEOS = "there are no videos or sounds"
+_VISION = "it is of the vision part of the model"
 _AGENT = "agents are functions, environments classes: set `workflow.function`, `workflow.environment` (docs/agents.md)"
 _LORA = "goes with `model.lora.rank`"
 
@@ -154,8 +155,8 @@ NO_RESULT = {
     ),
     _REWARDS: ("reward_model.use_reward_loop", "reward.reward_manager.source", "reward.reward_manager.module.name",
                "reward_model.reward_loop_source"),
-    _IMAGES: ("data.image_key", "data.video_key", "data.audio_key", "data.image_patch_size",
-              "data.mm_processor_kwargs", f"{ACTOR}.freeze_vision_tower"),
+    _VIDEOS: ("data.video_key", "data.audio_key"),
+    _VISION: ("data.image_patch_size", f"{ACTOR}.freeze_vision_tower"),
     "a group that was filtered is replaced at once, by one (`rollout.in_flight_groups`)": ("data.gen_batch_size",),
     "goes with `sync_ref_model`": (f"{_REF}.ref_model_*",),
     "it is `rollout.max_new_tokens`": ("reward.reward_kwargs.max_resp_len", "reward_model.reward_kwargs.max_resp_len",

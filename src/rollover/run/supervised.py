@@ -61,7 +61,7 @@ class Examples:
 
 
 def load_examples(config: Config, loaded: LoadedModel, say: Callable[[str], None]) -> Examples:
-    """Read and tokenise all examples; with sft.epochs they set train.num_steps. `say` prints what was read.
+    """Read and tokenise all examples; with sft.epochs they set train.num_steps. `say` prints a summary.
 
     ValueError, which names the option, the file or the row, where there is nothing to train.
     """
@@ -133,7 +133,7 @@ class SupervisedExamples:
         return groups
 
     def metrics(self) -> dict[str, float]:
-        """What the rows of a supervised run have of its examples."""
+        """Return the metrics of the examples so far."""
         return {
             "sft/epoch": self.given / len(self.examples.trained),
             "sft/examples": float(self.given),
@@ -184,7 +184,10 @@ class HeldOutLoss:
 
 
 def as_group(example: Example, group_id: int, version: int) -> Group:
-    """The example as a group to be trained at trainer `version`. Nobody sampled it: its log-probs are 0, and unused."""
+    """Return the example as a group to be trained at trainer `version`.
+
+    No policy sampled it: its log-probs are 0, and unused.
+    """
     segments = [
         Segment(
             np.asarray(part.token_ids, np.int32),
@@ -204,7 +207,10 @@ def as_group(example: Example, group_id: int, version: int) -> Group:
 
 
 class _Reading:
-    """Counts what is read. `most`: tokens of the longest example; `vocab_size`: every token id is below it."""
+    """Filter and counter of examples.
+
+    `most`: tokens of the longest example; `vocab_size`: every token id is below it.
+    """
 
     def __init__(self, most: int, vocab_size: int) -> None:
         self.most, self.vocab_size = most, vocab_size
@@ -281,7 +287,7 @@ def _reward_of(rollout: Rollout) -> float:
 
 
 def _as_example(rollout: Rollout) -> Example:
-    """Its tokens as they were sampled. What follows the last sampled one is left out: nothing is trained there."""
+    """Return its tokens as they were sampled, up to the last sampled one: nothing is trained after it."""
     parts = [
         Part(tuple(int(t) for segment in run for t in segment.token_ids), trained)
         for trained, run in ((t, list(of)) for t, of in groupby(rollout.segments, key=lambda s: s.trainable))

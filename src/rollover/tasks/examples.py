@@ -100,7 +100,7 @@ class ExampleRows:
             raise ValueError(f"{place_of_row(self.place, index)}: {error}") from error
 
     def _completion(self, task: Task) -> Any:
-        """What follows the prompt; None where the messages of the row have it."""
+        """Return the completion; None where the messages of the row have it."""
         if task.messages is not None and task.messages[-1]["role"] == _ASSISTANT and not self.completion_column:
             return None
         names = (self.completion_column,) if self.completion_column else COMPLETION_COLUMNS
@@ -120,7 +120,7 @@ def chat_parts(
 ) -> tuple[Prompt, tuple[Part, ...]]:
     """The prompt and the parts of a conversation: the assistant's messages are trained, with the token that ends each.
 
-    `last_only`: only the last of them. What the template writes after that token is context of the next turn.
+    `last_only`: only the last of them. Text of the template after that token is context of the next turn.
     ValueError where no message of the assistant has one before it, or where the template does not continue a
     conversation by writing on (it renders earlier messages otherwise, or an answer does not begin where the prompt
     ends).

@@ -56,7 +56,7 @@ class Examples:
         """A text that changes with the examples that are trained, their tokens and their order."""
         digest = hashlib.blake2b(digest_size=8)
         for example in self.trained:
-            digest.update(np.asarray(_token_ids(example), np.int64).tobytes())
+            digest.update(example.token_ids().astype(np.int64).tobytes())
         return f"{len(self.trained)} examples, {digest.hexdigest()}"
 
 
@@ -190,7 +190,7 @@ def as_group(example: Example, group_id: int, version: int) -> Group:
     """
     segments = [
         Segment(
-            np.asarray(part.token_ids, np.int32),
+            part.token_ids,
             np.zeros(len(part.token_ids), np.float32),
             version,
             SamplingParams(),
@@ -224,7 +224,7 @@ class _Reading:
             if example.num_tokens > self.most:
                 self.skipped += 1
                 continue
-            if (why := why_not_in_vocabulary(np.asarray(_token_ids(example)), self.vocab_size)) is not None:
+            if (why := why_not_in_vocabulary(example.token_ids(), self.vocab_size)) is not None:
                 raise ValueError(
                     f"sft: the example {example.task.task_id!r} cannot be trained: {why}. Was it made with another"
                     " tokenizer?"
@@ -289,14 +289,10 @@ def _reward_of(rollout: Rollout) -> float:
 def _as_example(rollout: Rollout) -> Example:
     """Return its tokens as they were sampled, up to the last sampled one: nothing is trained after it."""
     parts = [
-        Part(tuple(int(t) for segment in run for t in segment.token_ids), trained)
+        Part(np.concatenate([segment.token_ids for segment in run]).astype(np.int32), trained)
         for trained, run in ((t, list(of)) for t, of in groupby(rollout.segments, key=lambda s: s.trainable))
     ]
-    parts = [part for part in parts if part.token_ids]
+    parts = [part for part in parts if len(part.token_ids)]
     while not parts[-1].trained:
         parts.pop()
     return Example(rollout.task, rollout.prompt, tuple(parts))
-
-
-def _token_ids(example: Example) -> list[int]:
-    return [*example.prompt.ids, *(t for part in example.parts for t in part.token_ids)]

@@ -24,6 +24,7 @@ from rollover.trainer.build import local_trainer
 from rollover.types import Group, Prompt, Task
 
 SFT: dict[str, Any] = {"batch_examples": 4}
+NO_ROLLOUTS = dict.fromkeys(("groups_per_step", "group_size", "in_flight_groups", "interrupt", "max_staleness"))
 
 
 def write(folder: Path, **tables: Any) -> Path:
@@ -59,11 +60,11 @@ def some_groups() -> list[Group]:
 
     task, groups = Task("t", "s", "", prompt=""), []
     for i in range(3):
-        parts = [Part(ids(4 + i), True)]
+        parts = [Part.of(ids(4 + i), True)]
         if i == 1:
-            parts += [Part(ids(3), False), Part(ids(5), True)]
+            parts += [Part.of(ids(3), False), Part.of(ids(5), True)]
         groups.append(as_group(Example(task, Prompt.of(ids(3 + i)), tuple(parts)), i, 0))
-    twice = [as_group(Example(task, Prompt.of(range(10, 16)), (Part(ids(4), True),)), 3, 0) for _ in range(2)]
+    twice = [as_group(Example(task, Prompt.of(range(10, 16)), (Part.of(ids(4), True),)), 3, 0) for _ in range(2)]
     twice[1].rollouts[0].sibling, twice[1].rollouts[0].rollout_id = 1, "3-1"
     groups.append(Group(3, task, twice[0].prompt, [g.rollouts[0] for g in twice]))
     return groups
@@ -261,6 +262,8 @@ def test_a_program_trains_on_rows(tmp_path: Path) -> None:
     )  # fmt: skip
     assert run.finished and [row["step"] for row in run.metrics] == list(range(1, 7))
     assert run.metrics[-1]["sft/loss"] < run.metrics[0]["sft/loss"]
+    longer = run.resume(num_steps=8, **{"sft.epochs": 0})
+    assert [row["step"] for row in longer.metrics] == list(range(1, 9)), "it goes on with the objects that it was given"
 
 
 @pytest.mark.parametrize(
@@ -297,3 +300,17 @@ def test_what_cannot_be_trained_is_said(
     monkeypatch.chdir(tmp_path)
     code, text = sft(capsys, recipe, *words)
     assert code == 2 and message in text, text
+
+
+def test_what_is_said_of_a_run_is_about_examples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before it, while it runs and afterwards: no figure of rollouts that there were none of."""
+    recipe = write(tmp_path, steps=3, algorithm={"preset": "sft"}, rollout=NO_ROLLOUTS)
+    code, text = sft(capsys, recipe, "--dry-run")
+    assert code == 0 and "3 steps of 4 examples" in text and "notice" not in text, text
+    code, text = sft(capsys, recipe, verb="train")
+    assert code == 0 and "step 3/3 | loss" in text and "rollover sft" in text.replace("-m ", ""), text
+    assert not any(word in text for word in ("staleness", "reward", "generated")), text
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert '"sft"' in card and "Examples a step | 4" in card and "reinforcement" not in card and "dvantage" not in card
+    code, text = sft(capsys, tmp_path / "run", verb="show")
+    assert code == 0 and "nats a token of the examples" in text and "staleness" not in text, text

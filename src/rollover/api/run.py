@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import matplotlib.figure
     import pandas
 
-_PLOTTED = ("reward/mean", "length/mean", "staleness/mean", "time/step_s")
+_PLOTTED = ("reward/mean", "sft/loss", "length/mean", "staleness/mean", "time/step_s")
 
 
 class Run:

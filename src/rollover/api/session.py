@@ -63,7 +63,7 @@ class Session:
 
     @classmethod
     def of(cls, settings: Settings, resume: bool, command: list[str] | None = None) -> Session:
-        """A session of settled arguments. `command`: what was typed after `rollover`; None: a program called."""
+        """A session of settled arguments. `command`: what was typed after `rollover train`; None: a program called."""
         session = cls.__new__(cls)
         session._begin(settings, resume, command)
         return session
@@ -213,8 +213,8 @@ async def finish(session: Session) -> bool:
 def run_training(resolved: Resolved, resume: bool, command: list[str] | None = None) -> int:
     """`rollover train`: exit code; 2 where the run has ended and trained nothing in its whole life.
 
-    `command` is what the user typed, the verb first, for the command that resumes; None: a program called, which gets
-    its handlers of signals back.
+    `command` is what the user typed after `train`, for the command that resumes; None: a program called, which gets its
+    handlers of signals back.
     """
     session = Session.of(Settings(resolved), resume, command)
     if not run_bounded(finish(session), session.config.watchdog.grace_s):

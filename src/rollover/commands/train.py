@@ -48,7 +48,7 @@ def _run(args: argparse.Namespace, overrides: Overrides, supervised: bool) -> in
         from rollover.api.session import run_training
 
     command = [*map(str, args.files), *(f"--{key}={value}" for key, value in overrides)]
-    return run_training(resolved, args.resume, ["sft" if supervised else "train", *command])
+    return run_training(resolved, args.resume, command)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ SUPERVISED = Layer(
     "rollover sft",
     {"algorithm.preset": "sft", **{f"algorithm.{name}": value for name, value in PRESETS["sft"].items()}},
 )
-"""What `rollover sft` sets above its files: recipes of `rollover train` can be among them."""
+"""Values that `rollover sft` sets above its files, which can be recipes of `rollover train`."""
 
 
 class SftConfig(Table):
@@ -80,7 +80,7 @@ def _on(config: Any) -> bool:
     return config.algorithm.supervised
 
 
-# What of [algorithm] acts on examples.
+# Options of [algorithm] that act on examples.
 _KEPT = {"preset", "loss", "loss_options", "aggregation", "aggregation_norm", "entropy_coef", "correction"}
 
 

@@ -37,7 +37,7 @@ from rollover.track.tracker import Trackers
 from rollover.trainer.batch import Batch
 from rollover.types import Group
 
-# What examples do not have: a policy that sampled them, scores, and a way through the cache.
+# Metrics that examples do not have: no policy sampled them, nothing scores them, and the cache never holds them.
 _OF_ROLLOUTS = (
     "reward/", "advantage/", "staleness/", "rollouts/", "groups/", "dropped/", "tasks/", "waste/", "ratio/",
     "clip_fraction", "length/truncated", "length/repetition", "tokens/generated", "tokens/trained", "tokens/dropped",

@@ -126,7 +126,7 @@ class Parts:
     server: EpisodeServer | None = None
     """For the agents of a workflow, where it has some."""
     examples: Examples | None = None
-    """What a supervised run trains."""
+    """Of a supervised run."""
 
     @classmethod
     async def build(

@@ -3,7 +3,7 @@
     Generation         the driver's: tasks -> rollouts -> rewards, with all that rolls over
     RecordedRollouts   run.train_on_recorded: what another run recorded, for debugging a trainer without an engine
     OwnProducer        tasks.producer: the user's own class
-    SupervisedExamples algorithm.loss = "nll": examples (supervised.py), which nobody sampled
+    SupervisedExamples algorithm.loss = "nll": examples (supervised.py), which no policy sampled
 
 All are behind the one loop, which trains what it is given. Owns what was produced last; never trains it.
 """

@@ -56,12 +56,12 @@ class Examples:
         """A text that changes with the examples that are trained, their tokens and their order."""
         digest = hashlib.blake2b(digest_size=8)
         for example in self.trained:
-            digest.update(np.asarray(_token_ids(example), np.int64).tobytes())
+            digest.update(example.token_ids().astype(np.int64).tobytes())
         return f"{len(self.trained)} examples, {digest.hexdigest()}"
 
 
 def load_examples(config: Config, loaded: LoadedModel, say: Callable[[str], None]) -> Examples:
-    """Read and tokenise all examples; with sft.epochs they set train.num_steps. `say` prints what was read.
+    """Read and tokenise all examples; with sft.epochs they set train.num_steps. `say` prints a summary.
 
     ValueError, which names the option, the file or the row, where there is nothing to train.
     """
@@ -133,7 +133,7 @@ class SupervisedExamples:
         return groups
 
     def metrics(self) -> dict[str, float]:
-        """What the rows of a supervised run have of its examples."""
+        """Return the metrics of the examples so far."""
         return {
             "sft/epoch": self.given / len(self.examples.trained),
             "sft/examples": float(self.given),
@@ -184,10 +184,13 @@ class HeldOutLoss:
 
 
 def as_group(example: Example, group_id: int, version: int) -> Group:
-    """The example as a group to be trained at trainer `version`. Nobody sampled it: its log-probs are 0, and unused."""
+    """Return the example as a group to be trained at trainer `version`.
+
+    No policy sampled it: its log-probs are 0, and unused.
+    """
     segments = [
         Segment(
-            np.asarray(part.token_ids, np.int32),
+            part.token_ids,
             np.zeros(len(part.token_ids), np.float32),
             version,
             SamplingParams(),
@@ -204,7 +207,10 @@ def as_group(example: Example, group_id: int, version: int) -> Group:
 
 
 class _Reading:
-    """Counts what is read. `most`: tokens of the longest example; `vocab_size`: every token id is below it."""
+    """Filter and counter of examples.
+
+    `most`: tokens of the longest example; `vocab_size`: every token id is below it.
+    """
 
     def __init__(self, most: int, vocab_size: int) -> None:
         self.most, self.vocab_size = most, vocab_size
@@ -218,7 +224,7 @@ class _Reading:
             if example.num_tokens > self.most:
                 self.skipped += 1
                 continue
-            if (why := why_not_in_vocabulary(np.asarray(_token_ids(example)), self.vocab_size)) is not None:
+            if (why := why_not_in_vocabulary(example.token_ids(), self.vocab_size)) is not None:
                 raise ValueError(
                     f"sft: the example {example.task.task_id!r} cannot be trained: {why}. Was it made with another"
                     " tokenizer?"
@@ -281,16 +287,12 @@ def _reward_of(rollout: Rollout) -> float:
 
 
 def _as_example(rollout: Rollout) -> Example:
-    """Its tokens as they were sampled. What follows the last sampled one is left out: nothing is trained there."""
+    """Return its tokens as they were sampled, up to the last sampled one: nothing is trained after it."""
     parts = [
-        Part(tuple(int(t) for segment in run for t in segment.token_ids), trained)
+        Part(np.concatenate([segment.token_ids for segment in run]).astype(np.int32), trained)
         for trained, run in ((t, list(of)) for t, of in groupby(rollout.segments, key=lambda s: s.trainable))
     ]
-    parts = [part for part in parts if part.token_ids]
+    parts = [part for part in parts if len(part.token_ids)]
     while not parts[-1].trained:
         parts.pop()
     return Example(rollout.task, rollout.prompt, tuple(parts))
-
-
-def _token_ids(example: Example) -> list[int]:
-    return [*example.prompt.ids, *(t for part in example.parts for t in part.token_ids)]

@@ -10,10 +10,11 @@ the two disagree the row is refused. Owns the layouts of rows; knows no run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError
 
 from rollover.config import SftConfig, TasksConfig
@@ -29,15 +30,19 @@ _OPENING, _ANSWER = {"role": "user", "content": "Hello there."}, "It is four."
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)  # a template is a program
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part:
-    """Consecutive tokens after the prompt, all `trained` or none."""
+    """Consecutive tokens after the prompt, int32 [n], all `trained` or none."""
 
-    token_ids: tuple[int, ...]
+    token_ids: np.ndarray
     trained: bool
 
+    @classmethod
+    def of(cls, token_ids: Iterable[int], trained: bool) -> Part:
+        return cls(np.fromiter(token_ids, np.int32), trained)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Example:
     """A conversation or a text to be trained: its prompt, then its parts in order, the last of them trained."""
 
@@ -48,6 +53,10 @@ class Example:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + sum(len(part.token_ids) for part in self.parts)
+
+    def token_ids(self) -> np.ndarray:
+        """All of its tokens, the prompt's included [n]."""
+        return np.concatenate([np.asarray(self.prompt.ids), *(part.token_ids for part in self.parts)])
 
 
 class ExampleRows:
@@ -100,7 +109,7 @@ class ExampleRows:
             raise ValueError(f"{place_of_row(self.place, index)}: {error}") from error
 
     def _completion(self, task: Task) -> Any:
-        """What follows the prompt; None where the messages of the row have it."""
+        """Return the completion; None where the messages of the row have it."""
         if task.messages is not None and task.messages[-1]["role"] == _ASSISTANT and not self.completion_column:
             return None
         names = (self.completion_column,) if self.completion_column else COMPLETION_COLUMNS
@@ -120,7 +129,7 @@ def chat_parts(
 ) -> tuple[Prompt, tuple[Part, ...]]:
     """The prompt and the parts of a conversation: the assistant's messages are trained, with the token that ends each.
 
-    `last_only`: only the last of them. What the template writes after that token is context of the next turn.
+    `last_only`: only the last of them. Text of the template after that token is context of the next turn.
     ValueError where no message of the assistant has one before it, or where the template does not continue a
     conversation by writing on (it renders earlier messages otherwise, or an answer does not begin where the prompt
     ends).
@@ -193,7 +202,7 @@ def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: 
 
 def _tokens(tokenizer: Any, texts: Sequence[tuple[str, bool]], *, eos: bool) -> tuple[Prompt, tuple[Part, ...]]:
     """The parts of the texts, each with whether it is trained, tokenised together. `eos`: EOS ends them."""
-    parts: list[Part] = []
+    parts: list[tuple[list[int], bool]] = []
     text, before = "", 0
     ids: list[int] = []
     for piece, trained in texts:
@@ -205,7 +214,7 @@ def _tokens(tokenizer: Any, texts: Sequence[tuple[str, bool]], *, eos: bool) -> 
                 f"the tokens before {start!r} are other ones where that follows: it begins in the middle of a token."
                 " Remove white space at its beginning, or let what comes before it end with some"
             )
-        parts.append(Part(tuple(ids[before:]), trained))
+        parts.append((ids[before:], trained))
         before = len(ids)
     return _with_eos(parts, tokenizer, eos=eos)
 
@@ -226,13 +235,13 @@ def _plain(tokenizer: Any, prompt: str, completion: str) -> tuple[Prompt, tuple[
             " middle of a token. Move white space from the end of the prompt to the beginning of the completion"
         )
     opened = opened or whole[:1]
-    return _with_eos([Part(tuple(opened), False), Part(tuple(whole[len(opened) :]), True)], tokenizer, eos=True)
+    return _with_eos([(opened, False), (whole[len(opened) :], True)], tokenizer, eos=True)
 
 
-def _with_eos(parts: list[Part], tokenizer: Any, *, eos: bool) -> tuple[Prompt, tuple[Part, ...]]:
-    prompt, *rest = parts
-    if eos and tokenizer.eos_token_id is not None and rest[-1].token_ids[-1:] != (tokenizer.eos_token_id,):
-        rest[-1] = replace(rest[-1], token_ids=(*rest[-1].token_ids, tokenizer.eos_token_id))
-    if not prompt.token_ids:
+def _with_eos(parts: Sequence[tuple[list[int], bool]], tokenizer: Any, *, eos: bool) -> tuple[Prompt, tuple[Part, ...]]:
+    (prompt_ids, _), *rest = parts
+    if eos and tokenizer.eos_token_id is not None and rest[-1][0][-1:] != [tokenizer.eos_token_id]:
+        rest[-1] = [*rest[-1][0], tokenizer.eos_token_id], True
+    if not prompt_ids:
         raise ValueError("nothing comes before the answer: its first token needs one before it")
-    return Prompt.of(prompt.token_ids), tuple(part for part in rest if part.token_ids)
+    return Prompt.of(prompt_ids), tuple(Part.of(ids, trained) for ids, trained in rest if ids)

@@ -134,7 +134,8 @@ class TaskStream:
     A row's own system message is kept in place of tasks.system_prompt. Raises ValueError for sources that cannot be
     used, and when no problem is left for the side. A problem that its generator fails to make is left out: `num_failed`
     counts them, and `say` is told of the first. `curriculum` says of a training problem whose turn it is whether it is
-    given; where it gives none in a whole pass, the one of the largest weight is.
+    given; where it gives none in a whole pass, the one of the largest weight is. `may_be_empty`: without a source
+    it has no task, and that is no error.
     """
 
     def __init__(

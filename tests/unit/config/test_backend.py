@@ -47,6 +47,7 @@ WRONG: dict[str, Any] = {
 NO_EFFECT: dict[str, Any] = {
     "model.dtype": "float32",
     "model.device": "cpu",
+    "model.vision": "trained",
     "engine.kv_memory_gb": 1.0,
     "engine.threads": 1,
     "engine.prefill_chunk_tokens": 64,

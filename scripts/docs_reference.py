@@ -22,7 +22,7 @@ from rollover.config.table import Table, needs_of, row_of, table_of
 
 # The public names by what a reader wants.
 PUBLIC = {
-    "Train": ("train", "train_async", "Session", "Step"),
+    "Train": ("train", "train_async", "sft", "Session", "Step"),
     "Look at a run": ("open", "Run"),
     "Generate and plan": ("Engine", "Completion", "plan"),
     "Words": ("Task", "Prompt", "Segment", "Rollout", "Reward", "Group"),

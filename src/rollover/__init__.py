@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rollover.api.run import Run as Run
     from rollover.api.run import open as open
     from rollover.api.session import Session as Session
+    from rollover.api.training import sft as sft
     from rollover.api.training import train as train
     from rollover.api.training import train_async as train_async
     from rollover.envs.game import Observation as Observation
@@ -64,6 +65,7 @@ _PLACES = {
     "Played": "rollover.run.producer",
     "ready_episodes": "rollover.run.producer",
     "ready_group": "rollover.run.producer",
+    "sft": "rollover.api.training",
     "train": "rollover.api.training",
     "train_async": "rollover.api.training",
 }

@@ -148,8 +148,8 @@ class Media:
     """An image in a prompt, without its pixels: they are read again from `source` whenever they are needed.
 
     `digest`: SHA-256 of the decoded pixels (hexadecimal), by which a changed file is noticed. `size`: width and height
-    in pixels. Its placeholders are the tokens `offset` to `offset + count` of the prompt; `grid`: how many patches it
-    has in time, height and width, where the model family needs that.
+    in pixels. Its placeholders are among the tokens `offset` to `offset + count` of the prompt: those with the id that
+    the model has for them. `grid`: how many patches it has in time, height and width, where the model needs that.
     """
 
     source: str
@@ -436,9 +436,9 @@ class Sample:
     """A training row made from a finished Rollout. All streams are [n] over the tokens after the prompt.
 
     token_ids, versions int32; mask bool (True: in the loss); behavior_logprobs, advantages float32. `media`: of the
-    prompt. `temperature`: of the sampling. `teacher_prompt_ids`: what a teacher reads for the prompt; None: the prompt.
-    `sequence_id`: of what is one sequence in aggregations; "": the row alone. `truncated`: cut at the token limit
-    (StopReason.LENGTH).
+    prompt. `temperature`: of the sampling. `teacher_prompt_ids`, `teacher_media`: what a teacher reads for the prompt;
+    None: the prompt. `sequence_id`: of what is one sequence in aggregations; "": the row alone. `truncated`: cut at the
+    token limit (StopReason.LENGTH).
     """
 
     rollout_id: str
@@ -455,6 +455,7 @@ class Sample:
     role: str = "policy"
     truncated: bool = False
     media: tuple[Media, ...] = ()
+    teacher_media: tuple[Media, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sequence_id", self.sequence_id or self.rollout_id)

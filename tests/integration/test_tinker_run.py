@@ -150,3 +150,13 @@ def test_opsd_run_reports_the_divergence_and_resumes(
     saved = {asked["path"].split("-")[1] for asked in service[0].named("save_weights_for_sampler")
              if asked["path"].startswith("teacher-")}  # fmt: skip
     assert saved == ({"000002", "000004"} if refresh_steps else set())
+
+
+def test_examples_are_trained_at_a_service(tmp_path: Path, service: tuple[FakeTinker, str]) -> None:
+    path = recipe(tmp_path, service[1], SYNC, steps=6)
+    rows = [{"prompt": f"count to {i}", "completion": "12345"} for i in range(8)]
+    (tmp_path / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--sft.path", f"{tmp_path}/examples.jsonl", "--sft.eval_fraction", "0.3"]
+    assert main(["sft", str(path), *words]) == 0
+    made = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert made[-1]["sft/loss"] < made[0]["sft/loss"] and made[-1]["eval/sft_loss"] < made[0]["sft/loss"]

@@ -17,6 +17,7 @@ from rollover.config import Config
 from rollover.config.load import load_config
 from rollover.config.presets import PRESETS
 from rollover.config.schema import field_at, tables
+from rollover.config.sft import SUPERVISED
 from rollover.convert.systems import SYSTEMS
 
 # What a usage line says in place of a value.
@@ -64,6 +65,8 @@ def check_verb(arguments: list[str], folder: Path) -> None:
     rest, overrides = cli.split_overrides(arguments, parser)
     args = parser.parse_args(rest)
     files = getattr(args, "files", None) or []
+    if args.prog == "rollover sft":
+        files = [*files, SUPERVISED]
     if files or overrides:
         load_config(files, overrides, require_sources=False)
 

@@ -8,6 +8,7 @@
                    (`RoleCredit`, trainer/token_estimates.py)
     precomputed    what came with the trajectory (precomputed.py), times w
     distilled      0: a teacher gives them, in the step (trainer/distill.py)
+    examples       0: their loss has none (algorithm.loss = "nll"), and they need no score
 
 w and the estimator are those of the role (workflow.roles). Statistics over a batch are over one role, as scores of
 different roles have different scales; or over those roles that some TrajectoryGroup of the batch compares with each
@@ -35,7 +36,8 @@ from rollover.trajectories import Trajectory, TrajectoryGroup, Turn, episodes_of
 from rollover.types import Group, Reward, Rollout
 
 UNTRAINED, ALONE = "untrained_role", "alone_in_role"
-_TEACHER = "distill.teacher"  # in the place of the name of an estimator, which compares nothing
+# In the place of the name of an estimator, where advantages are not made of scores: a teacher's, or those of examples.
+_TEACHER = "distill.teacher"
 _TAUGHT = AdvantageTraits(())
 _MIN_COMPARED = 2
 
@@ -267,7 +269,7 @@ class Credit:
         credited.advantages = {r.rollout_id: a for r, a in zip(rollouts, changed.tolist(), strict=True)}
 
     def _advantage_of(self, trajectory: Trajectory) -> str:
-        if self.distill.replaces_for(trajectory.role):
+        if self.algorithm.supervised or self.distill.replaces_for(trajectory.role):
             return _TEACHER
         return self.workflow.advantage_of(trajectory.role, self.algorithm.advantage)
 

@@ -19,6 +19,14 @@ def reinforce(t: Tokens) -> LossAndClipped:
     return -t.logprobs_BT * t.advantages_BT, torch.zeros_like(t.mask_BT)
 
 
+def nll(t: Tokens) -> LossAndClipped:
+    """-logprob: the negative log-likelihood of examples (`rollover sft`). Advantages have no part in it.
+
+    With the aggregation token-mean it is the loss that transformers computes of labels, and TRL's SFTTrainer.
+    """
+    return -t.logprobs_BT, torch.zeros_like(t.mask_BT)
+
+
 def importance_sampling(t: Tokens) -> LossAndClipped:
     """-r A, r = current / old, without any bound: the surrogate of Kakade and Langford 2002 and of TRPO.
 

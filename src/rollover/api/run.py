@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import matplotlib.figure
     import pandas
 
-_PLOTTED = ("reward/mean", "length/mean", "staleness/mean", "time/step_s")
+_PLOTTED = ("reward/mean", "sft/loss", "length/mean", "staleness/mean", "time/step_s")
 
 
 class Run:
@@ -132,9 +132,11 @@ class Run:
         from rollover.api.settings import Arguments
         from rollover.api.start import train_and_wait
 
-        named = {name: overrides.pop(name, None) for name in ("model", "tasks", "reward", "eval_tasks", "config")}
-        before = {"live": self._live, "given": self._given}
-        arguments = Arguments(**named, resume=self.directory, overrides=overrides, trust=trust, **before)
+        names = ("model", "tasks", "reward", "eval_tasks", "config", "examples", "rollouts")
+        named: dict[str, Any] = {name: overrides.pop(name, None) for name in names}
+        arguments = Arguments(
+            **named, resume=self.directory, overrides=overrides, trust=trust, live=self._live, given=self._given
+        )
         return after_training(*train_and_wait(arguments))
 
     def __repr__(self) -> str:

@@ -23,6 +23,7 @@ from rollover.config.load import PYTHON, Resolved, load_config
 from rollover.config.presets import PRESETS
 from rollover.config.resume import OF_THE_START
 from rollover.config.schema import RENAMED, default_of, leaves, renamed, tables
+from rollover.config.sft import SUPERVISED
 from rollover.config.table import row_of
 from rollover.config.trust import OfRun
 from rollover.files import read_tables
@@ -55,7 +56,8 @@ class Settings:
 @dataclass(frozen=True)
 class Arguments:
     """The arguments of `train` and `Session` (docs/python.md). `live`: objects of an earlier run, by their names.
-    `given`: the configuration that this process gave to the run that goes on; what it names is trusted."""
+    `given`: the configuration that this process gave to the run that goes on; what it names is trusted. `supervised`:
+    those of `sft`, with its `examples` and `rollouts`."""
 
     model: str | os.PathLike[str] | Mapping[str, Any] | None = None
     tasks: Any = None
@@ -67,6 +69,9 @@ class Arguments:
     live: Mapping[str, Any] = field(default_factory=dict)
     trust: bool = False
     given: Mapping[str, Any] = field(default_factory=dict)
+    supervised: bool = False
+    examples: Any = None
+    rollouts: str | os.PathLike[str] | None = None
 
     def settle(self, *, require_sources: bool = True) -> Settings:
         """The configuration, which the caller releases. ConfigError names what is wrong, OSError an unfit system."""
@@ -75,7 +80,9 @@ class Arguments:
             for spec, value in self.live.items():
                 held.add(value, spec.removeprefix(f"{LIVE}:"))
             before = None if self.resume is None else self._before(self.resume)
-            given = [held.plain(x, "") if isinstance(x, Mapping) else os.fspath(x) for x in self._files()]
+            given: list[Any] = [held.plain(x, "") if isinstance(x, Mapping) else os.fspath(x) for x in self._files()]
+            if self.supervised:
+                given.append(SUPERVISED)
             own = self._own(held)
             layers: list[Any] = [*given, own] if before is None else [before, *given, *_over(before, own)]
             resolved = load_config(
@@ -115,8 +122,12 @@ class Arguments:
             raise ConfigError("eval_tasks needs tasks: a configuration's sources have eval_path for it")
         if self.reward is not None:
             values |= held.rewards(self.reward)
+        if self.examples is not None:
+            values["sft.path"] = _path_of(self.examples, "examples", held)
+        if self.rollouts is not None:
+            values["sft.rollouts"] = os.fspath(self.rollouts)
         for name, value in self.overrides.items():
-            key = key_of(name)
+            key = key_of(name, supervised=self.supervised)
             values[key] = held.plain(value, key)
         if self.resume is not None:
             values["run.dir"] = os.fspath(self.resume)
@@ -204,17 +215,19 @@ class _Held:
         return self.add(value, name_of(value))
 
 
-def key_of(name: str) -> str:
+def key_of(name: str, *, supervised: bool = False) -> str:
     """The dotted key that a keyword means: a dotted key, a table, or the last part of a key.
 
-    Where several have that last part it is [run]'s, else [rollout]'s; [plan]'s and [critic]'s only where no other table
-    has it.
+    Where several have that last part it is [run]'s, else [rollout]'s; [plan]'s, [critic]'s and [sft]'s only where no
+    other table has it; of `supervised` training [sft]'s first.
     """
     known = [key for key, _ in leaves()]
     if "." in name or name in dict(tables()):
         return name
     found = [key for key in known if key.rpartition(".")[2] == name]
-    found = [key for key in found if not key.startswith(("plan.", "critic."))] or found
+    if supervised and f"sft.{name}" in found:
+        return f"sft.{name}"
+    found = [key for key in found if not key.startswith(("plan.", "critic.", "sft."))] or found
     first = [key for key in (f"run.{name}", f"rollout.{name}") if key in found]
     found = first[:1] or found
     if len(found) == 1:

@@ -1,4 +1,7 @@
-"""`rollover.train` and `rollover.train_async`: a whole run in one call. Where it goes on is start.py's business."""
+"""`rollover.train`, `rollover.sft` and `rollover.train_async`: a whole run in one call.
+
+Where it goes on is start.py's business.
+"""
 
 from __future__ import annotations
 
@@ -60,3 +63,32 @@ async def train_async(
     """As `train`, on the running event loop. A training step holds up the loop, unless rollout.overlap is on."""
     arguments = Arguments(model, tasks, reward, eval_tasks, config, resume, overrides, trust=trust)
     return after_training(*await train_here(arguments))
+
+
+def sft(
+    *,
+    model: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    examples: Any = None,
+    rollouts: str | os.PathLike[str] | None = None,
+    tasks: Any = None,
+    reward: Any = None,
+    eval_tasks: Any = None,
+    config: Layer | Sequence[Layer] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    trust: bool = False,
+    **overrides: Any,
+) -> Run:
+    """Train a model on examples, as a start for `train`; returns the run, as `train` does.
+
+    - examples: dicts with `messages` that end with the assistant's, a `prompt` and a `completion`, or a `text` (a list
+      or a `datasets.Dataset`); or the name of a file of them (`sft.path`).
+    - rollouts: the directory of a run whose recorded rollouts are examples (`sft.rollouts`): rejection sampling.
+    - tasks, reward, eval_tasks: what is evaluated by generation, with num_tasks of [eval].
+
+    All others are those of `train`; a keyword such as `epochs=2` or `batch_examples=16` means the key of [sft] first.
+    """
+    arguments = Arguments(
+        model, tasks, reward, eval_tasks, config, resume, overrides, trust=trust, supervised=True, examples=examples,
+        rollouts=rollouts,
+    )  # fmt: skip
+    return after_training(*train_and_wait(arguments))

@@ -15,9 +15,14 @@ def as_text(config: Config, cores: int) -> str:
     placement = placement_of(config, cores)
     rollout, train = config.rollout, config.train
     model = config.backend.base_model or config.model.path
+    steps = f"{many(train.num_steps, 'step')} of {many(rollout.groups_per_step, 'group')}"
+    steps += f" x {rollout.rollouts_per_group} rollouts"
+    if config.algorithm.supervised:
+        sft = config.sft
+        passes = f"sft.epochs = {sft.epochs}, steps" if sft.epochs else many(train.num_steps, "step")
+        steps = f"{passes} of {many(sft.batch_examples, 'example')}"
     lines = [
-        f"training    {model}: {many(train.num_steps, 'step')} of {many(rollout.groups_per_step, 'group')} x"
-        f" {rollout.rollouts_per_group} rollouts",
+        f"training    {model}: {steps}",
         *node_lines(config, placement),
         "checked     the configuration and the room that its processes need; not the model, the tasks, or what is"
         " installed",

@@ -22,6 +22,7 @@ VERBS = {
     name: f"rollover.commands.{name}"
     for name in (
         "train",
+        "sft",
         "demo",
         "init",
         "eval",

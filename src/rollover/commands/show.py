@@ -78,8 +78,12 @@ def now(files: RunFiles) -> dict[str, str]:
         first, last = rewards[:_LATEST], rewards[-_LATEST:]
         told["reward"] = f"{decimal(sum(first) / len(first))} -> {decimal(sum(last) / len(last))}"
         told["reward"] += f" (means of the first and the last {len(last)} steps)"
-    told["staleness"] = f"{count(row.get('staleness/max'))} at most in the last step"
-    told["staleness"] += f", bound {count(row.get('staleness/bound'))}"
+    if "sft/loss" in row:
+        losses = [r["sft/loss"] for r in rows]
+        told["loss"] = f"{decimal(losses[0])} -> {decimal(losses[-1])} nats a token of the examples"
+    else:
+        told["staleness"] = f"{count(row.get('staleness/max'))} at most in the last step"
+        told["staleness"] += f", bound {count(row.get('staleness/bound'))}"
     if (pace := seconds_a_step(rows)) is not None:
         told["pace"] = f"{decimal(pace, 1)} s a step, {count(row.get('speed/generated_tokens_per_s'))} tok/s generating"
         if state == "running" and num_steps is not None:

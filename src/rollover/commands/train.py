@@ -21,15 +21,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
+    return train(args, overrides)
+
+
+def train(args: argparse.Namespace, overrides: Overrides, *, supervised: bool = False) -> int:
+    """Train, on examples where it is `supervised` (`rollover sft`). Returns the exit code."""
     keep_streams()  # a run is worth more than its lines
     try:
-        return _run(args, overrides)
+        return _run(args, overrides, supervised)
     finally:
         report_lost_output()
 
 
-def _run(args: argparse.Namespace, overrides: Overrides) -> int:
-    resolved = load(args.files, overrides)
+def _run(args: argparse.Namespace, overrides: Overrides, supervised: bool) -> int:
+    resolved = load(args.files, overrides, supervised=supervised)
     name = resolved.config.checkpoint.resume_from
     if name and not args.resume:
         raise ValueError(f'checkpoint.resume_from = "{name}" has no effect without --resume: add it, or remove the key')

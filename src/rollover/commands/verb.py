@@ -39,16 +39,21 @@ class Verb:
     keys: bool = True
 
 
-def load(files: Sequence[Path], overrides: Overrides, *, require_sources: bool = True) -> Resolved:
+def load(
+    files: Sequence[Path], overrides: Overrides, *, require_sources: bool = True, supervised: bool = False
+) -> Resolved:
     """The configuration that files and overrides make, its notices printed to stderr; the process is prepared for it.
+    `supervised`: what `rollover sft` sets lies above the files.
 
     ConfigError (a ValueError) for what is wrong in it.
     """
     from rollover.config.load import load_config
+    from rollover.config.sft import SUPERVISED
     from rollover.processes import prepare_libraries
     from rollover.workflows.distilled import distill_options
 
-    resolved = load_config(list(files), overrides, require_sources=require_sources, under=distill_options)
+    layers = [*files, SUPERVISED] if supervised else list(files)
+    resolved = load_config(layers, overrides, require_sources=require_sources, under=distill_options)
     for notice in resolved.notices:
         to_stderr(f"rollover: notice: {notice}")
     prepare_libraries(resolved.config.run)

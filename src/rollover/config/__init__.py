@@ -9,6 +9,7 @@ from rollover.config.rollout import RolloutConfig
 from rollover.config.run import CheckpointConfig, PlanConfig, RunConfig, TrackConfig, WatchdogConfig
 from rollover.config.schema import Config
 from rollover.config.selection import FiltersConfig, ReplayConfig, RerollConfig
+from rollover.config.sft import SftConfig
 from rollover.config.table import ConfigError, Table
 from rollover.config.tasks import TasksConfig, TaskSourceConfig
 from rollover.config.train import EngineConfig, LoraConfig, ModelConfig, TrainConfig
@@ -35,6 +36,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "Table",
+    "SftConfig",
     "TaskSourceConfig",
     "TasksConfig",
     "TrackConfig",

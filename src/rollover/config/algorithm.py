@@ -28,7 +28,7 @@ from rollover.config.traits import ADVANTAGES, LOSSES, OWN_LOSS, AdvantageTraits
 
 Presets = Literal[
     "grpo", "dapo", "dr_grpo", "gspo", "cispo", "gmpo", "sapo", "luspo", "vespo", "rloo", "opo", "gpg", "reinforce++",
-    "gdpo", "ppo", "remax", "max_rl", "async_decoupled",
+    "gdpo", "ppo", "remax", "max_rl", "async_decoupled", "sft",
 ]  # fmt: skip
 
 
@@ -262,6 +262,11 @@ class AlgorithmConfig(estimators.Estimation, reference.ReferencePolicy, Table):
         return LOSSES.get(self.loss, OWN_LOSS)
 
     @property
+    def supervised(self) -> bool:
+        """Whether the run trains on examples ([sft]) in the place of rollouts."""
+        return self.loss_traits.supervised
+
+    @property
     def needs_every_token(self) -> bool:
         """Whether tokens with advantage 0 change the gradient, too."""
         return bool(self.kl_in_loss or self.entropy_coef or self.needs_critic) or not self.loss_traits.vanishes
@@ -276,7 +281,7 @@ class AlgorithmConfig(estimators.Estimation, reference.ReferencePolicy, Table):
     def weight(self) -> Correction:
         """The importance weight proximal/behavior that multiplies the loss of a token, wherever that is done; none
         where it is 1."""
-        if self.proximal_policy == "behavior":
+        if self.proximal_policy == "behavior" or self.supervised:
             return "none"
         return "token_truncate" if self.loss_traits.weighs else self.correction
 
@@ -290,8 +295,11 @@ class AlgorithmConfig(estimators.Estimation, reference.ReferencePolicy, Table):
         """Whether the loss holds the ratio to the policy that sampled a token, as far as is known.
 
         It is the product of the loss' own ratio, current/proximal, and the weight, proximal/behavior. Where the loss
-        may lack the first, the second has to hold all: the proximal policy must be (nearly) the current one.
+        may lack the first, the second has to hold all: the proximal policy must be (nearly) the current one. Examples
+        need none of it.
         """
+        if self.supervised:
+            return True
         if self.loss_traits.ratio is None:
             return self.weight != "none" and self.proximal_policy == "step_start"
         return self.weight != "none" or self.proximal_policy == "behavior"
@@ -299,7 +307,10 @@ class AlgorithmConfig(estimators.Estimation, reference.ReferencePolicy, Table):
     @property
     def follows_updates(self) -> bool:
         """Whether the loss holds the ratio of the current policy to that at the start of the step, as far as is known:
-        it matters from the second update of a step on. A loss without one may have current/behavior as a weight."""
+        it matters from the second update of a step on. A loss without one may have current/behavior as a weight, and
+        that of examples needs neither."""
+        if self.supervised:
+            return True
         return self.loss_traits.ratio is True or (self.proximal_policy == "current" and self.weight != "none")
 
 

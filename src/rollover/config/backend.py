@@ -104,8 +104,8 @@ TINKER_REFUSES: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 # What only this machine's engine and trainer read.
 TINKER_IGNORES = (
-    "model.dtype", "model.device", "engine.kv_memory_gb", "engine.threads", "engine.prefill_chunk_tokens",
-    "engine.device", "engine.vllm_python", "engine.vllm_args", "train.micro_batch_tokens",
+    "model.dtype", "model.device", "model.vision", "engine.kv_memory_gb", "engine.threads",
+    "engine.prefill_chunk_tokens", "engine.device", "engine.vllm_python", "engine.vllm_args", "train.micro_batch_tokens",
     "train.gradient_checkpointing", "train.profile_steps", "track.peak_tflops",
 )  # fmt: skip
 # The same of ranks: why an option must have its default, and what to set it to.
@@ -116,6 +116,8 @@ RANKS_REFUSES: dict[str, str] = {
     "train.optimizer": "its moments lie in blocks of 256 numbers, which the part of a rank does not consist of. Use"
     ' "adamw", whose moments are spread, or "muon"',
     "model.device": 'on "mps" processes cannot train together. Set it to "cpu" or "cuda"',
+    "model.vision": "a rank without an image in its samples would not join in the gradient of the tower. Set it to"
+    ' "frozen", or train the tower by backend.type = "local"',
     "algorithm.loss": "an object of this program is not in the processes of the ranks. Name a function of a file"
     " (path.py:function)",
 }
@@ -124,6 +126,7 @@ _REFUSED_WITH_RANKS: dict[str, Callable[[Any], bool]] = {
     "algorithm.advantage": lambda c: c.algorithm.needs_critic,
     "train.optimizer": lambda c: c.train.optimizer == "adamw_8bit",
     "model.device": lambda c: c.model.device.startswith("mps"),
+    "model.vision": lambda c: c.model.vision == "trained",
     "algorithm.loss": lambda c: is_live(c.algorithm.loss),
 }
 

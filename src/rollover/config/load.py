@@ -21,7 +21,7 @@ from rollover.config.recipes import located
 from rollover.config.schema import Config, choices_of, default_of, expected, field_at, leaves, takes_text
 from rollover.config.settle import Layers, Values, derive, notices_of_ratio, refuse, settle, shown
 from rollover.config.suggest import unknown_key, unknown_table
-from rollover.config.table import UNSETTLED, ConfigError, Table, row_of, table_of
+from rollover.config.table import UNSETTLED, ConfigError, Layer, Table, row_of, table_of
 from rollover.config.toml_file import read_toml
 from rollover.config.trust import OfRun
 from rollover.config.workflow import PER_STEP, PER_STEP_IS
@@ -68,7 +68,8 @@ def load_config(
         if isinstance(source, OfRun):
             stack.append((source.label, _dotted(source.settings, source.label)))
         elif isinstance(source, Mapping):
-            stack.append((PYTHON, _dotted(source, PYTHON)))
+            label = source.label if isinstance(source, Layer) else PYTHON
+            stack.append((label, _dotted(source, label)))
         else:
             label, path = located(source)
             stack.append((label, dict(_flatten(read_toml(path), Config, "", label))))

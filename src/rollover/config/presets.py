@@ -190,4 +190,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "correction_cap": 5.0,
         "aggregation": "token-mean",
     },
+    # Maximum likelihood of examples ([sft]), the mean over their trained tokens. No policy sampled these: there is
+    # nothing to correct.
+    "sft": {
+        "loss": "nll",
+        "aggregation": "token-mean",
+        "correction": "none",
+    },
 }

@@ -35,7 +35,14 @@ class Fixed:
 
 FIXED = (
     Fixed(("run.seed",), "tasks, and the tokens of a rollout, are drawn by it"),
-    Fixed(("run.train_on_recorded", "tasks.producer"), "what is held and what comes next would be of different runs"),
+    Fixed(
+        ("run.train_on_recorded", "tasks.producer", "sft.path", "sft.rollouts"),
+        "what is held and what comes next would be of different runs",
+    ),
+    Fixed(
+        tuple(f"sft.{name}" for name in ("eval_fraction", "min_reward", "per_task", "turns", "max_tokens")),
+        "examples would be repeated, skipped, or held out after being trained",
+    ),
     Fixed(
         ("tasks.eval_fraction", "tasks.shuffle", "tasks.drop_last"),
         "tasks would be repeated, skipped, or held out after being trained",
@@ -133,6 +140,8 @@ def changes(old: Mapping[str, Any], new: Config) -> list[Change]:
     ]
     if now["model.dtype"] == "auto":  # what was decided at the start of the run holds
         keys = [k for k in keys if k != "model.dtype"]
+    if now["sft.epochs"] and before.get("sft.epochs") == now["sft.epochs"]:  # so does what the examples decided
+        keys = [k for k in keys if k != "train.num_steps"]
     return [Change(k, before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)]
 
 

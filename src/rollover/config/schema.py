@@ -24,6 +24,7 @@ from rollover.config import (
     rollout,
     run,
     selection,
+    sft,
     tasks,
     train,
     workflow,
@@ -38,6 +39,7 @@ from rollover.config.rewards import RewardsConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.config.run import CheckpointConfig, PlanConfig, RunConfig, TrackConfig, WatchdogConfig
 from rollover.config.selection import FiltersConfig, ReplayConfig, RerollConfig
+from rollover.config.sft import SftConfig
 from rollover.config.table import UNSETTLED, Inert, Refused, Rule, Table, given, on_fields, refuse, row_of, table_of
 from rollover.config.tasks import TasksConfig, source_rules
 from rollover.config.train import EngineConfig, ModelConfig, TrainConfig
@@ -54,6 +56,7 @@ class Config(Table):
     workflow: WorkflowConfig = Field(default_factory=WorkflowConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    sft: SftConfig = Field(default_factory=SftConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
     distill: DistillConfig = Field(default_factory=DistillConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
@@ -87,7 +90,12 @@ class Config(Table):
     @property
     def tells_tokens(self) -> bool:
         """Whether it is recorded what training made of each token."""
-        return self.track.rollouts and self.track.token_stats and not self.run.train_on_recorded
+        return self.records_rollouts and self.track.token_stats
+
+    @property
+    def records_rollouts(self) -> bool:
+        """Whether trained rollouts are recorded: those read from records, and examples, are not."""
+        return self.track.rollouts and not self.run.train_on_recorded and not self.algorithm.supervised
 
     @property
     def equal_scores_teach_nothing(self) -> bool:
@@ -201,6 +209,7 @@ RULES: tuple[Rule, ...] = (
     *run.RULES,
     *rollout.RULES,
     *workflow.RULES,
+    *sft.rules(AlgorithmConfig, selection.DROPPING),
 )
 INERT = tuple(rule for rule in RULES if isinstance(rule, Inert))
 REFUSED = tuple(rule for rule in RULES if isinstance(rule, Refused))

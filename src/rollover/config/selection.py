@@ -123,7 +123,7 @@ class RerollConfig(Table):
 
 
 _BY_METRIC = ("filters.zero_variance", "filters.pass_rate_above", "filters.pass_rate_below")
-_DROPPING = (
+DROPPING = (
     *_BY_METRIC, "filters.max_truncated_share", "filters.max_error_share", "filters.max_overlong_share",
     "filters.custom",
 )  # fmt: skip
@@ -131,14 +131,14 @@ _MASKS = ("filters.mask_truncated", "filters.mask_overlong")
 
 RULES: tuple[Rule, ...] = (
     Inert(
-        (*_DROPPING, "filters.give_up_after_steps"),
+        (*DROPPING, "filters.give_up_after_steps"),
         ("run.train_on_recorded", "tasks.producer"),
         lambda c: bool(c.run.train_on_recorded or c.tasks.producer),
         "with run.train_on_recorded or tasks.producer: their groups are trained as they are",
     ),
     Inert(
         ("filters.give_up_after_steps",),
-        (*_DROPPING, *_MASKS),
+        (*DROPPING, *_MASKS),
         lambda c: not c.filters.drops,
         "as no filter drops groups",
         "Set filters.zero_variance, say",

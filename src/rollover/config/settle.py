@@ -102,6 +102,10 @@ def _replace(config: Config, key: str, value: Any) -> Config:
 def derive(config: Config, layers: Layers) -> tuple[Config, dict[str, str]]:
     """Final values for the options whose default depends on others, and what set each option."""
     origin = {key: layers.labels[index] for key, index in layers.index.items()}
+    if config.algorithm.supervised:
+        for key in ("rollout.groups_per_step", "rollout.in_flight_groups"):
+            config = _replace(config, key, config.sft.batch_examples)
+            origin[key] = "derived from sft.batch_examples"
     if config.rollout.in_flight_groups == 0:
         config = _replace(config, "rollout.in_flight_groups", config.rollout.groups_per_step)
         origin["rollout.in_flight_groups"] = "derived from rollout.groups_per_step"
@@ -109,7 +113,8 @@ def derive(config: Config, layers: Layers) -> tuple[Config, dict[str, str]]:
         config = _replace(config, "rollout.on_stale", "finish_first")
     if config.algorithm.correction != config.algorithm.weight:
         config = _replace(config, "algorithm.correction", config.algorithm.weight)
-        origin["algorithm.correction"] = "derived from algorithm.proximal"
+        source = "loss" if config.algorithm.supervised else "proximal"
+        origin["algorithm.correction"] = f"derived from algorithm.{source}"
     if not config.algorithm.kl_kind:
         config = _replace(config, "algorithm.kl_kind", config.algorithm.kl_estimator)
         origin["algorithm.kl_kind"] = "derived from algorithm.kl_in"

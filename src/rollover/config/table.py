@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
@@ -22,6 +22,14 @@ UNSETTLED = object()
 
 class ConfigError(ValueError):
     """A configuration that cannot be used. The message names file, key and fix."""
+
+
+class Layer(dict[str, Any]):
+    """Values of a configuration, by dotted keys, and who sets them: `label`, in messages."""
+
+    def __init__(self, label: str, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.label = label
 
 
 class Table(BaseModel):

@@ -270,7 +270,7 @@ def _streamed_in_order(config: Any) -> str:
 
 NO_SOURCES = Refused(
     ("tasks.sources",),
-    lambda c: not c.tasks.sources,
+    lambda c: not c.tasks.sources and not (c.algorithm.supervised and not c.eval.num_tasks),
     lambda c: (
         "tasks.sources is empty: there is nothing to train on. Add a [[tasks.sources]] table, for instance with"
         ' kind = "reasoning_gym" and name = "chain_sum"'

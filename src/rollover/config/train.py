@@ -81,6 +81,11 @@ class ModelConfig(Table):
         "Arguments of the processor of an image-text model, such as { max_pixels = 501760 }: how large its images are.",
     )
     trust_remote_code: bool = option(False, "Run Python code that comes with the model. Off unless you set it.")
+    vision: Literal["frozen", "trained"] = option(
+        "frozen",
+        "Vision tower and projector of a vision-language model. frozen: they stay as they are, and an image is computed"
+        " once. With LoRA, trained gives them adapters, too.",
+    )
     lora: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
 
 

@@ -84,6 +84,8 @@ class LossTraits:
     """Where the current/proximal ratio is 1, its gradient is that of reinforce."""
     by_row: bool = False
     """All tokens of a row hold the loss of the row, which is weighed as a whole."""
+    supervised: bool = False
+    """Its tokens are those of examples: no policy sampled them, and they have no advantage."""
 
 
 # Each is the function of that name in algorithms/loss.py or algorithms/unclipped.py.
@@ -103,6 +105,7 @@ LOSSES = {
     "dppo_tv": LossTraits(),
     "dppo_kl": LossTraits(),
     "decoupled": LossTraits(weighs=True, dual_clip=True, by_ratio=False),
+    "nll": LossTraits(ratio=False, bounds=False, vanishes=False, by_ratio=False, supervised=True),
 }
 OWN_LOSS = LossTraits(
     ratio=None, dual_clip=True, vanishes=False, by_ratio=False

@@ -34,6 +34,7 @@ FUNCTIONS = (
 PLACES = (
     "run.train_on_recorded", "model.path", "model.lora.path", "tasks.sources.path", "tasks.sources.eval_path",
     "tasks.sources.params", "tasks.sources.eval_params", "algorithm.reference_path", "critic.model", "distill.teacher",
+    "sft.path", "sft.eval_path", "sft.rollouts",
 )  # fmt: skip
 # Data: never imported, executed, connected to or written to. (`run.dir` is the directory itself: `settings_of_run`.)
 TEXTS = (
@@ -45,7 +46,8 @@ TEXTS = (
     "rollout.logits.logit_bias", "rollout.logits.regex", "rollout.logits.json_schema", "workflow.env", "engine.device",
     "algorithm.reward_weights", "algorithm.loss_options", "algorithm.rejection", "distill.roles", "backend.base_model",
     "rewards.functions.name", "filters.metric", "eval.settings.name", "eval.metric", "checkpoint.resume_from",
-    "track.project", "track.group", "track.entity", "track.tags",
+    "track.project", "track.group", "track.entity", "track.tags", "sft.subset", "sft.split", "sft.prompt_column",
+    "sft.completion_column",
 )  # fmt: skip
 FLAGS = ("model.trust_remote_code", "tasks.allow_image_urls")  # of the options that are true or false
 _T = TypeVar("_T", bound=Table)

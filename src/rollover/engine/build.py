@@ -70,7 +70,7 @@ def embedded_engine(loaded: LoadedModel, config: Config, *, copies: bool = True)
     model = copy.deepcopy(loaded.model) if copies else loaded.model
     cast_parameters(model, dtype_of(config))
     torch.nn.Module.to(model, engine_device(config))
-    return EmbeddedEngine.over(model, loaded.tokenizer, config)
+    return EmbeddedEngine.over(model, loaded, config)
 
 
 def make_embedded(setup: EngineSetup) -> Engine:

@@ -8,7 +8,8 @@ the object passed as `rollover_attention` (this file's PackedAttention, or the e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -16,10 +17,16 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rollover.models.vision import RowImages
+
 IMPLEMENTATION = "rollover"
 _POSITIONS = ("position_ids", "cache_position")
 # Of a configuration's layer_types, those that are attention as Rollover runs it.
 _PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention"}
+
+
+# Pairs [start, end) of indices.
+Spans = Sequence[tuple[int, int]]
 
 
 class Unsupported(ValueError):
@@ -179,12 +186,18 @@ class PackedAttention:
 
     A prompt's block is shared: the row holds it once, and each answer's block attends to it as if they stood together.
     Padding exists only inside attention, in batches of similar length; right padding needs no mask of its own, since a
-    real query never looks at later positions. `lengths` are those of the blocks, each at least 1. `mask_pairs`: above
-    so many pairs of query and key the queries are computed in parts, each with a mask of its own.
+    real query never looks at later positions. `lengths` are those of the blocks, each at least 1. `together`: block ->
+    spans of its tokens that see each other, later ones too (images of Gemma). `mask_pairs`: above so many pairs of
+    query and key the queries are computed in parts, each with a mask of its own.
     """
 
     def __init__(
-        self, lengths: list[int], prefixes: list[int | None] | None = None, *, mask_pairs: int = _MASK_PAIRS
+        self,
+        lengths: list[int],
+        prefixes: list[int | None] | None = None,
+        *,
+        together: Mapping[int, Spans] = MappingProxyType({}),
+        mask_pairs: int = _MASK_PAIRS,
     ) -> None:
         assert lengths and min(lengths) >= 1
         self.lengths = lengths
@@ -192,8 +205,11 @@ class PackedAttention:
         assert len(self.prefixes) == len(lengths)
         self.batches: list[tuple[int | None, list[int]]] = []
         for prefix in dict.fromkeys(self.prefixes):
-            members = {i: n for i, n in enumerate(lengths) if self.prefixes[i] == prefix}
+            members = {i: n for i, n in enumerate(lengths) if self.prefixes[i] == prefix and i not in together}
             self.batches += [(prefix, batch) for batch in similar_lengths(members)]
+        self._together = together
+        assert all(self.prefixes[i] is None for i in together), "images are in prompts"
+        self.batches += [(None, [i]) for i in together]
         self._mask_pairs = mask_pairs
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
@@ -222,8 +238,16 @@ class PackedAttention:
             if prefix is not None:
                 key = torch.cat((keys[prefix].expand(len(batch), -1, -1, -1), key), 1)
                 value = torch.cat((values[prefix].expand(len(batch), -1, -1, -1), value), 1)
-            heads_first = (x.transpose(1, 2) for x in (query, key, value))
-            out_BTHD = self._batch(*heads_first, window=window, scale=scale, softcap=softcap).transpose(1, 2)
+            query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+            spans = self._together.get(batch[0])
+            if spans is None:
+                out_BHTD = self._batch(query, key, value, window=window, scale=scale, softcap=softcap)
+            else:
+                mask = causal_mask(query.shape[2], key.shape[2], window, query.device)
+                for start, end in spans:
+                    mask[start:end, start:end] = True
+                out_BHTD = masked_attention(query, key, value, mask, scale=scale, softcap=softcap)
+            out_BTHD = out_BHTD.transpose(1, 2)
             for i, row in zip(batch, out_BTHD, strict=True):
                 out[i] = row[: self.lengths[i]]
         return torch.cat(out)
@@ -262,22 +286,32 @@ class PackedAttention:
 
 
 def hidden_states(
-    model: Any, input_ids_N: torch.Tensor, position_ids_N: torch.Tensor, attention: Attention
+    model: Any,
+    input_ids_N: torch.Tensor,
+    position_ids: torch.Tensor,
+    attention: Attention,
+    images: RowImages | None = None,
 ) -> torch.Tensor:
     """Last hidden states [N, hidden] of a flattened row, in float32; `model` is a causal LM loaded by models/load.py.
+
+    `position_ids`: [N], or [3, N] in time, height and width. `images`: features in place of some embeddings.
 
     With bfloat16 parameters only the matrix products are in bfloat16: the residual stream stays in float32. SmolLM2's
     grows to 540, where bfloat16 steps by 4, and log-probs of engine and trainer came apart (docs/log.md).
     """
     backbone = model.get_decoder() if hasattr(model, "get_decoder") else model.model
     dtype = model.get_input_embeddings().weight.dtype
-    of_tokens: dict[str, torch.Tensor] = {}
+    of_tokens: dict[str, Any] = {}
     if getattr(backbone, "hidden_size_per_layer_input", 0):  # gemma3n, gemma4: each layer has embeddings of its own
         of_tokens["per_layer_inputs"] = backbone.get_per_layer_inputs(input_ids_N.unsqueeze(0))
+    embeddings_NE = model.get_input_embeddings()(input_ids_N.unsqueeze(0))[0].float()
+    if images is not None:
+        embeddings_NE = images.embedded(embeddings_NE)
+        of_tokens |= images.arguments(len(input_ids_N))
     with torch.autocast(input_ids_N.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         out = backbone(
-            inputs_embeds=model.get_input_embeddings()(input_ids_N.unsqueeze(0)).float(),
-            position_ids=position_ids_N.unsqueeze(0),
+            inputs_embeds=embeddings_NE.unsqueeze(0),
+            position_ids=position_ids.unsqueeze(-2),
             use_cache=False,
             rollover_attention=attention,
             **of_tokens,

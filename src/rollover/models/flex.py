@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from rollover.models.attention import Attention, PackedAttention
+from rollover.models.attention import Attention, PackedAttention, Spans
 
 TILE = 128
 
@@ -218,8 +219,13 @@ class FusedOrPadded:
         return attention.attend(layer, query_NHD, key_NKD, value_NKD, scale=scale, window=window, softcap=softcap)
 
 
-def packed_attention(lengths: list[int], prefixes: list[int | None], device: torch.device) -> Attention:
-    """Attention of a packed row, as the device does it best."""
-    if device.type != "cuda":
-        return PackedAttention(lengths, prefixes)
+def packed_attention(
+    lengths: list[int],
+    prefixes: list[int | None],
+    device: torch.device,
+    together: Mapping[int, Spans] = MappingProxyType({}),
+) -> Attention:
+    """Attention of a packed row, as the device does it best. `together`: as of PackedAttention."""
+    if device.type != "cuda" or together:
+        return PackedAttention(lengths, prefixes, together=together)
     return FusedOrPadded(lengths, prefixes, device, _compiled())

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from rollover.models.attention import attention_widths
+from rollover.models.vision import takes_images, tower_parameters
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
@@ -64,8 +65,10 @@ class ModelFlops:
         config = model.config.get_text_config()
         share, num_experts = _active_experts(config)
         linear = trained = 0.0
+        # An image goes through its tower once, whatever its tokens (models/vision.py counts that).
+        tower = {id(p) for _, p in tower_parameters(model)} if takes_images(model.config) else set[int]()
         for name, parameter in model.named_parameters():
-            if parameter.ndim < 2 or id(parameter) in embeddings or parameter is head:
+            if parameter.ndim < 2 or id(parameter) in embeddings or parameter is head or id(parameter) in tower:
                 continue
             of_experts = (
                 parameter.ndim == 3 and parameter.shape[0] == num_experts or re.search(r"\.experts\.\d+\.", name)

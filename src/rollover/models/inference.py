@@ -20,9 +20,10 @@ from rollover.models.adapters import Adapter, Adapters
 from rollover.models.attention import Attention
 from rollover.models.operations import Norm, Operations
 from rollover.models.packed import PackedWeight
+from rollover.models.vision import RowImages
 
 # Their layers are: RMS norm, attention with rotary positions, RMS norm, gated MLP; nothing else is scaled or added.
-_SHAPED_LIKE_LLAMA = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_SHAPED_LIKE_LLAMA = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 
 
 class PlainWeights:
@@ -94,8 +95,8 @@ class InferenceDecoder:
 
     def __init__(self, model: Any, rows: int, operations: Operations, adapters: Adapters | None = None) -> None:
         assert self.supported(model)
-        backbone = model.model
-        first = next(model.parameters())
+        backbone = model.get_decoder()
+        first = model.get_input_embeddings().weight
         self.dtype, self.operations = first.dtype, operations
         self.embedding, self.rotary = backbone.embed_tokens, backbone.rotary_emb
         self._packed: dict[str, Callable[[torch.Tensor], None]] = {}
@@ -120,13 +121,14 @@ class InferenceDecoder:
     @staticmethod
     def supported(model: Any) -> bool:
         """Whether `model` is shaped like Llama, with rotary positions over whole heads."""
-        if type(model).__name__ not in _SHAPED_LIKE_LLAMA:
+        backbone: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
+        if type(backbone).__name__ not in _SHAPED_LIKE_LLAMA:
             return False
-        config = model.config
+        config = model.config.get_text_config()
         if config.hidden_act not in ("silu", "swish"):
             return False
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return len(model.model.rotary_emb.inv_freq) * 2 == head_size
+        return len(backbone.rotary_emb.inv_freq) * 2 == head_size
 
     def refresh(self) -> None:
         """The weights were replaced: take norms, biases and adapters again, and pack."""
@@ -147,11 +149,17 @@ class InferenceDecoder:
         return tensor.numel() * self.dtype.itemsize
 
     def hidden_states(
-        self, input_ids_N: torch.Tensor, position_ids_N: torch.Tensor, attention: Attention
+        self,
+        input_ids_N: torch.Tensor,
+        position_ids_N: torch.Tensor,
+        attention: Attention,
+        images: RowImages | None = None,
     ) -> torch.Tensor:
         """Last hidden states [N, E], float32. Without autograd only."""
         operations, dtype = self.operations, self.dtype
         x_NE = F.embedding(input_ids_N, self.embedding.weight).float()
+        if images is not None:
+            x_NE = images.embedded(x_NE)
         cos_1ND, sin_1ND = self.rotary(x_NE[None], position_ids_N[None])
         cos_ND, sin_ND = cos_1ND[0], sin_1ND[0]
         # What a block adds to the residual stream is added where the next norm reads it.

@@ -28,6 +28,7 @@ from rollover.models import attention
 from rollover.models.locate import resolve_path
 from rollover.models.processor import Processor, build_processor
 from rollover.models.smollm2 import ALIAS, HOW_TO_INSTALL
+from rollover.models.vision import takes_images, tower_parameters
 from rollover.system import hub_is_away
 
 # Of transformers' own loading, which sets variables of the process meanwhile: two at once lose tied weights.
@@ -68,19 +69,17 @@ def load_model(
     cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> LoadedModel:
     """Load model and tokenizer. Errors that a user can mend are ValueErrors naming model.path."""
-    from transformers import AutoModelForCausalLM
-
     path, source = _source_of(cfg)
     _quiet()
     config, tokenizer = _config(cfg, path, source), _tokenizer(cfg, path, source)
     try:
         with _loading:
-            found: Any = AutoModelForCausalLM.from_pretrained(
+            found: Any = _model_class(config).from_pretrained(
                 path,
                 config=config,
                 dtype=dtype,
                 use_safetensors=True,
-                attn_implementation=attention.IMPLEMENTATION,
+                attn_implementation=_attention_of(config),
                 output_loading_info=True,
                 **source,
             )
@@ -97,6 +96,7 @@ def load_model(
             f" ({', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}); they would be random. Copy the folder again"
         )
     model.eval()
+    _freeze_tower(model, cfg)
     _keep_float32(model)
     if device is not None:
         torch.nn.Module.to(model, device)
@@ -111,21 +111,22 @@ def load_model(
 def load_outline(cfg: ModelConfig, *, filled_later: bool = False) -> LoadedModel:
     """Tokenizer, configuration and shapes of a model whose weights are elsewhere: no weight is read. Errors as
     `load_model`. `filled_later`: its weights come from another process, and then it is what `load_model` gives."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     path, source = _source_of(cfg, needs_weights=False)
     _quiet()
     config, tokenizer = _config(cfg, path, source), _tokenizer(cfg, path, source)
     try:
         with _loading, torch.device("meta"):
-            like_loaded: dict[str, Any] = {"attn_implementation": attention.IMPLEMENTATION, "dtype": torch.float32}
-            model = AutoModelForCausalLM.from_config(
+            like_loaded: dict[str, Any] = {"attn_implementation": _attention_of(config), "dtype": torch.float32}
+            model = _model_class(config).from_config(
                 config, trust_remote_code=cfg.trust_remote_code, **(like_loaded if filled_later else {})
             )
         with contextlib.suppress(OSError):  # it has none, and what the configuration says holds
             model.generation_config = GenerationConfig.from_pretrained(path, **source)
     except (OSError, ValueError, ImportError, RuntimeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"model.path = {cfg.path!r} cannot be read: {_damage(path, error)}") from error
+    _freeze_tower(model, cfg)
     _keep_float32(model)
     processor = build_processor(path, source, cfg.processor_kwargs, tokenizer, config)
     return LoadedModel(model.eval(), tokenizer, path, processor)
@@ -133,14 +134,31 @@ def load_outline(cfg: ModelConfig, *, filled_later: bool = False) -> LoadedModel
 
 def outline_of(loaded: LoadedModel, cfg: ModelConfig, dtype: torch.dtype) -> Any:
     """The modules of `loaded`, which `cfg` describes, without weights, which would be in `dtype`."""
-    from transformers import AutoModelForCausalLM
-
+    config = loaded.model.config
     with _loading, torch.device("meta"):
-        outline = AutoModelForCausalLM.from_config(
-            loaded.model.config, trust_remote_code=cfg.trust_remote_code, dtype=dtype
-        )
+        outline = _model_class(config).from_config(config, trust_remote_code=cfg.trust_remote_code, dtype=dtype)
     outline.generation_config = loaded.model.generation_config
     return outline
+
+
+def _model_class(config: Any) -> Any:
+    """transformers' auto class for a causal LM, or for one that takes images."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
+
+
+def _attention_of(config: Any) -> str | dict[str, str]:
+    """Ours; of a model that takes images, ours for its language model alone: a tower refuses it, rightly."""
+    if not takes_images(config):
+        return attention.IMPLEMENTATION
+    return {"": "eager", "text_config": attention.IMPLEMENTATION, "vision_config": "sdpa"}
+
+
+def _freeze_tower(model: Any, cfg: ModelConfig) -> None:
+    if cfg.vision == "frozen" and takes_images(model.config):
+        for _, parameter in tower_parameters(model):
+            parameter.requires_grad_(False)
 
 
 def _source_of(cfg: ModelConfig, *, needs_weights: bool = True) -> tuple[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ CPU; a GPU's matmul leaves its float32 sums as they are).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,17 +15,21 @@ import torch
 
 from rollover.models import kernels
 from rollover.models.packed import ShiftedHead, float32_product
+from rollover.models.vision import placeholder_ids
 
 # Bytes of float32 logits at once: what a CPU's cache likes, and what keeps a GPU busy.
 CHUNK_BYTES = 64 * 2**20
 _CHUNK_BYTES_ON_GPU = 512 * 2**20
+# A logit whose probability is 0. An infinite one would make 0 x infinity in entropies and gradients.
+_NEVER = -1e9
 
 
 @dataclass(frozen=True)
 class Head:
     """The output layer: logits = softcap(hidden @ weight^T * multiplier + bias).
 
-    `float32_sums`: bfloat16 weights whose products are not rounded.
+    `float32_sums`: bfloat16 weights whose products are not rounded. `never`: ids of placeholders of images, which have
+    no probability: an answer cannot show an image.
     """
 
     weight_VE: torch.Tensor
@@ -34,6 +38,7 @@ class Head:
     multiplier: float
     shifted: ShiftedHead | None = None
     float32_sums: bool = False
+    never: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, model: Any) -> Head:
@@ -47,7 +52,8 @@ class Head:
             multiplier = config.logit_scale
         # peft wraps the linear layer when an adapter sits on it.
         linear = getattr(linear, "base_layer", linear)
-        return cls(linear.weight, linear.bias, getattr(config, "final_logit_softcapping", None), multiplier)
+        softcap, never = getattr(config, "final_logit_softcapping", None), placeholder_ids(model.config)
+        return cls(linear.weight, linear.bias, softcap, multiplier, never=never)
 
     def precise(self, rows: int | None = None) -> Head:
         """One without autograd whose logits are good enough for log-probs, also where the weights are bfloat16.
@@ -58,11 +64,11 @@ class Head:
         weight_VE, bias_V = self.weight_VE.detach(), None if self.bias_V is None else self.bias_V.detach()
         narrow = weight_VE.dtype == torch.bfloat16
         if narrow and self.softcap is None and weight_VE.device.type != "cuda":
-            return Head(weight_VE, bias_V, None, self.multiplier, ShiftedHead(weight_VE, bias_V, rows))
+            return replace(self, weight_VE=weight_VE, bias_V=bias_V, shifted=ShiftedHead(weight_VE, bias_V, rows))
         bias_V = None if bias_V is None else bias_V.float()
         if narrow and weight_VE.device.type == "cuda":
-            return Head(weight_VE, bias_V, self.softcap, self.multiplier, float32_sums=True)
-        return Head(weight_VE.float(), bias_V, self.softcap, self.multiplier)
+            return replace(self, weight_VE=weight_VE, bias_V=bias_V, float32_sums=True)
+        return replace(self, weight_VE=weight_VE.float(), bias_V=bias_V)
 
     @cached_property
     def kept(self) -> Head:
@@ -87,6 +93,8 @@ class Head:
             logits_CV = logits_CV.float() * self.multiplier
         if self.softcap is not None:
             logits_CV = self.softcap * torch.tanh(logits_CV.float() / self.softcap)
+        if self.never:
+            logits_CV[:, list(self.never)] = _NEVER
         return logits_CV
 
 

@@ -9,16 +9,20 @@ image, as it may need packages that a run of texts does without.
 
 from __future__ import annotations
 
+import shutil
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from rollover.images import digest_of, read_image
+from rollover.models.vision import takes_images
 from rollover.types import Media, Prompt, content_text
 
+_FILES = ("*processor_config.json", "chat_template.json")
 _MOST_KNOWN = 10_000  # images whose placeholders are remembered
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _MARK = "wvzq"  # a word that no chat template writes by itself
@@ -45,7 +49,7 @@ class Processor:
         self.path, self.tokenizer = path, tokenizer
         self._source, self._kwargs = source, kwargs
         self.placeholder_id = int(config.image_token_id)
-        """The token that stands for a piece of an image. Policies may sample it: Media say where images are."""
+        """The token that stands for a piece of an image."""
         self._known: OrderedDict[str, _Shape] = OrderedDict()  # by digest
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> Prompt:
@@ -54,19 +58,24 @@ class Processor:
         ValueError, which begins with what is wrong, for an image that cannot be read, for a text like an image token,
         and where a template or processor leaves an image out.
         """
-        sources = [
-            part["image"]
-            for message in messages
-            if not isinstance(message["content"], str)
-            for part in message["content"]
-            if part["type"] == "image"
-        ]
+        sources = image_sources(messages)
+        text = self.rendered(messages, **arguments)
+        if (num := text.count(self._token)) != len(sources):
+            raise ValueError(f"the chat template shows {num} of its {len(sources)} images: put them into user messages")
+        return self.tokens(text, sources)
+
+    def rendered(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+        """The text of messages, with one token for each image. ValueError for a text like that token."""
         self._check_texts(messages)
+        return self.tokenizer.apply_chat_template(list(map(_without_sources, messages)), tokenize=False, **arguments)
+
+    def tokens(self, text: str, sources: Sequence[str]) -> Prompt:
+        """The tokens of a text that `rendered` made, and of those of the images `sources` that it shows: the first."""
+        sources = sources[: text.count(self._token)]
+        if not sources:
+            return Prompt.of(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         images = [read_image(source) for source in sources]
         digests = list(map(digest_of, images))
-        text = self.tokenizer.apply_chat_template(list(map(_without_sources, messages)), tokenize=False, **arguments)
-        if (num := text.count(self._token)) != len(images):
-            raise ValueError(f"the chat template shows {num} of its {len(images)} images: put them into user messages")
         ids = self._called(text, images)["input_ids"][0].tolist()
         places = [i for i, token_id in enumerate(ids) if token_id == self.placeholder_id]
         shapes = [self._shape(digest, image) for digest, image in zip(digests, images, strict=True)]
@@ -100,6 +109,16 @@ class Processor:
                 " changed since. Set it back"
             )
         return pixels
+
+    def save(self, folder: Path) -> None:
+        """Write it beside a model and its tokenizer: the files that it came from, where model.processor_kwargs changes
+        nothing about it."""
+        files = [file for name in _FILES for file in Path(self.path).glob(name)]
+        if self._kwargs or not files:
+            self._own.to_json_file(folder / "processor_config.json")
+            return
+        for file in files:
+            shutil.copyfile(file, folder / file.name)
 
     # Private
 
@@ -165,13 +184,10 @@ class Processor:
         return self._known[digest]
 
 
-def takes_images(config: Any) -> bool:
-    """Whether transformers loads a model of this configuration as an image-text one."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
-    if getattr(config, "vision_config", None) is None:
-        return False
-    return config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and hasattr(config, "image_token_id")
+def image_sources(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The files of the images that messages show, in order."""
+    parts = [part for m in messages if isinstance(m.get("content"), list | tuple) for part in m["content"]]
+    return [part["image"] for part in parts if part["type"] == "image"]
 
 
 def build_processor(

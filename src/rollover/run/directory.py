@@ -269,7 +269,7 @@ class RunDirectory:
             return read_tables(path) if path.exists() else {}
 
     def resume_command(self, command: list[str] | None) -> str:
-        """What to type in a shell to go on with this run; `command` is what was typed after `train`.
+        """What to type in a shell to go on with this run; `command` is what was typed after the verb.
 
         None: what to call in Python, with the functions and tasks that were given as objects.
         """
@@ -277,7 +277,8 @@ class RunDirectory:
             trust = ", trust=True" if any(named(self.config.model_dump())) else ""
             return f"rollover.train(resume={str(self.path)!r}{trust})"
         words = [w for w in command if not w.startswith(("--run.dir=", "--checkpoint.resume_from="))]
-        return shlex.join([*_program(), "train", *words, f"--run.dir={self.path}", "--resume"])
+        verb = "sft" if self.config.algorithm.supervised else "train"
+        return shlex.join([*_program(), verb, *words, f"--run.dir={self.path}", "--resume"])
 
 
 def _holds_run(path: Path) -> bool:

@@ -22,7 +22,11 @@ _TRIAL = {"rollout.group_size": 4, "rollout.max_new_tokens": 64}
 
 def estimate_of(config: Config, model: Any, steps_left: int) -> str:
     """`estimate` of a run whose model is computed by this CPU alone; "" of others, and of one that is over at once."""
-    here = config.backend.type == "local" and config.engine.kind in ("embedded", "process")
+    here = (
+        config.backend.type == "local"
+        and not config.algorithm.supervised
+        and config.engine.kind in ("embedded", "process")
+    )
     if not here or not steps_left or {pick_device(config.model.device).type, engine_device(config).type} != {"cpu"}:
         return ""
     peak = peak_flops(engine_device(config), dtype_of(config), config.track.peak_tflops)

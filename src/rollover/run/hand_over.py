@@ -21,7 +21,7 @@ from rollover.run.parts import Parts
 
 
 class HandOver:
-    """Hands over the weights of one run. `needed`: whether anyone generates with the engine."""
+    """Hands over the weights of one run. `needed`: whether anyone generates with the engine, but for evaluations."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class HandOver:
     ) -> None:
         self.config, self.parts, self.rows, self.journaling, self.hooks = config, parts, rows, journaling, hooks
         self.blocked, self.needed = blocked, needed
+        self._in_engine: int | None = None  # version of the weights that were handed over last
 
     async def hand_over_if_due(self) -> int:
         """After a step: every train.publish_every of them. Returns the bytes that were handed over, 0 if none were."""
@@ -58,7 +59,14 @@ class HandOver:
         what, state = f"the weights of policy version {version}", "being handed to the engine, begun"
         with self.blocked.over_work(what, state, limit_s):
             weights = await self.parts.trainer.backend.publish()
-            return (await self.parts.engine.load_weights(version, weights)).num_bytes
+            load = await self.parts.engine.load_weights(version, weights)
+        self._in_engine = version
+        return load.num_bytes
+
+    async def before_evaluation(self) -> None:
+        """Hand over the present weights, if the engine has them for evaluations alone."""
+        if not self.needed and self._in_engine != self.parts.trainer.policy_version:
+            await self.hand_over_weights()
 
     # Of servers that have the trainer's GPUs in turns
 

@@ -12,6 +12,7 @@ from rollover.config import Config
 from rollover.run.best import best_of, check_metric, why_enough
 from rollover.run.directory import RunDirectory
 from rollover.run.evaluate import EvalTasks, answers_of, check_roles, held_out_tasks, summarised
+from rollover.run.hand_over import HandOver
 from rollover.run.hooks import Hooks
 from rollover.run.model_card import write_model_card
 from rollover.run.overlap import Overlap
@@ -30,6 +31,7 @@ class HeldOut:
         parts: Parts,
         directory: RunDirectory,
         overlap: Overlap,
+        hand_over: HandOver,
         hooks: Hooks,
         stop: Stop,
         *,
@@ -37,6 +39,7 @@ class HeldOut:
     ) -> None:
         self.config, self.parts, self.directory, self.overlap, self.hooks = config, parts, directory, overlap, hooks
         self.stop, self.trackers, self.is_possible = stop, directory.trackers, is_possible
+        self.hand_over = hand_over
         self._tasks: EvalTasks | None = None
 
     async def evaluate(self) -> dict[str, Any] | None:
@@ -131,6 +134,7 @@ class HeldOut:
         await self.overlap.interrupt_all()
         self.trackers.on_phase("evaluating")
         with self.overlap.rows.timed("eval"), self.overlap.event_loop_watched(lambda: "evaluating"):
+            await self.hand_over.before_evaluation()
             return await self._evaluated()
 
     async def _told(self, row: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -41,6 +41,7 @@ from rollover.run.producer import build_producer
 from rollover.run.resume import Resume
 from rollover.run.stateful import stateful_parts
 from rollover.run.stop import Stop
+from rollover.run.supervised import HeldOutLoss, SupervisedExamples
 from rollover.run.tracking import Tracking, step_progress, write_tokenizer
 from rollover.track.live import LiveView
 from rollover.track.summary import RunSummary, run_summary
@@ -85,17 +86,21 @@ class Run:
         self.ended = False  # `steps` came to its end: all that is left to do is done, or a stop was requested
         self.blocked = hooks.blocked
         self.producer = build_producer(
-            config, parts.loaded, parts.engine, stop, lambda version: self.overlap.collect(version)
+            config, parts.loaded, parts.engine, stop, lambda version: self.overlap.collect(version), parts.examples
         )
+        self.held_out_loss = HeldOutLoss(config, parts.examples, parts.batches) if parts.examples else None
         needs_weights, overlaps = self.producer.uses_engine, config.rollout.overlap and self.producer.generates
         self.stateful = stateful_parts(parts, self.producer)
         self.journaling = Journaling(config, parts, directory, self.producer)
-        trackers.the(LiveView).watch(step_progress(config, parts))
+        trackers.the(LiveView).watch(step_progress(config, parts), config.train.num_steps)
         self.rows = Rows(config, parts, self.journaling, trackers, losses, overlaps=overlaps)
         self.own_metrics = own_metrics(config.track.metrics)
         self.overlap = Overlap(config, parts, self.rows, self.blocked)
         self.hand_over = HandOver(config, parts, self.rows, self.journaling, hooks, self.blocked, needed=needs_weights)
-        self.held_out = HeldOut(config, parts, directory, self.overlap, hooks, stop, is_possible=needs_weights)
+        self.held_out = HeldOut(
+            config, parts, directory, self.overlap, self.hand_over, hooks, stop,
+            is_possible=needs_weights or config.algorithm.supervised,
+        )  # fmt: skip
         self.tracking = Tracking(config, parts, trackers, recorded=not needs_weights)
         self.checkpointing = Checkpointing(
             config, parts, self.stateful, directory, self.journaling, self.overlap, self.tracking.records, stop,
@@ -182,6 +187,8 @@ class Run:
             penalties = await self._penalties(groups, version)
             batch = parts.batches.build(groups, version, penalties)
             own = self.own_metrics(groups)
+            if isinstance(self.producer, SupervisedExamples):
+                own |= self.producer.metrics()
             work, goes_on = lambda: self._train(batch, version), penalties is not None
             trained = own | await self.overlap.train(work, version, goes_on=goes_on)
         self.checkpointing.taken = []
@@ -272,7 +279,10 @@ class Run:
 
     def _train(self, batch: Batch, version: int) -> dict[str, float]:
         with profiled(self.config, version + 1, self.directory.path, self.parts.trainer.backend):
-            return self.parts.trainer.train_step(batch)
+            metrics = self.parts.trainer.train_step(batch)
+        if self.held_out_loss is not None:
+            metrics |= self.held_out_loss.after_step(version + 1, self.parts.trainer.backend)
+        return metrics
 
     def _end(self) -> None:
         """What is left to do when `steps` ends: say how to go on, or save the model."""

@@ -37,6 +37,14 @@ from rollover.track.tracker import Trackers
 from rollover.trainer.batch import Batch
 from rollover.types import Group
 
+# Metrics that examples do not have: no policy sampled them, nothing scores them, and the cache never holds them.
+_OF_ROLLOUTS = (
+    "reward/", "advantage/", "staleness/", "rollouts/", "groups/", "dropped/", "tasks/", "waste/", "ratio/",
+    "clip_fraction", "length/truncated", "length/repetition", "tokens/generated", "tokens/trained", "tokens/dropped",
+    "tokens/held", "tokens/environment", "tokens/step_generated", "tokens/step_processed", "time/generate_s",
+    "time/score_s", "time/schedule_s", "watchdog/", "speed/generated",
+)  # fmt: skip
+
 
 class Rows:
     """Makes the rows of one run. `overlaps`: whether rollouts are generated while the trainer trains."""
@@ -158,7 +166,10 @@ class Rows:
         train_flops = self._since_last("train_flops", parts.trainer.backend.flops)
         row |= self.device_use.of_step(step_s)
         row |= self.utilization.of_step(row, train_flops, engine.get("engine/flops", 0.0))
-        return row | speed_metrics(row) | waste_metrics(engine, row) | self._threads(engine)
+        row |= speed_metrics(row) | waste_metrics(engine, row) | self._threads(engine)
+        if self.config.algorithm.supervised:
+            return {key: value for key, value in row.items() if not key.startswith(_OF_ROLLOUTS)}
+        return row
 
     def _precomputed(self, batch: Batch) -> dict[str, float]:
         """With workflow.own_advantages = "auto". Print the first group of a role that brings advantages in part."""

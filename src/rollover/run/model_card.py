@@ -21,15 +21,20 @@ def write_model_card(folder: Path, config: Config, step: int, evaluation: Mappin
     """
     if not folder.is_dir() or config.backend.type == "tinker":
         return  # there is no model: the service has it, or what an own backend wrote is no folder
-    kinds = list(dict.fromkeys((config.algorithm.preset, config.algorithm.advantage)))
+    supervised = config.algorithm.supervised
+    kinds = ["reinforcement-learning", config.algorithm.preset, config.algorithm.advantage]
+    kinds = ["sft"] if supervised else list(dict.fromkeys(kinds))
     of_hub = not Path(config.model.path).exists() and config.model.path.count("/") == 1
     head: dict[str, Any] = {"base_model": config.model.path} if of_hub else {}
-    head |= {"library_name": "transformers", "tags": ["rollover", "reinforcement-learning", *kinds]}
+    head |= {"library_name": "transformers", "tags": ["rollover", *kinds]}
+    of_rollouts = {
+        "Advantage, loss": f"{config.algorithm.advantage}, {config.algorithm.loss}",
+        "Groups a step, rollouts a group": f"{config.rollout.groups_per_step}, {config.rollout.group_size}",
+    }
     rows = {
         "Base model": Path(config.model.path).name if not of_hub else config.model.path,
-        "Advantage, loss": f"{config.algorithm.advantage}, {config.algorithm.loss}",
         "Steps": str(step),
-        "Groups a step, rollouts a group": f"{config.rollout.groups_per_step}, {config.rollout.group_size}",
+        **({"Examples a step": str(config.sft.batch_examples)} if supervised else of_rollouts),
         "Learning rate": f"{config.train.learning_rate:g}",
         "LoRA rank": str(config.model.lora.rank or ""),
         "Held-out mean reward": f"{evaluation['mean']:.3f}" if evaluation and "mean" in evaluation else "",

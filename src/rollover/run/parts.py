@@ -34,6 +34,7 @@ from rollover.rollout.build import build_driver
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.run.environment import start_environment
+from rollover.run.supervised import Examples, load_examples
 from rollover.tasks.prompts import PromptSource, build_prompts, encoder, prompt_limit
 from rollover.tasks.reroll import Reroll
 from rollover.track.history import RunHistory
@@ -124,6 +125,8 @@ class Parts:
     history: RunHistory
     server: EpisodeServer | None = None
     """For the agents of a workflow, where it has some."""
+    examples: Examples | None = None
+    """Of a supervised run."""
 
     @classmethod
     async def build(
@@ -159,6 +162,7 @@ class Parts:
                 on_error.push_async_callback(kept.close)
             loaded, engine, observed = kept.model.renewed() if again else kept.model(), kept.engine, kept.observed
             stops = stop_token_ids(loaded, config.rollout.stop_token_ids)
+            examples = load_examples(config, loaded, say) if config.algorithm.supervised else None
             trainer = build_trainer(config, loaded, engine, logs, kept.cluster.own_ranks)
             on_error.callback(trainer.close)
             scorer = make_scorer(observed, loaded.tokenizer, config)
@@ -198,6 +202,7 @@ class Parts:
                 reuse=reuse,
                 history=history,
                 server=server,
+                examples=examples,
             )
             on_error.pop_all()
         return parts

@@ -3,6 +3,7 @@
     Generation         the driver's: tasks -> rollouts -> rewards, with all that rolls over
     RecordedRollouts   run.train_on_recorded: what another run recorded, for debugging a trainer without an engine
     OwnProducer        tasks.producer: the user's own class
+    SupervisedExamples algorithm.loss = "nll": examples (supervised.py), which no policy sampled
 
 All are behind the one loop, which trains what it is given. Owns what was produced last; never trains it.
 """
@@ -21,6 +22,7 @@ from rollover.engine.protocol import Engine
 from rollover.files import did_you_mean_path, local_path
 from rollover.functions import OwnFunction, described, own_function
 from rollover.run.stop import Stop
+from rollover.run.supervised import Examples, SupervisedExamples
 from rollover.staleness import group_staleness
 from rollover.track.recorded import read_rollouts
 from rollover.trajectories import divided, turns_of
@@ -69,9 +71,18 @@ class Producer(Protocol):
 Collect = Callable[[int], Awaitable[list[Group] | None]]
 
 
-def build_producer(config: Config, loaded: LoadedModel, engine: Engine, stop: Stop, collect: Collect) -> Producer:
-    """The one that the configuration names; without a name the run generates by `collect`. ValueError where it cannot
-    be used."""
+def build_producer(
+    config: Config,
+    loaded: LoadedModel,
+    engine: Engine,
+    stop: Stop,
+    collect: Collect,
+    examples: Examples | None = None,
+) -> Producer:
+    """The one that the configuration names, or of `examples`; without a name the run generates by `collect`. ValueError
+    where it cannot be used."""
+    if examples is not None:
+        return SupervisedExamples(config, examples)
     if config.run.train_on_recorded:
         return RecordedRollouts(local_path(config.run.train_on_recorded), loaded.vocab_size)
     if config.tasks.producer:

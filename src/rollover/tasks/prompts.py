@@ -218,11 +218,17 @@ class PromptSource:
 def build_prompts(config: Config) -> Callable[[Encode, int], PromptSource]:
     """Makes the training prompts, of what encodes a task and a longest prompt. ValueError where [tasks] names what is
     not there: that is found here, before a model is loaded for its tokenizer."""
-    if config.tasks.sources and not any(source.weight for source in config.tasks.sources):
+    trained = [source for source in config.tasks.sources if source.weight or config.algorithm.supervised]
+    if config.tasks.sources and not trained:
         raise ValueError("tasks.sources: every source has weight = 0, and is never trained. Raise the weight of one")
     curriculum = build_curriculum(config)
     stream = TaskStream(
-        config.tasks, seed=config.run.seed, split="train", rewards=config.rewards, curriculum=curriculum
+        config.tasks,
+        seed=config.run.seed,
+        split="train",
+        rewards=config.rewards,
+        curriculum=curriculum,
+        may_be_empty=config.algorithm.supervised,
     )
     name = config.tasks.before_produce
     before_produce = own_function("tasks.before_produce", name, TASK_OR_NONE) if name else None

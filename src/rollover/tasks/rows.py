@@ -35,8 +35,8 @@ _HUB_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 class Table:
     """A table of rows, by where it is.
 
-    `path` is a file, a folder or a hub id, relative to `base_dir` if it is local; `key` is the option of tasks.sources
-    that gave it. `subset` and `split` choose within a folder or a data set of the hub; a file has one split, train.
+    `path` is a file, a folder or a hub id, relative to `base_dir` if it is local; `key` is the option of `table` that
+    gave it. `subset` and `split` choose within a folder or a data set of the hub; a file has one split, train.
     """
 
     path: str
@@ -45,10 +45,11 @@ class Table:
     streaming: bool = False
     key: str = "path"
     base_dir: str | os.PathLike[str] = "."
+    table: str = "tasks.sources"
 
     @property
     def option(self) -> str:
-        return f"tasks.sources.{self.key} = {self.path!r}"
+        return f"{self.table}.{self.key} = {self.path!r}"
 
     @property
     def folder(self) -> Path | None:
@@ -242,7 +243,7 @@ def _file(place: Table) -> str:
 
     for name, value in (("subset", place.subset), ("split", place.split.partition("[")[0] != "train")):
         if value:
-            raise ValueError(f"tasks.sources.{name} has no effect: {place.path!r} is a file, which has none. Remove it")
+            raise ValueError(f"{place.table}.{name} has no effect: {place.path!r} is a file, which has none. Remove it")
     located = place.path if "://" in place.path else str(local_path(place.path, place.base_dir))
     try:
         filesystem, inside = fsspec.core.url_to_fs(located)

@@ -134,7 +134,8 @@ class TaskStream:
     A row's own system message is kept in place of tasks.system_prompt. Raises ValueError for sources that cannot be
     used, and when no problem is left for the side. A problem that its generator fails to make is left out: `num_failed`
     counts them, and `say` is told of the first. `curriculum` says of a training problem whose turn it is whether it is
-    given; where it gives none in a whole pass, the one of the largest weight is.
+    given; where it gives none in a whole pass, the one of the largest weight is. `may_be_empty`: without a source
+    it has no task, and that is no error.
     """
 
     def __init__(
@@ -146,8 +147,9 @@ class TaskStream:
         *,
         rewards: RewardsConfig,
         curriculum: Curriculum | None = None,
+        may_be_empty: bool = False,
     ) -> None:
-        if not tasks.sources:
+        if not tasks.sources and not may_be_empty:
             raise ValueError("tasks.sources is empty: add a [[tasks.sources]] table")
         self.tasks, self.seed = tasks, seed
         self.split: SplitName = split

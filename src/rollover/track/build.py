@@ -53,8 +53,7 @@ def _metrics_table(setup: TrackerSetup) -> Tracker | None:
 TRACKERS: dict[str, Callable[[TrackerSetup], Tracker | None]] = {
     "rollouts": lambda setup: RolloutRecorder(
         setup.path / "rollouts",
-        # Rollouts that were read from records are not recorded again.
-        enabled=setup.config.track.rollouts and not setup.config.run.train_on_recorded,
+        enabled=setup.config.records_rollouts,
         formats=setup.config.track.format,
     ),
     "metrics": lambda setup: MetricsFile(setup.path / "metrics.jsonl"),

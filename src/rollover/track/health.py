@@ -114,6 +114,8 @@ def _trained(row: Row) -> bool:
 def passed_over(config: Config) -> list[str]:
     """Keys of figures that say nothing of what a run of this configuration learns."""
     keys = [] if config.equal_scores_teach_nothing else ["groups/zero_variance"]
+    if config.algorithm.supervised:
+        return ["entropy", "groups/zero_variance", "reward/mean"]  # examples may be all but certain
     return [*keys, "reward/mean"] if config.distill.replaces else keys
 
 

@@ -92,9 +92,11 @@ class LiveView(Tracker):
             )
             self._live.start()
 
-    def watch(self, progress: Callable[[], Progress]) -> None:
-        """`progress` tells of the step that is being made; it is asked from any thread."""
+    def watch(self, progress: Callable[[], Progress], num_steps: int | None = None) -> None:
+        """`progress` tells of the step that is being made; it is asked from any thread. `num_steps`: of the run, where
+        its data decided it (sft.epochs)."""
         self._progress_of = progress
+        self._num_steps = self._num_steps if num_steps is None else num_steps
 
     def close(self) -> None:
         self._still.end()

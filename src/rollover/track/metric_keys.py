@@ -125,6 +125,19 @@ METRICS: list[Metric] = [
     Metric("tasks/left_out", "counter", "tasks", "Tasks for which tasks.before_produce returned None."),
     Metric("tasks/dropped_last", "counter", "tasks", "Tasks dropped at the end of a pass (tasks.drop_last)."),
     Metric("tasks/failed", "counter", "tasks", "Problems left out because their generator failed, cumulative."),
+    # Supervised training (only of examples)
+    Metric(
+        "sft/loss", "mean", "nats", "Negative log-likelihood of a trained token of the examples, as they are trained."
+    ),
+    Metric("sft/epoch", "last", "passes", "Passes over the examples so far."),
+    Metric("sft/examples", "counter", "examples", "Examples trained, those of earlier passes too."),
+    Metric("sft/skipped", "last", "examples", "Examples left out as they are longer than sft.max_tokens."),
+    Metric(
+        "eval/sft_loss",
+        "mean",
+        "nats",
+        "The same of the held-out examples, under the weights after the step (sft.eval_every_steps).",
+    ),
     # Replay and re-roll (only when on)
     Metric(
         "tokens/replayed",

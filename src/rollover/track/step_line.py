@@ -15,6 +15,8 @@ _BETWEEN = " | "
 
 def step_line(row: Row, num_steps: int, trend: float | None, eta_s: float | None) -> str:
     """The most important first; what has no room is left out, from the end."""
+    if "sft/loss" in row:
+        return _of_examples(row, num_steps, eta_s)
     dropped, generated = row.get("tokens/dropped"), row.get("tokens/generated")
     parts = [
         f"step {count(row.get('step'))}/{num_steps}",
@@ -35,6 +37,8 @@ def step_line(row: Row, num_steps: int, trend: float | None, eta_s: float | None
 
 def full_line(row: Row, num_steps: int, trend: float | None, eta_s: float | None) -> str:
     """Everything, however long."""
+    if "sft/loss" in row:
+        return _of_examples(row, num_steps, eta_s)
     split, of = " ".join(f"{label} {percent(share)}" for label, share in time_split(row)) or DASH, verdict(row)
     parts = [
         f"step {count(row.get('step'))}/{num_steps}",
@@ -49,6 +53,20 @@ def full_line(row: Row, num_steps: int, trend: float | None, eta_s: float | None
         of.text if of is not None else DASH,
         f"{decimal(row.get('time/step_s'), 1)} s",
         f"ETA {duration(eta_s)}",
+    ]
+    return _BETWEEN.join(parts)
+
+
+def _of_examples(row: Row, num_steps: int, eta_s: float | None) -> str:
+    """A step of supervised training."""
+    held_out = row.get("eval/sft_loss")
+    parts = [
+        f"step {count(row.get('step'))}/{num_steps}",
+        f"loss {decimal(row.get('sft/loss'))}",
+        *([f"held-out loss {decimal(held_out)}"] if held_out is not None else []),
+        f"pass {decimal(row.get('sft/epoch'), 2)}",
+        f"{decimal(row.get('time/step_s'), 1)} s, ETA {duration(eta_s)}",
+        f"{count(row.get('speed/trained_tokens_per_s'))} tok/s",
     ]
     return _BETWEEN.join(parts)
 

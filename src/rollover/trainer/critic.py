@@ -23,6 +23,7 @@ from rollover.config.critic import POLICY
 from rollover.models.load import LoadedModel, load_model
 from rollover.models.norms import compile_norms
 from rollover.models.team import Team
+from rollover.models.vision import Vision
 from rollover.trainer.backend import Stream
 from rollover.trainer.optimizer import Optimizer, norm_of
 from rollover.trainer.packing import Packed
@@ -41,7 +42,8 @@ class CriticModel:
         self, loaded: LoadedModel, train: TrainConfig, total_steps: int, dtype: torch.dtype, team: Team
     ) -> None:
         self.model = loaded.model
-        self.passes = Passes(self.model, team, train.micro_batch_tokens)
+        vision = Vision.of(self.model, loaded.processor)
+        self.passes = Passes(self.model, team, train.micro_batch_tokens, vision=vision)
         _drop_output_layer(self.model)
         self.optimizer = Optimizer(self.model, train, total_steps, dtype)
         compile_norms(self.model, dtype)

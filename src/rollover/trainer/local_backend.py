@@ -25,6 +25,7 @@ from rollover.models.load import LoadedModel, stored_buffers
 from rollover.models.norms import compile_norms
 from rollover.models.team import Team
 from rollover.models.tokenizer_files import save_tokenizer
+from rollover.models.vision import Vision
 from rollover.staleness import staleness
 from rollover.trainer.backend import TEACHER, Stream, TrainerBackend, Version
 from rollover.trainer.critic import Critic
@@ -38,11 +39,13 @@ from rollover.trainer.tally import Tally
 from rollover.types import Sample, Segment
 
 
-def write_folder(folder: Path, model: Any, tensors: Mapping[str, torch.Tensor], tokenizer: Any, path: str) -> None:
-    """Write what transformers' from_pretrained loads: `tensors` as the weights of `model`, and the tokenizer, which was
-    loaded from `path`."""
+def write_folder(folder: Path, model: Any, tensors: Mapping[str, torch.Tensor], loaded: LoadedModel, path: str) -> None:
+    """Write what transformers' from_pretrained loads: `tensors` as the weights of `model`, and tokenizer and processor
+    of `loaded`, which came from `path`."""
     model.save_pretrained(folder, state_dict=tensors)
-    save_tokenizer(tokenizer, path, folder)
+    save_tokenizer(loaded.tokenizer, path, folder)
+    if loaded.processor is not None:
+        loaded.processor.save(folder)
     give_usual_modes(folder)
 
 
@@ -103,7 +106,7 @@ class LocalBackend:
         tells_tokens: bool = False,
     ) -> None:
         self.config, self.algorithm, self.engine = train, algorithm, engine
-        self.tokenizer = loaded.tokenizer
+        self._loaded = loaded
         self._base = str(Path(loaded.path).resolve()) if Path(loaded.path).is_dir() else loaded.path
         self.objective = Objective(algorithm, max_new_tokens, tells_tokens=tells_tokens)
         self.policy_version = 0
@@ -120,10 +123,12 @@ class LocalBackend:
         self.device = next(self.model.parameters()).device
         self._merges_lora, self._published = merges_lora or (lora is not None and lora.dora), False
         self.team = team or Team()
-        self._passes = Passes(self._plain, self.team, train.micro_batch_tokens, sharded)
+        vision = Vision.of(self._plain, loaded.processor)
+        self._passes = Passes(self._plain, self.team, train.micro_batch_tokens, sharded, vision)
         self._teacher: Passes | None = None
         if teacher is not None:
-            self._teacher = Passes(teacher.model, self.team, train.micro_batch_tokens, sharded_teacher)
+            of_teacher = Vision.of(teacher.model, teacher.processor)
+            self._teacher = Passes(teacher.model, self.team, train.micro_batch_tokens, sharded_teacher, of_teacher)
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.kept = KeptWeights(trained, shards_of=dtype if sharded else None)
         is_base = self.lora and algorithm.needs_reference and bool(algorithm.reference_path)
@@ -309,7 +314,7 @@ class LocalBackend:
         """
         model = self._plain
         tensors = dict(merged_weights(model)) | stored_buffers(model) if self.lora else model.state_dict()
-        write_folder(folder, model, tensors, self.tokenizer, self._base)
+        write_folder(folder, model, tensors, self._loaded, self._base)
         if self.lora:
             save_adapter(self.model, self.optimizer.weights(), folder / ADAPTER, self._base)
             give_usual_modes(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from rollover.config import LoraConfig, ModelConfig
 from rollover.files import local_path, read_object
 from rollover.models.adapters import base_weights, names
 from rollover.models.load import LoadedModel, check_finite, load_model
+from rollover.models.vision import takes_images, trains_tower
 
 ADAPTER = "adapter"  # the folder of the adapters, inside that of the merged model
 _PREFIX = "base_model.model."  # what peft puts before the names of a model
@@ -45,6 +47,9 @@ def add_lora(model: Any, lora: LoraConfig) -> Any:
                 raise ValueError(f"model.lora.target_modules: {target!r} is an embedding, which cannot have an adapter")
     for name in lora.exclude_modules:
         _layers_named(model, name, "exclude_modules")
+    excluded: Any = list(lora.exclude_modules) or None
+    if takes_images(model.config) and not trains_tower(model):
+        excluded = _outside_of_text(model, lora.exclude_modules)
     targets: Any = _ALL_LINEAR if everything else list(lora.target_modules)
     if stacked:
         targets = _beside_experts(model, None if everything else lora.target_modules)
@@ -53,7 +58,7 @@ def add_lora(model: Any, lora: LoraConfig) -> Any:
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  (peft divides by the rank: a float will do)
         lora_dropout=lora.dropout,
         target_modules=targets,
-        exclude_modules=list(lora.exclude_modules) or None,
+        exclude_modules=excluded,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         task_type="CAUSAL_LM",
@@ -66,6 +71,14 @@ def add_lora(model: Any, lora: LoraConfig) -> Any:
     if lora.path:
         _begin_with(adapted, lora)
     return adapted
+
+
+def _outside_of_text(model: Any, excluded: Sequence[str]) -> str:
+    """peft's pattern of all layers that are not the language model's, and of those `excluded`."""
+    decoder = model.get_decoder()
+    path = re.escape(next(name for name, module in model.named_modules() if module is decoder))
+    names = "|".join(rf"(?:.*\.)?{re.escape(name)}" for name in excluded)
+    return rf"(?!{path}\.).*" + (f"|{names}" if names else "")
 
 
 def _has_stacked_experts(model: Any) -> bool:

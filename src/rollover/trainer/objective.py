@@ -161,6 +161,9 @@ class Objective:
             # Of the policy that (nearly) drew the tokens to the current one: exp(d) - 1 - d of d = current - start.
             start_kl_BT = kl_penalty(streams.start_BT, streams.logprobs_BT.detach(), "k3", mask_BT=mask_BT)
             sums["sum/start_kl"] = torch.where(mask_BT, start_kl_BT, 0.0).sum()
+        if cfg.supervised:  # no policy sampled the tokens: ratios to it would mean nothing
+            of_examples = {"count/tokens": sums["count/tokens"], "sum/nll": -streams.logprobs_BT.detach().sum()}
+            return loss, of_examples | {"sum/loss": loss.detach(), "sum/entropy": streams.entropy_BT.detach().sum()}
         sums |= mismatch_metrics(
             proximal_BT,
             streams.behavior_BT,
@@ -308,6 +311,7 @@ def _of_the_same_name(kind: str | OwnLoss, config: AlgorithmConfig) -> dict[str,
 # metric of docs/metrics.md -> the sum behind it, as a mean over tokens
 _TOKEN_MEANS = {
     "entropy": "sum/entropy",
+    "sft/loss": "sum/nll",
     "clip_fraction": "sum/clipped",
     "ratio/mean": "sum/ratio",
     "kl/reference": "sum/reference_kl",
@@ -350,7 +354,7 @@ _MAXIMA = {
 def step_metrics(totals: dict[str, float], updates: list[dict[str, float]]) -> dict[str, float]:
     """Metrics of a training step under their names in docs/metrics.md. `updates`: what its optimizer steps returned."""
     tokens = max(1.0, totals.get("count/tokens", 0.0))
-    mismatch = mismatch_summary(totals)
+    mismatch = mismatch_summary(totals) if "sum/nll" not in totals else {}
     metrics = {
         "loss": totals.get("sum/loss", 0.0) / len(updates),
         **{key: totals[source] / tokens for key, source in _TOKEN_MEANS.items() if source in totals},

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rollover.models.attention import Spans
 from rollover.models.limits import Limits
-from rollover.types import Media, Sample
+from rollover.models.vision import ImageTokens, PromptImages, Vision, images_of, joined_positions
+from rollover.types import Media, Prompt, Sample
 
 _PromptKey = tuple[int, bytes, tuple[Media, ...]]
 
@@ -63,7 +65,8 @@ class Packed:
     """Tensors of one micro-batch. The row holds each prompt of a group once, before its first answer.
 
     lengths: of the blocks. prefixes: the prompt's block of each answer's block, None for a prompt (PackedAttention).
-    input_ids_N, position_ids_N: the row. loss_positions_M: row positions whose next token is in the loss.
+    input_ids_N, position_ids: the row, its positions [N] or [3, N]. images: what shows images in it. together: as of
+    PackedAttention. loss_positions_M: row positions whose next token is in the loss.
     targets_M, temperature_M: those next tokens. rows_M, columns_M: their place in [B, T]. The *_BT streams are padded
     with 0. unit: all temperatures are 1. group_B: group ids, on the CPU, where counts are looked up by them.
     sequences: the sequence of each row.
@@ -72,7 +75,9 @@ class Packed:
     lengths: list[int]
     prefixes: list[int | None]
     input_ids_N: torch.Tensor
-    position_ids_N: torch.Tensor
+    position_ids: torch.Tensor
+    images: list[ImageTokens]
+    together: dict[int, Spans]
     loss_positions_M: torch.Tensor
     targets_M: torch.Tensor
     temperature_M: torch.Tensor
@@ -92,36 +97,42 @@ class Packed:
         return out_BT.index_put((self.rows_M, self.columns_M), values_M)
 
 
-def pack(samples: list[Sample], device: torch.device, limits: Limits) -> Packed:
+def pack(samples: list[Sample], device: torch.device, limits: Limits, vision: Vision | None = None) -> Packed:
     """Flatten the samples into one row. The last token of an answer is left out: nothing is predicted from it.
 
     The first token of an answer is predicted from the last position of its prompt, which siblings with an equal one
     share. ValueError for samples that the model cannot take: they may come from recorded rollouts, or from a producer
-    of the user's own.
+    of the user's own. `vision`: where images are in their prompts.
     """
     rows: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     loss_at: list[np.ndarray] = []
     prefixes: list[int | None] = []
     offset = 0
-    prompts: dict[_PromptKey, tuple[int, int]] = {}
-    """-> (its block, where it ends in the row)"""
+    images: list[ImageTokens] = []
+    together: dict[int, Spans] = {}
+    prompts: dict[_PromptKey, tuple[int, int, PromptImages]] = {}
+    """-> (its block, where it ends in the row, its images)"""
     for s in samples:
         limits.check(s.rollout_id, s.prompt_ids, s.token_ids)
         num_prompt = len(s.prompt_ids)
         key = _prompt_key(s)
         if key not in prompts:
-            prompts[key] = len(rows), offset + num_prompt
+            shown = images_of(vision, Prompt(tuple(s.prompt_ids.tolist()), s.media) if s.media else Prompt())
+            images += shown.tokens(0, num_prompt, offset)
+            if shown.together:
+                together[len(rows)] = shown.together
+            prompts[key] = len(rows), offset + num_prompt, shown
             rows.append(s.prompt_ids)
-            positions.append(np.arange(num_prompt))
+            positions.append(shown.positions(0, num_prompt))
             prefixes.append(None)
             offset += num_prompt
-        prompt_block, prompt_end = prompts[key]
+        prompt_block, prompt_end, shown = prompts[key]
         predicted = np.flatnonzero(s.mask)
         loss_at.append(np.where(predicted == 0, prompt_end - 1, offset + predicted - 1))
         if len(s.token_ids) > 1:
             rows.append(s.token_ids[:-1])
-            positions.append(num_prompt + np.arange(len(s.token_ids) - 1))
+            positions.append(shown.positions(num_prompt, num_prompt + len(s.token_ids) - 1))
             prefixes.append(prompt_block)
             offset += len(s.token_ids) - 1
 
@@ -133,7 +144,9 @@ def pack(samples: list[Sample], device: torch.device, limits: Limits) -> Packed:
         lengths=[len(r) for r in rows],
         prefixes=prefixes,
         input_ids_N=flat(rows),
-        position_ids_N=flat(positions),
+        position_ids=torch.from_numpy(joined_positions(positions)).to(device),
+        images=images,
+        together=together,
         loss_positions_M=flat(loss_at),
         targets_M=flat([s.token_ids[s.mask] for s in samples]),
         temperature_M=flat([np.full(int(s.mask.sum()), s.temperature) for s in samples], np.float32),

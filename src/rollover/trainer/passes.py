@@ -21,6 +21,7 @@ from rollover.models.flops import ModelFlops
 from rollover.models.limits import Limits
 from rollover.models.logprobs import Head, TrainedHead, chunked_logprobs, chunked_squares
 from rollover.models.team import Team
+from rollover.models.vision import Vision
 from rollover.trainer.backend import Stream
 from rollover.trainer.packing import Packed, micro_batches, pack
 from rollover.types import Sample
@@ -41,27 +42,29 @@ def set_training(model: torch.nn.Module, on: bool) -> None:
             module.eval()
 
 
-def _hidden(model: Any, packed: Packed) -> torch.Tensor:
+def _hidden(model: Any, packed: Packed, vision: Vision | None) -> torch.Tensor:
     """Last hidden states [M, E] before the loss tokens, in float32."""
-    attention = packed_attention(packed.lengths, packed.prefixes, packed.input_ids_N.device)
-    hidden_NE = hidden_states(model, packed.input_ids_N, packed.position_ids_N, attention)
+    attention = packed_attention(packed.lengths, packed.prefixes, packed.input_ids_N.device, packed.together)
+    images = vision.row(packed.images) if vision is not None else None
+    hidden_NE = hidden_states(model, packed.input_ids_N, packed.position_ids, attention, images)
     return hidden_NE.index_select(0, packed.loss_positions_M)
 
 
 class Policy(torch.nn.Module):
     """The whole way from a row to its log-probs, as one module: all weights are read inside of its forward.
 
-    `model`: a Hugging Face causal LM, adapters in place. `head`: its output layer, asked for in every pass.
+    `model`: a Hugging Face causal LM, adapters in place. `head`: its output layer, asked for in every pass. `vision`:
+    its images; None: it takes none.
     """
 
-    def __init__(self, model: Any, head: Callable[[], Head]) -> None:
+    def __init__(self, model: Any, head: Callable[[], Head], vision: Vision | None = None) -> None:
         super().__init__()
-        self.model, self._head = model, head
+        self.model, self._head, self.vision = model, head, vision
 
     def forward(self, packed: Packed, *, squares: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(log-probs [M], entropies [M], hidden states [M, E]) of the loss tokens. `squares`: in the place of the last,
         the sums of squared probabilities [M], without a gradient."""
-        hidden_ME = _hidden(self.model, packed)
+        hidden_ME = _hidden(self.model, packed, self.vision)
         logprobs_M, entropy_M = chunked_logprobs(
             hidden_ME, self._head(), packed.targets_M, packed.temperature_M, unit=packed.unit
         )
@@ -83,17 +86,30 @@ class Sharded:
 
 
 class Passes:
-    """`model`: a Hugging Face causal LM, adapters in place. `flops`: model FLOPs so far; what is computed again to save
-    memory counts once, and what is computed for nothing not at all."""
+    """`model`: a Hugging Face causal LM, adapters in place. `vision`: its images; None: it takes none."""
 
-    def __init__(self, model: Any, team: Team, micro_batch_tokens: int, sharded: Sharded | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        team: Team,
+        micro_batch_tokens: int,
+        sharded: Sharded | None = None,
+        vision: Vision | None = None,
+    ) -> None:
         self.model, self.team, self.micro_batch_tokens = model, team, micro_batch_tokens
         self.device = next(model.parameters()).device
         self.limits = Limits.of(model)
-        self._policy = Policy(model, TrainedHead(model).now) if sharded is None else sharded.policy
+        self.vision = vision if sharded is None else sharded.policy.vision
+        self._policy = Policy(model, TrainedHead(model).now, vision) if sharded is None else sharded.policy
         self._of_model = ModelFlops.of(model) if sharded is None else sharded.flops
         self._most = None if sharded is None else sharded.most
-        self.flops = 0.0
+        self._of_text = 0.0
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs so far. What is computed again to save memory counts once, and what is computed for nothing not
+        at all."""
+        return self._of_text + (0.0 if self.vision is None else self.vision.flops)
 
     def micro_batches(self, samples: list[Sample]) -> Iterator[list[Sample]]:
         """Those of `samples`, and then empty ones for as long as another rank has more."""
@@ -113,25 +129,25 @@ class Passes:
         limits, positions = self.limits, self.limits.positions
         if spare_last and positions is not None:
             limits = replace(limits, positions=positions + 1)
-        return pack(micro or [_NOTHING], self.device, limits)
+        return pack(micro or [_NOTHING], self.device, limits, self.vision)
 
     def forward(self, packed: Packed, *, squares: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(log-probs [M], entropies [M], hidden states [M, E]) of the loss tokens under the current weights. `squares`:
         as of `Policy`."""
         out = self._policy(packed, squares=squares)
         if packed.sequences != [""]:
-            self.flops += self._of_model.forward(packed.lengths, packed.prefixes, len(packed.targets_M))
+            self._of_text += self._of_model.forward(packed.lengths, packed.prefixes, len(packed.targets_M))
         return out
 
     def hidden(self, packed: Packed) -> torch.Tensor:
         """Last hidden states [M, E] before the loss tokens, without the output layer. Of a whole model alone."""
-        self.flops += self._of_model.forward(packed.lengths, packed.prefixes, 0)
-        return _hidden(self.model, packed)
+        self._of_text += self._of_model.forward(packed.lengths, packed.prefixes, 0)
+        return _hidden(self.model, packed, self.vision)
 
     def count_backward(self, packed: Packed, *, head: bool = True) -> None:
         """Count the FLOPs of the backward pass of a row; `head`: through the output layer, too."""
         num_logits = len(packed.targets_M) if head else 0
-        self.flops += self._of_model.backward(packed.lengths, packed.prefixes, num_logits)
+        self._of_text += self._of_model.backward(packed.lengths, packed.prefixes, num_logits)
 
     def logprobs(self, samples: list[Sample]) -> Stream:
         """Log-probs of the loss tokens, each at the temperature of its sample; no gradient."""

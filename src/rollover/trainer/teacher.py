@@ -134,7 +134,7 @@ class TeacherPrompts:
                     f"{len(prompt_ids)} tokens for task {group.task.task_id!r}, and {len(s.token_ids)} follow: the"
                     f" model has {self.positions} positions"
                 )
-            out.append(replace(s, teacher_prompt_ids=prompt_ids))
+            out.append(replace(s, teacher_prompt_ids=prompt_ids, teacher_media=told[s.group_id].media))
         return out
 
     def of_task(self, task: Task) -> Prompt:

@@ -229,7 +229,7 @@ def test_a_whole_configuration_is_checked_wherever_it_is_made(tables: dict[str, 
     Config(**tables, algorithm=AlgorithmConfig(proximal="behavior"))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "sft"])
 def test_what_a_preset_sets_is_not_refused_as_the_users(preset: str) -> None:
     """`reinforce` has no bounds, which most presets set; "behavior" has no correction, which all set."""
     for values in ({"loss": "reinforce"}, {"proximal": "behavior", "loss": "clip"}):
@@ -247,10 +247,12 @@ def test_remax_without_its_greedy_rollout_is_refused() -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_the_same_however_the_configuration_is_made(preset: str) -> None:
     greedy = preset == "remax"
+    examples = {"path": "examples.jsonl"} if preset == "sft" else {}
     overrides = [("algorithm.preset", preset), ("rollout.greedy_baseline", str(greedy).lower())]
+    overrides += [(f"sft.{name}", value) for name, value in examples.items()]
     loaded = load_config([], overrides, require_sources=False).config.algorithm
     assert AlgorithmConfig(preset=preset) == loaded  # type: ignore[arg-type]
-    tables = {"algorithm": {"preset": preset}, "rollout": {"greedy_baseline": greedy}}
+    tables = {"algorithm": {"preset": preset}, "rollout": {"greedy_baseline": greedy}, "sft": examples}
     assert Config.model_validate(tables).algorithm == loaded
     assert AlgorithmConfig(preset=preset, entropy_coef=0.125).entropy_coef == 0.125  # type: ignore[arg-type]
 

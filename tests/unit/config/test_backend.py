@@ -47,6 +47,7 @@ WRONG: dict[str, Any] = {
 NO_EFFECT: dict[str, Any] = {
     "model.dtype": "float32",
     "model.device": "cpu",
+    "model.vision": "trained",
     "engine.kv_memory_gb": 1.0,
     "engine.threads": 1,
     "engine.prefill_chunk_tokens": 64,
@@ -62,6 +63,7 @@ NO_EFFECT: dict[str, Any] = {
 OF_RANKS = {"backend.num_ranks", "backend.rank_timeout_s"}
 WRONG_FOR_RANKS: dict[str, Any] = {
     "model.lora.rank": 4,
+    "model.vision": "trained",
     "algorithm.advantage": "gae",
     "train.optimizer": "adamw_8bit",
     "model.device": "mps",

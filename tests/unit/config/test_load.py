@@ -105,7 +105,9 @@ def test_unknown_field_of_an_array_element(write):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_loads_and_lies_below_files(write, name):
-    resolved = load_config([write('[algorithm]\naggregation = "token-sum"')], [("algorithm.preset", name)])
+    examples = [("sft.path", "examples.jsonl")] if name == "sft" else []
+    overrides = [("algorithm.preset", name), *examples]
+    resolved = load_config([write('[algorithm]\naggregation = "token-sum"')], overrides)
     algorithm = resolved.config.algorithm
     assert {k: getattr(algorithm, k) for k in PRESETS[name]} == PRESETS[name] | {"aggregation": "token-sum"}
     assert resolved.origin["algorithm.loss"] == f"preset {name}"

@@ -45,6 +45,8 @@ REFUSED = [
     ({"model": lora(dora=True)}, False, "model.lora.dora = true: it was false", "of those adapters"),
     ({"train": {"optimizer": "muon"}}, False, 'train.optimizer = "muon": it was "adamw"', "keeps for each weight"),
     ({"critic": {"model": "policy"}}, False, 'critic.model = "policy": it was ""', "a critic of that kind"),
+    ({"sft": {"path": "other.jsonl"}}, False, 'sft.path = "other.jsonl": it was ""', "of different runs"),
+    ({"sft": {"turns": "last"}}, False, 'sft.turns = "last": it was "all"', "held out after being trained"),
     ({"rollout": {"group_size": 4}}, True, "rollout.group_size = 4: it was 8", "Set rollout.group_size = 8"),
     ({"rollout": {"greedy_baseline": True}}, True, "rollout.greedy_baseline = true", "groups of that size"),
     ({"model": {"processor_kwargs": {"max_pixels": 9}}}, True, "model.processor_kwargs", "images in those sizes"),

@@ -70,7 +70,7 @@ def test_a_key_like_no_other_gets_no_guess(key: str) -> None:
 def test_a_key_like_none_in_a_small_table_gets_the_keys_of_that(key: str) -> None:
     """run.name, which has nothing but the word, would be worse than none."""
     listed = "[model] has path, revision, dtype, device, chat_template_kwargs, processor_kwargs,"
-    listed += " trust_remote_code"
+    listed += " trust_remote_code, vision"
     assert unknown_key(key) == f"unknown key {key}, and none is like it. {listed}"
 
 

@@ -40,7 +40,7 @@ def test_packed_row_and_its_maps(seed: int, num_groups: int, size: int, num_prom
     """Following a block's prefix gives the sample back; every loss token is predicted from the position before it."""
     samples = random_samples(seed, num_groups, size, num_prompts)
     packed = pack(samples, CPU, LIMITS)
-    assert sum(packed.lengths) == len(packed.input_ids_N) == len(packed.position_ids_N)
+    assert sum(packed.lengths) == len(packed.input_ids_N) == len(packed.position_ids)
     distinct = {(s.group_id, tuple(s.prompt_ids)) for s in samples}
     assert packed.prefixes.count(None) == len(distinct), "one copy of each prompt of a group"
     starts = np.cumsum([0, *packed.lengths])
@@ -58,7 +58,7 @@ def test_packed_row_and_its_maps(seed: int, num_groups: int, size: int, num_prom
                 seen = packed.input_ids_N[starts[prefix] : starts[prefix + 1]].tolist() + seen
             position = len(sample.prompt_ids) + int(column) - 1
             assert seen == full[: position + 1].tolist()
-            assert int(packed.position_ids_N[row]) == position
+            assert int(packed.position_ids[row]) == position
             assert int(packed.targets_M[m]) == full[position + 1] == sample.token_ids[column]
             assert (int(packed.rows_M[m]), int(packed.columns_M[m])) == (b, column)
             assert float(packed.temperature_M[m]) == pytest.approx(sample.temperature)

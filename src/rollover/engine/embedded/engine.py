@@ -26,7 +26,9 @@ from rollover.engine.protocol import ExtendRequest, WeightLoad
 from rollover.models.attention import cache_shape
 from rollover.models.devices import synchronize
 from rollover.models.limits import Limits
+from rollover.models.load import LoadedModel
 from rollover.models.team import Team
+from rollover.models.vision import Pixels, Vision, images_of, trains_tower
 from rollover.types import Segment, StopReason
 
 _TURNS_BETWEEN_STEPS = 16
@@ -40,7 +42,7 @@ class EmbeddedEngine:
     """Continuous batching over `model` (the engine's own copy, in compute dtype).
 
     `decode_text` turns token ids into text; it is needed for stop strings only. `structures`: for answers of a given
-    structure only.
+    structure only. `processor`: for prompts with images only. `tower_changes`: new weights change the vision tower.
     """
 
     def __init__(
@@ -53,11 +55,15 @@ class EmbeddedEngine:
         structures: Structures | None = None,
         policy_version: int = 0,
         team: Team | None = None,
+        processor: Pixels | None = None,
+        tower_changes: bool = True,
     ) -> None:
         text_config = model.config.get_text_config()
         kv_heads, head_size = cache_shape(model)
         first = next(model.parameters())
-        self._runner = Runner(model, config.max_running)
+        self._vision = None if processor is None else Vision(model, processor, keeps=True)
+        self._tower_changes = tower_changes
+        self._runner = Runner(model, config.max_running, self._vision)
         self.free_weights = self._runner.free_weights
         cache = KVCache(
             num_layers=text_config.num_hidden_layers,
@@ -93,8 +99,9 @@ class EmbeddedEngine:
         self._num_stale = 0  # cached tokens that stayed when the weights changed
 
     @classmethod
-    def over(cls, model: Any, tokenizer: Any, config: Config) -> EmbeddedEngine:
-        """An engine that takes `model`, in compute dtype, for its own."""
+    def over(cls, model: Any, loaded: LoadedModel, config: Config) -> EmbeddedEngine:
+        """An engine that takes `model`, in compute dtype, for its own: that of `loaded`, or a copy."""
+        tokenizer, tower_changes = loaded.tokenizer, loaded.processor is not None and trains_tower(loaded.model)
         return cls(
             model.requires_grad_(False),
             config.engine,
@@ -102,6 +109,8 @@ class EmbeddedEngine:
             decode_text=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
             structures=Structures(tokenizer),
             team=Team.of(config.run, next(model.parameters()).device),
+            processor=loaded.processor,
+            tower_changes=tower_changes,
         )
 
     @property
@@ -143,6 +152,7 @@ class EmbeddedEngine:
             )
         if request.stop_strings and self._decode_text is None:
             raise ValueError("stop strings need the engine's decode_text")
+        images = images_of(self._vision, request.prompt)
         processor = processor_of(request, self._num_logits, self._structures)
         future: asyncio.Future[list[Segment]] = asyncio.get_running_loop().create_future()
         seq = self._batcher.take_kept(request.rollout_id)
@@ -153,7 +163,7 @@ class EmbeddedEngine:
             if seq is not None:
                 self._batcher.cache.free(seq)
             seq = Sequence.start(request, future, self._batcher.take_lost(request.rollout_id))
-        seq.on_token, seq.cache_salt, seq.processor = on_token, cache_salt, processor
+        seq.on_token, seq.cache_salt, seq.processor, seq.images = on_token, cache_salt, processor, images
         self._batcher.waiting.append(seq)
         if self._loop is None or self._loop.done():
             self._loop = asyncio.create_task(self._run())
@@ -242,6 +252,8 @@ class EmbeddedEngine:
         started = time.perf_counter()
         with torch.no_grad():
             num_bytes = self._runner.load_weights(version, tensors)
+        if self._vision is not None and self._tower_changes:
+            self._vision.forget()
         synchronize(self._device)  # the seconds below are those of the copies
         if version != self._version:
             for seq in self._batcher.active():

@@ -71,9 +71,9 @@ class Prefill:
                     seq.prompt_kv_version = version
                 elif seq.prefilled:
                     continue
-            end = min(len(seq.tokens) - 1, seq.kv_len + budget)
+            end = seq.images.whole_end(seq.kv_len, min(len(seq.tokens) - 1, seq.kv_len + budget))
             chunks.append(Chunk(seq, seq.kv_len, end))
-            budget -= end - seq.kv_len
+            budget = max(0, budget - (end - seq.kv_len))
         return chunks
 
     def _share(self, seq: Sequence, version: int) -> bool:

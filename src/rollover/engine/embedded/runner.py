@@ -30,6 +30,7 @@ from rollover.models.kernels import CachedRows, Kernels
 from rollover.models.logprobs import Head
 from rollover.models.operations import TorchOperations
 from rollover.models.packed import float32_product
+from rollover.models.vision import ImageTokens, RowImages, Vision, joined_positions
 from rollover.weights.build import build_transport
 from rollover.weights.protocol import TransportSetup
 
@@ -52,6 +53,11 @@ class Chunk:
         """Where the sequence's row is."""
         assert self.seq.bucket is not None
         return self.seq.bucket
+
+    @property
+    def together(self) -> list[tuple[int, int]]:
+        """Spans of its tokens that see each other, later ones too."""
+        return [span for span in self.seq.images.together if self.start <= span[0] and span[1] <= self.end]
 
 
 def _places(rows_C: torch.Tensor, positions_C: torch.Tensor, bucket: Bucket) -> torch.Tensor:
@@ -87,6 +93,7 @@ class _ChunkBatch:
         tokens_bt = torch.tensor([[part.start] for part in parts]) + offset_bt
         self.tokens_bt = tokens_bt.to(device)
         self.positions_bt = (torch.tensor([[c.start] for c in chunks]) + offset_bt).to(device)
+        self._together = [[(s - c.start, e - c.start, s, e) for s, e in c.together] for c in chunks]
         self.inside = inside_bt.flatten().nonzero().flatten().to(device)
         self.tokens = tokens_bt[inside_bt].to(device)
         self._masks: dict[int | None, torch.Tensor] = {}
@@ -102,13 +109,16 @@ class _ChunkBatch:
 
     def mask(self, window: int | None, softcap: float | None) -> torch.Tensor | None:
         """Bool [b, 1, t, S], built once for all layers with this window; None: plain causal."""
-        if self.fresh and softcap is None and (window is None or window >= self.num_keys):
+        if self.fresh and softcap is None and (window is None or window >= self.num_keys) and not any(self._together):
             return None
         if window not in self._masks:
             key = torch.arange(self.num_keys, device=self.positions_bt.device)
             mask = key <= self.positions_bt[..., None]
             if window is not None:
                 mask &= key > self.positions_bt[..., None] - window
+            for row, spans in enumerate(self._together):
+                for first, last, first_key, last_key in spans:
+                    mask[row, first:last, first_key:last_key] = True
             self._masks[window] = mask[:, None]
         return self._masks[window]
 
@@ -283,10 +293,11 @@ class KernelAttention:
 
 
 class Runner:
-    """Runs the engine's own copy of the model. Owns no sequence and no memory but the weights."""
+    """Runs the engine's own copy of the model. Owns no sequence and no memory but the weights. `vision`: its images;
+    None: it takes none."""
 
-    def __init__(self, model: Any, rows: int) -> None:
-        self.model = model
+    def __init__(self, model: Any, rows: int, vision: Vision | None = None) -> None:
+        self.model, self.vision = model, vision
         self.device = next(model.parameters()).device
         self.rows = rows
         # Of the weights as they are: packing frees them. A tied one has several names.
@@ -294,7 +305,7 @@ class Runner:
         self._names = {name for name, _ in model.named_parameters()}
         self._flops = ModelFlops.of(model)
         self.freed: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
-        self.flops = 0.0  # model FLOPs of all that was computed
+        self._of_text = 0.0
         self.kernels = kernels.on(self.device.type)
         self.compiled = self.kernels is not None
         operations, fast = self.kernels or TorchOperations(), InferenceDecoder.supported(model)
@@ -306,13 +317,20 @@ class Runner:
         holders = [self.adapters, *([self.decoder] if self.decoder is not None else [])]
         self.weights = build_transport("in_place", TransportSetup(model=model, holders=holders))
 
-    def hidden_states(self, tokens: list[int], positions: list[int], attention: Attention) -> torch.Tensor:
-        """Last hidden states [N, E] of tokens at these positions, float32."""
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of all that was computed."""
+        return self._of_text + (0.0 if self.vision is None else self.vision.flops)
+
+    def hidden_states(
+        self, tokens: list[int], position_ids: torch.Tensor, attention: Attention, images: RowImages | None = None
+    ) -> torch.Tensor:
+        """Last hidden states [N, E] of tokens at these positions ([N] or [3, N]), float32."""
         input_ids_N = torch.tensor(tokens, device=self.device)
-        position_ids_N = torch.tensor(positions, device=self.device)
+        position_ids = position_ids.to(self.device)
         if self.decoder is not None:
-            return self.decoder.hidden_states(input_ids_N, position_ids_N, attention)
-        return hidden_states(self.model, input_ids_N, position_ids_N, attention)
+            return self.decoder.hidden_states(input_ids_N, position_ids, attention, images)
+        return hidden_states(self.model, input_ids_N, position_ids, attention, images)
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Replace weights and adapters, then the copies made of them. Returns the bytes written."""
@@ -352,7 +370,7 @@ class Runner:
     def prefill(self, chunks: list[Chunk]) -> None:
         """Compute and cache keys and values of the chunks. No logits: the last known token is decoded."""
         head_size = chunks[0].bucket.keys[0].shape[-1]
-        if self.kernels is not None and head_size % _VECTORS == 0:
+        if self.kernels is not None and head_size % _VECTORS == 0 and not any(c.together for c in chunks):
             self._compute(chunks, KernelAttention(chunks, self.kernels))
         else:
             self._compute(chunks, PrefillAttention(chunks, self.device))
@@ -375,8 +393,8 @@ class Runner:
         if self.freed:
             raise ValueError("the engine sleeps: wake it up first")
         num = len(tokens)
-        self.flops += self._flops.continued([(0, num)], num)
-        hidden_NE = self.hidden_states(tokens, list(range(num)), PackedAttention([num]))
+        self._of_text += self._flops.continued([(0, num)], num)
+        hidden_NE = self.hidden_states(tokens, torch.arange(num), PackedAttention([num]))
         targets_N = torch.tensor(tokens[1:], device=self.device)
         found: list[torch.Tensor] = []
         for hidden_CE, targets_C in zip(hidden_NE[:-1].split(_LOGIT_ROWS), targets_N.split(_LOGIT_ROWS), strict=True):
@@ -389,10 +407,23 @@ class Runner:
 
     def _compute(self, chunks: list[Chunk], attention: Attention, num_logits: int = 0) -> torch.Tensor:
         """Last hidden states [N, E] of the chunks' tokens, which are cached then, for so many logits to come."""
-        self.flops += self._flops.continued([(c.start, c.end) for c in chunks], num_logits)
+        self._of_text += self._flops.continued([(c.start, c.end) for c in chunks], num_logits)
         tokens = [t for c in chunks for t in c.seq.tokens[c.start : c.end]]
-        positions = [p for c in chunks for p in range(c.start, c.end)]
-        hidden_NE = self.hidden_states(tokens, positions, attention)
+        if self.vision is None:
+            positions, images = torch.tensor([p for c in chunks for p in range(c.start, c.end)]), None
+        else:
+            positions, images = self._with_images(chunks, self.vision)
+        hidden_NE = self.hidden_states(tokens, positions, attention, images)
         for chunk in chunks:
             chunk.seq.kv_len = chunk.end
         return hidden_NE
+
+    def _with_images(self, chunks: list[Chunk], vision: Vision) -> tuple[torch.Tensor, RowImages | None]:
+        """(positions [N] or [3, N] of the chunks' tokens, the images that they show)."""
+        tokens: list[ImageTokens] = []
+        at = 0
+        for chunk in chunks:
+            tokens += chunk.seq.images.tokens(chunk.start, chunk.end, at)
+            at += chunk.end - chunk.start
+        positions = joined_positions([c.seq.images.positions(c.start, c.end) for c in chunks])
+        return torch.from_numpy(positions), vision.row(tokens)

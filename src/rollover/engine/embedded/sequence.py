@@ -12,6 +12,7 @@ from rollover.engine.embedded.kv_cache import RowOwner
 from rollover.engine.embedded.processors import Processor
 from rollover.engine.protocol import ExtendRequest
 from rollover.engine.stop import stop_reason
+from rollover.models.vision import NO_IMAGES, PromptImages
 from rollover.types import Prompt, Segment, StopReason
 
 # Told of each token as it is sampled: the token, its log-prob, and why the sequence stops with it (None: it goes on).
@@ -36,6 +37,7 @@ class Sequence(RowOwner):
     """It shares the KV of its prompt with those of the same salt alone."""
     processor: Processor | None = None
     """None: its logits are taken as they are."""
+    images: PromptImages = NO_IMAGES
 
     @classmethod
     def start(

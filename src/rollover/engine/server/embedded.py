@@ -59,7 +59,7 @@ def make_service(config: Config) -> Service:
     model_bytes = sum(weight.numel() * weight.element_size() for weight in loaded.model.parameters())
     rollout = config.rollout.model_copy(update={"kv_on_resume": "keep"})
     tokenizer = loaded.tokenizer
-    engine = EmbeddedEngine.over(loaded.model, tokenizer, config.model_copy(update={"rollout": rollout}))
+    engine = EmbeddedEngine.over(loaded.model, loaded, config.model_copy(update={"rollout": rollout}))
     return Service(
         engine,
         model_name=config.model.path,

@@ -171,7 +171,7 @@ class RanksBackend(ShardedState):
     def save_model(self, folder: Path) -> None:
         """A folder that transformers' from_pretrained loads, in compute dtype, tokenizer included."""
         outline = outline_of(self.loaded, self.config.model, dtype_of(self.config))
-        write_folder(folder, outline, dict(self._gathered(buffers=True)), self.loaded.tokenizer, self.loaded.path)
+        write_folder(folder, outline, dict(self._gathered(buffers=True)), self.loaded, self.loaded.path)
 
     def start_profile(self) -> None:
         """Every rank profiles itself from now on."""

@@ -58,9 +58,10 @@ class RankBackend(LocalBackend):
     ) -> None:
         config, policy, reference, teacher = loaded.config, loaded.policy, loaded.reference, loaded.teacher
         self.dtype = dtype_of(config)
-        sharded, sharded_teacher = shard(policy.model, flops, self.dtype, device), None
+        sharded, sharded_teacher = shard(policy.model, flops, self.dtype, device, policy.processor), None
         if teacher is not None and teacher_flops is not None:
-            sharded_teacher = shard(teacher.model.requires_grad_(False), teacher_flops, self.dtype, device)
+            frozen = teacher.model.requires_grad_(False)
+            sharded_teacher = shard(frozen, teacher_flops, self.dtype, device, teacher.processor)
             compile_norms(teacher.model, self.dtype)
         if config.algorithm.needs_reference and config.algorithm.reference_path:
             reference = spread_like(policy.model, reference, self.dtype)

@@ -20,14 +20,18 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rollover.models.flops import ModelFlops
 from rollover.models.logprobs import Head
+from rollover.models.vision import Pixels, Vision
 from rollover.trainer.passes import Policy, Sharded
 
 
-def shard(model: Any, flops: ModelFlops, dtype: torch.dtype, device: torch.device) -> Sharded:
+def shard(
+    model: Any, flops: ModelFlops, dtype: torch.dtype, device: torch.device, processor: Pixels | None = None
+) -> Sharded:
     """Spread `model` over all ranks of the process group, in place. All call this together.
 
     Rank 0 has it in float32, with its weights; that of the others may be without (meta), and gets them from there.
     Passes compute in `dtype`. No rank but 0 ever has more than one layer whole. `flops`: counted over the whole model.
+    `processor`: of a model that takes images, whose tower is frozen.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # Our compiled kernels read float32 where they were given float32 (cast_forward_inputs would cast it, within
@@ -37,7 +41,7 @@ def shard(model: Any, flops: ModelFlops, dtype: torch.dtype, device: torch.devic
     if dtype != torch.float32:
         options["mp_policy"] = narrow
     _share_buffers(model, device)
-    policy = Policy(model, partial(Head.of, model))
+    policy = Policy(model, partial(Head.of, model), Vision.of(model, processor))
     for module in [*layers_of(model), policy]:
         _share_parameters(module, device)
         fully_shard(module, **options)

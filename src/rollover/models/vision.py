@@ -1,0 +1,277 @@
+"""Images in a row of tokens: their features in place of the embeddings of placeholders, and their positions.
+
+Shapes: N tokens of the row, P placeholders of its images, E hidden size of the language model.
+
+A vision-language model here is its language model, whose attention is ours, behind one more input: the features of each
+distinct image, computed once by the model's own tower and projector. Pixels come from models/processor.py. After the
+prompt a rollout is text alone, at the index of its token plus a constant.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from rollover.types import Media, Prompt
+
+# Features that are kept of images that may come again, in all.
+_KEPT_BYTES = 1 << 30
+# Families in which all tokens of an image see each other (transformers adds this to the causal mask).
+_BIDIRECTIONAL = ("gemma3",)
+
+
+class Pixels(Protocol):
+    """What gives the pixels of an image, as arguments of the model's `get_image_features` (models/processor.py)."""
+
+    def pixels(self, media: Media) -> dict[str, torch.Tensor]: ...
+
+
+@dataclass(frozen=True)
+class PromptImages:
+    """Where the images of a prompt are. `placeholders`: of each image in `media`, the indices of its placeholders.
+
+    `positions_3P`: of the prompt's tokens in time, height and width, [3, prompt]; None: the position is the index.
+    `shift`: position less index of every token after the prompt. `together`: spans [start, end) of tokens that see each
+    other, in families in which an image is not causal.
+    """
+
+    media: tuple[Media, ...]
+    placeholders: tuple[np.ndarray, ...]
+    positions_3P: np.ndarray | None = None
+    shift: int = 0
+    together: tuple[tuple[int, int], ...] = ()
+
+    def positions(self, start: int, end: int) -> np.ndarray:
+        """Of tokens [start, end) of the rollout, prompt included: [n], or [3, n] where they differ by axis."""
+        if self.positions_3P is None:
+            return np.arange(start, end)
+        num = self.positions_3P.shape[1]
+        after = np.arange(max(start, num), end) + self.shift
+        if start >= num:
+            return after
+        return np.concatenate((self.positions_3P[:, start:end], np.broadcast_to(after, (3, len(after)))), 1)
+
+    def tokens(self, start: int, end: int, at: int) -> list[ImageTokens]:
+        """Of the images in tokens [start, end), which stand in a row from `at` on."""
+        found = []
+        for image, places in zip(self.media, self.placeholders, strict=True):
+            which = np.flatnonzero((places >= start) & (places < end))
+            if len(which):
+                found.append(ImageTokens(image, at + places[which] - start, which))
+        return found
+
+    def whole_end(self, start: int, end: int) -> int:
+        """The end of a chunk of tokens from `start` to about `end`, which cuts no image whose tokens see each other."""
+        for first, last in self.together:
+            if first < end < last:
+                return first if first > start else last
+        return end
+
+
+@dataclass(frozen=True)
+class ImageTokens:
+    """Tokens of a row that show an image: `features` of its placeholders number `which`, at the tokens `at`."""
+
+    media: Media
+    at: np.ndarray
+    which: np.ndarray
+
+
+@dataclass(frozen=True)
+class RowImages:
+    """The images of a row, computed: `features_PE` in place of the embeddings of the tokens `at_P`, in order.
+
+    `deepstack`: what is added to the hidden states of these tokens after each of the first layers, [P, E] each.
+    """
+
+    at_P: torch.Tensor
+    features_PE: torch.Tensor
+    deepstack: tuple[torch.Tensor, ...] = ()
+
+    def embedded(self, embeddings_NE: torch.Tensor) -> torch.Tensor:
+        """The row's embeddings with the features in place."""
+        return embeddings_NE.index_copy(0, self.at_P, self.features_PE.to(embeddings_NE.dtype))
+
+    def arguments(self, num_tokens: int) -> dict[str, Any]:
+        """More arguments of the language model, for a row [1, N]."""
+        if not self.deepstack:
+            return {}
+        mask_N = torch.zeros(num_tokens, dtype=torch.bool, device=self.at_P.device)
+        mask_N[self.at_P] = True
+        return {"visual_pos_masks": mask_N[None], "deepstack_visual_embeds": list(self.deepstack)}
+
+
+@dataclass(frozen=True)
+class _Features:
+    features_PE: torch.Tensor
+    deepstack: tuple[torch.Tensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (self.features_PE, *self.deepstack))
+
+
+class Vision:
+    """The images of one copy of a vision-language model.
+
+    `keeps`: features are kept until `forget`, and have no gradient. `flops`: model FLOPs of all features so far, with
+    their backward pass where they have a gradient.
+    """
+
+    def __init__(self, model: Any, processor: Pixels, *, keeps: bool) -> None:
+        self.model, self.processor, self.keeps = model, processor, keeps
+        self.flops = 0.0
+        self._placeholder = model.config.image_token_id
+        self._bidirectional = model.config.model_type in _BIDIRECTIONAL
+        self._kept: OrderedDict[str, _Features] = OrderedDict()
+        self._flops_of: dict[tuple[tuple[int, ...], ...], float] = {}
+
+    @classmethod
+    def of(cls, model: Any, processor: Pixels | None) -> Vision | None:
+        """Of the model that is trained, or asked for log-probs: features are kept unless their tower is trained."""
+        if processor is None:
+            return None
+        return cls(model, processor, keeps=not trains_tower(model))
+
+    def of_prompt(self, prompt: Prompt) -> PromptImages:
+        """Where the images of `prompt` are. ValueError where its ids do not fit its media."""
+        ids = np.asarray(prompt.ids)
+        media = tuple(sorted(prompt.media, key=lambda m: m.offset))
+        places = []
+        for image in media:
+            span = ids[image.offset : image.offset + image.count]
+            if len(span) < image.count or {span[0], span[-1]} != {self._placeholder}:
+                raise ValueError(
+                    f"image {image.source}: its placeholders are not tokens {image.offset} on of the prompt"
+                )
+            places.append(image.offset + np.flatnonzero(span == self._placeholder))
+        positions_3P, shift = self._positions(ids, media, places)
+        together = tuple((m.offset, m.offset + m.count) for m in media) if self._bidirectional else ()
+        return PromptImages(media, tuple(places), positions_3P, shift, together)
+
+    def row(self, tokens: Sequence[ImageTokens]) -> RowImages | None:
+        """Features for the tokens of a row, each distinct image once. None: it shows no image."""
+        if not tokens:
+            return None
+        device = next(self.model.parameters()).device
+        of = {image.digest: image for image in (t.media for t in tokens)}
+        features = {digest: self._features(image) for digest, image in of.items()}
+        parts = [(features[t.media.digest], torch.from_numpy(t.which).to(device)) for t in tokens]
+        at_P = torch.from_numpy(np.concatenate([t.at for t in tokens])).to(device)
+        stacks = zip(*([x[which] for x in found.deepstack] for found, which in parts), strict=True)
+        return RowImages(
+            at_P,
+            torch.cat([found.features_PE[which] for found, which in parts]),
+            tuple(torch.cat(list(of_layer)) for of_layer in stacks),
+        )
+
+    def forget(self) -> None:
+        """Keep nothing of what was computed: the weights of the tower have changed."""
+        self._kept.clear()
+
+    def _positions(
+        self, ids: np.ndarray, media: Sequence[Media], places: Iterable[np.ndarray]
+    ) -> tuple[np.ndarray | None, int]:
+        """(positions [3, prompt], shift of what follows) in families with positions in time, height and width."""
+        index = getattr(self.model.model, "get_rope_index", None)
+        if index is None:
+            return None, 0
+        kinds = np.zeros(len(ids), np.int64)
+        kinds[np.concatenate(list(places))] = 1
+        grids = torch.tensor([m.grid for m in media])
+        as_row = (torch.from_numpy(x.astype(np.int64))[None] for x in (ids, kinds))
+        positions_31P, shift_11 = index(*as_row, image_grid_thw=grids)
+        return positions_31P[:, 0].numpy(), int(shift_11.flatten()[0])
+
+    def _features(self, image: Media) -> _Features:
+        """Of one image, as it was recorded. ValueError where its file has changed, or the features are not as many."""
+        if image.digest in self._kept:
+            self._kept.move_to_end(image.digest)
+            return self._kept[image.digest]
+        device = next(self.model.parameters()).device
+        pixels = {name: x.to(device) for name, x in self.processor.pixels(image).items()}
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.keeps):
+            found = self._tower(pixels)
+        if self.keeps:
+            self._keep(image.digest, found)
+        return found
+
+    def _tower(self, pixels: dict[str, torch.Tensor]) -> _Features:
+        """Run tower and projector. Their FLOPs are counted once for each shape of pixels."""
+        shapes = tuple(tuple(x.shape) for x in pixels.values())
+        if shapes in self._flops_of:
+            out = self.model.get_image_features(**pixels, return_dict=True)
+        else:
+            with FlopCounterMode(display=False) as counter:
+                out = self.model.get_image_features(**pixels, return_dict=True)
+            self._flops_of[shapes] = float(counter.get_total_flops())
+        self.flops += self._flops_of[shapes] * (3 if torch.is_grad_enabled() else 1)
+        stacks = getattr(out, "deepstack_features", None) or ()
+        return _Features(_flat(out.pooler_output), tuple(map(_flat, stacks)))
+
+    def _keep(self, digest: str, found: _Features) -> None:
+        self._kept[digest] = found
+        self._kept.move_to_end(digest)
+        while len(self._kept) > 1 and sum(f.num_bytes for f in self._kept.values()) > _KEPT_BYTES:
+            self._kept.popitem(last=False)
+
+
+NO_IMAGES = PromptImages((), ())
+
+
+def images_of(vision: Vision | None, prompt: Prompt) -> PromptImages:
+    """Where the images of `prompt` are. ValueError where it has some, and the model takes none."""
+    if not prompt.media:
+        return NO_IMAGES
+    if vision is None:
+        raise ValueError(
+            f"a prompt shows the image {prompt.media[0].source}, and this model takes text alone: set model.path to a"
+            " vision-language model"
+        )
+    return vision.of_prompt(prompt)
+
+
+def joined_positions(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """int64 [N] of parts [n], or [3, N] where one part is [3, n]: text has the same position on all axes."""
+    if all(part.ndim == 1 for part in parts):
+        return np.concatenate(parts).astype(np.int64)
+    return np.concatenate([np.broadcast_to(part, (3, part.shape[-1])) for part in parts], 1).astype(np.int64)
+
+
+def _flat(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """[P, E] of the features of one image, whose tiles may be apart."""
+    parts = [features] if isinstance(features, torch.Tensor) else features
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
+def takes_images(config: Any) -> bool:
+    """Whether it is the configuration of a vision-language model, which transformers loads as an image-text one."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
+
+    has_tower = getattr(config, "vision_config", None) is not None and hasattr(config, "image_token_id")
+    return has_tower and config.model_type in NAMES
+
+
+def placeholder_ids(config: Any) -> tuple[int, ...]:
+    """Token ids that stand for images and videos: no answer may hold them."""
+    if not takes_images(config):
+        return ()
+    names = ("image_token_id", "video_token_id")
+    return tuple(sorted({i for name in names if isinstance(i := getattr(config, name, None), int)}))
+
+
+def trains_tower(model: Any) -> bool:
+    """Whether weights of tower or projector, or adapters there, are trained."""
+    return any(parameter.requires_grad for _, parameter in tower_parameters(model))
+
+
+def tower_parameters(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """Names and parameters of everything but the language model: tower and projector."""
+    of_text = {id(p) for m in (model.get_decoder(), model.get_output_embeddings()) for p in m.parameters()}
+    return [(name, p) for name, p in model.named_parameters() if id(p) not in of_text]

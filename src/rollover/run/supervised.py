@@ -1,0 +1,298 @@
+"""Supervised training (`rollover sft`): the examples of a run, as the groups of its steps, and their held-out loss.
+
+    sft.path      rows of a dataset (tasks/examples.py)          ──┐
+    sft.rollouts  recorded rollouts of a run that pass a filter  ──┴─▶ Examples ──▶ SupervisedExamples.produce
+
+An example is a Group of one Rollout, as if the present policy had written it. Owns which examples there are, their
+order, and which are held out. The loss is algorithm.loss = "nll" (trainer/objective.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollover.config import Config
+from rollover.config.resume import change_in_run
+from rollover.files import did_you_mean_path, local_path
+from rollover.models.load import LoadedModel, max_positions
+from rollover.tasks.examples import Example, ExampleRows, Part
+from rollover.tasks.rows import Table
+from rollover.tasks.split import key_of
+from rollover.track.recorded import read_rollouts, step_files
+from rollover.trainer.backend import TrainerBackend
+from rollover.trainer.step_batch import StepBatchBuilder
+from rollover.types import (
+    Group,
+    Prompt,
+    Rollout,
+    RolloutState,
+    SamplingParams,
+    Segment,
+    StopReason,
+    why_not_in_vocabulary,
+)
+
+_ENDED = (StopReason.EOS, StopReason.STOP_STRING, StopReason.ENV_DONE)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The examples of a run: those that are trained, and the `held_out` ones. `skipped`: how many were too long."""
+
+    trained: Sequence[Example]
+    held_out: Sequence[Example]
+    skipped: int = 0
+
+    def fingerprint(self) -> str:
+        """A text that changes with the examples that are trained, their tokens and their order."""
+        digest = hashlib.blake2b(digest_size=8)
+        for example in self.trained:
+            digest.update(example.token_ids().astype(np.int64).tobytes())
+        return f"{len(self.trained)} examples, {digest.hexdigest()}"
+
+
+def load_examples(config: Config, loaded: LoadedModel, say: Callable[[str], None]) -> Examples:
+    """Read and tokenise all examples; with sft.epochs they set train.num_steps. `say` prints a summary.
+
+    ValueError, which names the option, the file or the row, where there is nothing to train.
+    """
+    sft, tokenizer = config.sft, loaded.tokenizer
+    positions = max_positions(loaded.model.config.get_text_config()) or sft.max_tokens
+    read = _Reading(min(sft.max_tokens, positions), loaded.vocab_size)
+    trained: list[Example] = []
+    held_out: list[Example] = []
+    if sft.path:
+        place = Table(sft.path, sft.subset, sft.split, table="sft")
+        rows = ExampleRows(place, sft, config.tasks, tokenizer)
+        trained += read.short_enough(map(rows.example, range(len(rows))))
+    if sft.rollouts:
+        trained += read.short_enough(_recorded(config, say))
+    if sft.eval_path:
+        rows = ExampleRows(Table(sft.eval_path, key="eval_path", table="sft"), sft, config.tasks, tokenizer)
+        held_out += read.short_enough(map(rows.example, range(len(rows))))
+        keys = {key_of(example.task.content) for example in held_out}
+        repeated = [example for example in trained if key_of(example.task.content) in keys]
+        if repeated:
+            say(f"sft: {len(repeated)} examples are not trained, as sft.eval_path has them")
+            trained = [example for example in trained if key_of(example.task.content) not in keys]
+    elif sft.eval_fraction:
+        is_out = [key_of(example.task.content) < sft.eval_fraction * 2**64 for example in trained]
+        held_out = [example for example, out in zip(trained, is_out, strict=True) if out]
+        trained = [example for example, out in zip(trained, is_out, strict=True) if not out]
+    if read.skipped:
+        say(f"sft: {read.skipped} examples of more than {read.most} tokens are skipped (sft.max_tokens)")
+    if not trained:
+        raise ValueError(f"sft: no example is left to train: {read.why_none(bool(held_out))}")
+    if (sft.eval_path or sft.eval_fraction) and not held_out:
+        raise ValueError(
+            f"sft.eval_fraction = {sft.eval_fraction:g}: none of {len(trained)} examples is held out. Raise it, or set"
+            " it to 0"
+        )
+    if sft.epochs:
+        change_in_run(config, "train.num_steps", -(-sft.epochs * len(trained) // sft.batch_examples))
+    tokens = sum(len(part.token_ids) for example in trained for part in example.parts if part.trained)
+    num_steps, passes = config.train.num_steps, config.train.num_steps * sft.batch_examples / len(trained)
+    say(
+        f"sft: {len(trained):,} examples with {tokens:,} trained tokens, {len(held_out):,} held out; {num_steps} steps"
+        f" of {sft.batch_examples} examples are {sft.epochs or passes:.3g} passes"
+    )
+    return Examples(trained, held_out, read.skipped)
+
+
+class SupervisedExamples:
+    """The Producer of a supervised run: examples in an order that is shuffled by run.seed and pass.
+
+    A pass that ends within a batch is followed by the next one. Its state is how many examples were given: a run that
+    is killed goes on with the next one. [] after sft.epochs passes.
+    """
+
+    source, generates, uses_engine = "examples", False, False
+
+    def __init__(self, config: Config, examples: Examples) -> None:
+        self.config, self.examples = config, examples
+        self.given = 0
+        self._order: tuple[int, list[int]] = (-1, [])
+        self._fingerprint = examples.fingerprint()
+
+    async def produce(self, step: int, version: int) -> list[Group] | None:
+        sft, num = self.config.sft, len(self.examples.trained)
+        end = self.given + sft.batch_examples
+        if sft.epochs:
+            end = min(end, sft.epochs * num)
+        groups = [as_group(self._example(i), i, version) for i in range(self.given, end)]
+        self.given = max(self.given, end)
+        return groups
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the examples so far."""
+        return {
+            "sft/epoch": self.given / len(self.examples.trained),
+            "sft/examples": float(self.given),
+            "sft/skipped": float(self.examples.skipped),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given, "examples": self._fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """ValueError where the state is that of other examples."""
+        was = state.get("examples", self._fingerprint)
+        if was != self._fingerprint:
+            raise ValueError(
+                f"--resume: the examples of [sft] are not what they were when the checkpoint was written ({was}; now"
+                f" {self._fingerprint}): some would be repeated or skipped. Set them back, or start a new run in"
+                " another run.dir"
+            )
+        self.given = state.get("given", 0)
+
+    def _example(self, index: int) -> Example:
+        """Number `index` over all passes."""
+        epoch, place = divmod(index, len(self.examples.trained))
+        if self._order[0] != epoch:
+            numbers = list(range(len(self.examples.trained)))
+            random.Random(f"{self.config.run.seed}/sft/{epoch}").shuffle(numbers)
+            self._order = epoch, numbers
+        return self.examples.trained[self._order[1][place]]
+
+
+class HeldOutLoss:
+    """The mean negative log-likelihood of the trained tokens of the held-out examples."""
+
+    def __init__(self, config: Config, examples: Examples, batches: StepBatchBuilder) -> None:
+        self.config = config
+        # Groups of evaluations have ids below 0.
+        groups = [as_group(example, -1 - i, 0) for i, example in enumerate(examples.held_out)]
+        self._samples = batches.sampled(groups, 0)
+
+    def after_step(self, step: int, backend: TrainerBackend) -> dict[str, float]:
+        """eval/sft_loss (nats a token) of the weights after `step`, where it is due."""
+        every, last = self.config.sft.eval_every_steps, self.config.train.num_steps
+        if not self._samples or not (step == last or (every and step % every == 0)):
+            return {}
+        logprobs = backend.compute_logprobs(self._samples)
+        values = np.concatenate([logprobs[s.rollout_id] for s in self._samples])
+        return {"eval/sft_loss": -float(values.mean(dtype=np.float64))}
+
+
+def as_group(example: Example, group_id: int, version: int) -> Group:
+    """Return the example as a group to be trained at trainer `version`.
+
+    No policy sampled it: its log-probs are 0, and unused.
+    """
+    segments = [
+        Segment(
+            part.token_ids,
+            np.zeros(len(part.token_ids), np.float32),
+            version,
+            SamplingParams(),
+            StopReason.EOS,
+            trainable=part.trained,
+        )
+        for part in example.parts
+    ]
+    rollout = Rollout(group_id, 0, example.task, segments, RolloutState.READY, StopReason.EOS)
+    return Group(group_id, example.task, example.prompt, [rollout])
+
+
+# Private
+
+
+class _Reading:
+    """Filter and counter of examples.
+
+    `most`: tokens of the longest example; `vocab_size`: every token id is below it.
+    """
+
+    def __init__(self, most: int, vocab_size: int) -> None:
+        self.most, self.vocab_size = most, vocab_size
+        self.num, self.skipped = 0, 0
+
+    def short_enough(self, examples: Iterator[Example]) -> list[Example]:
+        """ValueError for token ids that are none of the model's."""
+        kept: list[Example] = []
+        for example in examples:
+            self.num += 1
+            if example.num_tokens > self.most:
+                self.skipped += 1
+                continue
+            if (why := why_not_in_vocabulary(example.token_ids(), self.vocab_size)) is not None:
+                raise ValueError(
+                    f"sft: the example {example.task.task_id!r} cannot be trained: {why}. Was it made with another"
+                    " tokenizer?"
+                )
+            kept.append(example)
+        return kept
+
+    def why_none(self, held_out: bool) -> str:
+        if held_out:
+            return "all are held out. Lower sft.eval_fraction"
+        if self.num:
+            return f"all {self.num} have more than {self.most} tokens. Raise sft.max_tokens"
+        return "no recorded rollout passes. Lower sft.min_reward, or give another run"
+
+
+def _recorded(config: Config, say: Callable[[str], None]) -> Iterator[Example]:
+    """The recorded rollouts of sft.rollouts that are examples, those of one task together, the best first."""
+    sft = config.sft
+    folder = _records_of(local_path(sft.rollouts))
+    left_out = Counter[str]()
+    passed: dict[str, list[Rollout]] = {}
+    seen: set[tuple[Prompt, tuple[int, ...]]] = set()
+    for group in (group for groups in read_rollouts(folder, include_dropped=True) for group in groups):
+        for rollout in group.rollouts:
+            score = None if rollout.reward is None else rollout.reward.score
+            key = rollout.prompt, tuple(rollout.token_ids())
+            if score is None or score < sft.min_reward:
+                left_out[f"have no reward of {sft.min_reward:g} or more"] += 1
+            elif rollout.stop_reason not in _ENDED or not rollout.num_sampled_tokens:
+                left_out["did not end by themselves"] += 1
+            elif key in seen:
+                left_out["repeat another"] += 1
+            else:
+                seen.add(key)
+                passed.setdefault(group.task.task_id, []).append(rollout)
+    kept: list[Rollout] = []
+    for of_task in passed.values():
+        best = sorted(of_task, key=_reward_of, reverse=True)  # stable: the earliest first among equals
+        kept += best[: sft.per_task or None]
+        left_out[f"are beyond the best {sft.per_task} of their task"] += len(of_task) - len(
+            best[: sft.per_task or None]
+        )
+    whys = "".join(f", {num:,} {why}" for why, num in left_out.items() if num)
+    say(f"sft: of {len(kept) + left_out.total():,} recorded rollouts {len(kept):,} are examples{whys}")
+    return map(_as_example, kept)
+
+
+def _records_of(folder: Path) -> Path:
+    """The folder rollouts/ of a run, or itself where it is one."""
+    inner = folder / "rollouts" if (folder / "rollouts").is_dir() else folder
+    if not step_files(inner):
+        near = "" if folder.is_dir() else did_you_mean_path(folder)
+        raise ValueError(f"sft.rollouts = {str(folder)!r}: there are no recorded rollouts of a run{near}")
+    return inner
+
+
+def _reward_of(rollout: Rollout) -> float:
+    assert rollout.reward is not None and rollout.reward.score is not None
+    return rollout.reward.score
+
+
+def _as_example(rollout: Rollout) -> Example:
+    """Return its tokens as they were sampled, up to the last sampled one: nothing is trained after it."""
+    parts = [
+        Part(np.concatenate([segment.token_ids for segment in run]).astype(np.int32), trained)
+        for trained, run in ((t, list(of)) for t, of in groupby(rollout.segments, key=lambda s: s.trainable))
+    ]
+    parts = [part for part in parts if len(part.token_ids)]
+    while not parts[-1].trained:
+        parts.pop()
+    return Example(rollout.task, rollout.prompt, tuple(parts))

@@ -1,0 +1,121 @@
+"""Whole runs on image files: every family trains a step, a killed run goes on, and a changed image is noticed."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import runs
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from rollover.cli import main
+from vision import families
+
+SYNCHRONOUS = {"in_flight_groups": 3, "max_staleness": 0, "interrupt": "never"}
+KILLED_AT = Path(runs.__file__).with_name("killed_at.py")
+
+
+def write(folder: Path, family: str, *, steps: int, **tables: Any) -> Path:
+    """A recipe whose tasks show one image, or two, of several sizes."""
+    families.write(family, folder / "model")
+    recipe = runs.write(folder, steps=steps, **{"engine": {"kv_memory_gb": 0.1, "max_running": 8}, **tables})
+    random, rows = np.random.default_rng(0), []
+    for number in range(12):
+        size = (24, 16 + 8 * (number % 3), 3)
+        Image.fromarray(random.integers(0, 256, size, dtype=np.uint8)).save(folder / f"{number}.png")
+    for number in range(40):
+        shown = [f"{number % 12}.png", f"{(number + 5) % 12}.png"][: 1 + number % 2]
+        parts: list[dict[str, str]] = [{"type": "image", "image": name} for name in shown]
+        parts.append({"type": "text", "text": f"what is {number}?"})
+        rows.append({"prompt": [{"role": "user", "content": parts}], "answer": str(number)})
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(
+        'def reward(prompts, completions, **columns):\n    return [len(c[0]["content"]) % 5 / 4 for c in completions]\n'
+    )
+    return recipe
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return runs.json_lines(folder / "run" / "metrics.jsonl")
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of the saved model, which transformers loads with its processor."""
+    AutoProcessor.from_pretrained(folder)
+    return AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_it_trains_a_step_from_image_files(tmp_path: Path, family: str) -> None:
+    recipe = write(tmp_path, family, steps=1)
+    assert main(["train", str(recipe)]) == 0
+    (row,) = rows_of(tmp_path)
+    assert row["mismatch/logprob_abs_max"] < 1e-5 and row["grad_norm"] > 0 and row["tokens/trained"] > 0
+    before, after = loaded(tmp_path / "model"), loaded(tmp_path / "run" / "model")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and not any("vision" in name or "visual" in name or "projector" in name for name in changed)
+
+
+def test_ranks_train_what_one_process_trains(tmp_path: Path) -> None:
+    """Two, of which one may have no image in a micro-batch."""
+    found = []
+    for kind in ("local", "ranks"):
+        recipe = write(tmp_path / kind, "qwen3_vl", steps=2, backend={"type": kind}, rollout=SYNCHRONOUS)
+        assert main(["train", str(recipe)]) == 0
+        found.append([(row["loss"], row["grad_norm"], row["reward/mean"]) for row in rows_of(tmp_path / kind)])
+    np.testing.assert_allclose(found[0], found[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_a_trained_tower_is_trained_and_handed_over(tmp_path: Path, family: str) -> None:
+    recipe = write(tmp_path, family, steps=3, rollout=SYNCHRONOUS)
+    assert main(["train", str(recipe), "--model.vision", "trained"]) == 0
+    assert all(row["mismatch/logprob_abs_max"] < 1e-5 for row in rows_of(tmp_path)), (
+        "the engine has the tower's weights"
+    )
+    before, after = loaded(tmp_path / "model"), loaded(tmp_path / "run" / "model")
+    assert any(not torch.equal(before[name], after[name]) for name in before if "vision" in name or "visual" in name)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=[] if f in ("qwen3_vl", "gemma3") else pytest.mark.slow) for f in families.FAMILIES],
+)
+@pytest.mark.parametrize(
+    "place",
+    [
+        "rollover.checkpoint.journal:Journal.sync",
+        pytest.param("rollover.track.sinks:JsonlSink.write", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_trains_what_it_would_have_trained(tmp_path: Path, family: str, place: str) -> None:
+    exact: dict[str, Any] = {
+        "rollout": SYNCHRONOUS,
+        "checkpoint": {"every_steps": 2, "journal_s": 0.01},
+    }
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    assert main(["train", str(write(alone, family, steps=4, **exact))]) == 0
+    recipe = write(killed, family, steps=4, **exact)
+    ended = runs.rollover(place, 4, "train", recipe, script=KILLED_AT)
+    assert ended.returncode == -signal.SIGKILL
+    assert main(["train", str(recipe), "--resume"]) == 0
+    sampled = [[(r["rollout_id"], r["completion"]) for r in runs.records(f / "run")] for f in (alone, killed)]
+    assert sampled[0] == sampled[1] and len(sampled[0]) == 36
+    # Tokens that were decoded before are prefilled: that rounds otherwise.
+    expected, got = loaded(alone / "run" / "model"), loaded(killed / "run" / "model")
+    assert all(torch.allclose(got[name], weight, rtol=0, atol=1e-4) for name, weight in expected.items())
+
+
+def test_an_image_that_changed_ends_a_resumed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write(tmp_path, "qwen2_5_vl", steps=2)
+    assert main(["train", str(recipe)]) == 0
+    for number in range(12):
+        Image.new("RGB", (24, 24), "red").save(tmp_path / f"{number}.png")
+    assert main(["train", str(recipe), "--resume", "--train.num_steps", "4"]) == 2
+    assert "has changed since" in capsys.readouterr().err

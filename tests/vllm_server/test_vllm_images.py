@@ -208,6 +208,20 @@ def test_another_expansion_is_an_error_that_names_the_image(subject: Subject, tm
     run(engine, work)
 
 
+@pytest.mark.parametrize("scheme", ["file", "http"])
+def test_no_client_makes_it_open_files_or_urls(
+    subject: Subject, vision_server: VllmServer, tmp_path: Path, scheme: str
+) -> None:
+    path = served.picture(tmp_path, 10)
+    prompt, url = subject.processor.prompt(path, "what?"), {"file": f"file://{path}", "http": "http://127.0.0.1:9/x"}
+    parts = [{"type": "image_url", "url": url[scheme]}]
+    body = {"token_ids": prompt.ids, "content_parts": parts, "sampling_params": {"max_tokens": 1}}
+    with vision_server.ask("POST", "/inference/v1/generate", body) as answer:
+        said = answer.read().decode()
+        assert answer.status in (400, 422, 500)
+    assert "allowed" in said, said
+
+
 def test_a_model_of_text_refuses_images_for_good(
     server: VllmServer, subject: Subject, tmp_path: Path, old: Any, model_folder: Path
 ) -> None:

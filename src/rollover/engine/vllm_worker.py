@@ -66,13 +66,13 @@ def take_expanded_prompts() -> None:
     """Let vLLM take token ids in which the placeholders of images are expanded already, as they are in a rollout.
 
     vLLM expands one placeholder an image, by rules of each model family. This looks for the expansions first, as
-    vLLM's Pixtral does, and expands only where they are not all there. Clients compare the prompt that vLLM returns, so
-    a vLLM that this does not fit is an error there.
+    vLLM's Pixtral does, and expands only where they are not all there. Clients compare the prompt that vLLM returns:
+    where this has no effect, images are an error of theirs, and texts are served.
     """
     from vllm.multimodal.processing import BaseMultiModalProcessor  # pyright: ignore[reportMissingImports]
 
-    expand = BaseMultiModalProcessor._maybe_apply_prompt_updates
-    if hasattr(expand, "__wrapped__"):
+    expand = getattr(BaseMultiModalProcessor, "_maybe_apply_prompt_updates", None)
+    if expand is None or hasattr(expand, "__wrapped__"):  # a newer vLLM; it was done
         return
 
     @functools.wraps(expand)

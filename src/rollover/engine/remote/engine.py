@@ -179,7 +179,7 @@ class RemoteEngine:
             run=run,
             grace_s=self.config.watchdog.grace_s,
             salt=label if self._salted else None,
-            images=images if self._clears else [part | {"uuid": f"{part['digest']}/{label}"} for part in images],
+            images=images if self._clears else [{**part, "uuid": f"{part['digest']}/{label}"} for part in images],
             vocab_size=None if self._setup.vocab_size is None else self._setup.vocab_size(),
         )
 

@@ -19,7 +19,7 @@ from rollover.types import Media
 
 # Of vLLM: a model of text; --limit-mm-per-prompt; of `rollover serve`.
 _NO_IMAGES = re.compile("is not a multimodal model|At most 0 image|takes text alone")
-_KEPT_URLS = 64  # a group's rollouts show the same image, and a resumed one shows it again
+_KEPT_URLS = 32  # a group's rollouts show the same image, and a resumed one shows it again
 
 
 def content_parts(media: Sequence[Media]) -> list[dict[str, Any]]:

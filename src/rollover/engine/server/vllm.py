@@ -143,6 +143,7 @@ def vllm_arguments(config: Config, host: str, port: int, *, for_cpu: bool) -> li
         "--logprobs-mode": "processed_logprobs",
         "--weight-transfer-config": json.dumps({"backend": BACKEND}),
         "--worker-extension-cls": f"{Verify.__module__}.{Verify.__qualname__}",
+        "--allowed-media-domains": "none.invalid",  # images come as data URLs: no client makes it fetch others
     }
     if config.model.revision:
         arguments["--revision"] = config.model.revision

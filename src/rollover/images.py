@@ -106,20 +106,22 @@ def digest_of(image: Any) -> str:
 def _of_mapping(value: Mapping[str, Any]) -> Any:
     found = next((value[key] for key in ("bytes", "path") if value.get(key) is not None), None)
     if found is None or not set(value) <= {"bytes", "path"}:
-        raise BadImage(f"holds a table with {', '.join(map(str, value)) or 'nothing'}; expected bytes or path")
+        raise BadImage(
+            f"a table with {', '.join(map(str, value)) or 'nothing'} is no image: give one with bytes or path"
+        )
     return found
 
 
 def _located(text: str, places: Places) -> Path:
     if not text.strip() or "\0" in text:
-        raise BadImage(f"holds {text!r}, which is no path")
+        raise BadImage(f"{text!r} is no path")
     if text.startswith("file://"):
         text = urllib.parse.unquote(urllib.parse.urlsplit(text).path)
     if "://" in text:
-        raise BadImage(f"names {text!r:.200}: expected a path, a data URL, or an http or https URL")
+        raise BadImage(f"{text!r:.200} is none of a path, a data URL, and an http or https URL")
     if places.folder is None:
         raise BadImage(
-            f"names the path {text!r:.200}, but the data are not on this machine: store the images themselves in them"
+            f"the path {text!r:.200} is refused, as the data are not on this machine: store the images themselves"
         )
     return Path(os.path.abspath(local_path(text, places.folder)))
 
@@ -152,25 +154,25 @@ def _content(value: Any, places: Places) -> bytes:
         return _encoded(value)
     else:
         raise BadImage(
-            f"holds a {type(value).__name__}; expected a path, bytes, a data URL or an image of Pillow (PIL.Image)"
+            f"a {type(value).__name__} is no image: give a path, bytes, a data URL or an image of Pillow (PIL.Image)"
         )
     if not content:
-        raise BadImage("holds an image of 0 bytes")
+        raise BadImage("an image has 0 bytes")
     if len(content) > MOST_BYTES:
-        raise BadImage(f"holds an image of {len(content):,} bytes: the most is {MOST_BYTES:,}. Make it smaller")
+        raise BadImage(f"an image has {len(content):,} bytes: the most is {MOST_BYTES:,}. Make it smaller")
     return content
 
 
 def _of_data_url(text: str) -> bytes:
     match = _DATA_URL.match(text[:200])
     if match is None or not match["options"].endswith(";base64"):
-        raise BadImage(f"holds {text[:40]!r}: expected a data URL as data:image/png;base64,...")
+        raise BadImage(f"{text[:40]!r} is no data URL as data:image/png;base64,...")
     if len(text) > MOST_BYTES * 4 // 3 + 200:
-        raise BadImage(f"holds a data URL of {len(text):,} characters: the most is an image of {MOST_BYTES:,} bytes")
+        raise BadImage(f"a data URL has {len(text):,} characters: the most is an image of {MOST_BYTES:,} bytes")
     try:
         return base64.b64decode(text[match.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
-        raise BadImage(f"holds a data URL whose base64 is damaged ({error})") from error
+        raise BadImage(f"a data URL's base64 is damaged ({error})") from error
 
 
 class _SameScheme(urllib.request.HTTPRedirectHandler):
@@ -178,15 +180,13 @@ class _SameScheme(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
         if urllib.parse.urlsplit(newurl).scheme not in ("http", "https"):
-            raise BadImage(f"names a URL that redirects to {newurl!r:.200}, which is not fetched")
+            raise BadImage(f"a URL redirects to {newurl!r:.200}, which is not fetched")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 def _fetched(url: str, places: Places) -> bytes:
     if not places.urls:
-        raise BadImage(
-            f"names the URL {url!r:.200}, and nothing is fetched unless you set tasks.allow_image_urls = true"
-        )
+        raise BadImage(f"the URL {url!r:.200} is not fetched unless you set tasks.allow_image_urls = true")
     return _download(url)
 
 
@@ -202,7 +202,7 @@ def _download(url: str) -> bytes:
     except (OSError, ValueError) as error:
         if isinstance(error, BadImage):
             raise
-        raise BadImage(f"names the URL {url!r:.200}, which cannot be fetched: {error}") from error
+        raise BadImage(f"the URL {url!r:.200} cannot be fetched: {error}") from error
     return content
 
 
@@ -227,7 +227,7 @@ def _naming(what: object) -> Iterator[None]:
         raise
     except FileNotFoundError as error:
         near = did_you_mean_path(what) if isinstance(what, Path) else ""
-        raise BadImage(f"names {what}: there is no such file{near}") from error
+        raise BadImage(f"there is no file {what}{near}") from error
     except Exception as error:  # boundary: decoders of damaged files raise errors of any kind
         said = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise BadImage(f"{what} cannot be read as an image: {said}") from error

@@ -1,9 +1,9 @@
-"""Let torchvision be imported beside a CPU build of torch. `make venv` installs this module into .venv, with a .pth file.
+"""Let torchvision be imported beside a CPU build of torch. `make venv` puts this module and a .pth file into .venv.
 
-transformers' image and video processors import torchvision. Its wheel on PyPI is compiled for CUDA: its library does not
-load beside a CPU build of torch, and the import then fails as two operators do not exist. They are defined here without
-an implementation, when torchvision is imported. Its models and data sets, which take longest to import and which nobody
-needs here, are left out. Nothing is imported at the start of the interpreter.
+transformers' image and video processors import torchvision. Its wheel on PyPI is compiled for CUDA: its library does
+not load beside a CPU build of torch, and the import then fails as two operators do not exist. They are defined here,
+without an implementation, when torchvision is imported. Its models and data sets, which take longest to import and
+which nobody needs here, are left out. Nothing is imported at the start of the interpreter.
 """
 
 import importlib.machinery

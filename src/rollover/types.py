@@ -86,8 +86,10 @@ class Task:
     """One problem to solve.
 
     `task_id` is stable over runs; `attempt` counts earlier visits of the same task (its epoch).
-    Exactly one of `messages` (chat) and `prompt` (plain text, no chat template) is set. `plain`: the data has a text,
-    which `tasks.chat` put into the last of `messages`: rewards get texts.
+    Exactly one of `messages` (chat) and `prompt` (plain text, no chat template) is set. The content of a message is a
+    text, or a list of parts where it shows images: {"type": "text", "text": ...} and {"type": "image", "image": path of
+    its file, "sha256": of the file's bytes}. `plain`: the data has a text, which `tasks.chat` put into the last of
+    `messages`: rewards get texts.
     `columns` is what the reward needs (answer, ground_truth, data_source, ...): JSON values only.
     `reward` names the reward function (see rewards/registry.py); `source` labels per-source metrics.
     """
@@ -95,26 +97,32 @@ class Task:
     task_id: str
     source: str
     reward: str
-    messages: tuple[dict[str, str], ...] | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
     prompt: str | None = None
     columns: dict[str, Any] = field(default_factory=dict)
     attempt: int = 0
     plain: bool = False
 
     @property
-    def reward_prompt(self) -> str | list[dict[str, str]]:
+    def reward_prompt(self) -> str | list[dict[str, Any]]:
         """The prompt as a reward function gets it, in the form that the data has: a text, or a list of messages."""
         if self.prompt is not None:
             return self.prompt
         messages = [dict(m) for m in self.messages or ()]
-        return messages[-1]["content"] if self.plain else messages
+        return content_text(messages[-1]["content"]) if self.plain else messages
 
     @property
     def content(self) -> str:
-        """The text that identifies the problem: used for the train/eval split."""
+        """The whole problem in one text, with "[image: name]" for each image."""
         if self.prompt is not None:
             return self.prompt
-        return "\n".join(f"{m['role']}: {m['content']}" for m in self.messages or ())
+        return "\n".join(f"{m['role']}: {content_text(m['content'])}" for m in self.messages or ())
+
+    @property
+    def images(self) -> list[str]:
+        """The paths of the images that its messages show, in order."""
+        contents = [m["content"] for m in self.messages or () if not isinstance(m["content"], str)]
+        return [part["image"] for content in contents for part in content if part["type"] == "image"]
 
     def to_json(self) -> dict[str, Any]:
         """What checkpoints and the journal hold of it."""
@@ -125,6 +133,14 @@ class Task:
         """The task that `to_json` was asked of."""
         messages = saved["messages"]
         return cls(**{**saved, "messages": None if messages is None else tuple(messages)})
+
+
+def content_text(content: Any, image: Callable[[Mapping[str, Any]], str] | None = None) -> str:
+    """The content of a message as one text. `image`: what stands there for an image; by default "[image: name]"."""
+    if not isinstance(content, list | tuple):
+        return content if isinstance(content, str) else str(content)
+    image = image or (lambda part: f"[image: {str(part.get('image')).rpartition('/')[2]}]")
+    return "".join(str(part.get("text")) if part.get("type") == "text" else image(part) for part in content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,9 +436,9 @@ class Sample:
     """A training row made from a finished Rollout. All streams are [n] over the tokens after the prompt.
 
     token_ids, versions int32; mask bool (True: in the loss); behavior_logprobs, advantages float32. `media`: of the
-    prompt. `temperature`: of the sampling. `teacher_prompt_ids`: what a teacher reads for the prompt; None: the prompt.
-    `sequence_id`: of what is one sequence in aggregations; "": the row alone. `truncated`: cut at the token limit
-    (StopReason.LENGTH).
+    prompt. `temperature`: of the sampling. `teacher_prompt_ids`, `teacher_media`: what a teacher reads for the prompt;
+    None: the prompt. `sequence_id`: of what is one sequence in aggregations; "": the row alone. `truncated`: cut at the
+    token limit (StopReason.LENGTH).
     """
 
     rollout_id: str
@@ -439,6 +455,7 @@ class Sample:
     role: str = "policy"
     truncated: bool = False
     media: tuple[Media, ...] = ()
+    teacher_media: tuple[Media, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sequence_id", self.sequence_id or self.rollout_id)

@@ -26,6 +26,7 @@ from rollover.config.cluster import check_can_train
 from rollover.config.load import Resolved
 from rollover.ending import run_bounded
 from rollover.files import paths_begin_in, start_folder
+from rollover.images import media_kept_in
 from rollover.run.directory import RunDirectory
 from rollover.run.loop import Step
 from rollover.run.restart import LastingRun, running
@@ -94,6 +95,7 @@ class Session:
         try:
             self._stack.callback(self.close)
             self._stack.enter_context(paths_begin_in(self._folder))
+            self._stack.enter_context(media_kept_in(self.directory / "media"))
             signals = self._stack.enter_context(ExitStack())  # given back after the run's last checkpoint
             run = running(self.config, self._directory, self._stop, self._resume_command)
             self._run = await self._stack.enter_async_context(run)

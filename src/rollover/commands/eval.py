@@ -76,7 +76,7 @@ async def answers_to_all(config: Config, model: str | None) -> Answers:
     parts = await EvalParts.build(config, model)
     try:
         assert parts.environment is not None
-        encode = encoder(parts.tokenizer, parts.environment)
+        encode = encoder(parts.tokenizer, parts.environment, parts.processor)
         held_out = held_out_tasks(config, encode, parts.engine.max_tokens, to_stderr)
         return await answers_of(
             held_out, parts.engine, parts.environment, parts.tokenizer, config, parts.stop_token_ids, to_stderr

@@ -157,7 +157,7 @@ async def episodes(config: Config, prompt: str | None, given: dict[str, Any], nu
         sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
         seed, stops = config.run.seed, parts.stop_token_ids
         playing = Playing(parts.engine, parts.environment, config, stops, sampling, seed, num, to_stderr)
-        encoded = encoder(parts.tokenizer, parts.environment)(task)
+        encoded = encoder(parts.tokenizer, parts.environment, parts.processor)(task)
         group = await playing.unless_it_stalls(playing.play(-1, task, encoded, num))
         decode = answer_decoder(parts.tokenizer, rollout.keep_special_tokens)
         return [transcript(episode, decode) for episode in episodes_of(group)]

@@ -156,9 +156,11 @@ def _told(files: RunFiles, entry: Any, record: dict[str, Any]) -> str:
 
 def _asked(record: dict[str, Any]) -> str:
     """Its prompt in one text."""
+    from rollover.types import content_text
+
     if record["messages"] is None:
         return record["prompt"] or ""
-    return " ".join(str(message.get("content")) for message in record["messages"])
+    return " ".join(content_text(message.get("content")) for message in record["messages"])
 
 
 def as_json(files: RunFiles, num: int) -> dict[str, Any]:

@@ -47,6 +47,7 @@ SOURCES = {
             "prompt_column",
             "answer_column",
             "data_source_column",
+            "image_column",
             "order_column",
         ),
     ),
@@ -102,6 +103,7 @@ class TaskSourceConfig(Table):
     data_source_column: str = option(
         "", "dataset: the column that chooses the reward of a task, as verl's data.reward_fn_key; empty = data_source."
     )
+    image_column: str = option("", "dataset: column with the image or images of a prompt; empty = images or image.")
     order_column: str = option(
         "",
         "dataset: a column with a number, such as a difficulty (extra_info.difficulty for one in a table): each pass"
@@ -150,6 +152,11 @@ class TasksConfig(Table):
     system_prompt: str = option("", "System message put before every task's messages.", only_if=("tasks.chat",))
     instruction: str = option("", "Text appended to the last user message of every task (after a newline).")
     chat: bool = option(True, "Put plain prompts into a user message and apply the model's chat template.")
+    allow_image_urls: bool = option(
+        False,
+        "Fetch images that the data name by http or https. Whoever wrote the data then chooses which addresses this"
+        " machine asks, those of its own network among them.",
+    )
     producer: str = option(
         "",
         "Your own class (module:Class or path.py:Class), made with (config, tokenizer, engine), whose"

@@ -76,6 +76,10 @@ class ModelConfig(Table):
     chat_template_kwargs: dict[str, Any] = option(
         {}, "Arguments of the model's chat template wherever it is applied: { enable_thinking = false }, say."
     )
+    processor_kwargs: dict[str, Any] = option(
+        {},
+        "Arguments of the processor of an image-text model, such as { max_pixels = 501760 }: how large its images are.",
+    )
     trust_remote_code: bool = option(False, "Run Python code that comes with the model. Off unless you set it.")
     vision: Literal["frozen", "trained"] = option(
         "frozen",

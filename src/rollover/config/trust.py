@@ -37,18 +37,17 @@ PLACES = (
 )  # fmt: skip
 # Data: never imported, executed, connected to or written to. (`run.dir` is the directory itself: `settings_of_run`.)
 TEXTS = (
-    "run.name", "run.dir", "model.revision", "model.device", "model.chat_template_kwargs", "model.lora.target_modules",
-    "model.lora.exclude_modules", "tasks.sources.name", "tasks.sources.subset", "tasks.sources.split",
-    "tasks.sources.eval_split", "tasks.sources.prompt_column", "tasks.sources.answer_column",
-    "tasks.sources.data_source_column", "tasks.sources.order_column", "tasks.system_prompt", "tasks.instruction",
-    "tasks.curriculum.by",
-    "tasks.curriculum.prior_column", "rollout.stop", "rollout.logits.logit_bias", "rollout.logits.regex",
-    "rollout.logits.json_schema", "workflow.env", "engine.device", "algorithm.reward_weights", "algorithm.loss_options",
-    "algorithm.rejection", "distill.roles", "backend.base_model", "rewards.functions.name", "filters.metric",
-    "eval.settings.name", "eval.metric", "checkpoint.resume_from", "track.project", "track.group", "track.entity",
-    "track.tags",
+    "run.name", "run.dir", "model.revision", "model.device", "model.chat_template_kwargs", "model.processor_kwargs",
+    "model.lora.target_modules", "model.lora.exclude_modules", "tasks.sources.name", "tasks.sources.subset",
+    "tasks.sources.split", "tasks.sources.eval_split", "tasks.sources.prompt_column", "tasks.sources.answer_column",
+    "tasks.sources.data_source_column", "tasks.sources.image_column", "tasks.sources.order_column",
+    "tasks.system_prompt", "tasks.instruction", "tasks.curriculum.by", "tasks.curriculum.prior_column", "rollout.stop",
+    "rollout.logits.logit_bias", "rollout.logits.regex", "rollout.logits.json_schema", "workflow.env", "engine.device",
+    "algorithm.reward_weights", "algorithm.loss_options", "algorithm.rejection", "distill.roles", "backend.base_model",
+    "rewards.functions.name", "filters.metric", "eval.settings.name", "eval.metric", "checkpoint.resume_from",
+    "track.project", "track.group", "track.entity", "track.tags",
 )  # fmt: skip
-FLAGS = ("model.trust_remote_code",)  # of the options that are true or false
+FLAGS = ("model.trust_remote_code", "tasks.allow_image_urls")  # of the options that are true or false
 _T = TypeVar("_T", bound=Table)
 
 

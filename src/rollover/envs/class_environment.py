@@ -18,7 +18,7 @@ from typing import Any
 
 from rollover.envs.chat import Chat, sampled_turns
 from rollover.envs.game import Observation
-from rollover.envs.protocol import BeginAgain, written
+from rollover.envs.protocol import BeginAgain, refuse_images, written
 from rollover.envs.saved_states import CannotRestore, Played, SavedStates, Told
 from rollover.envs.setup import EnvironmentSetup
 from rollover.envs.tool_calls import CallCounts, ToolCalls
@@ -86,6 +86,7 @@ class ClassEnvironment:
         self._texts[task.task_id, task.attempt] = hash(text)
         if len(self._texts) > _MOST_TEXTS:
             del self._texts[next(iter(self._texts))]
+        refuse_images(task, "workflow.environment")
         messages = [dict(m) for m in instead or task.messages or ({"role": "user", "content": task.content},)]
         if text is not None:
             messages[-1]["content"] += text

@@ -87,6 +87,15 @@ class HoldsObjects(Protocol):
         ...
 
 
+def refuse_images(task: Task, option: str) -> None:
+    """ValueError for a task that shows images, which what `option` names cannot put into a prompt."""
+    if task.images:
+        raise ValueError(
+            f"task {task.task_id!r} of {task.source} shows images, and {option} makes prompts of text alone: use"
+            ' rollout.environment = "single_turn", or leave the column of images out'
+        )
+
+
 def written(rollout: Rollout, token_ids: Sequence[int], *, done: bool = False) -> Segment:
     """What an environment writes after a turn of `rollout`: tokens that no policy sampled, so they are never trained.
 

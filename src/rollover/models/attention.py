@@ -238,15 +238,15 @@ class PackedAttention:
             if prefix is not None:
                 key = torch.cat((keys[prefix].expand(len(batch), -1, -1, -1), key), 1)
                 value = torch.cat((values[prefix].expand(len(batch), -1, -1, -1), value), 1)
-            heads_first = (x.transpose(1, 2) for x in (query, key, value))
+            query, key, value = (x.transpose(1, 2) for x in (query, key, value))
             spans = self._together.get(batch[0])
             if spans is None:
-                out_BHTD = self._batch(*heads_first, window=window, scale=scale, softcap=softcap)
+                out_BHTD = self._batch(query, key, value, window=window, scale=scale, softcap=softcap)
             else:
-                mask = causal_mask(query.shape[1], key.shape[1], window, query.device)
+                mask = causal_mask(query.shape[2], key.shape[2], window, query.device)
                 for start, end in spans:
                     mask[start:end, start:end] = True
-                out_BHTD = masked_attention(*heads_first, mask, scale=scale, softcap=softcap)
+                out_BHTD = masked_attention(query, key, value, mask, scale=scale, softcap=softcap)
             out_BTHD = out_BHTD.transpose(1, 2)
             for i, row in zip(batch, out_BTHD, strict=True):
                 out[i] = row[: self.lengths[i]]

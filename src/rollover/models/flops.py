@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from rollover.models.attention import attention_widths
-from rollover.models.vision import is_vision_language, tower_parameters
+from rollover.models.vision import takes_images, tower_parameters
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
@@ -66,7 +66,7 @@ class ModelFlops:
         share, num_experts = _active_experts(config)
         linear = trained = 0.0
         # An image goes through its tower once, whatever its tokens (models/vision.py counts that).
-        tower = {id(p) for _, p in tower_parameters(model)} if is_vision_language(model.config) else set[int]()
+        tower = {id(p) for _, p in tower_parameters(model)} if takes_images(model.config) else set[int]()
         for name, parameter in model.named_parameters():
             if parameter.ndim < 2 or id(parameter) in embeddings or parameter is head or id(parameter) in tower:
                 continue

@@ -121,7 +121,7 @@ class InferenceDecoder:
     @staticmethod
     def supported(model: Any) -> bool:
         """Whether `model` is shaped like Llama, with rotary positions over whole heads."""
-        backbone = model.get_decoder() if hasattr(model, "get_decoder") else None
+        backbone: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
         if type(backbone).__name__ not in _SHAPED_LIKE_LLAMA:
             return False
         config = model.config.get_text_config()

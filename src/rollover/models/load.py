@@ -26,8 +26,9 @@ from rollover.config import ModelConfig
 from rollover.files import did_you_mean_path
 from rollover.models import attention
 from rollover.models.locate import resolve_path
+from rollover.models.processor import Processor, build_processor
 from rollover.models.smollm2 import ALIAS, HOW_TO_INSTALL
-from rollover.models.vision import is_vision_language, tower_parameters
+from rollover.models.vision import takes_images, tower_parameters
 from rollover.system import hub_is_away
 
 # Of transformers' own loading, which sets variables of the process meanwhile: two at once lose tied weights.
@@ -38,13 +39,13 @@ _loading = threading.Lock()
 class LoadedModel:
     """A causal LM (attention implementation: ours), its tokenizer, and the local folder or hub id they came from.
 
-    `processor`: of a model that takes images.
+    `processor`: of an image-text model; None for one of text.
     """
 
     model: Any
     tokenizer: Any
     path: str
-    processor: Any = None
+    processor: Processor | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -104,7 +105,7 @@ def load_model(
         attention.check_model(model)
     except ValueError as error:
         raise ValueError(f"model.path = {cfg.path!r}: {error}") from error
-    return LoadedModel(model, tokenizer, path)
+    return LoadedModel(model, tokenizer, path, build_processor(path, source, cfg.processor_kwargs, tokenizer, config))
 
 
 def load_outline(cfg: ModelConfig, *, filled_later: bool = False) -> LoadedModel:
@@ -127,7 +128,8 @@ def load_outline(cfg: ModelConfig, *, filled_later: bool = False) -> LoadedModel
         raise ValueError(f"model.path = {cfg.path!r} cannot be read: {_damage(path, error)}") from error
     _freeze_tower(model, cfg)
     _keep_float32(model)
-    return LoadedModel(model.eval(), tokenizer, path)
+    processor = build_processor(path, source, cfg.processor_kwargs, tokenizer, config)
+    return LoadedModel(model.eval(), tokenizer, path, processor)
 
 
 def outline_of(loaded: LoadedModel, cfg: ModelConfig, dtype: torch.dtype) -> Any:
@@ -143,18 +145,18 @@ def _model_class(config: Any) -> Any:
     """transformers' auto class for a causal LM, or for one that takes images."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
+    return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
 
 
 def _attention_of(config: Any) -> str | dict[str, str]:
     """Ours; of a model that takes images, ours for its language model alone: a tower refuses it, rightly."""
-    if not is_vision_language(config):
+    if not takes_images(config):
         return attention.IMPLEMENTATION
     return {"": "eager", "text_config": attention.IMPLEMENTATION, "vision_config": "sdpa"}
 
 
 def _freeze_tower(model: Any, cfg: ModelConfig) -> None:
-    if cfg.vision == "frozen" and is_vision_language(model.config):
+    if cfg.vision == "frozen" and takes_images(model.config):
         for _, parameter in tower_parameters(model):
             parameter.requires_grad_(False)
 

@@ -127,9 +127,8 @@ class Vision:
     def __init__(self, model: Any, processor: Pixels, *, keeps: bool) -> None:
         self.model, self.processor, self.keeps = model, processor, keeps
         self.flops = 0.0
-        config = model.config
-        self._placeholder = getattr(config, "image_token_id", None) or config.image_token_index
-        self._bidirectional = config.model_type in _BIDIRECTIONAL
+        self._placeholder = model.config.image_token_id
+        self._bidirectional = model.config.model_type in _BIDIRECTIONAL
         self._kept: OrderedDict[str, _Features] = OrderedDict()
         self._flops_of: dict[tuple[tuple[int, ...], ...], float] = {}
 
@@ -251,18 +250,19 @@ def _flat(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
-def is_vision_language(config: Any) -> bool:
-    """Whether it is the configuration of a model that takes images."""
+def takes_images(config: Any) -> bool:
+    """Whether it is the configuration of a vision-language model, which transformers loads as an image-text one."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
 
-    return getattr(config, "vision_config", None) is not None and config.model_type in NAMES
+    has_tower = getattr(config, "vision_config", None) is not None and hasattr(config, "image_token_id")
+    return has_tower and config.model_type in NAMES
 
 
 def placeholder_ids(config: Any) -> tuple[int, ...]:
     """Token ids that stand for images and videos: no answer may hold them."""
-    if getattr(config, "vision_config", None) is None:
+    if not takes_images(config):
         return ()
-    names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+    names = ("image_token_id", "video_token_id")
     return tuple(sorted({i for name in names if isinstance(i := getattr(config, name, None), int)}))
 
 

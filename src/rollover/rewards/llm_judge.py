@@ -17,6 +17,7 @@ from typing import Any
 from rollover.rewards.answers import answer_of
 from rollover.rewards.judged import Ask, Judged
 from rollover.rewards.service import Again, Service
+from rollover.types import content_text
 
 _PROMPT = """Judge the answer to the question below.
 
@@ -130,13 +131,13 @@ def _template(prompt: str, base_dir: Path) -> str:
     return text
 
 
-def _text(prompt: str | list[dict[str, str]]) -> str:
-    """A prompt as the judge reads it: its messages one after the other."""
+def _text(prompt: str | list[dict[str, Any]]) -> str:
+    """A prompt as the judge reads it: its messages one after the other, images by their names."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:
-        return prompt[0]["content"]
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+        return content_text(prompt[0]["content"])
+    return "\n\n".join(f"{message['role']}: {content_text(message['content'])}" for message in prompt)
 
 
 def _said(answer: bytes) -> tuple[str, int]:

@@ -6,9 +6,11 @@ Shapes: B rows of a batch, T tokens of the longest, L labels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
+
+from rollover.types import content_text
 
 Kind = Literal["sequence", "token"]
 
@@ -113,7 +115,7 @@ def _index_of(config: Any, kind: Kind, label: str, what: str) -> int | None:
 def _ids(item: dict[str, Any], tokenizer: Any, *, chat: bool) -> list[int]:
     """Prompt and completion as the model was trained to read them."""
     prompt = item["prompt"]
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(map(_as_text, prompt))
     if chat and getattr(tokenizer, "chat_template", None):
         whole = [*messages, {"role": "assistant", "content": item["completion"]}]
         ids = tokenizer.apply_chat_template(whole, tokenize=True, return_dict=True)["input_ids"]
@@ -123,6 +125,10 @@ def _ids(item: dict[str, Any], tokenizer: Any, *, chat: bool) -> list[int]:
     if not ids:
         raise ValueError("prompt and completion have no token")
     return list(ids)
+
+
+def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {**message, "content": content_text(message["content"])}
 
 
 def _batches(indices: list[int], rows: Sequence[Sequence[int]], batch_tokens: int) -> list[list[int]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
 from rollover.envs.answer_text import Decode, answer_decoder
 from rollover.run.eval_parts import EvalParts
 from rollover.run.playing import together
+from rollover.tasks.image_parts import with_images_of_program
 from rollover.tasks.prompts import encode_prompt
 from rollover.tasks.stream import decorated
 from rollover.types import SamplingParams, Segment, StopReason, Task, rollout_seed
@@ -29,7 +31,7 @@ class Answered:
 
 
 async def answer_prompt(
-    prompt: str | Sequence[Mapping[str, str]], num: int, parts: EvalParts, config: Config
+    prompt: str | Sequence[Mapping[str, Any]], num: int, parts: EvalParts, config: Config
 ) -> list[Answered]:
     """`num` answers to a text, or to a list of chat messages, sampled as [rollout] says.
 
@@ -40,9 +42,9 @@ async def answer_prompt(
     if not getattr(tokenizer, "chat_template", None):
         tasks = tasks.model_copy(update={"chat": False})
     text = prompt if isinstance(prompt, str) else None
-    messages = None if text is not None else tuple(dict(message) for message in prompt)  # type: ignore[arg-type]
+    messages = None if text is not None else with_images_of_program(prompt)  # type: ignore[arg-type]
     task = decorated(Task(task_id="sample", source="sample", reward="", prompt=text, messages=messages), tasks)
-    encoded = encode_prompt(task, tokenizer)
+    encoded = encode_prompt(task, tokenizer, parts.processor)
     seeded = text if text is not None else task.content
     requests = [
         ExtendRequest(

@@ -2,6 +2,7 @@
 
     config.resolved.json  metrics.jsonl  eval.jsonl  trace.jsonl  rollouts/  checkpoints/  journal/  model/  logs/
     evaluations/ (every answer)  best_model/  tokenizer.json
+    media/ (images of tasks that have no file)
     tracked_as (by tools of others)
     lock (held while the run lives)  checkpointed (where its checkpoints are)  finished (at which step)
     resume.json (what to type to go on, and where)
@@ -70,7 +71,7 @@ class RunDirectory:
             self.path,
             *(
                 self.path / name
-                for name in ("rollouts", "journal", "model", "profile", "logs", "evaluations", "best_model")
+                for name in ("rollouts", "journal", "model", "profile", "logs", "evaluations", "best_model", "media")
             ),
         ):
             check_writable(output, "run.dir")

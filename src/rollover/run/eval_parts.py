@@ -16,6 +16,7 @@ from rollover.envs.build import EnvironmentSetup
 from rollover.envs.protocol import Environment
 from rollover.models.devices import dtype_of, engine_device
 from rollover.models.load import load_outline, stop_token_ids
+from rollover.models.processor import Processor
 from rollover.models.team import most_threads, prepare_process
 from rollover.rewards.build import build_rewarder
 from rollover.rewards.protocol import Rewarder
@@ -37,6 +38,8 @@ class EvalParts:
     stop_token_ids: frozenset[int]
     server: EpisodeServer | None = None
     """For the agents of a workflow, where it has some."""
+    processor: Processor | None = None
+    """Of an image-text model."""
 
     @classmethod
     async def build(cls, config: Config, model: str | None, *, with_rewards: bool = True) -> EvalParts:
@@ -75,6 +78,7 @@ class EvalParts:
                 rewarder=rewarder,
                 stop_token_ids=stop_token_ids(loaded, []),
                 server=server,
+                processor=loaded.processor,
             )
             on_error.pop_all()
         return parts

@@ -168,7 +168,7 @@ class Parts:
             environment, server = await start_environment(setup, observed, longest, on_error)
             if isinstance(environment, HoldsObjects) and environment.notice:
                 say(environment.notice)
-            encode = encoder(loaded.tokenizer, environment)
+            encode = encoder(loaded.tokenizer, environment, loaded.processor)
             prompts = prompts_for(encode, prompt_limit(config, longest))
             reroll = Reroll(config.reroll, config.train.num_steps, prompts)
             driver = build_driver(config, engine, reroll, environment, group_filter, stops)

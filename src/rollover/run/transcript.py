@@ -8,7 +8,7 @@ from itertools import groupby
 
 from rollover.envs.answer_text import Decode
 from rollover.trajectories import Episode, Trajectory
-from rollover.types import Rollout
+from rollover.types import Prompt, Rollout
 
 _WIDTH = 12  # of what stands before a text
 
@@ -26,8 +26,17 @@ def _trajectory(trajectory: Trajectory, decode: Decode) -> Iterator[str]:
     assert reward is not None
     yield f"{trajectory.role}: " + (f"no score: {reward.error}" if reward.score is None else f"score {reward.score:g}")
     for rollout in trajectory.rollouts:
-        yield _said("prompt", decode(rollout.prompt.ids))
+        yield _said("prompt", _prompt(rollout.prompt, decode))
         yield from _turns(rollout, decode)
+
+
+def _prompt(prompt: Prompt, decode: Decode) -> str:
+    """Its text, with "[image: name]" for the placeholders of each image."""
+    parts, end = [], 0
+    for media in prompt.media:
+        parts += [decode(prompt.ids[end : media.offset]), f"[image: {media.source.rpartition('/')[2]}]"]
+        end = media.offset + media.count
+    return "".join([*parts, decode(prompt.ids[end:])])
 
 
 def _turns(rollout: Rollout, decode: Decode) -> Iterator[str]:

@@ -8,14 +8,17 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
 from rollover.config import TaskSourceConfig
 from rollover.functions import FunctionError, OwnFunction, described, load_function, own_function
+from rollover.images import BadImage
+from rollover.tasks.image_parts import shows_images, with_images_of_program
 from rollover.tasks.same import problem_text
 from rollover.tasks.source import FailedProblem, SourceSetup, TaskSource, all_together, fingerprint_of
-from rollover.types import Task
+from rollover.types import Task, content_text
 
 _KEY = "tasks.sources.kind"
 _MAX_LENGTH = 100_000_000  # their numbers are shuffled in memory
@@ -50,6 +53,7 @@ class OwnSource:
             raise
         if not isinstance(problem, Task):
             raise self._problem.refused(f"{described(problem)} for number {index}")
+        problem = self._with_images(problem, index)
         if (why := _why_no_task(problem)) is not None:
             raise self._problem.refused(f"a Task for number {index} that {why}")
         try:
@@ -57,6 +61,17 @@ class OwnSource:
         except (TypeError, ValueError) as error:
             raise self._problem.refused(f"columns for number {index} that are not JSON ({error})") from error
         return problem
+
+    def _with_images(self, problem: Task, index: int) -> Task:
+        messages = problem.messages if isinstance(problem.messages, list | tuple) else ()
+        if not any(isinstance(m, Mapping) and shows_images(m.get("content")) for m in messages):
+            return problem
+        try:
+            return replace(problem, messages=with_images_of_program(messages))
+        except BadImage as error:
+            raise self._problem.refused(
+                f"a Task for number {index} with an image that cannot be used: {error}"
+            ) from error
 
     def together(self, index: int) -> range:
         return all_together(index, self.num_problems)
@@ -92,7 +107,9 @@ def _why_no_task(problem: Task) -> str | None:
             return f"has {described(problem.messages)} for messages"
         if not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in problem.messages):
             return "has messages that are no dicts with role and content"
-        texts = [m[name] for m in problem.messages for name in ("role", "content")]
+        contents = [m["content"] for m in problem.messages]
+        texts = [m["role"] for m in problem.messages]
+        texts += [content_text(c) if shows_images(c) else c for c in contents]
     for text in texts:
         if not isinstance(text, str):
             return f"has {described(text)} where a text must be"

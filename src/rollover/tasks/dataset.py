@@ -9,16 +9,19 @@ from __future__ import annotations
 import datetime
 import decimal
 import re
+from functools import partial
 from typing import Any
 
+from rollover.images import BadImage, Places, stored
 from rollover.rewards.built_in import needs_answer
+from rollover.tasks.image_parts import IMAGE_COLUMNS, PLACEHOLDER, images_of, shows_images, with_images
 from rollover.tasks.rows import Table, open_rows, place_of_row
 from rollover.tasks.same import problem_text
 from rollover.tasks.source import SourceSetup
 from rollover.types import Task
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
-_SEEN = ("image", "images", "video", "videos", "audio", "audios")
+_SEEN_OR_HEARD = ("video", "videos", "audio", "audios")
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
 
@@ -46,6 +49,8 @@ def dataset_source(setup: SourceSetup) -> DatasetSource:
         needs_answer=needs_answer(setup.reward),
         problem_key=config.problem_key,
         chat=setup.chat,
+        image_column=config.image_column,
+        image_urls=setup.image_urls,
         task_prefix=f"{setup.label}/eval" if apart else setup.label,
     )
 
@@ -54,8 +59,9 @@ class DatasetSource:
     """The rows of one dataset as problems, in its order.
 
     `answer_column` empty: reward_model.ground_truth, answer, solution or ground_truth, if there is one;
-    `needs_answer` makes a missing one an error. `data_source_column`: the one that a task has as data_source. Raises
-    ValueError naming file, column and config key.
+    `needs_answer` makes a missing one an error. `data_source_column`: the one that a task has as data_source.
+    `image_column` empty: images or image, if there is one; `image_urls`: they may be fetched. Raises ValueError naming
+    file, column and config key.
     """
 
     endless = False
@@ -72,6 +78,8 @@ class DatasetSource:
         needs_answer: bool = False,
         problem_key: str = "",
         chat: bool = True,
+        image_column: str = "",
+        image_urls: bool = False,
         task_prefix: str = "",
     ) -> None:
         self.label, self.reward, self.chat = label, reward, chat
@@ -87,7 +95,10 @@ class DatasetSource:
             raise ValueError(
                 f"dataset {path!r} has no prompt column {wanted}; {found}: set tasks.sources.prompt_column"
             )
-        for what, column in (("answer", answer_column), ("data_source", data_source_column)):
+        self.image_column = image_column or next((c for c in IMAGE_COLUMNS if c in columns), "")
+        self._places = Places(place.folder, image_urls)
+        of_columns = ("answer", answer_column), ("data_source", data_source_column), ("image", image_column)
+        for what, column in of_columns:
             if column and column not in columns:
                 raise ValueError(
                     f"dataset {path!r} has no {what} column {column!r}; {found}: set tasks.sources.{what}_column"
@@ -118,12 +129,13 @@ class DatasetSource:
         row = self._rows[index]
         prompt = row.pop(self.prompt_column)
         where = place_of_row(self._place, index)
-        if seen := [name for name in _SEEN if row.get(name)]:
+        if other := [name for name in _SEEN_OR_HEARD if row.get(name)]:
             raise ValueError(
-                f"{where}: column {seen[0]!r} holds what a prompt shows (TRL's and verl's column for it), and it would"
-                " be left out: models are trained on text here. Use rows of text; or remove the column, if the text is"
-                " enough"
+                f"{where}: column {other[0]!r} holds what a prompt shows (TRL's and verl's column for it), and it would"
+                " be left out: models are trained on text and images here. Use rows of these; or remove the column, if"
+                " they are enough"
             )
+        messages = self._with_images(prompt, row, where)
         columns = {name: _jsonable(value, where, name) for name, value in row.items()}
         if self.answer_column:
             columns["answer"] = _jsonable(
@@ -137,6 +149,9 @@ class DatasetSource:
                 raise ValueError(f"{where}: column {name!r} is empty, and chooses the reward: fill it")
             columns["data_source"] = _jsonable(row[self.data_source_column], where, "data_source")
         task_id = f"{self.task_prefix}/{index}"
+        if messages is not None:
+            plain = isinstance(prompt, str)
+            return Task(task_id, self.label, self.reward, messages=messages, columns=columns, plain=plain)
         if isinstance(prompt, str) and prompt.strip():
             if _MESSAGES_AS_TEXT.match(prompt):
                 raise ValueError(
@@ -154,7 +169,35 @@ class DatasetSource:
 
     # Private
 
-    def _messages(self, prompt: Any, where: str) -> tuple[dict[str, str], ...]:
+    def _with_images(self, prompt: Any, row: dict[str, Any], where: str) -> tuple[dict[str, Any], ...] | None:
+        """The messages of a row that shows images; None: it shows none. In `row` their column becomes their paths."""
+        name = self.image_column
+        try:
+            images = images_of(row[name], name) if name else None
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            shown = isinstance(messages, list) and any(
+                isinstance(m, dict) and shows_images(m.get("content")) for m in messages
+            )
+            if not (images or shown or (images is not None and PLACEHOLDER in str(prompt))):
+                return None
+            if not self.chat:
+                raise BadImage("it shows images, which a chat template puts into the prompt: set tasks.chat = true")
+            if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+                return self._messages(prompt, where)
+            found = with_images(messages, images, name, partial(stored, places=self._places))
+        except BadImage as error:
+            raise ValueError(f"{where}: {error}") from error
+        if images is not None:
+            row[name] = [
+                part["image"]
+                for m in found
+                if not isinstance(m["content"], str)
+                for part in m["content"]
+                if part["type"] == "image"
+            ]
+        return tuple(self._message(message, where) for message in found)
+
+    def _messages(self, prompt: Any, where: str) -> tuple[dict[str, Any], ...]:
         if not isinstance(prompt, list) or not prompt:
             raise ValueError(
                 f"{where}: column {self.prompt_column!r} holds {prompt!r}; expected a text that is not empty or a list"
@@ -162,17 +205,18 @@ class DatasetSource:
             )
         return tuple(self._message(message, where) for message in prompt)
 
-    def _message(self, message: Any, where: str) -> dict[str, str]:
+    def _message(self, message: Any, where: str) -> dict[str, Any]:
         """A message with all of its keys; parts that are texts are one text. Keys without a value are Arrow's."""
         found = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
         if isinstance(parts := found.get("content"), list) and parts and all(map(_is_text, parts)):
             found["content"] = "".join(part["text"] for part in parts)
-        if not all(isinstance(found.get(key), str) for key in ("role", "content")):
+        content = found.get("content")
+        if not isinstance(found.get("role"), str) or not (isinstance(content, str) or shows_images(content)):
             raise ValueError(
                 f"{where}: {message!r} in {self.prompt_column!r} is not a message with role and content, both texts"
-                " (content may be a list of parts of type text)"
+                " (content may be a list of parts of type text and image)"
             )
-        if other := next((key for key, value in found.items() if not isinstance(value, str)), None):
+        if other := next((k for k, value in found.items() if not isinstance(value, str) and k != "content"), None):
             raise ValueError(
                 f"{where}: a message in {self.prompt_column!r} has {other} = {found[other]!r:.100}, which is no text"
                 " and would not reach the chat template: write it into its content, or remove it"

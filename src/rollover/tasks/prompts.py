@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
@@ -22,19 +22,25 @@ from rollover.tasks.source import rewarded_by
 from rollover.tasks.stream import TaskStream
 from rollover.types import Prompt, Task
 
+if TYPE_CHECKING:
+    from rollover.models.processor import Processor
+
 TASK_OR_NONE = "the Task to use, or None to leave it out"
 _MAX_SKIPS = 1000
 
 Encode = Callable[[Task], Prompt]
 
 
-def encoder(tokenizer: Any, environment: object) -> Encode:
+def encoder(tokenizer: Any, environment: object, processor: Processor | None = None) -> Encode:
     """How tasks become prompts: an environment of a class of the user's own tells of its tools there."""
-    return environment.prompt if isinstance(environment, HoldsObjects) else partial(encode_prompt, tokenizer=tokenizer)
+    if isinstance(environment, HoldsObjects):
+        return environment.prompt
+    return partial(encode_prompt, tokenizer=tokenizer, processor=processor)
 
 
-def encode_prompt(task: Task, tokenizer: Any) -> Prompt:
-    """The task's prompt as token ids; chat messages go through the tokenizer's chat template."""
+def encode_prompt(task: Task, tokenizer: Any, processor: Processor | None = None) -> Prompt:
+    """The task's prompt as token ids; chat messages go through the tokenizer's chat template. `processor`: the model's,
+    for images; None: the model takes text alone."""
     if task.messages is None:
         assert task.prompt is not None
         try:
@@ -47,11 +53,17 @@ def encode_prompt(task: Task, tokenizer: Any) -> Prompt:
         )
     messages, options = prompt_arguments(task.messages)
     try:
+        if task.images:
+            if processor is None:
+                raise ValueError(
+                    "it shows images, and the model (model.path) takes text alone: choose an image-text model, or leave"
+                    " the column of images out"
+                )
+            return processor.prompt(messages, **options)
         ids = tokenizer.apply_chat_template(messages, **options, tokenize=True, return_dict=False)
     except (TemplateError, TypeError, ValueError) as error:  # a template may leave out a message that is continued
-        raise ValueError(
-            f"task {task.task_id!r} of {task.source}: the model's chat template refuses its messages: {error}"
-        ) from error
+        why = str(error) if task.images else f"the model's chat template refuses its messages: {error}"
+        raise ValueError(f"task {task.task_id!r} of {task.source}: {why}") from error
     return Prompt.of(ids)
 
 

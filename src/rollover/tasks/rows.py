@@ -50,12 +50,22 @@ class Table:
     def option(self) -> str:
         return f"tasks.sources.{self.key} = {self.path!r}"
 
+    @property
+    def folder(self) -> Path | None:
+        """Where relative paths in its rows begin; None where they are on another machine."""
+        if is_live(self.path):
+            return local_path("")
+        local = local_path(self.path, self.base_dir)
+        if "://" in self.path or not local.exists():
+            return None
+        return local if local.is_dir() else local.parent
+
 
 class StoredRows:
     """All rows of a table: a memory-mapped Arrow table on disk, or a list that the program handed over."""
 
     def __init__(self, table: Any) -> None:
-        self._table = table
+        self._table = _Encoded(table) if _has_images(getattr(table, "features", None)) else table
         self.columns: list[str] = table.column_names
         self.num_rows: int | None = len(table)
 
@@ -71,6 +81,20 @@ class StoredRows:
         another order, from the one of before."""
         num = len(self._table)
         return f"{num} rows, {_digest(self._table[i][column] for i in range(0, num, max(1, num // 1000)))}"
+
+
+class _Encoded:
+    """The rows of a data set with images as they are stored, as {"bytes", "path"}: the library would decode them."""
+
+    def __init__(self, table: Any) -> None:
+        self.column_names: list[str] = table.column_names
+        self._arrow = table.with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self._arrow)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._arrow[index].to_pylist()[0]
 
 
 class StreamedRows:
@@ -149,7 +173,7 @@ def open_rows(place: Table) -> Rows:
     config.HF_HUB_OFFLINE = offline or bool(away)  # else the hub would be tried again for half a minute
     try:
         found = load(**where, split=place.split, streaming=place.streaming)
-        return StreamedRows(found, place) if place.streaming else StoredRows(found)
+        return StreamedRows(_encoded_stream(found), place) if place.streaming else StoredRows(found)
     except DatasetGenerationError as error:
         cause = error.__cause__ or error
         raise ValueError(f"{place.option} cannot be read as {builder or 'a data set'}: {cause}") from error
@@ -258,8 +282,26 @@ def place_of_row(place: Table, index: int) -> str:
     return f"dataset {place.path!r}, {'line' if lines else 'row'} {index + 1}"
 
 
+def _encoded_stream(stream: Any) -> Any:
+    return stream.decode(False) if _has_images(stream.features) else stream
+
+
+def _has_images(feature: Any) -> bool:
+    """Whether values of a feature of the library `datasets` (of its table, a list) are decoded as images."""
+    if isinstance(feature, Mapping | list):
+        return any(map(_has_images, feature.values() if isinstance(feature, Mapping) else feature))
+    return type(feature).__name__ == "Image" or _has_images(getattr(feature, "feature", {}))
+
+
 def _digest(values: Iterable[Any]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for value in values:
-        digest.update(json.dumps(value, default=str).encode())
+        digest.update(json.dumps(value, default=_text_of).encode())
     return digest.hexdigest()
+
+
+def _text_of(value: Any) -> str:
+    """What stands for a value that is not JSON: the same in every process."""
+    if isinstance(value, bytes):
+        return hashlib.blake2b(value, digest_size=8).hexdigest()
+    return f"an image of {value.size}" if hasattr(value, "getbands") else str(value)

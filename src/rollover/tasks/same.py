@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from rollover.functions import described, own_function
-from rollover.types import Task
+from rollover.types import Task, content_text
 
 Same = Callable[[Task], str]
 
@@ -32,14 +33,15 @@ def problem_text(problem: Task) -> str:
     """The text of a problem without system messages, in lower case, with single spaces.
 
     Pass the problem before tasks.instruction is added. A plain prompt and the same text in a user message are one.
+    Images count by the bytes of their files: problems of one text about two images are two.
     """
     turns = [m for m in problem.messages or () if m["role"] != "system"]
     if problem.prompt is not None:
         text = problem.prompt
     elif len(turns) == 1:
-        text = turns[0]["content"]
+        text = _said(turns[0])
     else:  # a line break that no text below has keeps the turns apart
-        return "\n".join(f"{m['role']}: {_normalised(m['content'])}" for m in turns)
+        return "\n".join(f"{m['role']}: {_normalised(_said(m))}" for m in turns)
     return _normalised(text)
 
 
@@ -56,6 +58,10 @@ def same_of_generator(name: str) -> Same:
     """How reasoning-gym's generator of that name compares its problems."""
     ordered = UNORDERED.get(name)
     return problem_text if ordered is None else lambda problem: ordered(problem_text(problem))
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    return content_text(message["content"], lambda part: f" [image {part.get('sha256', part.get('image'))}] ")
 
 
 def _normalised(text: str) -> str:

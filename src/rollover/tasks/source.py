@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rollover.config import TaskSourceConfig
+from rollover.images import media_kept_in
 from rollover.rewards.chosen import Chosen
 from rollover.tasks.same import Same
 from rollover.tasks.split import key_of
@@ -33,7 +34,8 @@ class SourceSetup:
 
     Every task of it carries `label` as its `source`, and `reward`. `seed`: of this source, for this side of the split.
     `held_out`: the rows that are named as held out are wanted, where `config` names some (eval_path, eval_split).
-    `chat`: tasks.chat. Relative paths are relative to `base_dir`. `chosen`: where data_source may give another reward.
+    `chat`: tasks.chat; `image_urls`: tasks.allow_image_urls. Relative paths are relative to `base_dir`. `chosen`: where
+    data_source may give another reward.
     """
 
     config: TaskSourceConfig
@@ -44,6 +46,7 @@ class SourceSetup:
     chat: bool = True
     base_dir: str | os.PathLike[str] = "."
     chosen: Chosen | None = None
+    image_urls: bool = False
 
     def rewarded(self, task: Task) -> Task:
         """A task of the source with the reward that its data_source has, where none is named for all of them."""
@@ -134,9 +137,11 @@ def problems_of(source: TaskSource, at_most: int | None = None) -> Iterator[Task
     numbers = itertools.takewhile(lambda i: i in source.together(i), itertools.count())
     for index in itertools.islice(numbers, at_most):
         try:
-            yield source.problem(index)
+            with media_kept_in(None):  # who looks at all of them needs no copy of their images
+                problem = source.problem(index)
         except FailedProblem:
             continue
+        yield problem
 
 
 def all_together(index: int, num_problems: int | None) -> range:

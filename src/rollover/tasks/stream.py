@@ -106,10 +106,19 @@ def decorated(problem: Task, tasks: TasksConfig) -> Task:
         last = next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
         if last is None:
             raise ValueError(f"task {problem.task_id!r} has no user message to put tasks.instruction into")
-        messages[last] = {"role": "user", "content": messages[last]["content"] + instruction}
+        messages[last] = {"role": "user", "content": _with_text(messages[last]["content"], instruction)}
     if tasks.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": tasks.system_prompt})
-    return replace(problem, messages=tuple(messages), prompt=None, plain=prompt is not None)
+    return replace(problem, messages=tuple(messages), prompt=None, plain=problem.plain or prompt is not None)
+
+
+def _with_text(content: Any, text: str) -> Any:
+    """A message's content, a text or a list of parts, with this text behind it."""
+    if isinstance(content, str):
+        return content + text
+    if content[-1]["type"] == "text":
+        return [*content[:-1], {"type": "text", "text": content[-1]["text"] + text}]
+    return [*content, {"type": "text", "text": text}]
 
 
 class TaskStream:
@@ -320,7 +329,17 @@ class TaskStream:
             seed = key_of(f"{self.seed}/{self.split}/source/{i}") >> 33
             held_out = self.split == "eval"
             reward = chosen_for(source, rewards, self.tasks.answer_rule, held_out=held_out)
-            yield SourceSetup(source, label, reward.spec, seed, held_out, self.tasks.chat, base_dir, reward)
+            yield SourceSetup(
+                source,
+                label,
+                reward.spec,
+                seed,
+                held_out,
+                self.tasks.chat,
+                base_dir,
+                reward,
+                self.tasks.allow_image_urls,
+            )
 
     def _cursor(self, setup: SourceSetup) -> _Cursor:
         source = build_source(setup)

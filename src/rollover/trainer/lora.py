@@ -18,7 +18,7 @@ from rollover.config import LoraConfig, ModelConfig
 from rollover.files import local_path, read_object
 from rollover.models.adapters import base_weights, names
 from rollover.models.load import LoadedModel, check_finite, load_model
-from rollover.models.vision import is_vision_language, trains_tower
+from rollover.models.vision import takes_images, trains_tower
 
 ADAPTER = "adapter"  # the folder of the adapters, inside that of the merged model
 _PREFIX = "base_model.model."  # what peft puts before the names of a model
@@ -48,7 +48,7 @@ def add_lora(model: Any, lora: LoraConfig) -> Any:
     for name in lora.exclude_modules:
         _layers_named(model, name, "exclude_modules")
     excluded: Any = list(lora.exclude_modules) or None
-    if is_vision_language(model.config) and not trains_tower(model):
+    if takes_images(model.config) and not trains_tower(model):
         excluded = _outside_of_text(model, lora.exclude_modules)
     targets: Any = _ALL_LINEAR if everything else list(lora.target_modules)
     if stacked:

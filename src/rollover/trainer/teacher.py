@@ -22,6 +22,7 @@ from rollover.models.devices import dtype_of
 from rollover.models.limits import Limits
 from rollover.models.load import LoadedModel, load_model, load_outline
 from rollover.models.norms import compile_norms
+from rollover.models.processor import Processor
 from rollover.tasks.prompts import encode_prompt
 from rollover.types import Group, Prompt, Sample, Task
 
@@ -113,6 +114,11 @@ class TeacherPrompts:
         out = []
         for s in samples:
             group = of_group[s.group_id]
+            if group.prompt.media:
+                raise ValueError(
+                    f"distill.privileged: task {group.task.task_id!r} shows images, and a teacher's own prompt has"
+                    " none. Remove distill.privileged, or the images"
+                )
             if s.group_id not in told:
                 told[s.group_id] = self.of_task(group.task)
             own, of_task = s.prompt_ids.tolist(), list(group.prompt.ids)
@@ -128,7 +134,7 @@ class TeacherPrompts:
                     f"{len(prompt_ids)} tokens for task {group.task.task_id!r}, and {len(s.token_ids)} follow: the"
                     f" model has {self.positions} positions"
                 )
-            out.append(replace(s, teacher_prompt_ids=prompt_ids))
+            out.append(replace(s, teacher_prompt_ids=prompt_ids, teacher_media=told[s.group_id].media))
         return out
 
     def of_task(self, task: Task) -> Prompt:
@@ -148,12 +154,12 @@ class TeacherPrompts:
             raise self._privileged.failed(error) from error
 
 
-def encoder(tokenizer: Any, environment: object) -> EncodeInstead:
+def encoder(tokenizer: Any, environment: object, processor: Processor | None = None) -> EncodeInstead:
     """How a teacher's prompts are made: an environment of a class of the user's own tells of its tools there, too."""
 
     def plain(task: Task, instead: Any) -> Prompt:
         changed = {"prompt": instead} if task.messages is None else {"messages": tuple(instead)}
-        return encode_prompt(replace(task, **changed), tokenizer)
+        return encode_prompt(replace(task, **changed), tokenizer, processor)
 
     return environment.prompt if isinstance(environment, HoldsObjects) else plain
 
@@ -162,7 +168,9 @@ def teacher_prompts(config: Config, loaded: LoadedModel, environment: object) ->
     """As distill.privileged says; None: the teacher reads what the policy reads."""
     if not config.distill.privileged:
         return None
-    return TeacherPrompts(config, encoder(loaded.tokenizer, environment), Limits.of(loaded.model).positions)
+    return TeacherPrompts(
+        config, encoder(loaded.tokenizer, environment, loaded.processor), Limits.of(loaded.model).positions
+    )
 
 
 def _are_messages(made: object) -> bool:

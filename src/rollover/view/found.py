@@ -17,6 +17,7 @@ import numpy as np
 
 from rollover.reading.rollout_index import NO_VERSION, RolloutIndex, rollout_id, staleness, versions
 from rollover.reading.text_search import TextSearch
+from rollover.types import content_text
 from rollover.view.numbers import number
 from rollover.view.query import Query, count, names_in, real
 
@@ -196,8 +197,7 @@ def row_of(index: RolloutIndex, entry: np.void, record: Mapping[str, Any] | None
 def asked(record: Mapping[str, Any]) -> str:
     """What the last message says, or the prompt."""
     if record["messages"]:
-        content = record["messages"][-1].get("content")
-        return content if isinstance(content, str) else str(content)
+        return content_text(record["messages"][-1].get("content"))
     return record["prompt"] or ""
 
 

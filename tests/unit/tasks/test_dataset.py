@@ -139,16 +139,16 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name":
     [
         (
             {"prompt": CHAT, "images": [{"path": "a.png"}]},
-            "column 'images' holds what a prompt shows.*Use rows of text",
+            "column 'images': there is no file .*a.png",
         ),
-        ({"prompt": "p", "image": "a.png"}, "column 'image' holds what a prompt shows"),
+        ({"prompt": "p", "video": "a.mp4"}, "column 'video' holds what a prompt shows.*Use rows of these"),
         (
             {"prompt": [*CHAT, CALL]},
             r"a message in 'prompt' has tool_calls = \[.*write it into its content, or remove it",
         ),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-            "is not a message with role and content, both",
+            "a message has a part {.*} without an image, and there is no column images",
         ),
         ({"prompt": json.dumps(CHAT)}, "'prompt' holds chat messages as the text of JSON: store them as a list"),
         ({"prompt": str(CHAT)}, "'prompt' holds chat messages as the text of JSON: store them as a list"),

@@ -2,7 +2,7 @@
 // life. Texts of prompts and answers become text nodes; characters that are not seen are shown by what they are called.
 
 import { el, replace, button, link, table, copyText } from "./dom.js";
-import { short, decimal, duration, plural, percent, versions, visible } from "./words.js";
+import { saidIn, short, decimal, duration, plural, percent, versions, visible } from "./words.js";
 import { versionBackground, versionColour } from "./colours.js";
 import { address } from "./route.js";
 
@@ -86,7 +86,7 @@ export class RolloutView {
     const { told } = this;
     if (!told.messages) return el("pre", { class: "said" }, el("bdi", { text: visible(told.prompt ?? "") }));
     return told.messages.map((message) => el("div", { class: "message" }, el("h3", { text: String(message.role) }),
-      el("pre", { class: "said" }, el("bdi", { text: visible(typeof message.content === "string" ? message.content : JSON.stringify(message.content, null, 2)) }))));
+      el("pre", { class: "said" }, el("bdi", { text: visible(saidIn(message.content)) }))));
   }
 
   _shades() {

@@ -68,6 +68,12 @@ export function visible(text) {
   });
 }
 
+/** The content of a message: a text, or parts of texts and images. */
+export function saidIn(content) {
+  if (!Array.isArray(content)) return typeof content === "string" ? content : JSON.stringify(content, null, 2);
+  return content.map((part) => (part?.type === "text" ? String(part.text) : `[image: ${String(part?.image).split("/").pop()}]`)).join("");
+}
+
 /** Names as one value of an address, as query.py reads them. */
 export function listed(names) {
   return names.map((name) => name.replaceAll("%", "%25").replaceAll(",", "%2C")).join(",");

@@ -1,0 +1,219 @@
+"""The processor of an image-text model: messages with images -> token ids with placeholders; an image -> its pixels.
+
+    prompt(messages)   chat template, one call of transformers' processor, where each image's placeholders lie
+    pixels(media)      the keyword arguments of get_image_features for one image, read again from its file
+
+Owns the one expansion of placeholders: from there on the token ids are the truth. The processor is loaded by the first
+image, as it may need packages that a run of texts does without.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from rollover.images import digest_of, read_image
+from rollover.models.vision import takes_images
+from rollover.types import Media, Prompt, content_text
+
+_FILES = ("*processor_config.json", "chat_template.json")
+_MOST_KNOWN = 10_000  # images whose placeholders are remembered
+_OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_MARK = "wvzq"  # a word that no chat template writes by itself
+
+
+class _Shape(NamedTuple):
+    """What an image is in every prompt: so many placeholders, within `span` tokens from the first to the last."""
+
+    count: int
+    span: int
+    grid: tuple[int, ...]
+
+
+class Processor:
+    """The processor of the image-text model at `path` (`source`: how from_pretrained gets it).
+
+    `kwargs`: model.processor_kwargs. `tokenizer`: the model's, whose chat template renders messages; its config names
+    the token that stands for a piece of an image. ValueError where the processor cannot be loaded.
+    """
+
+    def __init__(
+        self, path: str, source: Mapping[str, Any], kwargs: Mapping[str, Any], tokenizer: Any, config: Any
+    ) -> None:
+        self.path, self.tokenizer = path, tokenizer
+        self._source, self._kwargs = source, kwargs
+        self.placeholder_id = int(config.image_token_id)
+        """The token that stands for a piece of an image."""
+        self._known: OrderedDict[str, _Shape] = OrderedDict()  # by digest
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> Prompt:
+        """The prompt of messages, some of which show images (types.Task), with the arguments of apply_chat_template.
+
+        ValueError, which begins with what is wrong, for an image that cannot be read, for a text like an image token,
+        and where a template or processor leaves an image out.
+        """
+        sources = [
+            part["image"]
+            for message in messages
+            if not isinstance(message["content"], str)
+            for part in message["content"]
+            if part["type"] == "image"
+        ]
+        self._check_texts(messages)
+        images = [read_image(source) for source in sources]
+        digests = list(map(digest_of, images))
+        text = self.tokenizer.apply_chat_template(list(map(_without_sources, messages)), tokenize=False, **arguments)
+        if (num := text.count(self._token)) != len(images):
+            raise ValueError(f"the chat template shows {num} of its {len(images)} images: put them into user messages")
+        ids = self._called(text, images)["input_ids"][0].tolist()
+        places = [i for i, token_id in enumerate(ids) if token_id == self.placeholder_id]
+        shapes = [self._shape(digest, image) for digest, image in zip(digests, images, strict=True)]
+        media, begin = [], 0
+        for source, digest, image, shape in zip(sources, digests, images, shapes, strict=True):
+            of_image = places[begin : begin + shape.count]
+            begin += shape.count
+            if len(of_image) < shape.count or of_image[-1] + 1 - of_image[0] != shape.span:
+                break
+            media.append(Media(source, digest, image.size, of_image[0], shape.span, shape.grid))
+        if len(media) < len(images) or begin != len(places):
+            raise ValueError(
+                f"its images have {[shape.count for shape in shapes]} placeholders by themselves, and {len(places)} in"
+                " the prompt, or these lie apart: the model's processor cannot be used"
+            )
+        return Prompt(tuple(ids), tuple(media))
+
+    def pixels(self, media: Media) -> dict[str, torch.Tensor]:
+        """The keyword arguments of the model's get_image_features for this image alone.
+
+        ValueError, which names the image, where it cannot be read, or is not the one that the prompt was made of.
+        """
+        image = read_image(media.source)
+        if digest_of(image) != media.digest or image.size != media.size:
+            raise ValueError(f"image {media.source} has changed since it was put into a prompt: put the old one back")
+        shape, pixels = self._alone(image)
+        if (shape.span, shape.grid) != (media.count, media.grid):
+            raise ValueError(
+                f"image {media.source} has {shape.span} tokens and the grid {shape.grid}, and had {media.count} and"
+                f" {media.grid} when it was put into a prompt: the model's processor, or model.processor_kwargs, has"
+                " changed since. Set it back"
+            )
+        return pixels
+
+    def save(self, folder: Path) -> None:
+        """Write it beside a model and its tokenizer: the files that it came from, where model.processor_kwargs changes
+        nothing about it."""
+        files = [file for name in _FILES for file in Path(self.path).glob(name)]
+        if self._kwargs or not files:
+            self._own.to_json_file(folder / "processor_config.json")
+            return
+        for file in files:
+            shutil.copyfile(file, folder / file.name)
+
+    # Private
+
+    @cached_property
+    def _own(self) -> Any:
+        """transformers' processor."""
+        from transformers import AutoProcessor
+        from transformers.processing_utils import ProcessorMixin
+
+        try:
+            found = AutoProcessor.from_pretrained(self.path, **{**self._kwargs, **self._source})
+        except Exception as error:  # boundary: of files, of packages that are missing, of arguments
+            if isinstance(error, ImportError) or "torchvision" in str(error).lower():
+                why = " ".join(str(error).split())
+                raise ValueError(
+                    f"model.path = {self.path!r}: its processor needs packages that are not installed: pip install"
+                    f" 'rollover[vision]' (Pillow, torchvision, num2words). transformers says: {why:.300}"
+                ) from error
+            raise ValueError(f"model.path = {self.path!r}: its processor cannot be loaded: {error}") from error
+        if not isinstance(found, ProcessorMixin) or getattr(found, "image_processor", None) is None:
+            raise ValueError(
+                f"model.path = {self.path!r}: it has no image processor (preprocessor_config.json or"
+                " processor_config.json): copy these files from the model that it was made of"
+            )
+        return found
+
+    @property
+    def _token(self) -> str:
+        """What stands for an image in a rendered prompt, before it is expanded."""
+        return self._own.image_token
+
+    def _check_texts(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        tokens = {self._token, self.tokenizer.convert_ids_to_tokens(self.placeholder_id)}
+        for message in messages:
+            text = content_text(message["content"], lambda _: "\n")
+            if token := next((token for token in tokens if token in text), None):
+                raise ValueError(f"the text of its {message['role']} message has {token}, which stands for an image")
+
+    def _called(self, text: str, images: list[Any]) -> Any:
+        try:
+            return self._own(text=[text], images=[images], add_special_tokens=False, return_tensors="pt")
+        except (ValueError, TypeError, RuntimeError, IndexError, KeyError) as error:
+            sizes = ", ".join(f"{image.width} x {image.height}" for image in images)
+            raise ValueError(f"the model's processor refuses its images ({sizes}): {error}") from error
+
+    def _alone(self, image: Any) -> tuple[_Shape, dict[str, torch.Tensor]]:
+        """An image by itself, and the tensors that the model's vision part takes."""
+        found = self._called(self._token, [image])
+        pixels = {name: tensor for name, tensor in found.items() if name not in _OF_TEXT}
+        grid = pixels.get("image_grid_thw")
+        places = [i for i, token_id in enumerate(found["input_ids"][0].tolist()) if token_id == self.placeholder_id]
+        if not places:
+            raise ValueError("the model's processor makes no placeholder of an image: it cannot be used")
+        shape = _Shape(len(places), places[-1] + 1 - places[0], () if grid is None else tuple(grid[0].tolist()))
+        return shape, pixels
+
+    def _shape(self, digest: str, image: Any) -> _Shape:
+        if digest not in self._known:
+            self._known[digest], _ = self._alone(image)
+        self._known.move_to_end(digest)
+        if len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+        return self._known[digest]
+
+
+def build_processor(
+    path: str, source: Mapping[str, Any], kwargs: Mapping[str, Any], tokenizer: Any, config: Any
+) -> Processor | None:
+    """The processor of an image-text model; None for one of text. Its tokenizer then takes texts as contents."""
+    if not takes_images(config):
+        return None
+    processor = Processor(path, source, kwargs, tokenizer, config)
+    if not tokenizer.chat_template:  # older folders have it with the processor alone
+        template = getattr(processor._own, "chat_template", None)
+        tokenizer.chat_template = template.get("default") if isinstance(template, dict) else template
+    if tokenizer.chat_template and not _takes_text(tokenizer):
+        tokenizer.apply_chat_template = partial(_in_parts, tokenizer.apply_chat_template)
+    return processor
+
+
+def _takes_text(tokenizer: Any) -> bool:
+    """Whether the chat template shows a content that is a text: SmolVLM's leaves it out, and takes parts alone."""
+    try:
+        return _MARK in tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
+    except Exception:  # boundary: a template is a program
+        return False
+
+
+def _in_parts(apply: Any, messages: Sequence[Mapping[str, Any]], *args: Any, **options: Any) -> Any:
+    return apply([_parts(message) for message in messages], *args, **options)
+
+
+def _parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}] if isinstance(content, str) else content}
+
+
+def _without_sources(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message as templates take it: some look for the keys of a part."""
+    content = message["content"]
+    if isinstance(content, str):
+        return dict(message)
+    return {**message, "content": [p if p["type"] == "text" else {"type": "image"} for p in content]}

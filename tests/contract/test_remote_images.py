@@ -53,16 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def processor(folder: Path) -> served.Processor:
-    return served.Processor(folder)
-
-
-@pytest.fixture
-def with_processor(processor: served.Processor, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*args: Any, **options: Any) -> LoadedModel:
-        return replace(load_model(*args, **options), processor=processor)
-
-    monkeypatch.setattr(embedded, "load_model", load)
+def loaded(folder: Path) -> LoadedModel:
+    return load_model(config(folder).model)
 
 
 def beside_server(folder: Path, work: Callable[[str, RemoteEngine], Awaitable[None]]) -> None:
@@ -104,14 +96,12 @@ def sample_of(request: ExtendRequest, tokens: list[int]) -> Sample:
     )  # fmt: skip
 
 
-@pytest.mark.usefixtures("with_processor")
-def test_logprobs_and_resumption_are_those_of_the_trainer(
-    folder: Path, processor: served.Processor, tmp_path: Path
-) -> None:
-    model = load_model(config(folder).model).model
-    passes = Passes(model, Team(), 10_000, vision=Vision(model, processor, keeps=True))
+def test_logprobs_and_resumption_are_those_of_the_trainer(folder: Path, loaded: LoadedModel, tmp_path: Path) -> None:
+    assert loaded.processor is not None
+    passes = Passes(loaded.model, Team(), 10_000, vision=Vision(loaded.model, loaded.processor, keeps=True))
+    never = set(placeholder_ids(loaded.model.config))
     first, second = served.picture(tmp_path, 1), served.picture(tmp_path, 2)
-    prompts = [processor.prompt(first, "and", second), processor.prompt("x", first), processor.prompt("x", second)]
+    prompts = [served.prompt(loaded, *parts) for parts in ((first, "and", second), ("x", first), ("x", second))]
     assert prompts[1].ids == prompts[2].ids
 
     async def work(url: str, engine: RemoteEngine) -> None:
@@ -125,7 +115,7 @@ def test_logprobs_and_resumption_are_those_of_the_trainer(
         for request, *parts in zip(begun, before, after, strict=True):
             tokens = [token for part in parts for token in tokens_of(part)]
             given = np.array([logprob for part in parts for logprob in logprobs_of(part)])
-            assert len(tokens) == 12 and processor.placeholder not in tokens
+            assert len(tokens) == 12 and not never.intersection(tokens)
 
             def difference(to: Prompt, of: ExtendRequest = request, tokens: list[int] = tokens, given: Any = given):
                 ours = passes.logprobs([sample_of(replace(of, prompt=to), tokens)])[of.rollout_id]
@@ -139,12 +129,11 @@ def test_logprobs_and_resumption_are_those_of_the_trainer(
     beside_server(folder, work)
 
 
-@pytest.mark.usefixtures("with_processor")
-def test_a_server_takes_bytes_alone_and_checks_them(folder: Path, processor: served.Processor, tmp_path: Path) -> None:
+def test_a_server_takes_bytes_alone_and_checks_them(folder: Path, loaded: LoadedModel, tmp_path: Path) -> None:
     path = served.picture(tmp_path, 3)
-    prompt = processor.prompt(path, "what?")
+    prompt = served.prompt(loaded, path, "what?")
     (part,) = content_parts(prompt.media)
-    (other,) = content_parts(processor.prompt(served.picture(tmp_path, 4)).media)
+    (other,) = content_parts(served.prompt(loaded, served.picture(tmp_path, 4)).media)
     assert str(tmp_path) not in str(part)
     no_image = "data:image/png;base64," + base64.b64encode(b"none").decode()
     wrong = [
@@ -173,8 +162,8 @@ def test_a_server_takes_bytes_alone_and_checks_them(folder: Path, processor: ser
     beside_server(folder, work)
 
 
-def test_a_model_of_text_refuses_images_for_good(processor: served.Processor, tmp_path: Path) -> None:
-    prompt = processor.prompt(served.picture(tmp_path, 5))
+def test_a_model_of_text_refuses_images_for_good(loaded: LoadedModel, tmp_path: Path) -> None:
+    prompt = served.prompt(loaded, served.picture(tmp_path, 5))
     prompt = replace(prompt, ids=tuple(token % 90 for token in prompt.ids))
 
     async def work(url: str, engine: RemoteEngine) -> None:

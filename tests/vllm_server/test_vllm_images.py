@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from contract.engine_contract import logprobs_of, tokens_of
-from rollover.config import ModelConfig
 from rollover.engine.protocol import EngineDied, ExtendRequest
 from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
-from rollover.models.load import LoadedModel, as_in_files, load_model
+from rollover.models.load import LoadedModel, as_in_files
 from rollover.models.team import Team
 from rollover.models.vision import Vision, placeholder_ids
 from rollover.trainer.passes import Passes
@@ -40,15 +39,20 @@ class Subject:
     url: str
     folder: Path
     loaded: LoadedModel
-    processor: served.Processor
     passes: Passes
 
-    def engine(self, **changes: Any) -> RemoteEngine:
+    def prompt(self, *parts: str) -> Prompt:
+        return served.prompt(self.loaded, *parts)
+
+    def engine(self, *, keeps: bool = False) -> RemoteEngine:
+        """`keeps`: the server keeps what it has computed when the weights change, those of the tower among them."""
         model, of = self.loaded.model, config(self.folder, urls=[self.url])
-        rollout = of.rollout.model_copy(update=changes)
+        if keeps:
+            rollout, vision = of.rollout.model_copy(update={"kv_on_resume": "keep"}), {"vision": "trained"}
+            of = of.model_copy(update={"rollout": rollout, "model": of.model.model_copy(update=vision)})
         return RemoteEngine(
             RemoteSetup(
-                of.model_copy(update={"rollout": rollout}),
+                of,
                 lambda: list(model.named_parameters()),
                 self.loaded.tokenizer.decode,
                 vocab_size=lambda: self.loaded.vocab_size,
@@ -85,8 +89,7 @@ class Subject:
 @pytest.fixture(scope="module")
 def vision_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     folder = served.write(tmp_path_factory.mktemp("idefics3"))
-    running = VllmServer(folder, tmp_path_factory.mktemp("server"), token="secret")
-    running.model = folder  # type: ignore[attr-defined]
+    running = VllmServer(folder, tmp_path_factory.mktemp("server"), "secret", served.PROCESSOR_KWARGS)
     yield running
     running.close()
 
@@ -94,10 +97,10 @@ def vision_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServ
 @pytest.fixture
 def subject(vision_server: VllmServer, monkeypatch: pytest.MonkeyPatch) -> Subject:
     monkeypatch.setenv("ROLLOVER_SERVER_TOKEN", vision_server.token)
-    folder = vision_server.model  # type: ignore[attr-defined]
-    loaded, processor = load_model(ModelConfig(path=str(folder))), served.Processor(folder)
-    passes = Passes(loaded.model, Team(), 10_000, vision=Vision(loaded.model, processor, keeps=True))
-    return Subject(vision_server.url, folder, loaded, processor, passes)
+    loaded = served.load(vision_server.model)
+    assert loaded.processor is not None
+    passes = Passes(loaded.model, Team(), 10_000, vision=Vision(loaded.model, loaded.processor, keeps=True))
+    return Subject(vision_server.url, vision_server.model, loaded, passes)
 
 
 def asked(name: str, prompt: Prompt, **fields: Any) -> ExtendRequest:
@@ -118,7 +121,7 @@ def run(engine: RemoteEngine, work: Callable[[], Awaitable[None]]) -> None:
 
 def test_logprobs_with_images_are_those_of_the_trainer(subject: Subject, tmp_path: Path) -> None:
     first, second = served.picture(tmp_path, 1), served.picture(tmp_path, 2)
-    make = subject.processor.prompt
+    make = subject.prompt
     prompts = [make(first, "what? ", second, "!"), make("x", first), make("x", second), make("text alone")]
     assert prompts[1].ids == prompts[2].ids, "images of one size have equal ids"
     never = set(placeholder_ids(subject.loaded.model.config))
@@ -144,7 +147,7 @@ def test_logprobs_with_images_are_those_of_the_trainer(subject: Subject, tmp_pat
 
 
 def test_an_interrupted_rollout_resumes_with_its_images(subject: Subject, tmp_path: Path) -> None:
-    request = asked("r", subject.processor.prompt(served.picture(tmp_path, 3), "what?"), pause_after=7)
+    request = asked("r", subject.prompt(served.picture(tmp_path, 3), "what?"), pause_after=7)
     engine = subject.engine()
 
     async def work() -> None:
@@ -161,7 +164,7 @@ def test_an_interrupted_rollout_resumes_with_its_images(subject: Subject, tmp_pa
 
 def test_the_prefix_cache_takes_no_image_for_another(subject: Subject, tmp_path: Path) -> None:
     text = "a long text, so that the image is in a block of the cache " * 5
-    first, second = (subject.processor.prompt(served.picture(tmp_path, seed), text) for seed in (4, 5))
+    first, second = (subject.prompt(served.picture(tmp_path, seed), text) for seed in (4, 5))
     engine = subject.engine()
 
     async def work() -> None:
@@ -175,8 +178,8 @@ def test_the_prefix_cache_takes_no_image_for_another(subject: Subject, tmp_path:
 
 
 def test_new_weights_of_the_tower_count_where_caches_are_kept(subject: Subject, tmp_path: Path) -> None:
-    prompt = subject.processor.prompt(served.picture(tmp_path, 6), "what?")
-    engine = subject.engine(kv_on_resume="keep")
+    prompt = subject.prompt(served.picture(tmp_path, 6), "what?")
+    engine = subject.engine(keeps=True)
 
     async def work() -> None:
         first, second = asked("a", prompt), asked("b", prompt)
@@ -189,7 +192,7 @@ def test_new_weights_of_the_tower_count_where_caches_are_kept(subject: Subject, 
 
 def test_another_expansion_is_an_error_that_names_the_image(subject: Subject, tmp_path: Path) -> None:
     path = served.picture(tmp_path, 7)
-    prompt = subject.processor.prompt(path, "what?")
+    prompt = subject.prompt(path, "what?")
     (image,) = prompt.media
     at = image.offset + 1  # within a run of placeholders
     more = Prompt((*prompt.ids[:at], prompt.ids[at], *prompt.ids[at:]), (replace(image, count=image.count + 1),))
@@ -213,7 +216,7 @@ def test_no_client_makes_it_open_files_or_urls(
     subject: Subject, vision_server: VllmServer, tmp_path: Path, scheme: str
 ) -> None:
     path = served.picture(tmp_path, 10)
-    prompt, url = subject.processor.prompt(path, "what?"), {"file": f"file://{path}", "http": "http://127.0.0.1:9/x"}
+    prompt, url = subject.prompt(path, "what?"), {"file": f"file://{path}", "http": "http://127.0.0.1:9/x"}
     parts = [{"type": "image_url", "url": url[scheme]}]
     body = {"token_ids": prompt.ids, "content_parts": parts, "sampling_params": {"max_tokens": 1}}
     with vision_server.ask("POST", "/inference/v1/generate", body) as answer:
@@ -225,7 +228,7 @@ def test_no_client_makes_it_open_files_or_urls(
 def test_a_model_of_text_refuses_images_for_good(
     server: VllmServer, subject: Subject, tmp_path: Path, old: Any, model_folder: Path
 ) -> None:
-    prompt = subject.processor.prompt(served.picture(tmp_path, 9), "what?")
+    prompt = subject.prompt(served.picture(tmp_path, 9), "what?")
     ids = tuple(token % 90 for token in prompt.ids)
     engine = RemoteEngine(
         RemoteSetup(config(model_folder, urls=[server.url]), lambda: list(old.named_parameters()), str)

@@ -72,7 +72,8 @@ class RemoteEngine:
         run = f"{config.run.name}-{secrets.token_hex(4)}"  # versions of an earlier start may be others
         self.oldest_version = 0
         self._salted = config.rollout.kv_on_resume == "salt"
-        self._clears = config.rollout.kv_on_resume == "recompute"  # a server's features of images, too
+        clears = config.rollout.kv_on_resume == "recompute"
+        self._features_last = clears or config.model.vision == "frozen"
         self._counts = Counts()
         self._running: dict[str, Generation] = {}
         self._num_requests = time.time_ns() // 1_000_000  # no number comes twice, nor after a restart
@@ -81,7 +82,7 @@ class RemoteEngine:
         self._longest: int | None = None
         self._closing = threading.Event()
         self.hosts = hosts_of(config, setup.logs, setup.own_server) if setup.hosts is None else setup.hosts
-        self._deliveries = Deliveries(run, self._clears, config.engine.server_timeout_s)
+        self._deliveries = Deliveries(run, clears, config.engine.server_timeout_s)
         limits = Limits(config.engine.server_timeout_s, config.engine.give_up_s, self._check_longest)
         self._router = Router(config.engine.max_running)
         self._fleet = Fleet(self.hosts, self._router, self._deliveries, limits, setup.say)
@@ -166,8 +167,8 @@ class RemoteEngine:
                     raise
 
     def _attempt(self, generation: Generation, server: Server, images: Sequence[Mapping[str, Any]]) -> Attempt:
-        """`images`: its content_parts. A server that keeps what it computed when weights change computes the features
-        of images anew under another id."""
+        """`images`: its content_parts. A server that keeps what it computed when the weights change needs another id to
+        compute an image again."""
         number, self._num_requests = self._num_requests, self._num_requests + 1
         run = self._deliveries.run
         label = label_of(run, server.version or 0)
@@ -179,7 +180,9 @@ class RemoteEngine:
             run=run,
             grace_s=self.config.watchdog.grace_s,
             salt=label if self._salted else None,
-            images=images if self._clears else [{**part, "uuid": f"{part['digest']}/{label}"} for part in images],
+            images=images
+            if self._features_last
+            else [{**part, "uuid": f"{part['digest']}/{label}"} for part in images],
             vocab_size=None if self._setup.vocab_size is None else self._setup.vocab_size(),
         )
 

@@ -121,8 +121,7 @@ class Task:
     @property
     def images(self) -> list[str]:
         """The paths of the images that its messages show, in order."""
-        contents = [m["content"] for m in self.messages or () if not isinstance(m["content"], str)]
-        return [part["image"] for content in contents for part in content if part["type"] == "image"]
+        return images_in(self.messages or ())
 
     def to_json(self) -> dict[str, Any]:
         """What checkpoints and the journal hold of it."""
@@ -133,6 +132,12 @@ class Task:
         """The task that `to_json` was asked of."""
         messages = saved["messages"]
         return cls(**{**saved, "messages": None if messages is None else tuple(messages)})
+
+
+def images_in(messages: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The paths of the images that messages show, in order."""
+    contents = [m["content"] for m in messages if isinstance(m.get("content"), list | tuple)]
+    return [part["image"] for content in contents for part in content if part["type"] == "image"]
 
 
 def content_text(content: Any, image: Callable[[Mapping[str, Any]], str] | None = None) -> str:

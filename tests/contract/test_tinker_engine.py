@@ -16,8 +16,8 @@ import tiny
 from contract import engine_contract
 from contract.engine_contract import logprobs_of, tokens_of
 from rollover.engine.build import EngineSetup, build_engine
-from rollover.engine.protocol import Engine, ExtendRequest, WrongAnswer
-from rollover.types import Prompt, SamplingParams, StopReason
+from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, WrongAnswer
+from rollover.types import Media, Prompt, SamplingParams, StopReason
 from tinker_service import FakeTinker
 
 pytest.importorskip("tinker", reason="the SDK of Tinker is not installed (the extra tinker)")
@@ -48,6 +48,19 @@ def test_contract(check, url: str) -> None:
 
 def request(num: int = 12, **changes: object) -> ExtendRequest:
     return replace(ExtendRequest("0-0", Prompt(PROMPTS[0]), (), num, 7, SamplingParams()), **changes)
+
+
+def test_images_are_refused_for_good(url: str) -> None:
+    """EngineDied ends the run: no prompt with an image is asked for again."""
+    media = Media("a.png", "", (8, 8), 1, 1)
+
+    async def work() -> None:
+        of = engine(url)
+        with pytest.raises(EngineDied, match=r"prompts show images \(a.png\), and .* take text alone"):
+            await of.extend(request(prompt=Prompt(PROMPTS[0], (media,))))
+        await of.close()
+
+    asyncio.run(work())
 
 
 def test_an_interruption_loses_the_chunk_that_runs_and_no_other(service: tuple[FakeTinker, str], url: str) -> None:

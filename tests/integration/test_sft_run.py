@@ -314,3 +314,20 @@ def test_what_is_said_of_a_run_is_about_examples(tmp_path: Path, capsys: pytest.
     assert '"sft"' in card and "Examples a step | 4" in card and "reinforcement" not in card and "dvantage" not in card
     code, text = sft(capsys, tmp_path / "run", verb="show")
     assert code == 0 and "nats a token of the examples" in text and "staleness" not in text, text
+
+
+def test_long_examples_are_counted_and_held_out_ones_are_not_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the 30 examples 3 have the longest answer, and 2 are in sft.eval_path, too."""
+    held_out = tmp_path / "held_out.jsonl"
+    recipe = write(tmp_path, steps=2, sft={"max_tokens": 24, "eval_path": str(held_out)})
+    rows = (tmp_path / "examples.jsonl").read_text().splitlines(keepends=True)
+    held_out.write_text("".join(rows[:2]) + '{"prompt": "another", "completion": "1"}\n')
+    code, text = sft(capsys, recipe)
+    assert code == 0 and "sft: 2 examples are not trained, as sft.eval_path has them" in text, text
+    skipped = sum(len(f"u:{json.loads(row)['prompt']}\na:{json.loads(row)['completion']}") + 1 > 24 for row in rows)
+    assert skipped and f"sft: {skipped} examples of more than 24 tokens are skipped (sft.max_tokens)" in text
+    last = metrics(tmp_path)[-1]
+    assert last["sft/skipped"] == skipped and last["sft/epoch"] == pytest.approx(8 / (28 - skipped))
+    assert last["eval/sft_loss"] > 0 and f"{28 - skipped} examples" in text and "3 held out" in text

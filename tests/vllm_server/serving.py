@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -99,8 +99,10 @@ class Stream:
 class VllmServer:
     """A running server; `process` is the one that a `rollover serve` would be, or its caller."""
 
-    def __init__(self, model: Path, folder: Path, token: str = "") -> None:
-        self.token = token
+    def __init__(
+        self, model: Path, folder: Path, token: str = "", processor_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        self.token, self.model = token, model
         self.log = folder / "server.log"
         # This wrapper is the interpreter in which the remedies can be taken out.
         python = Path(".venv-vllm/bin/python").absolute()
@@ -109,8 +111,9 @@ class VllmServer:
         wrapper.chmod(0o755)
         args = ["--enforce-eager", "--max-model-len", "1024", "--worker-extension-cls", "vllm_faults.Faults"]
         config = folder / "server.toml"
+        kwargs = json.dumps(processor_kwargs or {}, separators=(", ", " = "))  # TOML
         config.write_text(
-            f'[model]\npath = "{model}"\ndtype = "float32"\n'
+            f'[model]\npath = "{model}"\ndtype = "float32"\nprocessor_kwargs = {kwargs}\n'
             f'[engine]\nmax_running = 32\nkv_memory_gb = 0.2\nvllm_python = "{wrapper}"\n'
             f"vllm_args = {json.dumps(args)}\n"
         )

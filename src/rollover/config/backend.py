@@ -105,8 +105,8 @@ TINKER_REFUSES: dict[str, tuple[tuple[Any, ...], str]] = {
 # What only this machine's engine and trainer read.
 TINKER_IGNORES = (
     "model.dtype", "model.device", "model.vision", "engine.kv_memory_gb", "engine.threads",
-    "engine.prefill_chunk_tokens", "engine.device", "engine.vllm_python", "engine.vllm_args", "train.micro_batch_tokens",
-    "train.gradient_checkpointing", "train.profile_steps", "track.peak_tflops",
+    "engine.prefill_chunk_tokens", "engine.device", "engine.vllm_python", "engine.vllm_args",
+    "train.micro_batch_tokens", "train.gradient_checkpointing", "train.profile_steps", "track.peak_tflops",
 )  # fmt: skip
 # The same of ranks: why an option must have its default, and what to set it to.
 RANKS_REFUSES: dict[str, str] = {

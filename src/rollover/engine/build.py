@@ -31,6 +31,7 @@ from rollover.models.adapters import base_weights
 from rollover.models.devices import dtype_of, engine_device
 from rollover.models.limits import Limits
 from rollover.models.load import LoadedModel, as_in_files, cast_parameters, load_model
+from rollover.models.vision import placeholder_ids
 from rollover.weights.protocol import NamedTensors
 
 
@@ -102,6 +103,7 @@ def make_remote(setup: EngineSetup) -> RemoteEngine:
             names=in_files if setup.config.engine.server == "vllm" else lambda tensors: tensors,
             decode_text=lambda ids: setup.model().tokenizer.decode(ids, skip_special_tokens=False),
             vocab_size=lambda: setup.model().vocab_size,
+            placeholders=lambda: placeholder_ids(setup.model().model.config),
             logs=setup.logs,
             own_server=setup.own_server,
         )

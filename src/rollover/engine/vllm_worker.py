@@ -55,10 +55,34 @@ def register() -> None:
     if PARENT not in os.environ:
         return
     bind()
+    take_expanded_prompts()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory  # pyright: ignore[reportMissingImports]
 
     with contextlib.suppress(ValueError):  # it is registered
         WeightTransferEngineFactory.register_engine(BACKEND, file_weights())
+
+
+def take_expanded_prompts() -> None:
+    """Let vLLM take token ids in which the placeholders of images are expanded already, as they are in a rollout.
+
+    vLLM expands one placeholder an image, by rules of each model family. This looks for the expansions first, as
+    vLLM's Pixtral does, and expands only where they are not all there. Clients compare the prompt that vLLM returns:
+    where this has no effect, images are an error of theirs, and texts are served.
+    """
+    from vllm.multimodal.processing import BaseMultiModalProcessor  # pyright: ignore[reportMissingImports]
+
+    expand = getattr(BaseMultiModalProcessor, "_maybe_apply_prompt_updates", None)
+    if expand is None or hasattr(expand, "__wrapped__"):  # a newer vLLM; it was done
+        return
+
+    @functools.wraps(expand)
+    def find_or_expand(self: Any, mm_items: Any, mm_res: Any) -> Any:
+        found = self._find_mm_placeholders(mm_res.prompt_ids, mm_res.prompt_updates)
+        if all(len(found.get(kind, ())) == num for kind, num in mm_items.get_all_counts().items()):
+            return mm_res.prompt_ids, found
+        return expand(self, mm_items, mm_res)
+
+    BaseMultiModalProcessor._maybe_apply_prompt_updates = find_or_expand
 
 
 class Verify:

@@ -20,7 +20,7 @@ import torch
 
 from rollover.images import digest_of, read_image
 from rollover.models.vision import takes_images
-from rollover.types import Media, Prompt, content_text
+from rollover.types import Media, Prompt, content_text, images_in
 
 _FILES = ("*processor_config.json", "chat_template.json")
 _MOST_KNOWN = 10_000  # images whose placeholders are remembered
@@ -58,7 +58,7 @@ class Processor:
         ValueError, which begins with what is wrong, for an image that cannot be read, for a text like an image token,
         and where a template or processor leaves an image out.
         """
-        sources = image_sources(messages)
+        sources = images_in(messages)
         text = self.rendered(messages, **arguments)
         if (num := text.count(self._token)) != len(sources):
             raise ValueError(f"the chat template shows {num} of its {len(sources)} images: put them into user messages")
@@ -182,12 +182,6 @@ class Processor:
         if len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
         return self._known[digest]
-
-
-def image_sources(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The files of the images that messages show, in order."""
-    parts = [part for m in messages if isinstance(m.get("content"), list | tuple) for part in m["content"]]
-    return [part["image"] for part in parts if part["type"] == "image"]
 
 
 def build_processor(

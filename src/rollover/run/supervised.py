@@ -57,6 +57,7 @@ class Examples:
         digest = hashlib.blake2b(digest_size=8)
         for example in self.trained:
             digest.update(example.token_ids().astype(np.int64).tobytes())
+            digest.update("".join(image.digest for image in example.prompt.media).encode())
         return f"{len(self.trained)} examples, {digest.hexdigest()}"
 
 
@@ -72,12 +73,13 @@ def load_examples(config: Config, loaded: LoadedModel, say: Callable[[str], None
     held_out: list[Example] = []
     if sft.path:
         place = Table(sft.path, sft.subset, sft.split, table="sft")
-        rows = ExampleRows(place, sft, config.tasks, tokenizer)
+        rows = ExampleRows(place, sft, config.tasks, tokenizer, loaded.processor)
         trained += read.short_enough(map(rows.example, range(len(rows))))
     if sft.rollouts:
         trained += read.short_enough(_recorded(config, say))
     if sft.eval_path:
-        rows = ExampleRows(Table(sft.eval_path, key="eval_path", table="sft"), sft, config.tasks, tokenizer)
+        place = Table(sft.eval_path, key="eval_path", table="sft")
+        rows = ExampleRows(place, sft, config.tasks, tokenizer, loaded.processor)
         held_out += read.short_enough(map(rows.example, range(len(rows))))
         keys = {key_of(example.task.content) for example in held_out}
         repeated = [example for example in trained if key_of(example.task.content) in keys]

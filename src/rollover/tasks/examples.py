@@ -10,9 +10,9 @@ the two disagree the row is refused. Owns the layouts of rows; knows no run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2 import TemplateError
@@ -21,7 +21,10 @@ from rollover.config import SftConfig, TasksConfig
 from rollover.tasks.dataset import PROMPT_COLUMNS, DatasetSource
 from rollover.tasks.rows import Table, open_rows, place_of_row
 from rollover.tasks.stream import decorated
-from rollover.types import Prompt, Task
+from rollover.types import Media, Prompt, Task, images_in
+
+if TYPE_CHECKING:
+    from rollover.models.processor import Processor
 
 COMPLETION_COLUMNS = ("completion", "response", "answer")
 _MESSAGES, _TEXT = "messages", "text"
@@ -62,7 +65,9 @@ class Example:
 class ExampleRows:
     """The rows of a dataset as examples. ValueError, which names file, row or option, for one that is none."""
 
-    def __init__(self, place: Table, sft: SftConfig, tasks: TasksConfig, tokenizer: Any) -> None:
+    def __init__(
+        self, place: Table, sft: SftConfig, tasks: TasksConfig, tokenizer: Any, processor: Processor | None = None
+    ) -> None:
         columns = open_rows(place).columns
         names = (_MESSAGES, *(name for name in PROMPT_COLUMNS if name != _MESSAGES), _TEXT)
         prompt_column = sft.prompt_column or next((name for name in names if name in columns), "")
@@ -75,11 +80,18 @@ class ExampleRows:
                     f"dataset {place.path!r} has no column {name or wanted}; its columns are {', '.join(columns)}: set"
                     f" sft.{option}"
                 )
-        self.place, self.tasks, self.tokenizer = place, tasks, tokenizer
+        self.place, self.tasks, self.tokenizer, self.processor = place, tasks, tokenizer, processor
         self.completion_column = sft.completion_column
         self.last_only = sft.turns == "last"
         self.is_text = prompt_column == _TEXT and not sft.completion_column
-        self.source = DatasetSource(place, label=place.path, reward="", prompt_column=prompt_column, chat=tasks.chat)
+        self.source = DatasetSource(
+            place,
+            label=place.path,
+            reward="",
+            prompt_column=prompt_column,
+            chat=tasks.chat,
+            image_urls=tasks.allow_image_urls,
+        )
 
     def __len__(self) -> int:
         number = self.source.num_problems
@@ -104,7 +116,7 @@ class ExampleRows:
                 return Example(task, *_plain(self.tokenizer, task.prompt or "", completion))
             task = decorated(task, self.tasks)
             messages = [*(task.messages or ()), *_as_messages(completion)]
-            return Example(task, *chat_parts(messages, self.tokenizer, last_only=self.last_only))
+            return Example(task, *chat_parts(messages, self.tokenizer, self.processor, last_only=self.last_only))
         except ValueError as error:
             raise ValueError(f"{place_of_row(self.place, index)}: {error}") from error
 
@@ -125,14 +137,18 @@ class ExampleRows:
 
 
 def chat_parts(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Any, *, last_only: bool = False
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    processor: Processor | None = None,
+    *,
+    last_only: bool = False,
 ) -> tuple[Prompt, tuple[Part, ...]]:
     """The prompt and the parts of a conversation: the assistant's messages are trained, with the token that ends each.
 
-    `last_only`: only the last of them. Text of the template after that token is context of the next turn.
-    ValueError where no message of the assistant has one before it, or where the template does not continue a
-    conversation by writing on (it renders earlier messages otherwise, or an answer does not begin where the prompt
-    ends).
+    `processor`: the model's, for images. `last_only`: only the last of them. Text of the template after that token is
+    context of the next turn. ValueError where no message of the assistant has one before it, or where the template does
+    not continue a conversation by writing on (it renders earlier messages otherwise, or an answer does not begin where
+    the prompt ends).
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the model's tokenizer has no chat template: set tasks.chat = false, or choose a chat model")
@@ -143,6 +159,10 @@ def chat_parts(
         raise ValueError(f"the last message is one of the role {messages[-1].get('role')!r}, not the assistant's")
     if not str(messages[-1].get("content", "")).strip():
         raise ValueError("the last message of the assistant is empty")
+    sources = images_in(messages)
+    if sources and processor is None:
+        raise ValueError("it shows images, and the model (model.path) takes text alone: choose a vision-language model")
+    shown = processor if sources else None
     tail, closing = _end_of_turn(tokenizer)
     if last_only:
         answers = answers[-1:]
@@ -154,8 +174,8 @@ def chat_parts(
     texts: list[tuple[str, bool]] = []
     done = ""
     for i in answers:
-        opened = _rendered(tokenizer, messages[:i], add_generation_prompt=True)
-        whole = _rendered(tokenizer, messages[: i + 1])
+        opened = _rendered(tokenizer, messages[:i], shown, add_generation_prompt=True)
+        whole = _rendered(tokenizer, messages[: i + 1], shown)
         if not opened.startswith(done):
             raise ValueError(
                 f"the chat template renders what came before message {i + 1} otherwise when it follows (it may leave"
@@ -166,7 +186,9 @@ def chat_parts(
         answer = whole[len(opened) : len(whole) - len(tail)] + closing
         texts += [(opened[len(done) :], False), (answer, True)]
         done = opened + answer
-    return _tokens(tokenizer, texts, eos=not closing)
+    if shown is None:
+        return _tokens(tokenizer, texts, _tokens_of_text(tokenizer), eos=not closing)
+    return _tokens(tokenizer, texts, lambda text: shown.tokens(text, sources), eos=not closing)
 
 
 # Private
@@ -193,21 +215,35 @@ def _end_of_turn(tokenizer: Any) -> tuple[str, str]:
     return tail, tail[: min(ends, default=0)]
 
 
-def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: bool) -> str:
+def _rendered(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], processor: Processor | None = None, **options: bool
+) -> str:
+    """`processor`: where they show images."""
     try:
+        if processor is not None:
+            return processor.rendered(messages, **options)
         return tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, **options)
     except _TEMPLATE_ERRORS as error:
         raise ValueError(f"the model's chat template refuses its messages: {error}") from error
 
 
-def _tokens(tokenizer: Any, texts: Sequence[tuple[str, bool]], *, eos: bool) -> tuple[Prompt, tuple[Part, ...]]:
-    """The parts of the texts, each with whether it is trained, tokenised together. `eos`: EOS ends them."""
+def _tokens_of_text(tokenizer: Any) -> Callable[[str], Prompt]:
+    return lambda text: Prompt.of(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _tokens(
+    tokenizer: Any, texts: Sequence[tuple[str, bool]], tokens_of: Callable[[str], Prompt], *, eos: bool
+) -> tuple[Prompt, tuple[Part, ...]]:
+    """The parts of the texts, each with whether it is trained, tokenised together by `tokens_of`. `eos`: EOS ends
+    them."""
     parts: list[tuple[list[int], bool]] = []
     text, before = "", 0
     ids: list[int] = []
+    media: tuple[Media, ...] = ()
     for piece, trained in texts:
         known, text = ids, text + piece
-        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        whole = tokens_of(text)
+        ids, media = list(whole.ids), whole.media
         if ids[: len(known)] != known:
             start = text[-len(piece) :][:20]
             raise ValueError(
@@ -216,7 +252,10 @@ def _tokens(tokenizer: Any, texts: Sequence[tuple[str, bool]], *, eos: bool) -> 
             )
         parts.append((ids[before:], trained))
         before = len(ids)
-    return _with_eos(parts, tokenizer, eos=eos)
+    prompt, rest = _with_eos(parts, tokenizer, eos=eos)
+    if any(image.offset >= len(prompt) for image in media):
+        raise ValueError('an image comes after the first trained answer: set sft.turns = "last"')
+    return replace(prompt, media=media), rest
 
 
 def _plain(tokenizer: Any, prompt: str, completion: str) -> tuple[Prompt, tuple[Part, ...]]:

@@ -6,9 +6,13 @@ import json
 
 import pytest
 
+from rollover.config.logits import LogitsProcessing
 from rollover.engine.protocol import ExtendRequest
+from rollover.engine.remote.media import check_expansion
 from rollover.engine.remote.wire import (
+    Chunk,
     ServerFailed,
+    ShownPrompt,
     Span,
     abort_body,
     label_of,
@@ -17,8 +21,9 @@ from rollover.engine.remote.wire import (
     request_body,
     request_seed,
     version_of,
+    without,
 )
-from rollover.types import Prompt, SamplingParams
+from rollover.types import Media, Prompt, SamplingParams
 
 REQUEST = ExtendRequest(
     "3-1", Prompt((1, 2)), (5,), 9, 77, SamplingParams(0.5, 0.9, 3, 0.1), frozenset({8, 4}), ("x",), 0, 16
@@ -124,3 +129,44 @@ def test_what_is_no_chunk_is_a_failure_of_the_server(data: str) -> None:
 def test_an_error_of_code_400_is_the_requests_own() -> None:
     with pytest.raises(ValueError, match="too long"):
         parse_event('{"error": {"message": "too long", "code": 400}}')
+
+
+def test_images_travel_as_content_parts_and_the_served_prompt_comes_back() -> None:
+    part = {"type": "image_url", "url": "data:image/png;base64,AAAA"}
+    body = request_body(REQUEST, "3-1.12", [], 4, None, [part])
+    assert body["content_parts"] == [part] and body["return_token_ids"] is True
+    first = {
+        "choices": [{"index": 0, "token_ids": [5], "logprobs": {"content": [{"token_id": 5, "logprob": -0.5}]}}],
+        "prompt_token_ids": [1, 9, 9, 2],
+        "mm_placeholders": {"image": [{"offset": 1, "length": 2}]},
+    }
+    assert parse_event(json.dumps(first)) == Chunk((5,), (-0.5,), shown=ShownPrompt((1, 9, 9, 2), ((1, 3),)))
+    with pytest.raises(ServerFailed, match="no chunk of tokens"):
+        parse_event(json.dumps(first | {"mm_placeholders": {"image": [{"offset": -1, "length": 2}]}}))
+
+
+@pytest.mark.parametrize(
+    ("served", "ranges", "problem"),
+    [
+        ([1, 9, 9, 2, 9, 9], [(1, 3), (3, 6)], None),  # with a token around the second
+        ([1, 9, 9, 2, 9, 9], [(1, 3)], "b.png: the server shows it nowhere, and the prompt at tokens 4 to 6"),
+        ([1, 9, 9, 2, 9, 9], [(1, 2), (4, 6)], "a.png: the server shows it at tokens 1 to 2"),
+        ([1, 9, 9, 2, 9, 9], [(1, 3), (4, 6), (6, 7)], "a.png: the server made 6 tokens of a prompt of 6 with 2"),
+        ([1, 9, 9, 9, 2, 9, 9], [(1, 3), (4, 6)], "a.png: the server made 7 tokens of a prompt of 6"),
+        (None, [(1, 3), (4, 6)], "a.png: the server made no tokens"),
+    ],
+)
+def test_an_expansion_is_checked_image_by_image(
+    served: list[int] | None, ranges: list[tuple[int, int]], problem: str | None
+) -> None:
+    media = [Media("b.png", "", (8, 8), 4, 2), Media("a.png", "", (8, 8), 1, 2)]
+    if problem is None:
+        check_expansion(media, [1, 9, 9, 2, 9, 9], served, ranges)
+        return
+    with pytest.raises(ValueError, match=f"image {problem}"):
+        check_expansion(media, [1, 9, 9, 2, 9, 9], served, ranges)
+
+
+def test_placeholders_get_no_probability_whatever_the_bias_of_the_run() -> None:
+    processing = without(LogitsProcessing(logit_bias=((3, 5.0), (4, 1.0)), min_new_tokens=2), [7, 3])
+    assert processing == LogitsProcessing(logit_bias=((3, -100.0), (4, 1.0), (7, -100.0)), min_new_tokens=2)

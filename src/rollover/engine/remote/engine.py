@@ -13,10 +13,10 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest, WeightLoad
@@ -25,9 +25,10 @@ from rollover.engine.remote.delivery import Deliveries
 from rollover.engine.remote.fleet import Fleet, Limits
 from rollover.engine.remote.generation import Generation
 from rollover.engine.remote.hosts import Host, hosts_of, longest_rollout
+from rollover.engine.remote.media import content_parts
 from rollover.engine.remote.routing import Router
 from rollover.engine.remote.server import Attempt, Counts, Server
-from rollover.engine.remote.wire import ServerFailed, label_of
+from rollover.engine.remote.wire import ServerFailed, label_of, without
 from rollover.types import Segment, StopReason
 from rollover.weights.build import build_transport
 from rollover.weights.protocol import NamedTensors, Parcel, TransportSetup
@@ -49,6 +50,8 @@ class RemoteSetup:
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
     vocab_size: Callable[[], int] | None = None
     """Stop tokens that the model does not have, and some servers refuse, are not sent; None: all are."""
+    placeholders: Callable[[], Sequence[int]] = tuple
+    """Token ids that stand for images: no server samples them."""
     hosts: Sequence[Host] | None = None
     """Of tests; None: those of the configuration."""
     logs: Path | None = None
@@ -69,6 +72,8 @@ class RemoteEngine:
         run = f"{config.run.name}-{secrets.token_hex(4)}"  # versions of an earlier start may be others
         self.oldest_version = 0
         self._salted = config.rollout.kv_on_resume == "salt"
+        clears = config.rollout.kv_on_resume == "recompute"
+        self._features_last = clears or config.model.vision == "frozen"
         self._counts = Counts()
         self._running: dict[str, Generation] = {}
         self._num_requests = time.time_ns() // 1_000_000  # no number comes twice, nor after a restart
@@ -77,7 +82,7 @@ class RemoteEngine:
         self._longest: int | None = None
         self._closing = threading.Event()
         self.hosts = hosts_of(config, setup.logs, setup.own_server) if setup.hosts is None else setup.hosts
-        self._deliveries = Deliveries(run, config.rollout.kv_on_resume == "recompute", config.engine.server_timeout_s)
+        self._deliveries = Deliveries(run, clears, config.engine.server_timeout_s)
         limits = Limits(config.engine.server_timeout_s, config.engine.give_up_s, self._check_longest)
         self._router = Router(config.engine.max_running)
         self._fleet = Fleet(self.hosts, self._router, self._deliveries, limits, setup.say)
@@ -111,7 +116,7 @@ class RemoteEngine:
 
     async def extend(self, request: ExtendRequest) -> list[Segment]:
         """See Engine. ValueError for what no server can be given; ServerFailed if servers that serve fail at it again
-        and again; EngineDied if there are none for too long."""
+        and again; EngineDied if there are none for too long, or they take no images and the prompt shows one."""
         assert request.rollout_id not in self._running, f"rollout {request.rollout_id} is running already"
         if request.max_new_tokens < 1:
             raise ValueError(
@@ -126,6 +131,8 @@ class RemoteEngine:
         if self._setup.vocab_size is not None:
             known = frozenset(token for token in request.stop_token_ids if token < self._setup.vocab_size())
             request = replace(request, stop_token_ids=known)
+        if never := self._setup.placeholders():
+            request = replace(request, processing=without(request.processing, never))
         generation = self._running[request.rollout_id] = Generation(request, self._decode_text)
         try:
             await self._begin()
@@ -137,6 +144,8 @@ class RemoteEngine:
 
     async def _generate(self, generation: Generation) -> None:
         """Until it stops, or is interrupted: one request after the other."""
+        media = generation.request.prompt.media
+        images = await asyncio.to_thread(content_parts, media) if media else []
         avoid: set[str] = set()
         fruitless = 0
         while generation.reason is None and not generation.interrupted:
@@ -146,7 +155,7 @@ class RemoteEngine:
             num = len(generation.tokens)
             try:
                 try:
-                    await self._attempt(generation, server).run()
+                    await self._attempt(generation, server, images).run()
                 finally:
                     self._fleet.line.leave(server)
             except ServerFailed:
@@ -157,9 +166,12 @@ class RemoteEngine:
                 if fruitless == _MAX_FRUITLESS:
                     raise
 
-    def _attempt(self, generation: Generation, server: Server) -> Attempt:
+    def _attempt(self, generation: Generation, server: Server, images: Sequence[Mapping[str, Any]]) -> Attempt:
+        """`images`: its content_parts. A server that keeps what it computed when the weights change needs another id to
+        compute an image again."""
         number, self._num_requests = self._num_requests, self._num_requests + 1
         run = self._deliveries.run
+        label = label_of(run, server.version or 0)
         return Attempt(
             generation,
             server,
@@ -167,7 +179,10 @@ class RemoteEngine:
             self._counts,
             run=run,
             grace_s=self.config.watchdog.grace_s,
-            salt=label_of(run, server.version or 0) if self._salted else None,
+            salt=label if self._salted else None,
+            images=images
+            if self._features_last
+            else [{**part, "uuid": f"{part['digest']}/{label}"} for part in images],
             vocab_size=None if self._setup.vocab_size is None else self._setup.vocab_size(),
         )
 

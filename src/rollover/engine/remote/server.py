@@ -9,11 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from rollover.engine.protocol import EngineDied
 from rollover.engine.remote.client import ServerClient
 from rollover.engine.remote.generation import Generation
-from rollover.engine.remote.wire import Chunk, ServerFailed, Span, abort_body, request_body
+from rollover.engine.remote.media import check_expansion, takes_no_images
+from rollover.engine.remote.wire import Chunk, ServerFailed, ShownPrompt, Span, abort_body, request_body
 
 _ABORT_AGAIN_S = 0.05  # at first; then twice as long each time
 _ABORT_AGAIN_MAX_S = 2.0
@@ -74,12 +78,17 @@ class Attempt:
         run: str,
         grace_s: float,
         salt: str | None = None,
+        images: Sequence[Mapping[str, Any]] = (),
         vocab_size: int | None = None,
     ) -> None:
+        """`images`: content_parts of the prompt's."""
         assert server.version is not None
         self.generation, self.server, self.request_id, self.counts = generation, server, request_id, counts
         self.version = server.version
         self._run, self._grace_s, self._salt, self._vocab_size = run, grace_s, salt, vocab_size
+        self._images = images
+        self._to_check: list[int] | None = None
+        """The token ids that were sent, until the server has shown where it put their images."""
         self._first = len(generation.tokens)
         self._again = bool(generation.request.generated_ids) or self._first > 0
         self._lost: str | None = None
@@ -107,14 +116,15 @@ class Attempt:
 
     async def run(self) -> None:
         """Returns when the server has ended it, or nobody wants more of it. ServerFailed: more is wanted, of another
-        request. ValueError if no server can do this."""
+        request. ValueError if no server can do this; EngineDied if the model takes no images there."""
         if self.generation.end.is_set():
             return  # since it was given its place
         if not self.server.serves:
             raise ServerFailed("it was given up")
         generation, request = self.generation, self.generation.request
         asked = generation.left
-        body = request_body(request, self.request_id, generation.tokens, asked, self._salt)
+        body = request_body(request, self.request_id, generation.tokens, asked, self._salt, self._images)
+        self._to_check = body["token_ids"] if self._images else None
         if self._again:
             self.counts.reprefill_tokens += len(body["token_ids"])
         else:
@@ -141,14 +151,23 @@ class Attempt:
     async def _read(self, body: dict[str, object]) -> None:
         """Take what the server sends until it ends the stream."""
         async with contextlib.aclosing(self.server.client.stream(body)) as chunks:
-            async for chunk in chunks:
-                self._finished = self._finished or chunk.finish_reason is not None
-                self._take(chunk)
+            try:
+                async for chunk in chunks:
+                    self._finished = self._finished or chunk.finish_reason is not None
+                    self._take(chunk)
+            except ValueError as error:
+                if self._to_check is not None and takes_no_images(str(error)):
+                    raise EngineDied(f"prompts show images, and a server takes none: {error}") from error
+                raise
         if not self._finished:
             raise ServerFailed("the connection ended in the middle of an answer")
 
     def _take(self, chunk: Chunk) -> None:
         self.server.last_token = time.monotonic()
+        if self._to_check is not None and (chunk.shown is not None or chunk.token_ids):
+            shown = chunk.shown or ShownPrompt((), ())
+            check_expansion(self.generation.request.prompt.media, self._to_check, shown.token_ids, shown.images)
+            self._to_check = None
         if self._vocab_size is not None:
             chunk = chunk.below(self._vocab_size)
         self.counts.tokens += len(chunk.token_ids)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rollover.config.logits import LogitsProcessing
 from rollover.engine.protocol import ExtendRequest, given_logprob
 
 GENERATE = "/inference/v1/generate"
@@ -46,6 +47,15 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class ShownPrompt:
+    """The prompt as a server computes it: `token_ids` with expanded placeholders, and the [start, end) of each image's
+    tokens, in order."""
+
+    token_ids: tuple[int, ...]
+    images: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """What one event of a stream brought. `spans` and `finish_reason` come with the last tokens; `cached_tokens`, after
     them: how many of the prompt's had been computed before."""
@@ -57,6 +67,8 @@ class Chunk:
     cached_tokens: int | None = None
     failed: str | None = None
     """Why the tokens after these are of no use."""
+    shown: ShownPrompt | None = None
+    """With the first tokens, where the request has images."""
 
     def below(self, vocab_size: int) -> Chunk:
         """Without tokens that the model does not have, and what comes after them."""
@@ -68,9 +80,17 @@ class Chunk:
 
 
 def request_body(
-    request: ExtendRequest, request_id: str, new_tokens: Sequence[int], max_tokens: int, salt: str | None
+    request: ExtendRequest,
+    request_id: str,
+    new_tokens: Sequence[int],
+    max_tokens: int,
+    salt: str | None,
+    images: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Ask for at most `max_tokens` after `new_tokens` of this extend. Without max_tokens a server would give 16."""
+    """Ask for at most `max_tokens` after `new_tokens` of this extend. Without max_tokens a server would give 16.
+
+    `images`: content_parts of the images that the prompt shows (media.py).
+    """
     sampling = request.sampling
     body: dict[str, Any] = {
         "request_id": request_id,
@@ -90,6 +110,8 @@ def request_body(
             **_processing(request, len(request.generated_ids) + len(new_tokens) - request.text_start, max_tokens),
         },
     }
+    if images:
+        body |= {"content_parts": list(images), "return_token_ids": True}
     return body if salt is None else body | {"cache_salt": salt}
 
 
@@ -104,6 +126,12 @@ def _processing(request: ExtendRequest, num_answer: int, max_tokens: int) -> dic
     if asked.logit_bias:
         out["logit_bias"] = {str(token): max(bias, _LEAST_BIAS) for token, bias in asked.logit_bias}
     return out
+
+
+def without(processing: LogitsProcessing, token_ids: Iterable[int]) -> LogitsProcessing:
+    """`processing`, and these tokens get no probability that float32 has."""
+    bias = dict(processing.logit_bias) | dict.fromkeys(token_ids, _LEAST_BIAS)
+    return replace(processing, logit_bias=tuple(sorted(bias.items())))
 
 
 def request_seed(seed: int, index: int) -> int:
@@ -157,7 +185,7 @@ def parse_event(data: str) -> Chunk | None:
         if not event["choices"]:
             cached = details.get("cached_tokens")
             return Chunk(cached_tokens=None if cached is None else _whole(cached))
-        return _chunk(event["choices"][0])
+        return replace(_chunk(event["choices"][0]), shown=_shown(event))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as failure:
         raise ServerFailed(f"it sent what is no chunk of tokens ({failure!r}): {data[:200]}") from failure
 
@@ -179,6 +207,14 @@ def _chunk(choice: dict[str, Any]) -> Chunk:
             break
         usable.append(logprob)
     return Chunk(ids[: len(usable)], tuple(usable), choice.get("finish_reason"), given, failed=failed)
+
+
+def _shown(event: dict[str, Any]) -> ShownPrompt | None:
+    if event.get("prompt_token_ids") is None:
+        return None
+    ranges = (event.get("mm_placeholders") or {}).get("image") or ()
+    at = [(_whole(of["offset"]), _whole(of["length"])) for of in ranges]
+    return ShownPrompt(tuple(map(_whole, event["prompt_token_ids"])), tuple((i, i + num) for i, num in at))
 
 
 def _span(given: dict[str, Any]) -> Span:

@@ -199,6 +199,7 @@ class _WholeAnswer(Response):
             "model": self.service.model_name,
             "choices": [_choice(Chunk.joined(chunks), self.stream)],
             "usage": _usage(self.stream),
+            **_prompt(self.stream),
         }
         await JSONResponse(whole)(scope, receive, send)
 
@@ -211,8 +212,11 @@ class _StreamedAnswer(_WholeAnswer):
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
+            prompt = _prompt(self.stream)
             async for chunks in self.stream.chunks():
-                body = b"".join(self._event([_choice(chunk, self.stream)]) for chunk in chunks)
+                first = self._event([_choice(chunks[0], self.stream)], **prompt)
+                rest = b"".join(self._event([_choice(chunk, self.stream)]) for chunk in chunks[1:])
+                body, prompt = first + rest, {}
                 await send({"type": "http.response.body", "body": body, "more_body": True})
             options, last = self.stream.body.stream_options, b""
             if options is not None and options.include_usage:
@@ -243,6 +247,15 @@ def _choice(chunk: Chunk, stream: Stream) -> dict[str, Any]:
 def _finite(logprob: float) -> float:
     """JSON has no NaN: vLLM's number stands for it."""
     return logprob if math.isfinite(logprob) else _NO_LOGPROB
+
+
+def _prompt(stream: Stream) -> dict[str, Any]:
+    """The prompt as it is computed, where the client wants it: as it came, with its images where it has them."""
+    body = stream.body
+    if not body.return_token_ids:
+        return {}
+    images = [{"offset": part.offset, "length": part.count} for part in body.content_parts or ()]
+    return {"prompt_token_ids": body.token_ids} | ({"mm_placeholders": {"image": images}} if images else {})
 
 
 def _usage(stream: Stream) -> dict[str, int]:

@@ -68,6 +68,7 @@ def make_service(config: Config) -> Service:
         load=_load,
         fail=_end_process,
         model_bytes=model_bytes,
+        processor=loaded.processor,
     )
 
 

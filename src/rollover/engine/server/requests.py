@@ -10,11 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from rollover.config.logits import LogitsProcessing
 from rollover.engine.protocol import ExtendRequest
-from rollover.types import Prompt, SamplingParams
+from rollover.images import Places, stored
+from rollover.types import Media, Prompt, SamplingParams
 
 _SEED_BITS = 2**64 - 1
 Number = Annotated[float, Field(allow_inf_nan=False)]
 _Token = Annotated[str, Field(pattern=r"^\d{1,9}$")]
+_Whole2 = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=2)]
 _Bias = Annotated[Number, Field(ge=-100, le=100)]
 
 
@@ -103,8 +105,27 @@ class StreamOptions(Fields):
     continuous_usage_stats: Literal[False] = False
 
 
+class ImagePart(Fields):
+    """An image of a prompt, in `content_parts`: `types.Media`, with the image as a data URL for its source."""
+
+    type: Literal["image_url"]
+    url: Annotated[str, Field(pattern=r"^data:image/[a-z]+;base64,")]
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    size: _Whole2
+    offset: int = Field(ge=0)
+    count: int = Field(ge=1)
+    grid: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list, max_length=3)
+    uuid: str | None = None  # vLLM's key of what it computes for the image; here the digest is
+
+    def stored(self) -> Media:
+        """The image in a file of this process's own. ValueError where it is no image."""
+        path, _ = stored(self.url, Places(folder=None))
+        width, height = self.size
+        return Media(path, self.digest, (width, height), self.offset, self.count, tuple(self.grid))
+
+
 class GenerateBody(Fields):
-    """The body of POST /inference/v1/generate."""
+    """The body of POST /inference/v1/generate. `token_ids` have the placeholders of images expanded."""
 
     token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
     sampling_params: SamplingFields
@@ -114,10 +135,18 @@ class GenerateBody(Fields):
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     priority: Literal[0] = 0
-    return_token_ids: Literal[False] | None = None
+    content_parts: list[ImagePart] | None = None
+    return_token_ids: bool | None = None
     output_mode: Literal["tokens"] = "tokens"
 
-    def request(self, rollout_id: str, most_tokens: int, eos: Collection[int], random_seed: int) -> ExtendRequest:
+    def request(
+        self,
+        rollout_id: str,
+        most_tokens: int,
+        eos: Collection[int],
+        random_seed: int,
+        media: tuple[Media, ...] = (),
+    ) -> ExtendRequest:
         """What the engine is asked. `most_tokens`: that fit into it, prompt included. Refusal where not one more does.
 
         A max_tokens that does not fit is cut; without one there are as many as fit. `eos` end it but for ignore_eos.
@@ -132,7 +161,7 @@ class GenerateBody(Fields):
             raise Refusal("sampling_params.stop: an empty string stops everything", "sampling_params.stop")
         return ExtendRequest(
             rollout_id=rollout_id,
-            prompt=Prompt.of(self.token_ids),
+            prompt=Prompt(tuple(self.token_ids), media),
             generated_ids=(),
             max_new_tokens=min(left, asked.max_tokens or left),
             seed=(random_seed if asked.seed is None else asked.seed) & _SEED_BITS,

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rollover.engine.protocol import Engine, ExtendRequest
+from rollover.engine.server.images import CheckedImages
 from rollover.engine.server.requests import GenerateBody, Refusal
 from rollover.engine.server.stream import Stream
 from rollover.types import Segment, StopReason
@@ -25,6 +26,8 @@ from rollover.weights.verified import Verifier, shapes_of
 
 if TYPE_CHECKING:
     import torch
+
+    from rollover.models.vision import Pixels
 
 NO_UPDATE_YET = "default"
 TAGS = ("weights", "kv_cache")
@@ -68,7 +71,7 @@ class ServedEngine(Engine, Protocol):
 
 class Service:
     """`engine` as `model_name`. `eos`: token ids that end an answer. `load`: reads the tensors of a verified file.
-    `model_bytes`: of all its weights.
+    `model_bytes`: of all its weights. `processor`: of a model that takes images.
 
     `fail` is told why the engine is of no more use: its weights may be half of one version, half of another.
     """
@@ -83,9 +86,11 @@ class Service:
         load: Callable[[str], Mapping[str, torch.Tensor]],
         fail: Callable[[str], None],
         model_bytes: int,
+        processor: Pixels | None = None,
     ) -> None:
         self.engine, self.model_name = engine, model_name
         self._eos, self.tokenizer, self._load, self._fail = eos, tokenizer, load, fail
+        self._images = CheckedImages(processor)
         self.label = NO_UPDATE_YET
         self.verifier = Verifier(model_bytes)
         self.streams: dict[str, Stream] = {}
@@ -110,7 +115,8 @@ class Service:
         if body.model not in (None, self.model_name):
             raise Refusal(f"model: there is no {body.model!r} here, but {self.model_name!r}", "model", 404)
         rollout_id = next(self._ids)
-        request = body.request(rollout_id, self.engine.max_tokens, self._eos, secrets.randbits(63))
+        media = await self._images.of(body.content_parts) if body.content_parts else ()
+        request = body.request(rollout_id, self.engine.max_tokens, self._eos, secrets.randbits(63), media)
         stream = self.streams[rollout_id] = Stream(body, lambda: self.label, self._decoded)
         stream.working = asyncio.ensure_future(self._work(stream, request))
         stream.working.add_done_callback(lambda _: self._forget(rollout_id, request))

@@ -143,7 +143,10 @@ def vllm_arguments(config: Config, host: str, port: int, *, for_cpu: bool) -> li
         "--logprobs-mode": "processed_logprobs",
         "--weight-transfer-config": json.dumps({"backend": BACKEND}),
         "--worker-extension-cls": f"{Verify.__module__}.{Verify.__qualname__}",
+        "--allowed-media-domains": "none.invalid",  # images come as data URLs: no client makes it fetch others
     }
+    if config.model.processor_kwargs:
+        arguments["--mm-processor-kwargs"] = json.dumps(config.model.processor_kwargs)
     if config.model.revision:
         arguments["--revision"] = config.model.revision
     if config.cluster.gpus_per_server > 1:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollover.engine.protocol import ExtendRequest, WeightLoad, WrongAnswer, given_logprob
+from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad, WrongAnswer, given_logprob
 from rollover.engine.stop import last_of, stop_reason
 from rollover.engine.tinker.service import Service
 from rollover.types import Segment, StopReason
@@ -78,6 +78,11 @@ class TinkerEngine:
 
     async def extend(self, request: ExtendRequest) -> list[Segment]:
         assert request.rollout_id not in self._running, f"rollout {request.rollout_id} is running already"
+        if request.prompt.media:
+            raise EngineDied(
+                f"prompts show images ({request.prompt.media[0].source}), and engines over a Tinker service take text"
+                ' alone: train with backend.type = "local", or take tasks without images'
+            )
         sequence = self._running[request.rollout_id] = _Sequence(request)
         try:
             reason = None

@@ -1,0 +1,55 @@
+"""A tiny Idefics3 for servers: its folder, images of noise, prompts that show them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rollover.config import ModelConfig
+from rollover.models.load import LoadedModel, load_model
+from rollover.types import Prompt
+from vision import families
+
+PROCESSOR_KWARGS = {"size": {"longest_edge": 48}, "max_image_size": {"longest_edge": 16}}
+"""Images are larger than by the model's own files: a server that ignores it expands them to fewer placeholders."""
+
+
+def write(folder: Path) -> Path:
+    """Its heads have 32 features: vLLM's attention for the CPU knows no smaller ones."""
+    text = families._text
+
+    def larger(tokenizer: Any, model_type: str = "", **changes: Any) -> dict[str, Any]:
+        return text(tokenizer, model_type, **changes | {"num_attention_heads": 2, "head_dim": 32})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(families, "_text", larger)
+        return families.write("idefics3", folder)
+
+
+def load(folder: Path) -> LoadedModel:
+    """Its processor is Pillow's: resizing by torchvision, which the server lacks, differs by a level of 255."""
+    return load_model(ModelConfig(path=str(folder), processor_kwargs={**PROCESSOR_KWARGS, "backend": "pil"}))
+
+
+def picture(folder: Path, seed: int, size: tuple[int, int] = (32, 24)) -> str:
+    """The path of an image of noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    path = folder / f"{seed}.png"
+    Image.fromarray(pixels).save(path)
+    return str(path)
+
+
+def prompt(loaded: LoadedModel, *parts: str) -> Prompt:
+    """Texts, and paths of images (.png), as one message of a user."""
+    assert loaded.processor is not None
+    content = [
+        {"type": "image", "image": part} if part.endswith(".png") else {"type": "text", "text": part} for part in parts
+    ]
+    message = {"role": "user", "content": content}
+    if not any(part["type"] == "image" for part in content):
+        return Prompt.of(loaded.tokenizer.apply_chat_template([message], return_dict=False, add_generation_prompt=True))
+    return loaded.processor.prompt([message], add_generation_prompt=True)

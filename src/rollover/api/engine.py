@@ -22,7 +22,7 @@ from rollover.run.eval_parts import EvalParts
 from rollover.types import StopReason
 
 Result = TypeVar("Result")
-Prompt = str | Sequence[Mapping[str, str]]  # a text, or chat messages
+Prompt = str | Sequence[Mapping[str, Any]]  # a text, or chat messages, which may show images
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ _SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "TIFF": ".tif"}  # of the others: th
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+/-]*)(?P<options>(?:;[\w.=+-]+)*),", re.ASCII)
 _HOW_TO_INSTALL = "pip install 'rollover[vision]'"
 
-_kept_in: list[Path | None] = []  # by those of `media_kept_in` that are open; None: nothing is written
+_kept_in: list[Path] = []  # by those of `media_kept_in` that are open
+_only_looks: ContextVar[bool] = ContextVar("only_looks", default=False)
 
 
 class BadImage(ValueError):
@@ -52,8 +54,8 @@ class Places:
 
 
 @contextlib.contextmanager
-def media_kept_in(folder: Path | None) -> Iterator[None]:
-    """Make `stored` write into `folder` within the block; None: it only checks, and returns where it would write."""
+def media_kept_in(folder: Path) -> Iterator[None]:
+    """Make `stored` write into `folder` within the block."""
     _kept_in.append(folder)
     try:
         yield
@@ -61,14 +63,24 @@ def media_kept_in(folder: Path | None) -> Iterator[None]:
         _kept_in.remove(folder)
 
 
+@contextlib.contextmanager
+def no_media_kept() -> Iterator[None]:
+    """Make `stored` write and fetch nothing within the block: it checks, and returns where it would write."""
+    token = _only_looks.set(True)
+    try:
+        yield
+    finally:
+        _only_looks.reset(token)
+
+
 def stored(value: Any, places: Places) -> tuple[str, str]:
     """(the absolute path of the image's file, the SHA-256 of the file's bytes, or of its URL) of a value of a table.
 
     `value`: a path, a data URL, an http URL, bytes, Hugging Face's {"bytes", "path"}, or a PIL image. What has no file
     is written into the folder of `media_kept_in`, by default a temporary one, under the name of its SHA-256. The file's
-    header is read. Where nothing is written nothing is fetched. BadImage where it cannot be used.
+    header is read. BadImage where it cannot be used.
     """
-    looks_only = bool(_kept_in) and _kept_in[-1] is None
+    looks_only = _only_looks.get()
     if isinstance(value, Mapping):
         value = _of_mapping(value)
     if isinstance(value, os.PathLike):
@@ -89,10 +101,17 @@ def stored(value: Any, places: Places) -> tuple[str, str]:
     return str(path), hashlib.sha256(url.encode()).hexdigest() if url else name
 
 
-def read_image(path: str) -> Any:
-    """The image in a file as a PIL image in RGB: rotated as its EXIF data say, transparent parts on white. BadImage."""
+def read_image(path: str, kept: Path | None = None) -> Any:
+    """The image in a file as a PIL image in RGB: rotated as its EXIF data say, transparent parts on white.
+
+    Where the file is gone, the one of its name in the folder `kept`, by default that of `media_kept_in`, is read: a
+    run's directory may have been moved. BadImage where it cannot be used.
+    """
+    found = Path(path)
+    if not found.exists() and (moved := (kept or _folder()) / found.name).is_file():
+        found = moved
     with _naming(path):
-        return _decoded(_content_of(Path(path)))
+        return _decoded(_content_of(found))
 
 
 def digest_of(image: Any) -> str:
@@ -297,5 +316,4 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
 
 def _folder() -> Path:
     """Where `stored` writes now."""
-    folder = next((of for of in reversed(_kept_in) if of is not None), None)
-    return Path(_temporary().name) if folder is None else folder
+    return _kept_in[-1] if _kept_in else Path(_temporary().name)

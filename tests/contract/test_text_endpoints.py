@@ -252,3 +252,12 @@ def test_what_cannot_be_answered_is_refused_with_its_field(folder: Path) -> None
     said = [answer["error"]["message"] for _, answer in found[:-1]]
     assert all(text.startswith("prompt") for text in said[:2]) and "4,224 answers" in said[5]
     assert all("no Unicode" in text for text in (*said[3:5], said[6]))
+
+
+def test_images_of_messages_are_refused(folder: Path) -> None:
+    """A template would leave them out without a word."""
+    text, image = {"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    bodies = ({"messages": [{"role": "user", "content": content}]} for content in ([text, image], ["a"], "a"))
+    found = asked(folder, "/v1/chat/completions", *(body | {"max_tokens": 1} for body in bodies))
+    assert [status for status, _ in found] == [400, 400, 200]
+    assert "only those of type text are taken" in found[0][1]["error"]["message"]

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from rollover import images
-from rollover.images import BadImage, Places, digest_of, media_kept_in, read_image, stored
+from rollover.images import BadImage, Places, digest_of, media_kept_in, no_media_kept, read_image, stored
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (4, 6, 3), dtype=np.uint8)
 
@@ -66,7 +66,7 @@ def test_image_of_pillow_is_kept_as_its_pixels(tmp_path, kept):
 
 def test_looking_writes_nothing_and_names_the_same(kept):
     content = encoded(picture())
-    with media_kept_in(None):
+    with no_media_kept():
         looked = stored(content, places(None))
     assert not kept.exists()
     assert looked == stored(content, places(None))
@@ -75,6 +75,17 @@ def test_looking_writes_nothing_and_names_the_same(kept):
 def test_without_a_run_images_go_to_a_temporary_folder():
     path, _ = stored(encoded(picture()), places(None))
     assert "rollover-media-" in path and read_image(path).size == (6, 4)
+
+
+def test_kept_image_of_a_moved_run_is_found(tmp_path):
+    with media_kept_in(tmp_path / "run" / "media"):
+        path, _ = stored(encoded(picture(colour="teal")), places(None))
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with pytest.raises(BadImage, match="there is no file"):
+        read_image(path)
+    with media_kept_in(tmp_path / "moved" / "media"):
+        assert read_image(path).size == (6, 4)
+    assert read_image(path, tmp_path / "moved" / "media").size == (6, 4)
 
 
 # How it is read
@@ -271,7 +282,7 @@ def test_url_is_fetched_if_it_may_be(server, kept):
     path, name = stored(f"{url}/to?{url}/a.png", places(None, urls=True))
     assert open(path, "rb").read() == CONTENT
     assert server.asked == [f"/to?{url}/a.png", "/a.png"]
-    with media_kept_in(None):
+    with no_media_kept():
         assert stored(f"{url}/to?{url}/a.png", places(None, urls=True))[1] == name
         stored(f"{url}/never.png", places(None, urls=True))
     assert "/never.png" not in server.asked

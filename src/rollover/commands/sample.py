@@ -74,6 +74,8 @@ def run_from(args: argparse.Namespace, overrides: Overrides) -> int:
     from rollover.config.load import load_config
     from rollover.config.trust import OfRun
     from rollover.ending import run_bounded
+    from rollover.files import local_path
+    from rollover.images import media_kept_in
     from rollover.processes import prepare_libraries
     from rollover.run.go_on import Weights, go_on, newest_weights
 
@@ -86,7 +88,8 @@ def run_from(args: argparse.Namespace, overrides: Overrides) -> int:
     prepare_libraries(config.run)
     weights = Weights(args.model, args.model) if args.model else newest_weights(config, directory)
     to_stderr(f"with {weights.said}, after {place.kept} of {place.record['num_tokens']} tokens")
-    found = run_bounded(go_on(place, args.num, weights, config, directory), config.watchdog.grace_s)
+    with media_kept_in(local_path(directory) / "media"):
+        found = run_bounded(go_on(place, args.num, weights, config, directory), config.watchdog.grace_s)
     if args.json:
         print(json.dumps([asdict(of) for of in found]))
         return 0

@@ -8,14 +8,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
 from rollover.config import TaskSourceConfig
 from rollover.functions import FunctionError, OwnFunction, described, load_function, own_function
 from rollover.images import BadImage
-from rollover.tasks.image_parts import shows_images, with_images_of_program
+from rollover.tasks.image_parts import shows_images, task_with_images
 from rollover.tasks.same import problem_text
 from rollover.tasks.source import FailedProblem, SourceSetup, TaskSource, all_together, fingerprint_of
 from rollover.types import Task, content_text
@@ -63,11 +62,8 @@ class OwnSource:
         return problem
 
     def _with_images(self, problem: Task, index: int) -> Task:
-        messages = problem.messages if isinstance(problem.messages, list | tuple) else ()
-        if not any(isinstance(m, Mapping) and shows_images(m.get("content")) for m in messages):
-            return problem
         try:
-            return replace(problem, messages=with_images_of_program(messages))
+            return task_with_images(problem)
         except BadImage as error:
             raise self._problem.refused(
                 f"a Task for number {index} with an image that cannot be used: {error}"

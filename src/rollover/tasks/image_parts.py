@@ -10,11 +10,13 @@ Read are TRL's and Qwen's {"type": "image", "image": ...}, OpenAI's image_url, a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from rollover.files import local_path
 from rollover.images import BadImage, Places, stored
+from rollover.types import Task
 
 IMAGE_COLUMNS = ("images", "image")
 PLACEHOLDER = "<image>"
@@ -81,6 +83,14 @@ def with_images_of_program(messages: Sequence[Mapping[str, Any]]) -> tuple[Messa
     if not any(shows_images(message.get("content")) for message in messages):
         return tuple(map(dict, messages))
     return with_images(messages, None, "", partial(stored, places=Places(local_path(""))))
+
+
+def task_with_images(task: Task) -> Task:
+    """A task that a program made, with each image of its messages as a part. BadImage as `with_images`."""
+    messages = task.messages if isinstance(task.messages, list | tuple) else ()
+    if not any(isinstance(message, Mapping) and shows_images(message.get("content")) for message in messages):
+        return task
+    return replace(task, messages=with_images_of_program(messages))
 
 
 def shows_images(content: Any) -> bool:

@@ -16,8 +16,10 @@ from rollover.config import Config
 from rollover.config.tasks import Truncation
 from rollover.envs.protocol import HoldsObjects
 from rollover.functions import OwnFunction, described, own_function
+from rollover.images import BadImage
 from rollover.models.chat_template import prompt_arguments
 from rollover.tasks.curriculum import Curriculum, build_curriculum
+from rollover.tasks.image_parts import task_with_images
 from rollover.tasks.source import rewarded_by
 from rollover.tasks.stream import TaskStream
 from rollover.types import Prompt, Task
@@ -256,4 +258,7 @@ def _replaced(task: Task, replace: OwnFunction, version: int) -> Task | None:
     other = replace(task, version)
     if other is not None and not isinstance(other, Task):
         raise replace.refused(f"{described(other)} for {task.task_id}")
-    return other
+    try:
+        return other and task_with_images(other)
+    except BadImage as error:
+        raise replace.refused(f"a Task for {task.task_id} with an image that cannot be used: {error}") from error

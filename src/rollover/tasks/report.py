@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from rollover.config import Config
 from rollover.functions import shortened
+from rollover.images import no_media_kept
 from rollover.rewards.answers import RULES, answer_of, can_read, reference_answer
 from rollover.rewards.built_in import answer_rules
 from rollover.tasks.stream import MAX_ROWS, TaskStream
@@ -23,7 +24,16 @@ _LIMIT_S = 2.0  # some generators take 50 ms a problem
 def tasks_line(config: Config, num_drawn: int = _NUM_DRAWN, limit_s: float = _LIMIT_S) -> str:
     """Rows and duplicates of each dataset, what is left out of training as it is held out, and how many held-out tasks
     have the words and the answer of one of the first `num_drawn` training tasks (as many as `limit_s` allows). A
-    second line where their answer rule can never read the references of some of these tasks."""
+    second line where their answer rule can never read the references of some of these tasks. No image is kept for it.
+    """
+    with no_media_kept():
+        return _tasks_line(config, num_drawn, limit_s)
+
+
+# Private
+
+
+def _tasks_line(config: Config, num_drawn: int, limit_s: float) -> str:
     trained = TaskStream(config.tasks, config.run.seed, "train", rewards=config.rewards)
     parts = _datasets(config, trained)
     # Reading ahead in a stream may take long, and use up an iterator: then the first row has to do.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rollover.config import TaskSourceConfig
-from rollover.images import media_kept_in
+from rollover.images import no_media_kept
 from rollover.rewards.chosen import Chosen
 from rollover.tasks.same import Same
 from rollover.tasks.split import key_of
@@ -137,7 +137,7 @@ def problems_of(source: TaskSource, at_most: int | None = None) -> Iterator[Task
     numbers = itertools.takewhile(lambda i: i in source.together(i), itertools.count())
     for index in itertools.islice(numbers, at_most):
         try:
-            with media_kept_in(None):  # who looks at all of them needs no copy of their images
+            with no_media_kept():  # who looks at all of them needs no copy of their images
                 problem = source.problem(index)
         except FailedProblem:
             continue

@@ -32,6 +32,7 @@ from rollover.view.intervals import reward_intervals
 from rollover.view.lanes import window
 from rollover.view.not_there import NotThere
 from rollover.view.numbers import number
+from rollover.view.pictures import picture
 from rollover.view.pieces import RunTokens
 from rollover.view.planned import plan_of
 from rollover.view.query import Query, count, integer, keys_in, seconds
@@ -77,6 +78,7 @@ class RunData:
             "intervals": (lambda query: reward_intervals(self.files.rollouts, self._untrained()), ("rollouts",)),
             "rollouts": (lambda query: page(self.files.rollouts, Wanted.of_query(query)), ("rollouts",)),
             "rollout": (self._rollout, ("rollouts", "trace")),
+            "picture": (self._picture, ("rollouts",)),
             "episode": (self._episode, ("rollouts",)),
             "staleness": (lambda query: staleness_map(self.files.rollouts), ("rollouts",)),
             # One at a time: a file of answers is read whole, and may be large.
@@ -228,6 +230,13 @@ class RunData:
         first, num = count(query, "first", 0), count(query, "count", 2000)
         self.files.rollouts.look_at_step(step)  # a rollout that was not read yet is no rollout that is not there
         return told(self.files, step, of, first, num, self.pieces)
+
+    def _picture(self, query: Query) -> dict[str, Any]:
+        step, of, number = integer(query, "step"), query.get("id", ""), integer(query, "number")
+        if step is None or not of or number is None:
+            raise ValueError("picture: give the id of the rollout, the step that it left with, and the image's number")
+        self.files.rollouts.look_at_step(step)
+        return picture(self.files, step, of, number)
 
     def _episode(self, query: Query) -> dict[str, Any]:
         step, group, sibling = (integer(query, name) for name in ("step", "group", "sibling"))

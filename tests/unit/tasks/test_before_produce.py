@@ -6,10 +6,11 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 
 import tiny
 from rollover.tasks.prompts import PromptSource, encoder
-from rollover.types import Task
+from rollover.types import Prompt, Task
 
 
 class Stream:
@@ -58,3 +59,18 @@ def test_what_is_no_task_is_refused() -> None:
 def test_a_function_that_leaves_everything_out_is_named() -> None:
     with pytest.raises(ValueError, match="left out by tasks.before_produce"):
         source(lambda task, version: None, num=2000)()
+
+
+def test_images_of_its_task_are_read(tmp_path) -> None:
+    def replace(task: Task, version: int) -> Task:
+        part = {"type": "image_url", "image_url": {"url": str(tmp_path / f"{task.task_id}.png")}}
+        return dataclasses.replace(task, prompt=None, messages=({"role": "user", "content": [part]},))
+
+    Image.new("RGB", (2, 2)).save(tmp_path / "t0.png")
+    seen: list[Task] = []
+    prompts = PromptSource(Stream(2), lambda task: Prompt((len(seen.append(task) or seen),)), 100, replace)  # type: ignore[arg-type]
+    assert prompts() is not None and seen[0].images == [str(tmp_path / "t0.png")]
+    with pytest.raises(
+        ValueError, match="before_produce.* returned a Task for t1 with an image that cannot be used: .*"
+    ):
+        prompts()

@@ -8,12 +8,13 @@ import datasets
 import pytest
 from PIL import Image
 
-from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
+from rollover.config import Config, RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.images import media_kept_in
 from rollover.tasks.build import build_source
 from rollover.tasks.dataset import DatasetSource
 from rollover.tasks.image_parts import with_images_of_program
 from rollover.tasks.live import LiveTable
+from rollover.tasks.report import tasks_line
 from rollover.tasks.rows import StoredRows, Table
 from rollover.tasks.same import problem_text
 from rollover.tasks.source import SourceSetup, problems_of
@@ -214,6 +215,13 @@ def test_looking_at_all_rows_writes_no_image(folder):
     assert not (folder / "media").exists()
     assert looked == [rows.problem(i) for i in (0, 1)]
     assert len(list((folder / "media").iterdir())) == 2
+
+
+def test_line_about_tasks_keeps_no_image(folder):
+    geometry().to_parquet(folder / "data.parquet")
+    tasks = {"sources": [{"kind": "dataset", "path": str(folder / "data.parquet")}], "eval_fraction": 0}
+    assert "data has 2 rows" in tasks_line(Config.model_validate({"tasks": tasks, "eval": {"num_tasks": 0}}))
+    assert not (folder / "media").exists()
 
 
 def test_stream_of_images_goes_on(folder):

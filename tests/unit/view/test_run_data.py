@@ -36,7 +36,7 @@ def test_every_question_has_an_answer_in_a_run_without_anything(tmp_path: Path) 
     (tmp_path / "config.resolved.json").write_text("{}")
     data = RunData(tmp_path)
     for name in data.questions:
-        if name not in ("rollout", "episode", "answer"):
+        if name not in ("rollout", "episode", "answer", "picture"):
             asked(data, name)
     with pytest.raises(KeyError):
         data.answer("rollout", {"step": "1", "id": "3-0"})
@@ -259,7 +259,7 @@ def test_rows_of_metrics_are_not_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row(step)) + "\n" for step in range(1, 2001)))
     data = RunData(tmp_path)
     for name in data.questions:
-        if name not in ("rollout", "episode", "answer"):
+        if name not in ("rollout", "episode", "answer", "picture"):
             asked(data, name)
     assert asked(data, "state")["step"] == 2000 and len(asked(data, "metrics", keys="reward/mean")["steps"]) <= 800
     rows, num_bytes = data.files.columns().kept

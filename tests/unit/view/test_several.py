@@ -64,7 +64,7 @@ def test_a_question_waits_for_nobody_who_reads_something_else(tmp_path: Path) ->
 
 def test_many_questions_at_a_time_are_all_answered(tmp_path: Path) -> None:
     (run,) = runs(tmp_path, 1)
-    of_one = ("rollout", "episode", "answer", "state")
+    of_one = ("rollout", "episode", "answer", "state", "picture")
     expected = {name: run.answer(name, {}) for name in run.questions if name not in of_one}
     wrong: list[str] = []
 

@@ -170,6 +170,8 @@ class TextEndpoints:
     def _chat_ids(self, body: ChatBody) -> list[int]:
         if not getattr(self.tokenizer, "chat_template", None):
             raise Refusal("messages: the model has no chat template; use /v1/completions", "messages")
+        if any(_has_other_parts(message.get("content")) for message in body.messages):
+            raise Refusal("messages: of the parts of a content only those of type text are taken", "messages")
         messages, options = prompt_arguments(body.messages)
         if body.add_generation_prompt:
             messages, options = body.messages, {"add_generation_prompt": True}
@@ -265,6 +267,12 @@ class TextEndpoints:
         usage = {"prompt_tokens": num_prompt, "completion_tokens": num, "total_tokens": num_prompt + num}
         head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
         return head | {"model": self.service.model_name, "choices": choices, "usage": usage}
+
+
+def _has_other_parts(content: Any) -> bool:
+    """Whether a content has parts that are no texts: a template would leave images out, or show them without pixels."""
+    parts = content if isinstance(content, list) else []
+    return any(not isinstance(part, dict) or part.get("type") != "text" for part in parts)
 
 
 def _body(kind: type[_Body], value: Any, model: str) -> _Body:

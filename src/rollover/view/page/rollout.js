@@ -85,8 +85,21 @@ export class RolloutView {
   _prompt() {
     const { told } = this;
     if (!told.messages) return el("pre", { class: "said" }, el("bdi", { text: visible(told.prompt ?? "") }));
-    return told.messages.map((message) => el("div", { class: "message" }, el("h3", { text: String(message.role) }),
-      el("pre", { class: "said" }, el("bdi", { text: visible(saidIn(message.content)) }))));
+    return [told.messages.map((message) => this._message(message)), (told.media ?? []).map((media, number) => this._picture(media, number))];
+  }
+
+  /** An image of the prompt: the server draws it, if its pixels are those that were recorded. A report has its name. */
+  _picture(media, number) {
+    const name = String(media.source).split("/").pop(), { source, run } = this.page, { step, id } = this.route.query;
+    const place = el("p", {}), text = `${name}, ${media.size.join(" x ")} pixels, ${plural(media.count, "token")}`;
+    if (source.live) source.ask(run, "picture", { step, id, number }).then(
+      ({ url, why }) => replace(place, url?.startsWith("data:image/png;base64,") ? el("img", { src: url, alt: name, style: { "max-width": "100%" } }) : why),
+      (error) => replace(place, error.message));
+    return el("figure", {}, place, el("figcaption", { text }));
+  }
+
+  _message(message) {
+    return el("div", { class: "message" }, el("h3", { text: String(message.role) }), el("pre", { class: "said" }, el("bdi", { text: visible(saidIn(message.content)) })));
   }
 
   _shades() {

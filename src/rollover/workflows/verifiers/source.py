@@ -77,4 +77,9 @@ def _messages(data: Any) -> tuple[dict[str, str], ...]:
 def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(part.text for part in content or () if hasattr(part, "text"))
+    if other := next((part for part in content or () if not hasattr(part, "text")), None):
+        raise ValueError(
+            f"a task of the taskset has a {type(other).__name__} in its prompt: agents are given text alone, and it"
+            " would be left out. Choose a taskset of texts"
+        )
+    return "\n".join(part.text for part in content or ())

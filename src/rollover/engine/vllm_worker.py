@@ -167,7 +167,10 @@ class FileWeights:
     def check(self, path: str, sha256: str) -> None:
         """ValueError unless this is a whole model, undamaged."""
         self.verifier.verify(path, sha256)
-        if wrong := unfit(self.parameters, self.names(path), getattr(self.model, "packed_modules_mapping", {})):
+        packed: dict[str, Iterable[str]] = {}
+        for module in reversed(list(self.model.modules())):  # a language model within one that takes images has its own
+            packed |= getattr(module, "packed_modules_mapping", {})
+        if wrong := unfit(self.parameters, self.names(path), packed):
             raise ValueError(f"{path} is not the whole model: {'; '.join(wrong[:3])} ({len(wrong)} in all)")
 
     def shapes(self, whole: bool) -> Iterator[tuple[str, Shape]]:

@@ -67,9 +67,11 @@ def take_expanded_prompts() -> None:
 
     vLLM expands one placeholder an image, by rules of each model family. This looks for the expansions first, as
     vLLM's Pixtral does, and expands only where they are not all there. Clients compare the prompt that vLLM returns:
-    where this has no effect, images are an error of theirs, and texts are served.
+    where this has no effect, images are an error of theirs, and texts are served. Refused: on a CPU, whose attention
+    is causal, models in which the tokens of an image see each other (Gemma 3).
     """
     from vllm.multimodal.processing import BaseMultiModalProcessor  # pyright: ignore[reportMissingImports]
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
     expand = getattr(BaseMultiModalProcessor, "_maybe_apply_prompt_updates", None)
     if expand is None or hasattr(expand, "__wrapped__"):  # a newer vLLM; it was done
@@ -79,6 +81,11 @@ def take_expanded_prompts() -> None:
     def find_or_expand(self: Any, mm_items: Any, mm_res: Any) -> Any:
         found = self._find_mm_placeholders(mm_res.prompt_ids, mm_res.prompt_updates)
         if all(len(found.get(kind, ())) == num for kind, num in mm_items.get_all_counts().items()):
+            if current_platform.is_cpu() and self.info.ctx.model_config.is_mm_prefix_lm:
+                raise ValueError(
+                    "vLLM for the CPU has causal attention only, and in this model the tokens of an image see each"
+                    " other: it takes text alone"
+                )
             return mm_res.prompt_ids, found
         return expand(self, mm_items, mm_res)
 

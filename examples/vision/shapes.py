@@ -1,6 +1,6 @@
 """Draws pictures of shapes with questions about them, and makes a tiny vision-language model that has learned nothing.
 
-    python shapes.py        writes model/, images/, examples.jsonl (solved, for `rollover sft`) and tasks.jsonl (for RL)
+python shapes.py        writes model/, images/, examples.jsonl (solved, for `rollover sft`) and tasks.jsonl (for RL)
 """
 
 import json
@@ -48,9 +48,11 @@ def write(folder: Path, num: int, solved: int, seed: int) -> None:
         picture(cells).save(folder / "images" / f"{number}.png")
         color = draw.choice(COLORS)
         found = [shape for shape, of in cells.values() if of == color]
-        question = [{"type": "image", "image": f"images/{number}.png"}, {"type": "text", "text": f"how many are {color} ?"}]
+        text = f"how many are {color} ?"
+        question = [{"type": "image", "image": f"images/{number}.png"}, {"type": "text", "text": text}]
         answer = f"{' '.join(found) or 'none'} : {len(found)}"
-        rows.append({"prompt": [{"role": "user", "content": question}], "answer": str(len(found)), "completion": answer})
+        prompt = [{"role": "user", "content": question}]
+        rows.append({"prompt": prompt, "answer": str(len(found)), "completion": answer})
     for name, part in (("examples", rows[:solved]), ("tasks", rows[solved:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
 

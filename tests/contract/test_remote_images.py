@@ -61,13 +61,13 @@ def beside_server(folder: Path, work: Callable[[str, RemoteEngine], Awaitable[No
     """Run `work` with the URL of a server and an engine over it."""
 
     async def main() -> None:
-        service = embedded.make_service(config(folder, kv_memory_gb=0.05, max_running=8))
+        service = embedded.make_service(config(folder, kv_memory_gb=0.05, max_running=12))
         server = HttpServer(make_app(service))
         await server.start()
         loaded = load_model(config(folder).model)
         engine = RemoteEngine(
             RemoteSetup(
-                config(folder, kind="remote", urls=[server.url]),
+                config(folder, kind="remote", urls=[server.url], max_running=12),
                 lambda: list(loaded.model.named_parameters()),
                 loaded.tokenizer.decode,
                 placeholders=lambda: placeholder_ids(loaded.model.config),
@@ -105,13 +105,14 @@ def test_logprobs_and_resumption_are_those_of_the_trainer(folder: Path, loaded: 
     assert prompts[1].ids == prompts[2].ids
 
     async def work(url: str, engine: RemoteEngine) -> None:
-        begun = [asked(f"{g}-{k}", p, pause_after=5, seed=k) for g, p in enumerate(prompts) for k in range(2)]
+        begun = [asked(f"{g}-{k}", p, pause_after=5, seed=k) for g, p in enumerate(prompts) for k in range(4)]
         before = await asyncio.gather(*map(engine.extend, begun))
         later = [
             replace(r, generated_ids=tuple(tokens_of(s)), max_new_tokens=7, pause_after=0)
             for r, s in zip(begun, before, strict=True)
         ]
         after = await asyncio.gather(*map(engine.extend, later))
+        assert engine.stats()["engine/lost_requests"] == 0
         for request, *parts in zip(begun, before, after, strict=True):
             tokens = [token for part in parts for token in tokens_of(part)]
             given = np.array([logprob for part in parts for logprob in logprobs_of(part)])

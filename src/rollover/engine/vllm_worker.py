@@ -67,9 +67,11 @@ def take_expanded_prompts() -> None:
 
     vLLM expands one placeholder an image, by rules of each model family. This looks for the expansions first, as
     vLLM's Pixtral does, and expands only where they are not all there. Clients compare the prompt that vLLM returns:
-    where this has no effect, images are an error of theirs, and texts are served.
+    where this has no effect, images are an error of theirs, and texts are served. Refused: on a CPU, whose attention
+    is causal, models in which the tokens of an image see each other (Gemma 3).
     """
     from vllm.multimodal.processing import BaseMultiModalProcessor  # pyright: ignore[reportMissingImports]
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
     expand = getattr(BaseMultiModalProcessor, "_maybe_apply_prompt_updates", None)
     if expand is None or hasattr(expand, "__wrapped__"):  # a newer vLLM; it was done
@@ -79,6 +81,11 @@ def take_expanded_prompts() -> None:
     def find_or_expand(self: Any, mm_items: Any, mm_res: Any) -> Any:
         found = self._find_mm_placeholders(mm_res.prompt_ids, mm_res.prompt_updates)
         if all(len(found.get(kind, ())) == num for kind, num in mm_items.get_all_counts().items()):
+            if current_platform.is_cpu() and self.info.ctx.model_config.is_mm_prefix_lm:
+                raise ValueError(
+                    "vLLM for the CPU has causal attention only, and in this model the tokens of an image see each"
+                    " other: it takes text alone"
+                )
             return mm_res.prompt_ids, found
         return expand(self, mm_items, mm_res)
 
@@ -167,7 +174,10 @@ class FileWeights:
     def check(self, path: str, sha256: str) -> None:
         """ValueError unless this is a whole model, undamaged."""
         self.verifier.verify(path, sha256)
-        if wrong := unfit(self.parameters, self.names(path), getattr(self.model, "packed_modules_mapping", {})):
+        packed: dict[str, Iterable[str]] = {}
+        for module in reversed(list(self.model.modules())):  # a language model within one that takes images has its own
+            packed |= getattr(module, "packed_modules_mapping", {})
+        if wrong := unfit(self.parameters, self.names(path), packed):
             raise ValueError(f"{path} is not the whole model: {'; '.join(wrong[:3])} ({len(wrong)} in all)")
 
     def shapes(self, whole: bool) -> Iterator[tuple[str, Shape]]:

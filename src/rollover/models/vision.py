@@ -9,6 +9,7 @@ prompt a rollout is text alone, at the index of its token plus a constant.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,11 @@ from rollover.types import Media, Prompt
 _KEPT_BYTES = 1 << 30
 # Families in which all tokens of an image see each other (transformers adds this to the causal mask).
 _BIDIRECTIONAL = ("gemma3",)
+# Images of a batch of the tower, at most: their activations are kept for the backward pass.
+_IMAGES_AT_ONCE = 64
+
+# Of the pixels of an image, and of what else the tower is given of it.
+Shapes = tuple[tuple[int, ...], ...]
 
 
 class Pixels(Protocol):
@@ -130,7 +136,7 @@ class Vision:
         self._placeholder = model.config.image_token_id
         self._bidirectional = model.config.model_type in _BIDIRECTIONAL
         self._kept: OrderedDict[str, _Features] = OrderedDict()
-        self._flops_of: dict[tuple[tuple[int, ...], ...], float] = {}
+        self._flops_of: dict[Shapes, float] = {}
 
     @classmethod
     def of(cls, model: Any, processor: Pixels | None) -> Vision | None:
@@ -160,8 +166,7 @@ class Vision:
         if not tokens:
             return None
         device = next(self.model.parameters()).device
-        of = {image.digest: image for image in (t.media for t in tokens)}
-        features = {digest: self._features(image) for digest, image in of.items()}
+        features = self._features(list({t.media.digest: t.media for t in tokens}.values()))
         parts = [(features[t.media.digest], torch.from_numpy(t.which).to(device)) for t in tokens]
         at_P = torch.from_numpy(np.concatenate([t.at for t in tokens])).to(device)
         stacks = zip(*([x[which] for x in found.deepstack] for found, which in parts), strict=True)
@@ -189,31 +194,43 @@ class Vision:
         positions_31P, shift_11 = index(*as_row, image_grid_thw=grids)
         return positions_31P[:, 0].numpy(), int(shift_11.flatten()[0])
 
-    def _features(self, image: Media) -> _Features:
-        """Of one image, as it was recorded. ValueError where its file has changed, or the features are not as many."""
-        if image.digest in self._kept:
-            self._kept.move_to_end(image.digest)
-            return self._kept[image.digest]
-        device = next(self.model.parameters()).device
-        pixels = {name: x.to(device) for name, x in self.processor.pixels(image).items()}
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.keeps):
-            found = self._tower(pixels)
+    def _features(self, images: Sequence[Media]) -> dict[str, _Features]:
+        """By digest, of images as they were recorded: those with pixels of one shape together. ValueError where a file
+        has changed."""
+        found = {image.digest: self._kept[image.digest] for image in images if image.digest in self._kept}
+        for digest in found:
+            self._kept.move_to_end(digest)
+        batches: dict[Shapes, dict[str, dict[str, torch.Tensor]]] = {}
+        for image in images:
+            if image.digest not in found:
+                pixels = self.processor.pixels(image)
+                batches.setdefault(tuple(tuple(x.shape) for x in pixels.values()), {})[image.digest] = pixels
+        for shapes, batch in batches.items():
+            digests = list(batch)
+            for start in range(0, len(batch), _IMAGES_AT_ONCE):
+                part = digests[start : start + _IMAGES_AT_ONCE]
+                of_part = self._tower([batch[digest] for digest in part], shapes)
+                found |= dict(zip(part, of_part, strict=True))
         if self.keeps:
-            self._keep(image.digest, found)
+            for digest in found.keys() - self._kept.keys():
+                self._keep(digest, found[digest])
         return found
 
-    def _tower(self, pixels: dict[str, torch.Tensor]) -> _Features:
-        """Run tower and projector. Their FLOPs are counted once for each shape of pixels."""
-        shapes = tuple(tuple(x.shape) for x in pixels.values())
-        if shapes in self._flops_of:
+    def _tower(self, images: Sequence[dict[str, torch.Tensor]], shapes: Shapes) -> list[_Features]:
+        """Run tower and projector over images whose pixels have these shapes. The FLOPs of one are counted once."""
+        device = next(self.model.parameters()).device
+        pixels = {name: torch.cat([image[name] for image in images]).to(device) for name in images[0]}
+        counter = FlopCounterMode(display=False) if shapes not in self._flops_of else contextlib.nullcontext()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.keeps), counter:
             out = self.model.get_image_features(**pixels, return_dict=True)
-        else:
-            with FlopCounterMode(display=False) as counter:
-                out = self.model.get_image_features(**pixels, return_dict=True)
-            self._flops_of[shapes] = float(counter.get_total_flops())
-        self.flops += self._flops_of[shapes] * (3 if torch.is_grad_enabled() else 1)
+            grad = torch.is_grad_enabled()
+        if isinstance(counter, FlopCounterMode):
+            self._flops_of[shapes] = float(counter.get_total_flops()) / len(images)
+        self.flops += self._flops_of[shapes] * len(images) * (3 if grad else 1)
         stacks = getattr(out, "deepstack_features", None) or ()
-        return _Features(_flat(out.pooler_output), tuple(map(_flat, stacks)))
+        features = _flat(out.pooler_output).chunk(len(images))
+        by_layer = [_flat(stack).chunk(len(images)) for stack in stacks]
+        return [_Features(of, tuple(layer[i] for layer in by_layer)) for i, of in enumerate(features)]
 
     def _keep(self, digest: str, found: _Features) -> None:
         self._kept[digest] = found

@@ -14,14 +14,16 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rollover.config import Config
 from rollover.config.cluster import ClusterConfig
+from rollover.engine.remote.media import takes_no_images
 from rollover.engine.server import vllm
-from rollover.engine.vllm_worker import PARENT, register, unfit
+from rollover.engine.vllm_worker import PARENT, register, take_expanded_prompts, unfit
 from rollover.processes import descendants
 
 
@@ -279,3 +281,48 @@ def test_who_was_told_of_a_dead_parent_ends() -> None:
     started = time.monotonic()
     child = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, PARENT: str(dead.pid)})
     assert child.wait() == -signal.SIGKILL and time.monotonic() - started < 90
+
+
+class FakeProcessor:
+    """vLLM's BaseMultiModalProcessor: the expansion of an image is 7, 7."""
+
+    def __init__(self, together: bool = False) -> None:
+        self.info = SimpleNamespace(ctx=SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=together)))
+
+    def _find_mm_placeholders(self, prompt: list[int], updates: Any) -> dict[str, list[int]]:
+        found = [i for i in range(len(prompt) - 1) if prompt[i : i + 2] == [7, 7]]
+        return {"image": found} if found else {}
+
+    def _maybe_apply_prompt_updates(self, mm_items: Any, mm_res: Any) -> tuple[list[int], dict[str, list[int]]]:
+        ids = [token for i in mm_res.prompt_ids for token in ([7, 7] if i == 7 else [i])]
+        return ids, self._find_mm_placeholders(ids, None)
+
+
+@pytest.fixture
+def hooked(monkeypatch: pytest.MonkeyPatch) -> type[FakeProcessor]:
+    made = type("Processor", (FakeProcessor,), dict(vars(FakeProcessor)))
+    processing, platforms = ModuleType("vllm.multimodal.processing"), ModuleType("vllm.platforms")
+    processing.BaseMultiModalProcessor = made  # type: ignore[attr-defined]
+    platforms.current_platform = SimpleNamespace(is_cpu=lambda: True)  # type: ignore[attr-defined]
+    for module in (ModuleType("vllm"), ModuleType("vllm.multimodal"), processing, platforms):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    take_expanded_prompts()
+    take_expanded_prompts()
+    return made
+
+
+@pytest.mark.parametrize(("ids", "num"), [([1, 7, 7, 2], 1), ([1, 7, 2], 1), ([7, 7, 3, 7, 7], 2), ([7, 3, 7], 2)])
+def test_expanded_and_unexpanded_prompts_are_taken(hooked: type[FakeProcessor], ids: list[int], num: int) -> None:
+    items = SimpleNamespace(get_all_counts=lambda: {"image": num})
+    out, found = hooked()._maybe_apply_prompt_updates(items, SimpleNamespace(prompt_ids=ids, prompt_updates=None))
+    assert out == ([1, 7, 7, 2] if num == 1 else [7, 7, 3, 7, 7])
+    assert len(found["image"]) == num
+
+
+def test_images_that_a_cpu_would_compute_wrongly_are_refused(hooked: type[FakeProcessor]) -> None:
+    items = SimpleNamespace(get_all_counts=lambda: {"image": 1})
+    with pytest.raises(ValueError, match="causal attention only") as refusal:
+        hooked(together=True)._maybe_apply_prompt_updates(
+            items, SimpleNamespace(prompt_ids=[1, 7, 7, 2], prompt_updates=None)
+        )
+    assert takes_no_images(str(refusal.value)), "clients end their run"

@@ -17,7 +17,7 @@ from typing import Any
 from rollover.images import digest_of, read_image
 from rollover.types import Media
 
-# Of vLLM: a model of text; --limit-mm-per-prompt; of `rollover serve`.
+# Of vLLM: a model of text; --limit-mm-per-prompt; of this package in either server.
 _NO_IMAGES = re.compile("is not a multimodal model|At most 0 image|takes text alone")
 _KEPT_URLS = 32  # a group's rollouts show the same image, and a resumed one shows it again
 

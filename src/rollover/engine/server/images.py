@@ -21,6 +21,7 @@ class CheckedImages:
 
     def __init__(self, processor: Pixels | None) -> None:
         self._processor = processor
+        self._storing = asyncio.Lock()
         self._known: dict[Media, None] = {}  # in order, offset apart
 
     async def of(self, parts: Sequence[ImagePart]) -> tuple[Media, ...]:
@@ -28,7 +29,8 @@ class CheckedImages:
         if self._processor is None:
             raise Refusal("content_parts: this model takes text alone", "content_parts")
         try:
-            media = await asyncio.to_thread(lambda: tuple(part.stored() for part in parts))
+            async with self._storing:  # siblings bring the same image at once
+                media = await asyncio.to_thread(lambda: tuple(part.stored() for part in parts))
             for image in media:
                 self._check(self._processor, image)
         except ValueError as error:

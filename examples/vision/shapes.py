@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 CELL, SIDE = 16, 3  # a picture has 3 x 3 cells, each of which the model sees as one token
 SHAPES, COLORS = ("circle", "square", "triangle"), ("red", "green", "blue")
 SPECIAL = ("<pad>", "<end>", "<user>", "<answer>", "<image>", "<fake_token_around_image>", "<global-img>")
-WORDS = (*SHAPES, *COLORS, "how", "many", "are", "?", "none", ":", *map(str, range(10)))
+WORDS = (*SHAPES, *COLORS, "how", "many", "are", "?", ":", *map(str, range(10)))
 TEMPLATE = (
     "{% for m in messages %}{{ '<user>' if m.role == 'user' else '<answer>' }}{% if m.content is string %}"
     "{{ m.content }}{% else %}{% for part in m.content %}{{ '<image>' if part.type == 'image' else part.text }}"
@@ -38,21 +38,23 @@ def picture(cells: dict[int, tuple[str, str]]) -> Image.Image:
 
 
 def write(folder: Path, num: int, solved: int, seed: int) -> None:
-    """`num` pictures; the first `solved` of them with an answer that lists the shapes asked for, then their number."""
+    """`num` pictures; the first `solved` of them with an answer that lists all shapes, then the number asked for."""
     draw = random.Random(seed)
     (folder / "images").mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for number in range(num):
-        places = sorted(draw.sample(range(SIDE * SIDE), draw.randint(4, 9)))
-        cells = {place: (draw.choice(SHAPES), draw.choice(COLORS)) for place in places}
+        cells = {cell: (draw.choice(SHAPES), draw.choice(COLORS)) for cell in range(draw.randint(2, 6))}
         picture(cells).save(folder / "images" / f"{number}.png")
         color = draw.choice(COLORS)
-        found = [shape for shape, of in cells.values() if of == color]
+        count, listed = 0, []
+        for shape, of in cells.values():
+            count += of == color
+            listed.append(f"{of} {shape} {count}")
         text = f"how many are {color} ?"
         question = [{"type": "image", "image": f"images/{number}.png"}, {"type": "text", "text": text}]
-        answer = f"{' '.join(found) or 'none'} : {len(found)}"
+        answer = f"{' '.join(listed)} : {count}"
         prompt = [{"role": "user", "content": question}]
-        rows.append({"prompt": prompt, "answer": str(len(found)), "completion": answer})
+        rows.append({"prompt": prompt, "answer": str(count), "completion": answer})
     for name, part in (("examples", rows[:solved]), ("tasks", rows[solved:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
 
@@ -71,7 +73,7 @@ def write_model(folder: Path, seed: int) -> None:
     sizes = {"size": {"longest_edge": CELL * SIDE}, "max_image_size": {"longest_edge": CELL * SIDE}}
     images = transformers.Idefics3ImageProcessor(do_image_splitting=False, **sizes)
     ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    text = {"model_type": "llama", "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3}
+    text = {"model_type": "llama", "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2}
     text |= {"num_attention_heads": 3, "num_key_value_heads": 3, "vocab_size": len(tokenizer), **ids}
     tower = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.Idefics3Config(

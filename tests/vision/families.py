@@ -93,13 +93,19 @@ class _Family:
     tokens: tuple[str, ...] = ()
 
 
-def write(family: str, folder: Path, seed: int = 0) -> Path:
-    """Write the model folder of a family. Weights that its class begins with zeros are random, too."""
+def write(family: str, folder: Path, seed: int = 0, **text: Any) -> Path:
+    """Write the model folder of a family. Weights that its class begins with zeros are random, too.
+
+    `text`: changes of the configuration of its language model.
+    """
     found = _FAMILIES[family]
     tokenizer = _tokenizer(found)
     processor = found.processor(tokenizer)
     torch.manual_seed(seed)
-    model = AutoModelForImageTextToText.from_config(found.config(tokenizer), dtype=torch.float32)
+    config = found.config(tokenizer)
+    for name, value in text.items():
+        setattr(config.text_config, name, value)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # freshly initialised models are nearly uniform: sharper ones make mistakes visible
         for name, parameter in model.named_parameters():
             if not parameter.any():

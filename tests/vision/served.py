@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 from PIL import Image
 
 from rollover.config import ModelConfig
@@ -20,14 +18,7 @@ PROCESSOR_KWARGS = {"size": {"longest_edge": 48}, "max_image_size": {"longest_ed
 
 def write(folder: Path) -> Path:
     """Its heads have 32 features: vLLM's attention for the CPU knows no smaller ones."""
-    text = families._text
-
-    def larger(tokenizer: Any, model_type: str = "", **changes: Any) -> dict[str, Any]:
-        return text(tokenizer, model_type, **changes | {"num_attention_heads": 2, "head_dim": 32})
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(families, "_text", larger)
-        return families.write("idefics3", folder)
+    return families.write("idefics3", folder, num_attention_heads=2, head_dim=32)
 
 
 def load(folder: Path) -> LoadedModel:

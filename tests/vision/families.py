@@ -137,7 +137,7 @@ def _tokenizer(family: _Family) -> PreTrainedTokenizerFast:
     return out
 
 
-def _text(tokenizer: Any, model_type: str = "", **changes: Any) -> dict[str, Any]:
+def text_config(tokenizer: Any, model_type: str = "", **changes: Any) -> dict[str, Any]:
     named = {"model_type": model_type} if model_type else {}
     return {
         **named,
@@ -158,7 +158,7 @@ def _utterances_config(model_type: str) -> Callable[[Any], Any]:
     def config(tokenizer: Any) -> Any:
         return AutoConfig.for_model(
             model_type,
-            text_config=_text(tokenizer, "llama", head_dim=16),
+            text_config=text_config(tokenizer, "llama", head_dim=16),
             vision_config={**_VISION, **_TOWER},
             image_token_id=_id(tokenizer, "<image>"),
             scale_factor=2,
@@ -189,7 +189,7 @@ def _qwen2_5_vl_config(tokenizer: Any) -> Any:
     tower = dict(depth=2, num_heads=2, patch_size=4, window_size=16, fullatt_block_indexes=[1], out_hidden_size=64)
     return AutoConfig.for_model(
         "qwen2_5_vl",
-        text_config=_text(tokenizer, rope_parameters=rope),
+        text_config=text_config(tokenizer, rope_parameters=rope),
         vision_config={**_VISION, **tower},
         **_qwen_ids(tokenizer),
     )
@@ -200,7 +200,7 @@ def _qwen3_vl_config(tokenizer: Any) -> Any:
     tower = dict(depth=2, num_heads=2, patch_size=4, num_position_embeddings=64, out_hidden_size=64)
     return AutoConfig.for_model(
         "qwen3_vl",
-        text_config=_text(tokenizer, head_dim=16, num_hidden_layers=3, rope_parameters=rope),
+        text_config=text_config(tokenizer, head_dim=16, num_hidden_layers=3, rope_parameters=rope),
         vision_config={**_VISION, **tower, "deepstack_visual_indexes": [0, 1]},
         **_qwen_ids(tokenizer),
     )
@@ -223,7 +223,7 @@ def _gemma3_config(tokenizer: Any) -> Any:
     layers = ["sliding_attention", "full_attention", "sliding_attention"]
     return AutoConfig.for_model(
         "gemma3",
-        text_config=_text(
+        text_config=text_config(
             tokenizer,
             "gemma3_text",
             head_dim=16,
@@ -248,7 +248,7 @@ def _gemma3_processor(tokenizer: Any) -> Any:
 def _internvl_config(tokenizer: Any) -> Any:
     return AutoConfig.for_model(
         "internvl",
-        text_config=_text(tokenizer, "qwen2"),
+        text_config=text_config(tokenizer, "qwen2"),
         vision_config={**_VISION, **_TOWER},
         image_token_id=_id(tokenizer, "<IMG_CONTEXT>"),
         image_seq_length=4,
@@ -265,7 +265,7 @@ def _internvl_processor(tokenizer: Any) -> Any:
 def _mistral3_config(tokenizer: Any) -> Any:
     return AutoConfig.for_model(
         "mistral3",
-        text_config=_text(tokenizer, "mistral", head_dim=16, sliding_window=None),
+        text_config=text_config(tokenizer, "mistral", head_dim=16, sliding_window=None),
         vision_config={"model_type": "pixtral", **_VISION, **_TOWER, "image_size": 2 * TILE},
         image_token_index=_id(tokenizer, "[IMG]"),
         spatial_merge_size=2,

@@ -267,7 +267,6 @@ class NeedsMore(TrainerCallback):
         ({}, {"optimizers": (object(), None)}, "optimizers"),
         ({}, {"callbacks": [NeedsMore()]}, "NeedsMore.on_pre_optimizer_step would never be called"),
         ({}, {"train_dataset": [{"question": "1"}]}, "no column prompt"),
-        ({}, {"train_dataset": [{"prompt": "1", "image": 1}]}, "there are no images"),
         ({"max_steps": -1}, {"train_dataset": Streamed()}, "set max_steps"),
         ({}, {"train_dataset": iter(TEXTS)}, "which is read once"),
         ({"max_steps": -1}, {"train_dataset": TEXTS[:1]}, "has 1 rows, and a step takes 2"),

@@ -15,6 +15,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rollover.cli import main
+from rollover.compat.trl import GRPOConfig, GRPOTrainer
 from vision import families
 
 SYNCHRONOUS = {"in_flight_groups": 3, "max_staleness": 0, "interrupt": "never"}
@@ -119,3 +120,24 @@ def test_an_image_that_changed_ends_a_resumed_run(tmp_path: Path, capsys: pytest
         Image.new("RGB", (24, 24), "red").save(tmp_path / f"{number}.png")
     assert main(["train", str(recipe), "--resume", "--train.num_steps", "4"]) == 2
     assert "has changed since" in capsys.readouterr().err
+
+
+def test_a_script_for_trl_shows_images(tmp_path: Path) -> None:
+    families.write("qwen2_5_vl", tmp_path / "model")
+    random = np.random.default_rng(0)
+    images = [Image.fromarray(random.integers(0, 256, (16, 24, 3), dtype=np.uint8)) for _ in range(8)]
+    rows = [{"prompt": [{"role": "user", "content": "what?"}], "image": image} for image in images]
+    trainer = GRPOTrainer(
+        str(tmp_path / "model"),
+        lambda completions, **columns: [len(c[0]["content"]) % 5 / 4 for c in completions],
+        args=GRPOConfig(
+            str(tmp_path / "out"), max_steps=1, num_generations=4, per_device_train_batch_size=8,
+            gradient_accumulation_steps=1, max_completion_length=12, bf16=False, use_cpu=True, report_to="none",
+        ),
+        train_dataset=rows,
+    )  # fmt: skip
+    trainer.train()
+    assert [row["step"] for row in trainer.state.log_history if "reward" in row] == [1]
+    (config,) = (tmp_path / "out").rglob("config.resolved.json")
+    assert json.loads(config.read_text())["model"]["vision"] == "trained"
+    assert len(list((tmp_path / "out").rglob("media/*.png"))) == 2, "those that the step showed"

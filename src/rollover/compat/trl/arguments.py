@@ -20,9 +20,9 @@ from rollover.config.rewards import RESERVED
 from rollover.convert.mapping import Options, convert
 from rollover.convert.trl.rows import TRL
 from rollover.convert.trl.values import step, updates
+from rollover.tasks.image_parts import IMAGE_COLUMNS
 from rollover.track.trackers.names import TOOLS, is_installed
 
-_IMAGES = ("image", "images")
 _SOME = "<python>"  # rows and rewards that are handed over as objects
 REWARD_TIMEOUT_S = 600.0  # TRL has no limit
 
@@ -79,6 +79,8 @@ def run_of(
         asked = options | {"eval_strategy": "steps", "eval_steps": options["max_steps"], "eval_on_start": False}
         evaluated = {key: value for key, value in _values(asked).items() if key.startswith("eval.")}
     values |= {"rewards.timeout_s": REWARD_TIMEOUT_S}
+    if _shows_images(tasks):
+        values["model.vision"] = "trained"  # as in TRL, where nothing is frozen
     names = [row["name"] for row in rewards]
     return Run(values, tasks, eval_tasks, evaluated, updates(of), values["train.num_steps"], steps_of_epoch, names)
 
@@ -107,13 +109,17 @@ def _rows(rows: Any, name: str) -> Any:
     first = next(iter(rows), None)
     if not isinstance(first, Mapping) or "prompt" not in first:
         raise ConfigError(f"{name} has no column prompt in its first row, which is {first!r:.200}")
-    if images := [column for column in _IMAGES if column in first]:
-        raise ConfigError(f"{name} has a column {images[0]}: there are no images. Leave it out")
     return rows
 
 
+def _shows_images(rows: Any) -> bool:
+    return any(column in next(iter(rows)) for column in IMAGE_COLUMNS)
+
+
 def _form_of_prompts(rows: Any) -> str:
-    return "text" if isinstance(next(iter(rows))["prompt"], str) else "messages"
+    """A chat template puts images into a prompt: one of text becomes a message, as in TRL."""
+    is_text = isinstance(next(iter(rows))["prompt"], str) and not _shows_images(rows)
+    return "text" if is_text else "messages"
 
 
 def _steps_of_epoch(rows: Any, of: Options) -> float:

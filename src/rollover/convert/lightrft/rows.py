@@ -25,6 +25,7 @@ from rollover.convert.lightrft.values import (
     sources,
     tools,
     truncated,
+    vision,
     with_critic,
 )
 from rollover.convert.mapping import SHOWN, WHERE, Row, System
@@ -54,7 +55,7 @@ NO_RESULT = {
         "print_replay_buffer_stats", "logging_steps", "save_hf_ckpt", "disable_ds_ckpt", "max_ckpt_mem",
         "load_checkpoint", "save_value_network", "log_dir", "plot_every", "ckpt_path",
     ),
-    _VISION: ("freeze_prefix", "limit_mm_image_per_prompt", "mixed_mm_data", "no_shard_vit"),
+    _VISION: ("limit_mm_image_per_prompt", "mixed_mm_data", "no_shard_vit"),
     "rows with images show them": ("text_only",),
     "its examples choose a reward by it": ("label_key",),
     "goes with `use_gspo`": ("normalize_advantages", "use_sequence_rewards"),
@@ -90,6 +91,8 @@ ROWS = (
     Row("prompt_split", ("tasks.sources",), sources, "train", "other", note="`split` of a source"),
     Row("input_key", ("tasks.sources",), sources, "input", "question", note="`prompt_column` of a source"),
     Row("images_key", ("tasks.sources",), sources, "images", "figures", note="`image_column` of a source"),
+    Row("freeze_prefix", ("model.vision",), vision, example=[],
+        note="without it LightRFT trains the tower, and Rollover does not"),
     Row("reference_key", ("tasks.sources",), sources, example="solution", note="`answer_column` of a source"),
     Row("eval_data", ("tasks.sources",), sources, example="held_out", note="`eval_path` of a source"),
     Row("eval_split", ("tasks.sources",), sources, "test", "dev", note="`eval_split` of a source"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rollover.convert.files import is_file_of_rows
@@ -16,6 +17,14 @@ _ADVANTAGES = {
     "reinforce_baseline": "reinforce_plus_plus_baseline",
 }
 _OVER_TOKENS = ("gae", "reinforce")  # rewards are not compared with siblings, and a KL is taken off each token's
+
+
+def vision(value: Any, options: Options) -> Mapping[str, Any]:
+    """Of the prefixes of parameters that are frozen: those of the tower and the projector alone can be."""
+    prefixes = [value] if isinstance(value, str) else list(value or ())
+    if other := [name for name in prefixes if not any(part in name for part in ("visual", "vision", "merger"))]:
+        raise Unanswered(f"weights of {', '.join(other)} are frozen there: here it is the vision tower or nothing")
+    return {"model.vision": "frozen" if prefixes else "trained"}
 
 
 def advantage(value: Any, options: Options) -> dict[str, Any]:

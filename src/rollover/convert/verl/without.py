@@ -156,7 +156,7 @@ NO_RESULT = {
     _REWARDS: ("reward_model.use_reward_loop", "reward.reward_manager.source", "reward.reward_manager.module.name",
                "reward_model.reward_loop_source"),
     _VIDEOS: ("data.video_key", "data.audio_key"),
-    _VISION: ("data.image_patch_size", f"{ACTOR}.freeze_vision_tower"),
+    _VISION: ("data.image_patch_size",),
     "a group that was filtered is replaced at once, by one (`rollout.in_flight_groups`)": ("data.gen_batch_size",),
     "goes with `sync_ref_model`": (f"{_REF}.ref_model_*",),
     "it is `rollout.max_new_tokens`": ("reward.reward_kwargs.max_resp_len", "reward_model.reward_kwargs.max_resp_len",

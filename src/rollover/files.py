@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import stat
+import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -249,7 +250,7 @@ def atomic_write_bytes(path: str | Path, content: bytes | memoryview) -> None:
         with naming(path), open(path, "wb") as file:
             file.write(content)
         return
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}{threading.get_ident()}")
     try:
         with naming(path), open(temporary, "wb") as file:
             file.write(content)

@@ -13,10 +13,12 @@ import binascii
 import contextlib
 import functools
 import hashlib
+import http.client
 import io
 import os
 import re
 import tempfile
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -30,7 +32,9 @@ from rollover.files import atomic_write_bytes, did_you_mean_path, local_path, re
 
 MOST_BYTES = 1 << 26  # of an encoded image
 MOST_PIXELS = 50_000_000
-URL_TIMEOUT_S = 20.0
+URL_TIMEOUT_S = 20.0  # of one read
+DOWNLOAD_LIMIT_S = 60.0
+_PART_BYTES = 1 << 16
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "TIFF": ".tif"}  # of the others: the format's name
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+/-]*)(?P<options>(?:;[\w.=+-]+)*),", re.ASCII)
@@ -86,7 +90,8 @@ def stored(value: Any, places: Places) -> tuple[str, str]:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, str) and not re.match(r"(data|https?):", value, re.IGNORECASE):
-        path = _located(value, places)
+        with _naming(f"{value!r:.200}"):
+            path = _located(value, places)
         return str(path), _checked_file(path)
     url = value if isinstance(value, str) and value[:5].lower() != "data:" else ""
     if url and places.urls and looks_only:
@@ -95,7 +100,7 @@ def stored(value: Any, places: Places) -> tuple[str, str]:
     name = hashlib.sha256(content).hexdigest()
     with _naming(_short(value)):
         path = _folder() / f"{name}{_header(content)}"
-    if not looks_only and not path.exists():
+    if not looks_only and not _holds(path, name):
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_bytes(path, content)
     return str(path), hashlib.sha256(url.encode()).hexdigest() if url else name
@@ -108,9 +113,9 @@ def read_image(path: str, kept: Path | None = None) -> Any:
     run's directory may have been moved. BadImage where it cannot be used.
     """
     found = Path(path)
-    if not found.exists() and (moved := (kept or _folder()) / found.name).is_file():
-        found = moved
     with _naming(path):
+        if not found.exists() and (moved := (kept or _folder()) / found.name).is_file():
+            found = moved
         return _decoded(_content_of(found))
 
 
@@ -129,6 +134,18 @@ def _of_mapping(value: Mapping[str, Any]) -> Any:
             f"a table with {', '.join(map(str, value)) or 'nothing'} is no image: give one with bytes or path"
         )
     return found
+
+
+def _holds(path: Path, name: str) -> bool:
+    """Whether the file has the bytes with this SHA-256. BadImage where something else than a file lies there."""
+    if not path.exists():
+        return False
+    if not path.is_file():
+        raise BadImage(f"{path} is no regular file: remove it")
+    try:
+        return _checked_file(path) == name
+    except BadImage:
+        return False
 
 
 def _located(text: str, places: Places) -> Path:
@@ -217,8 +234,12 @@ def _download(url: str) -> bytes:
         opener.add_handler(handler())
     try:
         with opener.open(urllib.request.Request(url, headers={"User-Agent": "rollover"}), timeout=URL_TIMEOUT_S) as got:
-            content = got.read(MOST_BYTES + 1)
-    except (OSError, ValueError) as error:
+            content, until = b"", time.monotonic() + DOWNLOAD_LIMIT_S
+            while len(content) <= MOST_BYTES and (part := got.read1(_PART_BYTES)):
+                content += part
+                if time.monotonic() > until:
+                    raise TimeoutError(f"it takes more than {DOWNLOAD_LIMIT_S:g} s")
+    except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, BadImage):
             raise
         raise BadImage(f"the URL {url!r:.200} cannot be fetched: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +21,10 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import LoadedModel, load_model
 from rollover.models.team import Team
-from rollover.models.vision import Vision, placeholder_ids
+from rollover.models.vision import Vision, placeholder_ids, tower_modules
 from rollover.tasks.prompts import encode_prompt
-from rollover.trainer.lora import add_lora
-from rollover.trainer.passes import Passes
+from rollover.trainer.lora import adapter_weights, add_lora
+from rollover.trainer.passes import Passes, set_training
 from rollover.types import Prompt, Sample, SamplingParams, Segment, StopReason, Task
 from vision import families
 
@@ -46,7 +47,11 @@ class Case:
 
 @pytest.fixture(scope="module", params=families.FAMILIES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    folder = families.write(request.param, tmp_path_factory.mktemp(request.param))
+    return make(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def make(family: str, folder: Path) -> Case:
+    families.write(family, folder)
     wide, square = folder / "wide.png", folder / "square.png"
     random = np.random.default_rng(0)
     Image.fromarray(random.integers(0, 256, (24, 32, 3), dtype=np.uint8)).save(wide)
@@ -54,7 +59,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     contents: list[list[Path | str]] = [[wide, "what? ", square, " end"], ["first ", wide, "!"], ["only text"]]
     loaded = load_model(ModelConfig(path=str(folder)))
     return Case(
-        request.param,
+        family,
         folder,
         tuple(prompt(loaded, content) for content in contents),
         tuple(tuple(part for part in content if isinstance(part, Path)) for content in contents),
@@ -258,3 +263,50 @@ def test_a_model_of_text_refuses_an_image(case: Case) -> None:
     loaded = case.load()
     with pytest.raises(ValueError, match="takes text alone"):
         Passes(loaded.model, Team(), 10_000).logprobs(answers(case, loaded)[:1])
+
+
+def test_dropout_of_a_tower_is_off(tmp_path: Path) -> None:
+    folder = families.write("gemma3", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["attention_dropout"] = 0.5
+    (folder / "config.json").write_text(json.dumps(config))
+    model = load_model(ModelConfig(path=str(folder), vision="trained")).model
+    set_training(model, True)
+    assert model.get_decoder().training and not any(module.training for _, module in tower_modules(model))
+    assert any("attn" in name for name, _ in tower_modules(model))
+
+
+@pytest.mark.parametrize("family", ["smolvlm", "qwen3_vl"])
+def test_the_engine_has_adapters_of_the_tower(tmp_path: Path, family: str) -> None:
+    """Of a model that the fast decoder computes, and of another one."""
+    case = make(family, tmp_path)
+    loaded = case.load(vision="trained")
+    adapted = add_lora(loaded.model, LoraConfig(rank=2, alpha=8, target_modules=["all-linear"]))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    under_test = engine(case)
+
+    async def generate() -> list[Segment]:
+        await under_test.load_weights(1, adapter_weights(adapted.get_base_model()))
+        out = await under_test.extend(ask("0", case.prompts[0]))
+        await under_test.close()
+        return out
+
+    ids, logprobs = tokens(asyncio.run(generate()))
+    of_trainer = Vision.of(adapted.get_base_model(), loaded.processor)
+    passes = Passes(adapted.get_base_model(), Team(), 10_000, vision=of_trainer)
+    got = passes.logprobs([sample("0", 0, case.prompts[0], ids)])["0"]
+    np.testing.assert_allclose(got, logprobs, atol=TOLERANCE, rtol=0)
+    assert of_trainer is not None and not of_trainer.keeps
+
+
+def test_texts_between_the_crops_of_an_image_are_causal(tmp_path: Path) -> None:
+    folder = families.write("gemma3", tmp_path)
+    Image.new("RGB", (60, 20), "red").save(tmp_path / "long.png")
+    crops = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8, "pan_and_scan_max_num_crops": 3,
+             "pan_and_scan_min_ratio_to_activate": 1.2}  # fmt: skip
+    loaded = load_model(ModelConfig(path=str(folder), processor_kwargs=crops))
+    found = vision(loaded).of_prompt(prompt(loaded, [tmp_path / "long.png", "what?"]))
+    assert len(found.together) > 1 and all(end - start == 4 for start, end in found.together)

@@ -141,3 +141,47 @@ def test_a_script_for_trl_shows_images(tmp_path: Path) -> None:
     (config,) = (tmp_path / "out").rglob("config.resolved.json")
     assert json.loads(config.read_text())["model"]["vision"] == "trained"
     assert len(list((tmp_path / "out").rglob("media/*.png"))) == 2, "those that the step showed"
+
+
+def examples(folder: Path, answers: list[str]) -> list[str]:
+    """Rows of one text about different images of one name. Returns the words of `rollover sft` for them."""
+    families.write("qwen2_5_vl", folder / "model")
+    random, rows = np.random.default_rng(0), []
+    for number, answer in enumerate(answers):
+        (folder / str(number)).mkdir()
+        Image.fromarray(random.integers(0, 256, (16, 24, 3), dtype=np.uint8)).save(folder / str(number) / "image.png")
+        parts = [{"type": "image", "image": f"{number}/image.png"}, {"type": "text", "text": "what?"}]
+        rows.append({"prompt": [{"role": "user", "content": parts}], "completion": answer})
+    (folder / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = {
+        "run.dir": folder / "run", "run.threads": 1, "model.path": folder / "model", "model.dtype": "float32",
+        "sft.path": folder / "examples.jsonl", "sft.batch_examples": 4, "sft.eval_fraction": 0.5,
+        "train.num_steps": 6, "train.learning_rate": 3e-3, "rollout.max_new_tokens": 8, "engine.kv_memory_gb": 0.1,
+    }  # fmt: skip
+    (folder / "sft.toml").write_text('[run]\nname = "sft"\n')
+    return [str(folder / "sft.toml"), *(part for key, value in words.items() for part in (f"--{key}", str(value)))]
+
+
+def test_sft_trains_on_images_and_holds_some_out(tmp_path: Path) -> None:
+    words = examples(tmp_path, [f"it is {number}" for number in range(12)])
+    assert main(["sft", *words, "--model.vision", "trained"]) == 0
+    losses = [row["sft/loss"] for row in rows_of(tmp_path)]
+    assert losses[-1] < losses[0]
+    held_out = rows_of(tmp_path)[-1]["eval/sft_loss"]
+    assert 0 < held_out < 10
+    before, after = loaded(tmp_path / "model"), loaded(tmp_path / "run" / "model")
+    assert any(not torch.equal(before[name], after[name]) for name in before if "visual" in name)
+
+
+def test_sft_refuses_an_answer_with_an_image_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = examples(tmp_path, ["it is <|image_pad|>", "it is 1"])
+    assert main(["sft", *words]) == 2
+    assert "image" in capsys.readouterr().err
+
+
+def test_a_reference_with_another_frozen_tower_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write(tmp_path, "qwen2_5_vl", steps=1)
+    other = families.write("qwen2_5_vl", tmp_path / "other", seed=1)
+    words = ["--algorithm.kl_coef", "0.1", "--algorithm.reference_path", str(other)]
+    assert main(["train", str(recipe), *words]) == 2
+    assert "has another vision tower" in capsys.readouterr().err

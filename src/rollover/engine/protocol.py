@@ -32,6 +32,10 @@ class EngineDied(RuntimeError):
     """The engine has ended for good: it is of no use to ask it again."""
 
 
+class ImageRefused(ValueError):
+    """An image of a prompt cannot be shown: to ask again does not help. It ends the run, which names the image."""
+
+
 class WrongAnswer(ValueError):
     """What the engine gave for a rollout is nothing that a policy of this run can have sampled."""
 
@@ -91,7 +95,7 @@ class Engine(Protocol):
     nothing up; what needs none is not.
     An interrupted rollout that got no new token returns one empty PAUSED segment.
     An `extend` that raises fails its rollout alone: it is asked for again from the tokens that the rollout has
-    (docs/watchdog.md). EngineDied and AssertionError end the run.
+    (docs/watchdog.md). EngineDied, ImageRefused and AssertionError end the run.
     """
 
     @property

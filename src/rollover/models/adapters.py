@@ -77,14 +77,15 @@ class Adapter:
 class Adapters:
     """The adapters of one model's layers, by layer name. Owns copies in the model's dtype; begins with none.
 
-    `attach`: the model's own modules add what their adapters give. Else who computes in their place asks for them.
+    `attach`: the model's own modules add what their adapters give. Else those of the language model do not: who
+    computes in their place asks for them.
     """
 
     def __init__(self, model: Any, *, attach: bool) -> None:
         first = next(model.parameters())
         self._device, self._dtype = first.device, first.dtype
         self._layers = dict(model.named_modules())
-        self._attach = attach
+        self._asked = set[Any]() if attach else set(model.get_decoder().modules())
         self._parts: dict[str, dict[str, torch.Tensor]] = {}
         self._adapters: dict[str, Adapter] = {}
 
@@ -98,7 +99,7 @@ class Adapters:
             return None
         layer = name.removesuffix(f".{part}")
         assert layer in self._layers, f"the engine's model has no layer {layer}"
-        if self._attach and layer not in self._parts:
+        if layer not in self._parts and self._layers[layer] not in self._asked:
             self._layers[layer].register_forward_hook(partial(self._add, layer))
         # A copy: what is handed over goes on being trained.
         mine = tensor.detach().to(self._device, self._dtype if tensor.ndim else None, copy=True)

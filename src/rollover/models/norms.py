@@ -51,6 +51,6 @@ def compile_norms(model: Any, dtype: torch.dtype) -> None:
         return
     if kernels.on(first.device.type) is None:
         return
-    for layer in model.model.layers:
+    for layer in model.get_decoder().layers:
         for module in (layer.input_layernorm, layer.post_attention_layernorm):
             module.forward = partial(_forward, module)

@@ -18,11 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rollover.files import read_object
 from rollover.images import digest_of, read_image
 from rollover.models.vision import takes_images
 from rollover.types import Media, Prompt, content_text, images_in
 
-_FILES = ("*processor_config.json", "chat_template.json")
+_FILES = (
+    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json",
+)  # fmt: skip
+_OF_LOADING = {"use_fast", "backend"}  # arguments of from_pretrained
 _MOST_KNOWN = 10_000  # images whose placeholders are remembered
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _MARK = "wvzq"  # a word that no chat template writes by itself
@@ -113,12 +117,11 @@ class Processor:
     def save(self, folder: Path) -> None:
         """Write it beside a model and its tokenizer: the files that it came from, where model.processor_kwargs changes
         nothing about it."""
-        files = [file for name in _FILES for file in Path(self.path).glob(name)]
-        if self._kwargs or not files:
+        for name in _FILES:
+            if (file := _file_of(self.path, name, self._source)) is not None:
+                shutil.copyfile(file, folder / name)
+        if self._kwargs and "_own" in self.__dict__:  # a run of texts may not be able to load it
             self._own.to_json_file(folder / "processor_config.json")
-            return
-        for file in files:
-            shutil.copyfile(file, folder / file.name)
 
     # Private
 
@@ -143,6 +146,13 @@ class Processor:
                 f"model.path = {self.path!r}: it has no image processor (preprocessor_config.json or"
                 " processor_config.json): copy these files from the model that it was made of"
             )
+        parts = (found, found.image_processor)
+        known = {name for part in parts for name in (*vars(part), *_arguments(part))} | _OF_LOADING
+        if unknown := sorted(self._kwargs.keys() - known):
+            raise ValueError(
+                f"model.processor_kwargs.{unknown[0]}: {type(found.image_processor).__name__} has no such argument; it"
+                f" has {', '.join(sorted(_arguments(found.image_processor)))}"
+            )
         return found
 
     @property
@@ -160,9 +170,11 @@ class Processor:
     def _called(self, text: str, images: list[Any]) -> Any:
         try:
             return self._own(text=[text], images=[images], add_special_tokens=False, return_tensors="pt")
-        except (ValueError, TypeError, RuntimeError, IndexError, KeyError) as error:
+        except Exception as error:  # boundary: arguments of a user's, in a library
             sizes = ", ".join(f"{image.width} x {image.height}" for image in images)
-            raise ValueError(f"the model's processor refuses its images ({sizes}): {error}") from error
+            given = f" with model.processor_kwargs = {dict(self._kwargs)}" if self._kwargs else ""
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(f"the model's processor refuses its images ({sizes}){given}: {why:.300}") from error
 
     def _alone(self, image: Any) -> tuple[_Shape, dict[str, torch.Tensor]]:
         """An image by itself, and the tensors that the model's vision part takes."""
@@ -192,11 +204,36 @@ def build_processor(
         return None
     processor = Processor(path, source, kwargs, tokenizer, config)
     if not tokenizer.chat_template:  # older folders have it with the processor alone
-        template = getattr(processor._own, "chat_template", None)
-        tokenizer.chat_template = template.get("default") if isinstance(template, dict) else template
+        tokenizer.chat_template = _older_template(path, source)
     if tokenizer.chat_template and not _takes_text(tokenizer):
         tokenizer.apply_chat_template = partial(_in_parts, tokenizer.apply_chat_template)
     return processor
+
+
+def _file_of(path: str, name: str, source: Mapping[str, Any]) -> str | None:
+    """A file of the model's folder, or of the hub's cache; None where there is none."""
+    if Path(path).is_dir():
+        return str(Path(path) / name) if (Path(path) / name).is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(path, name, revision=source.get("revision"))
+    return found if isinstance(found, str) else None
+
+
+def _older_template(path: str, source: Mapping[str, Any]) -> str | None:
+    """The chat template of a folder that has it with the processor's settings alone."""
+    for name in ("chat_template.json", "processor_config.json"):
+        if (file := _file_of(path, name, source)) is not None:
+            found = read_object(Path(file)).get("chat_template")
+            if template := found.get("default") if isinstance(found, dict) else found:
+                return template
+    return None
+
+
+def _arguments(part: Any) -> set[str]:
+    """The names that an image processor, or a processor, says that it takes."""
+    of_images = getattr(part, "valid_kwargs", None)
+    return set(getattr(of_images, "__annotations__", ()))
 
 
 def _takes_text(tokenizer: Any) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -135,6 +135,7 @@ class Vision:
         self.flops = 0.0
         self._placeholder = model.config.image_token_id
         self._bidirectional = model.config.model_type in _BIDIRECTIONAL
+        self._only_adapters = not any(p.requires_grad for n, p in tower_parameters(model) if "lora_" not in n)
         self._kept: OrderedDict[str, _Features] = OrderedDict()
         self._flops_of: dict[Shapes, float] = {}
 
@@ -157,9 +158,34 @@ class Vision:
                     f"image {image.source}: its placeholders are not tokens {image.offset} on of the prompt"
                 )
             places.append(image.offset + np.flatnonzero(span == self._placeholder))
+        self._check_places(ids, np.concatenate(places))
         positions_3P, shift = self._positions(ids, media, places)
-        together = tuple((m.offset, m.offset + m.count) for m in media) if self._bidirectional else ()
+        # Crops of an image may have text between them.
+        runs = [run for of in places for run in np.split(of, np.flatnonzero(np.diff(of) != 1) + 1)]
+        together = tuple((int(run[0]), int(run[-1]) + 1) for run in runs) if self._bidirectional else ()
         return PromptImages(media, tuple(places), positions_3P, shift, together)
+
+    @torch.no_grad()
+    def prepare(self, images: PromptImages) -> None:
+        """Compute and keep the features of a prompt's images. ValueError where they cannot be, or are not as many as
+        its placeholders."""
+        features = self._features(list({image.digest: image for image in images.media}.values()))
+        for image, places in zip(images.media, images.placeholders, strict=True):
+            if (num := len(features[image.digest].features_PE)) != len(places):
+                raise ValueError(f"image {image.source} has {num} features, and its prompt {len(places)} placeholders")
+
+    def check_text(self, prompt: Prompt) -> None:
+        """ValueError where a prompt without images has a placeholder."""
+        self._check_places(np.asarray(prompt.ids), np.empty(0, np.int64))
+
+    def _check_places(self, ids: np.ndarray, places: np.ndarray) -> None:
+        """Each placeholder of a prompt is of one image."""
+        expected = np.flatnonzero(ids == self._placeholder)
+        if not np.array_equal(np.sort(places), expected):
+            raise ValueError(
+                f"a prompt has {len(expected)} placeholders of images, and its images stand for {len(places)} of them:"
+                " a text must not have the model's token for an image"
+            )
 
     def row(self, tokens: Sequence[ImageTokens]) -> RowImages | None:
         """Features for the tokens of a row, each distinct image once. None: it shows no image."""
@@ -226,7 +252,8 @@ class Vision:
             grad = torch.is_grad_enabled()
         if isinstance(counter, FlopCounterMode):
             self._flops_of[shapes] = float(counter.get_total_flops()) / len(images)
-        self.flops += self._flops_of[shapes] * len(images) * (3 if grad else 1)
+        passes = 1 if not grad else 2 if self._only_adapters else 3
+        self.flops += self._flops_of[shapes] * len(images) * passes
         stacks = getattr(out, "deepstack_features", None) or ()
         features = _flat(out.pooler_output).chunk(len(images))
         by_layer = [_flat(stack).chunk(len(images)) for stack in stacks]
@@ -245,6 +272,8 @@ NO_IMAGES = PromptImages((), ())
 def images_of(vision: Vision | None, prompt: Prompt) -> PromptImages:
     """Where the images of `prompt` are. ValueError where it has some, and the model takes none."""
     if not prompt.media:
+        if vision is not None:
+            vision.check_text(prompt)
         return NO_IMAGES
     if vision is None:
         raise ValueError(
@@ -286,6 +315,17 @@ def placeholder_ids(config: Any) -> tuple[int, ...]:
 def trains_tower(model: Any) -> bool:
     """Whether weights of tower or projector, or adapters there, are trained."""
     return any(parameter.requires_grad for _, parameter in tower_parameters(model))
+
+
+def tower_modules(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Names and modules of tower and projector; none of a model of text."""
+    if not takes_images(model.config):
+        return
+    text = (model.get_decoder(), model.get_output_embeddings())
+    of_text = {id(m) for part in text for m in part.modules()}
+    for name, module in model.named_modules():
+        if id(module) not in of_text and not any(m is part for m in module.modules() for part in text):
+            yield name, module
 
 
 def tower_parameters(model: Any) -> list[tuple[str, torch.nn.Parameter]]:

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from rollover.config import WatchdogConfig
-from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, WrongAnswer
+from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, ImageRefused, WrongAnswer
 from rollover.rollout.cache import why_no_continuation
 from rollover.rollout.failure_limit import FailureLimit
 from rollover.types import Segment, StopReason
@@ -139,7 +139,7 @@ class Asker:
         oldest_version = self._engine.oldest_version
         try:
             segments = await self._engine.extend(request)
-        except (AssertionError, EngineDied):
+        except (AssertionError, EngineDied, ImageRefused):
             raise
         except WrongAnswer as error:
             self._counts["watchdog/refused_answers"] += 1

@@ -24,8 +24,10 @@ from rollover.config import Config
 from rollover.config.resume import change_in_run
 from rollover.files import did_you_mean_path, local_path
 from rollover.models.load import LoadedModel, max_positions
+from rollover.models.vision import placeholder_ids
 from rollover.tasks.examples import Example, ExampleRows, Part
 from rollover.tasks.rows import Table
+from rollover.tasks.same import problem_text
 from rollover.tasks.split import key_of
 from rollover.track.recorded import read_rollouts, step_files
 from rollover.trainer.backend import TrainerBackend
@@ -68,7 +70,7 @@ def load_examples(config: Config, loaded: LoadedModel, say: Callable[[str], None
     """
     sft, tokenizer = config.sft, loaded.tokenizer
     positions = max_positions(loaded.model.config.get_text_config()) or sft.max_tokens
-    read = _Reading(min(sft.max_tokens, positions), loaded.vocab_size)
+    read = _Reading(min(sft.max_tokens, positions), loaded.vocab_size, placeholder_ids(loaded.model.config))
     trained: list[Example] = []
     held_out: list[Example] = []
     if sft.path:
@@ -81,13 +83,13 @@ def load_examples(config: Config, loaded: LoadedModel, say: Callable[[str], None
         place = Table(sft.eval_path, key="eval_path", table="sft")
         rows = ExampleRows(place, sft, config.tasks, tokenizer, loaded.processor)
         held_out += read.short_enough(map(rows.example, range(len(rows))))
-        keys = {key_of(example.task.content) for example in held_out}
-        repeated = [example for example in trained if key_of(example.task.content) in keys]
+        keys = {_key(example) for example in held_out}
+        repeated = [example for example in trained if _key(example) in keys]
         if repeated:
             say(f"sft: {len(repeated)} examples are not trained, as sft.eval_path has them")
-            trained = [example for example in trained if key_of(example.task.content) not in keys]
+            trained = [example for example in trained if _key(example) not in keys]
     elif sft.eval_fraction:
-        is_out = [key_of(example.task.content) < sft.eval_fraction * 2**64 for example in trained]
+        is_out = [_key(example) < sft.eval_fraction * 2**64 for example in trained]
         held_out = [example for example, out in zip(trained, is_out, strict=True) if out]
         trained = [example for example, out in zip(trained, is_out, strict=True) if not out]
     if read.skipped:
@@ -208,14 +210,20 @@ def as_group(example: Example, group_id: int, version: int) -> Group:
 # Private
 
 
+def _key(example: Example) -> int:
+    """Equal for examples of one problem: of one text and the same images."""
+    return key_of(problem_text(example.task))
+
+
 class _Reading:
     """Filter and counter of examples.
 
-    `most`: tokens of the longest example; `vocab_size`: every token id is below it.
+    `most`: tokens of the longest example; `vocab_size`: every token id is below it. `never`: ids that no answer may
+    hold, as they stand for images.
     """
 
-    def __init__(self, most: int, vocab_size: int) -> None:
-        self.most, self.vocab_size = most, vocab_size
+    def __init__(self, most: int, vocab_size: int, never: Sequence[int] = ()) -> None:
+        self.most, self.vocab_size, self.never = most, vocab_size, frozenset(never)
         self.num, self.skipped = 0, 0
 
     def short_enough(self, examples: Iterator[Example]) -> list[Example]:
@@ -230,6 +238,11 @@ class _Reading:
                 raise ValueError(
                     f"sft: the example {example.task.task_id!r} cannot be trained: {why}. Was it made with another"
                     " tokenizer?"
+                )
+            if any(part.trained and self.never.intersection(part.token_ids.tolist()) for part in example.parts):
+                raise ValueError(
+                    f"sft: the answer of the example {example.task.task_id!r} has the model's token for an image, which"
+                    " no policy can write: remove it from the text"
                 )
             kept.append(example)
         return kept

@@ -228,7 +228,13 @@ def _rendered(
 
 
 def _tokens_of_text(tokenizer: Any) -> Callable[[str], Prompt]:
-    return lambda text: Prompt.of(tokenizer(text, add_special_tokens=False)["input_ids"])
+    def tokens(text: str) -> Prompt:
+        try:
+            return Prompt.of(tokenizer(text, add_special_tokens=False)["input_ids"])
+        except (TypeError, ValueError) as error:  # half a surrogate pair is no text
+            raise ValueError(f"it is no text: {error}") from error
+
+    return tokens
 
 
 def _tokens(

@@ -118,7 +118,7 @@ def pack(samples: list[Sample], device: torch.device, limits: Limits, vision: Vi
         num_prompt = len(s.prompt_ids)
         key = _prompt_key(s)
         if key not in prompts:
-            shown = images_of(vision, Prompt(tuple(s.prompt_ids.tolist()), s.media) if s.media else Prompt())
+            shown = images_of(vision, Prompt(tuple(s.prompt_ids.tolist()), s.media) if s.media or vision else Prompt())
             images += shown.tokens(0, num_prompt, offset)
             if shown.together:
                 together[len(rows)] = shown.together

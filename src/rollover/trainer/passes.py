@@ -21,7 +21,7 @@ from rollover.models.flops import ModelFlops
 from rollover.models.limits import Limits
 from rollover.models.logprobs import Head, TrainedHead, chunked_logprobs, chunked_squares
 from rollover.models.team import Team
-from rollover.models.vision import Vision
+from rollover.models.vision import Vision, tower_modules
 from rollover.trainer.backend import Stream
 from rollover.trainer.packing import Packed, micro_batches, pack
 from rollover.types import Sample
@@ -35,11 +35,14 @@ _NOTHING = Sample(
 
 def set_training(model: torch.nn.Module, on: bool) -> None:
     """Switch gradient checkpointing, which transformers does in training mode only, and LoRA dropout. The model's own
-    dropout stays off: the engine has none."""
+    dropout stays off: the engine has none. So does that of a vision tower's attention, which is not checkpointed."""
     model.train(on)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout) and "lora_dropout" not in name:
             module.eval()
+    for name, module in tower_modules(model):
+        if "lora_dropout" not in name:
+            module.training = False
 
 
 def _hidden(model: Any, packed: Packed, vision: Vision | None) -> torch.Tensor:

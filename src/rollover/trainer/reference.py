@@ -38,8 +38,22 @@ def load_reference(config: Config, policy: LoadedModel) -> dict[str, torch.Tenso
             f"{_KEY} = {path!r} is not built as the policy, {policy.path!r}: {why}. Its weights are put in the place of"
             " the policy's: choose a model of the same architecture and size"
         )
+    if why := _other_tower(policy.model, loaded.model):
+        raise ValueError(
+            f"{_KEY} = {path!r} has another vision tower than the policy, {policy.path!r}: {why}. The policy's is"
+            ' frozen, and gives both their images: set model.vision = "trained", or choose a model with the same tower'
+        )
     device = next(policy.model.parameters()).device
     return {name: weight.detach().to(device) for name, weight in loaded.model.named_parameters()}
+
+
+def _other_tower(policy: Any, other: Any) -> str:
+    """A weight of a frozen tower that differs, in words; "" if none does, or there is none."""
+    weights = dict(other.named_parameters())
+    for name, weight in policy.named_parameters():
+        if not weight.requires_grad and not torch.equal(weight.to(weights[name].dtype).cpu(), weights[name].cpu()):
+            return f"{name} differs"
+    return ""
 
 
 def _other_architecture(policy: Any, other: Any) -> str:

@@ -30,13 +30,15 @@ def picture(files: RunFiles, step: int, of: str, number: int) -> dict[str, Any]:
     media = index.record(index.entries()[place]).get("media") or []
     if not 0 <= number < len(media):
         raise NotThere(f"the prompt of rollout {of} has {len(media)} images")
-    recorded = Media.from_json(media[number])
     try:
+        recorded = Media.from_json(media[number])
         image = read_image(recorded.source, files.directory / "media")
         if digest_of(image) != recorded.digest:
             raise ValueError(f"image {recorded.source} has changed since it was in the prompt")
     except ValueError as error:  # nothing that is asked for is wrong
         return {"url": None, "why": str(error)}
+    except (TypeError, KeyError, AttributeError) as error:
+        return {"url": None, "why": f"its record is damaged ({type(error).__name__}: {error})"}
     image.thumbnail((MOST_PIXELS, MOST_PIXELS))
     out = io.BytesIO()
     image.save(out, "PNG")

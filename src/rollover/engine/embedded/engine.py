@@ -22,7 +22,7 @@ from rollover.engine.embedded.runner import Runner
 from rollover.engine.embedded.sampler import sample, uniforms
 from rollover.engine.embedded.sequence import OnToken, Sequence
 from rollover.engine.embedded.structures import Structures
-from rollover.engine.protocol import ExtendRequest, WeightLoad
+from rollover.engine.protocol import ExtendRequest, ImageRefused, WeightLoad
 from rollover.models.attention import cache_shape
 from rollover.models.devices import synchronize
 from rollover.models.limits import Limits
@@ -152,7 +152,14 @@ class EmbeddedEngine:
             )
         if request.stop_strings and self._decode_text is None:
             raise ValueError("stop strings need the engine's decode_text")
-        images = images_of(self._vision, request.prompt)
+        try:  # here, where it fails this rollout alone
+            images = images_of(self._vision, request.prompt)
+            if self._vision is not None and self.may_step.is_set():  # else its weights may be freed
+                self._vision.prepare(images)
+        except ValueError as error:
+            raise ImageRefused(str(error)) from error
+        except Exception as error:  # boundary: decoders and processors raise errors of any kind
+            raise ImageRefused(f"an image cannot be computed: {type(error).__name__}: {error}") from error
         processor = processor_of(request, self._num_logits, self._structures)
         future: asyncio.Future[list[Segment]] = asyncio.get_running_loop().create_future()
         seq = self._batcher.take_kept(request.rollout_id)

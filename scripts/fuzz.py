@@ -279,7 +279,7 @@ class Fuzz:
         self, rollouts: list[tuple[Rollout, Prompt]]
     ) -> list[tuple[list[int], np.ndarray, StopReason]]:
         """Tokens, log-probs and stop reason of each, generated alone in this process from its first token on."""
-        engine = EmbeddedEngine.over(self.loaded.model, self.loaded.tokenizer, self.config)
+        engine = EmbeddedEngine.over(self.loaded.model, self.loaded, self.config)
         budget = self.config.rollout.max_new_tokens
         requests = [
             ExtendRequest(

@@ -116,7 +116,7 @@ def test_it_samples_the_bits_that_the_embedded_engine_samples(model: Path, made:
     torch.set_num_threads(1)
     changed = [(name, tensor * 1.05) for name, tensor in weights(model)]
     loaded = load_model(config(model).model)
-    inline = EmbeddedEngine.over(loaded.model, loaded.tokenizer, config(model))
+    inline = EmbeddedEngine.over(loaded.model, loaded, config(model))
     made.append(ProcessEngine(config(model), threads=1))
     requests = [SUBJECT.request(i, SamplingParams(), max_new_tokens=12) for i in range(3)]
 
@@ -139,7 +139,7 @@ def uninterrupted(
     """Tokens of each request under these weights, generated in this process."""
     torch.set_num_threads(1)
     loaded = load_model(config(model).model)
-    inline = EmbeddedEngine.over(loaded.model, loaded.tokenizer, config(model))
+    inline = EmbeddedEngine.over(loaded.model, loaded, config(model))
 
     async def run() -> list[list[int]]:
         await inline.load_weights(5, tensors)

@@ -99,7 +99,7 @@ SUBJECT = engine_contract.Subject(make_engine=lambda: None, prompts=PROMPTS)  # 
 def undisturbed(model: Path, factor: float, request: ExtendRequest) -> tuple[list[int], np.ndarray]:
     """Tokens of a request in this process under the weights times `factor`, and their log-probs."""
     loaded = load_model(config(model).model)
-    inline = EmbeddedEngine.over(loaded.model, loaded.tokenizer, config(model))
+    inline = EmbeddedEngine.over(loaded.model, loaded, config(model))
 
     async def run() -> tuple[list[int], np.ndarray]:
         await inline.load_weights(1, weights(model, factor))

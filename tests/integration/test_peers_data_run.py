@@ -133,7 +133,7 @@ def test_verl_and_trl_data_are_trained_as_they_are_and_resumed_in_an_epoch(tmp_p
             {"reward_model": {"style": "rule"}, "data_source": "openai/gsm8k"},
             r"needs an answer \(reward_model.ground_truth.*set tasks.sources.answer_c",
         ),
-        ({"images": [{"path": "a.png"}]}, "column 'images' holds what a prompt shows"),
+        ({"images": [{"path": "a.png"}]}, "column 'images': there is no file .*a.png"),
         ({"data_source": "hiyouga/geometry3k"}, "hiyouga/geometry3k"),
     ],
 )

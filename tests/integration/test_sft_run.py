@@ -144,7 +144,8 @@ def test_a_killed_run_trains_the_same_steps(
     assert theirs[-1]["sft/loss"] < theirs[0]["sft/loss"] - 1
 
     with (tmp_path / "cut" / "examples.jsonl").open("a") as file:
-        file.write(json.dumps({"prompt": "one more", "completion": "1"}) + "\n")
+        for number in range(20):  # some are held out
+            file.write(json.dumps({"prompt": f"{number} more", "completion": "1"}) + "\n")
     code, text = sft(capsys, cut, "--resume", "--train.num_steps", "14")
     assert code == 2 and "the examples of [sft] are not what they were" in text, text
 

@@ -21,6 +21,8 @@ _OVER_TOKENS = ("gae", "reinforce")  # rewards are not compared with siblings, a
 
 def vision(value: Any, options: Options) -> Mapping[str, Any]:
     """Of the prefixes of parameters that are frozen: those of the tower and the projector alone can be."""
+    if isinstance(value, bool):  # a flag in most of its scripts
+        return {"model.vision": "frozen" if value else "trained"}
     prefixes = [value] if isinstance(value, str) else list(value or ())
     if other := [name for name in prefixes if not any(part in name for part in ("visual", "vision", "merger"))]:
         raise Unanswered(f"weights of {', '.join(other)} are frozen there: here it is the vision tower or nothing")

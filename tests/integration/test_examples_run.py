@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +25,9 @@ SMALL: dict[str, Any] = {
     "micro_batch_tokens": 256, "run.threads": 1, "track.live": "plain", "eval": {"num_tasks": 2, "samples_per_task": 1},
 }  # fmt: skip
 Enter = Callable[[str], Path]
+SUPERVISED = ("sft_then_rl", "vision")  # with models of their own
 # Without a second terminal.
-ALONE = [f for f in FOLDERS if (f / "recipe.toml").exists() and f.name not in ("judge", "remote_engine")]
+ALONE = [f for f in FOLDERS if (f / "recipe.toml").exists() and f.name not in ("judge", "remote_engine", *SUPERVISED)]
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +107,24 @@ def test_a_recipe_runs(folder: Path, model: str, tmp_path: Path, enter: Enter) -
     assert run.finished and len(run.metrics) == 3 and run.metrics[-1]["tokens/trained"] > 0
     if changes:
         assert run.metrics[0]["distill/kl"] == pytest.approx(0, abs=1e-4)  # the student begins as this teacher
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SUPERVISED)
+def test_supervised_training_comes_before_rl(name: str, enter: Enter) -> None:
+    """The commands of the page, with fewer steps."""
+    here, few = (
+        enter(name),
+        {"sft": ["--sft.epochs", "1"], "train": ["--train.num_steps", "3", "--eval.num_tasks", "2"]},
+    )
+    for program, *words in commands(EXAMPLES / name):
+        if program == "python":
+            subprocess.run([sys.executable, *words], check=True, cwd=here, env=runs.environment())
+            continue
+        done = runs.rollover(*words, *few[words[0]])
+        taught = words[0] == "sft" or (here / "runs" / "sft" / "model").exists()
+        assert done.returncode == (0 if taught else 2), done.stderr
+    assert len(rollover.open(here / "runs" / ("after" if name == "sft_then_rl" else "train")).metrics) == 3
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -226,17 +225,13 @@ def test_what_the_engine_samples_has_the_trainers_log_probs(case: Case, chunk: i
         np.testing.assert_allclose(got[name], logprobs, atol=TOLERANCE, rtol=0)
 
 
-@functools.cache
-def _default(family: str) -> bool:
-    return family in ("qwen2_5_vl", "gemma3")
-
-
 @pytest.mark.parametrize("forget", [False, True], ids=["kept KV", "KV computed again"])
-def test_interrupted_at_every_cut_equals_uninterrupted(
-    case: Case, forget: bool, request: pytest.FixtureRequest
-) -> None:
-    if not _default(case.family) and "slow" not in request.config.getoption("-m"):
-        pytest.skip("every family with -m slow")
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=[] if f in ("qwen2_5_vl", "gemma3") else pytest.mark.slow) for f in families.FAMILIES],
+)
+def test_interrupted_at_every_cut_equals_uninterrupted(tmp_path: Path, family: str, forget: bool) -> None:
+    case = make(family, tmp_path)
 
     async def whole_and_cut() -> None:
         under_test = engine(case)

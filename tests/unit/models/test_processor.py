@@ -249,10 +249,9 @@ def test_kwargs_cannot_trust_code(folders, images, monkeypatch):
     given = {}
     own = AutoProcessor.from_pretrained
     monkeypatch.setattr(AutoProcessor, "from_pretrained", lambda path, **kwargs: given.update(kwargs) or own(path))
-    prompt_of(
-        processor(folders("gemma3"), trust_remote_code=True, image_seq_length=4),
-        [{"role": "user", "content": [part(images, "a")]}],
-    )
+    untrusted = processor(folders("gemma3"), trust_remote_code=True, image_seq_length=4)
+    with pytest.raises(ValueError, match=r"model.processor_kwargs.trust_remote_code: \w+ has no such argument"):
+        prompt_of(untrusted, [{"role": "user", "content": [part(images, "a")]}])
     assert given == {"trust_remote_code": False, "image_seq_length": 4}
 
 

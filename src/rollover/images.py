@@ -235,7 +235,7 @@ def _download(url: str) -> bytes:
     try:
         with opener.open(urllib.request.Request(url, headers={"User-Agent": "rollover"}), timeout=URL_TIMEOUT_S) as got:
             content, until = b"", time.monotonic() + DOWNLOAD_LIMIT_S
-            while len(content) <= MOST_BYTES and (part := got.read1(_PART_BYTES)):
+            while len(content) <= MOST_BYTES and (part := got.read1(min(_PART_BYTES, MOST_BYTES + 1 - len(content)))):
                 content += part
                 if time.monotonic() > until:
                     raise TimeoutError(f"it takes more than {DOWNLOAD_LIMIT_S:g} s")

@@ -3,16 +3,13 @@ way out of the process."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 
 import pytest
 from test_trajectories import group, rollout
 
-import tiny
-from rollover.config import AlgorithmConfig, EngineConfig, RerollConfig
-from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.config import AlgorithmConfig, RerollConfig
 from rollover.engine.process.wire import requests_from_json, requests_to_json
 from rollover.engine.protocol import ExtendRequest
 from rollover.run.journal.scribe import digest_of
@@ -38,18 +35,6 @@ def test_equal_token_ids_of_other_media_are_another_prompt() -> None:
     assert len({digest_of(prompt) for prompt in (TEXT, OF_CAT, OF_DOG)}) == 3
     assert len({turn_key("policy", prompt, None, (), 0) for prompt in (TEXT, OF_CAT, OF_DOG)}) == 3
     assert not Prompt() and len(OF_CAT) == 4
-
-
-def test_the_engine_shares_keys_and_values_among_equal_media_alone() -> None:
-    engine = EmbeddedEngine(tiny.model(), EngineConfig())
-
-    async def go() -> None:
-        prompts = [OF_CAT, OF_DOG, OF_CAT, TEXT]
-        await asyncio.gather(*(engine.extend(request(i, prompt)) for i, prompt in enumerate(prompts)))
-        await engine.close()
-
-    asyncio.run(go())
-    assert engine.stats()["kv/shared_prompt_tokens"] == len(IDS) - 1, "one of four"
 
 
 def test_a_row_holds_the_prompt_once_for_each_of_its_media() -> None:

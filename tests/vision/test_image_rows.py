@@ -305,3 +305,20 @@ def test_texts_between_the_crops_of_an_image_are_causal(tmp_path: Path) -> None:
     loaded = load_model(ModelConfig(path=str(folder), processor_kwargs=crops))
     found = vision(loaded).of_prompt(prompt(loaded, [tmp_path / "long.png", "what?"]))
     assert len(found.together) > 1 and all(end - start == 4 for start, end in found.together)
+
+
+def test_prompts_share_keys_and_values_where_their_images_are_equal(tmp_path: Path) -> None:
+    """Two images of one size have equal token ids."""
+    case = make("qwen2_5_vl", tmp_path)
+    Image.new("RGB", (32, 24), "red").save(tmp_path / "other.png")
+    loaded = case.load()
+    one, other = (prompt(loaded, [tmp_path / name, "what?"]) for name in ("wide.png", "other.png"))
+    assert one.ids == other.ids and one != other
+    under_test = engine(case)
+
+    async def generate() -> None:
+        await asyncio.gather(*(under_test.extend(ask(str(i), p)) for i, p in enumerate((one, other, one))))
+        await under_test.close()
+
+    asyncio.run(generate())
+    assert under_test.stats()["kv/shared_prompt_tokens"] == len(one) - 1, "one of three"

@@ -119,6 +119,14 @@ def read_image(path: str, kept: Path | None = None) -> Any:
         return _decoded(_content_of(found))
 
 
+def read_unchanged(path: str, digest: str) -> Any:
+    """Return the image in a file, as `read_image` does. BadImage if its `digest_of` is another one."""
+    image = read_image(path)
+    if digest_of(image) != digest:
+        raise BadImage(f"image {path} has changed since it was put into a prompt: put the old one back")
+    return image
+
+
 def digest_of(image: Any) -> str:
     """SHA-256 of the size and the pixels of a PIL image in RGB, hexadecimal."""
     return hashlib.sha256(b"%d x %d " % image.size + image.tobytes()).hexdigest()

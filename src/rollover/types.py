@@ -441,9 +441,9 @@ class Sample:
     """A training row made from a finished Rollout. All streams are [n] over the tokens after the prompt.
 
     token_ids, versions int32; mask bool (True: in the loss); behavior_logprobs, advantages float32. `media`: of the
-    prompt. `temperature`: of the sampling. `teacher_prompt_ids`, `teacher_media`: what a teacher reads for the prompt;
-    None: the prompt. `sequence_id`: of what is one sequence in aggregations; "": the row alone. `truncated`: cut at the
-    token limit (StopReason.LENGTH).
+    prompt. `temperature`: of the sampling. `teacher_prompt_ids`: what a teacher reads for the prompt; None: the prompt.
+    `sequence_id`: of what is one sequence in aggregations; "": the row alone. `truncated`: cut at the token limit
+    (StopReason.LENGTH).
     """
 
     rollout_id: str
@@ -460,7 +460,6 @@ class Sample:
     role: str = "policy"
     truncated: bool = False
     media: tuple[Media, ...] = ()
-    teacher_media: tuple[Media, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sequence_id", self.sequence_id or self.rollout_id)

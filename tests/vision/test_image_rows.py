@@ -304,7 +304,7 @@ def test_texts_between_the_crops_of_an_image_are_causal(tmp_path: Path) -> None:
              "pan_and_scan_min_ratio_to_activate": 1.2}  # fmt: skip
     loaded = load_model(ModelConfig(path=str(folder), processor_kwargs=crops))
     found = vision(loaded).of_prompt(prompt(loaded, [tmp_path / "long.png", "what?"]))
-    assert len(found.together) > 1 and all(end - start == 4 for start, end in found.together)
+    assert len(found.bidirectional) > 1 and all(end - start == 4 for start, end in found.bidirectional)
 
 
 def test_prompts_share_keys_and_values_where_their_images_are_equal(tmp_path: Path) -> None:

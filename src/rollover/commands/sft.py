@@ -3,14 +3,9 @@
 
 from __future__ import annotations
 
-import argparse
+from functools import partial
 
-from rollover.commands.train import arguments, train
-from rollover.commands.verb import Overrides, Verb
+from rollover.commands.train import arguments, run
+from rollover.commands.verb import Verb
 
-
-def run(args: argparse.Namespace, overrides: Overrides) -> int:
-    return train(args, overrides, supervised=True)
-
-
-VERB = Verb("Train a model on examples (supervised fine-tuning).", run, arguments)
+VERB = Verb("Train a model on examples (supervised fine-tuning).", partial(run, supervised=True), arguments)

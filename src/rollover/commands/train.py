@@ -20,12 +20,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, overrides: Overrides) -> int:
-    return train(args, overrides)
-
-
-def train(args: argparse.Namespace, overrides: Overrides, *, supervised: bool = False) -> int:
-    """Train, on examples where it is `supervised` (`rollover sft`). Returns the exit code."""
+def run(args: argparse.Namespace, overrides: Overrides, *, supervised: bool = False) -> int:
+    """Train, on examples if `supervised` (`rollover sft`). Return the exit code."""
     keep_streams()  # a run is worth more than its lines
     try:
         return _run(args, overrides, supervised)

@@ -78,7 +78,8 @@ class ModelConfig(Table):
     )
     processor_kwargs: dict[str, Any] = option(
         {},
-        "Arguments of the processor of an image-text model, such as { max_pixels = 501760 }: how large its images are.",
+        "Arguments of the processor of a vision-language model, such as { max_pixels = 501760 }: how large its images"
+        " are.",
     )
     trust_remote_code: bool = option(False, "Run Python code that comes with the model. Off unless you set it.")
     vision: Literal["frozen", "trained"] = option(

@@ -186,9 +186,9 @@ class PackedAttention:
 
     A prompt's block is shared: the row holds it once, and each answer's block attends to it as if they stood together.
     Padding exists only inside attention, in batches of similar length; right padding needs no mask of its own, since a
-    real query never looks at later positions. `lengths` are those of the blocks, each at least 1. `together`: block ->
-    spans of its tokens that see each other, later ones too (images of Gemma). `mask_pairs`: above so many pairs of
-    query and key the queries are computed in parts, each with a mask of its own.
+    real query never looks at later positions. `lengths` are those of the blocks, each at least 1. `bidirectional`: for
+    a block, the spans of its tokens that attend to each other, later ones included (images in Gemma 3). `mask_pairs`:
+    above so many pairs of query and key the queries are computed in parts, each with a mask of its own.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class PackedAttention:
         lengths: list[int],
         prefixes: list[int | None] | None = None,
         *,
-        together: Mapping[int, Spans] = MappingProxyType({}),
+        bidirectional: Mapping[int, Spans] = MappingProxyType({}),
         mask_pairs: int = _MASK_PAIRS,
     ) -> None:
         assert lengths and min(lengths) >= 1
@@ -205,11 +205,11 @@ class PackedAttention:
         assert len(self.prefixes) == len(lengths)
         self.batches: list[tuple[int | None, list[int]]] = []
         for prefix in dict.fromkeys(self.prefixes):
-            members = {i: n for i, n in enumerate(lengths) if self.prefixes[i] == prefix and i not in together}
+            members = {i: n for i, n in enumerate(lengths) if self.prefixes[i] == prefix and i not in bidirectional}
             self.batches += [(prefix, batch) for batch in similar_lengths(members)]
-        self._together = together
-        assert all(self.prefixes[i] is None for i in together), "images are in prompts"
-        self.batches += [(None, [i]) for i in together]
+        self._bidirectional = bidirectional
+        assert all(self.prefixes[i] is None for i in bidirectional), "images are in prompts"
+        self.batches += [(None, [i]) for i in bidirectional]
         self._mask_pairs = mask_pairs
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
@@ -239,7 +239,7 @@ class PackedAttention:
                 key = torch.cat((keys[prefix].expand(len(batch), -1, -1, -1), key), 1)
                 value = torch.cat((values[prefix].expand(len(batch), -1, -1, -1), value), 1)
             query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-            spans = self._together.get(batch[0])
+            spans = self._bidirectional.get(batch[0])
             if spans is None:
                 out_BHTD = self._batch(query, key, value, window=window, scale=scale, softcap=softcap)
             else:

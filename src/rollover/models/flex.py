@@ -223,9 +223,9 @@ def packed_attention(
     lengths: list[int],
     prefixes: list[int | None],
     device: torch.device,
-    together: Mapping[int, Spans] = MappingProxyType({}),
+    bidirectional: Mapping[int, Spans] = MappingProxyType({}),
 ) -> Attention:
-    """Attention of a packed row, as the device does it best. `together`: as of PackedAttention."""
-    if device.type != "cuda" or together:
-        return PackedAttention(lengths, prefixes, together=together)
+    """Attention of a packed row, as the device does it best. `bidirectional`: as of PackedAttention."""
+    if device.type != "cuda" or bidirectional:
+        return PackedAttention(lengths, prefixes, bidirectional=bidirectional)
     return FusedOrPadded(lengths, prefixes, device, _compiled())

@@ -39,7 +39,7 @@ _loading = threading.Lock()
 class LoadedModel:
     """A causal LM (attention implementation: ours), its tokenizer, and the local folder or hub id they came from.
 
-    `processor`: of an image-text model; None for one of text.
+    `processor`: of a vision-language model; None for a text model.
     """
 
     model: Any

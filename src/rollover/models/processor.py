@@ -1,4 +1,4 @@
-"""The processor of an image-text model: messages with images -> token ids with placeholders; an image -> its pixels.
+"""The processor of a vision-language model: messages with images -> token ids with placeholders; image -> pixels.
 
     prompt(messages)   chat template, one call of transformers' processor, where each image's placeholders lie
     pixels(media)      the keyword arguments of get_image_features for one image, read again from its file
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rollover.files import read_object
-from rollover.images import digest_of, read_image
+from rollover.images import digest_of, read_image, read_unchanged
 from rollover.models.vision import takes_images
 from rollover.types import Media, Prompt, content_text, images_in
 
@@ -41,7 +41,7 @@ class _Shape(NamedTuple):
 
 
 class Processor:
-    """The processor of the image-text model at `path` (`source`: how from_pretrained gets it).
+    """The processor of the vision-language model at `path` (`source`: how from_pretrained gets it).
 
     `kwargs`: model.processor_kwargs. `tokenizer`: the model's, whose chat template renders messages; its config names
     the token that stands for a piece of an image. ValueError where the processor cannot be loaded.
@@ -102,10 +102,7 @@ class Processor:
 
         ValueError, which names the image, where it cannot be read, or is not the one that the prompt was made of.
         """
-        image = read_image(media.source)
-        if digest_of(image) != media.digest or image.size != media.size:
-            raise ValueError(f"image {media.source} has changed since it was put into a prompt: put the old one back")
-        shape, pixels = self._alone(image)
+        shape, pixels = self._alone(read_unchanged(media.source, media.digest))
         if (shape.span, shape.grid) != (media.count, media.grid):
             raise ValueError(
                 f"image {media.source} has {shape.span} tokens and the grid {shape.grid}, and had {media.count} and"
@@ -199,7 +196,7 @@ class Processor:
 def build_processor(
     path: str, source: Mapping[str, Any], kwargs: Mapping[str, Any], tokenizer: Any, config: Any
 ) -> Processor | None:
-    """The processor of an image-text model; None for one of text. Its tokenizer then takes texts as contents."""
+    """Return the processor of a vision-language model, whose tokenizer then takes text contents; else None."""
     if not takes_images(config):
         return None
     processor = Processor(path, source, kwargs, tokenizer, config)

@@ -40,21 +40,21 @@ class Pixels(Protocol):
 
 @dataclass(frozen=True)
 class PromptImages:
-    """Where the images of a prompt are. `placeholders`: of each image in `media`, the indices of its placeholders.
+    """Placement of the images of a prompt. `placeholders`: the indices of the placeholders of each image in `media`.
 
-    `positions_3P`: of the prompt's tokens in time, height and width, [3, prompt]; None: the position is the index.
-    `shift`: position less index of every token after the prompt. `together`: spans [start, end) of tokens that see each
-    other, in families in which an image is not causal.
+    `positions_3P`: positions of the prompt's tokens in time, height and width, [3, prompt]; None: the position is the
+    index. `shift`: position minus index of every token after the prompt. `bidirectional`: spans [start, end) of tokens
+    that attend to each other, in families whose attention within an image is not causal.
     """
 
     media: tuple[Media, ...]
     placeholders: tuple[np.ndarray, ...]
     positions_3P: np.ndarray | None = None
     shift: int = 0
-    together: tuple[tuple[int, int], ...] = ()
+    bidirectional: tuple[tuple[int, int], ...] = ()
 
     def positions(self, start: int, end: int) -> np.ndarray:
-        """Of tokens [start, end) of the rollout, prompt included: [n], or [3, n] where they differ by axis."""
+        """Return the positions of tokens [start, end) of the rollout: [n], or [3, n] where they differ by axis."""
         if self.positions_3P is None:
             return np.arange(start, end)
         num = self.positions_3P.shape[1]
@@ -64,7 +64,7 @@ class PromptImages:
         return np.concatenate((self.positions_3P[:, start:end], np.broadcast_to(after, (3, len(after)))), 1)
 
     def tokens(self, start: int, end: int, at: int) -> list[ImageTokens]:
-        """Of the images in tokens [start, end), which stand in a row from `at` on."""
+        """Return the image tokens among tokens [start, end) of the prompt, which begin at index `at` of a row."""
         found = []
         for image, places in zip(self.media, self.placeholders, strict=True):
             which = np.flatnonzero((places >= start) & (places < end))
@@ -72,9 +72,9 @@ class PromptImages:
                 found.append(ImageTokens(image, at + places[which] - start, which))
         return found
 
-    def whole_end(self, start: int, end: int) -> int:
-        """The end of a chunk of tokens from `start` to about `end`, which cuts no image whose tokens see each other."""
-        for first, last in self.together:
+    def chunk_end(self, start: int, end: int) -> int:
+        """Return the end, near `end`, of a chunk from `start` that cuts no bidirectional span."""
+        for first, last in self.bidirectional:
             if first < end < last:
                 return first if first > start else last
         return end
@@ -82,7 +82,7 @@ class PromptImages:
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """Tokens of a row that show an image: `features` of its placeholders number `which`, at the tokens `at`."""
+    """Placeholders of one image in a row: the row's token `at[i]` gets the image's feature number `which[i]`."""
 
     media: Media
     at: np.ndarray
@@ -91,9 +91,9 @@ class ImageTokens:
 
 @dataclass(frozen=True)
 class RowImages:
-    """The images of a row, computed: `features_PE` in place of the embeddings of the tokens `at_P`, in order.
+    """Features of the images of a row: `features_PE` replace the embeddings of the tokens `at_P`, in order.
 
-    `deepstack`: what is added to the hidden states of these tokens after each of the first layers, [P, E] each.
+    `deepstack`: features that the first layers add to the hidden states of these tokens, [P, E] for each layer.
     """
 
     at_P: torch.Tensor
@@ -101,11 +101,11 @@ class RowImages:
     deepstack: tuple[torch.Tensor, ...] = ()
 
     def embedded(self, embeddings_NE: torch.Tensor) -> torch.Tensor:
-        """The row's embeddings with the features in place."""
+        """Return the row's embeddings with the features in place."""
         return embeddings_NE.index_copy(0, self.at_P, self.features_PE.to(embeddings_NE.dtype))
 
     def arguments(self, num_tokens: int) -> dict[str, Any]:
-        """More arguments of the language model, for a row [1, N]."""
+        """Return further arguments of the language model, for a row [1, N]."""
         if not self.deepstack:
             return {}
         mask_N = torch.zeros(num_tokens, dtype=torch.bool, device=self.at_P.device)
@@ -124,7 +124,7 @@ class _Features:
 
 
 class Vision:
-    """The images of one copy of a vision-language model.
+    """Image features and positions of one copy of a vision-language model.
 
     `keeps`: features are kept until `forget`, and have no gradient. `flops`: model FLOPs of all features so far, with
     their backward pass where they have a gradient.
@@ -134,20 +134,20 @@ class Vision:
         self.model, self.processor, self.keeps = model, processor, keeps
         self.flops = 0.0
         self._placeholder = model.config.image_token_id
-        self._bidirectional = model.config.model_type in _BIDIRECTIONAL
+        self._is_bidirectional = model.config.model_type in _BIDIRECTIONAL
         self._only_adapters = not any(p.requires_grad for n, p in tower_parameters(model) if "lora_" not in n)
         self._kept: OrderedDict[str, _Features] = OrderedDict()
         self._flops_of: dict[Shapes, float] = {}
 
     @classmethod
     def of(cls, model: Any, processor: Pixels | None) -> Vision | None:
-        """Of the model that is trained, or asked for log-probs: features are kept unless their tower is trained."""
+        """Return the Vision of a model of the trainer, which keeps features unless their tower is trained."""
         if processor is None:
             return None
         return cls(model, processor, keeps=not trains_tower(model))
 
     def of_prompt(self, prompt: Prompt) -> PromptImages:
-        """Where the images of `prompt` are. ValueError where its ids do not fit its media."""
+        """Return the placement of the images of `prompt`. ValueError if its ids do not fit its media."""
         ids = np.asarray(prompt.ids)
         media = tuple(sorted(prompt.media, key=lambda m: m.offset))
         places = []
@@ -162,24 +162,24 @@ class Vision:
         positions_3P, shift = self._positions(ids, media, places)
         # Crops of an image may have text between them.
         runs = [run for of in places for run in np.split(of, np.flatnonzero(np.diff(of) != 1) + 1)]
-        together = tuple((int(run[0]), int(run[-1]) + 1) for run in runs) if self._bidirectional else ()
-        return PromptImages(media, tuple(places), positions_3P, shift, together)
+        spans = tuple((int(run[0]), int(run[-1]) + 1) for run in runs) if self._is_bidirectional else ()
+        return PromptImages(media, tuple(places), positions_3P, shift, spans)
 
     @torch.no_grad()
     def prepare(self, images: PromptImages) -> None:
-        """Compute and keep the features of a prompt's images. ValueError where they cannot be, or are not as many as
-        its placeholders."""
+        """Compute and keep the features of a prompt's images. ValueError if that fails, or their number differs from
+        that of the placeholders."""
         features = self._features(list({image.digest: image for image in images.media}.values()))
         for image, places in zip(images.media, images.placeholders, strict=True):
             if (num := len(features[image.digest].features_PE)) != len(places):
                 raise ValueError(f"image {image.source} has {num} features, and its prompt {len(places)} placeholders")
 
     def check_text(self, prompt: Prompt) -> None:
-        """ValueError where a prompt without images has a placeholder."""
+        """Raise ValueError if a prompt without images has a placeholder."""
         self._check_places(np.asarray(prompt.ids), np.empty(0, np.int64))
 
     def _check_places(self, ids: np.ndarray, places: np.ndarray) -> None:
-        """Each placeholder of a prompt is of one image."""
+        """Raise ValueError unless `places`, the placeholders of the images, are all placeholders in `ids`."""
         expected = np.flatnonzero(ids == self._placeholder)
         if not np.array_equal(np.sort(places), expected):
             raise ValueError(
@@ -188,7 +188,7 @@ class Vision:
             )
 
     def row(self, tokens: Sequence[ImageTokens]) -> RowImages | None:
-        """Features for the tokens of a row, each distinct image once. None: it shows no image."""
+        """Return the features for the tokens of a row; each distinct image is computed once. None: no tokens."""
         if not tokens:
             return None
         device = next(self.model.parameters()).device
@@ -203,7 +203,7 @@ class Vision:
         )
 
     def forget(self) -> None:
-        """Keep nothing of what was computed: the weights of the tower have changed."""
+        """Discard all kept features: the weights of the tower have changed."""
         self._kept.clear()
 
     def _positions(
@@ -221,8 +221,8 @@ class Vision:
         return positions_31P[:, 0].numpy(), int(shift_11.flatten()[0])
 
     def _features(self, images: Sequence[Media]) -> dict[str, _Features]:
-        """By digest, of images as they were recorded: those with pixels of one shape together. ValueError where a file
-        has changed."""
+        """Return the features by digest. Images whose pixels have one shape form one batch. ValueError if a file has
+        changed."""
         found = {image.digest: self._kept[image.digest] for image in images if image.digest in self._kept}
         for digest in found:
             self._kept.move_to_end(digest)
@@ -270,7 +270,7 @@ NO_IMAGES = PromptImages((), ())
 
 
 def images_of(vision: Vision | None, prompt: Prompt) -> PromptImages:
-    """Where the images of `prompt` are. ValueError where it has some, and the model takes none."""
+    """Return the placement of the images of `prompt`. ValueError if it has some and the model takes none."""
     if not prompt.media:
         if vision is not None:
             vision.check_text(prompt)
@@ -297,7 +297,7 @@ def _flat(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def takes_images(config: Any) -> bool:
-    """Whether it is the configuration of a vision-language model, which transformers loads as an image-text one."""
+    """Return whether transformers loads a model of this configuration as an image-text (vision-language) model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
 
     has_tower = getattr(config, "vision_config", None) is not None and hasattr(config, "image_token_id")
@@ -305,7 +305,7 @@ def takes_images(config: Any) -> bool:
 
 
 def placeholder_ids(config: Any) -> tuple[int, ...]:
-    """Token ids that stand for images and videos: no answer may hold them."""
+    """Return the token ids of image and video placeholders. Their probability is 0."""
     if not takes_images(config):
         return ()
     names = ("image_token_id", "video_token_id")
@@ -313,12 +313,12 @@ def placeholder_ids(config: Any) -> tuple[int, ...]:
 
 
 def trains_tower(model: Any) -> bool:
-    """Whether weights of tower or projector, or adapters there, are trained."""
+    """Return whether weights or adapters of the tower or the projector are trained."""
     return any(parameter.requires_grad for _, parameter in tower_parameters(model))
 
 
 def tower_modules(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Names and modules of tower and projector; none of a model of text."""
+    """Yield the names and modules of tower and projector; nothing for a text model."""
     if not takes_images(model.config):
         return
     text = (model.get_decoder(), model.get_output_embeddings())
@@ -329,6 +329,6 @@ def tower_modules(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
 
 
 def tower_parameters(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    """Names and parameters of everything but the language model: tower and projector."""
+    """Return the names and parameters of tower and projector: all but the language model's."""
     of_text = {id(p) for m in (model.get_decoder(), model.get_output_embeddings()) for p in m.parameters()}
     return [(name, p) for name, p in model.named_parameters() if id(p) not in of_text]

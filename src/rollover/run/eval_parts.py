@@ -39,7 +39,7 @@ class EvalParts:
     server: EpisodeServer | None = None
     """For the agents of a workflow, where it has some."""
     processor: Processor | None = None
-    """Of an image-text model."""
+    """None for a text model."""
 
     @classmethod
     async def build(cls, config: Config, model: str | None, *, with_rewards: bool = True) -> EvalParts:

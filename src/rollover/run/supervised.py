@@ -277,11 +277,9 @@ def _recorded(config: Config, say: Callable[[str], None]) -> Iterator[Example]:
                 passed.setdefault(group.task.task_id, []).append(rollout)
     kept: list[Rollout] = []
     for of_task in passed.values():
-        best = sorted(of_task, key=_reward_of, reverse=True)  # stable: the earliest first among equals
-        kept += best[: sft.per_task or None]
-        left_out[f"are beyond the best {sft.per_task} of their task"] += len(of_task) - len(
-            best[: sft.per_task or None]
-        )
+        best = sorted(of_task, key=_reward_of, reverse=True)[: sft.per_task or None]  # stable: the earliest first
+        kept += best
+        left_out[f"are beyond the best {sft.per_task} of their task"] += len(of_task) - len(best)
     whys = "".join(f", {num:,} {why}" for why, num in left_out.items() if num)
     say(f"sft: of {len(kept) + left_out.total():,} recorded rollouts {len(kept):,} are examples{whys}")
     return map(_as_example, kept)

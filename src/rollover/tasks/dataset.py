@@ -18,7 +18,7 @@ from rollover.tasks.image_parts import IMAGE_COLUMNS, PLACEHOLDER, images_of, sh
 from rollover.tasks.rows import Table, open_rows, place_of_row
 from rollover.tasks.same import problem_text
 from rollover.tasks.source import SourceSetup
-from rollover.types import Task
+from rollover.types import Task, images_in
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
 _SEEN_OR_HEARD = ("video", "videos", "audio", "audios")
@@ -188,13 +188,7 @@ class DatasetSource:
         except BadImage as error:
             raise ValueError(f"{where}: {error}") from error
         if images is not None:
-            row[name] = [
-                part["image"]
-                for m in found
-                if not isinstance(m["content"], str)
-                for part in m["content"]
-                if part["type"] == "image"
-            ]
+            row[name] = images_in(found)
         return tuple(self._message(message, where) for message in found)
 
     def _messages(self, prompt: Any, where: str) -> tuple[dict[str, Any], ...]:

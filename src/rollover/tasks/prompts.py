@@ -58,8 +58,8 @@ def encode_prompt(task: Task, tokenizer: Any, processor: Processor | None = None
         if task.images:
             if processor is None:
                 raise ValueError(
-                    "it shows images, and the model (model.path) takes text alone: choose an image-text model, or leave"
-                    " the column of images out"
+                    "it shows images, and the model (model.path) takes text alone: choose a vision-language model, or"
+                    " leave the column of images out"
                 )
             return processor.prompt(messages, **options)
         ids = tokenizer.apply_chat_template(messages, **options, tokenize=True, return_dict=False)

@@ -42,10 +42,7 @@ def teachers(config: DistillConfig, samples: Collection[Sample]) -> list[Sample]
     """The same tokens, of the roles that are taught, as the teacher reads them: after its own prompt, where it has
     one."""
     taught = [s for s in samples if config.teaches(s.role)]
-    return [
-        s if s.teacher_prompt_ids is None else replace(s, prompt_ids=s.teacher_prompt_ids, media=s.teacher_media)
-        for s in taught
-    ]
+    return [s if s.teacher_prompt_ids is None else replace(s, prompt_ids=s.teacher_prompt_ids) for s in taught]
 
 
 def later_sums(values_M: np.ndarray, discount: float) -> np.ndarray:

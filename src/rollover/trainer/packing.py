@@ -65,7 +65,7 @@ class Packed:
     """Tensors of one micro-batch. The row holds each prompt of a group once, before its first answer.
 
     lengths: of the blocks. prefixes: the prompt's block of each answer's block, None for a prompt (PackedAttention).
-    input_ids_N, position_ids: the row, its positions [N] or [3, N]. images: what shows images in it. together: as of
+    input_ids_N, position_ids: the row, its positions [N] or [3, N]. images: its image tokens. bidirectional: as in
     PackedAttention. loss_positions_M: row positions whose next token is in the loss.
     targets_M, temperature_M: those next tokens. rows_M, columns_M: their place in [B, T]. The *_BT streams are padded
     with 0. unit: all temperatures are 1. group_B: group ids, on the CPU, where counts are looked up by them.
@@ -77,7 +77,7 @@ class Packed:
     input_ids_N: torch.Tensor
     position_ids: torch.Tensor
     images: list[ImageTokens]
-    together: dict[int, Spans]
+    bidirectional: dict[int, Spans]
     loss_positions_M: torch.Tensor
     targets_M: torch.Tensor
     temperature_M: torch.Tensor
@@ -110,7 +110,7 @@ def pack(samples: list[Sample], device: torch.device, limits: Limits, vision: Vi
     prefixes: list[int | None] = []
     offset = 0
     images: list[ImageTokens] = []
-    together: dict[int, Spans] = {}
+    bidirectional: dict[int, Spans] = {}
     prompts: dict[_PromptKey, tuple[int, int, PromptImages]] = {}
     """-> (its block, where it ends in the row, its images)"""
     for s in samples:
@@ -120,8 +120,8 @@ def pack(samples: list[Sample], device: torch.device, limits: Limits, vision: Vi
         if key not in prompts:
             shown = images_of(vision, Prompt(tuple(s.prompt_ids.tolist()), s.media) if s.media or vision else Prompt())
             images += shown.tokens(0, num_prompt, offset)
-            if shown.together:
-                together[len(rows)] = shown.together
+            if shown.bidirectional:
+                bidirectional[len(rows)] = shown.bidirectional
             prompts[key] = len(rows), offset + num_prompt, shown
             rows.append(s.prompt_ids)
             positions.append(shown.positions(0, num_prompt))
@@ -146,7 +146,7 @@ def pack(samples: list[Sample], device: torch.device, limits: Limits, vision: Vi
         input_ids_N=flat(rows),
         position_ids=torch.from_numpy(joined_positions(positions)).to(device),
         images=images,
-        together=together,
+        bidirectional=bidirectional,
         loss_positions_M=flat(loss_at),
         targets_M=flat([s.token_ids[s.mask] for s in samples]),
         temperature_M=flat([np.full(int(s.mask.sum()), s.temperature) for s in samples], np.float32),

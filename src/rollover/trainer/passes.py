@@ -47,7 +47,7 @@ def set_training(model: torch.nn.Module, on: bool) -> None:
 
 def _hidden(model: Any, packed: Packed, vision: Vision | None) -> torch.Tensor:
     """Last hidden states [M, E] before the loss tokens, in float32."""
-    attention = packed_attention(packed.lengths, packed.prefixes, packed.input_ids_N.device, packed.together)
+    attention = packed_attention(packed.lengths, packed.prefixes, packed.input_ids_N.device, packed.bidirectional)
     images = vision.row(packed.images) if vision is not None else None
     hidden_NE = hidden_states(model, packed.input_ids_N, packed.position_ids, attention, images)
     return hidden_NE.index_select(0, packed.loss_positions_M)

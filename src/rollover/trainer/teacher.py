@@ -22,7 +22,6 @@ from rollover.models.devices import dtype_of
 from rollover.models.limits import Limits
 from rollover.models.load import LoadedModel, load_model, load_outline
 from rollover.models.norms import compile_norms
-from rollover.models.processor import Processor
 from rollover.tasks.prompts import encode_prompt
 from rollover.types import Group, Prompt, Sample, Task
 
@@ -134,7 +133,7 @@ class TeacherPrompts:
                     f"{len(prompt_ids)} tokens for task {group.task.task_id!r}, and {len(s.token_ids)} follow: the"
                     f" model has {self.positions} positions"
                 )
-            out.append(replace(s, teacher_prompt_ids=prompt_ids, teacher_media=told[s.group_id].media))
+            out.append(replace(s, teacher_prompt_ids=prompt_ids))
         return out
 
     def of_task(self, task: Task) -> Prompt:
@@ -154,12 +153,12 @@ class TeacherPrompts:
             raise self._privileged.failed(error) from error
 
 
-def encoder(tokenizer: Any, environment: object, processor: Processor | None = None) -> EncodeInstead:
+def encoder(tokenizer: Any, environment: object) -> EncodeInstead:
     """How a teacher's prompts are made: an environment of a class of the user's own tells of its tools there, too."""
 
     def plain(task: Task, instead: Any) -> Prompt:
         changed = {"prompt": instead} if task.messages is None else {"messages": tuple(instead)}
-        return encode_prompt(replace(task, **changed), tokenizer, processor)
+        return encode_prompt(replace(task, **changed), tokenizer)
 
     return environment.prompt if isinstance(environment, HoldsObjects) else plain
 
@@ -168,9 +167,7 @@ def teacher_prompts(config: Config, loaded: LoadedModel, environment: object) ->
     """As distill.privileged says; None: the teacher reads what the policy reads."""
     if not config.distill.privileged:
         return None
-    return TeacherPrompts(
-        config, encoder(loaded.tokenizer, environment, loaded.processor), Limits.of(loaded.model).positions
-    )
+    return TeacherPrompts(config, encoder(loaded.tokenizer, environment), Limits.of(loaded.model).positions)
 
 
 def _are_messages(made: object) -> bool:

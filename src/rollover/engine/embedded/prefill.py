@@ -71,7 +71,7 @@ class Prefill:
                     seq.prompt_kv_version = version
                 elif seq.prefilled:
                     continue
-            end = seq.images.whole_end(seq.kv_len, min(len(seq.tokens) - 1, seq.kv_len + budget))
+            end = seq.images.chunk_end(seq.kv_len, min(len(seq.tokens) - 1, seq.kv_len + budget))
             chunks.append(Chunk(seq, seq.kv_len, end))
             budget = max(0, budget - (end - seq.kv_len))
         return chunks

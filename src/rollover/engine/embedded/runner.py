@@ -55,9 +55,9 @@ class Chunk:
         return self.seq.bucket
 
     @property
-    def together(self) -> list[tuple[int, int]]:
-        """Spans of its tokens that see each other, later ones too."""
-        return [span for span in self.seq.images.together if self.start <= span[0] and span[1] <= self.end]
+    def bidirectional(self) -> list[tuple[int, int]]:
+        """Spans of its tokens that attend to each other, later ones included."""
+        return [span for span in self.seq.images.bidirectional if self.start <= span[0] and span[1] <= self.end]
 
 
 def _places(rows_C: torch.Tensor, positions_C: torch.Tensor, bucket: Bucket) -> torch.Tensor:
@@ -93,7 +93,7 @@ class _ChunkBatch:
         tokens_bt = torch.tensor([[part.start] for part in parts]) + offset_bt
         self.tokens_bt = tokens_bt.to(device)
         self.positions_bt = (torch.tensor([[c.start] for c in chunks]) + offset_bt).to(device)
-        self._together = [[(s - c.start, e - c.start, s, e) for s, e in c.together] for c in chunks]
+        self._bidirectional = [[(s - c.start, e - c.start, s, e) for s, e in c.bidirectional] for c in chunks]
         self.inside = inside_bt.flatten().nonzero().flatten().to(device)
         self.tokens = tokens_bt[inside_bt].to(device)
         self._masks: dict[int | None, torch.Tensor] = {}
@@ -109,14 +109,19 @@ class _ChunkBatch:
 
     def mask(self, window: int | None, softcap: float | None) -> torch.Tensor | None:
         """Bool [b, 1, t, S], built once for all layers with this window; None: plain causal."""
-        if self.fresh and softcap is None and (window is None or window >= self.num_keys) and not any(self._together):
+        if (
+            self.fresh
+            and softcap is None
+            and (window is None or window >= self.num_keys)
+            and not any(self._bidirectional)
+        ):
             return None
         if window not in self._masks:
             key = torch.arange(self.num_keys, device=self.positions_bt.device)
             mask = key <= self.positions_bt[..., None]
             if window is not None:
                 mask &= key > self.positions_bt[..., None] - window
-            for row, spans in enumerate(self._together):
+            for row, spans in enumerate(self._bidirectional):
                 for first, last, first_key, last_key in spans:
                     mask[row, first:last, first_key:last_key] = True
             self._masks[window] = mask[:, None]
@@ -370,7 +375,7 @@ class Runner:
     def prefill(self, chunks: list[Chunk]) -> None:
         """Compute and cache keys and values of the chunks. No logits: the last known token is decoded."""
         head_size = chunks[0].bucket.keys[0].shape[-1]
-        if self.kernels is not None and head_size % _VECTORS == 0 and not any(c.together for c in chunks):
+        if self.kernels is not None and head_size % _VECTORS == 0 and not any(c.bidirectional for c in chunks):
             self._compute(chunks, KernelAttention(chunks, self.kernels))
         else:
             self._compute(chunks, PrefillAttention(chunks, self.device))

@@ -73,7 +73,8 @@ class RemoteEngine:
         self.oldest_version = 0
         self._salted = config.rollout.kv_on_resume == "salt"
         clears = config.rollout.kv_on_resume == "recompute"
-        self._features_last = clears or config.model.vision == "frozen"
+        # A server that keeps its encoder cache at a weight update computes a trained tower's image again for a new id.
+        self._new_image_ids = config.model.vision == "trained" and not clears
         self._counts = Counts()
         self._running: dict[str, Generation] = {}
         self._num_requests = time.time_ns() // 1_000_000  # no number comes twice, nor after a restart
@@ -167,8 +168,7 @@ class RemoteEngine:
                     raise
 
     def _attempt(self, generation: Generation, server: Server, images: Sequence[Mapping[str, Any]]) -> Attempt:
-        """`images`: its content_parts. A server that keeps what it computed when the weights change needs another id to
-        compute an image again."""
+        """Return a request to `server`. `images`: the content_parts of its prompt."""
         number, self._num_requests = self._num_requests, self._num_requests + 1
         run = self._deliveries.run
         label = label_of(run, server.version or 0)
@@ -180,9 +180,9 @@ class RemoteEngine:
             run=run,
             grace_s=self.config.watchdog.grace_s,
             salt=label if self._salted else None,
-            images=images
-            if self._features_last
-            else [{**part, "uuid": f"{part['digest']}/{label}"} for part in images],
+            images=[{**part, "uuid": f"{part['digest']}/{label}"} for part in images]
+            if self._new_image_ids
+            else images,
             vocab_size=None if self._setup.vocab_size is None else self._setup.vocab_size(),
         )
 

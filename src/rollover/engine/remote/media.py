@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rollover.images import digest_of, read_image
+from rollover.images import read_unchanged
 from rollover.types import Media
 
 # Of vLLM: a model of text; --limit-mm-per-prompt; of this package in either server.
@@ -76,9 +76,6 @@ def _in_order(media: Sequence[Media]) -> list[Media]:
 @functools.lru_cache(maxsize=_KEPT_URLS)
 def _data_url(source: str, digest: str) -> str:
     """The image's pixels as a lossless PNG."""
-    image = read_image(source)
-    if digest_of(image) != digest:
-        raise ValueError(f"image {source} has changed since it was put into a prompt: put the old one back")
     out = io.BytesIO()
-    image.save(out, format="PNG", compress_level=1)
+    read_unchanged(source, digest).save(out, format="PNG", compress_level=1)
     return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"

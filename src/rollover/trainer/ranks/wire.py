@@ -57,22 +57,16 @@ def receive(channel: Channel, limit_s: float | None = None) -> dict[str, Any]:
     return json.loads(frame["text"], object_hook=restore)
 
 
-_MEDIA = ("media", "teacher_media")
-
-
 def samples_to_json(samples: list[Sample]) -> list[dict[str, Any]]:
     """With arrays, for `send`."""
     return [
-        {field.name: getattr(s, field.name) for field in fields(s)}
-        | {name: [media.to_json() for media in getattr(s, name)] for name in _MEDIA}
+        {field.name: getattr(s, field.name) for field in fields(s)} | {"media": [media.to_json() for media in s.media]}
         for s in samples
     ]
 
 
 def samples_from_json(data: list[dict[str, Any]]) -> list[Sample]:
-    return [
-        Sample(**{**values, **{name: tuple(map(Media.from_json, values[name])) for name in _MEDIA}}) for values in data
-    ]
+    return [Sample(**{**values, "media": tuple(map(Media.from_json, values["media"]))}) for values in data]
 
 
 def counts_to_json(counts: Counts) -> dict[str, Any]:

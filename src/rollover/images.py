@@ -127,6 +127,11 @@ def read_unchanged(path: str, digest: str) -> Any:
     return image
 
 
+def is_image(value: Any) -> bool:
+    """Return whether the value is an image of Pillow, which need not be installed."""
+    return hasattr(value, "tobytes") and hasattr(value, "getbands")
+
+
 def digest_of(image: Any) -> str:
     """SHA-256 of the size and the pixels of a PIL image in RGB, hexadecimal."""
     return hashlib.sha256(b"%d x %d " % image.size + image.tobytes()).hexdigest()
@@ -194,7 +199,7 @@ def _content(value: Any, places: Places) -> bytes:
         content = bytes(value)
     elif isinstance(value, str):
         content = _of_data_url(value) if value[:5].lower() == "data:" else _fetched(value, places)
-    elif hasattr(value, "tobytes") and hasattr(value, "getbands"):
+    elif is_image(value):
         return _encoded(value)
     else:
         raise BadImage(

@@ -148,13 +148,30 @@ def content_text(content: Any, image: Callable[[Mapping[str, Any]], str] | None 
     return "".join(str(part.get("text")) if part.get("type") == "text" else image(part) for part in content)
 
 
+def without_sources(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as chat templates take it, with {"type": "image"} for an image: some look for a part's keys."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return dict(message)
+    return {**message, "content": [p if p["type"] == "text" else {"type": "image"} for p in content]}
+
+
+def joined(*contents: Any) -> str | list[Mapping[str, Any]]:
+    """The contents of messages one after another, as one content: a text where all are texts."""
+    if all(isinstance(content, str) for content in contents):
+        return "".join(contents)
+    texts = ([{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents)
+    return [part for parts in texts for part in parts]
+
+
 @dataclass(frozen=True, slots=True)
 class Media:
-    """An image in a prompt, without its pixels: they are read again from `source` whenever they are needed.
+    """An image among token ids, without its pixels: they are read from `source` whenever they are needed.
 
-    `digest`: SHA-256 of the decoded pixels (hexadecimal), by which a changed file is noticed. `size`: width and height
-    in pixels. Its placeholders are among the tokens `offset` to `offset + count` of the prompt: those with the id that
-    the model has for them. `grid`: how many patches it has in time, height and width, where the model needs that.
+    `digest`: SHA-256 of the decoded pixels (hexadecimal), to detect a changed file. `size`: width and height in pixels.
+    Its placeholders are the tokens from `offset` to `offset + count` that have the model's placeholder id; `offset`
+    counts from the first token of the prompt. `grid`: number of patches in time, height and width, where the model
+    needs it.
     """
 
     source: str
@@ -171,10 +188,14 @@ class Media:
     def from_json(cls, saved: Mapping[str, Any]) -> Media:
         return cls(**{**saved, "size": tuple(saved["size"]), "grid": tuple(saved["grid"])})
 
+    def moved(self, by: int) -> Media:
+        """Return the image with `by` added to its offset."""
+        return replace(self, offset=self.offset + by)
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a rollout begins with: token ids, those of placeholders among them, and the media that these stand for.
+    """Token ids, placeholders of images included, and the media that these stand for.
 
     Equal prompts may share keys and values: images of one size have equal ids, so the media tell them apart.
     """
@@ -214,10 +235,11 @@ LOGPROB_NOISE = 0.01
 class Segment:
     """A contiguous run of tokens with one origin. Immutable.
 
-    token_ids: int32 [n]. logprobs: float32 [n], behavior log-prob of each token under the distribution it was
-    sampled from (0 where not `trainable`). All tokens were sampled under `policy_version`, or written by the
-    environment (`trainable=False`). start: index of the first token, counted from the end of the prompt, as an engine
-    stamps it, so that tokens that come twice are noticed; None: whoever made the segment does not say.
+    token_ids: int32 [n]. logprobs: float32 [n], behavior log-prob of each token under the distribution it was sampled
+    from (0 where not `trainable`). All tokens were sampled under `policy_version`, or written by the environment
+    (`trainable=False`), which may show images: `media`. start: index of the first token, counted from the end of the
+    prompt, as an engine stamps it, so that tokens that come twice are noticed; None: whoever made the segment does not
+    say.
     """
 
     token_ids: np.ndarray
@@ -227,6 +249,7 @@ class Segment:
     stop_reason: StopReason
     trainable: bool = True
     start: int | None = None
+    media: tuple[Media, ...] = ()
     num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -267,6 +290,7 @@ class Segment:
             "stop_reason": self.stop_reason.value,
             "trainable": self.trainable,
             "start": self.start,
+            **Prompt(media=self.media).media_to_json(),
         }
 
     @classmethod
@@ -280,6 +304,7 @@ class Segment:
             stop_reason=StopReason(saved["stop_reason"]),
             trainable=saved["trainable"],
             start=saved.get("start"),  # absent in checkpoints from before engines stamped it
+            media=tuple(map(Media.from_json, saved.get("media", ()))),
         )
 
 
@@ -385,6 +410,11 @@ class Rollout:
         """Token ids after the prompt, over all segments."""
         return [int(t) for s in self.segments for t in s.token_ids]
 
+    @property
+    def later_media(self) -> tuple[Media, ...]:
+        """Images after the prompt, which an environment wrote."""
+        return tuple(media for segment in self.segments for media in segment.media)
+
 
 @dataclass(slots=True, eq=False)
 class Group:
@@ -440,10 +470,10 @@ def why_not_in_vocabulary(token_ids: np.ndarray, vocab_size: int) -> str | None:
 class Sample:
     """A training row made from a finished Rollout. All streams are [n] over the tokens after the prompt.
 
-    token_ids, versions int32; mask bool (True: in the loss); behavior_logprobs, advantages float32. `media`: of the
-    prompt. `temperature`: of the sampling. `teacher_prompt_ids`: what a teacher reads for the prompt; None: the prompt.
-    `sequence_id`: of what is one sequence in aggregations; "": the row alone. `truncated`: cut at the token limit
-    (StopReason.LENGTH).
+    token_ids, versions int32; mask bool (True: in the loss); behavior_logprobs, advantages float32. `media`: of prompt
+    and answer. `temperature`: of the sampling. `teacher_prompt_ids`: what a teacher reads for the prompt; None: the
+    prompt. `sequence_id`: of what is one sequence in aggregations; "": the row alone. `truncated`: cut at the token
+    limit (StopReason.LENGTH).
     """
 
     rollout_id: str

@@ -45,7 +45,7 @@ async def check_an_answer_is_a_segment_or_the_end(subject: Subject) -> None:
     for rollout in subject.rollouts:
         answer = await environment.next(rollout)
         if answer is not None:
-            assert why_not_written(answer, rollout.num_tokens, subject.vocab_size) is None
+            assert why_not_written(answer, rollout, subject.vocab_size) is None
             assert answer.start in (None, rollout.num_tokens), "it comes after the policy's turn"
             assert not answer.logprobs.any(), "nobody sampled these tokens"
 

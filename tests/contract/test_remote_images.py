@@ -130,6 +130,23 @@ def test_logprobs_and_resumption_are_those_of_the_trainer(folder: Path, loaded: 
     beside_server(folder, work)
 
 
+def test_images_of_later_turns_are_shown(folder: Path, loaded: LoadedModel, tmp_path: Path) -> None:
+    assert loaded.processor is not None
+    passes = Passes(loaded.model, Team(), 10_000, vision=Vision(loaded.model, loaded.processor, keeps=True))
+    first, second = served.picture(tmp_path, 5), served.picture(tmp_path, 6)
+
+    async def work(url: str, engine: RemoteEngine) -> None:
+        request = asked("0-0", served.prompt(loaded, "x", first))
+        for shown in ((second,), ("and", first, second)):
+            turn = tokens_of(await engine.extend(request))
+            request = served.answered(loaded, request, turn, *shown)
+            answer = await engine.extend(request)
+            ours = passes.logprobs([sample_of(served.as_prompt(request), tokens_of(answer))])["0-0"]
+            assert np.abs(ours - np.array(logprobs_of(answer))).max() < NEAR
+
+    beside_server(folder, work)
+
+
 def test_a_server_takes_bytes_alone_and_checks_them(folder: Path, loaded: LoadedModel, tmp_path: Path) -> None:
     path = served.picture(tmp_path, 3)
     prompt = served.prompt(loaded, path, "what?")

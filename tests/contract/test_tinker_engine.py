@@ -56,7 +56,7 @@ def test_images_are_refused_for_good(url: str) -> None:
 
     async def work() -> None:
         of = engine(url)
-        with pytest.raises(EngineDied, match=r"prompts show images \(a.png\), and .* take text alone"):
+        with pytest.raises(EngineDied, match=r"rollouts show images \(a.png\), and .* take text alone"):
             await of.extend(request(prompt=Prompt(PROMPTS[0], (media,))))
         await of.close()
 

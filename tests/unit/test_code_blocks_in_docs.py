@@ -11,11 +11,13 @@ import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import own_functions
 import tiny
 from documents import PAGES, ROOT, Block, blocks
 from recorded_run import write_run
+from rollover import Observation
 from rollover.config import Config, RewardsConfig
 from rollover.config.load import load_config
 from rollover.functions import load_function
@@ -153,7 +155,17 @@ def check_score_by_source(spec: str) -> None:
     assert load_function(spec, ".")("run") == {"sums": 0.5}
 
 
+def check_maze(spec: str) -> None:
+    """It shows the picture of each room, until the door is found."""
+    maze = load_function(spec, ".")()
+    Image.new("RGB", (8, 8)).save("room0.png")
+    assert [part["type"] for part in maze.reset(answer="2")] == ["text", "image"]
+    assert maze.step("left").text == [{"type": "image", "image": "room1.png"}]
+    assert maze.step("right") == Observation(reward=1.0, done=True)
+
+
 CHECKS = {
+    ("vision.md", "Maze"): check_maze,
     ("parquet.md", "score_by_source"): check_score_by_source,
     **own_functions.CHECKS,
     ("own-functions.md", "has_answer"): check_trl,

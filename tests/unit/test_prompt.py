@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from test_trajectories import group, rollout
@@ -12,9 +13,14 @@ from test_trajectories import group, rollout
 from rollover.config import AlgorithmConfig, RerollConfig
 from rollover.engine.process.wire import requests_from_json, requests_to_json
 from rollover.engine.protocol import ExtendRequest
+from rollover.envs.protocol import why_not_written, written
+from rollover.rollout.group_state import groups_from_state, groups_to_state
 from rollover.run.journal.scribe import digest_of
 from rollover.tasks.prompts import shortened_to
 from rollover.tasks.reroll import Reroll
+from rollover.track.recorded import read_rollouts
+from rollover.track.recorder import FORMATS, RolloutRecorder
+from rollover.track.tracker import RecordedGroup
 from rollover.trainer.batch import build_batch
 from rollover.trainer.packing import row_tokens
 from rollover.types import Media, Prompt, Reward, SamplingParams, Task
@@ -48,6 +54,8 @@ def test_a_row_holds_the_prompt_once_for_each_of_its_media() -> None:
 
 def test_requests_and_waiting_tasks_come_back_with_their_media() -> None:
     requests = {i: request(i, prompt) for i, prompt in enumerate((OF_CAT, TEXT, OF_CAT, OF_DOG))}
+    requests[4] = dataclasses.replace(requests[0], generated_ids=(3, 90, 90), later_media=(DOG.moved(4),))
+    assert requests[4].shown == Prompt((*IDS, 3, 90, 90), (CAT, DOG.moved(4))) and requests[0].shown is OF_CAT
     assert requests_from_json(json.loads(json.dumps(requests_to_json(requests)))) == requests
     before = Reroll(RerollConfig(max_groups=2, start_fraction=0.0), 10, lambda: None)
     failed = group(rollout(0, reward=Reward(0.0)))
@@ -71,3 +79,27 @@ def test_bare_token_ids_are_refused_where_they_are_given() -> None:
 def test_a_prompt_with_media_is_never_cut() -> None:
     assert shortened_to(OF_CAT, 3, "left") is None and shortened_to(OF_CAT, 4, "left") is OF_CAT
     assert shortened_to(TEXT, 3, "left") == Prompt(IDS[1:])
+
+
+def test_media_of_an_answer_come_back_from_every_file(tmp_path: Path) -> None:
+    of = rollout(0, prompt=OF_CAT, reward=Reward(1.0))
+    said = written(of, Prompt((90, 90, 4), (dataclasses.replace(DOG, offset=0),)))
+    assert said.media == (dataclasses.replace(DOG, offset=len(OF_CAT) + of.num_tokens),)
+    of.add(said)
+    one = group(of)
+    assert build_batch([one], AlgorithmConfig()).samples[0].media == (CAT, *said.media)
+    [saved] = groups_from_state(*groups_to_state([one]))
+    RolloutRecorder(tmp_path, formats=FORMATS).write(1, [RecordedGroup(one, ["text"], [1.0])])
+    [[recorded]] = read_rollouts(tmp_path)
+    for found in (saved, recorded):
+        assert found.rollouts[0].later_media == said.media and found.rollouts[0].prompt == OF_CAT
+
+
+@pytest.mark.parametrize("offset, count", [(0, 2), (8, 4), (20, 1)])
+def test_an_answer_whose_image_lies_elsewhere_is_refused(offset: int, count: int) -> None:
+    of = rollout(0, prompt=TEXT)
+    image = dataclasses.replace(DOG, offset=offset, count=count)
+    said = dataclasses.replace(written(of, (90, 90, 4)), media=(image,))
+    assert "which does not lie within its tokens" in str(why_not_written(said, of, 100))
+    where = dataclasses.replace(DOG, offset=len(TEXT) + of.num_tokens)
+    assert why_not_written(dataclasses.replace(said, media=(where,)), of, 100) is None

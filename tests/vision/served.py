@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from rollover.config import ModelConfig
+from rollover.engine.protocol import ExtendRequest
+from rollover.envs.chat import Chat
 from rollover.models.load import LoadedModel, load_model
 from rollover.types import Prompt
 from vision import families
@@ -37,10 +41,29 @@ def picture(folder: Path, seed: int, size: tuple[int, int] = (32, 24)) -> str:
 def prompt(loaded: LoadedModel, *parts: str) -> Prompt:
     """Texts, and paths of images (.png), as one message of a user."""
     assert loaded.processor is not None
-    content = [
-        {"type": "image", "image": part} if part.endswith(".png") else {"type": "text", "text": part} for part in parts
-    ]
+    content = [_part(part) for part in parts]
     message = {"role": "user", "content": content}
     if not any(part["type"] == "image" for part in content):
         return Prompt.of(loaded.tokenizer.apply_chat_template([message], return_dict=False, add_generation_prompt=True))
     return loaded.processor.prompt([message], add_generation_prompt=True)
+
+
+def answered(loaded: LoadedModel, request: ExtendRequest, tokens: Sequence[int], *parts: str) -> ExtendRequest:
+    """The request after its turn `tokens`, to which an environment said these texts and images."""
+    message = {"role": "user", "content": [_part(part) for part in parts]}
+    answer = Chat(loaded.tokenizer, processor=loaded.processor).continuation(tokens, [message])
+    first = len(request.prompt) + len(request.generated_ids) + len(tokens)
+    return replace(
+        request,
+        generated_ids=(*request.generated_ids, *tokens, *answer.ids),
+        later_media=(*request.later_media, *(image.moved(first) for image in answer.media)),
+    )
+
+
+def as_prompt(request: ExtendRequest) -> ExtendRequest:
+    """The same tokens as one prompt."""
+    return replace(request, prompt=request.shown, generated_ids=(), later_media=())
+
+
+def _part(part: str) -> dict[str, str]:
+    return {"type": "image", "image": part} if part.endswith(".png") else {"type": "text", "text": part}

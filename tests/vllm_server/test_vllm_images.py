@@ -146,6 +146,20 @@ def test_logprobs_with_images_are_those_of_the_trainer(subject: Subject, tmp_pat
     run(engine, work)
 
 
+def test_images_of_later_turns_are_shown(subject: Subject, tmp_path: Path) -> None:
+    first, second = served.picture(tmp_path, 5), served.picture(tmp_path, 6)
+    engine = subject.engine()
+
+    async def work() -> None:
+        request = asked("later", subject.prompt("x", first))
+        turn = tokens_of(await engine.extend(request))
+        request = served.answered(subject.loaded, request, turn, "and", second, first)
+        answer = await engine.extend(request)
+        assert subject.difference(served.as_prompt(request), answer) < NEAR
+
+    run(engine, work)
+
+
 def test_an_interrupted_rollout_resumes_with_its_images(subject: Subject, tmp_path: Path) -> None:
     request = asked("r", subject.prompt(served.picture(tmp_path, 3), "what?"), pause_after=7)
     engine = subject.engine()

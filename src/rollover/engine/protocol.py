@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rollover.config.logits import LogitsProcessing
-from rollover.types import Prompt, SamplingParams, Segment
+from rollover.types import Media, Prompt, SamplingParams, Segment
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,8 @@ class WrongAnswer(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ExtendRequest:
-    """Continue one rollout: `prompt` + `generated_ids` (all segments so far), by token ids.
+    """Continue one rollout: `prompt` + `generated_ids` (all segments so far), by token ids. `later_media`: the images
+    among the generated ids.
 
     `max_new_tokens` is the remaining budget (>= 1). `seed` is `types.rollout_seed(...)`; the draw of a token depends on
     `seed` and its absolute index in the generated part only. After `pause_after` new tokens (0: never) the rollout is
@@ -68,9 +69,20 @@ class ExtendRequest:
     text_start: int = 0
     may_go_on: bool = False
     processing: LogitsProcessing = LogitsProcessing()
+    later_media: tuple[Media, ...] = ()
 
     def __post_init__(self) -> None:
         Prompt.check(self.prompt)
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        """All images of the rollout."""
+        return self.prompt.media + self.later_media
+
+    @property
+    def shown(self) -> Prompt:
+        """The tokens in which all images lie: the prompt, or all tokens where later ones show an image."""
+        return Prompt(self.prompt.ids + self.generated_ids, self.media) if self.later_media else self.prompt
 
     def nothing(self) -> list[Segment]:
         """The answer to an interruption before any new token."""

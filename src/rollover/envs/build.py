@@ -3,6 +3,8 @@ built-in one or a function of the user's own that makes one."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rollover.config.rollout import ENVIRONMENTS
 from rollover.envs.class_environment import ClassEnvironment
 from rollover.envs.protocol import Environment, WrongTurn, why_no_rewards, why_not_written
@@ -35,11 +37,11 @@ class OwnEnvironment:
 
     async def next(self, rollout: Rollout) -> Segment | None:
         """WrongTurn where it answers with what cannot come next."""
-        num_tokens = rollout.num_tokens
+        before = replace(rollout)
         answer, failure = await outcome_of(self.environment.next, rollout)
         if failure is not None:
             raise failure if isinstance(failure, Exception) else RuntimeError(explained(failure)) from failure
-        if answer is not None and (why := why_not_written(answer, num_tokens, self.vocab_size)) is not None:
+        if answer is not None and (why := why_not_written(answer, before, self.vocab_size)) is not None:
             raise WrongTurn(
                 f"rollout.environment gave a wrong answer at rollout {rollout.rollout_id}: {why}. Mend it, and go on"
                 " with --resume"

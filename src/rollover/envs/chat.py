@@ -10,16 +10,20 @@ sampled, and is never rendered or tokenised again.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from rollover.envs.tools import definitions, with_system_text
 from rollover.models.chat_template import prompt_arguments
-from rollover.types import Rollout
+from rollover.types import Media, Prompt, Rollout, images_in, without_sources
+
+if TYPE_CHECKING:
+    from rollover.models.processor import Processor
+
 
 Message = Mapping[str, Any]
 ROLES = ("tool", "user", "system")
@@ -51,18 +55,28 @@ class Chat:
     The text of a message never becomes a control token: what is written there like a special token of the tokenizer
     (`<|im_end|>` in a page that a tool fetched) is tokenised as plain text. Half a surrogate pair becomes U+FFFD.
 
+    `processor`: of a vision-language model; without one, messages with images are refused.
+
     ValueError where no turn can be followed, as there is no chat template, or it ends turns without a special token;
     and where a prompt cannot tell of the tools.
     """
 
-    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = (), tool_format: str = "hermes") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_format: str = "hermes",
+        processor: Processor | None = None,
+    ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError("the model's tokenizer has no chat template: choose a chat model, or set one")
-        self.tokenizer, self.tools = tokenizer, [dict(tool) for tool in tools]
+        self.tokenizer, self.tools, self.processor = tokenizer, [dict(tool) for tool in tools], processor
         self.takes_tools = False
         """Whether the template renders `tools`: found by rendering with and without."""
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         special |= set(tokenizer.all_special_tokens)
+        if processor is not None:
+            special.add(tokenizer.convert_ids_to_tokens(processor.placeholder_id))
         self._special = sorted(special, key=len, reverse=True)  # the longest first: one may begin with another
         self._special_pattern = re.compile("|".join(map(re.escape, self._special)) or "(?!)")
         self._closing, self._end_text = self._find_end_of_turn()
@@ -74,12 +88,12 @@ class Chat:
             self._tools_text = "" if self.takes_tools else definitions(self.tools, tool_format)
             self.prompt(_OPENING)  # a template that refuses a system message says so now
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a first prompt, the tools' definitions included. ValueError if the template refuses it."""
+    def prompt(self, messages: Sequence[Message]) -> Prompt:
+        """A first prompt, the tools' definitions included. ValueError if the template refuses it."""
         told = with_system_text(messages, self._tools_text) if self._tools_text else messages
         hidden = _Hidden(told, self._special_pattern)
-        messages, options = prompt_arguments(hidden.messages)
-        return hidden.ids(self._rendered(messages, **options), self._encode)
+        shown, options = prompt_arguments(hidden.messages)
+        return self._tokens(hidden, self._rendered(shown, **options), told)
 
     def text(self, turn_ids: Sequence[int]) -> str:
         """The text of a sampled turn, without its end-of-turn token: the content of the assistant's message."""
@@ -88,8 +102,9 @@ class Chat:
 
     def continuation(
         self, turn_ids: Sequence[int], messages: Sequence[Message], assistant: Message | None = None
-    ) -> list[int]:
-        """Token ids of what comes between a sampled turn and the next one: an environment's, so never trained.
+    ) -> Prompt:
+        """The tokens between a sampled turn and the next one: an environment's, so never trained. The offsets of images
+        count from the first of them.
 
         `turn_ids`: the turn as it was sampled. If its last one is not the end of turn (it ended by its length or by a
         stop string) the tokens that close it come first. `messages`: what is new, of the roles ROLES. `assistant`: the
@@ -105,8 +120,9 @@ class Chat:
         last = assistant or {"role": "assistant", "content": self.text(turn_ids)}
         hidden = _Hidden([last, *messages], self._special_pattern)
         # With the end-of-turn token in front the rest is split as in the whole conversation.
-        ids = hidden.ids(self._closing + self._difference(hidden.messages), self._encode)
-        return ids[ids.index(self.end_of_turn) + 1 :] if self._is_closed(turn_ids) else ids
+        found = self._tokens(hidden, self._closing + self._difference(hidden.messages), messages)
+        cut = found.ids.index(self.end_of_turn) + 1 if self._is_closed(turn_ids) else 0
+        return Prompt(found.ids[cut:], tuple(media.moved(-cut) for media in found.media))
 
     def fit(self, role: str) -> Fit:
         """Whether messages of the role can follow a turn, proved on made-up conversations."""
@@ -167,6 +183,29 @@ class Chat:
             roles = ", ".join(dict.fromkeys(str(m.get("role")) for m in messages))
             raise ValueError(f"the chat template refuses messages of the roles {roles}: {error}") from error
 
+    def _tokens(self, hidden: _Hidden, rendered: str, messages: Sequence[Message]) -> Prompt:
+        """The tokens of a rendering of `hidden`, which are `messages`, with their images. ValueError where the template
+        leaves an image out."""
+        sources = images_in(messages)
+        if sources and self.processor is None:
+            raise ValueError(f"a message shows the image {sources[0]}, and this model takes text alone")
+        ids: list[int] = []
+        media: list[Media] = []
+        for text, is_special in hidden.parts(rendered):
+            if is_special or not sources or self.processor is None:
+                part = Prompt.of(self._encode(text, split_special_tokens=is_special))
+            else:
+                part = self.processor.tokens(text, sources[len(media) :])
+            media += [image.moved(len(ids)) for image in part.media]
+            ids += part.ids
+        if len(media) < len(sources):
+            roles = ", ".join(dict.fromkeys(str(m.get("role")) for m in messages if images_in([m])))
+            raise ValueError(
+                f"the chat template shows {len(media)} of the {len(sources)} images in messages of the roles {roles}:"
+                " put them into user messages, or set another chat template"
+            )
+        return Prompt(tuple(ids), tuple(media))
+
     def _encode(self, text: str, **options: Any) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, **options)["input_ids"])
 
@@ -203,17 +242,15 @@ class _Hidden:
         used = set("".join(_strings(messages)))
         private_use = (chr(c) for part in ((0xE000, 0xF900), (0xF0000, 0xFFFFE)) for c in range(*part))
         self._mark = next(c for c in private_use if c not in used)
-        self.messages: list[dict[str, Any]] = [self._replaced(message) for message in messages]
+        self.messages: list[dict[str, Any]] = [self._replaced(message) for message in map(without_sources, messages)]
 
-    def ids(self, rendered: str, encode: Any) -> list[int]:
-        """Of a rendering of `messages`."""
-        ids: list[int] = []
+    def parts(self, rendered: str) -> Iterator[tuple[str, bool]]:
+        """(text, whether it was replaced) of the parts of a rendering of `messages`."""
         for i, part in enumerate(rendered.split(self._mark)):
             if i % 2:
-                ids += encode(self._texts[int(part)], split_special_tokens=True)
+                yield self._texts[int(part)], True
             elif part:
-                ids += encode(part)
-        return ids
+                yield part, False
 
     def _replaced(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -286,14 +323,14 @@ class _Probe:
             return f"the chat template repeats earlier messages when one of the role {self.role} follows"
         special = {self.chat.tokenizer.convert_tokens_to_ids(text) for text in self.chat._special}
         plain, forged = (
-            [i for i in self.chat.continuation([], self._news(content)) if i in special]
+            [i for i in self.chat.continuation([], self._news(content)).ids if i in special]
             for content in (self.NEWS[0], " ".join(self.chat._special))
         )
         return "" if plain == forged else "the tokenizer makes control tokens of the text of messages"
 
     def _why_inexact(self, opening: list[Message], answer: str) -> str:
         """Over two turns with messages after each. Empty: every id is the same."""
-        messages, ids = opening, self.chat.prompt(opening)
+        messages, ids = opening, list(self.chat.prompt(opening).ids)
         for content in self.NEWS:
             opened = self.chat._rendered(messages, add_generation_prompt=True)
             before, sampled = self.chat._encode(opened), self.chat._encode(opened + answer + self.chat._closing)
@@ -301,10 +338,10 @@ class _Probe:
             news = self._news(content)
             messages = [*messages, _said(answer), *news]
             try:
-                whole = self.chat.prompt(messages)
+                whole = list(self.chat.prompt(messages).ids)
             except ValueError as error:
                 return f"the chat template cannot render the whole conversation, as {error}"
-            ids = [*ids, *sampled, *self.chat.continuation(sampled, news)]
+            ids = [*ids, *sampled, *self.chat.continuation(sampled, news).ids]
             if ids != whole:
                 return self._difference_of(self.chat._rendered(messages, add_generation_prompt=True), opened, answer)
         return ""

@@ -1,6 +1,6 @@
 """workflow.environment: objects of a class of the user's own, one a rollout, played over the turns of the policy.
 
-    prompt(task)      definitions of the tools, the task's messages, the text of `reset`
+    prompt(task)      definitions of the tools, the task's messages, what `reset` returned
     next(rollout)     the turn is read: calls are answered by tools, or a game makes its step
     score(rollouts)   get_reward(), the attribute `reward`, what a game gave, else the task's reward function
 
@@ -18,22 +18,36 @@ from typing import Any
 
 from rollover.envs.chat import Chat, sampled_turns
 from rollover.envs.game import Observation
-from rollover.envs.protocol import BeginAgain, refuse_images, written
+from rollover.envs.protocol import BeginAgain, written
 from rollover.envs.saved_states import CannotRestore, Played, SavedStates, Told
 from rollover.envs.setup import EnvironmentSetup
-from rollover.envs.tool_calls import CallCounts, ToolCalls
+from rollover.envs.tool_calls import CallCounts, Content, ToolCalls, content_of
 from rollover.envs.tool_format import build_tool_format
 from rollover.envs.tools import with_system_text
 from rollover.envs.user_class import KEY, UserClass
 from rollover.envs.user_code import Outcome, UserCode
 from rollover.functions import described
+from rollover.images import BadImage
 from rollover.rewards.registry import to_result
-from rollover.types import Prompt, Reward, Rollout, RolloutState, Segment, StopReason, Task
+from rollover.tasks.image_parts import are_parts
+from rollover.types import (
+    Prompt,
+    Reward,
+    Rollout,
+    RolloutState,
+    Segment,
+    StopReason,
+    Task,
+    content_text,
+    joined,
+)
 
 _MOST_TEXTS = 100_000  # of `reset` that are remembered, as hashes, to see that it says the same to every rollout
 
 
 _NOTHING = object()
+_Written = tuple[list[int], list[str]]
+"""Token ids, and the digests of the images among them."""
 
 
 class CannotGoOn(ValueError):
@@ -58,7 +72,7 @@ class ClassEnvironment:
         tools = [] if own_format else self.user.schemas
         role = "user" if self.user.is_game else "tool"
         Chat(setup.tokenizer).require(role)
-        self.chat = Chat(setup.tokenizer, tools, "hermes" if own_format else workflow.tool_format)
+        self.chat = Chat(setup.tokenizer, tools, "hermes" if own_format else workflow.tool_format, setup.processor)
         fit = self.chat.fit(role)
         of_template = "" if fit.exact else f"{fit.why}: episodes keep what was sampled, as it was sampled"
         self.notice = "\n".join(filter(None, (of_template, self.user.notice)))
@@ -77,22 +91,22 @@ class ClassEnvironment:
     def prompt(self, task: Task, instead: Sequence[Mapping[str, str]] | None = None) -> Prompt:
         """The task's prompt as token ids, made of the messages `instead` where there are such. Waits for `reset`.
         CannotGoOn where that fails, or says something else when it is asked again."""
-        text = self._opened_now(task)
-        if not self._texts and text != self._opened_now(task):
+        told = self._opened_now(task)
+        if not self._texts and told != self._opened_now(task):
             raise self._failed(
                 f"says one thing in reset, and another when it is asked again for the same task ({task.task_id}): all"
                 " rollouts of a task have one prompt. Make it of the columns alone, as by random.Random(answer)"
             )
-        self._texts[task.task_id, task.attempt] = hash(text)
+        self._texts[task.task_id, task.attempt] = hash(_shown(told))
         if len(self._texts) > _MOST_TEXTS:
             del self._texts[next(iter(self._texts))]
-        refuse_images(task, "workflow.environment")
-        messages = [dict(m) for m in instead or task.messages or ({"role": "user", "content": task.content},)]
-        if text is not None:
-            messages[-1]["content"] += text
+        given = instead or task.messages or ({"role": "user", "content": task.content},)
+        messages: list[dict[str, Any]] = [dict(message) for message in given]
+        if told is not None:
+            messages[-1]["content"] = joined(messages[-1]["content"], told)
         messages[-1:-1] = self.user.examples
         said = with_system_text(messages, self._system_text) if self._system_text else messages
-        return Prompt.of(self.chat.prompt(said))
+        return self.chat.prompt(said)
 
     def release(self, rollouts: Iterable[Rollout]) -> None:
         """They left the system: their objects are dropped."""
@@ -156,7 +170,7 @@ class ClassEnvironment:
 
     # Objects of the user's class
 
-    def _opened_now(self, task: Task) -> str | None:
+    def _opened_now(self, task: Task) -> Content | None:
         """What `reset` says for the task."""
         outcome = self.code.call_now(self.user.make.function)
         self._check(outcome, "its construction")
@@ -169,20 +183,29 @@ class ClassEnvironment:
         self._check(outcome, "its construction")
         made = outcome.value
         outcome = await self.code.call(made.reset, **self.user.columns_for_reset(task))
-        text = self._after_reset(made, outcome)
-        if hash(text) != self._texts.get((task.task_id, task.attempt), hash(text)):
+        told = hash(_shown(self._after_reset(made, outcome)))
+        if told != self._texts.get((task.task_id, task.attempt), told):
             raise self._failed(
                 f"says something else in reset than for the prompt of task {task.task_id}: make it of the columns alone"
             )
         return Played(made)
 
-    def _after_reset(self, made: Any, outcome: Outcome) -> str | None:
+    def _after_reset(self, made: Any, outcome: Outcome) -> Content | None:
         self._check(outcome, "reset")
-        if outcome.value is not None and not isinstance(outcome.value, str):
-            raise self._failed(f"returned {described(outcome.value)} from reset: it must be None, or a text")
+        must = "None, a text, or a list of content parts with an image"
+        told = None if outcome.value is None else self._content(outcome.value, outcome.value, "reset", must)
         if self._owns_reward is None:
             self._owns_reward = inspect.getattr_static(made, "reward", _NOTHING) is not _NOTHING  # runs no property
-        return outcome.value
+        return told
+
+    def _content(self, value: Any, returned: Any, what: str, must: str) -> Content:
+        """The content of a message, as it stands in what the user's class `returned`."""
+        if not isinstance(value, str) and not are_parts(value):
+            raise self._failed(f"returned {described(returned)} from {what}: it must be {must}")
+        try:
+            return content_of(value)
+        except BadImage as error:
+            raise self._failed(f"returned an image from {what} that cannot be used: {error}") from error
 
     async def _caught_up(self, rollout: Rollout, turns: list[list[int]], least: int) -> Played:
         """The object of the rollout, after these turns of it. Where that is lost another one, which has seen so many
@@ -196,7 +219,7 @@ class ClassEnvironment:
             is_new = number == len(turns) - 1
             counts = self._counts if is_new and rollout.group_id >= 0 else CallCounts()
             told = await self._play(episode, self.chat.text(turns[number]), counts)
-            if not is_new and (told.done or self.chat.continuation(turns[number], told.messages) != said[number]):
+            if not is_new and (told.done or self._continued(turns[number], told) != said[number]):
                 raise self._failed(
                     f"does not say again what it said to turn {number + 1} of rollout {rollout.rollout_id}, as it must"
                     " after a restart: make its answers depend on the columns and the turns alone"
@@ -206,6 +229,10 @@ class ClassEnvironment:
             await self.states.save(rollout, episode)
         self._episodes[_key(rollout)] = episode
         return episode
+
+    def _continued(self, turn: list[int], told: Told) -> _Written:
+        found = self.chat.continuation(turn, told.messages)
+        return list(found.ids), [image.digest for image in found.media]
 
     async def _another(self, rollout: Rollout, turns: list[list[int]], least: int) -> Played:
         """An object in the place of one that is lost, or was never made."""
@@ -224,13 +251,13 @@ class ClassEnvironment:
             outcome = await self.code.call(episode.made.step, text)
             self._check(outcome, "step")
             seen = outcome.value
-            is_one = isinstance(seen, Observation) and isinstance(seen.text, str)
-            if not is_one or "error" in to_result(seen.reward):
-                raise self._failed(
-                    f"returned {described(seen)} from step: it must be an Observation (rollover.Observation) with a"
-                    " text and a finite reward"
-                )
-            return Told([{"role": "user", "content": self.calls.cut(seen.text)}], seen.done, float(seen.reward))
+            must = (
+                "an Observation (rollover.Observation) with a text, or a list of content parts with an image, and a"
+                " finite reward"
+            )
+            is_one = isinstance(seen, Observation) and "error" not in to_result(seen.reward)
+            content = self.calls.cut(self._content(seen.text if is_one else None, seen, "step", must))
+            return Told([{"role": "user", "content": content}], seen.done, float(seen.reward))
         if not (calls := self.format.read(text)):
             return Told(done=True)
         answers = await self.calls.answers(calls, self.user.tools_of(episode.made), counts)
@@ -307,6 +334,11 @@ def _seen(rollout: Rollout, max_tokens: int) -> list[list[int]]:
     return turns[:-1] if used_up else turns
 
 
-def _said(rollout: Rollout) -> list[list[int]]:
-    """The token ids that the environment wrote after each turn, in order."""
-    return [s.token_ids.tolist() for s in rollout.segments if not s.trainable]
+def _said(rollout: Rollout) -> list[_Written]:
+    """The environment's answers after each turn, in order."""
+    return [(s.token_ids.tolist(), [image.digest for image in s.media]) for s in rollout.segments if not s.trainable]
+
+
+def _shown(content: Content | None) -> str | None:
+    """A text that is equal for equal contents."""
+    return None if content is None else content_text(content, lambda part: f"[{part['sha256']}]")

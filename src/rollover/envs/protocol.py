@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from rollover.functions import is_score
-from rollover.types import Prompt, Reward, Rollout, Segment, StopReason, Task, why_not_in_vocabulary
+from rollover.types import Media, Prompt, Reward, Rollout, Segment, StopReason, Task, why_not_in_vocabulary
 
 
 class WrongTurn(ValueError):
@@ -87,22 +87,15 @@ class HoldsObjects(Protocol):
         ...
 
 
-def refuse_images(task: Task, option: str) -> None:
-    """ValueError for a task that shows images, which what `option` names cannot put into a prompt."""
-    if task.images:
-        raise ValueError(
-            f"task {task.task_id!r} of {task.source} shows images, and {option} makes prompts of text alone: use"
-            ' rollout.environment = "single_turn", or leave the column of images out'
-        )
-
-
-def written(rollout: Rollout, token_ids: Sequence[int], *, done: bool = False) -> Segment:
+def written(rollout: Rollout, tokens: Sequence[int] | Prompt, *, done: bool = False) -> Segment:
     """What an environment writes after a turn of `rollout`: tokens that no policy sampled, so they are never trained.
 
-    `done`: nothing follows (StopReason.ENV_DONE); otherwise the policy goes on. Without `done` there is a token at
-    least.
+    `tokens`: their ids, or a Prompt where they show images, whose offsets count from the first of these tokens
+    (`Chat.continuation`). `done`: nothing follows (StopReason.ENV_DONE); otherwise the policy goes on. Without `done`
+    there is a token at least.
     """
     last = rollout.segments[-1]
+    token_ids, media = (tokens.ids, tokens.media) if isinstance(tokens, Prompt) else (tokens, ())
     return Segment(
         token_ids=np.asarray(token_ids, dtype=np.int32),
         logprobs=np.zeros(len(token_ids), dtype=np.float32),
@@ -111,14 +104,16 @@ def written(rollout: Rollout, token_ids: Sequence[int], *, done: bool = False) -
         stop_reason=StopReason.ENV_DONE if done else StopReason.PAUSED,
         trainable=False,
         start=rollout.num_tokens,
+        media=tuple(image.moved(len(rollout.prompt) + rollout.num_tokens) for image in media),
     )
 
 
-def why_not_written(answer: object, num_tokens: int, vocab_size: int) -> str | None:
-    """Why this cannot be what an environment writes after `num_tokens` of a rollout; None: it can.
+def why_not_written(answer: object, rollout: Rollout, vocab_size: int) -> str | None:
+    """Why this cannot be what an environment writes after the turn of `rollout`; None: it can.
 
     Every token id of the model is below `vocab_size`.
     """
+    num_tokens = rollout.num_tokens
     if not isinstance(answer, Segment):
         return f"it is a {type(answer).__name__}, and no Segment"
     if answer.trainable:
@@ -131,6 +126,14 @@ def why_not_written(answer: object, num_tokens: int, vocab_size: int) -> str | N
         return f"it ends with {answer.stop_reason.value}"
     if answer.stop_reason is StopReason.PAUSED and not len(answer):
         return "it has no token, and is not the end"
+    first = len(rollout.prompt) + num_tokens
+    for image in answer.media:
+        if not (
+            isinstance(image, Media) and first <= image.offset <= image.offset + image.count <= first + len(answer)
+        ):
+            return (
+                f"its media have {image!r:.200}, which does not lie within its tokens {first} to {first + len(answer)}"
+            )
     return why_not_in_vocabulary(answer.token_ids, vocab_size)
 
 

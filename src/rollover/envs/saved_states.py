@@ -33,7 +33,7 @@ Place = tuple[int, int]  # group id, sibling
 class Told:
     """What the environment says after a turn. `done`: nothing, as the episode has ended. `reward`: a game's."""
 
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
     done: bool = False
     reward: float = 0.0
 
@@ -156,4 +156,5 @@ def _digest(rollout: Rollout, num_turns: int) -> int:
         if num_answers == num_turns:
             break
         crc = zlib.crc32(np.asarray(segment.token_ids, "<i4").tobytes(), crc)
+        crc = zlib.crc32("".join(image.digest for image in segment.media).encode(), crc)
     return crc

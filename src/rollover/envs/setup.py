@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollover.config import Config
 from rollover.envs.single_turn import Scorer
 from rollover.types import Task
+
+if TYPE_CHECKING:
+    from rollover.models.processor import Processor
 
 
 @dataclass(frozen=True)
@@ -24,3 +27,5 @@ class EnvironmentSetup:
     """See Environment.scores_singly."""
     vocab_size: int
     """Every token id of the model is below it."""
+    processor: Processor | None = None
+    """Of a vision-language model, for `Chat`; None: the model takes text alone."""

@@ -17,7 +17,11 @@ from rollover.envs.chat import whole_characters
 from rollover.envs.tools import Call, MalformedCall
 from rollover.envs.user_code import Outcome, UserCode
 from rollover.functions import printable, said_by
+from rollover.images import is_image
+from rollover.tasks.image_parts import are_parts, with_images_of_program
 
+Content = str | list[dict[str, Any]]
+"""Of a message: a text, or parts, as in types.Task."""
 _CHARS_PER_TOKEN = 64  # a text of more than that per token is cut before it is tokenised: it may be gigabytes
 _MAX_ERROR_CHARS = 500
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
@@ -55,27 +59,33 @@ class ToolCalls:
 
     async def answers(
         self, calls: Sequence[Call | MalformedCall], tools: Mapping[str, Callable[..., Any]], counts: CallCounts
-    ) -> list[str]:
-        """What the policy is told, one text a call in the order of the calls.
+    ) -> list[Content]:
+        """What the policy is told, one content a call in the order of the calls: a text, or parts with images.
 
         Calls of `async def` tools that follow each other run at once; every other call begins when the one before has
         ended, as tools of one object share its state.
         """
-        told: list[str] = []
+        told: list[Content] = []
         for _, run in itertools.groupby(enumerate(calls), key=lambda item: self._run_of(*item, tools)):
             told += await asyncio.gather(*(self._answer(call, tools, counts) for _, call in run))
         return told
 
-    def cut(self, text: str) -> str:
-        """The text, or its first `max_tokens` tokens and how much is missing."""
+    def cut(self, content: Content) -> Content:
+        """The content, whose texts have at most `max_tokens` tokens: else the first of them, and how much is missing.
+        Images stay."""
+        if isinstance(content, str):
+            return self._cut(content)
+        return [part | {"text": self._cut(part["text"])} if part["type"] == "text" else part for part in content]
+
+    # Private
+
+    def _cut(self, text: str) -> str:
         head = whole_characters(text[: self.max_tokens * _CHARS_PER_TOKEN])
         ids = self.tokenizer(head, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         if len(ids) <= self.max_tokens and len(text) <= self.max_tokens * _CHARS_PER_TOKEN:
             return head
         kept = self.tokenizer.decode(ids[: self.max_tokens], clean_up_tokenization_spaces=False)
         return f"{kept}\n[cut off here: {len(text):,} characters in all]"
-
-    # Private
 
     @staticmethod
     def _run_of(number: int, call: Call | MalformedCall, tools: Mapping[str, Callable[..., Any]]) -> int:
@@ -85,7 +95,7 @@ class ToolCalls:
 
     async def _answer(
         self, call: Call | MalformedCall, tools: Mapping[str, Callable[..., Any]], counts: CallCounts
-    ) -> str:
+    ) -> Content:
         counts.calls += 1
         if isinstance(call, MalformedCall):
             counts.malformed += 1
@@ -93,7 +103,7 @@ class ToolCalls:
         if why := self._why_wrong(call, tools):
             counts.errors += 1
             return f"error: {why}"
-        outcome = await self.code.call(_to_text(tools[call.name]), **call.arguments)
+        outcome = await self.code.call(_to_content(tools[call.name]), **call.arguments)
         counts.time_s += outcome.seconds
         counts.timeouts += outcome.timed_out
         counts.errors += outcome.error is not None
@@ -133,30 +143,35 @@ def _told_of(outcome: Outcome) -> str:
     return (said_by(outcome.error) or type(outcome.error).__name__)[:_MAX_ERROR_CHARS]
 
 
-def _to_text(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """The tool, with its result as a text: made where the tool runs, as that is the user's code, too."""
+def _to_content(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """The tool, with its result as a content: made where the tool runs, as that is the user's code, too."""
     if inspect.iscoroutinefunction(tool):
 
-        async def called(**arguments: Any) -> str:
-            return text_of(await tool(**arguments))
+        async def called(**arguments: Any) -> Content:
+            return content_of(await tool(**arguments))
 
         return called
 
     def called_at_once(**arguments: Any) -> Any:
         result = tool(**arguments)
-        return _text_later(result) if inspect.isawaitable(result) else text_of(result)
+        return _content_later(result) if inspect.isawaitable(result) else content_of(result)
 
     return called_at_once
 
 
-async def _text_later(result: Any) -> str:
-    return text_of(await result)
+async def _content_later(result: Any) -> Content:
+    return content_of(await result)
 
 
-def text_of(value: Any) -> str:
-    """A result as a text: lists and dicts as JSON where that can hold them, everything else as `str` says."""
+def content_of(value: Any) -> Content:
+    """A result as the content of a message. Content parts with an image, and images of Pillow, are shown; other lists
+    and dicts become JSON where that can hold them, everything else is as `str` says. BadImage as `with_images`."""
     if isinstance(value, str):
         return value
+    if is_image(value):
+        value = [{"type": "image", "image": value}]
+    if are_parts(value):
+        return with_images_of_program([{"content": value}])[0]["content"]
     if isinstance(value, dict | list | tuple):
         try:
             return json.dumps(value, ensure_ascii=False)

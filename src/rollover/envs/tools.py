@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollover.types import joined
+
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _HOW_TO_CALL = {
     "hermes": (
@@ -83,7 +85,7 @@ def with_system_text(messages: Iterable[Mapping[str, Any]], text: str) -> list[d
     """The messages with `text` at the end of their system message; in a new first one if they begin without."""
     out = [dict(message) for message in messages]
     if out and out[0]["role"] == "system":
-        out[0]["content"] = f"{out[0]['content']}\n\n{text}"
+        out[0]["content"] = joined(out[0]["content"], f"\n\n{text}")
     else:
         out.insert(0, {"role": "system", "content": text})
     return out

@@ -203,13 +203,11 @@ class PackedAttention:
         self.lengths = lengths
         self.prefixes: list[int | None] = prefixes if prefixes is not None else [None] * len(lengths)
         assert len(self.prefixes) == len(lengths)
-        self.batches: list[tuple[int | None, list[int]]] = []
+        self.batches: list[tuple[int | None, list[int]]] = [(self.prefixes[i], [i]) for i in bidirectional]
         for prefix in dict.fromkeys(self.prefixes):
             members = {i: n for i, n in enumerate(lengths) if self.prefixes[i] == prefix and i not in bidirectional}
             self.batches += [(prefix, batch) for batch in similar_lengths(members)]
         self._bidirectional = bidirectional
-        assert all(self.prefixes[i] is None for i in bidirectional), "images are in prompts"
-        self.batches += [(None, [i]) for i in bidirectional]
         self._mask_pairs = mask_pairs
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
@@ -244,8 +242,9 @@ class PackedAttention:
                 out_BHTD = self._batch(query, key, value, window=window, scale=scale, softcap=softcap)
             else:
                 mask = causal_mask(query.shape[2], key.shape[2], window, query.device)
+                before = key.shape[2] - query.shape[2]
                 for start, end in spans:
-                    mask[start:end, start:end] = True
+                    mask[start:end, before + start : before + end] = True
                 out_BHTD = masked_attention(query, key, value, mask, scale=scale, softcap=softcap)
             out_BTHD = out_BHTD.transpose(1, 2)
             for i, row in zip(batch, out_BTHD, strict=True):

@@ -21,7 +21,7 @@ import torch
 from rollover.files import read_object
 from rollover.images import digest_of, read_image, read_unchanged
 from rollover.models.vision import takes_images
-from rollover.types import Media, Prompt, content_text, images_in
+from rollover.types import Media, Prompt, content_text, images_in, without_sources
 
 _FILES = (
     "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json",
@@ -71,7 +71,7 @@ class Processor:
     def rendered(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
         """The text of messages, with one token for each image. ValueError for a text like that token."""
         self._check_texts(messages)
-        return self.tokenizer.apply_chat_template(list(map(_without_sources, messages)), tokenize=False, **arguments)
+        return self.tokenizer.apply_chat_template(list(map(without_sources, messages)), tokenize=False, **arguments)
 
     def tokens(self, text: str, sources: Sequence[str]) -> Prompt:
         """The tokens of a text that `rendered` made, and of those of the images `sources` that it shows: the first."""
@@ -248,11 +248,3 @@ def _in_parts(apply: Any, messages: Sequence[Mapping[str, Any]], *args: Any, **o
 def _parts(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}] if isinstance(content, str) else content}
-
-
-def _without_sources(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as templates take it: some look for the keys of a part."""
-    content = message["content"]
-    if isinstance(content, str):
-        return dict(message)
-    return {**message, "content": [p if p["type"] == "text" else {"type": "image"} for p in content]}

@@ -3,8 +3,8 @@
 Shapes: N tokens of the row, P placeholders of its images, E hidden size of the language model.
 
 A vision-language model here is its language model, whose attention is ours, behind one more input: the features of each
-distinct image, computed once by the model's own tower and projector. Pixels come from models/processor.py. After the
-prompt a rollout is text alone, at the index of its token plus a constant.
+distinct image, computed once by the model's own tower and projector. Pixels come from models/processor.py. After its
+last image a rollout is text alone, at the index of its token plus a constant.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ class Pixels(Protocol):
 
 
 @dataclass(frozen=True)
-class PromptImages:
-    """Placement of the images of a prompt. `placeholders`: the indices of the placeholders of each image in `media`.
+class ImagePlaces:
+    """Placement of the images of a rollout in its first P tokens: the prompt, or more where later ones show images.
 
-    `positions_3P`: positions of the prompt's tokens in time, height and width, [3, prompt]; None: the position is the
-    index. `shift`: position minus index of every token after the prompt. `bidirectional`: spans [start, end) of tokens
+    `placeholders`: the indices of the placeholders of each image in `media`. `positions_3P`: positions of these tokens
+    in time, height and width; None: the position is the index. `shift`: position minus index of every token after
+    them. `bidirectional`: spans [start, end) of tokens
     that attend to each other, in families whose attention within an image is not causal.
     """
 
@@ -64,13 +65,19 @@ class PromptImages:
         return np.concatenate((self.positions_3P[:, start:end], np.broadcast_to(after, (3, len(after)))), 1)
 
     def tokens(self, start: int, end: int, at: int) -> list[ImageTokens]:
-        """Return the image tokens among tokens [start, end) of the prompt, which begin at index `at` of a row."""
+        """Return the image tokens among tokens [start, end), which begin at index `at` of a row."""
         found = []
         for image, places in zip(self.media, self.placeholders, strict=True):
             which = np.flatnonzero((places >= start) & (places < end))
             if len(which):
                 found.append(ImageTokens(image, at + places[which] - start, which))
         return found
+
+    def spans(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
+        """Return the bidirectional spans among tokens [start, end), counted from `start`."""
+        return tuple(
+            (first - start, min(last, end) - start) for first, last in self.bidirectional if start <= first < end
+        )
 
     def chunk_end(self, start: int, end: int) -> int:
         """Return the end, near `end`, of a chunk from `start` that cuts no bidirectional span."""
@@ -146,7 +153,7 @@ class Vision:
             return None
         return cls(model, processor, keeps=not trains_tower(model))
 
-    def of_prompt(self, prompt: Prompt) -> PromptImages:
+    def of_prompt(self, prompt: Prompt) -> ImagePlaces:
         """Return the placement of the images of `prompt`. ValueError if its ids do not fit its media."""
         ids = np.asarray(prompt.ids)
         media = tuple(sorted(prompt.media, key=lambda m: m.offset))
@@ -163,10 +170,10 @@ class Vision:
         # Crops of an image may have text between them.
         runs = [run for of in places for run in np.split(of, np.flatnonzero(np.diff(of) != 1) + 1)]
         spans = tuple((int(run[0]), int(run[-1]) + 1) for run in runs) if self._is_bidirectional else ()
-        return PromptImages(media, tuple(places), positions_3P, shift, spans)
+        return ImagePlaces(media, tuple(places), positions_3P, shift, spans)
 
     @torch.no_grad()
-    def prepare(self, images: PromptImages) -> None:
+    def prepare(self, images: ImagePlaces) -> None:
         """Compute and keep the features of a prompt's images. ValueError if that fails, or their number differs from
         that of the placeholders."""
         features = self._features(list({image.digest: image for image in images.media}.values()))
@@ -266,10 +273,10 @@ class Vision:
             self._kept.popitem(last=False)
 
 
-NO_IMAGES = PromptImages((), ())
+NO_IMAGES = ImagePlaces((), ())
 
 
-def images_of(vision: Vision | None, prompt: Prompt) -> PromptImages:
+def images_of(vision: Vision | None, prompt: Prompt) -> ImagePlaces:
     """Return the placement of the images of `prompt`. ValueError if it has some and the model takes none."""
     if not prompt.media:
         if vision is not None:

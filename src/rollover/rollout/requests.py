@@ -50,6 +50,7 @@ class Requests:
             text_start=_turn_start(rollout),
             may_go_on=self.may_go_on,
             processing=self._processing,
+            later_media=rollout.later_media,
         )
 
     def nothing_for(self, rollout: Rollout) -> list[Segment]:

@@ -22,7 +22,7 @@ async def start_environment(
     config = setup.config
     if not config.workflow.agent:
         return build_environment(setup), None
-    episodes = build_episodes(config, setup.tokenizer, setup.vocab_size, max_tokens, rewarder)
+    episodes = build_episodes(setup, max_tokens, rewarder)
     server = EpisodeServer(episodes, config.workflow.port)
     on_error.push_async_callback(server.close)
     await server.start()

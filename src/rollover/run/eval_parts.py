@@ -65,9 +65,8 @@ class EvalParts:
             if with_rewards:
                 rewarder = build_rewarder(config, training=False)
                 scorer = make_scorer(rewarder, loaded.tokenizer, config)
-                setup = EnvironmentSetup(
-                    config, loaded.tokenizer, scorer, rewarder.rewarder.scores_singly, loaded.vocab_size
-                )
+                singly = rewarder.rewarder.scores_singly
+                setup = EnvironmentSetup(config, loaded.tokenizer, scorer, singly, loaded.vocab_size, loaded.processor)
                 longest = await asyncio.to_thread(lambda: engine.max_tokens)  # a Ctrl-C ends the wait for an engine
                 environment, server = await start_environment(setup, rewarder, longest, on_error)
             parts = cls(

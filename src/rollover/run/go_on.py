@@ -21,7 +21,7 @@ from rollover.models.devices import dtype_of
 from rollover.reading.run_files import FINISHED
 from rollover.run.eval_parts import EvalParts
 from rollover.run.playing import together
-from rollover.track.recorded import prompt_of
+from rollover.track.recorded import media_of, prompt_of
 from rollover.trainer.stored_tensors import StoredTensors, part_of
 from rollover.types import SamplingParams, Segment, rollout_seed
 
@@ -69,9 +69,10 @@ class Place:
         greedy = any(of["trainable"] and of["sampling"]["temperature"] == 0 for of in record["segments"])
         temperature = 0.0 if greedy and not number else rollout.temperature
         sibling = record["sibling"] if not number else f"{record['sibling']}+{number}"
+        prompt = prompt_of(record)
         return ExtendRequest(
             rollout_id=f"{record['rollout_id']}+{number}",
-            prompt=prompt_of(record),
+            prompt=prompt,
             generated_ids=tuple(self.token_ids),
             max_new_tokens=budget,
             seed=rollout_seed(config.run.seed, record["task_id"], record["attempt"], sibling),
@@ -80,6 +81,7 @@ class Place:
             stop_strings=tuple(rollout.stop),
             text_start=start,
             processing=rollout.logits.processing(),
+            later_media=tuple(m for m in media_of(record, "later_media") if m.offset < len(prompt) + self.kept),
         )
 
 

@@ -167,7 +167,9 @@ class Parts:
             on_error.callback(trainer.close)
             scorer = make_scorer(observed, loaded.tokenizer, config)
             pool = observed.rewarder
-            setup = EnvironmentSetup(config, loaded.tokenizer, scorer, pool.scores_singly, loaded.vocab_size)
+            setup = EnvironmentSetup(
+                config, loaded.tokenizer, scorer, pool.scores_singly, loaded.vocab_size, loaded.processor
+            )
             longest = await asyncio.to_thread(lambda: engine.max_tokens)  # a Ctrl-C ends the wait for an engine
             environment, server = await start_environment(setup, observed, longest, on_error)
             if isinstance(environment, HoldsObjects) and environment.notice:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from rollover.envs.answer_text import Decode
 from rollover.trajectories import Episode, Trajectory
-from rollover.types import Prompt, Rollout
+from rollover.types import Media, Rollout
 
 _WIDTH = 12  # of what stands before a text
 
@@ -26,26 +26,30 @@ def _trajectory(trajectory: Trajectory, decode: Decode) -> Iterator[str]:
     assert reward is not None
     yield f"{trajectory.role}: " + (f"no score: {reward.error}" if reward.score is None else f"score {reward.score:g}")
     for rollout in trajectory.rollouts:
-        yield _said("prompt", _prompt(rollout.prompt, decode))
+        yield _said("prompt", _with_images(rollout.prompt.ids, rollout.prompt.media, decode))
         yield from _turns(rollout, decode)
 
 
-def _prompt(prompt: Prompt, decode: Decode) -> str:
-    """Its text, with "[image: name]" for the placeholders of each image."""
+def _with_images(ids: Sequence[int], media: Sequence[Media], decode: Decode, start: int = 0) -> str:
+    """The text of ids that begin with token `start`, with "[image: name]" for the placeholders of each image."""
     parts, end = [], 0
-    for media in prompt.media:
-        parts += [decode(prompt.ids[end : media.offset]), f"[image: {media.source.rpartition('/')[2]}]"]
-        end = media.offset + media.count
-    return "".join([*parts, decode(prompt.ids[end:])])
+    for image in media:
+        first = image.offset - start
+        parts += [decode(ids[end:first]), f"[image: {image.source.rpartition('/')[2]}]"]
+        end = first + image.count
+    return "".join([*parts, decode(ids[end:])])
 
 
 def _turns(rollout: Rollout, decode: Decode) -> Iterator[str]:
-    number = 0
-    for is_policy, segments in groupby(rollout.segments, lambda segment: segment.trainable):
+    number, start = 0, len(rollout.prompt)
+    for is_policy, of in groupby(rollout.segments, lambda segment: segment.trainable):
+        segments = list(of)
         ids = [int(token) for segment in segments for token in segment.token_ids]
         number += is_policy
         if ids or is_policy:
-            yield _said(f"turn {number}" if is_policy else "answer", decode(ids))
+            text = _with_images(ids, [m for segment in segments for m in segment.media], decode, start)
+            yield _said(f"turn {number}" if is_policy else "answer", text)
+        start += len(ids)
 
 
 def _said(who: str, text: str) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from rollover.files import local_path
@@ -82,7 +81,12 @@ def with_images_of_program(messages: Sequence[Mapping[str, Any]]) -> tuple[Messa
     `with_images`; paths begin in the working directory."""
     if not any(shows_images(message.get("content")) for message in messages):
         return tuple(map(dict, messages))
-    return with_images(messages, None, "", partial(stored, places=Places(local_path(""))))
+    return with_images(messages, None, "", stored_of_program)
+
+
+def stored_of_program(value: Any) -> tuple[str, str]:
+    """`images.stored` of a value that the user's own code gives: relative paths begin in the working directory."""
+    return stored(value, Places(local_path("")))
 
 
 def task_with_images(task: Task) -> Task:
@@ -98,6 +102,14 @@ def shows_images(content: Any) -> bool:
     return isinstance(content, list | tuple) and any(
         not (isinstance(part, Mapping) and part.get("type") in _TEXT_TYPES) for part in content
     )
+
+
+def are_parts(value: Any) -> bool:
+    """Whether a value is a list of content parts, with an image among them, and not any other list."""
+    if not isinstance(value, list | tuple):
+        return False
+    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in value]
+    return all(kind in (*_TEXT_TYPES, *_IMAGE_TYPES) for kind in kinds) and any(kind in _IMAGE_TYPES for kind in kinds)
 
 
 # Private

@@ -22,6 +22,7 @@ from rollover.trajectories import place
 from rollover.types import (
     DropReason,
     Group,
+    Media,
     Prompt,
     Reward,
     Rollout,
@@ -180,6 +181,11 @@ def prompt_of(record: Mapping[str, Any]) -> Prompt:
     return Prompt.of(record["prompt_ids"], record.get("media") or ())
 
 
+def media_of(record: Mapping[str, Any], key: str) -> tuple[Media, ...]:
+    """Return the images that a record has under "media" or "later_media"."""
+    return tuple(map(Media.from_json, record.get(key) or ()))
+
+
 def _task(record: dict[str, Any]) -> Task:
     messages = record["messages"]
     return Task(
@@ -202,7 +208,8 @@ def _rollout(record: dict[str, Any], group: Group) -> Rollout:
         raise ValueError(
             f"{len(token_ids)} token_ids, {len(logprobs)} logprobs and segments of {sum(lengths)} tokens do not agree"
         )
-    segments, start = [], 0
+    media = media_of(record, "later_media")
+    segments, start, num_prompt = [], 0, len(_own_prompt(record, group))
     for s, length in zip(record["segments"], lengths, strict=True):
         end = start + length
         segments.append(
@@ -213,6 +220,7 @@ def _rollout(record: dict[str, Any], group: Group) -> Rollout:
                 SamplingParams(**s["sampling"]),
                 StopReason(s["stop_reason"]),
                 s["trainable"],
+                media=tuple(m for m in media if start <= m.offset - num_prompt < end),
             )
         )
         start = end

@@ -6,7 +6,8 @@ so a step's file is complete or absent, and any Parquet or JSONL tool reads them
 
 What siblings share and may be long ("messages", "prompt", "columns", "prompt_ids", "media") stands in the first line of
 a group and is null in the others; a rollout with another prompt than the first one has "prompt_ids" and "media" of its
-own. "media": where each image of the prompt lies, and its file; null where there is none. Token ids and
+own. "media": where each image of the prompt lies, and its file; null where there is none. "later_media": those of the
+images that an environment showed, whose offsets count from the first token of the prompt, too. Token ids and
 log-probs are those of all segments in order; "segments" says how to cut them. Log-probs are the shortest decimals that
 give the same float32, so a rollout is rebuilt exactly (non-finite numbers are null, and come back NaN). How a row of
 Parquet differs: rollout_table.py.
@@ -28,7 +29,7 @@ from rollover.track.recorded import not_recorded, outcome_of, rows_of, step_of
 from rollover.track.sinks import to_json
 from rollover.track.token_stats import record_of
 from rollover.track.tracker import Cut, RecordedCredit, RecordedGroup, Tracker
-from rollover.types import Rollout
+from rollover.types import Media, Rollout
 
 Format = Literal["jsonl", "parquet"]
 FORMATS: tuple[Format, ...] = ("jsonl", "parquet")
@@ -102,7 +103,7 @@ def _lines(step: int, groups: Sequence[RecordedGroup]) -> Iterator[dict[str, Any
         first = recorded.group.rollouts[0]
         record = _record(step, recorded, place, shared=rollout is first)
         if rollout is not first and not _same_prompt(rollout, first):
-            record |= {"prompt_ids": list(rollout.prompt.ids), "media": _media(rollout)}
+            record |= {"prompt_ids": list(rollout.prompt.ids), "media": _media(rollout.prompt.media)}
         # "token_ids" and what is of tokens stay last: who looks for the rest reads up to there.
         yield record | {
             "token_ids": rollout.token_ids(),
@@ -155,7 +156,8 @@ def _record(step: int, recorded: RecordedGroup, place: int, *, shared: bool) -> 
         "plain": task.plain,
         "columns": json.dumps(task.columns, ensure_ascii=False) if shared else None,
         "prompt_ids": list(rollout.prompt.ids) if shared else None,
-        "media": _media(rollout) if shared else None,
+        "media": _media(rollout.prompt.media) if shared else None,
+        "later_media": _media(rollout.later_media),
         "completion": recorded.completions[place],
         "score": to_json(_float(reward.score)) if reward else None,
         # Without entries null, because Parquet has no struct without fields.
@@ -186,8 +188,8 @@ def _record(step: int, recorded: RecordedGroup, place: int, *, shared: bool) -> 
     }
 
 
-def _media(rollout: Rollout) -> list[dict[str, Any]] | None:
-    return rollout.prompt.media_to_json().get("media")
+def _media(media: Sequence[Media]) -> list[dict[str, Any]] | None:
+    return [of.to_json() for of in media] or None
 
 
 def _credit(credit: RecordedCredit | None) -> dict[str, Any] | None:

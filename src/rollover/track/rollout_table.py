@@ -1,9 +1,9 @@
 """Rollouts as Parquet: one table a step under rollouts/, one row a rollout, of one schema in every run.
 
 Owns that schema (docs/parquet.md), and how a record becomes a row and a row the record again. The keys are those of a
-line of JSONL (track/recorder.py), but what siblings share is in every row, `messages` and `media` are JSON inside a
-string as `columns` is, and `extras`, `shaping` and `texts` are maps: whatever a run records, all its files have one
-schema. pyarrow is loaded where a table is written or read.
+line of JSONL (track/recorder.py), but what siblings share is in every row, `messages`, `media` and `later_media` are
+JSON inside a string as `columns` is, and `extras`, `shaping` and `texts` are maps: whatever a run records, all its
+files have one schema. pyarrow is loaded where a table is written or read.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rollover.track.token_stats import KEYS
 if TYPE_CHECKING:
     import pyarrow as pa
 
-ROLLOUTS, VERSION = "rollouts", 4  # under METADATA of every file; a change that a reader would notice counts up
+ROLLOUTS, VERSION = "rollouts", 5  # under METADATA of every file; a change that a reader would notice counts up
 METADATA = b"rollover.schema"
 # Schemas that lack columns of this one, and have no others.
 _BEFORE = {f"{ROLLOUTS}/{version}" for version in range(1, VERSION)}
-_AS_JSON, _MAPS = ("messages", "media"), ("extras", "shaping", "texts")
+_AS_JSON, _MAPS = ("messages", "media", "later_media"), ("extras", "shaping", "texts")
 _MOST_ROWS = 64  # of a row group: what a reader of a few rows has to unpack
 
 
@@ -79,6 +79,7 @@ def schema() -> pa.Schema:
         "columns": pa.string(),
         "prompt_ids": pa.list_(pa.int32()),
         "media": pa.string(),
+        "later_media": pa.string(),
         "completion": pa.string(),
         "score": pa.float64(),
         "extras": numbers,

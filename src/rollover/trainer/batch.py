@@ -180,7 +180,7 @@ def _sample(
         sequence_id=sequence_id,
         role=rollout.role,
         truncated=rollout.stop_reason is StopReason.LENGTH,
-        media=rollout.prompt.media,
+        media=rollout.prompt.media + rollout.later_media,
     )
 
 

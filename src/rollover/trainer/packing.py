@@ -14,7 +14,7 @@ import torch
 
 from rollover.models.attention import Spans
 from rollover.models.limits import Limits
-from rollover.models.vision import ImageTokens, PromptImages, Vision, images_of, joined_positions
+from rollover.models.vision import ImagePlaces, ImageTokens, Vision, images_of, joined_positions
 from rollover.types import Media, Prompt, Sample
 
 _PromptKey = tuple[int, bytes, tuple[Media, ...]]
@@ -102,7 +102,7 @@ def pack(samples: list[Sample], device: torch.device, limits: Limits, vision: Vi
 
     The first token of an answer is predicted from the last position of its prompt, which siblings with an equal one
     share. ValueError for samples that the model cannot take: they may come from recorded rollouts, or from a producer
-    of the user's own. `vision`: where images are in their prompts.
+    of the user's own. `vision`: where the model takes images.
     """
     rows: list[np.ndarray] = []
     positions: list[np.ndarray] = []
@@ -111,30 +111,37 @@ def pack(samples: list[Sample], device: torch.device, limits: Limits, vision: Vi
     offset = 0
     images: list[ImageTokens] = []
     bidirectional: dict[int, Spans] = {}
-    prompts: dict[_PromptKey, tuple[int, int, PromptImages]] = {}
+    prompts: dict[_PromptKey, tuple[int, int, ImagePlaces]] = {}
     """-> (its block, where it ends in the row, its images)"""
+
+    def add_block(tokens: np.ndarray, start: int, shown: ImagePlaces, prefix: int | None) -> None:
+        """Tokens [start, start + n) of a rollout become a block at `offset`."""
+        nonlocal offset, images
+        end = start + len(tokens)
+        images += shown.tokens(start, end, offset)
+        if spans := shown.spans(start, end):
+            bidirectional[len(rows)] = spans
+        rows.append(tokens)
+        positions.append(shown.positions(start, end))
+        prefixes.append(prefix)
+        offset += len(tokens)
+
     for s in samples:
         limits.check(s.rollout_id, s.prompt_ids, s.token_ids)
         num_prompt = len(s.prompt_ids)
         key = _prompt_key(s)
         if key not in prompts:
-            shown = images_of(vision, Prompt(tuple(s.prompt_ids.tolist()), s.media) if s.media or vision else Prompt())
-            images += shown.tokens(0, num_prompt, offset)
-            if shown.bidirectional:
-                bidirectional[len(rows)] = shown.bidirectional
+            prompt = Prompt(tuple(s.prompt_ids.tolist()), key[2]) if key[2] or vision else Prompt()
+            shown = images_of(vision, prompt)
             prompts[key] = len(rows), offset + num_prompt, shown
-            rows.append(s.prompt_ids)
-            positions.append(shown.positions(0, num_prompt))
-            prefixes.append(None)
-            offset += num_prompt
+            add_block(s.prompt_ids, 0, shown, None)
         prompt_block, prompt_end, shown = prompts[key]
+        if len(s.media) > len(key[2]):
+            shown = images_of(vision, Prompt((*s.prompt_ids.tolist(), *s.token_ids.tolist()), s.media))
         predicted = np.flatnonzero(s.mask)
         loss_at.append(np.where(predicted == 0, prompt_end - 1, offset + predicted - 1))
         if len(s.token_ids) > 1:
-            rows.append(s.token_ids[:-1])
-            positions.append(shown.positions(num_prompt, num_prompt + len(s.token_ids) - 1))
-            prefixes.append(prompt_block)
-            offset += len(s.token_ids) - 1
+            add_block(s.token_ids[:-1], num_prompt, shown, prompt_block)
 
     def flat(arrays: list[np.ndarray], dtype: type = np.int64) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(arrays).astype(dtype)).to(device)
@@ -172,4 +179,5 @@ def padded(arrays: Sequence[np.ndarray], dtype: type = np.float32) -> torch.Tens
 
 def _prompt_key(sample: Sample) -> _PromptKey:
     """Equal for samples that share one copy of their prompt in a row: those of one group whose prompts are equal."""
-    return sample.group_id, sample.prompt_ids.tobytes(), sample.media
+    num = len(sample.prompt_ids)
+    return sample.group_id, sample.prompt_ids.tobytes(), tuple(m for m in sample.media if m.offset < num)

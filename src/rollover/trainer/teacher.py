@@ -113,7 +113,7 @@ class TeacherPrompts:
         out = []
         for s in samples:
             group = of_group[s.group_id]
-            if group.prompt.media:
+            if s.media:
                 raise ValueError(
                     f"distill.privileged: task {group.task.task_id!r} shows images, and a teacher's own prompt has"
                     " none. Remove distill.privileged, or the images"

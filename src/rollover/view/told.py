@@ -25,8 +25,8 @@ MOST_TOKENS = 20_000
 _AROUND = 16  # tokens
 _COPIED = (
     "rollout_id", "group_id", "sibling", "role", "trajectory", "context", "group_size", "task_id", "attempt", "source",
-    "reward", "step", "outcome", "messages", "prompt", "media", "plain", "columns", "completion", "score", "extras",
-    "shaping", "texts", "error", "turns", "advantage", "credit", "stop_reason", "num_tokens",
+    "reward", "step", "outcome", "messages", "prompt", "media", "later_media", "plain", "columns", "completion",
+    "score", "extras", "shaping", "texts", "error", "turns", "advantage", "credit", "stop_reason", "num_tokens",
 )  # fmt: skip
 Pieces = Callable[[Sequence[int]], list[str] | None]
 """The text of each token, so that together they are the text of all; None where nobody knows it."""

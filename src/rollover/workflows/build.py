@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from rollover.config import Config, WorkflowConfig
+from rollover.config import WorkflowConfig
+from rollover.envs.setup import EnvironmentSetup
 from rollover.functions import own_function
 from rollover.rewards.protocol import Rewarder, ScoreRequest
 from rollover.rewards.scorer import trainer_state
@@ -23,13 +24,18 @@ from rollover.workflows.protocol import Workflow
 from rollover.workflows.verifiers.workflow import VerifiersWorkflow
 
 
-def build_episodes(config: Config, tokenizer: Any, vocab_size: int, max_tokens: int, rewarder: Rewarder) -> Episodes:
+def build_episodes(setup: EnvironmentSetup, max_tokens: int, rewarder: Rewarder) -> Episodes:
     """`max_tokens`: the longest rollout, prompt included, that the engine takes. `rewarder` scores what a program
     answers without a reward. ValueError where the workflow, the chat template or what it needs does not fit."""
-    workflow, rollout = config.workflow, config.rollout
+    config, workflow, rollout = setup.config, setup.config.workflow, setup.config.rollout
     sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
     plays = build_workflow(workflow, sampling, rewarder, partial(trainer_state, config))
-    chats = Chats(tokenizer, vocab_size=vocab_size, keep_special_tokens=rollout.keep_special_tokens)
+    chats = Chats(
+        setup.tokenizer,
+        vocab_size=setup.vocab_size,
+        keep_special_tokens=rollout.keep_special_tokens,
+        processor=setup.processor,
+    )
     chats.of(()).require("user")
     limits = Limits(
         max_new_tokens=rollout.max_new_tokens,
@@ -42,6 +48,7 @@ def build_episodes(config: Config, tokenizer: Any, vocab_size: int, max_tokens: 
         precomputed=lambda role: workflow.advantage_of(role, config.algorithm.advantage) == "precomputed",
         max_tokens=workflow.max_tokens,
         stop=tuple(rollout.stop),
+        image_urls=config.tasks.allow_image_urls,
     )
     episodes = Episodes(plays, chats, limits, sampling, resumes=workflow.resume != "restart")
     if plays.over_http:

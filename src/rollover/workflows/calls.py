@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rollover.tasks.image_parts import shows_images
 from rollover.types import SamplingParams, StopReason
 
 MODEL = "policy"
@@ -19,7 +20,10 @@ MODEL = "policy"
 
 @dataclass(frozen=True)
 class Call:
-    """What an agent asks of the policy. Exactly one of `messages` and `prompt` is set; sampling is the run's."""
+    """What an agent asks of the policy. Exactly one of `messages` and `prompt` is set; sampling is the run's.
+
+    Images of `messages` are parts as in types.Task once `with_stored_images` has been called.
+    """
 
     messages: tuple[Mapping[str, Any], ...] | None = None
     prompt: str | tuple[int, ...] | None = None
@@ -31,6 +35,10 @@ class Call:
     """Of this turn; None: what is left of the Rollout's budget."""
     stop: tuple[str, ...] = ()
     """Besides rollout.stop; not in the text that is returned, as the protocol of such calls wants it."""
+
+    @property
+    def shows_images(self) -> bool:
+        return any(shows_images(message.get("content")) for message in self.messages or ())
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,18 +18,22 @@ from rollover.envs.answer_text import answer_decoder
 from rollover.envs.chat import Chat, sampled_turns, whole_characters
 from rollover.envs.tools import Call as WrittenCall
 from rollover.envs.tools import read_calls
+from rollover.tasks.image_parts import shows_images
 from rollover.types import Prompt, Rollout
 from rollover.workflows.calls import Call, CallRefused, Reply, ToolCall
-from rollover.workflows.matching import Break, Conversation, canonical_tools, match
+from rollover.workflows.matching import Break, Conversation, canonical_tools, match, text_of
+
+if TYPE_CHECKING:
+    from rollover.models.processor import Processor
 
 
 @dataclass(frozen=True)
 class Continues:
     """The call goes on with a Rollout: these tokens are appended to it, as an environment's. `num_tokens`: that it has
-    before them."""
+    before them. The offsets of images count from the first of `tokens`."""
 
     rollout_id: str
-    token_ids: tuple[int, ...]
+    tokens: Prompt
     num_tokens: int
 
 
@@ -56,7 +60,7 @@ class _Open:
 class Chats:
     """The chat template with each set of tools that calls offer. `tool_format`: how calls of tools are written; every
     token id of the model is below `vocab_size`. `keep_special_tokens`: see answer_decoder; it concerns replies to
-    prompts, as replies to messages always have them."""
+    prompts, as replies to messages always have them. `processor`: of a vision-language model."""
 
     def __init__(
         self,
@@ -64,8 +68,10 @@ class Chats:
         tool_format: str = "hermes",
         vocab_size: int = 2**31 - 1,
         keep_special_tokens: bool = False,
+        processor: Processor | None = None,
     ) -> None:
         self.tokenizer, self.tool_format, self.vocab_size = tokenizer, tool_format, vocab_size
+        self.processor = processor
         self.decode = answer_decoder(tokenizer, keep_special_tokens)
         self._of_tools: dict[str, Chat] = {}
 
@@ -73,8 +79,13 @@ class Chats:
         """ValueError where the model has no chat template, or it cannot tell of the tools."""
         key = canonical_tools(tools)
         if key not in self._of_tools:
-            self._of_tools[key] = Chat(self.tokenizer, tools, self.tool_format)
+            self._of_tools[key] = Chat(self.tokenizer, tools, self.tool_format, self.processor)
         return self._of_tools[key]
+
+    def check_text(self, tokens: Prompt) -> None:
+        """CallRefused for a placeholder of an image among tokens of text."""
+        if self.processor is not None and self.processor.placeholder_id in tokens.ids:
+            raise CallRefused("the prompt has the model's token for an image: show images in messages", "prompt")
 
 
 class Conversations:
@@ -141,7 +152,7 @@ class Conversations:
             assert of.rollout is not None
             turn_ids = sampled_turns(of.rollout)[-1]
             try:
-                new = tuple(chat.continuation(turn_ids, _known(found.new), of.assistant))
+                new = chat.continuation(turn_ids, _known(found.new), of.assistant)
                 return Continues(found.key, new, of.rollout.num_tokens)
             except ValueError:
                 return Opens(_prompt(call, chats), Break.TEMPLATE)
@@ -160,7 +171,10 @@ class Conversations:
                 continue
             so_far = (*of.rollout.prompt.ids, *of.rollout.token_ids())
             if len(ids) > len(so_far) and ids[: len(so_far)] == so_far:
-                return Continues(rollout_id, ids[len(so_far) :], of.rollout.num_tokens)
+                new = Prompt(ids[len(so_far) :])
+                chats.check_text(new)
+                return Continues(rollout_id, new, of.rollout.num_tokens)
+        chats.check_text(prompt)
         return Opens(prompt, Break.HISTORY if self._open else None)
 
     def _reply(self, of: _Open, rollout: Rollout) -> Reply:
@@ -188,7 +202,7 @@ _FOLLOWERS = ("tool", "user", "system")
 def _prompt(call: Call, chats: Chats) -> Prompt:
     """All that the call says, as tokens."""
     if call.messages is not None:
-        return Prompt.of(chats.of(call.tools).prompt(_known(call.messages)))
+        return chats.of(call.tools).prompt(_known(call.messages))
     prompt = call.prompt
     if isinstance(prompt, str):
         return Prompt.of(chats.tokenizer(whole_characters(prompt))["input_ids"])
@@ -208,14 +222,14 @@ def _refusing(call: Call) -> Iterator[None]:
 
 
 def _known(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as chat templates know them: texts for contents, values for the arguments of calls."""
+    """The messages as `Chat` takes them: a text, or parts with images, for contents; values for arguments of calls."""
     return [_known_message(message) for message in messages]
 
 
 def _known_message(message: Mapping[str, Any]) -> dict[str, Any]:
     out = {name: value for name, value in message.items() if value is not None}
     content = out.get("content")
-    out["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content or ())
+    out["content"] = content if shows_images(content) else text_of(content)
     if calls := out.get("tool_calls"):
         out["tool_calls"] = [dict(call) | {"function": _known_function(call["function"])} for call in calls]
     return out

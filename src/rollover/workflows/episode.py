@@ -8,10 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from rollover.functions import described
+from rollover.tasks.image_parts import stored_of_program
 from rollover.types import Reward, Rollout, Task
 from rollover.workflows.calls import Call, CallRefused, Reply
 from rollover.workflows.conversations import Chats, Conversations
 from rollover.workflows.function import as_reward
+from rollover.workflows.large_calls import with_stored_images
 from rollover.workflows.once import Once
 from rollover.workflows.protocol import Answer
 
@@ -43,13 +45,15 @@ class EpisodeTrajectory:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Reply:
-        """The policy's answer to these messages: `.text`, `.tool_calls`, and `.message` to go on with.
+        """The policy's answer to these messages: `.text`, `.tool_calls`, and `.message` to go on with. The content of a
+        message is a text, or a list of parts ({"type": "image", "image": a path, bytes, a PIL image or a data URL}).
 
         Messages that begin with those of an earlier call and its answer continue it, token by token. CallRefused where
         the call cannot be answered: BudgetUsedUp of them where no token or turn is left.
         """
         try:
-            return await self._ask(self, _checked(messages, tools, max_tokens, stop))
+            call = _checked(messages, tools, max_tokens, stop)
+            return await self._ask(self, await with_stored_images(call, stored_of_program))
         except CallRefused:
             await asyncio.sleep(_PAUSE_S)  # who asks on and on leaves the event loop to the others
             raise

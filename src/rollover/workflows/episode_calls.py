@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from rollover.images import Places, stored
 from rollover.types import SamplingParams
 from rollover.workflows.calls import MODEL, Call, Reply, UnknownKey, UnknownModel
 from rollover.workflows.episode import EpisodeTrajectory
+from rollover.workflows.large_calls import with_stored_images
 from rollover.workflows.player import Player
 
 
@@ -33,6 +37,7 @@ class EpisodeCalls:
         self.find(key, model)
         player, trajectory = self._of_key[key]
         role = model.partition("/")[2]
+        call = await with_stored_images(call, partial(_stored, player))
         return await player.ask(player.of_model(trajectory, role) if role else trajectory, call)
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
@@ -49,3 +54,10 @@ class EpisodeCalls:
             if self._of_key.pop(trajectory.api_key, None) is not None:
                 ids |= {reply.reply_id.partition("/")[0] for reply in self.undelivered(trajectory.api_key)}
         return ids
+
+
+def _stored(player: Player, value: Any) -> tuple[str, str]:
+    """Store an image of a call over HTTP. An agent may name images of its task by their paths, and no other file."""
+    if isinstance(value, str) and value in player.task.images:
+        return stored(value, Places(Path("/")))
+    return stored(value, Places(None, player.around.limits.image_urls))

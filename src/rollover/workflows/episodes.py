@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rollover.envs.protocol import TurnOptions, refuse_images
+from rollover.envs.protocol import TurnOptions
 from rollover.functions import Causes
 from rollover.types import Prompt, Reward, Rollout, SamplingParams, Segment, Task, episode_name
 from rollover.workflows.conversations import Chats
@@ -85,11 +85,10 @@ class Episodes:
 
         `instead`: of what a teacher reads in the place of its messages.
         """
-        refuse_images(task, "a workflow")
         messages = task.messages if instead is None else instead
         if messages is None:
             return Prompt.of(self.chats.tokenizer(task.prompt)["input_ids"])
-        return Prompt.of(self.chats.of(()).prompt(messages))
+        return self.chats.of(()).prompt(messages)
 
     def release(self, rollouts: Iterable[Rollout]) -> None:
         """Their groups have left: what still runs of their episodes is cancelled."""

@@ -1,4 +1,5 @@
 """Calls with so much text that to tokenise it takes long: their place is found in a thread, beside the event loop.
+Images of calls are stored in threads, too.
 
 Owns that thread and a tokenizer for it, as one may not be used by two threads at once. How much text can be refused
 without a look is here, too.
@@ -10,10 +11,13 @@ import asyncio
 import copy
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from rollover.workflows.calls import BudgetUsedUp, Call, CallRefused
+from rollover.images import BadImage
+from rollover.tasks.image_parts import Store, with_images
+from rollover.workflows.calls import BudgetUsedUp, Call, CallRefused, NotSupported
 from rollover.workflows.conversations import Chats, Continues, Conversations, Opens
 
 LARGE = 50_000
@@ -40,7 +44,7 @@ class LargeCalls:
                 f" {len(call.messages or ())} messages, which do not fit into the {self.most_tokens:,} tokens of"
                 " prompt and answers"
             )
-        if num <= LARGE:
+        if num <= LARGE or call.shows_images:  # the model's processor is not made for several threads
             return conversations.place_of(call)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, lambda: conversations.place_of(call, self._chats_there))
@@ -59,7 +63,19 @@ class LargeCalls:
     @cached_property
     def _chats_there(self) -> Chats:
         """Made in the thread, and used there alone."""
-        return Chats(copy.deepcopy(self.chats.tokenizer), self.chats.tool_format, self.chats.vocab_size)
+        chats = self.chats
+        return Chats(copy.deepcopy(chats.tokenizer), chats.tool_format, chats.vocab_size, processor=chats.processor)
+
+
+async def with_stored_images(call: Call, store: Store) -> Call:
+    """Return the call with each image stored by `store`. NotSupported for an image that cannot be used."""
+    if not call.shows_images:
+        return call
+    try:
+        messages = await asyncio.to_thread(with_images, call.messages or (), None, "", store)
+    except BadImage as error:
+        raise NotSupported(str(error), "messages") from error
+    return replace(call, messages=messages)
 
 
 def num_characters(call: Call) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from rollover.tasks.image_parts import shows_images
 from rollover.types import Prompt
 
 Message = Mapping[str, Any]
@@ -109,7 +110,8 @@ def match(
 def canonical(messages: Iterable[Message]) -> tuple[str, ...]:
     """Each message as a text that is equal for equal messages, however the client writes them.
 
-    Compared are the role, the text (parts of text are joined; none and an empty one are the same), and of an assistant
+    Compared are the role, the text (parts of text are joined; none and an empty one are the same), the bytes of images
+    (`Call.messages` have them stored), and of an assistant
     the reasoning and the calls of tools: their names, and their arguments as JSON values. Of other messages the name
     counts, too. Ids of calls do not: clients rename them; nor do keys that are not known here.
     """
@@ -131,7 +133,7 @@ def text_of(content: Any) -> str:
         texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         if all(isinstance(text, str) for text in texts):
             return "".join(str(text) for text in texts)
-    raise ValueError("the content of a message is a text, or a list of parts of the type text: others cannot be given")
+    raise ValueError("the content of a message must be a text, or a list of parts of the types text and image_url")
 
 
 def turn_key(role: str, prompt: Prompt, max_tokens: int | None, stop: Sequence[str], occurrence: int) -> int:
@@ -182,13 +184,20 @@ def _is_assistant(message: str) -> bool:
 
 def _parts(message: Message) -> dict[str, Any]:
     role = message.get("role")
-    parts: dict[str, Any] = {"role": role, "text": text_of(message.get("content"))}
+    parts: dict[str, Any] = {"role": role, "text": _shown(message.get("content"))}
     if role != "assistant":
         return parts | ({"name": message["name"]} if message.get("name") else {})
     if message.get("reasoning_content"):
         parts["reasoning"] = text_of(message["reasoning_content"])
     calls = [_call(call) for call in message.get("tool_calls") or ()]
     return parts | ({"calls": calls} if calls else {})
+
+
+def _shown(content: Any) -> str | list[Any]:
+    """The text of a content, or its texts and the hashes of its images."""
+    if not shows_images(content):
+        return text_of(content)
+    return [part["text"] if part["type"] == "text" else [part["sha256"]] for part in content]
 
 
 def _call(call: Mapping[str, Any]) -> list[Any]:

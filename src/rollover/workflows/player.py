@@ -165,7 +165,7 @@ class Player:
                     self._host.open(turn.rollout)
                 else:
                     waiting = self._waiting.pop(turn.rollout_id)
-                    waiting.answer.set_result(written(waiting.rollout, turn.token_ids))
+                    waiting.answer.set_result(written(waiting.rollout, turn.tokens))
                 return await playing.reply
         except BudgetUsedUp:
             self._refused = True

@@ -81,7 +81,11 @@ class Record:
             return False
         (start, end), tokens = turn, found.rollout.token_ids()
         reason = None if end is None else up_to(found.rollout, end).stop_reason
-        return tuple(tokens[found.end : start]) != place.token_ids or not answers(start, tokens[start:end], reason)
+        first = len(found.rollout.prompt)
+        shown = [m.digest for m in found.rollout.later_media if found.end <= m.offset - first < start]
+        wanted = place.tokens.ids, [media.digest for media in place.tokens.media]
+        is_other = (tuple(tokens[found.end : start]), shown) != wanted
+        return is_other or not answers(start, tokens[start:end], reason)
 
     def ask(self, rollout_id: str) -> Rollout:
         """A copy of the Rollout up to the end of its next turn, which is asked for now. Its stop reason is that of the

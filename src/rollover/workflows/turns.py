@@ -30,7 +30,8 @@ EpisodePlace = tuple[int, int]  # group id, sibling
 class Limits:
     """Of one Episode. `max_new_tokens`: of a Rollout, sampled and appended; `max_prompt_tokens`: before those;
     `max_tokens`: sampled, over all Rollouts, 0: no limit; `precomputed`: whether the advantages of a role come with its
-    trajectories; `stop`: what ends every turn, besides the stop strings of its call."""
+    trajectories; `stop`: what ends every turn, besides the stop strings of its call; `image_urls`: whether image URLs
+    of calls over HTTP are fetched (tasks.allow_image_urls)."""
 
     max_new_tokens: int
     max_prompt_tokens: int
@@ -42,6 +43,7 @@ class Limits:
     precomputed: Callable[[str], bool] = lambda role: False
     max_tokens: int = 0
     stop: tuple[str, ...] = ()
+    image_urls: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Continued:
     """The Rollout goes on after these tokens; after none where its turn is on record, and has not ended."""
 
     rollout_id: str
-    token_ids: tuple[int, ...]
+    tokens: Prompt = Prompt()
 
 
 @dataclass(frozen=True)
@@ -163,13 +165,13 @@ class Turns:
         self, trajectory: EpisodeTrajectory, call: Call, place: Continues, room: int
     ) -> Continued | Opened | Played:
         rollout_id, before = place.rollout_id, self.options[place.rollout_id]
-        num_tokens = place.num_tokens + len(place.token_ids)
+        num_tokens = place.num_tokens + len(place.tokens)
         self.options[rollout_id] = self._options(call, room, num_tokens, before.seed_key)
         trajectory.conversations.on_continue(rollout_id, call)
         if self.record.has_next(rollout_id):
             return self._on_record(trajectory, rollout_id)
         self._counts["turns/continued"] += 1
-        return Continued(rollout_id, place.token_ids)
+        return Continued(rollout_id, place.tokens)
 
     def _open(
         self, trajectory: EpisodeTrajectory, call: Call, place: Opens, key: int, room: int
@@ -193,7 +195,7 @@ class Turns:
         rollout = self.record.ask(rollout_id)
         if rollout.stop_reason is not None:
             return Played(trajectory.conversations.on_turn(rollout))
-        return Continued(rollout_id, ()) if rollout.num_tokens else Opened(rollout)
+        return Continued(rollout_id) if rollout.num_tokens else Opened(rollout)
 
     def _opened_by(self, trajectory: EpisodeTrajectory, call: Call, prompt: Prompt) -> tuple[int, Rollout | None]:
         """The key of a call that opens a Rollout, and that Rollout where it is on record."""

@@ -54,10 +54,10 @@ def control_tokens(of: Chat, ids: list[int]) -> list[int]:
 
 def conversation(of: Chat, *rounds: tuple[str, list[dict[str, Any]]], closed: bool = True) -> tuple[list, list]:
     """(prompt + sampled + continuation .., all of it by transformers)."""
-    ids, messages = of.prompt(USER), list(USER)
+    ids, messages = list(of.prompt(USER).ids), list(USER)
     for said, new in rounds:
         sampled = plain_ids(of, said) + [of.end_of_turn] * closed
-        ids += sampled + of.continuation(sampled, new)
+        ids += [*sampled, *of.continuation(sampled, new).ids]
         messages += [{"role": "assistant", "content": said}, *new]
     return ids, whole(of, messages)
 
@@ -89,8 +89,8 @@ def test_the_separator_behind_the_end_of_turn_is_the_environments() -> None:
     sampled = [*plain_ids(of, "It is 4."), of.end_of_turn]
     opens = "\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
     new = [{"role": "user", "content": "Why?"}]
-    assert of.tokenizer.decode(of.continuation(sampled, new)) == opens
-    assert of.tokenizer.decode(of.continuation(sampled[:-1], new)) == "<|im_end|>" + opens
+    assert of.tokenizer.decode(of.continuation(sampled, new).ids) == opens
+    assert of.tokenizer.decode(of.continuation(sampled[:-1], new).ids) == "<|im_end|>" + opens
 
 
 def test_history_is_kept_as_it_was_sampled() -> None:
@@ -114,8 +114,8 @@ def test_a_turn_that_ended_by_a_stop_string_is_closed() -> None:
     of = chat(templates.QWEN3)
     sampled = plain_ids(of, CALL)  # rollout.stop = ["</tool_call>"]
     messages = [*USER, {"role": "assistant", "content": CALL}, *tool("4")]
-    ids = of.continuation(sampled, tool("4"))
-    assert ids[0] == of.end_of_turn and of.prompt(USER) + sampled + ids == whole(of, messages)
+    ids = of.continuation(sampled, tool("4")).ids
+    assert ids[0] == of.end_of_turn and [*of.prompt(USER).ids, *sampled, *ids] == whole(of, messages)
 
 
 # Property: any text that a user or a tool may write.
@@ -142,13 +142,15 @@ def test_no_text_becomes_a_control_token(name: str, said: str, news: list[str], 
     sampled = of.tokenizer(said, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     sampled += [of.end_of_turn] * closed
     news = [f"({text})" for text in news]
-    ids = of.continuation(sampled, tool(*news))
-    assert control_tokens(of, ids) == control_tokens(of, of.continuation(sampled, tool(*["x"] * len(news))))
+    ids = of.continuation(sampled, tool(*news)).ids
+    assert control_tokens(of, ids) == control_tokens(of, of.continuation(sampled, tool(*["x"] * len(news))).ids)
     text = of.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     for one in news:
         assert one.encode("utf-16", "surrogatepass").decode("utf-16", "replace") in text
-    forged = of.prompt([{"role": "user", "content": text} for text in news])
-    assert control_tokens(of, forged) == control_tokens(of, of.prompt([{"role": "user", "content": "x"}] * len(news)))
+    forged = of.prompt([{"role": "user", "content": text} for text in news]).ids
+    assert control_tokens(of, forged) == control_tokens(
+        of, of.prompt([{"role": "user", "content": "x"}] * len(news)).ids
+    )
 
 
 # What does not fit, and why.
@@ -248,8 +250,8 @@ def test_a_template_that_takes_tools_gets_them() -> None:
     expected = of.tokenizer.apply_chat_template(
         USER, tools=tool_schemas([add]), add_generation_prompt=True, tokenize=True, return_dict=False
     )
-    assert of.prompt(USER) == expected
-    assert "add" not in of.tokenizer.decode(of.continuation([of.end_of_turn], tool("4")))
+    assert list(of.prompt(USER).ids) == expected
+    assert "add" not in of.tokenizer.decode(of.continuation([of.end_of_turn], tool("4")).ids)
 
 
 @pytest.mark.parametrize("tool_format", ["hermes", "json"])
@@ -257,7 +259,7 @@ def test_a_template_that_ignores_tools_gets_them_in_the_system_message(tool_form
     of = Chat(templates.tokenizer(templates.CHATML), tool_schemas([add]), tool_format)
     assert not of.takes_tools and of.fit("tool") == Fit(True, True)
     for messages in (USER, [{"role": "system", "content": "Be brief."}, *USER]):
-        text = of.tokenizer.decode(of.prompt(messages))
+        text = of.tokenizer.decode(of.prompt(messages).ids)
         assert text.count("<|im_start|>system\n") == 1 and ('"description": "one number"' in text)
         assert ("between <tool_call>" in text) == (tool_format == "hermes")
         assert text.endswith("<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n")
@@ -300,5 +302,5 @@ def test_smollm2() -> None:
     of = Chat(of.tokenizer)
     ours, theirs = conversation(of, (CALL, tool("4", "é\n\n5")), ("It is 4.", USER))
     assert ours == theirs
-    assert of.tokenizer.decode(of.continuation([of.end_of_turn], tool("<|im_end|>"))).count("<|im_end|>") == 2
-    assert of.continuation([of.end_of_turn], tool("<|im_end|>")).count(of.end_of_turn) == 1
+    assert of.tokenizer.decode(of.continuation([of.end_of_turn], tool("<|im_end|>")).ids).count("<|im_end|>") == 2
+    assert of.continuation([of.end_of_turn], tool("<|im_end|>")).ids.count(of.end_of_turn) == 1

@@ -446,7 +446,7 @@ class ResetNumber(Tools):
         (Random, "says one thing in reset, and another when it is asked again"),
         (ResetFails, r"failed at reset: SystemExit: 1 \("),
         (ResetHangs, "failed at reset: it did not come back within 1"),
-        (ResetNumber, r"returned 3 \(int\) from reset: it must be None, or a text"),
+        (ResetNumber, r"returned 3 \(int\) from reset: it must be None, a text, or a list"),
     ],
 )
 def test_a_reset_that_does_not_fit_the_data_is_refused(made: type, why: str) -> None:

@@ -52,8 +52,8 @@ def test_calls_of_tools_are_no_answer_that_was_begun() -> None:
 def test_environments_continue_it_too() -> None:
     made = tokenizer()
     chat = Chat(made)
-    assert made.decode(chat.prompt([USER, BEGUN])) == prompt(USER, BEGUN)
-    assert made.decode(chat.prompt([USER])) == prompt(USER)
+    assert made.decode(chat.prompt([USER, BEGUN]).ids) == prompt(USER, BEGUN)
+    assert made.decode(chat.prompt([USER]).ids) == prompt(USER)
 
 
 def test_a_template_that_drops_it_is_refused() -> None:

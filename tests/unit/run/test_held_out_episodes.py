@@ -13,7 +13,7 @@ from rollover.config import Config
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.run.evaluate import Answers, EvalTasks, answers_of, check_roles, summarised
-from rollover.types import Prompt, Rollout, SamplingParams, Segment, Task
+from rollover.types import Rollout, SamplingParams, Segment, Task
 from rollover.workflows.calls import BudgetUsedUp
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episodes import Episodes
@@ -23,7 +23,7 @@ from unit.envs import templates
 
 TOKENIZER = templates.tokenizer(templates.CHATML)
 CHATS = Chats(TOKENIZER)
-PROMPT = Prompt.of(CHATS.of(()).prompt([{"role": "user", "content": "Begin"}]))
+PROMPT = CHATS.of(()).prompt([{"role": "user", "content": "Begin"}])
 TASKS = EvalTasks([Task(f"t{i}", "s", "r", prompt="Begin", columns={"i": i}) for i in range(3)], [PROMPT] * 3)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rollover.types import Prompt, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+from rollover.types import Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 from rollover.workflows.build import EpisodeServer
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episodes import Episodes
@@ -35,7 +35,7 @@ class ScriptedHost:
         self.episodes = Episodes(plays, self.chats, Limits(**settings), SamplingParams())
         self.episodes.host = self
         self.task = Task("t", "test", "", messages=({"role": "user", "content": "What is 2+2?"},))
-        self.task_prompt = Prompt.of(self.chats.of(()).prompt(self.task.messages or ()))
+        self.task_prompt = self.chats.of(()).prompt(self.task.messages or ())
         self.rollouts: dict[str, Rollout] = {}
         self.rewards: dict[str, Reward] = {}
         self.restarts = 0

@@ -170,7 +170,7 @@ def test_models_are_listed():
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}]},
             "messages[0].content",
         ),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollover.types import Prompt, Reward
+from rollover.types import Reward
 from rollover.workflows.calls import BudgetUsedUp, Call
 from rollover.workflows.conversations import Conversations
 from rollover.workflows.large_calls import LARGE
@@ -78,10 +78,10 @@ def test_large_texts_are_tokenised_in_a_thread_as_in_the_loop(threads: list[str]
     assert all(reward == Reward(1.0) for reward in host.run().values())
     assert len(threads) == 3 and all(name.startswith("large calls") for name in threads)
     continued, branch = host.rollouts.values()
-    assert continued.prompt == Prompt.of(host.chats.of(()).prompt([LONG]))
+    assert continued.prompt == host.chats.of(()).prompt([LONG])
     [written] = [s for s in continued.segments if not s.trainable]
     turn = [*continued.segments[0].token_ids]
-    assert written.token_ids.tolist() == host.chats.of(()).continuation(turn, [LONG])
+    assert written.token_ids.tolist() == list(host.chats.of(()).continuation(turn, [LONG]).ids)
     assert branch.prompt.ids[: len(continued.prompt)] == continued.prompt.ids
     assert host.episodes.counts["turns/continued"] == host.episodes.counts["turns/breaks/branch"] == 1
 

@@ -148,7 +148,7 @@ def test_any_cut_of_the_history_opens_a_rollout(start: int, end: int):
 
 def test_a_content_that_is_no_text_is_refused():
     assert text_of([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "ab"
-    with pytest.raises(ValueError, match="parts of the type text"):
+    with pytest.raises(ValueError, match="parts of the types text"):
         text_of([{"type": "image_url", "image_url": {}}])
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from rollover.envs.protocol import written
 from rollover.trajectories import up_to
-from rollover.types import Prompt, Rollout, SamplingParams, Segment, StopReason, Task
+from rollover.types import Rollout, SamplingParams, Segment, StopReason, Task
 from rollover.workflows.calls import Call
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episode import EpisodeTrajectory
@@ -21,7 +21,7 @@ from unit.envs import templates
 TOKENIZER = templates.tokenizer(templates.CHATML)
 CHATS = Chats(TOKENIZER)
 TASK = Task("t", "test", "", messages=({"role": "user", "content": "What is 2+2?"},))
-PROMPT = Prompt.of(CHATS.of(()).prompt(TASK.messages or ()))
+PROMPT = CHATS.of(()).prompt(TASK.messages or ())
 EOS = CHATS.of(()).end_of_turn
 
 
@@ -53,9 +53,9 @@ class Run:
         )
         if isinstance(turn, Opened):
             self.rollouts[turn.rollout_id] = turn.rollout
-        elif isinstance(turn, Continued) and turn.token_ids:
+        elif isinstance(turn, Continued) and turn.tokens:
             rollout = self.rollouts[turn.rollout_id]
-            rollout.add(written(rollout, turn.token_ids))
+            rollout.add(written(rollout, turn.tokens))
         return turn
 
     def sample(self, rollout: Rollout, text: str, reason: StopReason = StopReason.EOS) -> None:
@@ -88,7 +88,7 @@ def test_turns_are_served_and_the_unfinished_one_goes_on_from_its_tokens() -> No
     again = Run(list(before.rollouts.values()))
     trajectory = again.trajectory()
     assert served(again.begin(trajectory, [user("Hi")])) == "four"
-    assert again.begin(trajectory, [user("Hi"), first, user("more")]) == Continued("0-0", ())
+    assert again.begin(trajectory, [user("Hi"), first, user("more")]) == Continued("0-0")
     assert again.turns.options == before.turns.options, "with the draws that it had"
     assert again.turns.record.unasked() == {} and not again.counts
 

@@ -17,7 +17,7 @@ from rollover.config.workflow import WorkflowConfig
 from rollover.tasks.source import SourceSetup
 from rollover.tasks.split import SplitName
 from rollover.tasks.stream import TaskStream
-from rollover.types import Prompt, Reward, Rollout, SamplingParams, StopReason
+from rollover.types import Reward, Rollout, SamplingParams, StopReason
 from rollover.workflows.build import EpisodeServer
 from rollover.workflows.verifiers.package import package
 from rollover.workflows.verifiers.sessions import Sessions
@@ -49,7 +49,7 @@ class Host(ScriptedHost):
         self.num, self.left = num, num
         self.source = taskset_source(SourceSetup(TaskSourceConfig(kind="verifiers", name=name), name, "exact_match", 0))
         self.task = self.source.problem(task)
-        self.task_prompt = Prompt.of(self.chats.of(()).prompt(self.task.messages or ()))
+        self.task_prompt = self.chats.of(()).prompt(self.task.messages or ())
         self.episodes.function = VerifiersWorkflow(config, SamplingParams())
         self.server = EpisodeServer(self.episodes, 0)
         self.seconds = 0.0

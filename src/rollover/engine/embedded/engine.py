@@ -153,7 +153,7 @@ class EmbeddedEngine:
         if request.stop_strings and self._decode_text is None:
             raise ValueError("stop strings need the engine's decode_text")
         try:  # here, where it fails this rollout alone
-            images = images_of(self._vision, request.prompt)
+            images = images_of(self._vision, request.shown)
             if self._vision is not None and self.may_step.is_set():  # else its weights may be freed
                 self._vision.prepare(images)
         except ValueError as error:

@@ -12,7 +12,7 @@ from rollover.engine.embedded.kv_cache import RowOwner
 from rollover.engine.embedded.processors import Processor
 from rollover.engine.protocol import ExtendRequest
 from rollover.engine.stop import stop_reason
-from rollover.models.vision import NO_IMAGES, PromptImages
+from rollover.models.vision import NO_IMAGES, ImagePlaces
 from rollover.types import Prompt, Segment, StopReason
 
 # Told of each token as it is sampled: the token, its log-prob, and why the sequence stops with it (None: it goes on).
@@ -37,7 +37,7 @@ class Sequence(RowOwner):
     """It shares the KV of its prompt with those of the same salt alone."""
     processor: Processor | None = None
     """None: its logits are taken as they are."""
-    images: PromptImages = NO_IMAGES
+    images: ImagePlaces = NO_IMAGES
 
     @classmethod
     def start(
@@ -80,6 +80,7 @@ class Sequence(RowOwner):
         asked = [*request.prompt.ids, *request.generated_ids]
         return (
             self.request.prompt == request.prompt
+            and self.request.later_media == request.later_media[: len(self.request.later_media)]
             and self.kv_len < len(asked)
             and self.tokens[: self.kv_len] == asked[: self.kv_len]
         )

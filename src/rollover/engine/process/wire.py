@@ -17,7 +17,7 @@ import numpy as np
 
 from rollover.config.logits import LogitsProcessing
 from rollover.engine.protocol import ExtendRequest
-from rollover.types import Prompt, SamplingParams, Segment
+from rollover.types import Media, Prompt, SamplingParams, Segment
 
 _NOTHING = LogitsProcessing()
 
@@ -32,6 +32,7 @@ def requests_to_json(requests: Mapping[int, ExtendRequest]) -> dict[str, Any]:
         out = {field.name: getattr(request, field.name) for field in fields(request) if field.name != "prompt"}
         out |= {"sampling": asdict(request.sampling), "stop_token_ids": sorted(request.stop_token_ids)}
         out["processing"] = processing_to_json(request.processing)
+        out["later_media"] = [media.to_json() for media in request.later_media]
         calls.append({"call": number, "prompt": prompt, "request": out})
     return {"prompts": [{"ids": prompt.ids} | prompt.media_to_json() for prompt in prompts], "calls": calls}
 
@@ -48,6 +49,7 @@ def requests_from_json(data: Mapping[str, Any]) -> dict[int, ExtendRequest]:
                 "stop_token_ids": frozenset(request["stop_token_ids"]),
                 "stop_strings": tuple(request["stop_strings"]),
                 "processing": processing_from_json(request["processing"]),
+                "later_media": tuple(map(Media.from_json, request["later_media"])),
             }
         )
         for call in data["calls"]

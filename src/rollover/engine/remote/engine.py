@@ -145,7 +145,7 @@ class RemoteEngine:
 
     async def _generate(self, generation: Generation) -> None:
         """Until it stops, or is interrupted: one request after the other."""
-        media = generation.request.prompt.media
+        media = generation.request.media
         images = await asyncio.to_thread(content_parts, media) if media else []
         avoid: set[str] = set()
         fruitless = 0
@@ -168,7 +168,7 @@ class RemoteEngine:
                     raise
 
     def _attempt(self, generation: Generation, server: Server, images: Sequence[Mapping[str, Any]]) -> Attempt:
-        """Return a request to `server`. `images`: the content_parts of its prompt."""
+        """Return a request to `server`. `images`: the content_parts of the rollout."""
         number, self._num_requests = self._num_requests, self._num_requests + 1
         run = self._deliveries.run
         label = label_of(run, server.version or 0)

@@ -81,7 +81,7 @@ class Attempt:
         images: Sequence[Mapping[str, Any]] = (),
         vocab_size: int | None = None,
     ) -> None:
-        """`images`: content_parts of the prompt's."""
+        """`images`: content_parts of the rollout."""
         assert server.version is not None
         self.generation, self.server, self.request_id, self.counts = generation, server, request_id, counts
         self.version = server.version
@@ -166,7 +166,7 @@ class Attempt:
         self.server.last_token = time.monotonic()
         if self._to_check is not None and (chunk.shown is not None or chunk.token_ids):
             shown = chunk.shown or ShownPrompt((), ())
-            check_expansion(self.generation.request.prompt.media, self._to_check, shown.token_ids, shown.images)
+            check_expansion(self.generation.request.media, self._to_check, shown.token_ids, shown.images)
             self._to_check = None
         if self._vocab_size is not None:
             chunk = chunk.below(self._vocab_size)

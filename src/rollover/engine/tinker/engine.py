@@ -78,9 +78,9 @@ class TinkerEngine:
 
     async def extend(self, request: ExtendRequest) -> list[Segment]:
         assert request.rollout_id not in self._running, f"rollout {request.rollout_id} is running already"
-        if request.prompt.media:
+        if request.media:
             raise EngineDied(
-                f"prompts show images ({request.prompt.media[0].source}), and engines over a Tinker service take text"
+                f"rollouts show images ({request.media[0].source}), and engines over a Tinker service take text"
                 ' alone: train with backend.type = "local", or take tasks without images'
             )
         sequence = self._running[request.rollout_id] = _Sequence(request)

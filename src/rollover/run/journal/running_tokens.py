@@ -59,4 +59,5 @@ def _same_origin(a: Segment, b: Segment) -> bool:
 def _one(pieces: Sequence[Segment]) -> Segment:
     """Consecutive pieces of one origin as one segment."""
     ids, logprobs = (np.concatenate([getattr(p, name) for p in pieces]) for name in ("token_ids", "logprobs"))
-    return replace(pieces[-1], token_ids=ids, logprobs=logprobs, start=pieces[0].start)
+    media = tuple(media for piece in pieces for media in piece.media)
+    return replace(pieces[-1], token_ids=ids, logprobs=logprobs, start=pieces[0].start, media=media)

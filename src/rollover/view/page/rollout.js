@@ -84,11 +84,12 @@ export class RolloutView {
 
   _prompt() {
     const { told } = this;
-    if (!told.messages) return el("pre", { class: "said" }, el("bdi", { text: visible(told.prompt ?? "") }));
-    return [told.messages.map((message) => this._message(message)), (told.media ?? []).map((media, number) => this._picture(media, number))];
+    const images = [...(told.media ?? []), ...(told.later_media ?? [])];
+    const texts = told.messages?.map((message) => this._message(message)) ?? el("pre", { class: "said" }, el("bdi", { text: visible(told.prompt ?? "") }));
+    return [texts, images.map((media, number) => this._picture(media, number))];
   }
 
-  /** An image of the prompt: the server draws it, if its pixels are those that were recorded. A report has its name. */
+  /** An image of the prompt, or of an environment's answer: the server draws it, if its pixels are those that were recorded. A report has its name. */
   _picture(media, number) {
     const name = String(media.source).split("/").pop(), { source, run } = this.page, { step, id } = this.route.query;
     const place = el("p", {}), text = `${name}, ${media.size.join(" x ")} pixels, ${plural(media.count, "token")}`;

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollover.tasks.image_parts import are_parts
 from rollover.types import SamplingParams, StopReason
 from rollover.workflows.calls import Call, CallRefused, NotSupported, Reply
 from rollover.workflows.matching import text_of
@@ -257,8 +258,10 @@ _JSON_NAMES |= {float | int: "number", object: "value"}  # type: ignore[dict-ite
 def _message(message: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise CallRefused(f"{where} must be a JSON object with a role", where)
+    content = message.get("content")
     try:
-        text_of(message.get("content"))
+        if not are_parts(content):
+            text_of(content)
     except ValueError as error:
         raise NotSupported(f"{where}: {error}", f"{where}.content") from error
     calls = message.get("tool_calls") or []

@@ -27,13 +27,13 @@ from urllib.parse import urlencode, urlparse
 
 import numpy as np
 
+from rollover.plugins.dashboard.parts import page_files
 from rollover.track.metric_keys import METRICS
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.sinks import MetricsFile
 from rollover.track.trace import TRACE, TraceEvent, TraceFile
 from rollover.track.tracker import RecordedGroup
 from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
-from rollover.view.parts import page_files
 
 GROUP_SIZE, SECONDS_A_STEP = 8, 5.0
 TICKS = os.sysconf("SC_CLK_TCK")

@@ -14,7 +14,7 @@ import torch
 from bench_arguments import bench_arguments
 from vllm_peer import VllmPeer, python
 
-from rollover.bench import engine, show
+from benchmarks import engine, show
 from rollover.models.load import resolve_path
 from rollover.models.team import prepare_process
 

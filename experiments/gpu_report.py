@@ -130,7 +130,7 @@ class Sizes:
 
     def batch(self, shape: str, sample_tokens: int) -> Any:
         """One step's samples of this length, none of which shares its prompt with another one."""
-        from rollover.bench import workload
+        from benchmarks import workload
         from rollover.trainer.batch import Batch
 
         answers = [sample_tokens - self.prompt_tokens] * (self.step_tokens // sample_tokens)
@@ -150,7 +150,7 @@ class Sizes:
         return embedded_engine(loaded, config, copies=False), (of.linear + of.head) * dtype_of(config).itemsize
 
     def prompts(self, shape: str, num: int) -> list[tuple[int, ...]]:
-        from rollover.bench import workload
+        from benchmarks import workload
 
         return [workload.prompt(self.shapes[shape]["vocab_size"], self.prompt_tokens, i) for i in range(num)]
 
@@ -212,7 +212,7 @@ def training(sizes: Sizes, say: Say) -> None:
     the first length on for which the memory does not suffice without."""
     import torch
 
-    from rollover.bench import machine
+    from benchmarks import machine
     from rollover.models import flex
     from rollover.models.peak import peak_flops
 
@@ -268,7 +268,7 @@ def decode(sizes: Sizes, say: Say) -> None:
     """Decode steps, beside the time in which weights and KV cache could be read."""
     import torch
 
-    from rollover.bench import workload
+    from benchmarks import workload
 
     bandwidth = _copy_bandwidth(torch.device(sizes.device), sizes.copied_bytes)
 
@@ -304,7 +304,7 @@ def whole_steps(sizes: Sizes, say: Say) -> None:
     """Training steps with generation and scores, with the same answer lengths in every mode."""
     import numpy as np
 
-    from rollover.bench import step
+    from benchmarks import step
 
     drawn = np.random.default_rng(0).lognormal(np.log(sizes.answer_tokens / 4), 0.9, (sizes.groups, sizes.group_size))
     lengths = np.clip(drawn, 2, sizes.answer_tokens).astype(int).tolist()
@@ -355,7 +355,7 @@ def questions(setup: Any) -> Any:
 
 def weight_sync(sizes: Sizes, say: Say) -> None:
     """Weights from the trainer to an engine in this process, and to one in a process of its own."""
-    from rollover.bench import workload
+    from benchmarks import workload
     from rollover.engine.build import EngineSetup, build_engine
     from rollover.models.devices import pick_device
     from rollover.models.load import load_model
@@ -418,7 +418,7 @@ def vllm(sizes: Sizes, say: Say) -> None:
 
 def profile(sizes: Sizes, say: Say) -> None:
     """The kernels (on a CPU: operators) that take most of a training step and of decode steps."""
-    from rollover.bench import workload
+    from benchmarks import workload
 
     def of_training() -> None:
         trainer, batch = sizes.trainer(sizes.first), sizes.batch(sizes.first, sizes.sample_tokens[1])
@@ -483,7 +483,7 @@ def _copy_bandwidth(device: Any, num_bytes: int) -> float:
     """Bytes a second, read and written, of the fastest copy of so many bytes."""
     import torch
 
-    from rollover.bench import machine
+    from benchmarks import machine
 
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

@@ -15,7 +15,7 @@ import statistics
 import sys
 from contextlib import redirect_stdout
 
-from rollover.bench.step import PARTIAL, run_ours
+from benchmarks.step import PARTIAL, run_ours
 from rollover.cli import split_overrides
 from rollover.config import Config
 from rollover.config.load import ConfigError, load_config

@@ -17,13 +17,13 @@ import sys
 import time
 from collections.abc import Callable
 
-from rollover.rewards.sandbox.cases import cases_of
-from rollover.rewards.sandbox.guarantees import probed
-from rollover.rewards.sandbox.inside import program, runner
-from rollover.rewards.sandbox.inside.syscalls import prepare_filter
-from rollover.rewards.sandbox.inside.values import to_json
-from rollover.rewards.sandbox.judge import Judge, Limits
-from rollover.rewards.sandbox.launch import Launch
+from rollover.plugins.sandbox.cases import cases_of
+from rollover.plugins.sandbox.guarantees import probed
+from rollover.plugins.sandbox.inside import program, runner
+from rollover.plugins.sandbox.inside.syscalls import prepare_filter
+from rollover.plugins.sandbox.inside.values import to_json
+from rollover.plugins.sandbox.judge import Judge, Limits
+from rollover.plugins.sandbox.launch import Launch
 
 ROWS = {
     "one text": ("print(int(input()) + 1)", {"tests": {"inputs": ["1"], "outputs": ["2"]}}),

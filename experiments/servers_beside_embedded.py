@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 from bench_arguments import bench_arguments
 
-from rollover.bench import machine, show, workload
+from benchmarks import machine, show, workload
 from rollover.config import Config
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine

@@ -2,8 +2,8 @@
 
     .venv/bin/python experiments/step_beside_trl.py [--json]      about 10 minutes on two cores
 
-Every step of every system has the same 64 answer lengths (bench/step.py). Keys of the configuration may be set as for
-`rollover bench`. Run it alone.
+Every step of every system has the same 64 answer lengths (benchmarks/step.py). Keys of the configuration may be set as
+for `rollover bench`. Run it alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from bench_arguments import bench_arguments
 
-from rollover.bench import show, step
+from benchmarks import show, step
 from rollover.config import Config
 
 # With float32 weights under bfloat16 autocast, which ours correspond to, it took a fifth longer (docs/log.md).

@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "integrat
 import runs
 
 from rollover.cli import main as rollover
-from rollover.track.trackers.apart import Apart
-from rollover.track.trackers.names import TOOLS, is_installed
-from rollover.track.trackers.tools import Tools
+from rollover.plugins.trackers.apart import Apart
+from rollover.plugins.trackers.names import TOOLS, is_installed
+from rollover.plugins.trackers.tools import Tools
 
 TOLD = ("truncate", "on_step", "on_eval", "on_groups", "on_phase", "stats")
 FINISH_S = 5.0

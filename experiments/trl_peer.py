@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on the work of `rollover bench step`: the same model, prompts, scores and, if wanted, lengths.
 
-Needs the extra `bench`. GROUPS, SIZE and NEW_TOKENS are those of bench/step.py.
+Needs the extra `bench`. GROUPS, SIZE and NEW_TOKENS are those of benchmarks/step.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
 
-from rollover.bench import machine, step
-from rollover.bench.step import Step
+from benchmarks import machine, step
+from benchmarks.step import Step
 from rollover.config import Config
 from rollover.config.load import load_config
 from rollover.models.load import load_model
@@ -52,7 +52,7 @@ def run_trl(
     micro_batch: int = 16,
     lengths: Sequence[Sequence[int]] | None = None,
 ) -> list[Step]:
-    """Train on bench/step.py's RECIPE; with `autocast` over float32 weights, else in bfloat16 weights.
+    """Train on benchmarks/step.py's RECIPE; with `autocast` over float32 weights, else in bfloat16 weights.
 
     `micro_batch`: samples at a time in training; memory grows with it, the gradient stays the same. `lengths`
     [GROUPS][SIZE]: as for `run_ours`.
@@ -123,7 +123,7 @@ def scorer() -> Callable[..., list[float]]:
 
 
 def scored_in_turn(completions: list[Any], **_: Any) -> list[float]:
-    """0 and 1 in turn, as bench/step.py's SCORER."""
+    """0 and 1 in turn, as benchmarks/step.py's SCORER."""
     return [float(i % 2) for i in range(len(completions))]
 
 

@@ -1,4 +1,4 @@
-"""vLLM as a peer of bench/engine.py, in the environment that `make vllm` builds.
+"""vLLM as a peer of benchmarks/engine.py, in the environment that `make vllm` builds.
 
 That environment has neither Rollover nor our versions of torch and transformers, so this file is both ends: imported
 here it starts itself with the other environment's Python and talks to it in lines of JSON. Only the standard library
@@ -26,7 +26,7 @@ def python() -> Path | None:
 
 
 class VllmPeer:
-    """A running vLLM (bench/engine.py: Peer). Use as a context manager: leaving it ends the process."""
+    """A running vLLM (benchmarks/engine.py: Peer). Use as a context manager: leaving it ends the process."""
 
     name, setting, cases = "vllm_cpu", SETTING, (64,)
 

@@ -48,7 +48,7 @@ class Worker:
     """Engine and trainer over one model, in this process, as a run builds them."""
 
     def __init__(self, config: Config) -> None:
-        from rollover.bench import workload
+        from benchmarks import workload
         from rollover.engine.build import embedded_engine
         from rollover.models.devices import dtype_of, pick_device
         from rollover.models.load import load_model

@@ -59,8 +59,8 @@ def chromium() -> Iterator[Browser]:
 def served(*runs: Path) -> Iterator[str]:
     """The address of what `rollover view` shows of these runs, served in a thread."""
     from rollover.http_server import HttpServer
-    from rollover.view.app import is_of_page, make_app
-    from rollover.view.run_data import RunData
+    from rollover.plugins.dashboard.app import is_of_page, make_app
+    from rollover.plugins.dashboard.run_data import RunData
 
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="served")

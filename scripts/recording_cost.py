@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollover.reading.rollout_index import RolloutIndex
+from rollover.plugins.dashboard.rollout_index import RolloutIndex
 from rollover.track.metrics_table import MetricsTable
 from rollover.track.recorder import FORMATS, RolloutRecorder
 from rollover.track.token_stats import TokenStats

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chromium import chromium, missing, served
 
-from rollover.reading.trace_index import PARKED
-from rollover.view.run_data import RunData
+from rollover.plugins.dashboard.run_data import RunData
+from rollover.plugins.dashboard.trace_index import PARKED
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -184,8 +184,7 @@ def _is_of_the_machine(error: Exception) -> bool:
     """A full or broken disk, a checkpoint that could not be written, an engine or a backend whose processes were
     killed, a service that fails: the message alone lets the user act."""
     from rollover.checkpoint.store import CheckpointWriteError
-    from rollover.engine.protocol import EngineDied
-    from rollover.engine.tinker.service import ServiceError
+    from rollover.engine.protocol import EngineDied, ServiceError
     from rollover.trainer.backend import BackendLost
 
     if isinstance(error, BackendLost | CheckpointWriteError | EngineDied | ServiceError):

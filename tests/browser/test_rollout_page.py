@@ -15,11 +15,11 @@ from tokenizers import Tokenizer, decoders, models
 from watched import Watched
 
 from recorded_run import group, recorded
+from rollover.plugins.dashboard.report import make_report
+from rollover.plugins.dashboard.run_data import RunData
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.token_stats import TokenStats
 from rollover.track.tracker import RecordedCredit
-from rollover.view.report import make_report
-from rollover.view.run_data import RunData
 
 pytestmark = pytest.mark.browser
 VIEW = "rollout?step=20&id=90-0"

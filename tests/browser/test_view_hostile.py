@@ -13,6 +13,8 @@ from chromium import served
 from watched import Watched
 
 from recorded_run import HOSTILE, recorded, row
+from rollover.plugins.dashboard.report import make_report
+from rollover.plugins.dashboard.run_data import RunData
 from rollover.track.answers import Answer, RoleScore, write_answers
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.sinks import EvalFile, MetricsFile
@@ -29,8 +31,6 @@ from rollover.types import (
     StopReason,
     Task,
 )
-from rollover.view.report import make_report
-from rollover.view.run_data import RunData
 
 pytestmark = pytest.mark.browser
 Opens = Callable[..., Watched]

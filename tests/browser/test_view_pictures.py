@@ -14,10 +14,10 @@ from watched import Watched
 
 from recorded_run import group, recorded
 from rollover.images import digest_of
+from rollover.plugins.dashboard.report import make_report
+from rollover.plugins.dashboard.run_data import RunData
 from rollover.track.recorder import RolloutRecorder
 from rollover.types import Media, Prompt, Task
-from rollover.view.report import make_report
-from rollover.view.run_data import RunData
 
 pytestmark = pytest.mark.browser
 VIEW = "rollout?step=20&id=90-0"

@@ -10,9 +10,9 @@ from drawn_run import make_run
 from watched import Watched
 
 from recorded_run import group, recorded
+from rollover.plugins.dashboard.report import MOST_BYTES, make_report
+from rollover.plugins.dashboard.run_data import RunData
 from rollover.track.recorder import RolloutRecorder
-from rollover.view.report import MOST_BYTES, make_report
-from rollover.view.run_data import RunData
 
 pytestmark = pytest.mark.browser
 VIEWS = ("overview", "timeline", "rollouts", "rollout?step=2&id=7-0", "answers", "ledger", "compare", "plan")

@@ -15,10 +15,10 @@ from drawn_run import make_run
 from watched import Watched
 
 from recorded_run import group, recorded, row
+from rollover.plugins.dashboard import run_data
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.trace import TRACE, TraceEvent, TraceFile
 from rollover.types import Rollout
-from rollover.view import run_data
 
 pytestmark = pytest.mark.browser
 Opens = Callable[..., Watched]

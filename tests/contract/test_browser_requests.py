@@ -33,8 +33,8 @@ from rollover.engine.server.embedded import make_service
 from rollover.engine.server.service import Service
 from rollover.engine.server.texts import TextEndpoints
 from rollover.http_server import HttpServer
-from rollover.view import app as view
-from rollover.view.run_data import RunData
+from rollover.plugins.dashboard import app as view
+from rollover.plugins.dashboard.run_data import RunData
 from rollover.workflows.gateway.app import Gateway
 from unit.workflows.test_gateway import FakeCaller
 

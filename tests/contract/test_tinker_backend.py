@@ -17,8 +17,7 @@ import tiny
 from contract import trainer_contract
 from rollover.config import Config
 from rollover.engine.build import EngineSetup, build_engine
-from rollover.engine.protocol import Engine
-from rollover.engine.tinker.service import ServiceError
+from rollover.engine.protocol import Engine, ServiceError
 from rollover.models.load import LoadedModel
 from rollover.trainer.backend import TEACHER, TrainerBackend
 from rollover.trainer.batch import Batch

@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 
 from rollover.config import TrackConfig
+from rollover.plugins.trackers.names import TOOLS
+from rollover.plugins.trackers.tool import About, numbers_of, numbers_of_eval
+from rollover.plugins.trackers.tools import Tools
 from rollover.track.metric_keys import METRICS
 from rollover.track.sinks import EvalFile, MetricsFile, read_rows
 from rollover.track.tracker import Cut, RecordedGroup, RunInfo, Trackers
-from rollover.track.trackers.names import TOOLS
-from rollover.track.trackers.tool import About, numbers_of, numbers_of_eval
-from rollover.track.trackers.tools import Tools
 from samples import group, rollout, segment
 
 SECRET = "f00dfeedf00dfeedf00dfeedf00dfeedf00dfeed"
@@ -448,7 +448,7 @@ def test_a_run_of_wandb_online_is_rewound_where_its_server_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int, cut: int, rewinds: bool, newest: int, calls: int
 ) -> None:
     pytest.importorskip("wandb", reason='pip install "rollover[wandb]"')
-    ours = importlib.import_module("rollover.track.trackers.wandb_tool")
+    ours = importlib.import_module("rollover.plugins.trackers.wandb_tool")
     server = Server(last, rewinds)
     settings = SimpleNamespace(settings=SimpleNamespace(mode="online"))
     fake = SimpleNamespace(init=server.init, setup=lambda: settings, Settings=dict)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import tiny
-from rollover.bench import workload
+from benchmarks import workload
 from rollover.config import AlgorithmConfig, Config, EngineConfig, TrainConfig
 from rollover.engine.build import embedded_engine
 from rollover.engine.embedded.engine import EmbeddedEngine

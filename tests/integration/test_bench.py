@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import benchmarks as bench
 import tiny
-from rollover import bench, cli
-from rollover.bench import engine, scale, step, tail, train
+from benchmarks import engine, scale, step, tail, train
+from rollover import cli
 from rollover.config.load import load_config
 from rollover.sim.workload import Workload
 

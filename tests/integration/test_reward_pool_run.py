@@ -9,9 +9,9 @@ import pytest
 import runs
 
 from rollover import cli
-from rollover.reading.run_files import RunFiles
+from rollover.plugins.dashboard.told import told
+from rollover.run.run_files import RunFiles
 from rollover.track.metrics import validate
-from rollover.view.told import told
 
 # Every second task misbehaves, each kind of failure in turn; a fault is that of one sample, not of its siblings.
 REWARD = """

@@ -18,10 +18,10 @@ import tiny
 from rollover.api.settings import settings_of_run
 from rollover.cli import main
 from rollover.config.load import load_config
+from rollover.plugins.dashboard.run_data import RunData
 from rollover.run.go_on import Place
 from rollover.track.recorded import read_records
 from rollover.track.token_stats import KEYS, by_token
-from rollover.view.run_data import RunData
 
 STEPS, CAP = 4, 1.01
 

@@ -18,8 +18,8 @@ import tiny
 from documents import blocks
 from rollover.api.settings import Arguments
 from rollover.compat import trl as ours
-from rollover.compat.trl.arguments import run_of
 from rollover.config import ConfigError
+from rollover.plugins.trl.arguments import run_of
 
 LETTERS = "abcdefgh"
 TEXTS = [{"prompt": f"say {a}{b}", "letter": a} for a in LETTERS for b in LETTERS[:3]]
@@ -235,7 +235,7 @@ def test_a_run_is_shown_in_the_tools_that_report_to_names(model: str, monkeypatc
     assert track(report_to="wandb") == {"track.trackers": ["wandb"], "track.tracker_rollouts": 0}
     shown = track(report_to=["trackio", "tensorboard"], project="mine", log_completions=True)
     assert shown == {"track.trackers": ["trackio", "tensorboard"], "track.project": "mine"}
-    monkeypatch.setattr("rollover.compat.trl.arguments.is_installed", lambda name: name == "mlflow")
+    monkeypatch.setattr("rollover.plugins.trl.arguments.is_installed", lambda name: name == "mlflow")
     assert track(report_to="all")["track.trackers"] == ["mlflow"]
     with pytest.warns(UserWarning, match="report_to=.'comet_ml', 'mlflow'.*there is no comet_ml"):
         assert track(report_to=["comet_ml", "mlflow"])["track.trackers"] == ["mlflow"]

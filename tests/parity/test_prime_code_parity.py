@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rollover.rewards.sandbox.cases import cases_of, code_of
-from rollover.rewards.sandbox.guarantees import chosen
-from rollover.rewards.sandbox.judge import Judge
+from rollover.plugins.sandbox.cases import cases_of, code_of
+from rollover.plugins.sandbox.guarantees import chosen
+from rollover.plugins.sandbox.judge import Judge
 
 pytest.importorskip("verl")
 STDIN = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}

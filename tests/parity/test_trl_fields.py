@@ -10,8 +10,8 @@ import pytest
 
 from rollover.compat.trl import GRPOConfig
 from rollover.config.load import load_config
-from rollover.convert.mapping import convert
-from rollover.convert.trl.rows import ROWS, TRL
+from rollover.plugins.convert.mapping import convert
+from rollover.plugins.convert.trl.rows import ROWS, TRL
 
 trl = pytest.importorskip("trl")
 FIELDS = {

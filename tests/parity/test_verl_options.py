@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rollover.convert.mapping import convert
-from rollover.convert.systems import SYSTEMS
-from rollover.convert.verl.config import flat
+from rollover.plugins.convert.mapping import convert
+from rollover.plugins.convert.systems import SYSTEMS
+from rollover.plugins.convert.verl.config import flat
 
 verl = pytest.importorskip("verl")
 yaml = pytest.importorskip("yaml")

@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 SEES = """
 import json, os, sys
 from pathlib import Path
-from rollover.cluster.build import open_cluster
-from rollover.cluster.roles import Role
+from rollover.cluster.protocol import open_cluster
+from rollover.plugins.ray.roles import Role
 from rollover.config import Config
 
 class Sees(Role):

@@ -232,7 +232,7 @@ def test_a_run_whose_own_ray_dies_ends_and_goes_on(number: int, tmp_path: Path) 
 
 
 def test_the_ray_of_a_program_is_refused_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollover.cluster.ray import RayCluster, ray
+    from rollover.plugins.ray.cluster import RayCluster, ray
 
     left: list[bool] = []
     monkeypatch.setattr(ray, "is_initialized", lambda: True)

@@ -144,7 +144,7 @@ def test_bench_measures_with_all_threads(monkeypatch):
         calls.append((what, config.engine.max_running, config.run.threads, as_json, virtual))
         return 0
 
-    fake(monkeypatch, "rollover.bench", main=main)
+    fake(monkeypatch, "benchmarks", main=main)
     assert cli.main(["bench", "engine", "--json", "--engine.max_running", "8"]) == 0
     assert calls == [("engine", 8, 0, True, False)]
 

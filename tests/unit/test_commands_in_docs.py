@@ -18,7 +18,7 @@ from rollover.config.load import load_config
 from rollover.config.presets import PRESETS
 from rollover.config.schema import field_at, tables
 from rollover.config.sft import SUPERVISED
-from rollover.convert.systems import SYSTEMS
+from rollover.plugins.convert.systems import SYSTEMS
 
 # What a usage line says in place of a value.
 VALUES = {"N": "3", "SEED": "0", "VALUE": "3", "--table.key": "--train.num_steps"}
@@ -137,7 +137,7 @@ def test_a_command_is_taken_as_it_is_written(page: str, command: str, folder: Pa
         "python scripts/nothing.py",
         "experiments/async_speed.py --case nothing",
         "python experiments/learning_beside_trl.py --nothing 3",
-        "python -m rollover.bench.nothing",
+        "python -m benchmarks.nothing",
         "python -m rollover.types",
         "make nothing",
         "pytest tests/nothing",

@@ -30,32 +30,33 @@ LEVELS = [
         "images",
         "live_objects",
         "processes",
+        "registry",
         "std_streams",
         "system",
     },
     {"models"},
     {"algorithms", "engine", "envs", "rewards", "tasks", "weights", "workflows"},
-    {"rollout", "recipes", "convert"},
+    {"rollout", "recipes"},
     {"track", "checkpoint"},
     {"trainer"},
-    {"run", "cluster", "sim", "reading"},
-    {"api", "view"},
-    {"compat"},
-    {"bench"},
+    {"run", "cluster", "sim"},
+    {"api"},
     {"commands"},
     {"cli", "__main__", "__init__"},
+    {"plugins"},  # what is below is the core: it loads plugins by name (registry.py)
+    {"compat"},
 ]
 LEVEL = {part: i for i, parts in enumerate(LEVELS) for part in parts}
 
-OF_AN_EXTRA = tuple(f"track/trackers/{tool}_tool.py" for tool in TOOLS)
+OF_AN_EXTRA = tuple(f"plugins/trackers/{tool}_tool.py" for tool in TOOLS)
 MAY_ASYNCIO = (
     "ending.py",
     "functions.py",
     "http_server.py",
-    "view/serving.py",
+    "plugins/dashboard/serving.py",
     "trainer/local_backend.py",
     "trainer/ranks/backend.py",
-    "trainer/tinker_backend.py",
+    "plugins/tinker/",
     "rollout/driver.py",
     "rollout/in_flight.py",
     "rollout/watcher.py",
@@ -63,9 +64,8 @@ MAY_ASYNCIO = (
     "envs/",
     "rewards/",
     "run/",
-    "cluster/hosted.py",
-    "cluster/ray.py",
-    "cluster/roles.py",
+    "plugins/ray/",
+    "plugins/sandbox/",
     "recipes/solver_judge.py",
     "rollout/asker.py",
     "rollout/acting.py",
@@ -83,11 +83,11 @@ MAY_ASYNCIO = (
     "workflows/command.py",
     "workflows/token_budget.py",
     "workflows/gateway/",
-    "workflows/verifiers/",
+    "plugins/verifiers/",
     "api/",
-    "compat/trl/trainer.py",
-    "bench/",
+    "plugins/trl/trainer.py",
     "commands/",
+    "plugins/dashboard/verbs/",
 )
 NO_TORCH = (
     "types.py",
@@ -96,8 +96,9 @@ NO_TORCH = (
     "config/",
     "rollout/",
     "sim/",
-    "reading/",
-    "view/",
+    "plugins/dashboard/",
+    "plugins/trackers/",
+    "registry.py",
     "cluster/plan.py",
     "cluster/report.py",
     "engine/protocol.py",
@@ -111,7 +112,7 @@ NO_TORCH = (
 )
 # Between a process of ours and its child, through a pipe that no one else writes to; nowhere else.
 # The second sends our own code to our own child, and reads none.
-MAY_PICKLE = ("rewards/travel.py", "rewards/sandbox/launch.py")
+MAY_PICKLE = ("rewards/travel.py", "plugins/sandbox/launch.py")
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
 
@@ -178,7 +179,7 @@ def test_near_names_are_looked_for_in_one_place():
 
 
 def test_vllm_and_ray_have_files_of_their_own():
-    owners = {"vllm": ("engine/vllm_worker.py",), "ray": ("cluster/ray.py",)}
+    owners = {"vllm": ("engine/vllm_worker.py",), "ray": ("plugins/ray/cluster.py",)}
 
     def stray(path: Path) -> Iterator[tuple[int, str]]:
         for line, module in imports(path):
@@ -196,7 +197,7 @@ def test_code_of_the_user_is_loaded_in_one_place():
     loads = {"spec_from_file_location", "exec_module", "run_path", "run_module", "exec", "__import__"}
 
     def loaders(path: Path) -> Iterator[tuple[int, str]]:
-        inside = name_of(path).startswith("rewards/sandbox/inside/")
+        inside = name_of(path).startswith("plugins/sandbox/inside/")
         if not inside and name_of(path) not in ("functions.py", "engine/vllm_worker.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in loads:

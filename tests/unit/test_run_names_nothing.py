@@ -28,8 +28,8 @@ from rollover.config.table import needs_of, row_of
 from rollover.config.trust import FLAGS, FUNCTIONS, PLACES, TEXTS, OfRun, named, text_options
 from rollover.functions import load_function
 from rollover.live_objects import LIVE
-from rollover.view.report import make_report
-from rollover.view.run_data import RunData
+from rollover.plugins.dashboard.report import make_report
+from rollover.plugins.dashboard.run_data import RunData
 
 # Whatever value they have is one that runs, is connected to, or is written to.
 PROGRAMS = {

@@ -74,6 +74,13 @@ def test_it_works_without_a_checkout(installed: Path, tmp_path: Path) -> None:
     assert shown.returncode == 0 and "group_size = 8  # recipe apr" in shown.stdout, shown.stderr
 
 
+def test_benchmarks_are_in_a_checkout(wheel: Path, installed: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if "bench" in name and name != "rollover/commands/bench.py"]
+    said = run(installed, tmp_path, "-m", "rollover", "bench", "engine")
+    assert said.returncode == 2 and "git clone https://github.com/rollover-rl/rollover" in said.stderr
+
+
 EVERY_MODULE = """
 import importlib, importlib.util, pkgutil, rollover
 from rollover.config.run import TOOLS
@@ -83,9 +90,9 @@ names = [m.name for m in pkgutil.walk_packages(rollover.__path__, "rollover.") i
 for name in names:
     # Servers, for which the extras `agents` and `remote` are, a class of verifiers, for which that is, and Ray.
     server = *(f"rollover.engine.server.{name}" for name in ("app", "embedded", "texts")), "rollover.http_server"
-    server += "rollover.view.app", "rollover.view.serving"
-    tools = tuple(f"rollover.track.trackers.{tool}_tool" for tool in TOOLS)  # each for an extra of its own
-    others = "rollover.workflows.gateway.", "rollover.workflows.verifiers.harness", "rollover.cluster.ray"
+    server += "rollover.plugins.dashboard.app", "rollover.plugins.dashboard.serving"
+    tools = tuple(f"rollover.plugins.trackers.{tool}_tool" for tool in TOOLS)  # each for an extra of its own
+    others = "rollover.workflows.gateway.", "rollover.plugins.verifiers.harness", "rollover.plugins.ray.cluster"
     if not name.startswith((*others, *server, *tools)):
         importlib.import_module(name)
 print(rollover.__file__, len(names))
@@ -171,7 +178,8 @@ def test_what_is_imported_is_asked_for_and_what_is_asked_for_is_imported(importe
         "jinja2": "torch",
         "referencing": "jsonschema",
     }
-    elsewhere = {"vllm"}  # in its own environment, which one file of ours is loaded in
+    # In its own environment, which one file of ours is loaded in; in a checkout.
+    elsewhere = {"vllm", "benchmarks"}
     others = imported - set(sys.stdlib_module_names) - {"rollover"} - modules - by_another.keys() - elsewhere
     named_otherwise = {"PIL": "pillow"}
     assert {named_otherwise.get(of, of) for of in others} <= {name.replace("-", "_") for name in extras}

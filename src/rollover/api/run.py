@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollover.files import short_path
-from rollover.reading.run_files import RunFiles
-from rollover.track.recorded import read_rollouts, step_files
+from rollover.run.run_files import RunFiles
+from rollover.track.recorded import read_records, read_rollouts, step_files
 from rollover.track.trace import TraceEvent
 from rollover.types import Group
 
@@ -84,13 +84,13 @@ class Run:
 
         ValueError for a file that is damaged.
         """
-        for groups in read_rollouts(self._files.rollouts.dir, include_dropped=dropped) if self._recorded else ():
+        for groups in read_rollouts(self._files.recorded, include_dropped=dropped) if self._recorded else ():
             yield from groups
 
     def records(self) -> Iterator[dict[str, Any]]:
         """One dict a rollout, trained or dropped, as in rollouts/ (docs/running.md): with "step", "prompt" or
         "messages", "completion", "score", "advantage", "outcome", "segments" and more."""
-        return self._files.rollouts.records() if self._recorded else iter(())
+        return read_records(self._files.recorded) if self._recorded else iter(())
 
     def to_pandas(self, what: Literal["metrics", "evaluations", "rollouts"] = "metrics") -> pandas.DataFrame:
         """A frame with a row for each step, evaluation or rollout. ImportError where pandas is not installed."""
@@ -153,7 +153,7 @@ class Run:
         """Whether there is a record. ValueError where there never will be."""
         if self._files.value("track.rollouts") is False:
             raise ValueError(f"{str(self.directory)!r} records no rollouts: track.rollouts is off")
-        return bool(step_files(self._files.rollouts.dir))
+        return bool(step_files(self._files.recorded))
 
 
 def after_training(directory: Path, live: Mapping[str, Any], given: Mapping[str, Any]) -> Run:

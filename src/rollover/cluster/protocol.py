@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
+from rollover import registry
+from rollover.config import Config
 from rollover.engine.remote.hosts import Host
 from rollover.rewards.protocol import ScoringPool
 from rollover.trainer.ranks.group import Ranks
@@ -49,3 +52,11 @@ class ThisMachine:
 
     async def close(self) -> None:
         """Nothing."""
+
+
+def open_cluster(config: Config, logs: Path | None) -> Cluster:
+    """The cluster that cluster.type names. `logs`: the folder of what the roles print. ValueError where a library is
+    missing, there is no cluster at the address, or the roles do not fit on its nodes."""
+    if config.cluster.type == "none":
+        return ThisMachine()
+    return registry.load("clusters", config.cluster.type)(config, logs)

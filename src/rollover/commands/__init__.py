@@ -13,37 +13,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from rollover.commands.verb import Verb
+from rollover.registry import PLUGINS
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 GROUP = "rollover.verbs"
-VERBS = {
-    name: f"rollover.commands.{name}"
-    for name in (
-        "train",
-        "sft",
-        "demo",
-        "init",
-        "eval",
-        "sample",
-        "config",
-        "convert",
-        "plan",
-        "show",
-        "view",
-        "report",
-        "trace",
-        "serve",
-        "bench",
-        "completion",
-    )
-}
+_CORE = ("train", "sft", "demo", "init", "eval", "sample", "config", "plan", "serve", "bench", "completion")
+_ORDER = (
+    "train", "sft", "demo", "init", "eval", "sample", "config", "convert", "plan", "show", "view", "report", "trace",
+    "serve", "bench", "completion",
+)  # fmt: skip
+_PLACES = {name: f"rollover.commands.{name}:VERB" for name in _CORE} | PLUGINS["verbs"]
+VERBS = {name: _PLACES[name] for name in _ORDER}
+"""module:attribute of each of our verbs, in the order of `--help`."""
+
+
+def our_verb(name: str) -> Verb:
+    """Import a verb of VERBS."""
+    module, _, attribute = VERBS[name].partition(":")
+    return getattr(import_module(module), attribute)
 
 
 def our_verbs() -> dict[str, Verb]:
     """The verbs of this package, by name."""
-    return {name: import_module(module).VERB for name, module in VERBS.items()}
+    return {name: our_verb(name) for name in VERBS}
 
 
 def installed_verbs() -> dict[str, list[EntryPoint]]:

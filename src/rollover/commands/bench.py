@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
 from rollover.commands.verb import Overrides, Verb, load
 
@@ -23,7 +25,14 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
         raise ValueError(f"--lengths {args.lengths}: {args.what} has no lengths to choose. Use it with tail")
     # Measured alone, beside peers: all threads, which wait as the library does.
     resolved = load([], [("run.threads", "0"), *overrides], require_sources=False)
-    from rollover.bench import main as run_bench
+    root = Path(__file__).parents[3]
+    if not (root / "benchmarks" / "__init__.py").is_file():
+        raise ValueError(
+            "bench: the benchmarks are in a checkout, not in the package: git clone"
+            " https://github.com/rollover-rl/rollover, then `make bench` there"
+        )
+    sys.path.insert(0, str(root))
+    from benchmarks import main as run_bench
 
     return run_bench(args.what, resolved.config, as_json=args.json, virtual=args.lengths == "160k")
 

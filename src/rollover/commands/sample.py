@@ -102,19 +102,19 @@ def run_from(args: argparse.Namespace, overrides: Overrides) -> int:
 
 def place_of(directory: Path, text: str) -> Place:
     """The rollout that STEP/ID[:TOKEN] names. ValueError where there is none."""
-    from rollover.reading.rollout_index import find
-    from rollover.reading.run_files import RunFiles
     from rollover.run.go_on import Place
+    from rollover.run.run_files import RunFiles
+    from rollover.track.recorded import records_of, step_files
 
     match = re.fullmatch(r"(\d+)/(\d+-\d+(?:\.\d+\.\d+)?)(?::(\d+))?", text)
     if match is None:
         raise ValueError(f"--from: {text!r} names no rollout: write STEP/ID, or STEP/ID:TOKEN, as 12/40-3:57")
-    index = RunFiles(directory).rollouts
-    entries = index.entries()
-    found = find(entries, int(match[1]), match[2])
+    files = [file.path for file in step_files(RunFiles(directory).recorded) if file.step == int(match[1])]
+    records = (record for path in files for record in records_of(path))
+    found = next((record for record in records if record["rollout_id"] == match[2]), None)
     if found is None:
         raise ValueError(f"--from: no rollout {match[2]} left the run in {directory} with step {match[1]}")
-    return Place(index.record(entries[found]), int(match[3] or 0))
+    return Place(found, int(match[3] or 0))
 
 
 def print_gone_on(found: GoneOn, kept: int) -> None:

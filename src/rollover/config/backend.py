@@ -9,11 +9,12 @@ from rollover.config.logits import LogitsConfig
 from rollover.config.table import Inert, Refused, Rule, Table, is_own, option, value_of
 from rollover.config.train import LoraConfig
 from rollover.live_objects import is_live
+from rollover.registry import PLUGINS
 
 # The function of a `BackendSetup` that makes each, loaded when it is called: the names alone load nothing heavy.
 BACKENDS = {
     "local": "rollover.trainer.build:make_local",
-    "tinker": "rollover.trainer.tinker_backend:make_tinker",
+    "tinker": PLUGINS["backends"]["tinker"],
     "ranks": "rollover.trainer.ranks.backend:make_ranks",
 }
 _TINKER = ("backend.type", "tinker")

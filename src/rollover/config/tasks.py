@@ -11,6 +11,7 @@ from rollover.config import curriculum
 from rollover.config.curriculum import CurriculumConfig
 from rollover.config.rollout import GENERATION
 from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
+from rollover.registry import PLUGINS
 
 AnswerRule = Literal["last_number", "last_line", "answer_tag", "boxed", "full_text"]
 
@@ -51,7 +52,7 @@ SOURCES = {
             "order_column",
         ),
     ),
-    "verifiers": SourceKind("rollover.workflows.verifiers.source:taskset_source", "name", ("params", "eval_params")),
+    "verifiers": SourceKind(PLUGINS["task sources"]["verifiers"], "name", ("params", "eval_params")),
 }
 _OWN = SourceKind("rollover.tasks.build:OwnSource", "", ("params",))
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from rollover import registry
 from rollover.config import Config
 from rollover.config.backend import is_tinker
 from rollover.config.train import ENGINES
@@ -24,12 +25,9 @@ from rollover.engine.process.engine import ProcessEngine
 from rollover.engine.protocol import Engine
 from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
 from rollover.engine.remote.hosts import Host
-from rollover.engine.tinker.engine import TinkerEngine
-from rollover.engine.tinker.service import Service
 from rollover.functions import make_named
 from rollover.models.adapters import base_weights
 from rollover.models.devices import dtype_of, engine_device
-from rollover.models.limits import Limits
 from rollover.models.load import LoadedModel, as_in_files, cast_parameters, load_model
 from rollover.models.vision import placeholder_ids
 from rollover.weights.protocol import NamedTensors
@@ -57,7 +55,7 @@ class EngineSetup:
 def build_engine(setup: EngineSetup) -> Engine:
     """The engine that engine.kind names, or the service's. ValueError if a function of one's own gives none."""
     if is_tinker(setup.config):
-        return make_tinker(setup)
+        return registry.load("engines", "tinker")(setup)
     kind = setup.config.engine.kind
     made = make_named("engine.kind", kind, ENGINES, setup, Engine, "an engine")
     if kind in ENGINES:
@@ -108,19 +106,3 @@ def make_remote(setup: EngineSetup) -> RemoteEngine:
             own_server=setup.own_server,
         )
     )
-
-
-def make_tinker(setup: EngineSetup) -> TinkerEngine:
-    """An engine over a session of its own at the service. Errors as of `Service`."""
-    loaded = setup.model()
-
-    def decode_text(ids: list[int]) -> str:
-        return loaded.tokenizer.decode(ids, skip_special_tokens=False)
-
-    longest = Limits.of(loaded.model).positions or 2**31
-    service = Service(setup.config)
-    try:
-        return TinkerEngine(service, longest, decode_text)
-    except BaseException:
-        service.close()  # nobody else could end its session
-        raise

@@ -32,6 +32,10 @@ class EngineDied(RuntimeError):
     """The engine has ended for good: it is of no use to ask it again."""
 
 
+class ServiceError(RuntimeError):
+    """The service did not do what it was asked for."""
+
+
 class ImageRefused(ValueError):
     """An image of a prompt cannot be shown: to ask again does not help. It ends the run, which names the image."""
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from rollover.alike import alike, did_you_mean
 from rollover.live_objects import own_name
+from rollover.registry import PLUGINS
 
 # prompt: str | list of messages; completion: str; completion_ids; num_turns; trainer_state; columns; source
 Item = dict[str, Any]
@@ -55,7 +56,7 @@ BUILT_IN = {
     "llm_judge": BuiltIn("rollover.rewards.llm_judge:llm_judge", needs_answer=False),
     "reward_model": BuiltIn("rollover.rewards.reward_model:reward_model", needs_answer=False, whole_groups=True),
     "code": BuiltIn(
-        "rollover.rewards.sandbox.reward:code", needs_answer=False, states="rollover.rewards.sandbox.reward:stated"
+        PLUGINS["rewards"]["code"], needs_answer=False, states=PLUGINS["rewards"]["code"].replace(":code", ":stated")
     ),
 }
 _SEVERAL = "functions/"

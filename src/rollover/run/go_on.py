@@ -18,9 +18,9 @@ from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
 from rollover.envs.answer_text import answer_decoder
 from rollover.models.devices import dtype_of
-from rollover.reading.run_files import FINISHED
 from rollover.run.eval_parts import EvalParts
 from rollover.run.playing import together
+from rollover.run.run_files import FINISHED
 from rollover.track.recorded import media_of, prompt_of
 from rollover.trainer.stored_tensors import StoredTensors, part_of
 from rollover.types import SamplingParams, Segment, rollout_seed

@@ -13,8 +13,7 @@ import torch
 from rollover.algorithms.filters import build_group_filter
 from rollover.algorithms.grouping import Grouping
 from rollover.algorithms.shaping import metric_of
-from rollover.cluster.build import open_cluster
-from rollover.cluster.protocol import Cluster
+from rollover.cluster.protocol import Cluster, open_cluster
 from rollover.config import Config
 from rollover.config.backend import needs_weights_here
 from rollover.engine.build import EngineSetup, build_engine

@@ -13,8 +13,8 @@ from rollover.config import Config
 from rollover.config.cluster import planned_devices
 from rollover.config.load import Resolved
 from rollover.config.schema import default_of
-from rollover.reading.run_files import RunFiles
-from rollover.sim.plan import SPEED_KEYS, Plan, make_plan, speeds_of_run
+from rollover.run.run_files import RunFiles
+from rollover.sim.plan import Plan, make_plan, speeds_of_run
 from rollover.sim.played import Played
 from rollover.sim.timeline import timeline
 from rollover.system import cores
@@ -66,7 +66,7 @@ def _read_run(directory: Path, say: Callable[[str], None]) -> tuple[list[list[in
     observed: list[list[int]] = []
     prompts: list[int] = []
     played = Played()
-    for groups in read_rollouts(files.rollouts.dir, include_dropped=True):
+    for groups in read_rollouts(files.recorded, include_dropped=True):
         observed += [played.lengths(group) for group in groups]
         prompts += [len(g.prompt) for g in groups]
         if len(observed) >= _OBSERVED_GROUPS:
@@ -78,7 +78,7 @@ def _read_run(directory: Path, say: Callable[[str], None]) -> tuple[list[list[in
     if files.value("rollout.overlap"):  # its seconds of generation are only those that the trainer waited
         say(f"{directory} generated while it trained: its metrics tell no speeds, only its lengths are taken")
         return observed, values
-    speeds = speeds_of_run(list(files.columns().rows(SPEED_KEYS)), prompt_tokens)
+    speeds = speeds_of_run(files.metrics(), prompt_tokens)
     speeds["train_tokens_per_s"] *= files.value("train.epochs_per_step") or 1  # a rate of one of its epochs
     return observed, values | speeds
 

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollover import registry
 from rollover.config import Config
+from rollover.config.run import TOOLS
 from rollover.functions import own_function
 from rollover.track.health import Health, passed_over
 from rollover.track.history import RunHistory
@@ -17,8 +19,6 @@ from rollover.track.recorder import RolloutRecorder
 from rollover.track.sinks import EvalFile, MetricsFile
 from rollover.track.trace import TRACE, TraceFile
 from rollover.track.tracker import OwnTracker, Tracker, Trackers
-from rollover.track.trackers.names import TOOLS, check_installed
-from rollover.track.trackers.tools import Tools
 
 OWN = "a rollover.Tracker"
 
@@ -70,9 +70,9 @@ def build_trackers(config: Config, path: Path) -> Trackers:
     entry of track.trackers that names no tracker, or a tool that is not installed; OSError where a file cannot be
     opened."""
     trackers = Trackers()
-    tools = [name for name in config.track.trackers if name in TOOLS]
-    for name in tools:
-        check_installed(name)
+    names = [name for name in config.track.trackers if name in TOOLS]
+    # Built first: it refuses a tool that is not installed.
+    tools = registry.load("trackers", "tools")(names, config.track, trackers.on_message) if names else None
     setup = TrackerSetup(config, path, trackers.on_message)
     # What our files have is not told again, after a kill: so it has been told to the user's own by then.
     for spec in config.track.trackers:
@@ -86,6 +86,6 @@ def build_trackers(config: Config, path: Path) -> Trackers:
     for name, make in TRACKERS.items():
         if (tracker := make(setup)) is not None:
             trackers.add(name, tracker)
-    if tools:  # they read what they missed in our files, which have it by then
-        trackers.add("tools", Tools(tools, config.track, trackers.on_message))
+    if tools is not None:  # they read what they missed in our files, which have it by then
+        trackers.add("tools", tools)
     return trackers

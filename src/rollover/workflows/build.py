@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from rollover import registry
 from rollover.config import WorkflowConfig
 from rollover.envs.setup import EnvironmentSetup
 from rollover.functions import own_function
@@ -21,7 +22,6 @@ from rollover.workflows.function import KEY, RETURNS, WorkflowFunction, is_async
 from rollover.workflows.player import Limits
 from rollover.workflows.pool import WorkflowPool
 from rollover.workflows.protocol import Workflow
-from rollover.workflows.verifiers.workflow import VerifiersWorkflow
 
 
 def build_episodes(setup: EnvironmentSetup, max_tokens: int, rewarder: Rewarder) -> Episodes:
@@ -65,7 +65,7 @@ def build_workflow(
     """What plays the episodes. `state_of` a task and a policy version: what rewards of TRL's signature get. ValueError,
     with the fix, where it cannot."""
     if workflow.verifiers:
-        return VerifiersWorkflow(workflow, sampling)
+        return registry.load("workflows", "verifiers")(workflow, sampling)
     if workflow.command:
 
         async def score(task: Task, answer: str, version: int) -> Reward:

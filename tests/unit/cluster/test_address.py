@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rollover.cluster.build import open_cluster
+from rollover.cluster.protocol import open_cluster
 from rollover.config import Config
 
 

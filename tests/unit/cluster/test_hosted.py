@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from rollover import live_objects
-from rollover.cluster.hosted import ActorHost, ActorRewardNode, Gone
-from rollover.cluster.roles import request_of, request_to_json
 from rollover.config import Config
 from rollover.engine.remote.wire import ServerFailed
 from rollover.http_guard import TOKEN_VARIABLE
+from rollover.plugins.ray.hosted import ActorHost, ActorRewardNode, Gone
+from rollover.plugins.ray.roles import request_of, request_to_json
+from rollover.plugins.ray.spread import NodeLost
 from rollover.rewards.built_in import several_of
 from rollover.rewards.protocol import ScoreRequest
-from rollover.rewards.spread import NodeLost
 from rollover.rewards.trl_arguments import TrainerState
 from rollover.rewards.worker import RewardProbeError
 from rollover.types import Reward, Task

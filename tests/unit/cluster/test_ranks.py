@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rollover.cluster.hosted import Gone
-from rollover.cluster.ranks import ActorRanks
 from rollover.config import Config
+from rollover.plugins.ray.hosted import Gone
+from rollover.plugins.ray.ranks import ActorRanks
 from rollover.trainer.backend import BackendLost
 from rollover.trainer.ranks.process import VALUE
 

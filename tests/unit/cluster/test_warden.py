@@ -18,7 +18,7 @@ LIMIT_S = 60
 
 DRIVER = """
 import subprocess, sys, time
-from rollover.cluster.warden import start_warden
+from rollover.plugins.ray.warden import start_warden
 start_warden(sys.argv[1])
 daemon = "import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
 daemon += " start_new_session=True).pid, flush=True); time.sleep(600)"
@@ -39,7 +39,7 @@ def test_what_a_killed_driver_started_is_killed_and_its_folder_removed(tmp_path:
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     orphan = subprocess.Popen([*sleep, f"--socket={folder}/raylet"])  # of no family: its parent has ended
     reader = subprocess.Popen([*sleep, f"{folder}/log"])
-    warden = next(p for p in psutil.Process(driver.pid).children() if "rollover.cluster.warden" in p.cmdline())
+    warden = next(p for p in psutil.Process(driver.pid).children() if "rollover.plugins.ray.warden" in p.cmdline())
     try:
         time.sleep(3)  # so that the warden has looked
         os.kill(warden.pid, signal.SIGTERM)

@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from rollover.convert.bash.script import read_script
-from rollover.convert.bash.text import Text
+from rollover.plugins.convert.bash.script import read_script
+from rollover.plugins.convert.bash.text import Text
 
 VALUES = ("/a/b.c.d", "x", "", "a b  c", "-5", "007", "k=v", "it's")
 FORMS = (

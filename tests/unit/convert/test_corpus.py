@@ -19,10 +19,10 @@ import pytest
 
 from rollover.config.load import load_config
 from rollover.config.table import value_of
-from rollover.convert.bash.script import read_script
-from rollover.convert.mapping import LeftOut, Unread
-from rollover.convert.read import read
-from rollover.convert.written import converted
+from rollover.plugins.convert.bash.script import read_script
+from rollover.plugins.convert.mapping import LeftOut, Unread
+from rollover.plugins.convert.read import read
+from rollover.plugins.convert.written import converted
 
 CORPUS = Path(__file__).parent / "corpus"
 CASES = sorted(path.with_suffix("").name for path in CORPUS.glob("*.toml"))

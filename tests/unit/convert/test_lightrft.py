@@ -11,7 +11,7 @@ import pytest
 from rollover import cli
 from rollover.config import Config
 from rollover.config.load import load_config
-from rollover.convert.lightrft.script import options_of_flags
+from rollover.plugins.convert.lightrft.script import options_of_flags
 
 SCRIPT = """#!/bin/bash
 MODEL="Qwen/Qwen2.5-0.5B-Instruct"

@@ -10,9 +10,9 @@ import pytest
 from rollover.config.load import load_config
 from rollover.config.schema import field_at
 from rollover.config.table import value_of
-from rollover.convert.mapping import Row, System, convert
-from rollover.convert.systems import SYSTEMS
-from rollover.convert.table import in_document
+from rollover.plugins.convert.mapping import Row, System, convert
+from rollover.plugins.convert.systems import SYSTEMS
+from rollover.plugins.convert.table import in_document
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "coming-from.md"
 ROWS = [(system, row) for system in SYSTEMS.values() for row in system.rows]
@@ -55,4 +55,4 @@ def test_the_document_holds_the_tables_of_the_mappings() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     assert all(f"<!-- table: {name} -->" in text for name in SYSTEMS)
     assert "<!-- table: differences -->" in text
-    assert in_document(DOCUMENT) == text, "run: python -m rollover.convert.table docs/coming-from.md"
+    assert in_document(DOCUMENT) == text, "run: python -m rollover.plugins.convert.table docs/coming-from.md"

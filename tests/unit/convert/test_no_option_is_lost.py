@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.convert.lightrft.script import options_of_flags
-from rollover.convert.mapping import Unread, convert
-from rollover.convert.systems import SYSTEMS
-from rollover.convert.trl.flags import options_of_trl_command
-from rollover.convert.verl.script import options_of_script
+from rollover.plugins.convert.lightrft.script import options_of_flags
+from rollover.plugins.convert.mapping import Unread, convert
+from rollover.plugins.convert.systems import SYSTEMS
+from rollover.plugins.convert.trl.flags import options_of_trl_command
+from rollover.plugins.convert.verl.script import options_of_script
 
 VERL = {
     "data.train_batch_size": 32,

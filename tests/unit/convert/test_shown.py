@@ -10,8 +10,8 @@ import pytest
 
 from rollover import cli
 from rollover.config.load import load_config
-from rollover.convert.mapping import convert
-from rollover.convert.systems import SYSTEMS
+from rollover.plugins.convert.mapping import convert
+from rollover.plugins.convert.systems import SYSTEMS
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 

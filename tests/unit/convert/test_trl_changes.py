@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollover.convert.mapping import Unread
-from rollover.convert.trl.script import options_of_trl_script
+from rollover.plugins.convert.mapping import Unread
+from rollover.plugins.convert.trl.script import options_of_trl_script
 
 TRAIN = """
 trainer = GRPOTrainer(model="m", reward_funcs=right, args=config)

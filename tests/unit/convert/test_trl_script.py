@@ -12,8 +12,8 @@ import pytest
 from rollover import cli
 from rollover.config import Config
 from rollover.config.load import load_config
-from rollover.convert.mapping import Unread
-from rollover.convert.trl.script import options_of_trl_script
+from rollover.plugins.convert.mapping import Unread
+from rollover.plugins.convert.trl.script import options_of_trl_script
 
 SCRIPT = '''
 import torch

@@ -14,8 +14,8 @@ import pytest
 from rollover import cli
 from rollover.config import AlgorithmConfig
 from rollover.config.load import load_config
-from rollover.convert.verl.script import options_of_script
-from rollover.convert.verl.values import older_veto
+from rollover.plugins.convert.verl.script import options_of_script
+from rollover.plugins.convert.verl.values import older_veto
 from rollover.trainer.rejection import kept_tokens
 from samples import random_samples
 

@@ -96,7 +96,7 @@ def test_experts_count_as_often_as_they_are_asked() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_an_engine_counts_what_it_computes(family: str) -> None:
     """Prefill of the prompts but for their last tokens, then a token a step; a shared prompt is computed once."""
-    from rollover.bench import workload
+    from benchmarks import workload
 
     model = tiny.model(family)
     flops = ModelFlops.of(model)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollover.reading.columns import Columns
-from rollover.reading.tail import Tail
-from rollover.reading.warnings import Warned, warnings_of
+from rollover.plugins.dashboard.columns import Columns
+from rollover.plugins.dashboard.warnings import Warned, warnings_of
+from rollover.run.tail import Tail
 from rollover.track.health import Health
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from recorded_run import group, recorded, write_run
-from rollover.reading.rollout_index import RolloutIndex, rollout_id, staleness, versions
+from rollover.plugins.dashboard.found import Wanted, page
+from rollover.plugins.dashboard.rollout_index import RolloutIndex, rollout_id, staleness, versions
+from rollover.plugins.dashboard.stale import staleness_map
 from rollover.track.recorded import read_records
 from rollover.track.recorder import Format, RolloutRecorder
 from rollover.track.tracker import Cut
 from rollover.types import DropReason
-from rollover.view.found import Wanted, page
-from rollover.view.stale import staleness_map
 
 EITHER = pytest.mark.parametrize("formats", [("jsonl",), ("parquet",), ("jsonl", "parquet")], ids="-".join)
 

@@ -9,9 +9,9 @@ import pytest
 
 from recorded_run import row, write_run
 from rollover.config import Config
-from rollover.reading.accounts import Amount, accounts_of
-from rollover.reading.run_files import RunFiles
+from rollover.plugins.dashboard.accounts import Amount, accounts_of
 from rollover.run.lock import DirectoryLock
+from rollover.run.run_files import RunFiles
 from rollover.track.build import build_trackers
 
 

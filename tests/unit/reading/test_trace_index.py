@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollover.reading.trace_index import PARKED, RESUMED, TraceIndex
+from rollover.plugins.dashboard.trace_index import PARKED, RESUMED, TraceIndex
 from rollover.track.trace import TRACE, TraceEvent, TraceFile, acts, engine_visits, read_trace, spans
 
 EVENTS = [
@@ -114,7 +114,9 @@ def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     index = index_of(tmp_path / TRACE)
     read = []
     parse = json.loads
-    monkeypatch.setattr("rollover.reading.trace_index.json.loads", lambda text: read.append(text) or parse(text))
+    monkeypatch.setattr(
+        "rollover.plugins.dashboard.trace_index.json.loads", lambda text: read.append(text) or parse(text)
+    )
     TraceFile(index.path).write([TraceEvent("train_end", 9.0, 1)])
     index.look()
     assert read == [b'[["train_end",9.0,1]]'] and index.spans()[-1].end == 9.0

@@ -13,13 +13,13 @@ import pytest
 from documents import ROOT
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.config.load import load_config
+from rollover.plugins.sandbox.cases import code_of
 from rollover.rewards.answers import RULES, answer_of
 from rollover.rewards.built_in import BUILT_IN, BY_DATA_SOURCE, NOT_BUILT_IN, made, parsed, shown, spec_of
 from rollover.rewards.chosen import spec_for
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.registry import load_reward
-from rollover.rewards.sandbox.cases import code_of
 from rollover.rewards.several import LoadedSum, loaded
 from rollover.tasks.stream import TaskStream
 from rollover.types import Reward

@@ -9,9 +9,9 @@ import pytest
 
 import virtual_time
 from rollover.config import RewardsConfig
+from rollover.plugins.ray.spread import NodeLost, SpreadPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.registry import Mode
-from rollover.rewards.spread import NodeLost, SpreadPool
 from rollover.rewards.worker import RewardProbeError
 from rollover.types import Reward, Task
 

@@ -13,7 +13,9 @@ import pytest
 
 from rollover.algorithms.shaping import Shaping
 from rollover.config import AlgorithmConfig, RewardsConfig, WorkflowConfig
-from rollover.reading.rollout_index import RolloutIndex
+from rollover.plugins.dashboard.rollout_index import RolloutIndex
+from rollover.plugins.dashboard.stale import staleness_map
+from rollover.plugins.dashboard.why import why
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.lifecycle import Event, EventKind
 from rollover.run.records import Records
@@ -22,8 +24,6 @@ from rollover.track.recorder import RolloutRecorder
 from rollover.track.tracker import RecordedGroup
 from rollover.trainer.batch import BatchBuilder
 from rollover.types import DropReason, Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, StopReason
-from rollover.view.stale import staleness_map
-from rollover.view.why import why
 from unit.rollout.world import make_segment, make_task
 
 

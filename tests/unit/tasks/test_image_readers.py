@@ -7,6 +7,7 @@ import pytest
 
 from recorded_run import group, recorded, write_run
 from rollover import cli
+from rollover.plugins.dashboard.found import asked
 from rollover.run.transcript import transcript
 from rollover.track.recorder import RolloutRecorder
 from rollover.trajectories import Episode, episodes_of
@@ -23,7 +24,6 @@ from rollover.types import (
     Task,
     content_text,
 )  # fmt: skip
-from rollover.view.found import asked
 from unit.envs.played import environment
 from unit.workflows.scripted_host import ScriptedHost
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollover.commands.trace import show_traces, summary
+from rollover.plugins.dashboard.verbs.trace import show_traces, summary
 from rollover.track.perfetto import perfetto
 from rollover.track.picture import COLOURS, draw
 from rollover.track.trace import TRACE, TraceEvent, TraceFile, engine_visits

@@ -18,17 +18,17 @@ from rollover.config import TrackConfig
 from rollover.config.load import load_config
 from rollover.config.run import TOOLS
 from rollover.functions import explained
+from rollover.plugins.trackers import apart, names
+from rollover.plugins.trackers.artifacts import files_of
+from rollover.plugins.trackers.names import Named
+from rollover.plugins.trackers.sample import sample_of, sample_of_records
+from rollover.plugins.trackers.tool import as_paths, plain, redacted, without_secrets
+from rollover.plugins.trackers.tools import Tools
 from rollover.track.build import build_trackers
 from rollover.track.recorded import records_of
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.sinks import EvalFile, MetricsFile
 from rollover.track.tracker import Cut, RecordedGroup, RunInfo, Tracker, Trackers
-from rollover.track.trackers import apart, names
-from rollover.track.trackers.artifacts import files_of
-from rollover.track.trackers.names import Named
-from rollover.track.trackers.sample import sample_of, sample_of_records
-from rollover.track.trackers.tool import as_paths, plain, redacted, without_secrets
-from rollover.track.trackers.tools import Tools
 from samples import group, rollout, segment
 
 MODEL = [("track.trackers", '["wandb"]'), ("track.artifacts", '["model"]')]
@@ -36,7 +36,7 @@ REPOSITORY = Path(__file__).parents[3]
 QUOTED = json.dumps('with "q\u00e9otes" in it')
 FAKE = """
 import json, os, time
-from rollover.track.trackers.tool import Newest, Tool
+from rollover.plugins.trackers.tool import Newest, Tool
 
 class Kept(Tool):
     '''Writes down what it is told. A file "raise", "hang" or "die" beside that makes it do so at the next step.'''
@@ -218,7 +218,7 @@ def test_one_that_hangs_is_ended_after_its_time(tmp_path: Path) -> None:
 
 
 def test_the_silence_of_one_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollover.track.trackers.tools._SILENT_S", 0.0)
+    monkeypatch.setattr("rollover.plugins.trackers.tools._SILENT_S", 0.0)
     (tmp_path / "hang").touch()
     run = RunOf(tmp_path, finish_s=0.0)
     run.trackers.truncate(Cut(-1))
@@ -352,7 +352,7 @@ def test_one_that_is_killed_while_it_has_nothing_to_do_is_said_and_counted(tmp_p
     run.trackers.truncate(Cut(-1))
     run.step(1)
     until(lambda: run.told("row") and not run.tools.tools[0].under_way)
-    (keeper,) = (p for p in psutil.Process().children() if "rollover.track.trackers.child" in p.cmdline())
+    (keeper,) = (p for p in psutil.Process().children() if "rollover.plugins.trackers.child" in p.cmdline())
     (child,) = keeper.children()
     child.kill()
     until(lambda: run.trackers.stats()["trackers/failed"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollover.commands.trace import summary
+from rollover.plugins.dashboard.verbs.trace import summary
 from rollover.rollout.lifecycle import EventKind
 from rollover.track.perfetto import perfetto
 from rollover.track.picture import draw

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from recorded_run import HOSTILE, write_run, written
+from rollover.plugins.dashboard.answered import MOST_EVALUATIONS, answer, answers, lowest
+from rollover.plugins.dashboard.report import make_report
+from rollover.plugins.dashboard.run_data import RunData
 from rollover.track.answers import Answer, write_answers
-from rollover.view.answered import MOST_EVALUATIONS, answer, answers, lowest
-from rollover.view.report import make_report
-from rollover.view.run_data import RunData
 
 
 def of_task(task: int, sibling: int, score: float | None, text: str = "seven", setting: str = "") -> Answer:

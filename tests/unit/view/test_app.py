@@ -10,9 +10,9 @@ from starlette.testclient import TestClient
 
 from recorded_run import HOSTILE, write_run
 from rollover.http_guard import Guard
-from rollover.view.app import is_of_page, make_app
-from rollover.view.parts import page_files
-from rollover.view.run_data import RunData
+from rollover.plugins.dashboard.app import is_of_page, make_app
+from rollover.plugins.dashboard.parts import page_files
+from rollover.plugins.dashboard.run_data import RunData
 
 
 def client(*directories: Path, host: str = "127.0.0.1", token: str = "", **more) -> TestClient:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from recorded_run import write_run
-from rollover.reading.run_files import RunFiles
-from rollover.view.compare import curves, differences, evaluations
+from rollover.plugins.dashboard.compare import curves, differences, evaluations
+from rollover.run.run_files import RunFiles
 
 
 def run_at(path: Path, config: dict, scores: dict[str, float | None] | None = None) -> RunFiles:

@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 
 from recorded_run import write_run
 from rollover.cli import main
-from rollover.view.app import make_app
-from rollover.view.run_data import RunData
+from rollover.plugins.dashboard.app import make_app
+from rollover.plugins.dashboard.run_data import RunData
 
 DEEP = "[" * 100_000 + "\n"
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from recorded_run import HOSTILE, group, recorded, write_run
-from rollover.reading.rollout_index import RolloutIndex
+from rollover.plugins.dashboard.found import Wanted, choices, page
+from rollover.plugins.dashboard.rollout_index import RolloutIndex
 from rollover.track.recorder import Format, RolloutRecorder
 from rollover.types import DropReason
-from rollover.view.found import Wanted, choices, page
 
 
 @pytest.fixture(params=["jsonl", "parquet"])

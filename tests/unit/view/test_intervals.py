@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from recorded_run import group, recorded
-from rollover.reading.rollout_index import RolloutIndex
+from rollover.plugins.dashboard.intervals import reward_intervals
+from rollover.plugins.dashboard.rollout_index import RolloutIndex
+from rollover.plugins.dashboard.run_data import RunData
 from rollover.track.recorder import FORMATS, RolloutRecorder
 from rollover.track.statistics import mean_interval
 from rollover.types import DropReason, Group, Rollout
-from rollover.view.intervals import reward_intervals
-from rollover.view.run_data import RunData
 
 
 def test_the_interval_is_over_groups_and_of_what_was_trained(tmp_path: Path) -> None:

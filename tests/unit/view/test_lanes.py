@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollover.reading.trace_index import TraceIndex
+from rollover.plugins.dashboard.lanes import window
+from rollover.plugins.dashboard.trace_index import TraceIndex
 from rollover.track.trace import TRACE, TraceEvent, TraceFile
-from rollover.view.lanes import window
 
 
 def index_of(tmp_path: Path, events: list[TraceEvent]) -> TraceIndex:

@@ -12,11 +12,11 @@ from PIL import Image
 
 from recorded_run import group, recorded, write_run
 from rollover.images import digest_of
+from rollover.plugins.dashboard.not_there import NotThere
+from rollover.plugins.dashboard.pictures import MOST_PIXELS
+from rollover.plugins.dashboard.run_data import RunData
 from rollover.track.recorder import RolloutRecorder
 from rollover.types import Media, Prompt
-from rollover.view.not_there import NotThere
-from rollover.view.pictures import MOST_PIXELS
-from rollover.view.run_data import RunData
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (30, 1300, 3), dtype=np.uint8)
 

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from recorded_run import write_run
-from rollover.reading.run_files import RunFiles
-from rollover.view.pieces import RunTokens, pieces
+from rollover.plugins.dashboard.pieces import RunTokens, pieces
+from rollover.run.run_files import RunFiles
 
 TEXT = "naïve 😀 日本語\n\ttab <|end|> \u202eabc"
 

@@ -44,7 +44,7 @@ READ = """
 import sys
 from contextlib import suppress
 from rollover.cli import main
-from rollover.view.run_data import RunData
+from rollover.plugins.dashboard.run_data import RunData
 for run in sys.argv[1:]:
     print("reading", run, flush=True)
     for words in (["show", run, "--rollouts"], ["show", run, "--json"], ["trace", run],

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from recorded_run import row, write_run
-from rollover.reading.run_files import RunFiles
-from rollover.view.planned import happened, plan_of
+from rollover.plugins.dashboard.planned import happened, plan_of
+from rollover.run.run_files import RunFiles
 
 
 def test_what_happened_is_the_mean_of_the_steps() -> None:

@@ -10,10 +10,10 @@ import pytest
 
 from recorded_run import HOSTILE, group, recorded, write_run, written
 from rollover import cli
+from rollover.plugins.dashboard.report import make_report
+from rollover.plugins.dashboard.run_data import RunData
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.trace import TRACE, TraceEvent
-from rollover.view.report import make_report
-from rollover.view.run_data import RunData
 
 
 class Tags(HTMLParser):

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from recorded_run import HOSTILE, group, recorded, row, segment, write_run
-from rollover.reading.run_files import RunFiles
+from rollover.plugins.dashboard.pieces import pieces
+from rollover.plugins.dashboard.run_data import RunData
 from rollover.run.lock import DirectoryLock
+from rollover.run.run_files import RunFiles
 from rollover.track.recorder import Format, RolloutRecorder
 from rollover.track.sinks import MetricsFile
 from rollover.track.trace import TRACE, TraceEvent, TraceFile
-from rollover.view.pieces import pieces
-from rollover.view.run_data import RunData
 
 
 @pytest.fixture(params=["jsonl", "parquet"])

@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from rollover.reading.columns import Columns
-from rollover.view.numbers import number, numbers, times
-from rollover.view.series import axis, keys_of, series
+from rollover.plugins.dashboard.columns import Columns
+from rollover.plugins.dashboard.numbers import number, numbers, times
+from rollover.plugins.dashboard.series import axis, keys_of, series
 
 
 def rows(count: int) -> list[dict]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from recorded_run import write_run
-from rollover.view.run_data import RunData
-from rollover.view.several import Several
+from rollover.plugins.dashboard.run_data import RunData
+from rollover.plugins.dashboard.several import Several
 
 
 def runs(tmp_path: Path, count: int) -> list[RunData]:

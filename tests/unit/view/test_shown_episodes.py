@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from recorded_run import group, recorded, write_run
-from rollover.reading.rollout_index import RolloutIndex
+from rollover.plugins.dashboard.episodes import episode
+from rollover.plugins.dashboard.found import Wanted, page
+from rollover.plugins.dashboard.rollout_index import RolloutIndex
+from rollover.plugins.dashboard.run_data import RunData
 from rollover.track.recorder import Format, RolloutRecorder
 from rollover.types import Group, Rollout
-from rollover.view.episodes import episode
-from rollover.view.found import Wanted, page
-from rollover.view.run_data import RunData
 
 
 def agents(group_id: int) -> Group:

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from recorded_run import group, recorded, write_run
-from rollover.reading.rollout_index import RolloutIndex
+from rollover.plugins.dashboard.rollout_index import RolloutIndex
+from rollover.plugins.dashboard.stale import MOST_COLUMNS, MOST_LEVELS, staleness_map
 from rollover.track.recorder import RolloutRecorder
 from rollover.types import DropReason
-from rollover.view.stale import MOST_COLUMNS, MOST_LEVELS, staleness_map
 
 
 def test_each_trained_rollout_is_in_the_cell_of_its_step_and_staleness(tmp_path: Path) -> None:

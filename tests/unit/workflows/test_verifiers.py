@@ -14,15 +14,15 @@ import pytest
 from rollover.config.load import load_config
 from rollover.config.tasks import TaskSourceConfig
 from rollover.config.workflow import WorkflowConfig
+from rollover.plugins.verifiers.package import package
+from rollover.plugins.verifiers.sessions import Sessions
+from rollover.plugins.verifiers.source import tasks_of, taskset_source
+from rollover.plugins.verifiers.workflow import VerifiersWorkflow
 from rollover.tasks.source import SourceSetup
 from rollover.tasks.split import SplitName
 from rollover.tasks.stream import TaskStream
 from rollover.types import Reward, Rollout, SamplingParams, StopReason
 from rollover.workflows.build import EpisodeServer
-from rollover.workflows.verifiers.package import package
-from rollover.workflows.verifiers.sessions import Sessions
-from rollover.workflows.verifiers.source import tasks_of, taskset_source
-from rollover.workflows.verifiers.workflow import VerifiersWorkflow
 from unit.workflows.scripted_host import Policy, ScriptedHost
 
 TASKSETS = Path(__file__).parents[2] / "tasksets"

@@ -17,11 +17,11 @@ from typing import Any
 import attacks
 import pytest
 
+from rollover.plugins.sandbox.cases import Cases, cases_of
+from rollover.plugins.sandbox.guarantees import probed
+from rollover.plugins.sandbox.judge import Judge, Limits, Verdict
+from rollover.plugins.sandbox.launch import Launch
 from rollover.processes import descendants
-from rollover.rewards.sandbox.cases import Cases, cases_of
-from rollover.rewards.sandbox.guarantees import probed
-from rollover.rewards.sandbox.judge import Judge, Limits, Verdict
-from rollover.rewards.sandbox.launch import Launch
 
 X86 = platform.machine() == "x86_64"
 MEMORY_BYTES, OUTPUT_BYTES = 1 << 28, 1 << 20

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollover.rewards.sandbox.cases import cases_of
-from rollover.rewards.sandbox.guarantees import probed
-from rollover.rewards.sandbox.judge import BrokenTests, Judge, Limits
-from rollover.rewards.sandbox.launch import Launch
+from rollover.plugins.sandbox.cases import cases_of
+from rollover.plugins.sandbox.guarantees import probed
+from rollover.plugins.sandbox.judge import BrokenTests, Judge, Limits
+from rollover.plugins.sandbox.launch import Launch
 
 SECONDS = 3.0
 NAMED = """

@@ -13,9 +13,9 @@ import pytest
 pytest.importorskip("aiohttp")
 from aiohttp import web
 
-from rollover.rewards.sandbox.cases import cases_of
-from rollover.rewards.sandbox.fusion import FusionClient, FusionJudge
-from rollover.rewards.sandbox.judge import Verdict
+from rollover.plugins.sandbox.cases import cases_of
+from rollover.plugins.sandbox.fusion import FusionClient, FusionJudge
+from rollover.plugins.sandbox.judge import Verdict
 from rollover.rewards.service import ServiceFailed
 
 ADDS = {"inputs": ["1", "2"], "outputs": ["2", "3"]}
@@ -162,7 +162,7 @@ def test_what_will_not_pass_is_not_tried_again() -> None:
 
 
 def test_a_service_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollover.rewards.sandbox.fusion.SLACK_S", 0.1)
+    monkeypatch.setattr("rollover.plugins.sandbox.fusion.SLACK_S", 0.1)
     service = Service(*["silent"] * 9)
     with pytest.raises(ServiceFailed, match="no answer in"):
         with_service(lambda client: client.run("print(1)", ""), service, timeout_s=0.05)

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from rollover.rewards.sandbox import guarantees
-from rollover.rewards.sandbox.cases import cases_of
-from rollover.rewards.sandbox.guarantees import Found, chosen, probed
-from rollover.rewards.sandbox.judge import BrokenTests, Judge, Limits, Verdict
-from rollover.rewards.sandbox.launch import Launch, SandboxFailed, Template
+from rollover.plugins.sandbox import guarantees
+from rollover.plugins.sandbox.cases import cases_of
+from rollover.plugins.sandbox.guarantees import Found, chosen, probed
+from rollover.plugins.sandbox.judge import BrokenTests, Judge, Limits, Verdict
+from rollover.plugins.sandbox.launch import Launch, SandboxFailed, Template
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ import pytest
 from rollover.config import RewardsConfig, TaskSourceConfig
 from rollover.config.load import load_config
 from rollover.config.recipes import recipe
+from rollover.plugins.sandbox import guarantees
+from rollover.plugins.sandbox.cases import cases_of
+from rollover.plugins.sandbox.guarantees import Found, chosen
 from rollover.rewards.built_in import made, statements
 from rollover.rewards.chosen import spec_for
 from rollover.rewards.protocol import ScoreRequest
-from rollover.rewards.sandbox import guarantees
-from rollover.rewards.sandbox.cases import cases_of
-from rollover.rewards.sandbox.guarantees import Found, chosen
 from rollover.rewards.worker import RewardProbeError, RewardWorker
 from rollover.tasks.stream import TaskStream
 from rollover.types import Task

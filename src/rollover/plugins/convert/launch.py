@@ -1,0 +1,132 @@
+"""The training commands of a launch script: which they are, their flags, and one set of options of several commands."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollover.plugins.convert.bash.text import Text
+from rollover.plugins.convert.bash.written import Command, Script
+from rollover.plugins.convert.files import text_of
+from rollover.plugins.convert.hydra import value_of
+from rollover.plugins.convert.mapping import LeftOut, Unread
+
+_LAUNCHERS = re.compile(r"torch\.distributed\.(?:run|launch)|accelerate\.commands\.launch|deepspeed(?:\.launcher.*)?")
+_FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.S)
+# Names that usually hold several options: behind a flag they are not its value only.
+_SEVERAL = re.compile(r"\$\{?\w*(?:ARG|OPT|FLAG|EXTRA|PARAM|CONF)", re.I)
+
+
+def entry(words: Sequence[Text]) -> int:
+    """The index of the program that is trained with (a .py file, the module behind `-m`, or the verb of `trl`); -1 if
+    there is none."""
+    for i, word in enumerate(words):
+        text, before = word.text, words[i - 1].text if i else ""
+        if before == "-m" and re.fullmatch(r"[A-Za-z_][\w.]*", text) and not _LAUNCHERS.fullmatch(text):
+            return i
+        if before == "trl" and re.fullmatch(r"\w+", text):
+            return i
+        if text.endswith(".py") and not text.startswith("-"):
+            while i + 1 < len(words) and words[i + 1].text.endswith(".py"):
+                i += 1
+            return i
+    return -1
+
+
+def unread(text: Text, line: int) -> Unread:
+    """A value that the script does not give outright."""
+    return Unread(f"line {line}: {f'{text.text} is ' if text.in_doubt else ''}{text.why}")
+
+
+def read_value(text: Text, line: int, read: Callable[[str], Any] = value_of) -> Any:
+    """The value of a text, or why it has none."""
+    try:
+        return read(text.text) if text.known else unread(text, line)
+    except ValueError as error:
+        return Unread(f"line {line}: {error}")
+
+
+def argument_of(text: str) -> Any:
+    """The value of a flag: unlike those of Hydra, argparse takes `none` for a text."""
+    value = value_of(text)
+    return text if value is None else value
+
+
+def not_understood(word: Text, line: int) -> dict[str, Any]:
+    """A word of a training command that is no option, by its own text."""
+    reason = word.why or "a word of the training command that is no option"
+    return {word.text[:80]: Unread(f"line {line}: {reason}")}
+
+
+def flags(words: Sequence[Text], line: int) -> dict[str, Any]:
+    """`--name value ...` by name: True of a flag alone, a list of several values, Unread of what has no value."""
+    values: dict[str, list[Any]] = {}
+    lost: dict[str, Any] = {}
+    held: list[Any] | None = None
+    for word in words:
+        match = _FLAG.fullmatch(word.text)
+        if match and (word.known or word.in_doubt or word.head.startswith(f"--{match[1]}")):
+            held = values[match[1]] = []
+            if match[2] is not None:
+                start = len(match[1]) + 3
+                held.append(read_value(word, line, lambda text, start=start: argument_of(text[start:])))
+                held = None
+            elif not word.known:
+                held.append(unread(word, line))
+            continue
+        several = not word.known and not word.head and _SEVERAL.match(word.text)
+        is_short = re.fullmatch(r"-[A-Za-z]\w*", word.text) is not None
+        if held is None or several or is_short:
+            lost |= not_understood(word, line)
+        else:
+            held.append(read_value(word, line, argument_of))
+    return {name: _of_flag(held) for name, held in values.items()} | lost
+
+
+def _of_flag(held: list[Any]) -> Any:
+    missing = [item for item in held if isinstance(item, Unread)]
+    return missing[0] if missing else True if not held else held[0] if len(held) == 1 else held
+
+
+def together(found: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
+    """The options of all training commands; Unread where they differ. found: the line and the options of each."""
+    options: dict[str, Any] = {}
+    for name in dict.fromkeys(name for _, each in found for name in each):
+        values = [each.get(name, _ABSENT) for _, each in found]
+        options[name] = values[0]
+        if any(value != values[0] or type(value) is not type(values[0]) for value in values):
+            shown = [f"line {line}: {_shown(value)}" for (line, _), value in zip(found, values, strict=True)]
+            options[name] = Unread(f"{len(found)} commands train, and differ in it ({'; '.join(shown[:4])})")
+    return options
+
+
+_ABSENT = object()
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is _ABSENT else value.reason if isinstance(value, Unread | LeftOut) else str(value)
+
+
+def find_text(script: Script, places: Iterable[Path]) -> str | None:
+    """The text of the first of these files that the script writes or that exists. ValueError if it cannot be read."""
+    for place in places:
+        if (written := script.files.get(os.path.normpath(place))) is not None:
+            if not written.known:
+                raise ValueError(f"{place} is written by the script: {written.why}")
+            return written.text
+        if os.path.exists(place):  # Path.exists raises for a name that is too long
+            return text_of(place)
+    return None
+
+
+def places(name: str, directories: Iterable[str | Path]) -> list[Path]:
+    """A file that a command names, as it may lie: beside the script, or where the command is started."""
+    return list(dict.fromkeys(Path(directory) / name for directory in directories))
+
+
+def directories(command: Command, path: str) -> list[Path]:
+    """Where a file that a command names may lie."""
+    return [Path(command.directory), Path(path).parent, Path()]

@@ -1,0 +1,187 @@
+"""What is in a Python file: assignments, changes, functions, classes and imports. Nothing is evaluated."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from rollover.plugins.convert.python_changes import EVERY, Sharing, bound, changed
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Block:
+    """Statements that may not run, or several times. line: of their condition. first, last: their own lines."""
+
+    line: int
+    first: int
+    last: int
+
+
+@dataclass
+class Assigned:
+    """A name's value from a line on; None if it is not known. block: what it depends on. scope: its function."""
+
+    line: int
+    value: ast.expr | None
+    block: Block | None
+    scope: Function | None
+
+
+@dataclass
+class Attribute:
+    """An assignment to an attribute of a name, or to EVERY one. value: None if it is not known."""
+
+    name: str
+    attribute: str
+    value: ast.expr | None
+    line: int
+    block: Block | None
+    scope: Function | None
+
+
+@dataclass
+class Definitions:
+    """A file's syntax tree. names: what each was assigned, in order. attributes: assignments to attributes of names.
+    imported: name -> module:name. called_at_import: last names of what importing the file calls. anywhere: names that
+    may change at any time, with the line that does it. sharing: which names may be one object."""
+
+    tree: ast.Module
+    names: dict[str, list[Assigned]] = field(default_factory=dict)
+    attributes: list[Attribute] = field(default_factory=list)
+    functions: dict[str, Function] = field(default_factory=dict)
+    classes: dict[str, ast.ClassDef] = field(default_factory=dict)
+    imported: dict[str, str] = field(default_factory=dict)
+    called_at_import: set[str] = field(default_factory=set)
+    anywhere: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sharing = Sharing(self.tree)
+        self._collect(self.tree.body, None, at_import=True, scope=None)
+
+    def _collect(self, body: list[ast.stmt], block: Block | None, *, at_import: bool, scope: Function | None) -> None:
+        for statement in body:
+            if isinstance(statement, Function):
+                self.functions[statement.name] = statement
+                self._collect(statement.body, None, at_import=False, scope=statement)
+            elif isinstance(statement, ast.ClassDef):
+                self.classes[statement.name] = statement
+            elif isinstance(statement, ast.ImportFrom | ast.Import):
+                self._import(statement, block, scope)
+            elif isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
+                self._collect(statement.body, block, at_import=False, scope=scope)
+                self._branches(statement, [statement.orelse], at_import=at_import, scope=scope)
+            elif isinstance(statement, ast.With | ast.AsyncWith):
+                for item in statement.items:
+                    self._changes(item, statement.lineno, block, scope)
+                self._collect(statement.body, block, at_import=at_import, scope=scope)
+            elif isinstance(statement, ast.Try | ast.TryStar):
+                if all(handler.body and isinstance(handler.body[-1], ast.Raise) for handler in statement.handlers):
+                    self._collect([*statement.body, *statement.orelse], block, at_import=at_import, scope=scope)
+                    bodies = []
+                else:
+                    bodies = [statement.body, statement.orelse]
+                for handler in statement.handlers:
+                    names = [handler.name] if handler.name else []
+                    self._forget(names, handler.lineno, None, scope)
+                    bodies.append(handler.body)
+                self._branches(statement, bodies, at_import=at_import, scope=scope)
+                self._collect(statement.finalbody, block, at_import=at_import, scope=scope)
+            elif isinstance(statement, ast.If | ast.For | ast.AsyncFor | ast.While | ast.Match):
+                self._compound(statement, block, at_import=at_import, scope=scope)
+            else:
+                self._statement(statement, block, scope)
+                if at_import:
+                    self.called_at_import |= {name_of(call) for call in calls(statement)}
+
+    def _compound(
+        self,
+        statement: ast.If | ast.For | ast.AsyncFor | ast.While | ast.Match,
+        block: Block | None,
+        *,
+        at_import: bool,
+        scope: Function | None,
+    ) -> None:
+        """Collect what branches and loops assign, and their conditions."""
+        if isinstance(statement, ast.Match):
+            heads: list[ast.AST] = [
+                statement.subject,
+                *(part for c in statement.cases for part in (c.pattern, c.guard) if part),
+            ]
+            bodies = [case.body for case in statement.cases]
+        else:
+            loops = isinstance(statement, ast.For | ast.AsyncFor)
+            heads = [statement.target, statement.iter] if loops else [statement.test]
+            bodies = [statement.body, statement.orelse]
+        for head in heads:
+            self._changes(head, statement.lineno, block, scope)
+        self._branches(statement, bodies, at_import=at_import, scope=scope)
+
+    def _branches(
+        self, statement: ast.stmt, bodies: list[list[ast.stmt]], *, at_import: bool, scope: Function | None
+    ) -> None:
+        for body in bodies:
+            if body:
+                inner = Block(statement.lineno, body[0].lineno, body[-1].end_lineno or body[-1].lineno)
+                self._collect(body, inner, at_import=at_import, scope=scope)
+
+    def _import(self, statement: ast.Import | ast.ImportFrom, block: Block | None, scope: Function | None) -> None:
+        names = [(a.asname or a.name).partition(".")[0] for a in statement.names]
+        if isinstance(statement, ast.ImportFrom):
+            self.imported |= {a.asname or a.name: f"{statement.module}:{a.name}" for a in statement.names}
+        self._forget(list(self.names) if names == ["*"] else names, statement.lineno, block, scope)
+
+    def _statement(self, statement: ast.stmt, block: Block | None, scope: Function | None) -> None:
+        if isinstance(statement, ast.Global | ast.Nonlocal):
+            self.anywhere |= dict.fromkeys(statement.names, statement.lineno)
+        if any(isinstance(c.func, ast.Name) and c.func.id in ("exec", "globals") for c in calls(statement)):
+            self.anywhere[EVERY] = statement.lineno
+        if not isinstance(statement, ast.Assign | ast.AnnAssign):
+            self._changes(statement, statement.lineno, block, scope)
+            return
+        value = statement.value
+        if value is not None:
+            self._changes(value, statement.lineno, block, scope)
+        for target in statement.targets if isinstance(statement, ast.Assign) else [statement.target]:
+            items = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+            exact = not any(isinstance(item, ast.Starred | ast.Tuple | ast.List) for item in items)
+            for i, item in enumerate(items):
+                one = value if item is target or value is None else item_of(value, i) if exact else None
+                if isinstance(item, ast.Name):
+                    self.names.setdefault(item.id, []).append(Assigned(statement.lineno, one, block, scope))
+                elif isinstance(item, ast.Attribute) and isinstance(item.value, ast.Name) and item.attr != "__dict__":
+                    self.attributes.append(Attribute(item.value.id, item.attr, one, statement.lineno, block, scope))
+                else:
+                    self._changes(item, statement.lineno, block, scope)
+
+    def _changes(self, node: ast.AST, line: int, block: Block | None, scope: Function | None) -> None:
+        """Forget what an expression or statement may assign."""
+        self._forget(bound(node), line, block, scope)
+        for name, attribute in changed(node):
+            self.attributes.append(Attribute(name, attribute, None, line, block, scope))
+            if attribute == EVERY:
+                self._forget([name], line, block, scope)
+
+    def _forget(self, names: Iterable[str], line: int, block: Block | None, scope: Function | None) -> None:
+        for name in names:
+            self.names.setdefault(name, []).append(Assigned(line, None, block, scope))
+
+
+def item_of(value: ast.expr, index: int) -> ast.expr:
+    """One of the values that an expression is unpacked to."""
+    if isinstance(value, ast.Tuple | ast.List) and not any(isinstance(item, ast.Starred) for item in value.elts):
+        return value.elts[index]
+    item = ast.Subscript(value, ast.Constant(index), ast.Load())
+    return ast.fix_missing_locations(ast.copy_location(item, value))
+
+
+def name_of(call: ast.Call) -> str:
+    """The last part of the name of what is called."""
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
+def calls(tree: ast.AST) -> Iterator[ast.Call]:
+    """All calls in it."""
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))

@@ -1,0 +1,297 @@
+"""Reads a script that calls TRL's GRPOTrainer, by its syntax tree: nothing of it is run.
+
+Owns what of TRL is understood: `GRPOConfig`, `load_dataset`, `from_pretrained`, `LoraConfig`, and functions that are
+defined in the file or imported. What is not is an `Unread` value, which names the expression and its line.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+from rollover.plugins.convert.files import MOST_BYTES
+from rollover.plugins.convert.mapping import Unread
+from rollover.plugins.convert.python_changes import EVERY
+from rollover.plugins.convert.python_defaults import Defaults
+from rollover.plugins.convert.python_definitions import calls, name_of
+from rollover.plugins.convert.python_source import NotRead, PythonSource, parsed
+
+_TRAINER, _CONFIG = "GRPOTrainer", "GRPOConfig"
+_FILES = ("json", "csv", "parquet")
+_ROW_METHODS = ("map", "filter", "select", "shuffle", "rename_column", "rename_columns", "remove_columns",
+                "select_columns", "add_column", "cast_column", "take", "skip", "train_test_split", "cast")  # fmt: skip
+_ARGUMENTS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")  # in their order
+
+
+def calls_grpo_trainer(text: str) -> bool:
+    """Whether it is Python in which a GRPOTrainer is made."""
+    try:
+        return bool(_trainers(parsed(text)))
+    except ValueError:  # which is reported where the options are read
+        return _TRAINER in text
+
+
+def options_of_trl_script(text: str, path: Path) -> dict[str, Any]:
+    """The arguments of the one GRPOTrainer, and the fields of its GRPOConfig. ValueError where there is none, or
+    several."""
+    tree = parsed(text)
+    found = _trainers(tree)
+    if len(found) != 1:
+        raise ValueError(f"{len(found) or 'no'} calls of GRPOTrainer are in it; one is read")
+    return _Script(tree, path).options(found[0])
+
+
+class _Script:
+    """The script at `path`."""
+
+    def __init__(self, tree: ast.Module, path: Path) -> None:
+        self.source, self.path = PythonSource(tree), path
+        self.defaults = self.source.further = Defaults(self.source)
+        self.value, self.resolved = self.source.value, self.source.resolved
+        training = [name for name, made in self.source.functions.items() if _trainers(made)]
+        self.trains_when_imported = not self.source.called_at_import.isdisjoint([*_derived(tree, _TRAINER), *training])
+
+    def options(self, call: ast.Call) -> dict[str, Any]:
+        given: dict[str, ast.expr] = dict(zip(_ARGUMENTS, call.args, strict=False))
+        options: dict[str, Any] = {}
+        for keyword in call.keywords:
+            if keyword.arg is None:
+                options["args"] = Unread(str(self.source.not_read(keyword.value)))
+            else:
+                given[keyword.arg] = keyword.value
+        options |= self._config(given.pop("args", None))
+        rows = [given.pop(name, None) for name in ("train_dataset", "eval_dataset")]
+        readers = {"model": self._model, "reward_funcs": self._rewards, "peft_config": self._lora}
+        for name, node in given.items():
+            if name == "processing_class" and self._same_model(node, given.get("model")):
+                continue
+            options[name] = self.source.or_unread(node, readers.get(name, self.value))
+        if isinstance(model := options.get("model"), dict):
+            options["model_init_kwargs"] = model.pop("further") or options.get("model_init_kwargs")
+            options["model"] = model["path"]
+        options |= self._changes(call)
+        return {name: item for name, item in (options | self._data(*rows)).items() if item is not None}
+
+    def _changes(self, call: ast.Call) -> dict[str, Any]:
+        """What a class of the user's own, or a method of the trainer, may change."""
+        options: dict[str, Any] = {}
+        name = name_of(call)
+        if name != _TRAINER:
+            options[name] = Unread(f"what {name} (line {call.lineno}) changes of {_TRAINER} cannot be seen")
+        for node in ast.walk(self.source.tree):
+            if isinstance(node, ast.Assign) and node.value is call:
+                names = set().union(*(self.source.sharing.names(ast.unparse(target)) for target in node.targets))
+                for one in [one for one in self.source.attributes if one.name in names]:
+                    options[f"{one.name}.{one.attribute}"] = Unread(f"the trainer is changed in line {one.line}")
+        for other in calls(self.source.tree):
+            if name_of(other) == "add_callback":
+                options["callbacks"] = Unread(str(self.source.not_read(other)))
+        return options
+
+    # The arguments
+
+    def _config(self, node: ast.expr | None) -> dict[str, Any]:
+        """The fields of GRPOConfig(...), and those that are assigned to it afterwards."""
+        if node is None:
+            return {}
+        options: dict[str, Any] = {}
+        try:
+            made = self.resolved(node)
+        except NotRead:
+            made = node
+        name = name_of(made) if isinstance(made, ast.Call) else self.defaults.parsed_name(made)
+        derived = _derived(self.source.tree, _CONFIG)
+        if name in derived and name != _CONFIG:
+            options |= self._own_config(self.source.classes[name])
+        if isinstance(made, ast.Call) and name in derived:
+            if made.args:
+                options["output_dir"] = self.source.or_unread(made.args[0], self.value)
+            if len(made.args) > 1:
+                options["args"] = Unread(f"line {made.lineno}: {name} is given arguments without their names")
+            for keyword in made.keywords:
+                if keyword.arg is not None:
+                    options[keyword.arg] = self.source.or_unread(keyword.value, self.value)
+                    continue
+                inner = self.source.or_unread(keyword.value, self.value)
+                options |= inner if isinstance(inner, dict) else {"args": inner}
+        else:
+            options["args"] = Unread(
+                f"{self.source.not_read(node)}. If it is read from the command line, convert that: a file with the"
+                " command, or TRL's YAML"
+            )
+        return options | (self._assigned(node) if isinstance(node, ast.Name) else {})
+
+    def _assigned(self, node: ast.Name) -> dict[str, Any]:
+        """The fields that are assigned to the configuration of a name; `args` if any other may be."""
+        options: dict[str, Any] = {}
+        names, scopes = self.source.sharing.names(node.id), self.source.scopes(node)
+        for one in [one for one in self.source.attributes if one.name in names]:
+            name = "args" if one.attribute == EVERY else one.attribute
+            if one.block is not None:
+                options[name] = Unread(f"line {one.line} depends on the condition of line {one.block.line}")
+            elif one.value is None or one.name != node.id or one.scope not in scopes:
+                options[name] = Unread(f"line {one.line} may change `{node.id}`: it is not evaluated")
+            else:
+                options[name] = self.source.or_unread(one.value, self.value)
+        if why := self.source.sharing.changes(node.id):
+            options["args"] = Unread(why)
+        return options
+
+    def _own_config(self, made: ast.ClassDef) -> dict[str, Any]:
+        """The defaults of a subclass of GRPOConfig."""
+        options = {name: self.source.or_unread(value, self.value) for name, value in self.defaults.fields(made).items()}
+        if methods := [part.name for part in made.body if isinstance(part, ast.FunctionDef)]:
+            what = f"what its {', '.join(methods)} changes of {_CONFIG} cannot be seen (line {made.lineno})"
+            options[made.name] = Unread(what)
+        return options
+
+    def _model(self, node: ast.expr) -> Any:
+        node = self.resolved(node)
+        if isinstance(node, ast.Call) and name_of(node) == "from_pretrained" and node.args:
+            further = {k.arg: self.value(k.value) for k in node.keywords if k.arg}
+            return {"path": self.value(node.args[0]), "further": further}
+        return self.value(node)
+
+    def _same_model(self, node: ast.expr, model: ast.expr | None) -> bool:
+        """Whether it is the tokenizer of the model's own folder."""
+        try:
+            made, path = self.resolved(node), self._model(model) if model else None
+            path = path["path"] if isinstance(path, dict) else path
+            return isinstance(made, ast.Call) and bool(made.args) and self.value(made.args[0]) == path
+        except NotRead:
+            return False
+
+    def _lora(self, node: ast.expr) -> dict[str, Any] | None:
+        node = self.resolved(node)
+        if isinstance(node, ast.Constant) and node.value is None:
+            return None
+        if not (isinstance(node, ast.Call) and name_of(node) == "LoraConfig") or node.args:
+            raise self.source.not_read(node)
+        return {k.arg: self.value(k.value) for k in node.keywords if k.arg}
+
+    def _rewards(self, node: ast.expr) -> list[str]:
+        try:
+            node = self.resolved(node)
+        except NotRead:
+            pass  # a function
+        return [self._reward(one) for one in (node.elts if isinstance(node, ast.List) else [node])]
+
+    def _reward(self, node: ast.expr) -> str:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return node.value
+        name = node.id if isinstance(node, ast.Name) else ""
+        if name in self.source.imported:
+            return self.source.imported[name]
+        if name not in self.source.functions:
+            raise NotRead(
+                f"{self.source.not_read(node)}: a reward is a function that is defined in the file or imported, or a"
+                " model's name"
+            )
+        if self.trains_when_imported:
+            raise NotRead(
+                f"{name} is defined in {self.path.name}, which trains when it is imported: put it into a file of its"
+                f" own, or what trains below `if __name__ == '__main__':`"
+            )
+        return f"{self.path}:{name}"
+
+    # Data
+
+    def _data(self, train: ast.expr | None, held_out: ast.expr | None) -> dict[str, Any]:
+        options: dict[str, Any] = {}
+        for name, node in (("train_dataset", train), ("eval_dataset", held_out)):
+            if node is None or isinstance(node, ast.Constant) and node.value is None:
+                continue
+            changed: list[ast.Call] = []
+            options[name] = self.source.or_unread(node, lambda n, c=changed: self._rows(n, c))
+            if changed:
+                how = ", ".join(f".{name_of(call)} (line {call.lineno})" for call in reversed(changed))
+                options["rows"] = Unread(
+                    f"they are made by {how}: write what comes of it to a file and name that, or leave it out where the"
+                    " file has these rows and columns already"
+                )
+            if name == "train_dataset":
+                options["prompts"] = self._form_of_prompts(options[name], changed)
+        return options
+
+    def _rows(self, node: ast.expr, changed: list[ast.Call]) -> dict[str, Any]:
+        node = self.resolved(node)
+        if isinstance(node, ast.Subscript):
+            return self._rows(node.value, changed) | {"split": self.value(node.slice)}
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ROW_METHODS:
+            changed.append(node)
+            return self._rows(node.func.value, changed)
+        if not (isinstance(node, ast.Call) and name_of(node) == "load_dataset" and node.args):
+            raise NotRead(
+                f"{self.source.not_read(node)}: rows are read of load_dataset(...). Write them to a file, and name it"
+            )
+        given = {k.arg: self.value(k.value) for k in node.keywords if k.arg}
+        path, subset = self.value(node.args[0]), given.get("name")
+        if len(node.args) > 1:
+            subset = self.value(node.args[1])
+        found: dict[str, Any] = {"path": path}
+        if path in _FILES:
+            if not isinstance(given.get("data_files"), str):
+                raise self.source.not_read(node)
+            found["path"] = given["data_files"]
+        elif subset:
+            found["subset"] = subset
+        split = given.get("split")
+        if split and "[" in split:
+            changed.append(node)
+        if split and path not in _FILES:
+            found["split"] = split.partition("[")[0]
+        return found | ({"streaming": True} if given.get("streaming") else {})
+
+    def _form_of_prompts(self, source: Any, changed: list[ast.Call]) -> Any:
+        """`text` or `messages`: of the function of a .map, else of a local file's first row."""
+        for call in changed:
+            for node in call.args:
+                function = self.source.functions.get(node.id) if isinstance(node, ast.Name) else node
+                for made in ast.walk(function) if function is not None else ():
+                    if isinstance(made, ast.Dict):
+                        for key, value in zip(made.keys, made.values, strict=True):
+                            if isinstance(key, ast.Constant) and key.value == "prompt":
+                                return self._form(value, function)
+        if isinstance(source, dict) and (form := _form_in_file(Path(source["path"]))):
+            return form
+        return Unread(
+            "whether the column prompt holds texts or messages is not known: messages go through the chat template"
+            " (--tasks.chat true), texts do not (--tasks.chat false)"
+        )
+
+    def _form(self, node: ast.expr, function: ast.AST | None) -> str:
+        if isinstance(node, ast.Name) and function is not None:
+            for inner in ast.walk(function):
+                if isinstance(inner, ast.Assign) and any(ast.unparse(t) == node.id for t in inner.targets):
+                    return self._form(inner.value, None)
+        return "messages" if isinstance(node, ast.List) else "text"
+
+
+def _trainers(tree: ast.AST) -> list[ast.Call]:
+    """The calls of GRPOTrainer and of what is derived from it, or has a name that ends so."""
+    derived = _derived(tree, _TRAINER)
+    return [call for call in calls(tree) if name_of(call) in derived or name_of(call).endswith(_TRAINER)]
+
+
+def _derived(tree: ast.AST, name: str) -> set[str]:
+    """A class and its subclasses in the file."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    found, num = {name}, 0
+    while len(found) != num:
+        num = len(found)
+        found |= {c.name for c in classes if {ast.unparse(base).rpartition(".")[2] for base in c.bases} & found}
+    return found
+
+
+def _form_in_file(path: Path) -> str:
+    """Of the first row of a file of JSON lines; "" where there is none."""
+    try:
+        if not path.expanduser().is_file():
+            return ""
+        with path.expanduser().open(encoding="utf-8") as file:
+            prompt = json.loads(file.readline(MOST_BYTES)).get("prompt")
+    except (OSError, ValueError, AttributeError, RuntimeError):  # RuntimeError: ~ of a user whom nobody knows
+        return ""
+    return {str: "text", list: "messages"}.get(type(prompt), "")

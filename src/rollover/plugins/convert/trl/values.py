@@ -1,0 +1,293 @@
+"""Options of TRL's GRPOConfig as values of ours: batches, the algorithm, sampling and the optimizer.
+
+What TRL counts in updates of the optimizer is here in training steps, of `updates(options)` updates each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rollover.plugins.convert.mapping import Options, Unanswered
+
+# fmt: off
+_LOSSES = {
+    "grpo": ("clip", "seq-mean-token-mean"), "dapo": ("clip", "token-mean"), "bnpo": ("clip", "token-mean"),
+    "dr_grpo": ("clip", "seq-mean-token-sum-norm"), "cispo": ("cispo", "token-mean"),
+    "sapo": ("sapo", "seq-mean-token-mean"), "luspo": ("luspo", "seq-mean-token-sum"), "vespo": ("vespo", "token-mean"),
+}
+_OPTIMIZERS = {
+    "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adamw_8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit", "sgd": "sgd",
+}
+_SCHEDULES = {
+    "linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine", "constant": "constant",
+    "constant_with_warmup": "constant",
+}
+# Of transformers' GenerationConfig or vLLM's SamplingParams.
+_GENERATION = {
+    "temperature": "rollout.temperature", "top_p": "rollout.top_p", "top_k": "rollout.top_k", "min_p": "rollout.min_p",
+    "max_new_tokens": "rollout.max_new_tokens", "max_tokens": "rollout.max_new_tokens",
+    "repetition_penalty": "rollout.logits.repetition_penalty", "presence_penalty": "rollout.logits.presence_penalty",
+    "frequency_penalty": "rollout.logits.frequency_penalty", "min_new_tokens": "rollout.logits.min_new_tokens",
+    "min_tokens": "rollout.logits.min_new_tokens", "suppress_tokens": "rollout.logits.banned_token_ids",
+    "stop": "rollout.stop", "stop_strings": "rollout.stop", "stop_token_ids": "rollout.stop_token_ids",
+}
+# fmt: on
+
+
+# How many samples a step has, and in how many updates
+
+
+def _samples(options: Options) -> tuple[int, int]:
+    """(samples generated at once, micro-batches that they are)."""
+    micro = options("per_device_train_batch_size") * options("num_processes")
+    at_once, portions = options("generation_batch_size"), options("steps_per_generation")
+    if at_once and portions:
+        raise Unanswered("generation_batch_size and steps_per_generation say the same: TRL takes one of them")
+    if at_once and at_once % micro:
+        raise Unanswered(f"{at_once} samples are no whole number of micro-batches of {micro}: TRL refuses that")
+    portions = at_once // micro if at_once else portions or options("gradient_accumulation_steps")
+    return micro * portions, portions
+
+
+def step(options: Options) -> tuple[int, int]:
+    """(groups of a training step, minibatches that it is trained in)."""
+    samples, portions = _samples(options)
+    of_update = options("gradient_accumulation_steps")
+    if of_update > portions:  # an update of several generations, all by the same weights
+        if of_update % portions or options("num_iterations") > 1:
+            raise Unanswered(
+                f"an update of {of_update} micro-batches with {portions} a generation and num_iterations ="
+                f" {options('num_iterations')}: here a step has one or more whole updates"
+            )
+        samples, portions = samples * of_update // portions, of_update
+    if samples % options("num_generations"):
+        raise Unanswered(f"{samples} samples are no whole groups of {options('num_generations')}: TRL refuses that")
+    groups = samples // options("num_generations")
+    if portions % of_update or groups % (portions // of_update):
+        raise Unanswered(
+            f"{groups} groups in {portions / of_update:g} updates: TRL parts groups among updates, here each update"
+            " has whole groups, all as many"
+        )
+    return groups, portions // of_update
+
+
+def updates(options: Options) -> int:
+    """Updates of the optimizer in a training step."""
+    return step(options)[1] * options("num_iterations")
+
+
+def groups(value: Any, options: Options) -> dict[str, Any]:
+    groups, minibatches = step(options)
+    return {"rollout.groups_per_step": groups, "train.minibatches_per_step": minibatches}
+
+
+def steps(value: Any, options: Options) -> dict[str, Any]:
+    return {"train.num_steps": math.ceil(value / updates(options))} if value > 0 else {}
+
+
+def in_steps(value: Any, options: Options) -> int:
+    """A number of updates, or a share of all of them, as training steps."""
+    if value < 1:
+        if not (options("max_steps") or 0) > 0:
+            raise Unanswered(f"{value} is a share of the run, of whose length nothing is known")
+        value = math.ceil(value * options("max_steps"))
+    return max(1, math.ceil(value / updates(options)))
+
+
+# The algorithm
+
+
+def _loss_name(options: Options) -> tuple[str, str]:
+    name = options("loss_type")
+    if name not in _LOSSES:
+        raise Unanswered(f"{name} is no loss that there is here")
+    loss, aggregation = _LOSSES[name]
+    sequence = options("importance_sampling_level") == "sequence"
+    if loss == "luspo" and not sequence:
+        loss = "clip"
+    return ("gspo" if sequence and loss == "clip" else loss), aggregation
+
+
+def loss(value: Any, options: Options) -> dict[str, Any]:
+    loss, aggregation = _loss_name(options)
+    values: dict[str, Any] = {"algorithm.loss": loss, "algorithm.aggregation": aggregation}
+    further: dict[str, Any] = {}
+    if options("importance_sampling_level") == "sequence" and loss in ("cispo", "sapo"):
+        further["level"] = "sequence"
+    if loss == "sapo":
+        further |= {"tau_positive": options("sapo_temperature_pos"), "tau_negative": options("sapo_temperature_neg")}
+    if loss == "vespo":
+        for name in ("k", "lambda"):
+            further[f"{name}_positive"] = options(f"vespo_{name}_pos")
+            further[f"{name}_negative"] = options(f"vespo_{name}_neg")
+    return values | ({"algorithm.loss_options": further} if further else {})
+
+
+def clip_low(value: Any, options: Options) -> dict[str, Any]:
+    loss, _ = _loss_name(options)
+    if loss in ("sapo", "vespo"):
+        return {}
+    return {"algorithm.clip_low": 1.0 if loss == "cispo" else value}
+
+
+def clip_high(value: Any, options: Options) -> dict[str, Any]:
+    loss, _ = _loss_name(options)
+    if loss in ("sapo", "vespo"):
+        return {}
+    value = options("epsilon") if value is None else value
+    if loss != "cispo":
+        return {"algorithm.clip_high": value}
+    if value <= 1:
+        raise Unanswered(f"with loss_type = cispo it is the largest ratio itself, and {value} is below 1 (5.0, say)")
+    return {"algorithm.clip_high": value - 1}
+
+
+def delta(value: Any, options: Options) -> dict[str, Any]:
+    if value is None:
+        return {}
+    high = options("epsilon") if options("epsilon_high") is None else options("epsilon_high")
+    if _loss_name(options)[0] != "clip":
+        raise Unanswered("there is a second bound of the ratios of tokens alone, with the clipped loss")
+    if value <= 1 + high:
+        raise Unanswered("below 1 + epsilon_high it bounds positive advantages, too: here it bounds negative ones")
+    return {"algorithm.dual_clip": value}
+
+
+def advantage(value: Any, options: Options) -> dict[str, Any]:
+    if options("multi_objective_aggregation") == "normalize_then_sum":
+        rows = reward_rows(options)
+        weights = {row["name"]: row.get("weight", 1.0) for row in rows}
+        if len(rows) < 2:
+            raise Unanswered("normalize_then_sum is of several rewards, and reward_funcs names none or one")
+        return {"algorithm.advantage": "gdpo", "algorithm.reward_weights": weights}
+    if options("multi_objective_aggregation") != "sum_then_normalize":
+        raise Unanswered(f"{options('multi_objective_aggregation')} is no aggregation that there is here")
+    value = options("scale_rewards")
+    if value in ("none", False):
+        return {"algorithm.advantage": "dr_grpo"}
+    std = "batch" if value == "batch" else "sample"
+    return {"algorithm.advantage": "grpo", "algorithm.advantage_std": std}
+
+
+def with_beta(key: str) -> Any:
+    return lambda value, options: {key: value} if options("beta") else {}
+
+
+def synced(key: str) -> Any:
+    def to(value: Any, options: Options) -> dict[str, Any]:
+        if not (options("beta") and options("sync_ref_model")):
+            return {}
+        return {key: in_steps(value, options) if key.endswith("_steps") else value}
+
+    return to
+
+
+def sync(value: Any, options: Options) -> dict[str, Any]:
+    return synced("algorithm.reference_refresh_steps")(options("ref_model_sync_steps"), options)
+
+
+# Off-policy correction: TRL corrects for vLLM's log-probs alone
+
+
+def correction(value: Any, options: Options) -> dict[str, Any]:
+    on = options("use_vllm") and options("vllm_importance_sampling_correction")
+    mode, low = options("vllm_importance_sampling_mode"), options("vllm_importance_sampling_clip_min")
+    old = options("vllm_importance_sampling_cap")  # of older releases
+    cap = options("vllm_importance_sampling_clip_max") if old is None else old
+    if options("loss_type") == "vespo":  # which holds the weight itself, as token_truncate
+        if not on:
+            return {}
+        if mode != "token_truncate" or low or cap is None:
+            raise Unanswered("the loss vespo holds weights of tokens that are truncated from above")
+        return {"algorithm.correction_cap": cap}
+    if not on:
+        return {"algorithm.correction": "none"}
+    values = {"algorithm.correction": mode, "algorithm.correction_cap": 1e9 if cap is None else cap}
+    return values | ({"algorithm.correction_floor": low} if low else {})
+
+
+def sampled(key: str) -> Any:
+    """An option of sampling. TRL trains what was sampled with top_p and the like as if it were the policy's own."""
+
+    def to(value: Any, options: Options) -> dict[str, Any]:
+        default = {"rollout.top_p": 1.0, "rollout.logits.repetition_penalty": 1.0}.get(key, 0)
+        value = default if value is None else value
+        return {key: value} | ({} if value == default else _uncorrected(options))
+
+    return to
+
+
+def _uncorrected(options: Options) -> dict[str, Any]:
+    on = options("use_vllm") and options("vllm_importance_sampling_correction")
+    return {} if on or options("loss_type") == "vespo" else {"algorithm.allow_uncorrected": True}
+
+
+def regex(value: Any, options: Options) -> dict[str, Any]:
+    return {"rollout.logits.regex": value} | _uncorrected(options) if value else {}
+
+
+def generation(value: Any, options: Options) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, item in (value or {}).items():
+        if name == "do_sample" and item is True or name in ("num_return_sequences", "use_cache"):
+            continue
+        if name not in _GENERATION:
+            raise Unanswered(f"there is no option for {name} of a generation")
+        key = _GENERATION[name]
+        values[key] = [item] if key == "rollout.stop" and isinstance(item, str) else item
+        if key.startswith("rollout.logits") or name in ("top_p", "top_k", "min_p"):
+            values |= _uncorrected(options)
+    return values
+
+
+# The optimizer
+
+
+def optimizer(value: Any, options: Options) -> dict[str, Any]:
+    if value not in _OPTIMIZERS:
+        raise Unanswered(f"there is no optimizer {value}: {', '.join(_OPTIMIZERS)} are")
+    ours = _OPTIMIZERS[value]
+    return {"train.optimizer": ours} | ({"train.momentum": 0.0} if ours == "sgd" else {})
+
+
+def of_adam(key: str) -> Any:
+    return lambda value, options: {} if _OPTIMIZERS.get(options("optim")) == "sgd" else {key: value}
+
+
+def schedule(value: Any, options: Options) -> dict[str, Any]:
+    name, further = str(options("lr_scheduler_type")), dict(options("lr_scheduler_kwargs") or {})
+    if name not in _SCHEDULES:
+        raise Unanswered(f"there is no schedule {name}: {', '.join(_SCHEDULES)} are")
+    lowest = further.pop("min_lr", 0.0) / (options("learning_rate") or 1.0) + further.pop("min_lr_rate", 0.0)
+    if further:
+        raise Unanswered(f"there is no option for {', '.join(further)} of a schedule")
+    values: dict[str, Any] = {"train.schedule": _SCHEDULES[name]}
+    return values | ({"train.min_lr_ratio": lowest} if lowest else {})
+
+
+def warmup(value: Any, options: Options) -> dict[str, Any]:
+    value = options("warmup_steps") or options("warmup_ratio")  # in TRL, too, steps go before a share
+    if options("lr_scheduler_type") == "constant" or not value:
+        return {}
+    return {"train.warmup_ratio": value} if value < 1 else {"train.warmup_steps": int(value)}
+
+
+def reward_rows(options: Options) -> list[dict[str, Any]]:
+    """[[rewards.functions]] of reward_funcs: names of functions (FILE:NAME), of models, or whole rows."""
+    given, weights = options("reward_funcs") or [], options("reward_weights")
+    given = given if isinstance(given, list | tuple) else [given]
+    if given and weights is not None and len(weights) != len(given):
+        raise Unanswered(f"{len(weights)} weights of {len(given)} reward functions")
+    rows = []
+    for i, one in enumerate(given):
+        if isinstance(one, Mapping):
+            row = dict(one)
+        elif ":" in one:
+            row = {"function": one, "name": one.rpartition(":")[2]}
+        else:
+            row = {"function": "reward_model", "name": one.rpartition("/")[2], "params": {"path": one}}
+        rows.append(row | ({} if weights is None else {"weight": float(weights[i])}))
+    return rows

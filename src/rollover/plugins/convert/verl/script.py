@@ -1,0 +1,145 @@
+"""Reads the options out of a verl launch script (bash with Hydra overrides) or of a file of overrides."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollover.plugins.convert.bash.script import Command, Script, read_script
+from rollover.plugins.convert.bash.text import Text
+from rollover.plugins.convert.hydra import interpolated, value_of
+from rollover.plugins.convert.launch import directories, entry, find_text, not_understood, read_value, together, unread
+from rollover.plugins.convert.mapping import LeftOut, Unread
+from rollover.plugins.convert.verl.config import flat, is_of_verl, options_of_config
+from rollover.plugins.convert.verl.programs import with_program
+
+ROOTS = ("data", "actor_rollout_ref", "algorithm", "trainer", "critic", "reward_model", "reward")
+_OVERRIDE = re.compile(r"(~|\+{0,2})([A-Za-z_][\w./@:\-]*)=(.*)", re.S)
+_MAIN = re.compile(r"(?:^|[./])\w*main\w*(?:\.py)?$|^verl\.trainer\.\w*ppo\w*$")
+_OTHERS = re.compile(r"sft|main_eval|main_generation|model_merger|preprocess|hf_convert|converter")
+# Hydra's own flags: long and short.
+_NAME, _PLACE, _FOLDER = ("--config-name", "-cn"), ("--config-path", "-cp"), ("--config-dir", "-cd")
+_HYDRA_OUTPUT = re.compile(r"hydra\.(?:run|output_subdir|job_logging|hydra_logging|verbose|job)\b.*|hydra/\w+")
+
+
+def options_of_script(text: str, path: Path, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The options of the training commands by name: their values, `Unread` where they are not known. ValueError where
+    there are none."""
+    script = read_script(text, str(path), environment)
+    found: list[tuple[int, dict[str, Any]]] = []
+    left_out: dict[str, Any] = {}
+    loose = [c for c in script.commands if all(_OVERRIDE.fullmatch(word.text) for word in c.words)]
+    if loose and len(loose) == len(script.commands):  # a file of overrides
+        words = tuple(word for command in loose for word in command.words)
+        found.append((loose[0].line, _Training(Command(loose[0].line, words), -1, script, path).options()))
+    for command in script.commands if not found else ():
+        start = entry(command.words)
+        program = command.words[start].text
+        if not _trains(command.words, start):
+            continue
+        if start >= 0 and _OTHERS.search(program):
+            left_out[program] = LeftOut(f"line {command.line} runs it, and trains on no rollouts")
+        else:
+            found.append((command.line, _Training(command, start, script, path).options()))
+    if not any(options for _, options in found):
+        raise ValueError("no overrides (name.of.option=value) are in it")
+    return interpolated(together(found) | left_out, environment)
+
+
+def _trains(words: Sequence[Text], start: int) -> bool:
+    """Whether a command is verl's: by its module, or by overrides of verl's tables."""
+    if start >= 0 and words[start].text.startswith("verl.") and _MAIN.search(words[start].text):
+        return True
+    if start >= 0 and re.search(r"(?:^|[./])main_\w+(?:\.py)?$", words[start].text):
+        return True
+    return any((m := _OVERRIDE.fullmatch(word.text)) and m[2].split(".")[0] in ROOTS for word in words)
+
+
+class _Training:
+    """One training command. start: the index of its program."""
+
+    def __init__(self, command: Command, start: int, script: Script, path: Path) -> None:
+        self._command, self._script, self._line = command, script, command.line
+        self._program = command.words[start].text if start >= 0 else ""
+        words = command.words
+        if start < 0:  # a program of another name: its options begin with the first override
+            start = next((i for i, word in enumerate(words) if _OVERRIDE.fullmatch(word.text)), len(words)) - 1
+        self._words = list(words[start + 1 :])
+        self._directories = directories(command, str(path))
+        if self._program.endswith(".py"):
+            self._directories.append(Path(command.directory) / Path(self._program).parent)
+        self._flags: dict[str, Text] = {}
+
+    def options(self) -> dict[str, Any]:
+        """The overrides, over those of the YAML that `--config-name` names."""
+        options: dict[str, Any] = {}
+        lost: dict[str, Any] = {}
+        while self._words:
+            word = self._words.pop(0)
+            match = _OVERRIDE.fullmatch(word.text)
+            if self._is_flag(word):
+                continue
+            if match is None or "=" not in (word.text if word.in_doubt else word.head) or match[1] == "~":
+                lost |= not_understood(word, self._line)
+            elif _HYDRA_OUTPUT.fullmatch(match[2]):
+                lost[match[2]] = LeftOut("where Hydra writes its own files")
+            else:
+                start = match.start(3)
+                value = read_value(word, self._line, lambda text, start=start: value_of(text[start:]))
+                if isinstance(value, Unread) and word.in_doubt:
+                    value = unread(Text(word.pieces).like(match[3]), self._line)
+                _set(options, match[2], value)
+        return with_program(self._config() | options | lost, self._program)
+
+    def _is_flag(self, word: Text) -> bool:
+        """Whether it is one of Hydra's flags for the YAML, which is kept."""
+        flag, equals, value = word.text.partition("=")
+        names = next((names for names in (_NAME, _PLACE, _FOLDER) if flag in names), None)
+        if names is None or not (equals or self._words):
+            return False
+        given = word.like(value) if word.known or word.in_doubt else Text(word.pieces[1:])
+        self._flags[names[0]] = given if equals else self._words.pop(0)
+        return True
+
+    def _config(self) -> dict[str, Any]:
+        flag = next(iter(self._flags), "")
+        missing = {name: unread(value, self._line) for name, value in self._flags.items() if not value.known}
+        if not flag or missing:
+            return missing
+        name = self._flags[_NAME[0]].text if _NAME[0] in self._flags else ""
+        folders = [self._flags[one[0]].text for one in (_PLACE, _FOLDER) if one[0] in self._flags]
+        if not name and not folders:
+            return {}
+        shown = f"line {self._line}: the YAML {name or 'of the program'}"
+        where = [folder / inner for inner in folders or [""] for folder in self._directories]
+        if not name:
+            return {flag: Unread(f"{shown} is not known: add --config-name, or name the YAML to `rollover convert`")}
+        try:
+            found = options_of_config(name, where, lambda paths: find_text(self._script, paths))
+        except ValueError as error:
+            return {flag: Unread(f"{shown} cannot be read: {error}")}
+        if found is not None:
+            return found
+        if is_of_verl(name) and all(folder.strip("./") in ("", "config") for folder in folders):
+            return {}
+        places = ", ".join(dict.fromkeys(str(folder) for folder in where))
+        return {flag: Unread(f"{shown} is not there (looked in {places}), and most of the run is in it: put it there")}
+
+
+def _set(options: dict[str, Any], name: str, value: Any) -> None:
+    """Set an option; of a table, each of its options. A part of a table that is a value is put into that."""
+    table, dot, part = name.partition("chat_template_kwargs.")
+    if dot:
+        whole = f"{table}chat_template_kwargs"
+        before = options.get(whole)
+        if isinstance(value, Unread):
+            options[whole] = value
+        elif not isinstance(before, Unread):
+            options[whole] = {**(before if isinstance(before, dict) else {}), part: value}
+    elif isinstance(value, dict) and value:
+        options |= flat(value, f"{name}.") if not name.endswith("chat_template_kwargs") else {name: value}
+    else:
+        options[name] = value

@@ -1,0 +1,66 @@
+"""Several runs beside each other: where their settings differ, their curves over one axis, and their evaluations,
+paired by task."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollover.plugins.dashboard.indexed_run import IndexedRun
+from rollover.plugins.dashboard.numbers import numbers
+from rollover.plugins.dashboard.series import series
+from rollover.run.run_files import EVALUATED
+from rollover.track.against import compared_recorded, read_recorded
+
+_OWN_PLACE = ("run.dir", "run.name")  # differ always, and say nothing
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The keys that are not the same in all runs: "values" of each, as TOML-like JSON, None where a run has none."""
+    flat = [_flat(config) for config in configs]
+    keys = dict.fromkeys(key for config in flat for key in config)
+    found = [{"key": key, "values": [config.get(key) for config in flat]} for key in keys if key not in _OWN_PLACE]
+    return [of for of in found if len(set(of["values"])) > 1]
+
+
+def curves(runs: Sequence[IndexedRun], keys: Sequence[str], x: str, points: int) -> list[dict[str, Any]]:
+    """`series` of each run. ValueError for an axis that there is not."""
+    return [series(run.columns(), keys, points, x=x, group_size=run.value("rollout.group_size")) for run in runs]
+
+
+def evaluations(runs: Sequence[IndexedRun]) -> list[dict[str, Any]]:
+    """The newest recorded evaluation of each run after the first against that of the first: "comparisons", one for each
+    setting; [] and "why" where there is nothing to compare."""
+    found = []
+    first, why_not = _answers(runs[0])
+    for run in runs[1:]:
+        rows, why = _answers(run)
+        why = why_not or why
+        comparisons = [] if why else compared_recorded(rows, first)
+        if not why and not comparisons:
+            why = "no task has a score in both (the same task_id and prompt, in the same setting)"
+        told = [{**of.as_json(), "text": str(of), "ci": of.ci and numbers(of.ci)} for of in comparisons]
+        found.append({"comparisons": told, "why": why})
+    return found
+
+
+def _answers(run: IndexedRun) -> tuple[list[dict[str, Any]], str]:
+    """(the rows, "") or ([], why there are none)."""
+    if not (run.directory / EVALUATED).is_dir():
+        return [], f"{run.name} has no recorded evaluation (track.answers, eval.num_tasks)"
+    try:
+        return read_recorded(run.directory, ""), ""
+    except ValueError as error:
+        return [], str(error)
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, str]:
+    """By "table.key"; tables in tables too."""
+    found = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            found |= {f"{key}.{name}": text for name, text in _flat(value).items()}
+        else:
+            found[key] = json.dumps(value, ensure_ascii=False, sort_keys=True)
+    return found

@@ -1,0 +1,221 @@
+"""Which of a run's rollouts are wanted, in which order, a page at a time.
+
+Owns the names of the filters, which stand in the page's address as they are here. By numbers all rollouts are chosen at
+once; a text is looked for in blocks, in the order that is wanted, until a page is full or the time is up: then the
+answer says how far it got, and the next question goes on from there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rollover.plugins.dashboard.numbers import number
+from rollover.plugins.dashboard.query import Query, count, names_in, real
+from rollover.plugins.dashboard.rollout_index import NO_VERSION, RolloutIndex, rollout_id, staleness, versions
+from rollover.plugins.dashboard.text_search import TextSearch
+from rollover.types import content_text
+
+MOST_ROWS = 500
+_BLOCK = 1000
+_SEARCH_S = 1.0
+EXCERPT = 200
+
+_Values = Callable[[np.ndarray], np.ndarray]
+NUMBERS: dict[str, _Values] = {
+    "step": lambda e: e["step"],
+    "score": lambda e: e["score"],
+    "advantage": lambda e: e["advantage"],
+    "tokens": lambda e: e["num_tokens"],
+    "segments": lambda e: e["segments"],
+    "version": lambda e: versions(e, "newest"),
+    "versions": lambda e: np.where(e["oldest"] == NO_VERSION, 0, e["newest"] - e["oldest"] + 1),
+    "staleness": staleness,
+    "group": lambda e: e["group_id"],
+    "sibling": lambda e: e["sibling"],
+}
+"""What a range may be given of, as `score_from` and `score_to`, and what rollouts may be sorted by. "version": the
+newest that sampled of it; "versions": how many it spans."""
+WORDS = {"outcome": "outcome", "source": "source", "stop": "stop"}
+"""What may be one of several words (`names_in`): which field of an entry it is."""
+_OTHERS = ("text", "sort", "order", "offset", "limit", "scored")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """`low`, `high`: by names of NUMBERS, both inclusive. `words`: by names of WORDS. `scored`: with a score (True), or
+    without. `sort`: "" is the order in which they left the run. `offset`: a place in the order; with a text, of those
+    that the numbers let through."""
+
+    low: Mapping[str, float] = field(default_factory=dict)
+    high: Mapping[str, float] = field(default_factory=dict)
+    words: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    scored: bool | None = None
+    text: str = ""
+    sort: str = ""
+    descending: bool = False
+    offset: int = 0
+    limit: int = 50
+
+    @classmethod
+    def of_query(cls, query: Mapping[str, str]) -> Wanted:
+        """ValueError names what is no filter, or no value of it."""
+        known = {f"{name}_{end}" for name in NUMBERS for end in ("from", "to")} | {*WORDS, *_OTHERS}
+        if unknown := sorted(query.keys() - known):
+            raise ValueError(f"{unknown[0]}: there is no such filter; there are {', '.join(sorted(known))}")
+        given = {key: value for key, value in query.items() if value != ""}
+        sort, order, scored = given.get("sort", ""), given.get("order", "up"), given.get("scored")
+        if sort and sort not in NUMBERS:
+            raise ValueError(f"sort: {sort!r} is not one of {', '.join(NUMBERS)}")
+        if order not in ("up", "down"):
+            raise ValueError(f"order: {order!r} is neither up nor down")
+        if scored not in (None, "yes", "no"):
+            raise ValueError(f"scored: {scored!r} is neither yes nor no")
+        return cls(
+            low=_bounds(given, "from"),
+            high=_bounds(given, "to"),
+            words={name: frozenset(names_in(given[name])) for name in WORDS if name in given},
+            scored=None if scored is None else scored == "yes",
+            text=given.get("text", ""),
+            sort=sort,
+            descending=order == "down",
+            offset=count(given, "offset", 0),
+            limit=count(given, "limit", 50, MOST_ROWS),
+        )
+
+    def places(self, index: RolloutIndex, entries: np.ndarray) -> np.ndarray:
+        """Places of `entries` that the numbers and words let through, in order. What has no value to sort by comes
+        last."""
+        chosen = np.ones(len(entries), bool)
+        for name, bound in self.low.items():
+            chosen &= NUMBERS[name](entries) >= bound  # not what has none
+        for name, bound in self.high.items():
+            chosen &= NUMBERS[name](entries) <= bound
+        for name, words in self.words.items():
+            numbers = [number for number, word in enumerate(index.words) if word in words]
+            chosen &= np.isin(entries[WORDS[name]], numbers)
+        if self.scored is not None:
+            chosen &= np.isnan(entries["score"]) != self.scored
+        places = np.flatnonzero(chosen)
+        if not self.sort:
+            return places[::-1] if self.descending else places
+        values = NUMBERS[self.sort](entries[places]).astype(np.float64)
+        return places[np.argsort(-values if self.descending else values, kind="stable")]
+
+
+def page(
+    index: RolloutIndex, wanted: Wanted, search_s: float = _SEARCH_S, clock: Callable[[], float] = time.monotonic
+) -> dict[str, Any]:
+    """The rows of a page, and how many there are: "total" recorded, "passed" by numbers and words.
+
+    "next": the offset of the page after this one, None after the last. With a text, "searched" says how many of those
+    passed were read, counted from the first of this page: a page may have fewer rows than wanted, and a next one.
+    "read": the share of the run's files that all this is of. A row's "contexts": how many rollouts its episode has.
+    ValueError where a file is damaged or gone.
+    """
+    entries = index.entries()
+    places = wanted.places(index, entries)
+    left = places[wanted.offset :]
+    searched = None
+    if wanted.text:
+        shown, searched = _with_text(index, entries, left, wanted, search_s, clock)
+        after = wanted.offset + searched
+    else:
+        shown = left[: wanted.limit]
+        after = wanted.offset + len(shown)
+    chosen = entries[np.array(shown, np.int64)]
+    rows = [row_of(index, entry, record) for entry, record in zip(chosen, index.records_of(chosen), strict=True)]
+    for row, contexts in zip(rows, _contexts(entries, np.array(shown, np.int64)), strict=True):
+        row["contexts"] = contexts
+    return {
+        "rows": rows,
+        "total": len(entries),
+        "passed": len(places),
+        "offset": wanted.offset,
+        "next": after if after < len(places) else None,
+        "searched": searched,
+        "read": index.share,
+    }
+
+
+def _contexts(entries: np.ndarray, places: np.ndarray) -> list[int]:
+    """Of each of these entries how many there are of its episode (step, group and sibling)."""
+    episode = ["step", "group_id", "sibling"]
+    wanted = entries[episode][places]
+    counts = Counter(entries[episode][np.isin(entries["group_id"], wanted["group_id"])].tolist())
+    return [counts[of] for of in wanted.tolist()]
+
+
+def _with_text(
+    index: RolloutIndex,
+    entries: np.ndarray,
+    left: np.ndarray,
+    wanted: Wanted,
+    search_s: float,
+    clock: Callable[[], float],
+) -> tuple[list[int], int]:
+    """(those that have it, how many were read)."""
+    search, until, shown, read = TextSearch(index, wanted.text), clock() + search_s, [], 0
+    while read < len(left) and len(shown) < wanted.limit and (not read or clock() < until):
+        block = left[read : read + _BLOCK]
+        has = search.has(entries[block])
+        hits = np.flatnonzero(has)[: wanted.limit - len(shown)]
+        shown += [int(block[hit]) for hit in hits]
+        full = len(shown) == wanted.limit
+        read += int(hits[-1]) + 1 if full else len(block)
+    return shown, read
+
+
+def row_of(index: RolloutIndex, entry: np.void, record: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A rollout in a list; with the beginnings of prompt and answer where its `record` is given."""
+    row = {
+        "id": rollout_id(entry),
+        "step": int(entry["step"]),
+        "group": int(entry["group_id"]),
+        "sibling": int(entry["sibling"]),
+        "score": number(entry["score"]),
+        "advantage": number(entry["advantage"]),
+        "tokens": int(entry["num_tokens"]),
+        "segments": int(entry["segments"]),
+        "oldest": number(float(versions(entry, "oldest"))),
+        "newest": number(float(versions(entry, "newest"))),
+        "staleness": int(staleness(entry)),
+        "outcome": index.word(entry["outcome"]),
+        "source": index.word(entry["source"]),
+        "stop": index.word(entry["stop"]),
+    }
+    if record is not None:
+        row |= {"asked": asked(record)[:EXCERPT], "answered": record["completion"][:EXCERPT]}
+    return row
+
+
+def asked(record: Mapping[str, Any]) -> str:
+    """What the last message says, or the prompt."""
+    if record["messages"]:
+        return content_text(record["messages"][-1].get("content"))
+    return record["prompt"] or ""
+
+
+def choices(index: RolloutIndex) -> dict[str, Any]:
+    """What there is to choose from: the words with their counts, and of each number the least and the largest."""
+    entries = index.entries()
+    found: dict[str, Any] = {"total": len(entries), "words": {}, "numbers": {}}
+    for name, of in WORDS.items():
+        numbers, counts = np.unique(entries[of], return_counts=True)
+        found["words"][name] = {index.word(n): int(num) for n, num in zip(numbers, counts, strict=True)}
+    for name, values_of in NUMBERS.items():
+        values = values_of(entries).astype(np.float64)
+        if len(values := values[~np.isnan(values)]):
+            found["numbers"][name] = [number(values.min()), number(values.max())]
+    return found
+
+
+def _bounds(given: Query, end: str) -> dict[str, float]:
+    """Of each number that has one at this end ("from", "to")."""
+    found = {name: real(given, f"{name}_{end}") for name in NUMBERS}
+    return {name: bound for name, bound in found.items() if bound is not None}

@@ -1,0 +1,44 @@
+"""A run's directory with indexes of its metrics, rollouts and trace, for pages that are asked again and again."""
+
+from __future__ import annotations
+
+import os
+
+from rollover.plugins.dashboard.accounts import Accounts, accounts_of
+from rollover.plugins.dashboard.columns import Columns
+from rollover.plugins.dashboard.rollout_index import RolloutIndex
+from rollover.plugins.dashboard.trace_index import TraceIndex
+from rollover.plugins.dashboard.warnings import HealthWarning, warnings_of
+from rollover.run.run_files import METRICS, RunFiles
+from rollover.track.trace import TRACE
+
+
+class IndexedRun(RunFiles):
+    """See RunFiles. `rollouts`, `trace`: indexes of the recorded rollouts and of the events. `patience_s`: limit of one
+    look at the columns, the rollouts or the trace; none by default."""
+
+    def __init__(self, directory: str | os.PathLike[str], *, patience_s: float = float("inf")) -> None:
+        super().__init__(directory)
+        self._columns = Columns(self.directory / METRICS)
+        self.rollouts = RolloutIndex(self.recorded)
+        self.trace = TraceIndex(self.directory / TRACE)
+        self._columns.patience = self.rollouts.patience = self.trace.patience = patience_s
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Shares of the metrics (as columns), the rollouts and the trace that the last look at each has read."""
+        return {"metrics": self._columns.share, "rollouts": self.rollouts.share, "trace": self.trace.share}
+
+    def columns(self) -> Columns:
+        """The metrics by key. They take a small part of the memory of the rows."""
+        self._columns.look()
+        return self._columns
+
+    def accounts(self) -> Accounts | None:
+        """The ledger's accounts as of the last step; None before the first."""
+        rows = self.metrics()
+        return accounts_of(rows[-1]) if rows else None
+
+    def warnings(self) -> list[HealthWarning]:
+        """The health warnings that the metrics give rise to."""
+        return warnings_of(self.metrics(), self.config)

@@ -1,0 +1,261 @@
+"""One run as the page asks for it: every question, and its answer as JSON.
+
+    GET /api/runs/0/<name>?<query>  ──▶  RunData.answer(name, query)
+
+Owns the names of the questions and of their values. Answers are made of IndexedRun, which reads only what is new. Locks
+keep two questions about one part of it apart: while 100,000 rollouts are read for the first time, metrics are
+answered. "state" is cheap, and asked every second: it says with which files' revisions the other answers would be, so
+that the page asks again only for what changed. With a limited patience a question about metrics, rollouts or the trace
+is answered of what was read until then: that it is not all is in the state, and to have read more is a revision.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from rollover.plugins.dashboard.answered import answer, answers
+from rollover.plugins.dashboard.balance import ledger
+from rollover.plugins.dashboard.episodes import episode
+from rollover.plugins.dashboard.found import Wanted, choices, page
+from rollover.plugins.dashboard.indexed_run import IndexedRun
+from rollover.plugins.dashboard.intervals import reward_intervals
+from rollover.plugins.dashboard.lanes import window
+from rollover.plugins.dashboard.not_there import NotThere
+from rollover.plugins.dashboard.numbers import number
+from rollover.plugins.dashboard.pace import seconds_a_step
+from rollover.plugins.dashboard.pictures import picture
+from rollover.plugins.dashboard.pieces import RunTokens
+from rollover.plugins.dashboard.planned import plan_of
+from rollover.plugins.dashboard.query import Query, count, integer, keys_in, seconds
+from rollover.plugins.dashboard.series import keys_of, series
+from rollover.plugins.dashboard.stale import staleness_map
+from rollover.plugins.dashboard.told import Pieces, told
+from rollover.plugins.dashboard.warnings import Warned
+from rollover.run.run_files import EVALUATIONS, METRICS
+from rollover.track.sinks import to_json
+from rollover.track.trace import TRACE
+from rollover.track.waits import verdict
+
+Part = Literal["rows", "rollouts", "trace", "answers"]
+PARTS: tuple[Part, ...] = get_args(Part)
+PATIENCE_S = 0.15  # of a server: a first view is some six questions, of which each may wait for reading ahead, too
+_PAUSE_S = 0.002  # for who waits for a lock
+_HEAD_START_S = 1.0  # of a first view before reading ahead
+_QUIET_S = 0.03  # after an answer: a view asks one thing after the other
+_POINTS = 800
+_LOOKS: dict[Part, Callable[[IndexedRun], Any]] = {
+    "rows": lambda files: files.columns(),
+    "rollouts": lambda files: files.rollouts.entries(),
+    "trace": lambda files: files.trace.look(),
+}
+_OF_DAMAGE = (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
+
+
+class RunData:
+    """Of the run in `directory`. ValueError where there is none. `pieces`: told.py; by default as its tokenizer
+    says. `patience_s`: how long a question may wait for what was not read yet; without an end by default."""
+
+    def __init__(
+        self, directory: str | Path, pieces: Pieces | None = None, *, patience_s: float = float("inf")
+    ) -> None:
+        self.files = IndexedRun(directory, patience_s=patience_s)
+        self._warned = Warned()
+        self.pieces = RunTokens(self.files) if pieces is None else pieces
+        self._locks = {part: threading.Lock() for part in PARTS}
+        self._asking: set[int] = set()  # the threads that answer something at this moment
+        self._asked, self._answered_at = threading.Event(), 0.0
+        self._questions: dict[str, tuple[Callable[[Query], Any], tuple[Part, ...]]] = {
+            "state": (self._state, ("rows",)),
+            "keys": (lambda query: keys_of(self.files.columns()), ("rows",)),
+            "metrics": (self._metrics, ("rows",)),
+            "evaluations": (self._evaluations, ("rows",)),
+            "warnings": (self._warnings, ("rows",)),
+            "choices": (lambda query: choices(self.files.rollouts), ("rollouts",)),
+            "intervals": (lambda query: reward_intervals(self.files.rollouts, self._untrained()), ("rollouts",)),
+            "rollouts": (lambda query: page(self.files.rollouts, Wanted.of_query(query)), ("rollouts",)),
+            "rollout": (self._rollout, ("rollouts", "trace")),
+            "picture": (self._picture, ("rollouts",)),
+            "episode": (self._episode, ("rollouts",)),
+            "staleness": (lambda query: staleness_map(self.files.rollouts), ("rollouts",)),
+            # One at a time: a file of answers is read whole, and may be large.
+            "answers": (lambda query: answers(self.files.directory, query), ("answers",)),
+            "answer": (lambda query: answer(self.files.directory, query), ("answers",)),
+            "lanes": (self._lanes, ("trace",)),
+            "ledger": (lambda query: ledger(self.files), ("rows", "rollouts", "trace")),
+            "config": (lambda query: to_json(self.files.config), ()),  # it may have an infinity
+            "plan": (lambda query: plan_of(self.files), ()),
+        }
+
+    @property
+    def questions(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(self._questions)
+
+    def answer(self, name: str, query: Query) -> Any:
+        """JSON-able. KeyError where there is no such question, or what it asks for is not there; ValueError for a value
+        that cannot be meant, and for files that are damaged."""
+        if name not in self._questions:
+            raise NotThere(f"there is no question {name}: there are {', '.join(self._questions)}")
+        question, parts = self._questions[name]
+        with self.reading(*parts):
+            return question(query)
+
+    def state(self) -> dict[str, Any]:
+        """The answer to "state", also where there is none: then its state is "unreadable", for the reason that stands
+        in "ended_early"."""
+        try:
+            return self.answer("state", {})
+        except ValueError as error:
+            directory = self.files.directory
+            told = {"name": directory.absolute().name, "directory": str(directory), "state": "unreadable"}
+            nothing = dict.fromkeys(("resume", "num_steps", "seconds_a_step", "seconds_left", "waits"))
+            found = {"holder": "", "ended_early": str(error), "step": 0, "revisions": {}, "reading": {}}
+            return {**told, **nothing, **found}
+
+    def read_ahead(self) -> None:
+        """Read what a first question would wait for, in parts: who asks comes before and between them. What is damaged
+        is told to that."""
+        self._asked.wait(_HEAD_START_S)
+        with suppress(ValueError, OSError):
+            while True:
+                for part, look in _LOOKS.items():
+                    while self._asking or time.monotonic() < self._answered_at + _QUIET_S:
+                        time.sleep(_PAUSE_S)
+                    with self._held(part):
+                        look(self.files)
+                    time.sleep(_PAUSE_S)
+                if not self._still_reading():
+                    break
+
+    @contextmanager
+    def reading(self, *parts: Part) -> Iterator[IndexedRun]:
+        """The run's files, for an answer: reading ahead waits, and nobody else reads these parts meanwhile. ValueError
+        for whatever is wrong with them."""
+        self._asking.add(threading.get_ident())
+        try:
+            with self._held(*parts):
+                yield self.files
+        finally:
+            self._asking.discard(threading.get_ident())
+            self._answered_at = time.monotonic()
+            self._asked.set()
+
+    @contextmanager
+    def _held(self, *parts: Part) -> Iterator[None]:
+        with ExitStack() as held:
+            for part in PARTS:  # in one order, or two could wait for each other
+                if part in parts:
+                    held.enter_context(self._locks[part])
+            try:
+                yield
+            except (NotThere, ValueError):
+                raise
+            except OSError as error:
+                where = error.filename or self.files.directory
+                raise ValueError(f"{where} cannot be read: {error.strerror or error}") from error
+            except _OF_DAMAGE as error:  # values of a kind that no run writes, at a place where nobody looked for them
+                what = f"{type(error).__name__}: {error}"
+                raise ValueError(f"a file of the run in {self.files.directory} is damaged ({what})") from error
+
+    def revisions(self) -> dict[str, str]:
+        """Of what the run writes: another word where there may be something new."""
+        directory = self.files.directory
+        names = {"metrics": METRICS, "evaluations": EVALUATIONS, "trace": TRACE}
+        # A file of rollouts is replaced as a whole: the folder changes with each.
+        paths = {of: directory / name for of, name in names.items()} | {"rollouts": self.files.rollouts.dir}
+        left = self._still_reading()
+        return {of: _revision(path) + (f"@{left[of]:.4f}" if of in left else "") for of, path in paths.items()}
+
+    def _still_reading(self) -> dict[str, float]:
+        """Which share is read, of the parts whose answers are not of all that there is."""
+        return {part: share for part, share in self.files.shares.items() if share < 1}
+
+    # Questions
+
+    def _state(self, query: Query) -> dict[str, Any]:
+        self.files.check()
+        files, columns = self.files, self.files.columns()
+        num_steps, step, state = files.value("train.num_steps"), columns.last.get("step", 0), files.state
+        pace = seconds_a_step(columns.newest)
+        left = None
+        if state == "running" and num_steps is not None and pace is not None and files.shares["metrics"] == 1:
+            left = max(0, num_steps - step) * pace
+        waits = verdict(columns.last) if columns.last else None
+        return {
+            "name": files.name,
+            "directory": str(files.directory),
+            "state": state,
+            "holder": files.holder if state == "running" else "",
+            "ended_early": files.ended_early,
+            "resume": dict(zip(("command", "folder"), files.resume, strict=True)) if state == "stopped" else None,
+            "step": step,
+            "num_steps": num_steps,
+            "seconds_a_step": number(pace),
+            "seconds_left": number(left),
+            "waits": None if waits is None else {"bound": waits.bound, "text": waits.text, "advice": waits.advice},
+            "revisions": self.revisions(),
+            "reading": self._still_reading(),
+        }
+
+    def _untrained(self) -> list[str]:
+        roles = self.files.value("workflow.roles", {})
+        return [name for name, role in roles.items() if not role.get("trained", True)]
+
+    def _warnings(self, query: Query) -> list[dict[str, Any]]:
+        return [of._asdict() for of in self._warned.of(self.files.columns(), self.files.config)]
+
+    def _metrics(self, query: Query) -> dict[str, Any]:
+        return series(
+            self.files.columns(),
+            keys_in(query),
+            count(query, "points", _POINTS) or _POINTS,
+            integer(query, "from"),
+            integer(query, "to"),
+            query.get("x", "step"),
+            self.files.value("rollout.group_size"),
+        )
+
+    def _evaluations(self, query: Query) -> list[dict[str, Any]]:
+        rows = self.files.evaluations()
+        return [{key: value for key, value in row.items() if key != "samples"} for row in rows]
+
+    def _rollout(self, query: Query) -> dict[str, Any]:
+        step, of = integer(query, "step"), query.get("id", "")
+        if step is None or not of:
+            raise ValueError("rollout: give the id of the rollout, and the step that it left with")
+        first, num = count(query, "first", 0), count(query, "count", 2000)
+        self.files.rollouts.look_at_step(step)  # a rollout that was not read yet is no rollout that is not there
+        return told(self.files, step, of, first, num, self.pieces)
+
+    def _picture(self, query: Query) -> dict[str, Any]:
+        step, of, number = integer(query, "step"), query.get("id", ""), integer(query, "number")
+        if step is None or not of or number is None:
+            raise ValueError("picture: give the id of the rollout, the step that it left with, and the image's number")
+        self.files.rollouts.look_at_step(step)
+        return picture(self.files, step, of, number)
+
+    def _episode(self, query: Query) -> dict[str, Any]:
+        step, group, sibling = (integer(query, name) for name in ("step", "group", "sibling"))
+        if step is None or group is None or sibling is None:
+            raise ValueError("episode: give step, group and sibling")
+        self.files.rollouts.look_at_step(step)
+        return episode(self.files.rollouts, step, group, sibling)
+
+    def _lanes(self, query: Query) -> dict[str, Any]:
+        index = self.files.trace
+        index.look()
+        start, end = seconds(query, "from", 0.0), seconds(query, "to", max(index.seconds, 1e-3))
+        return window(index, start, end, count(query, "columns", _POINTS) or _POINTS)
+
+
+def _revision(path: Path) -> str:
+    try:
+        status = path.stat()
+    except OSError:
+        return ""
+    return f"{status.st_size}-{status.st_mtime_ns}"

@@ -1,0 +1,1 @@
+"""Ray: nodes, the processes on them, and rewards spread over them (cluster.type = "ray")."""

@@ -1,0 +1,38 @@
+"""The folder of a Ray that a run starts: its sockets and logs, which no other Ray of this machine shares."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+from pathlib import Path
+
+from rollover.plugins.ray.warden import end_warden, processes_of, start_warden
+from rollover.processes import descendants
+
+_PREFIX = "rollover-ray-"
+
+
+class OwnSession:
+    """`folder` is in /tmp: names of sockets must be short, and TMPDIR may not be. A warden removes it, and ends what
+    Ray leaves behind, where this process is killed."""
+
+    def __init__(self) -> None:
+        self.folder = Path("/tmp") / f"{_PREFIX}{os.getpid()}"
+        shutil.rmtree(self.folder, ignore_errors=True)  # of a process of that number, before this one
+        self._warden = start_warden(str(self.folder))
+
+    def kill(self) -> None:
+        """Ray's processes, which do not end when they are told to, and all that these have started."""
+        found = processes_of(str(self.folder))
+        for pid in found | {pid for root in found for pid in descendants(root)}:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+    def end(self, logs: Path) -> None:
+        """Keep what Ray wrote, as `logs`/ray."""
+        end_warden(self._warden)
+        with contextlib.suppress(OSError, shutil.Error):
+            shutil.copytree(self.folder / "session_latest" / "logs", logs / "ray", dirs_exist_ok=True, symlinks=True)
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,218 @@
+"""An engine over a Tinker-compatible service. It samples in chunks, as the service streams nothing.
+
+    extend ──▶ chunk ──▶ chunk ──▶ ... ──▶ a stop token, a stop string, the budget, an interruption
+
+A call that is cancelled loses its tokens: so each rollout is asked for in calls of backend.chunk_tokens, with a seed
+each, and an interruption loses at most the one that runs. Owns which weights are live, and what runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rollover.engine.build import EngineSetup
+from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad, WrongAnswer, given_logprob
+from rollover.engine.stop import last_of, stop_reason
+from rollover.models.limits import Limits
+from rollover.plugins.tinker.service import Service
+from rollover.types import Segment, StopReason
+
+if TYPE_CHECKING:
+    import torch
+
+_STATS = (
+    "engine/decode_steps", "engine/prefill_tokens", "engine/reprefill_tokens", "engine/preemptions",
+    "kv/stale_prefix_tokens", "kv/kept_tokens", "kv/shared_prompt_tokens", "kv/bytes",
+)  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """One running `extend`: its whole chunks so far."""
+
+    request: ExtendRequest
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    version: int | None = None
+    """Of the chunk that is being sampled: by `call`."""
+    call: asyncio.Future[Any] | None = None
+
+    def segments(self, stop_reason: StopReason) -> list[Segment]:
+        """One per policy version met, the last with `stop_reason`; one empty if there is no token."""
+        if not self.tokens:
+            return self.request.nothing()
+        out, start = [], len(self.request.generated_ids)
+        for version in (of := dict.fromkeys(self.versions)):
+            at = [i for i, v in enumerate(self.versions) if v == version]
+            ids = np.array([self.tokens[i] for i in at], dtype=np.int32)
+            logprobs = np.array([self.logprobs[i] for i in at], dtype=np.float32)
+            reason = stop_reason if version == next(reversed(of)) else StopReason.PAUSED
+            out.append(Segment(ids, logprobs, version, self.request.sampling, reason, start=start))
+            start += len(at)
+        return out
+
+
+class TinkerEngine:
+    """See `Engine`. `decode_text` turns token ids into text, for stop strings.
+
+    `service.base_model` has policy version 0. The service knows stop tokens alone: a stop string, or a repetition, is
+    found when its chunk is there, and what was sampled after it is thrown away.
+    """
+
+    def __init__(self, service: Service, max_tokens: int, decode_text: Callable[[list[int]], str]) -> None:
+        self.service, self.max_tokens, self._decode_text = service, max_tokens, decode_text
+        self._version, self._sampler = 0, service.sampler(service.base_model)
+        self._running: dict[str, _Sequence] = {}
+        self._stats: dict[str, float] = dict.fromkeys(_STATS, 0.0)
+
+    @property
+    def oldest_version(self) -> int:
+        return min((s.version for s in self._running.values() if s.version is not None), default=self._version)
+
+    async def extend(self, request: ExtendRequest) -> list[Segment]:
+        assert request.rollout_id not in self._running, f"rollout {request.rollout_id} is running already"
+        if request.media:
+            raise EngineDied(
+                f"rollouts show images ({request.media[0].source}), and engines over a Tinker service take text"
+                ' alone: train with backend.type = "local", or take tasks without images'
+            )
+        sequence = self._running[request.rollout_id] = _Sequence(request)
+        try:
+            reason = None
+            while reason is None:
+                reason = await self._chunk(sequence)
+            return sequence.segments(reason)
+        finally:
+            if self._running.get(request.rollout_id) is sequence:
+                del self._running[request.rollout_id]
+
+    def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:
+        for rollout_id in list(self._running) if rollout_ids is None else rollout_ids:
+            if rollout_id in self._running:
+                self._running[rollout_id].stop.set()
+
+    async def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
+        running = [i for i in rollout_ids if i in self._running]
+        return {i: self._running[i].segments(StopReason.PAUSED) for i in running}
+
+    async def queued(self, rollout_ids: Iterable[str]) -> set[str]:
+        """None: whether a call waits for room at the service is not told."""
+        return set()
+
+    def release(self, rollout_ids: Iterable[str]) -> None:
+        """Nothing is kept for a rollout that does not run: the service caches prompts as it likes."""
+
+    async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
+        """`tensors`: of `TinkerBackend.publish`, whose name is the path of the weights at the service. Returns when the
+        chunks that were asked for before are there, too: from then on no token of older weights comes."""
+        started = time.perf_counter()
+        ((path, _),) = tensors
+        self._sampler = await asyncio.to_thread(self.service.sampler, path)
+        self._version = version
+        if calls := [s.call for s in self._running.values() if s.call is not None]:
+            await asyncio.wait(calls)
+        return WeightLoad(num_bytes=0, seconds=time.perf_counter() - started)
+
+    def use_threads(self, num: int) -> None:
+        """Ignored: it computes nothing here."""
+
+    def stats(self) -> dict[str, float]:
+        return dict(self._stats)
+
+    async def close(self) -> None:
+        self.interrupt()
+        await asyncio.to_thread(self.service.close)
+
+    # Private
+
+    async def _chunk(self, sequence: _Sequence) -> StopReason | None:
+        """Sample one more chunk, unless it is interrupted before its end. Returns why the rollout ends, if it does."""
+        if sequence.stop.is_set():
+            return StopReason.PAUSED
+        request, num = sequence.request, len(sequence.tokens)
+        asked = self._size(sequence)
+        sequence.version = version = self._version
+        work = sequence.call = asyncio.ensure_future(self._sample(sequence, asked))
+        interrupted = asyncio.ensure_future(sequence.stop.wait())
+        try:
+            await asyncio.wait([work, interrupted], return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return StopReason.PAUSED
+            answer = work.result()
+        finally:
+            sequence.version = sequence.call = None
+            work.cancel()
+            interrupted.cancel()
+        ids, logprobs = answer.tokens, answer.logprobs
+        if logprobs is None or len(logprobs) != len(ids) or not 0 < len(ids) <= asked:
+            raise WrongAnswer(f"the service was asked for {asked} tokens with log-probs, and gave {len(ids)}")
+        given = [given_logprob(float(x)) for x in logprobs]
+        if None in given:
+            raise WrongAnswer(f"the service gave the invalid log-prob {logprobs[given.index(None)]:g}")
+        sequence.tokens += (int(t) for t in ids)
+        sequence.logprobs += (x for x in given if x is not None)
+        sequence.versions += [version] * len(ids)
+        for end in range(num + 1, len(sequence.tokens) + 1):
+            reason = stop_reason(request, end, last_of(request, sequence.tokens[:end]), self._decode_text)
+            if reason is not None:
+                del sequence.tokens[end:], sequence.logprobs[end:], sequence.versions[end:]
+                return reason
+        if answer.stop_reason == "stop":
+            raise WrongAnswer("the service ended an answer without one of the stop tokens that it was given")
+        return None
+
+    def _size(self, sequence: _Sequence) -> int:
+        """Tokens of the next call: up to the next multiple of chunk_tokens, wherever the rollout was interrupted."""
+        request, num, chunk = sequence.request, len(sequence.tokens), self.service.config.chunk_tokens
+        left = request.max_new_tokens if not request.pause_after else min(request.max_new_tokens, request.pause_after)
+        return min(chunk - (len(request.generated_ids) + num) % chunk, left - num)
+
+    async def _sample(self, sequence: _Sequence, num_tokens: int) -> Any:
+        """One sequence of the service's."""
+        request, types, sampling = sequence.request, self.service.sdk.types, sequence.request.sampling
+        before = (*request.prompt.ids, *request.generated_ids, *sequence.tokens)
+        first = len(before) == len(request.prompt)
+        self._stats["engine/prefill_tokens" if first else "engine/reprefill_tokens"] += len(before)
+        params = types.SamplingParams(
+            max_tokens=num_tokens,
+            seed=_chunk_seed(request.seed, len(before) - len(request.prompt)),
+            stop=sorted(request.stop_token_ids),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k or -1,
+        )
+        future = self._sampler.sample(types.ModelInput.from_ints(list(before)), 1, params)
+        (answer,) = (await self.service.answered("sampling", future)).sequences
+        self._stats["engine/decode_steps"] += len(answer.tokens)
+        return answer
+
+
+def _chunk_seed(seed: int, index: int) -> int:
+    """Of the call that begins at this token of the rollout. 31 bits: services take no more."""
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def make_tinker(setup: EngineSetup) -> TinkerEngine:
+    """An engine over a session of its own at the service. Errors as of `Service`."""
+    loaded = setup.model()
+
+    def decode_text(ids: list[int]) -> str:
+        return loaded.tokenizer.decode(ids, skip_special_tokens=False)
+
+    longest = Limits.of(loaded.model).positions or 2**31
+    service = Service(setup.config)
+    try:
+        return TinkerEngine(service, longest, decode_text)
+    except BaseException:
+        service.close()  # nobody else could end its session
+        raise

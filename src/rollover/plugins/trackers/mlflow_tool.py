@@ -1,0 +1,99 @@
+"""MLflow: one run of an experiment, found again by the tag rollover.id, in the store of MLflow's own variables.
+
+A value once logged can be neither changed nor removed there. So where a run goes back, or a kill left a part of a row,
+it becomes a new MLflow run, with all steps before; the old one is deleted, which MLflow can undo.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
+
+from rollover.plugins.trackers.tool import About, Newest, Tool, as_paths, flat, numbers_of, numbers_of_eval
+from rollover.track.tracker import Cut, Row
+
+_ID = "rollover.id"
+_MOST_METRICS, _MOST_PARAMS, _MOST_CHARS, _MOST_NAME = 1000, 100, 500, 250  # of a request; of a value, a name
+
+
+class MLflow(Tool):
+    """`place`: the store and the run's number there."""
+
+    def __init__(self, about: About) -> None:
+        super().__init__(about)
+        self._client: MlflowClient | None = None
+        self._run = ""
+
+    def truncate(self, cut: Cut) -> None:
+        self._client = client = MlflowClient()
+        name = self.about.project_or("MLFLOW_EXPERIMENT_NAME")
+        experiment = client.get_experiment_by_name(name)
+        number = experiment.experiment_id if experiment else client.create_experiment(name)
+        self._run = ""
+        for run in client.search_runs([number], f"tags.`{_ID}` = '{self.about.id}'"):
+            last = {kind: int(run.data.metrics.get(f"{kind}policy_version", -1)) for kind in ("", "eval/")}
+            if max(last.values()) > cut.step or any(_is_torn(client, run, *of) for of in last.items()):
+                client.delete_run(run.info.run_id)
+            else:
+                self._run, self.newest = run.info.run_id, Newest(last[""], last["eval/"])
+                client.update_run(self._run, status="RUNNING")
+        if not self._run:
+            self._run, self.newest = self._begin(client, number), Newest()
+        client.log_dict(self._run, dict(self.about.config), "config.json")
+        self.place = f"{client.tracking_uri}, run {self._run}"
+
+    def on_step(self, row: Row) -> None:
+        self._log(row["step"], numbers_of(row))
+
+    def on_eval(self, row: Mapping[str, Any]) -> None:
+        self._log(row["step"], numbers_of_eval(row))
+
+    def on_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._table(f"rollouts/step-{step:06d}.json", rows)
+
+    def on_answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._table(f"answers/step-{step:06d}.json", rows)
+
+    def on_artifact(self, name: str, files: Mapping[str, Path]) -> None:
+        assert self._client is not None
+        for path, file in files.items():
+            self._client.log_artifact(self._run, str(file), (PurePosixPath(name) / path).parent.as_posix())
+
+    def close(self) -> None:
+        if self._client is not None and self._run:
+            self._client.set_terminated(self._run, "FAILED" if self.failed else "FINISHED")
+
+    def _begin(self, client: MlflowClient, experiment: str) -> str:
+        about = self.about
+        group = {"group": about.group} if about.group else {}
+        tags = {_ID: about.id} | group | as_paths(dict.fromkeys(about.tags, "true"), _MOST_NAME)
+        run = client.create_run(experiment, run_name=about.name, tags=tags).info.run_id
+        values = {key: str(value)[:_MOST_CHARS] for key, value in flat(about.config).items() if value != ""}
+        params = [Param(key.replace("/", "."), value) for key, value in as_paths(values, _MOST_NAME).items()]
+        for start in range(0, len(params), _MOST_PARAMS):
+            client.log_batch(run, params=params[start : start + _MOST_PARAMS])
+        return run
+
+    def _log(self, step: Any, numbers: Mapping[str, float]) -> None:
+        assert self._client is not None
+        now = int(time.time() * 1000)
+        metrics = [Metric(key, value, now, step) for key, value in as_paths(numbers, _MOST_NAME).items()]
+        for start in range(0, len(metrics), _MOST_METRICS):
+            self._client.log_batch(self._run, metrics=metrics[start : start + _MOST_METRICS])
+
+    def _table(self, file: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        assert self._client is not None
+        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}  # as MLflow's own
+        self._client.log_dict(self._run, table, file)
+
+
+def _is_torn(client: MlflowClient, run: Any, kind: str, last: int) -> bool:
+    """Whether numbers of a row of this kind ("" or "eval/") are there after the `last` whole one, as files may have."""
+    of_files = client.tracking_uri.startswith("file:") or "://" not in client.tracking_uri
+    keys = [key for key in run.data.metrics if of_files and key.startswith("eval/") == bool(kind)]
+    return any(max(of.step for of in client.get_metric_history(run.info.run_id, key)) > last for key in keys)

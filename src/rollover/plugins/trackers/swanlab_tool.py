@@ -1,0 +1,80 @@
+"""SwanLab: one experiment by id, with the step as its step.
+
+Project, workspace and mode are those of the configuration or of SwanLab's own variables (SWANLAB_PROJ_NAME,
+SWANLAB_WORKSPACE, SWANLAB_MODE). Its files lie under <run.dir>/swanlog, or SWANLAB_LOG_DIR. Everything is told again
+when a run goes on: offline into new files, in place of those before; online SwanLab itself leaves out each key's steps
+up to the last that it has, so steps after a cut stay as they are, and later ones follow.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import swanlab  # pyright: ignore[reportMissingImports]
+
+from rollover.plugins.trackers.tool import About, Newest, Tool, numbers_of, numbers_of_eval
+from rollover.track.tracker import Cut, Row
+
+
+class SwanLab(Tool):
+    """`place`: the folder that `swanlab sync` sends, or the project."""
+
+    def __init__(self, about: About) -> None:
+        super().__init__(about)
+        self._folder = Path(os.environ.get("SWANLAB_LOG_DIR") or about.directory / "swanlog")
+        self._is_open = False
+
+    def truncate(self, cut: Cut) -> None:
+        self._end("success")
+        about, project = self.about, self.about.project_or("SWANLAB_PROJ_NAME")
+        here = os.environ.get("SWANLAB_MODE", "") in ("offline", "local")
+        if here:
+            for old in self._folder.glob(f"run-*-{about.id}"):
+                shutil.rmtree(old)
+        swanlab.init(
+            project=project,
+            workspace=about.entity or None,
+            name=about.name,
+            group=about.group or None,
+            tags=list(about.tags) or None,
+            config=dict(about.config),
+            log_dir=str(self._folder),
+            id=about.id,
+            resume="allow",
+        )
+        self._is_open, self.newest = True, Newest()
+        self.place = f"{self._folder} (for swanlab sync)" if here else f"project {project} of SwanLab"
+
+    def on_step(self, row: Row) -> None:
+        swanlab.log(numbers_of(row), step=row["step"])
+
+    def on_eval(self, row: Mapping[str, Any]) -> None:
+        swanlab.log(numbers_of_eval(row), step=row["step"])
+
+    def on_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        swanlab.log({"rollouts": [_text(row) for row in rows]}, step=step)
+
+    def on_answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        swanlab.log({"answers": [_text(row) for row in rows]}, step=step)
+
+    def on_artifact(self, name: str, files: Mapping[str, Path]) -> None:
+        for file in files.values():
+            swanlab.save(glob.escape(str(file)), base_path=str(self.about.directory), policy="now")
+
+    def close(self) -> None:
+        self._end("crashed" if self.failed else "success")
+
+    def _end(self, state: str) -> None:
+        if self._is_open:
+            swanlab.finish(state)
+            self._is_open = False
+
+
+def _text(row: Mapping[str, Any]) -> Any:
+    """A line for each value."""
+    return swanlab.Text("\n".join(f"{key}: {value}" for key, value in row.items()))

@@ -1,0 +1,98 @@
+"""TensorBoard: event files, as `tensorboard --logdir` reads them.
+
+Under <run.dir>/tensorboard, or a folder of the run under TENSORBOARD_LOGGING_DIR (or TENSORBOARD_DIR, as verl has it).
+A step is one event with all its values. What comes after a cut is purged as TensorBoard does it: a record says at which
+step the run was started again, and readers drop what they have from there on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader  # pyright: ignore[reportMissingImports]
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore  (generated: unknown symbols)
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore  (generated: unknown symbols)
+from tensorboard.plugins.text.summary_v2 import text_pb  # pyright: ignore[reportMissingImports]
+from tensorboard.summary.writer.event_file_writer import EventFileWriter  # pyright: ignore[reportMissingImports]
+
+from rollover.plugins.trackers.tool import About, Newest, Tool, numbers_of, numbers_of_eval
+from rollover.track.tracker import Cut, Row
+
+
+class TensorBoard(Tool):
+    """`place` is the folder."""
+
+    def __init__(self, about: About) -> None:
+        super().__init__(about)
+        shared = os.environ.get("TENSORBOARD_LOGGING_DIR") or os.environ.get("TENSORBOARD_DIR")
+        self.place = str(Path(shared) / about.file_name if shared else about.directory / "tensorboard")
+        self._writer: EventFileWriter | None = None
+
+    def truncate(self, cut: Cut) -> None:
+        with contextlib.suppress(Exception):  # one that failed: its file is left as it is
+            self.close()
+        row, evaluation = self._found()
+        self.newest = Newest(min(row, cut.step), min(evaluation, cut.step))
+        self._writer = writer = EventFileWriter(self.place)
+        # Readers take the first of these for the beginning, and purge at each later one.
+        self._add(cut.step + 1, session_log=SessionLog(status=SessionLog.START))
+        if max(row, evaluation) < 0:
+            self._text("config", -1, json.dumps(self.about.config, indent=2))
+        writer.flush()
+
+    def on_step(self, row: Row) -> None:
+        self._scalars(row["step"], numbers_of(row))
+
+    def on_eval(self, row: Mapping[str, Any]) -> None:
+        self._scalars(row["step"], numbers_of_eval(row))
+
+    def on_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._text("rollouts", step, "\n\n".join(_record(row) for row in rows))
+
+    def on_answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._text("answers", step, "\n\n".join(_record(row) for row in rows))
+
+    def close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def _scalars(self, step: Any, numbers: Mapping[str, float]) -> None:
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()]
+        self._add(step, summary=Summary(value=values))
+
+    def _text(self, tag: str, step: int, text: str) -> None:
+        """As a block of code: what is in it is neither markdown nor HTML."""
+        block = "\n".join(f"    {line}" for line in text.split("\n"))
+        self._add(max(step, 0), summary=text_pb(tag, block))
+
+    def _add(self, step: int, **what: Any) -> None:
+        assert self._writer is not None
+        self._writer.add_event(Event(wall_time=time.time(), step=step, **what))
+        self._writer.flush()  # a step is in the file before the next one begins
+
+    def _found(self) -> Newest:
+        """What the files have by now. A record that a kill cut off, and what follows it, does not count."""
+        row = evaluation = -1
+        for path in sorted(Path(self.place).glob("events.out.tfevents.*")):
+            for record in RawEventFileLoader(str(path)).Load():
+                event = Event.FromString(record)
+                if event.HasField("session_log"):
+                    row, evaluation = min(row, event.step - 1), min(evaluation, event.step - 1)
+                elif any(value.HasField("simple_value") for value in event.summary.value):
+                    if event.summary.value[0].tag.startswith("eval/"):
+                        evaluation = event.step
+                    else:
+                        row = event.step
+        return Newest(row, evaluation)
+
+
+def _record(row: Mapping[str, Any]) -> str:
+    """A line for each value; the lines of a text below its name."""
+    return "\n".join(f"{key}: {value}" for key, value in row.items())

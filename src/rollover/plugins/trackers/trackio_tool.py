@@ -1,0 +1,93 @@
+"""trackio: one run of a project, by its name and id.
+
+Where it writes is as its own variables say (TRACKIO_DIR; TRACKIO_SPACE_ID, TRACKIO_SERVER_URL). Rollouts are traces.
+Steps after a cut: a local run is deleted and told again; of one that is elsewhere nothing can be deleted, so what it
+has stays, and ours go on after that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import trackio  # pyright: ignore[reportMissingImports]
+from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
+
+from rollover.plugins.trackers.tool import About, Newest, Tool, numbers_of, numbers_of_eval
+from rollover.track.tracker import Cut, Row
+
+_RENAMED = {"time": "time_"}  # trackio has a time of its own
+
+
+class Trackio(Tool):
+    """`place`: what it is shown by."""
+
+    def __init__(self, about: About) -> None:
+        super().__init__(about)
+        self._project = about.project_or("TRACKIO_PROJECT")
+        self._name = f"{about.name}-{about.id[:4]}"  # by which trackio finds a run again
+        self._run: Any = None
+
+    def truncate(self, cut: Cut) -> None:
+        self.close()
+        remote = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
+        if not remote:
+            self.newest = self._stored()
+            if max(self.newest) > cut.step:
+                SQLiteStorage.delete_run(self._project, self._name)
+                self.newest = Newest()
+        about = self.about
+        self._run = trackio.init(
+            project=self._project,
+            name=self._name,
+            group=about.group or None,
+            config={**about.config, "tags": list(about.tags)},
+            resume="allow",
+            embed=False,
+            auto_log_cpu=False,
+        )
+        if remote:
+            last = getattr(self._run, "_next_step", 0) - 1
+            self.newest = Newest(last, last)
+        self.place = f"project {self._project} of {remote}" if remote else f"trackio show --project {self._project}"
+
+    def on_step(self, row: Row) -> None:
+        numbers = numbers_of(row)
+        self._run.log({_RENAMED.get(key, key): value for key, value in numbers.items()}, step=row["step"])
+
+    def on_eval(self, row: Mapping[str, Any]) -> None:
+        self._run.log(numbers_of_eval(row), step=row["step"])
+
+    def on_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._run.log({"rollouts": [_trace(row, "completion") for row in rows]}, step=step)
+
+    def on_answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._run.log({"answers": [_trace(row, "answer") for row in rows]}, step=step)
+
+    def on_artifact(self, name: str, files: Mapping[str, Path]) -> None:
+        artifact = trackio.Artifact(f"{self.about.file_name}-{name}", type="records" if name == "records" else "model")
+        for path, file in files.items():
+            artifact.add_file(file, name=path)
+        self._run.log_artifact(artifact)
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+    def _stored(self) -> Newest:
+        row = evaluation = -1
+        for log in SQLiteStorage.get_logs(self._project, self._name):
+            if "policy_version" in log:
+                row = max(row, log["step"])
+            if "eval/policy_version" in log:
+                evaluation = max(evaluation, log["step"])
+        return Newest(row, evaluation)
+
+
+def _trace(row: Mapping[str, Any], answer: str) -> Any:
+    messages = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[answer]}]
+    metadata = {key: value for key, value in row.items() if key not in ("prompt", answer)}
+    return trackio.Trace(messages=messages, metadata=metadata)

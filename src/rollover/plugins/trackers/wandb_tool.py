@@ -1,0 +1,99 @@
+"""Weights & Biases: one run by id, with the step as its step.
+
+Project, entity and mode are those of the configuration or of W&B's own variables (WANDB_PROJECT, WANDB_ENTITY,
+WANDB_MODE, WANDB_BASE_URL). Its files lie under <run.dir>/wandb, or WANDB_DIR. Steps after a cut: offline, where there
+is nobody to ask what a run has, the files are written anew with all steps; online the run is rewound, and where the
+server does not do that, its steps stay and ours go on after the last of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import wandb  # pyright: ignore[reportMissingImports]
+
+from rollover.plugins.trackers.tool import About, Newest, Tool, numbers_of, numbers_of_eval
+from rollover.track.tracker import Cut, Row
+
+
+class Wandb(Tool):
+    """`place`: the address of the run, or the folder for `wandb sync`."""
+
+    def __init__(self, about: About) -> None:
+        super().__init__(about)
+        self._folder = Path(os.environ.get("WANDB_DIR") or about.directory)
+        self._run: Any = None
+        self._offline = False
+
+    def truncate(self, cut: Cut) -> None:
+        self._end()
+        self._offline = wandb.setup().settings.mode in ("offline", "dryrun")
+        if self._offline:
+            for old in self._folder.glob(f"wandb/offline-run-*-{self.about.id}"):
+                shutil.rmtree(old)
+            self._run = self._begin()
+            self.place = f"{self._run.settings.sync_dir} (for wandb sync)"
+            self.newest = Newest()
+            return
+        run = self._begin(resume="allow")
+        if 0 <= cut.step < run.step - 1:
+            run.finish()
+            run = None
+            with contextlib.suppress(Exception):  # boundary: not every server can
+                run = self._begin(resume_from=f"{self.about.id}?_step={cut.step}")
+            run = run or self._begin(resume="allow")
+        self._run, self.place = run, run.url or ""
+        self.newest = Newest(run.step - 1, run.step - 1) if run.step else Newest()
+
+    def on_step(self, row: Row) -> None:
+        self._run.log(numbers_of(row), step=row["step"])
+
+    def on_eval(self, row: Mapping[str, Any]) -> None:
+        self._run.log(numbers_of_eval(row), step=row["step"])
+
+    def on_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._run.log({"rollouts": _table(rows)}, step=step)
+
+    def on_answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._run.log({"answers": _table(rows)}, step=step)
+
+    def on_artifact(self, name: str, files: Mapping[str, Path]) -> None:
+        artifact = wandb.Artifact(f"{self.about.file_name}-{name}", type="records" if name == "records" else "model")
+        for path, file in files.items():
+            artifact.add_file(str(file), name=path, policy="immutable", skip_cache=True)
+        logged = self._run.log_artifact(artifact)
+        if not self._offline:
+            logged.wait()
+
+    def close(self) -> None:
+        self._end(1 if self.failed else 0)
+
+    def _begin(self, **how: Any) -> Any:
+        about = self.about
+        return wandb.init(
+            id=about.id,
+            name=about.name,
+            project=about.project_or("WANDB_PROJECT"),
+            entity=about.entity or None,
+            group=about.group or None,
+            tags=list(about.tags) or None,
+            config=dict(about.config),
+            dir=str(self._folder),
+            # What the run prints is not this process's; what it computes is its parent's.
+            settings=wandb.Settings(console="off", silent=True, x_stats_pid=os.getppid(), save_code=False),
+            **how,
+        )
+
+    def _end(self, code: int = 0) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=code)
+            self._run = None
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
+    return wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows], allow_mixed_types=True)

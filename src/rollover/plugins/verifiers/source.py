@@ -1,0 +1,85 @@
+"""The tasks of workflow.verifiers as a source of tasks: those of its taskset, by number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rollover.plugins.verifiers.package import KEY, Tasks, load_tasks
+from rollover.tasks.same import problem_text
+from rollover.tasks.source import SourceSetup, all_together, fingerprint_of
+from rollover.types import Task
+
+_ELSEWHERE = {"idx", "prompt", "system_prompt"}  # of a task's data: in its number, and in its messages
+_COLUMN = "verifiers"  # which task of which taskset it is
+
+
+def taskset_source(setup: SourceSetup) -> TasksetSource:
+    """The taskset `setup.config.name`."""
+    config = setup.config
+    held_out = setup.held_out and config.names_held_out
+    params = {**config.params, **config.eval_params} if held_out else config.params
+    tasks = tasks_of(config.name, params)
+    if held_out and tasks.num is None:
+        raise ValueError(
+            f"{KEY}_eval: the taskset {config.name!r} has no end with {params}: nobody can say what is held out"
+        )
+    return TasksetSource(tasks, params, setup.label, setup.reward)
+
+
+def tasks_of(taskset: str, params: Mapping[str, Any]) -> Tasks:
+    """The tasks of a taskset with these settings."""
+    return load_tasks(taskset, json.dumps(params, sort_keys=True))
+
+
+def task_again(taskset: str, task: Task) -> Any:
+    """The verifiers Task that `task` was made of. ValueError where the taskset is another than it was."""
+    which = task.columns[_COLUMN]
+    tasks = tasks_of(taskset, which["params"])
+    if not tasks.has(which["index"]) or (found := tasks[which["index"]]).hash != which["hash"]:
+        raise ValueError(f"task {which['index']} of {taskset!r} is another than when it was drawn")
+    return found
+
+
+class TasksetSource:
+    """`tasks` as Rollover's: their data, but for the prompt, are columns."""
+
+    def __init__(self, tasks: Tasks, params: Mapping[str, Any], label: str, reward: str) -> None:
+        self.tasks, self.params, self.label, self.reward = tasks, dict(params), label, reward
+        self.same = problem_text
+        self.endless, self.num_problems = tasks.num is None, tasks.num
+
+    def problem(self, index: int) -> Task:
+        data = self.tasks[index].data
+        columns = data.model_dump(mode="json", exclude_defaults=True, exclude=_ELSEWHERE)
+        columns[_COLUMN] = {"index": index, "hash": self.tasks[index].hash, "params": self.params}
+        messages = _messages(data) or ({"role": "user", "content": data.name or f"task {index}"},)
+        return Task(f"{self.label}/{index}", self.label, self.reward, messages=messages, columns=columns)
+
+    def together(self, index: int) -> range:
+        return all_together(index, self.num_problems)
+
+    def fingerprint(self) -> str:
+        return fingerprint_of(self)
+
+
+def _messages(data: Any) -> tuple[dict[str, str], ...]:
+    """What the task says first; nothing where a user who is played by the environment does."""
+    system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
+    if data.prompt is None:
+        return ()
+    if isinstance(data.prompt, str):
+        return (*system, {"role": "user", "content": data.prompt})
+    return (*system, *({"role": m.role, "content": _text(m.content)} for m in data.prompt))
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if other := next((part for part in content or () if not hasattr(part, "text")), None):
+        raise ValueError(
+            f"a task of the taskset has a {type(other).__name__} in its prompt: agents are given text alone, and it"
+            " would be left out. Choose a taskset of texts"
+        )
+    return "\n".join(part.text for part in content or ())

@@ -1,4 +1,4 @@
-"""RunFiles: what the directory of a run says, live, finished, killed or of an older version."""
+"""IndexedRun: what the directory of a run says, live, finished, killed or of an older version."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from recorded_run import row, write_run
 from rollover.config import Config
 from rollover.plugins.dashboard.accounts import Amount, accounts_of
+from rollover.plugins.dashboard.indexed_run import IndexedRun
 from rollover.run.lock import DirectoryLock
-from rollover.run.run_files import RunFiles
 from rollover.track.build import build_trackers
 
 
 def test_all_that_a_run_says(tmp_path: Path) -> None:
-    files = RunFiles(write_run(tmp_path))
+    files = IndexedRun(write_run(tmp_path))
     assert [of["step"] for of in files.metrics()] == [1, 2, 3]
     assert [of["mean"] for of in files.evaluations()] == [0.1]
     assert [event.group for event in files.events()] == [3, 4, 5, 6, 7, 8, 9, 10, 11]
@@ -32,17 +32,17 @@ def test_what_is_no_run_is_said(tmp_path: Path, what: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="is not the directory of a run"):
-        RunFiles(tmp_path / what)
+        IndexedRun(tmp_path / what)
 
 
 def test_a_folder_that_is_meant_is_named(tmp_path: Path) -> None:
     write_run(tmp_path / "quickstart-1")
     with pytest.raises(ValueError, match="Did you mean .*quickstart-1"):
-        RunFiles(tmp_path / "quickstrat-1")
+        IndexedRun(tmp_path / "quickstrat-1")
 
 
 def test_a_killed_run_with_half_lines(tmp_path: Path) -> None:
-    files = RunFiles(write_run(tmp_path))
+    files = IndexedRun(write_run(tmp_path))
     for name in ("metrics.jsonl", "eval.jsonl", "trace.jsonl"):
         with open(tmp_path / name, "ab") as file:
             file.write(b'{"step": 4, "rew')
@@ -51,13 +51,13 @@ def test_a_killed_run_with_half_lines(tmp_path: Path) -> None:
 
 def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     with build_trackers(Config.model_validate({}), tmp_path):
-        files = RunFiles(tmp_path)
+        files = IndexedRun(tmp_path)
         assert (files.config, files.metrics(), files.evaluations(), list(files.events())) == ({}, [], [], [])
         assert files.accounts() is None and files.warnings() == [] and len(files.rollouts.entries()) == 0
 
 
 def test_who_makes_it_is_known_and_looking_hinders_nobody(tmp_path: Path) -> None:
-    files = RunFiles(write_run(tmp_path))
+    files = IndexedRun(write_run(tmp_path))
     assert (files.state, files.holder) == ("stopped", "")
     lock = DirectoryLock(tmp_path, "run.dir")
     assert files.state == "running" and files.holder.startswith("process ")
@@ -72,7 +72,7 @@ def test_who_makes_it_is_known_and_looking_hinders_nobody(tmp_path: Path) -> Non
 
 
 def test_how_to_go_on_is_what_the_run_said_itself(tmp_path: Path) -> None:
-    files = RunFiles(write_run(tmp_path / "a run"))
+    files = IndexedRun(write_run(tmp_path / "a run"))
     unknown = (f"rollover train FILE.toml --run.dir '{tmp_path}/a run' --resume", "")
     assert files.resume == unknown
     file = files.directory / "resume.json"
@@ -84,7 +84,7 @@ def test_how_to_go_on_is_what_the_run_said_itself(tmp_path: Path) -> None:
 
 
 def test_warnings_are_those_that_the_run_was_told(tmp_path: Path) -> None:
-    files = RunFiles(write_run(tmp_path))
+    files = IndexedRun(write_run(tmp_path))
     rows = [row(step, entropy=0.01) for step in range(1, 7)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(of) + "\n" for of in rows))
     (warning,) = files.warnings()
@@ -92,7 +92,7 @@ def test_warnings_are_those_that_the_run_was_told(tmp_path: Path) -> None:
 
 
 def test_a_figure_that_does_not_matter_in_this_run_is_no_warning(tmp_path: Path) -> None:
-    files = RunFiles(write_run(tmp_path))
+    files = IndexedRun(write_run(tmp_path))
     rows = [row(step, **{"groups/zero_variance": 1.0}) for step in range(1, 7)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(of) + "\n" for of in rows))
     assert [warning.key for warning in files.warnings()] == ["groups/zero_variance"]

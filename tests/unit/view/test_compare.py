@@ -9,10 +9,10 @@ import pytest
 
 from recorded_run import write_run
 from rollover.plugins.dashboard.compare import curves, differences, evaluations
-from rollover.run.run_files import RunFiles
+from rollover.plugins.dashboard.indexed_run import IndexedRun
 
 
-def run_at(path: Path, config: dict, scores: dict[str, float | None] | None = None) -> RunFiles:
+def run_at(path: Path, config: dict, scores: dict[str, float | None] | None = None) -> IndexedRun:
     path.mkdir()
     write_run(path)
     (path / "config.resolved.json").write_text(json.dumps(config))
@@ -20,7 +20,7 @@ def run_at(path: Path, config: dict, scores: dict[str, float | None] | None = No
         (path / "evaluations").mkdir()
         rows = [{"task_id": task, "prompt": "?", "score": score} for task, score in scores.items()]
         (path / "evaluations" / "step-000003.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return RunFiles(path)
+    return IndexedRun(path)
 
 
 def config(rate: float, **more: object) -> dict:

@@ -65,7 +65,7 @@ def test_what_is_not_recorded_is_not_shown(tmp_path: Path, media: Media) -> None
 def test_another_image_than_the_recorded_one_is_not_shown(tmp_path: Path, media: Media) -> None:
     data = run_with(tmp_path / "run", replace(media, digest="0" * 64))
     answer = asked(data)
-    assert answer["url"] is None and answer["why"].endswith("a.png has changed since it was in the prompt")
+    assert answer["url"] is None and answer["why"].endswith("a.png has changed since it was in the rollout")
 
 
 @pytest.mark.parametrize("source", ["/dev/zero", "/etc/hostname", "/none.png", "/etc"])

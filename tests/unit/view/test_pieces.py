@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from recorded_run import write_run
+from rollover.plugins.dashboard.indexed_run import IndexedRun
 from rollover.plugins.dashboard.pieces import RunTokens, pieces
-from rollover.run.run_files import RunFiles
 
 TEXT = "naïve 😀 日本語\n\ttab <|end|> \u202eabc"
 
@@ -65,21 +65,21 @@ def test_spaces_before_words_are_told_with_them(tmp_path: Path, folder: str) -> 
     run = write_run(tmp_path)
     (run / "model").mkdir()
     tokenizer.save(str(run / folder / "tokenizer.json"))
-    assert RunTokens(RunFiles(run))([0, 1, 2]) == ["one", " two", "x"]
+    assert RunTokens(IndexedRun(run))([0, 1, 2]) == ["one", " two", "x"]
 
 
 def test_a_run_whose_tokenizer_is_not_here_or_is_none(tmp_path: Path) -> None:
     run = write_run(tmp_path)
-    assert RunTokens(RunFiles(run))([0, 1]) is None
+    assert RunTokens(IndexedRun(run))([0, 1]) is None
     (run / "model").mkdir()
     (run / "model" / "tokenizer.json").write_text("no tokenizer")
-    assert RunTokens(RunFiles(run))([0, 1]) is None
+    assert RunTokens(IndexedRun(run))([0, 1]) is None
     (run / "config.resolved.json").write_text(json.dumps({"model": {"path": "nobody/has-this-model-here"}}))
-    assert RunTokens(RunFiles(run))([0, 1]) is None
+    assert RunTokens(IndexedRun(run))([0, 1]) is None
 
 
 def test_another_run_in_the_same_place_has_its_own_tokenizer(tmp_path: Path) -> None:
-    tokens = RunTokens(RunFiles(write_run(tmp_path)))
+    tokens = RunTokens(IndexedRun(write_run(tmp_path)))
     assert tokens([0]) is None
     for word in ("one", "another"):
         Tokenizer(models.WordLevel({word: 0}, unk_token=word)).save(str(tmp_path / "tokenizer.json"))

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from recorded_run import row, write_run
+from rollover.plugins.dashboard.indexed_run import IndexedRun
 from rollover.plugins.dashboard.planned import happened, plan_of
-from rollover.run.run_files import RunFiles
 
 
 def test_what_happened_is_the_mean_of_the_steps() -> None:
@@ -20,9 +20,9 @@ def test_what_happened_is_the_mean_of_the_steps() -> None:
 
 
 def test_a_run_that_tells_no_speeds_says_why(tmp_path: Path) -> None:
-    assert "its metrics have no engine/decode_steps" in plan_of(RunFiles(write_run(tmp_path)))["why"]
+    assert "its metrics have no engine/decode_steps" in plan_of(IndexedRun(write_run(tmp_path)))["why"]
     (tmp_path / "config.resolved.json").write_text('{"train": {"num_steps": -1}}')
-    assert "cannot be planned" in plan_of(RunFiles(tmp_path))["why"]
+    assert "cannot be planned" in plan_of(IndexedRun(tmp_path))["why"]
 
 
 def test_a_run_is_planned_with_its_own_lengths_and_speeds(tmp_path: Path) -> None:
@@ -32,6 +32,6 @@ def test_a_run_is_planned_with_its_own_lengths_and_speeds(tmp_path: Path) -> Non
     more = {"tokens/step_generated": 16, "time/weights_s": 0.1}
     rows = [row(step, **more, **{"engine/decode_steps": 8 * step}) for step in range(1, 5)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(of) + "\n" for of in rows))
-    told = plan_of(RunFiles(tmp_path))
+    told = plan_of(IndexedRun(tmp_path))
     assert told["steps"] == 4 and "lengths" in told["from"]
     assert told["predicted"]["step_s"] > 0 and told["happened"]["step_s"] == 2

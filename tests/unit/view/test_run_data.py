@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from recorded_run import HOSTILE, group, recorded, row, segment, write_run
+from rollover.plugins.dashboard.indexed_run import IndexedRun
 from rollover.plugins.dashboard.pieces import pieces
 from rollover.plugins.dashboard.run_data import RunData
 from rollover.run.lock import DirectoryLock
-from rollover.run.run_files import RunFiles
 from rollover.track.recorder import Format, RolloutRecorder
 from rollover.track.sinks import MetricsFile
 from rollover.track.trace import TRACE, TraceEvent, TraceFile
@@ -255,7 +255,7 @@ def test_a_rollout_is_found_wherever_it_is_and_reading_ahead_ends(tmp_path: Path
 def test_rows_of_metrics_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """100,000 of them would be more than a gigabyte."""
     write_run(tmp_path)
-    monkeypatch.setattr(RunFiles, "metrics", lambda files: pytest.fail("all rows are read as dicts"))
+    monkeypatch.setattr(IndexedRun, "metrics", lambda files: pytest.fail("all rows are read as dicts"))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row(step)) + "\n" for step in range(1, 2001)))
     data = RunData(tmp_path)
     for name in data.questions:

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from recorded_run import group, recorded
 from rollover.algorithms import advantage
 from rollover.config.traits import ADVANTAGES
+from rollover.plugins.dashboard.indexed_run import IndexedRun
 from rollover.plugins.dashboard.told import told
 from rollover.plugins.dashboard.why import RULES, why, worked
-from rollover.run.run_files import RunFiles
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.token_stats import TokenStats
 from rollover.track.tracker import RecordedCredit, RecordedGroup
@@ -88,8 +88,8 @@ def run(
         of = replace(of, credits=credits, tokens=[tokens, *[None] * (len(scores) - 1)])
     RolloutRecorder(folder / "rollouts").write(1, [of])
     (folder / "config.resolved.json").write_text("{}")
-    found = told(RunFiles(folder), 1, "7-0")
-    records = list(RunFiles(folder).rollouts.records())
+    found = told(IndexedRun(folder), 1, "7-0")
+    records = list(IndexedRun(folder).rollouts.records())
     sentences = why(records[0], records, config or {})
     assert [s["about"] for s in found["why"]][0] == "score"
     return {s["about"]: s["text"] for s in sentences}

@@ -44,6 +44,10 @@ _kept_in: list[Path] = []  # by those of `media_kept_in` that are open
 _only_looks: ContextVar[bool] = ContextVar("only_looks", default=False)
 
 
+class NotStored(OSError):
+    """The machine failed to store an image: the disk is full, for instance."""
+
+
 class BadImage(ValueError):
     """A value is no image that a prompt can show. The text says why, and how it is mended."""
 
@@ -91,7 +95,7 @@ def stored(value: Any, places: Places) -> tuple[str, str]:
         value = os.fspath(value)
     if isinstance(value, str) and not re.match(r"(data|https?):", value, re.IGNORECASE):
         with _naming(f"{value!r:.200}"):
-            path = _located(value, places)
+            path = _kept(_located(value, places))
         return str(path), _checked_file(path)
     url = value if isinstance(value, str) and value[:5].lower() != "data:" else ""
     if url and places.urls and looks_only:
@@ -101,8 +105,11 @@ def stored(value: Any, places: Places) -> tuple[str, str]:
     with _naming(_short(value)):
         path = _folder() / f"{name}{_header(content)}"
     if not looks_only and not _holds(path, name):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write_bytes(path, content)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write_bytes(path, content)
+        except OSError as error:
+            raise NotStored(error.errno, f"image {path} cannot be written: {error.strerror}") from error
     return str(path), hashlib.sha256(url.encode()).hexdigest() if url else name
 
 
@@ -112,11 +119,15 @@ def read_image(path: str, kept: Path | None = None) -> Any:
     Where the file is gone, the one of its name in the folder `kept`, by default that of `media_kept_in`, is read: a
     run's directory may have been moved. BadImage where it cannot be used.
     """
-    found = Path(path)
     with _naming(path):
-        if not found.exists() and (moved := (kept or _folder()) / found.name).is_file():
-            found = moved
-        return _decoded(_content_of(found))
+        return _decoded(_content_of(_kept(Path(path), kept)))
+
+
+def num_pixels(path: str) -> int:
+    """Return width times height of the image in a file, by its header. BadImage where it cannot be used."""
+    with _naming(path):
+        width, height = _opened(_content_of(_kept(Path(path)))).size
+        return width * height
 
 
 def read_unchanged(path: str, digest: str) -> Any:
@@ -138,6 +149,12 @@ def digest_of(image: Any) -> str:
 
 
 # Private
+
+
+def _kept(path: Path, folder: Path | None = None) -> Path:
+    """The file of its name in `folder`, by default that of `media_kept_in`, where the path itself is gone."""
+    moved = (folder or _folder()) / path.name
+    return moved if not path.exists() and moved.is_file() else path
 
 
 def _of_mapping(value: Mapping[str, Any]) -> Any:

@@ -21,10 +21,12 @@ from rollover.envs.protocol import why_not_written, written
 from rollover.models.load import LoadedModel
 from rollover.models.team import Team
 from rollover.models.vision import placeholder_ids
+from rollover.tasks.image_parts import stored_of_program
 from rollover.trainer.passes import Passes
-from rollover.types import Rollout, Sample, SamplingParams, Segment, StopReason, Task
+from rollover.types import Prompt, Rollout, Sample, SamplingParams, Segment, StopReason, Task
 from rollover.workflows.calls import Call, CallRefused
 from rollover.workflows.conversations import Chats, Conversations
+from rollover.workflows.large_calls import with_stored_images
 from vision import families
 from vision.test_image_rows import TOLERANCE, Case, engine, make, reference, reference_logprobs, sample, tokens, vision
 from vision.test_vision_run import KILLED_AT, SYNCHRONOUS, rows_of
@@ -378,3 +380,93 @@ def test_a_text_like_an_image_token_stays_text(tmp_path: Path, family: str) -> N
     for prompt in ((5, placeholder), f"a {token}"):
         with pytest.raises(CallRefused, match="show images in messages"):
             Conversations(chats).place_of(Call(prompt=prompt))
+
+
+def test_an_image_at_the_very_end_fails_its_rollout_alone(tmp_path: Path) -> None:
+    """In Gemma 3 the tokens of an image attend to each other, and the engine computes the last token by itself."""
+    case = make("gemma3", tmp_path)
+    shown = case.prompts[0]
+    ids = shown.ids[: shown.media[-1].offset + shown.media[-1].count]
+
+    async def play() -> list[Any]:
+        under_test = engine(case)
+        asked = [
+            ExtendRequest("text", case.prompts[2], (), NEW, 7, SamplingParams()),
+            ExtendRequest("image", Prompt(ids, shown.media), (), NEW, 7, SamplingParams()),
+        ]
+        found = await asyncio.gather(*map(under_test.extend, asked), return_exceptions=True)
+        await under_test.close()
+        return list(found)
+
+    text, image = asyncio.run(play())
+    assert len(tokens(text)[0]) == NEW and "write a text after it" in str(image)
+
+
+BAD_TOOL = """
+from pathlib import Path
+from PIL import Image
+
+HERE = Path(__file__).parent
+BAD = [
+    lambda: [{"type": "image", "image": str(HERE / "cut.png")}],
+    lambda: [[{"type": "image", "image": Image.new("RGB", (8, 8))}]],
+    lambda: [{"type": "video", "video": "a.mp4"}],
+    lambda: ["here", Image.new("RGB", (8, 8))],
+]
+
+class Camera:
+    def reset(self, answer):
+        self.num = 0
+
+    def look(self, place: str):
+        '''Looks somewhere.
+
+        Args:
+            place: where
+        '''
+        self.num = len(place)
+        return BAD[self.num % 4]()
+
+    def get_reward(self):
+        return self.num % 5 / 4
+
+class EveryTurn:
+    def definitions(self, schemas):
+        return ""
+
+    def read(self, text):
+        from rollover.envs.tools import Call
+
+        return [Call("look", {"place": text})]
+"""
+
+
+def test_what_a_tool_returns_in_place_of_an_image_is_its_error(tmp_path: Path) -> None:
+    workflow = {"tool_format": f"{tmp_path}/game.py:EveryTurn", "max_turns": 3}
+    recipe = write_game(tmp_path, "qwen3_vl", steps=1, code=BAD_TOOL, made="Camera", workflow=workflow)
+    (tmp_path / "cut.png").write_bytes((tmp_path / "0.png").read_bytes()[:-40])
+    assert main(["train", str(recipe)]) == 0
+    (line,) = rows_of(tmp_path)
+    records = runs.records(tmp_path / "run")
+    assert line["tools/errors"] > 0 and not any(record["later_media"] for record in records)
+    assert not any("PIL" in record["completion"] or "mp4" in record["completion"] for record in records)
+
+
+def test_a_full_disk_is_no_error_of_a_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    workflow = {"tool_format": f"{tmp_path}/game.py:EveryTurn", "max_turns": 2}
+    recipe = write_game(tmp_path, "qwen3_vl", steps=1, code=TOOL, made="Camera", workflow=workflow)
+    monkeypatch.setattr("rollover.images.atomic_write_bytes", full)
+    assert main(["train", str(recipe)]) == 2
+    records = runs.records(tmp_path / "run")
+    assert not any("No space" in record["completion"] for record in records)
+    assert all("No space left on device" in record["error"] for record in records if record["error"])
+
+
+def test_a_call_with_too_many_pixels_is_refused(tmp_path: Path) -> None:
+    Image.new("1", (6000, 6000)).save(tmp_path / "large.png")
+    content = [{"type": "image", "image": str(tmp_path / "large.png")}] * 2
+    with pytest.raises(CallRefused, match="72,000,000 pixels in all"):
+        asyncio.run(with_stored_images(Call(({"role": "user", "content": content},)), stored_of_program))

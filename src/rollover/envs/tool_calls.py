@@ -17,8 +17,8 @@ from rollover.envs.chat import whole_characters
 from rollover.envs.tools import Call, MalformedCall
 from rollover.envs.user_code import Outcome, UserCode
 from rollover.functions import printable, said_by
-from rollover.images import is_image
-from rollover.tasks.image_parts import are_parts, with_images_of_program
+from rollover.images import NotStored, is_image
+from rollover.tasks.image_parts import holds_media, with_images_of_program
 
 Content = str | list[dict[str, Any]]
 """Of a message: a text, or parts, as in types.Task."""
@@ -106,6 +106,8 @@ class ToolCalls:
         outcome = await self.code.call(_to_content(tools[call.name]), **call.arguments)
         counts.time_s += outcome.seconds
         counts.timeouts += outcome.timed_out
+        if isinstance(outcome.error, NotStored):
+            raise outcome.error  # no fault of the tool
         counts.errors += outcome.error is not None
         return f"error: {_told_of(outcome)}" if outcome.failed else self.cut(outcome.value)
 
@@ -165,12 +167,13 @@ async def _content_later(result: Any) -> Content:
 
 def content_of(value: Any) -> Content:
     """A result as the content of a message. Content parts with an image, and images of Pillow, are shown; other lists
-    and dicts become JSON where that can hold them, everything else is as `str` says. BadImage as `with_images`."""
+    and dicts become JSON where that can hold them, everything else is as `str` says. BadImage as `with_images`, and for
+    a list with media that is no list of content parts."""
     if isinstance(value, str):
         return value
     if is_image(value):
         value = [{"type": "image", "image": value}]
-    if are_parts(value):
+    if isinstance(value, list | tuple) and holds_media(value):
         return with_images_of_program([{"content": value}])[0]["content"]
     if isinstance(value, dict | list | tuple):
         try:

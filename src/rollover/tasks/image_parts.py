@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollover.files import local_path
-from rollover.images import BadImage, Places, stored
+from rollover.images import BadImage, Places, is_image, read_image, stored
 from rollover.types import Task
 
 IMAGE_COLUMNS = ("images", "image")
@@ -22,6 +22,7 @@ PLACEHOLDER = "<image>"
 _VALUES = ("image", "image_url", "url", "path", "base64", "bytes")
 _IMAGE_TYPES = ("image", "image_url", "input_image")
 _TEXT_TYPES = ("text", "input_text")
+_OTHER_MEDIA = ("video", "video_url", "audio", "audio_url", "input_audio")
 
 Store = Callable[[Any], tuple[str, str]]
 """The path of an image's file and the SHA-256 of its bytes: `images.stored`, for the values of one table."""
@@ -85,8 +86,11 @@ def with_images_of_program(messages: Sequence[Mapping[str, Any]]) -> tuple[Messa
 
 
 def stored_of_program(value: Any) -> tuple[str, str]:
-    """`images.stored` of a value that the user's own code gives: relative paths begin in the working directory."""
-    return stored(value, Places(local_path("")))
+    """`images.stored` of a value that the user's own code gives: relative paths begin in the working directory, and
+    the whole image is read, so that a damaged one is found here."""
+    path, digest = stored(value, Places(local_path("")))
+    read_image(path)
+    return path, digest
 
 
 def task_with_images(task: Task) -> Task:
@@ -110,6 +114,14 @@ def are_parts(value: Any) -> bool:
         return False
     kinds = [part.get("type") if isinstance(part, Mapping) else None for part in value]
     return all(kind in (*_TEXT_TYPES, *_IMAGE_TYPES) for kind in kinds) and any(kind in _IMAGE_TYPES for kind in kinds)
+
+
+def holds_media(value: Any) -> bool:
+    """Whether a list holds an image, a video or a sound, at any depth: as a part, or as an image of Pillow."""
+    if isinstance(value, list | tuple):
+        return any(map(holds_media, value))
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    return is_image(value) or kind in (*_IMAGE_TYPES, *_OTHER_MEDIA)
 
 
 # Private

@@ -115,8 +115,8 @@ class TeacherPrompts:
             group = of_group[s.group_id]
             if s.media:
                 raise ValueError(
-                    f"distill.privileged: task {group.task.task_id!r} shows images, and a teacher's own prompt has"
-                    " none. Remove distill.privileged, or the images"
+                    f"distill.privileged: rollout {s.rollout_id} of task {group.task.task_id!r} shows images, and a"
+                    " teacher's own prompt has none. Remove distill.privileged, or the images"
                 )
             if s.group_id not in told:
                 told[s.group_id] = self.of_task(group.task)

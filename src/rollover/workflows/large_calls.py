@@ -15,8 +15,9 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from rollover.images import BadImage
+from rollover.images import MOST_PIXELS, BadImage, num_pixels
 from rollover.tasks.image_parts import Store, with_images
+from rollover.types import images_in
 from rollover.workflows.calls import BudgetUsedUp, Call, CallRefused, NotSupported
 from rollover.workflows.conversations import Chats, Continues, Conversations, Opens
 
@@ -68,14 +69,21 @@ class LargeCalls:
 
 
 async def with_stored_images(call: Call, store: Store) -> Call:
-    """Return the call with each image stored by `store`. NotSupported for an image that cannot be used."""
+    """Return the call with each image stored by `store`. NotSupported for an image that cannot be used, and for more
+    than MOST_PIXELS in all: a small file may hold a large image, and all are decoded at once."""
     if not call.shows_images:
         return call
+
+    def stored() -> tuple[dict[str, Any], ...]:
+        messages = with_images(call.messages or (), None, "", store)
+        if (num := sum(map(num_pixels, images_in(messages)))) > MOST_PIXELS:
+            raise BadImage(f"the images of the call have {num:,} pixels in all, and {MOST_PIXELS:,} are the most")
+        return messages
+
     try:
-        messages = await asyncio.to_thread(with_images, call.messages or (), None, "", store)
+        return replace(call, messages=await asyncio.to_thread(stored))
     except BadImage as error:
         raise NotSupported(str(error), "messages") from error
-    return replace(call, messages=messages)
 
 
 def num_characters(call: Call) -> int:

@@ -252,6 +252,7 @@ class Player:
 
     async def _turn(self, trajectory: EpisodeTrajectory, call: Call) -> tuple[Opened | Continued | Played, int]:
         """The turn that answers the call, which begins now, and how many of its tokens are sampled already."""
+        self.turns.refuse_after_the_last()
         place = await self.around.large_calls.place_of(call, trajectory.conversations)
         most = self.around.limits.max_new_tokens
         wanted = most if call.max_tokens is None else min(most, call.max_tokens)

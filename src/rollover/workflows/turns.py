@@ -107,10 +107,14 @@ class Turns:
         self._next_trajectory = 1 + max((r.trajectory for r in recorded), default=-1)
         self._next_context: dict[int, int] = {}
 
-    def find(self, trajectory: EpisodeTrajectory, call: Call, place: Continues | Opens) -> Found:
-        """The turn of a call that belongs there, as its conversation tells. CallRefused where it can have none."""
+    def refuse_after_the_last(self) -> None:
+        """BudgetUsedUp where the Episode has had all its turns."""
         if self._num >= (most := self._limits.max_turns):
             raise BudgetUsedUp(f"the episode has had its {most} turns (workflow.max_turns)")
+
+    def find(self, trajectory: EpisodeTrajectory, call: Call, place: Continues | Opens) -> Found:
+        """The turn of a call that belongs there, as its conversation tells. CallRefused where it can have none."""
+        self.refuse_after_the_last()
         answers = partial(self._answers, call, trajectory.conversations.chats.tokenizer)
         if isinstance(place, Continues) and self.record.goes_on_otherwise(place, answers):
             # As where another call had gone on from there first: so it did, and may do so again.

@@ -154,6 +154,7 @@ class EmbeddedEngine:
             raise ValueError("stop strings need the engine's decode_text")
         try:  # here, where it fails this rollout alone
             images = images_of(self._vision, request.shown)
+            images.check_text_follows(len(request.prompt) + len(request.generated_ids))
             if self._vision is not None and self.may_step.is_set():  # else its weights may be freed
                 self._vision.prepare(images)
         except ValueError as error:

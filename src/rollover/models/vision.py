@@ -83,9 +83,7 @@ class ImagePlaces:
         """Raise ValueError if the last of `num_tokens` is in a bidirectional span: the engine computes that token
         apart from those before it."""
         if self.bidirectional and self.bidirectional[-1][1] >= num_tokens:
-            raise ValueError(
-                f"image {self.media[-1].source} has the last token: this model needs a text after an image"
-            )
+            raise ValueError(f"image {self.media[-1].source} has the last token: write a text after it")
 
     def chunk_end(self, start: int, end: int) -> int:
         """Return the end, near `end`, of a chunk from `start` that cuts no bidirectional span."""

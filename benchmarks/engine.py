@@ -1,11 +1,10 @@
-"""`rollover bench engine`: the embedded engine's decode rate beside its peers and beside its linear layers alone.
+"""`rollover bench engine`: decode rate of the engine that engine.kind names, beside peers and its linear layers alone.
 
 Peers: transformers' generate and continuous batching, and what a caller brings (experiments/engine_beside_vllm.py).
 """
 
 from __future__ import annotations
 
-import copy
 import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,7 @@ import torch
 
 import rollover
 from benchmarks import machine, workload
-from rollover.config import Config, EngineConfig
-from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.config import Config
 from rollover.models.devices import dtype_of, engine_device
 from rollover.models.load import load_model
 from rollover.models.packed import PackedWeight
@@ -96,16 +94,20 @@ class _Contest:
 
     def __init__(self, config: Config, device: torch.device, peers: Sequence[Peer]) -> None:
         self.dtype, self.device, self.peers = dtype_of(config), device, peers
-        self.peer = load_model(config.model, dtype=self.dtype, device=device).model
-        self.vocab = self.peer.config.get_text_config().vocab_size
-        options = EngineConfig(max_running=max(CASES), kv_memory_gb=config.engine.kv_memory_gb)
-        self.engine = EmbeddedEngine(copy.deepcopy(self.peer), options)
+        loaded = load_model(config.model, dtype=self.dtype, device=device)
+        self.peer, self.vocab, self.kind = loaded.model, loaded.vocab_size, config.engine.kind
+        engine = config.engine.model_copy(update={"max_running": max(CASES)})
+        self.ours = workload.RunEngine(config.model_copy(update={"engine": engine}), loaded)
         self.peer.set_attn_implementation("sdpa")
+
+    def flops(self) -> float:
+        """Of our engine so far; 0 where it does not count them."""
+        return self.ours.engine.stats().get("engine/flops", 0.0)
 
     def systems(self, num: int) -> Iterator[_System]:
         """Who decodes `num` sequences."""
         prompts = _prompts(self.vocab, num)
-        yield _System("rollover", "embedded engine", partial(workload.generate, self.engine, prompts, NEW_TOKENS))
+        yield _System("rollover", f"{self.kind} engine", partial(self.ours.decode, prompts, NEW_TOKENS))
         share = LINEAR_STEPS / NEW_TOKENS
         for packed in (False, True):
             if packed and not PackedWeight.supported(self.device, self.dtype):
@@ -131,18 +133,18 @@ def run(config: Config, runs: int, peers: Sequence[Peer] = ()) -> dict[str, Any]
     results: list[dict[str, Any]] = []
     peak = peak_flops(device, contest.dtype, config.track.peak_tflops)
     versions["peak_tflops"] = peak / 1e12
-    for num in CASES:
-        systems = {s.name: s for s in contest.systems(num)}
-        machine.progress(f"{num} sequences")
-        works = {name: s.work for name, s in systems.items()}
-        turns = runs if num < max(CASES) else 1
-        flops = contest.engine.stats()["engine/flops"]
-        for name, times in machine.alternate(works, turns).items():
-            times = [t / systems[name].share for t in times]
-            results.append(_result(num, name, systems[name].setting, times, versions, config))
-            if name == "rollover":  # `turns` and one to warm up
-                flops = (contest.engine.stats()["engine/flops"] - flops) / (turns + 1)
-                results[-1]["mfu"] = flops / statistics.median(times) / peak
+    with contest.ours:
+        for num in CASES:
+            systems = {s.name: s for s in contest.systems(num)}
+            machine.progress(f"{contest.kind} engine, {num} sequences")
+            works = {name: s.work for name, s in systems.items()}
+            turns = runs if num < max(CASES) else 1
+            flops = contest.flops()
+            for name, times in machine.alternate(works, turns).items():
+                times = [t / systems[name].share for t in times]
+                results.append(_result(num, name, systems[name].setting, times, versions, config))
+                if name == "rollover" and (counted := contest.flops() - flops):  # of `turns`, and one to warm up
+                    results[-1]["mfu"] = counted / (turns + 1) / statistics.median(times) / peak
     continuous = partial(continuous_batching, contest.peer, contest.vocab, CONTINUOUS_CASE)
     times = machine.alternate({"continuous": continuous}, 1)["continuous"]
     setting = "transformers generate_batch, paged sdpa, one run"

@@ -6,13 +6,16 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
+from rollover.config import Config
+from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import Engine, ExtendRequest
+from rollover.models.load import LoadedModel
 from rollover.types import Prompt, Sample, SamplingParams, Segment, rollout_seed
 
 
@@ -25,6 +28,27 @@ def prompt(vocab: int, num_tokens: int, seed: int) -> tuple[int, ...]:
 def generate(engine: EmbeddedEngine, prompts: Sequence[tuple[int, ...]], new_tokens: int) -> None:
     """Continue all prompts at once, each by exactly new_tokens."""
     asyncio.run(extend_all(engine, prompts, [()] * len(prompts), new_tokens))
+
+
+class RunEngine:
+    """The engine that a run would make of `config` and `loaded`, on an event loop of its own. Leaving it closes it."""
+
+    def __init__(self, config: Config, loaded: LoadedModel) -> None:
+        self.engine = build_engine(EngineSetup(config, lambda: loaded, threads=torch.get_num_threads()))
+        self._runner = asyncio.Runner()
+
+    def decode(self, prompts: Sequence[tuple[int, ...]], new_tokens: int) -> None:
+        """Continue all prompts at once, each by exactly new_tokens."""
+        answers = self._runner.run(extend_all(self.engine, prompts, [()] * len(prompts), new_tokens))
+        assert all(sum(map(len, segments)) == new_tokens for segments in answers)
+        self.engine.release(map(str, range(len(prompts))))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._runner.run(self.engine.close())
+        self._runner.close()
 
 
 # The second step caches the first token beyond the prompt: a prompt that fills its KV row moves to a longer one for it.

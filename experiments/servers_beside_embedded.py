@@ -10,51 +10,24 @@ Run it alone.
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
-import torch
 from bench_arguments import bench_arguments
 
 from benchmarks import machine, show, workload
 from rollover.config import Config
-from rollover.engine.build import EngineSetup, build_engine
-from rollover.engine.protocol import Engine
 from rollover.engine.server.vllm import find_vllm
 from rollover.models.devices import dtype_of, engine_device
-from rollover.models.load import LoadedModel, cast_parameters, load_model
+from rollover.models.load import cast_parameters, load_model
 from rollover.models.team import prepare_process
 
 RUNS = 3
 CASES = (1, 16, 64)
 PROMPT_TOKENS, NEW_TOKENS = 32, 128
 EAGER = ["--enforce-eager"]
-
-
-class System:
-    """An engine as a run makes it of `config`, on an event loop of its own. Leaving it closes the engine."""
-
-    def __init__(self, name: str, config: Config, loaded: LoadedModel) -> None:
-        self.name = name
-        self._runner = asyncio.Runner()
-        self._engine: Engine = build_engine(EngineSetup(config, lambda: loaded, threads=torch.get_num_threads()))
-
-    def decode(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        """Continue all of them at once."""
-        answers = self._runner.run(workload.extend_all(self._engine, prompts, [()] * len(prompts), NEW_TOKENS))
-        assert all(sum(map(len, segments)) == NEW_TOKENS for segments in answers)
-        self._engine.release(map(str, range(len(prompts))))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._runner.run(self._engine.close())
-        self._runner.close()
 
 
 def remote(config: Config, **engine: Any) -> Config:
@@ -83,12 +56,12 @@ def run(configs: dict[str, Config], runs: int) -> dict[str, Any]:
     cast_parameters(loaded.model, dtype_of(config))
     results: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        made = [stack.enter_context(System(name, of, loaded)) for name, of in configs.items()]
+        made = {name: stack.enter_context(workload.RunEngine(of, loaded)) for name, of in configs.items()}
         versions = machine.describe(device)
         for num in CASES:
             machine.progress(f"{num} sequences")
             prompts = [workload.prompt(loaded.vocab_size, PROMPT_TOKENS, i) for i in range(num)]
-            works = {system.name: partial(system.decode, prompts) for system in made}
+            works = {name: partial(engine.decode, prompts, NEW_TOKENS) for name, engine in made.items()}
             for name, times in machine.alternate(works, runs).items():
                 median, spread = machine.rate(num * NEW_TOKENS, times)
                 setting = f"{num} sequences, {PROMPT_TOKENS} + {NEW_TOKENS} tokens, {config.model.dtype}"

@@ -22,10 +22,12 @@ import site
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from rollover.files import start_folder
 from rollover.std_streams import keep_streams
@@ -192,9 +194,7 @@ def _kill_descendants() -> None:
     """SIGKILL what descends from this process until nothing does."""
     deadline = time.monotonic() + _KILL_LIMIT_S
     while time.monotonic() < deadline:
-        for pid in descendants(os.getpid()):
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        kill(descendants(os.getpid()))
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -203,79 +203,49 @@ def _kill_descendants() -> None:
         time.sleep(_KILL_PAUSE_S)
 
 
-def descendants(root: int) -> set[int]:
-    """The processes that `root` started, and those that they did, as far as they run. None where there is no /proc."""
-    parents: dict[int, int] = {}
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        if name.isdigit() and (parent := _parent(int(name))) is not None:
-            parents[int(name)] = parent
-    found, new = set(), {root}
-    while new:
-        new = {pid for pid, parent in parents.items() if parent in new}
-        found |= new
-    return found
+def kill(family: Iterable[psutil.Process]) -> None:
+    """SIGKILL these processes, and no other one that has the id of one of them by now."""
+    for process in family:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
-def resident_bytes(root: int) -> int:
-    """Memory of `root` and its descendants, what they share counted for each of them. 0 where there is no /proc."""
-    return sum(_resident(pid) for pid in {root, *descendants(root)})
+def descendants(root: int) -> set[psutil.Process]:
+    """The processes that `root` started, and those that they did, as far as they run."""
+    with contextlib.suppress(psutil.Error):
+        return set(filter(is_running, psutil.Process(root).children(recursive=True)))
+    return set()
 
 
-def _resident(pid: int) -> int:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        with open(f"/proc/{pid}/statm") as sizes:
-            return int(sizes.read().split()[1]) * resource.getpagesize()
-    return 0
-
-
-def cpu_seconds(pid: int) -> float | None:
-    """CPU time of a process of /proc so far, user and system; None where it does not run."""
-    fields = _stat(pid)
-    return None if len(fields) < 13 else (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def words_of(pid: int) -> list[str]:
-    """The command line of a process of /proc; empty where it does not run."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as words:
-            return words.read().decode(errors="replace").split("\0")[:-1]
-    except OSError:
-        return []
-
-
-def started_at(pid: int) -> int | None:
-    """When a process of /proc was started, in ticks since the machine was; None where it does not run."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+def is_running(process: psutil.Process) -> bool:
+    """Whether it has not ended: a zombie only waits for its parent to collect its status."""
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process of /proc runs no longer: it may only wait for its parent to ask."""
-    return _parent(pid) is None
+    """Whether no process of this id runs."""
+    try:
+        return not is_running(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return True
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process of /proc was stopped (SIGSTOP), and does not go on yet."""
-    return _stat(pid)[:1] == [b"T"]
+    """Whether a process was stopped (SIGSTOP), and does not go on yet."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
 
 
-def _parent(pid: int) -> int | None:
-    """None where it does not run."""
-    fields = _stat(pid)[:2]
-    return None if not fields or fields[0] in (b"Z", b"X") else int(fields[1])
-
-
-def _stat(pid: int) -> list[bytes]:
-    """State, parent and so on; empty where there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            return stat.read().rpartition(b")")[2].split()
-    except OSError:
-        return []
+def resident_bytes(root: int) -> int:
+    """Memory of `root` and its descendants, what they share counted for each of them."""
+    total = 0
+    for process in (psutil.Process(root), *descendants(root)):
+        with contextlib.suppress(psutil.Error):
+            total += process.memory_info().rss
+    return total
 
 
 def _end_as(status: int | None) -> None:

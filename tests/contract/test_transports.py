@@ -236,13 +236,13 @@ def test_weights_that_are_in_a_file_already_are_not_written_again(
 
 KILLED_OWNER = """
 import os, signal, sys, torch
-from rollover.processes import descendants
+from rollover.processes import descendants, kill
 from rollover.weights.build import build_transport
 from rollover.weights.protocol import TransportSetup
 transport = build_transport("weights_file", TransportSetup(folder=sys.argv[1]))
 transport.send(1, [("a", torch.ones(3))])
-for pid in [*(descendants(os.getpid()) if sys.argv[2:] else []), os.getpid()]:
-    os.kill(pid, signal.SIGKILL)
+kill(descendants(os.getpid()) if sys.argv[2:] else [])
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 import benchmarks as bench
 import tiny
-from benchmarks import engine, scale, step, tail, train
+from benchmarks import engine, machine, scale, step, tail, train
 from rollover import cli
 from rollover.config.load import load_config
+from rollover.processes import descendants, is_running
 from rollover.sim.workload import Workload
 
 
@@ -121,6 +124,30 @@ def test_step_beside_trl(tmp_path: Path, short_steps: int, monkeypatch: pytest.M
     assert all(ratio > 0 for ratio in out["ratios"].values())
 
 
+def small_engine_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("NEW_TOKENS", 2), ("CASES", (1, 2)), ("GENERATE_CASES", ()), ("CONTINUOUS_CASE", 2)):
+        monkeypatch.setattr(engine, name, value)
+    monkeypatch.setattr(engine, "continuous_batching", lambda model, vocab, num: None)
+
+
+def test_engine_measures_the_kind_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own, which has ended when the benchmark has."""
+    small_engine_bench(monkeypatch)
+    overrides = [("model.path", str(tiny.save(tmp_path / "model"))), ("engine.kind", "process")]
+    before = descendants(os.getpid())
+    seen: dict[psutil.Process, list[str]] = {}
+
+    def look(text: str) -> None:
+        seen.update({process: process.cmdline() for process in descendants(os.getpid()) - before})
+
+    monkeypatch.setattr(machine, "progress", look)
+    out = engine.run(load_config([], overrides, require_sources=False).config, 1)
+    ours = [result for result in out["results"] if result["system"] == "rollover"]
+    assert len(ours) == 2 and all(r["setting"].startswith("process engine; ") and r["mfu"] > 0 for r in ours)
+    assert any("rollover.engine.process.child" in words for words in seen.values())
+    assert not any(map(is_running, seen))
+
+
 def test_engine_takes_another_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Peer:
         name, setting, version, cases = "peer", "elsewhere", "3", (2,)
@@ -129,9 +156,7 @@ def test_engine_takes_another_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             asked.append((len(list(prompts)), new_tokens))  # type: ignore[call-overload]
 
     asked: list[tuple[int, int]] = []
-    for name, value in (("NEW_TOKENS", 2), ("CASES", (1, 2)), ("GENERATE_CASES", ()), ("CONTINUOUS_CASE", 2)):
-        monkeypatch.setattr(engine, name, value)
-    monkeypatch.setattr(engine, "continuous_batching", lambda model, vocab, num: None)
+    small_engine_bench(monkeypatch)
     overrides = [("model.path", str(tiny.save(tmp_path / "model"))), ("engine.kv_memory_gb", "0.2")]
     out = engine.run(load_config([], overrides, require_sources=False).config, 1, [Peer()])
     assert asked == [(2, 2)] * 2 and {"engine_2_vs_peer", "engine_1_vs_linear_bound"} <= out["ratios"].keys()

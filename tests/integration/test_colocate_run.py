@@ -17,7 +17,7 @@ STEPS = 4
 METRICS = '''
 """Called while a step is trained: asks each server whether it sleeps. In step 2 the fault happens, if there is one."""
 
-import json, os, pathlib, signal, urllib.request
+import json, os, pathlib, psutil, signal, urllib.request
 
 HERE = pathlib.Path(__file__).parent
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -25,15 +25,7 @@ OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 def servers():
     """Process ids of the run's servers."""
-    found = []
-    for folder in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"\\0serve\\0" in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-        except OSError:
-            pass
-    return found
+    return [child.pid for child in psutil.Process().children() if "serve" in child.cmdline()]
 
 
 def sleeps(pid):

@@ -10,12 +10,13 @@ import socket
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import runs
 from test_journal_run import check_whole
 
 from rollover.config.load import load_config
-from rollover.processes import descendants, has_ended
+from rollover.processes import descendants, is_running
 from rollover.run.parts import Parts
 
 pytest.importorskip("aiohttp")
@@ -26,23 +27,17 @@ LIMIT_S = 400  # more than any machine takes
 def servers(parent: int) -> list[int]:
     """Processes of `rollover serve` that this process has started, the oldest first."""
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            ppid = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if ppid == parent and b"\0serve\0" in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(parent).children():
+            with contextlib.suppress(psutil.Error):
+                found += [child.pid] if "serve" in child.cmdline() else []
     return sorted(found)
 
 
-def listened_to(pids: set[int]) -> set[int]:
-    """The TCP ports of 127.0.0.1 on which these processes listen."""
-    links = [link for pid in pids for link in Path(f"/proc/{pid}/fd").glob("*")]
-    inodes = set()
-    for link in links:
-        with contextlib.suppress(OSError):
-            inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
-    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return {int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
+def listened_to(family: set[psutil.Process]) -> set[int]:
+    """The TCP ports on which these processes listen."""
+    found = [connection for process in family for connection in process.net_connections("tcp4")]
+    return {connection.laddr.port for connection in found if connection.status == psutil.CONN_LISTEN}
 
 
 def answers(port: int) -> bool:
@@ -61,7 +56,7 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
         while not runs.json_lines(tmp_path / "run" / "metrics.jsonl"):
             assert run.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
             time.sleep(0.05)
-        family = descendants(run.pid) | {run.pid}
+        family = descendants(run.pid) | {psutil.Process(run.pid)}
         ports = listened_to(family)
         opened = [os.readlink(link) for link in Path(f"/proc/{run.pid}/fd").glob("*")]
         (folder,) = {Path(path).parent for path in opened if "/rollover-weights-" in path}
@@ -70,7 +65,7 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
         run.kill()
     deadline = time.monotonic() + LIMIT_S
     while left := [
-        *(pid for pid in family if not has_ended(pid)),
+        *filter(is_running, family),
         *filter(answers, ports),
         *folder.parent.glob(folder.name),
     ]:

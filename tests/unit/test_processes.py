@@ -15,7 +15,7 @@ import pytest
 from rollover import processes
 from rollover.config import RunConfig
 from rollover.files import paths_begin_in
-from rollover.processes import brief_waiting, child_command, child_environment
+from rollover.processes import brief_waiting, child_command, child_environment, is_stopped
 from unit.rewards.children import alive, wait_until_dead
 
 SOURCE = str(Path(__file__).parents[2] / "src")
@@ -109,10 +109,6 @@ kept = sys.argv[1] == "kept"
 subprocess.Popen(child_command("never_imported", kept=kept), env=child_environment(), start_new_session=True)
 time.sleep(600)
 """
-
-
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no signal reaches what is stopped")

@@ -19,7 +19,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 from safetensors.torch import save_file
+
+from rollover import processes
 
 # vLLM's attention for the CPU knows no smaller heads.
 SHAPE = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -210,32 +213,18 @@ def named(root: int) -> dict[str, int]:
 
 
 def command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""
+    with contextlib.suppress(psutil.Error):
+        return " ".join([*psutil.Process(pid).cmdline(), ""])
+    return ""
 
 
 def descendants(root: int) -> set[int]:
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    found, new = set(), {root}
-    while new := {pid for pid, parent in parents.items() if parent in new}:
-        found |= new
-    return found
+    return {process.pid for process in processes.descendants(root)}
 
 
 def alive(pids: set[int]) -> set[int]:
     """Those of these processes that run; one that only waits for its parent to look (a zombie) does not."""
-    found = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                found.add(pid)
-    return found
+    return {pid for pid in pids if not processes.has_ended(pid)}
 
 
 def memory_files(pids: set[int]) -> set[Path]:

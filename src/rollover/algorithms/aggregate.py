@@ -24,7 +24,7 @@ COUNTED: dict[Aggregation, Literal["tokens", "sequences", "groups"] | None] = {
 }
 
 
-def aggregate(
+def aggregate(  # noqa: PLR0913 - one count for each mode
     loss_BT: torch.Tensor,
     mask_BT: torch.Tensor,
     mode: Aggregation,

@@ -65,7 +65,7 @@ async def train_async(
     return after_training(*await train_here(arguments))
 
 
-def sft(
+def sft(  # noqa: PLR0913 - the arguments of the Python API
     *,
     model: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     examples: Any = None,

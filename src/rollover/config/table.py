@@ -60,7 +60,7 @@ Condition = tuple[Any, ...]
 and false are not."""
 
 
-def option(
+def option(  # noqa: PLR0913 - pydantic's four bounds, and ours
     default: Any,
     doc: str,
     *,

@@ -49,7 +49,7 @@ class Attention(Protocol):
     ) -> torch.Tensor: ...
 
 
-def _interface(
+def _interface(  # noqa: PLR0913 - the signature of transformers' attention interface
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,

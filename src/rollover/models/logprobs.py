@@ -120,7 +120,7 @@ class TrainedHead:
         return self._head
 
 
-def _logits_gradient(
+def _logits_gradient(  # noqa: PLR0913 - tensors of one formula
     logits_CV: torch.Tensor,
     targets_C: torch.Tensor,
     temperature_C: torch.Tensor,
@@ -162,7 +162,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 - tensors of one formula
         ctx: Any,
         hidden_NE: torch.Tensor,
         weight_VE: torch.Tensor,

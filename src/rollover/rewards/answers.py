@@ -57,8 +57,11 @@ def _last_number(text: str) -> str | None:
     return number.rpartition("/")[2] if value is None or value.denominator == 1 else number
 
 
-def last_boxed(text: str) -> str | None:
-    """What stands inside the last complete \\boxed{...}; nested braces are balanced. None without one."""
+def last_boxed(text: str, *, must_end: bool = False) -> str | None:
+    """What stands inside the last complete \\boxed{...}; nested braces are balanced. None without one.
+
+    `must_end`: None also where a later one is not complete, as verl has it.
+    """
     opened: list[int] = []  # where the braces that are open begin, and what is in them
     last, begin = -1, -1
     for found in _BRACE.finditer(text):
@@ -66,7 +69,9 @@ def last_boxed(text: str) -> str | None:
             opened.append(found.end())
         elif opened and text.endswith(_BOXED, 0, start := opened.pop()) and start > begin:
             begin, last = start, found.start()
-    return text[begin:last] if begin >= 0 else None
+    if begin < 0 or must_end and begin != text.rfind(_BOXED) + len(_BOXED):
+        return None
+    return text[begin:last]
 
 
 def answer_of(columns: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rollover.rewards.answers import reference_answer
+from rollover.rewards.answers import last_boxed, reference_answer
 from rollover.rewards.rules import Score, reference_of
 
 _BOXED = "\\boxed"
@@ -42,15 +42,9 @@ def _last_box(text: str) -> str | None:
     complete, and where neither follows."""
     if f"{_BOXED} " in text:
         return text.rpartition(f"{_BOXED} ")[2].partition("$")[0]
-    start = text.rfind(_BOXED) + len(_BOXED)
-    if start < len(_BOXED) or text[start : start + 1] != "{":
+    if text.rfind(_BOXED) > text.rfind(f"{_BOXED}{{"):
         return None
-    depth = 0
-    for place in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[start + 1 : place]
-    return None
+    return last_boxed(text, must_end=True)
 
 
 def _equal(answer: str, reference: str) -> bool:

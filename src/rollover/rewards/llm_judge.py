@@ -36,7 +36,7 @@ _PATTERN = r"[Ss]core\**\s*:[\s*]*(-?\d+(?:\.\d+)?)"
 _MOST_TOKENS = 2**40  # of one answer: what an endpoint says beyond is no count
 
 
-def llm_judge(
+def llm_judge(  # noqa: PLR0913 - the parameters of the reward
     url: str,
     model: str,
     prompt: str = "",

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from rollover.rewards.answers import last_boxed
 from rollover.rewards.rules import reference_of
 
 _TAIL_CHARS, _BOX_CHARS = 300, 100
@@ -54,7 +55,7 @@ def math_dapo(
         if answer != _NONE:
             is_right = answer == _normalised(reference)
         else:
-            answer = _last_box(tail[-_BOX_CHARS:])
+            answer = last_boxed(tail[-_BOX_CHARS:], must_end=True)
             is_right = answer == reference
         return {"score": correct if is_right else wrong, "acc": float(is_right), "pred": answer}
 
@@ -71,16 +72,3 @@ def _normalised(text: str) -> str:
     if text.replace(",", "").isdigit():
         text = text.replace(",", "")
     return text.strip()
-
-
-def _last_box(text: str) -> str | None:
-    r"""Inside the last \boxed{...}; None where it is not complete."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth, begin = 1, start + len("\\boxed{")
-    for place in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[begin:place]
-    return None

@@ -15,7 +15,7 @@ from rollover.types import content_text
 Kind = Literal["sequence", "token"]
 
 
-def reward_model(
+def reward_model(  # noqa: PLR0913 - the parameters of the reward
     path: str,
     kind: Kind = "sequence",
     label: str = "",

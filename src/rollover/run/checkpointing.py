@@ -28,7 +28,7 @@ class Checkpointing:
     `resume_command`: what to type to go on with this run.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that a checkpoint saves
         self,
         config: Config,
         parts: Parts,

@@ -1,16 +1,19 @@
 """How busy the CPUs and GPUs of this machine are during a step.
 
-CPU time comes from /proc: of this process and its descendants, by role. GPU utilization is the mean of the samples that
+CPU time is that of this process and its descendants, by role. GPU utilization is the mean of the samples that
 the NVIDIA driver took since the step before (NVML, `pip install nvidia-ml-py`). What cannot be read is left out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from typing import Any
 
-from rollover.processes import cpu_seconds, descendants, words_of
+import psutil
+
+from rollover.processes import descendants
 from rollover.system import cores
 
 # A word of a child's command line -> its role.
@@ -47,9 +50,9 @@ class DeviceUse:
 def _cpu_by_process() -> dict[int, tuple[str, float]]:
     """pid -> (role, seconds of CPU time) of this process and its descendants that run."""
     found = {os.getpid(): ("controller", sum(os.times()[:2]))}
-    for pid in descendants(os.getpid()):
-        if (used := cpu_seconds(pid)) is not None:
-            found[pid] = _role(words_of(pid)), used
+    for process in descendants(os.getpid()):
+        with contextlib.suppress(psutil.Error):
+            found[process.pid] = _role(process.cmdline()), sum(process.cpu_times()[:2])
     return found
 
 

@@ -34,7 +34,7 @@ from rollover.types import Group
 class Resume:
     """Takes one run to where its earlier process ended, or had to begin again. Its parts have not done anything yet."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that a resume restores
         self,
         config: Config,
         parts: Parts,

@@ -66,7 +66,7 @@ class DatasetSource:
 
     endless = False
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword-only; the options of a source
         self,
         place: Table,
         *,

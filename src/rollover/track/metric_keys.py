@@ -368,7 +368,7 @@ METRICS: list[Metric] = [
         "perf/cpu_utilization",
         "mean",
         "share",
-        "CPU time of the run's processes by step time and cores of this machine. Without /proc: of this process alone.",
+        "CPU time of the run's processes by step time and cores of this machine.",
     ),
     Metric(
         "perf/cpu/{role}",

@@ -54,7 +54,7 @@ def build_trainer(
     )  # fmt: skip
 
 
-def local_trainer(
+def local_trainer(  # noqa: PLR0913 - the arguments of LocalBackend
     loaded: LoadedModel,
     train: TrainConfig,
     algorithm: AlgorithmConfig,

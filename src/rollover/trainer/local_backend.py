@@ -83,7 +83,7 @@ class LocalBackend:
     parameters are float32 masters. `tells_tokens`: as of `Objective`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword-only; the parts of the trainer
         self,
         loaded: LoadedModel,
         train: TrainConfig,

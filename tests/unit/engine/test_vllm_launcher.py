@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from rollover.config import Config
@@ -251,22 +252,25 @@ def test_a_server_runs_until_one_of_its_processes_ends(
     def ready(url: str) -> None:
         urls.append(url)
         assert [*sockets.glob("*/socket")]
-        (server,) = (pid for pid in descendants(os.getpid()) if "server.py" in command(pid))
-        (child,) = descendants(server)
+        (server,) = servers()
+        (child,) = descendants(server.pid)
         # When what belongs to the start is over.
-        end = {"one of its processes dies": (child, signal.SIGKILL), "it is told to end": (os.getpid(), signal.SIGTERM)}
+        end = {
+            "one of its processes dies": (child.pid, signal.SIGKILL),
+            "it is told to end": (os.getpid(), signal.SIGTERM),
+        }
         threading.Timer(3.0, os.kill, end[what]).start()
 
     code = vllm.run_vllm(config(vllm_python=str(python)), host="127.0.0.1", port=0, ready=ready)
     assert code == (0 if what == "it is told to end" else 1)
     assert bool(urls) == (what != "it ends")
-    assert not [pid for pid in descendants(os.getpid()) if "server.py" in command(pid)]
+    assert not servers()
     assert not [*sockets.iterdir()]
     assert ("vLLM's server ended" in capsys.readouterr().err) == (code == 1)
 
 
-def command(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+def servers() -> list[psutil.Process]:
+    return [p for p in descendants(os.getpid()) if any("server.py" in word for word in p.cmdline())]
 
 
 def test_who_was_told_of_a_dead_parent_ends() -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 import virtual_time
+from rollover.processes import has_ended
 from rollover.rewards import process, worker
 
 _T = TypeVar("_T")
@@ -19,11 +20,7 @@ LIMIT = {"timeout_s": 100.0}  # that nothing comes near but what hangs: its time
 
 
 def alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    return not has_ended(pid)
 
 
 def wait_until_dead(pids: Iterable[int], limit_s: float = 60.0) -> bool:

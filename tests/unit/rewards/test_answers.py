@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollover.config.tasks import AnswerRule
-from rollover.rewards.answers import RULES, can_read, extract_answer, reference_answer, same_answer
+from rollover.rewards.answers import RULES, can_read, extract_answer, last_boxed, reference_answer, same_answer
 
 
 @pytest.mark.parametrize(
@@ -119,15 +119,17 @@ def test_the_rules_are_those_of_the_configuration() -> None:
 
 @given(st.lists(st.sampled_from(["{", "}", "a", "\\boxed{"]), max_size=12).map("".join))
 def test_the_last_box_is_the_last_whose_braces_are_balanced(text: str) -> None:
-    expected = None
+    expected = newest = None
     for start in range(len(text)):
         depth = 0
+        newest = None if text.startswith("\\boxed{", start) else newest
         for end in range(start + 6, len(text)) if text.startswith("\\boxed{", start) else ():
             depth += (text[end] == "{") - (text[end] == "}")
             if depth == 0:
-                expected = text[start + 7 : end].strip() or None
+                expected = newest = text[start + 7 : end]
                 break
-    assert extract_answer(text, "boxed") == expected
+    assert extract_answer(text, "boxed") == ((expected or "").strip() or None)
+    assert last_boxed(text) == expected and last_boxed(text, must_end=True) == newest
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,7 @@ def test_a_worker_whose_keeper_was_killed_dies_and_is_replaced():
         try:
             (reward,) = await worker.score(requests_of("pid"))
             pid = int(reward.score or 0)
-            with open(f"/proc/{pid}/stat") as stat:
-                os.kill(int(stat.read().rpartition(")")[2].split()[1]), signal.SIGKILL)
+            os.kill(psutil.Process(pid).ppid(), signal.SIGKILL)
             assert wait_until_dead([pid])
             await worker.score(requests_of("pid"))
             (again,) = await worker.score(requests_of("pid"))

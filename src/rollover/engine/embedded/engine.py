@@ -45,7 +45,7 @@ class EmbeddedEngine:
     structure only. `processor`: for prompts with images only. `tower_changes`: new weights change the vision tower.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword-only, each optional
         self,
         model: Any,
         config: EngineConfig,

@@ -68,7 +68,7 @@ class Counts:
 class Attempt:
     """One request for `generation` at `server`, under `request_id`, which no other one ever had."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword-only; the request's context
         self,
         generation: Generation,
         server: Server,

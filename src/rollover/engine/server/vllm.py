@@ -29,7 +29,7 @@ from rollover.config import Config
 from rollover.engine.vllm_worker import BACKEND, Verify
 from rollover.http_guard import Guard, token
 from rollover.models.locate import resolve_path
-from rollover.processes import descendants, has_ended
+from rollover.processes import descendants, is_running
 from rollover.system import cores
 
 ENVIRONMENT = Path(".venv-vllm")
@@ -210,7 +210,7 @@ def _watch(process: subprocess.Popen[bytes], told: list[int]) -> None:
     family, settled = descendants(process.pid), time.monotonic() + _SETTLED_S
     while process.poll() is None and not told:
         time.sleep(_POLL_S)
-        ended = set(filter(has_ended, family))
+        ended = {process for process in family if not is_running(process)}
         if time.monotonic() < settled:
             family -= ended  # they were of its start
         elif ended:

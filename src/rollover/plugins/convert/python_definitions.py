@@ -61,7 +61,7 @@ class Definitions:
         self.sharing = Sharing(self.tree)
         self._collect(self.tree.body, None, at_import=True, scope=None)
 
-    def _collect(self, body: list[ast.stmt], block: Block | None, *, at_import: bool, scope: Function | None) -> None:
+    def _collect(self, body: list[ast.stmt], block: Block | None, *, at_import: bool, scope: Function | None) -> None:  # noqa: C901 - one case for each statement
         for statement in body:
             if isinstance(statement, Function):
                 self.functions[statement.name] = statement

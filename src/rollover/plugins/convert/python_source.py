@@ -61,7 +61,7 @@ class PythonSource(Definitions):
 
     # Values
 
-    def value(self, node: ast.expr) -> Any:
+    def value(self, node: ast.expr) -> Any:  # noqa: C901 - one case for each expression
         """What an expression is. NotRead names the part that is not understood."""
         self._left -= 1
         if self._left < 0:

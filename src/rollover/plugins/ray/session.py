@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 from pathlib import Path
 
 from rollover.plugins.ray.warden import end_warden, processes_of, start_warden
-from rollover.processes import descendants
+from rollover.processes import descendants, kill
 
 _PREFIX = "rollover-ray-"
 
@@ -26,9 +25,7 @@ class OwnSession:
     def kill(self) -> None:
         """Ray's processes, which do not end when they are told to, and all that these have started."""
         found = processes_of(str(self.folder))
-        for pid in found | {pid for root in found for pid in descendants(root)}:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        kill(found.union(*(descendants(root.pid) for root in found)))
 
     def end(self, logs: Path) -> None:
         """Keep what Ray wrote, as `logs`/ray."""

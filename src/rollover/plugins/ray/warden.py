@@ -8,16 +8,16 @@ behind, which has the folder of that Ray among its options. Owns nothing else; i
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-from rollover.processes import child_environment, descendants, started_at
+import psutil
+
+from rollover.processes import child_environment, descendants, is_running, kill
 
 _LOOK_EVERY_S = 0.5
 _KILL_S = 10.0
@@ -45,43 +45,27 @@ def main(driver: str, folder: str) -> None:
     """Watch until the driver is gone, then kill what of it is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    seen: dict[int, int] = {}  # process id -> when it was started: an id may be another's later
+    seen = set[psutil.Process]()
     while os.getppid() == int(driver):
-        _look(seen, [int(driver)])
+        seen = set(filter(is_running, seen | descendants(int(driver))))
         time.sleep(_LOOK_EVERY_S)
     deadline = time.monotonic() + _KILL_S
     while time.monotonic() < deadline:
-        _note(seen, processes_of(folder))  # that were started since, and have no parent any more
-        left = [pid for pid, began in seen.items() if started_at(pid) == began]
+        seen |= processes_of(folder)  # that were started since, and have no parent any more
+        left = set(filter(is_running, seen)) - {psutil.Process()}
         if not left:
             break
-        _look(seen, left)
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        seen = left.union(*(descendants(process.pid) for process in left))
+        kill(left)
         time.sleep(0.05)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def processes_of(folder: str) -> set[int]:
+def processes_of(folder: str) -> set[psutil.Process]:
     """Those with an option (--name=PATH) that names a file of this folder, as all that Ray starts has at first. Not who
     reads a log there."""
-    found = set[int]()
-    for pid in filter(str.isdigit, os.listdir("/proc")) if os.path.isdir("/proc") else ():
-        with contextlib.suppress(OSError):
-            if os.fsencode(f"={folder}/") in Path("/proc", pid, "cmdline").read_bytes():
-                found.add(int(pid))
-    return found
-
-
-def _look(seen: dict[int, int], roots: list[int]) -> None:
-    _note(seen, {pid for root in roots for pid in descendants(root)})
-
-
-def _note(seen: dict[int, int], pids: set[int]) -> None:
-    for pid in pids - {os.getpid()}:
-        if (began := started_at(pid)) is not None:
-            seen[pid] = began
+    found = psutil.process_iter(["cmdline"])
+    return {process for process in found if f"={folder}/" in "\0".join(process.info["cmdline"] or ())}
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from rollover.plugins.sandbox.judge import ENDS, Judge, Limits, Verdict
 KINDS = ("auto", "bubblewrap", "process", "http")
 
 
-def code(
+def code(  # noqa: PLR0913 - the parameters of the reward
     sandbox: str = "auto",
     allow_weak: bool = False,
     all_or_nothing: bool = False,

@@ -32,7 +32,7 @@ class GRPOTrainer:
     names every field and argument that has no counterpart; OSError an unfit system.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - TRL's signature
         self,
         model: Any,
         reward_funcs: Any = None,

@@ -66,20 +66,12 @@ class Scribe:
         if not self.journal.writes:
             return
         started = time.perf_counter()
-        kind, group, rollout = event.kind, event.group, event.rollout
+        kind, rollout = event.kind, event.rollout
         data = b""
         if rollout is None:
-            fields: dict[str, Any] = {"group": group.group_id, "version": event.version}
-            if kind is EventKind.ADMIT:
-                task = group.task
-                fields |= {"task": task.task_id, "attempt": task.attempt, "task_version": self.task_version()}
-                fields["prompt"] = digest_of(group.prompt)
-            elif event.kept is not None:
-                fields |= dict(zip(("sibling", "name", "value"), event.kept, strict=True))
-            elif event.reason is not None:
-                fields |= {"reason": event.reason.value, "filter": event.filter}
+            fields = self._fields_of_group(event)
         else:
-            fields = {"rollout": rollout.rollout_id}
+            fields: dict[str, Any] = {"rollout": rollout.rollout_id}
             if kind in _BEGINS:
                 self._told[rollout] = _Told(rollout.num_tokens, rollout.num_tokens)
                 fields["version"] = event.version
@@ -106,6 +98,18 @@ class Scribe:
                 fields["reward"] = rollout.reward.to_json()
         self._write(kind.value, fields, data)
         self.seconds += time.perf_counter() - started
+
+    def _fields_of_group(self, event: Event) -> dict[str, Any]:
+        fields: dict[str, Any] = {"group": event.group.group_id, "version": event.version}
+        if event.kind is EventKind.ADMIT:
+            task = event.group.task
+            fields |= {"task": task.task_id, "attempt": task.attempt, "task_version": self.task_version()}
+            fields["prompt"] = digest_of(event.group.prompt)
+        elif event.kept is not None:
+            fields |= dict(zip(("sibling", "name", "value"), event.kept, strict=True))
+        elif event.reason is not None:
+            fields |= {"reason": event.reason.value, "filter": event.filter}
+        return fields
 
     @property
     def running(self) -> list[str]:

@@ -213,7 +213,7 @@ class _Run:
         quoted = self.words.source(start)[:1] in "'\"\\"
         return plain(self.words.source(body)) if quoted else self.words.body(body)
 
-    def _command(self, node: Any, heredoc: Text | None, target: Target | None) -> None:
+    def _command(self, node: Any, heredoc: Text | None, target: Target | None) -> None:  # noqa: C901 - one case for each kind of node
         words: list[Text] = []
         before: dict[str, Text | None] = {}
         last: Any = None

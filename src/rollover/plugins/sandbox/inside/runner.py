@@ -186,7 +186,7 @@ def _told_of_end(child: int) -> int | None:
         return None
 
 
-def _watched(
+def _watched(  # noqa: C901 - one loop over one child's pipes and limits
     child: int, ours: dict[str, int], stdin: bytes, request: dict[str, Any], took: Callable[[bytes], None] | None
 ) -> Ended:
     """Feed the child, read what it writes, and end it where it passes a limit."""

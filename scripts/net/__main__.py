@@ -1,10 +1,10 @@
-"""One command for the whole net (CONTRIBUTING.md).
+"""One command for the whole net (CONTRIBUTING.md); PYTHONPATH=scripts, from the root of the repository.
 
-    python -m scripts.net --before COMMIT                      golden, resume and a selection of the kill matrix
-    python -m scripts.net golden --before COMMIT --mode sync   one part, one mode
-    python -m scripts.net kills --seed 3                       another selection
-    python -m scripts.net kills --all                          every place in every mode (half an hour)
-    python -m scripts.net repeats                              which modes repeat themselves bit for bit
+    python -m net --before COMMIT                      golden, resume and a selection of the kill matrix
+    python -m net golden --before COMMIT --mode sync   one part, one mode
+    python -m net kills --seed 3                       another selection
+    python -m net kills --all                          every place in every mode (half an hour)
+    python -m net repeats                              which modes repeat themselves bit for bit
 
 Ends with a table and exit code 1 where a part found a fault. COMMIT is checked out into a git worktree in a temporary
 folder. Each run has one thread.
@@ -30,7 +30,7 @@ MOST_LINES = 12  # of the findings of one case
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.net", description=__doc__, formatter_class=_FORMAT)
+    parser = argparse.ArgumentParser(prog="python -m net", description=__doc__, formatter_class=_FORMAT)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all but the last")
     parser.add_argument("--before", metavar="COMMIT", default="", help="the commit to compare with (golden, resume)")
     parser.add_argument("--mode", action="append", default=[], choices=list(MODES), help="may be repeated; all modes")

@@ -34,7 +34,10 @@ def metrics_of(run_dir: Path) -> list[Row]:
 
 
 def records_of(run_dir: Path) -> list[Row]:
-    return [r for path in sorted((run_dir / "rollouts").glob("step-*.jsonl")) for r in json_lines(path)]
+    """All rollout records; paths in them, of images, are relative to the folder of the recipe."""
+    files = sorted((run_dir / "rollouts").glob("step-*.jsonl"))
+    lines = [line for path in files for line in path.read_bytes().split(b"\n")[:-1]]
+    return [json.loads(line.replace(f"{run_dir.parent}/".encode(), b"")) for line in lines]
 
 
 def tensors_of(run_dir: Path) -> dict[str, torch.Tensor]:

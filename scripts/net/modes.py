@@ -120,7 +120,7 @@ _TURNS = {"stop_token_ids": list(range(2, 14)), "max_new_tokens": 90}
 _ALL = (
     Mode("sync", exact=True),
     Mode("partial", {"rollout": _PARTIAL}),
-    Mode("token_budget", {"rollout": {**_PARTIAL, "interrupt": "token_budget", "token_budget": 16}}),
+    Mode("token_budget", {"rollout": {**_PARTIAL, "interrupt": "token_budget", "token_budget": 16}}, exact=True),
     Mode("fraction", {"rollout": {**_PARTIAL, "in_flight_groups": 3, "complete_fraction": 0.5}}),
     Mode("overlap", {"rollout": {**_PARTIAL, "interrupt": "on_weight_update", "overlap": True}}),
     Mode("streaming", {"train": {"streaming_min_groups": 1}, "rewards": {"function": "functions.py:compute_score"}}),

@@ -21,9 +21,9 @@ Place = Callable[[Path, random.Random], Callable[[], bool]]
 
 
 def _journal(run: Path) -> dict[str, int]:
-    """Bytes of each journal file."""
+    """Bytes of each journal file; of the rollout records, too, for the mode without a journal."""
     sizes = {}
-    for file in (run / "journal").glob("*"):
+    for file in (*(run / "journal").glob("*"), *(run / "rollouts").glob("*")):
         try:
             sizes[file.name] = file.stat().st_size
         except FileNotFoundError:
@@ -72,6 +72,17 @@ def _after_checkpoint(run: Path, rng: random.Random) -> Callable[[], bool]:
     return _once_then(lambda: bool(_committed(run)), journal_grows)
 
 
+def _after_next_step(run: Path, rng: random.Random) -> Callable[[], bool]:
+    """The journal has a whole step since the checkpoint, and a part of another one."""
+
+    def journal_grows() -> Callable[[], bool]:
+        since = _journal(run)
+        return lambda: _grown(run, since)
+
+    rows = run / "metrics.jsonl"
+    return _once_then(lambda: any(_lines(rows) > int(name[-6:]) for name in _committed(run)[-1:]), journal_grows)
+
+
 def _random_instant(run: Path, rng: random.Random) -> Callable[[], bool]:
     """Up to 2 s after the first row, or, of a resumed run, after it touched its files."""
     began, wait_s = time.time(), rng.random() * 2
@@ -117,6 +128,7 @@ _JOURNAL: Place = lambda run, rng: lambda: sum(_journal(run).values()) > 0  # no
 PLACES: dict[str, tuple[Place, ...]] = {
     "first journal bytes": (_JOURNAL,),
     "journal after a checkpoint": (_after_checkpoint,),
+    "a step after a checkpoint": (_after_next_step,),
     "checkpoint being written": (lambda run, rng: lambda: _unfinished(run),),
     "checkpoint committed": (lambda run, rng: lambda: bool(_committed(run)),),
     "metrics row written": (lambda run, rng: lambda: _lines(run / "metrics.jsonl") >= 3,),
@@ -125,7 +137,7 @@ PLACES: dict[str, tuple[Place, ...]] = {
     "model being written": (lambda run, rng: lambda: (run / "model").exists(),),
     "random instant": (_random_instant,),
     "twice in a row": (_random_instant, _random_instant),
-    "during resume": (_after_checkpoint, _resuming),
+    "during resume": (_after_next_step, _resuming),
 }
 
 
@@ -178,11 +190,11 @@ def selection(seed: int, num: int) -> list[tuple[str, str]]:
 
 
 def resume_case(bench: Bench, before: Tree, current: Tree, mode: Mode) -> list[str]:
-    """Kill a run of the tree before after a checkpoint and more journal bytes; resume it with the current tree."""
+    """Kill a run of the tree before in the second step after a checkpoint; resume it with the current tree."""
     rng = random.Random(mode.name)
     for _ in range(3):
         folder = bench.recipe(before, mode, PAUSE_S)
-        if killed(before, folder, (_after_checkpoint,), rng):
+        if killed(before, folder, (_after_next_step,), rng):
             # The recipe as the current tree reads it; what the run recorded itself stays under the old names.
             fresh = bench.recipe(current, mode, PAUSE_S)
             shutil.copy(fresh / "recipe.toml", folder / "recipe.toml")

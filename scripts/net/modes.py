@@ -119,7 +119,7 @@ _PARTIAL = {"interrupt": "when_enough", "in_flight_groups": 8, "max_staleness": 
 _TURNS = {"stop_token_ids": list(range(2, 14)), "max_new_tokens": 90}
 _ALL = (
     Mode("sync", exact=True),
-    Mode("no_journal", {"checkpoint": {"journal_s": 0.0}}, exact=True),  # steps after a checkpoint are cut, and repeated
+    Mode("no_journal", {"checkpoint": {"journal_s": 0.0}}, exact=True),  # lost steps are cut and repeated
     Mode("partial", {"rollout": _PARTIAL}),
     Mode("token_budget", {"rollout": {**_PARTIAL, "interrupt": "token_budget", "token_budget": 16}}, exact=True),
     Mode("fraction", {"rollout": {**_PARTIAL, "in_flight_groups": 3, "complete_fraction": 0.5}}),

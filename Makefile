@@ -13,7 +13,7 @@ VLLM := .venv-vllm
 VERIFIERS := .venv-verifiers
 DOCS := .venv-docs
 
-.PHONY: venv demo vllm verifiers test test-slow test-vllm test-ray test-verifiers test-browser test-tutorials test-gpu gpu-report check format docs bench clean
+.PHONY: venv demo vllm verifiers test test-slow test-vllm test-ray test-verifiers test-browser test-tutorials test-gpu gpu-report check format docs bench net clean
 
 venv: $(STAMP)
 
@@ -158,6 +158,10 @@ bench: venv
 	@$(BIN)/python experiments/step_beside_trl.py --json
 	@$(BIN)/python -m rollover bench tail --json
 	@$(BIN)/python -m rollover bench scale --json
+
+# Golden runs, resume across commits and a selection of the kill matrix, beside the tree of a commit (scripts/net).
+net: venv
+	@PYTHONPATH=scripts $(BIN)/python -m net --before $(or $(BEFORE),$(error make net BEFORE=commit))
 
 clean:
 	rm -rf .venv .venv-vllm .venv-verifiers .venv-docs site build .pytest_cache .ruff_cache .hypothesis src/*.egg-info

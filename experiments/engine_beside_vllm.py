@@ -11,12 +11,12 @@ import sys
 from contextlib import redirect_stdout
 
 import torch
-from bench_arguments import bench_arguments
-from vllm_peer import VllmPeer, python
 
+from bench_arguments import bench_arguments
 from benchmarks import engine, show
 from rollover.models.load import resolve_path
 from rollover.models.team import prepare_process
+from vllm_peer import VllmPeer, python
 
 RUNS = 3
 

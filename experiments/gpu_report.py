@@ -799,7 +799,7 @@ def main() -> int:
 
 def report(args: argparse.Namespace, chosen: list[str], folder: Path) -> int:
     """Run the chosen parts one after the other. Returns the exit code: 1 if one of them failed or was cut off."""
-    paths = [str(ROOT / "src")]
+    paths = [str(ROOT / "src"), str(ROOT / "experiments")]
     if args.wheels:
         unpack_wheels(args.wheels, folder / "wheels")
         paths.append(str(folder / "wheels"))

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 from bench_arguments import bench_arguments
-
 from benchmarks import machine, show, workload
 from rollover.config import Config
 from rollover.engine.server.vllm import find_vllm

@@ -14,7 +14,6 @@ from importlib.metadata import version
 from typing import Any
 
 from bench_arguments import bench_arguments
-
 from benchmarks import show, step
 from rollover.config import Config
 

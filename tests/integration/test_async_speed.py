@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
-import async_speed
 import numpy as np
 import pytest
 
+import async_speed
 import virtual_time
 from rollover.engine.protocol import ExtendRequest
 from rollover.types import Prompt, SamplingParams, Segment, StopReason

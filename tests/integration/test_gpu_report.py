@@ -11,8 +11,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import gpu_report
 import pytest
+
+import gpu_report
 
 SCRIPT = gpu_report.__file__
 # A stand-in for pytest, which the part "tests" asks: a second part costs nothing but its process.

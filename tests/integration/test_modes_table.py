@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import modes_table
 import pytest
+
+import modes_table
 from modes_table import MODES, Mode
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import staleness_experiment as experiment
-from staleness_experiment import METHODS, Experiment, Result, Setting, make_group, run, run_all, score, table
 
+import staleness_experiment as experiment
 from rollover.trainer.batch import build_batch
 from rollover.types import Group, Prompt, SamplingParams, Segment, StopReason
+from staleness_experiment import METHODS, Experiment, Result, Setting, make_group, run, run_all, score, table
 
 
 def short(method: str, lag: int, steps: int = 2) -> Setting:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import vllm_peer
 
 import tiny
+import vllm_peer
 
 
 @pytest.mark.vllm

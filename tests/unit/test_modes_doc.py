@@ -6,10 +6,10 @@ import json
 import re
 from pathlib import Path
 
-import modes_table
 import pytest
-from modes_table import HEADER, MODES, Mode
 
+import modes_table
+from modes_table import HEADER, MODES, Mode
 from rollover.config.load import load_config
 from rollover.types import DropReason
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import servers_beside_embedded
 
+import servers_beside_embedded
 from rollover.config.load import load_config
 from vllm_server.serving import VllmServer
 

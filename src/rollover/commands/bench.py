@@ -25,13 +25,13 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
         raise ValueError(f"--lengths {args.lengths}: {args.what} has no lengths to choose. Use it with tail")
     # Measured alone, beside peers: all threads, which wait as the library does.
     resolved = load([], [("run.threads", "0"), *overrides], require_sources=False)
-    root = Path(__file__).parents[3]
-    if not (root / "benchmarks" / "__init__.py").is_file():
+    folder = Path(__file__).parents[3] / "experiments"
+    if not (folder / "benchmarks" / "__init__.py").is_file():
         raise ValueError(
             "bench: the benchmarks are in a checkout, not in the package: git clone"
             " https://github.com/rollover-rl/rollover, then `make bench` there"
         )
-    sys.path.insert(0, str(root))
+    sys.path.insert(0, str(folder))
     from benchmarks import main as run_bench
 
     return run_bench(args.what, resolved.config, as_json=args.json, virtual=args.lengths == "160k")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import sys
 
-import bandit
 import pytest
 import torch
+
+import bandit
 from bandit import DRAWS, EVERY_BT, NUM_PREFIXES, ROWS, SEGMENT_T, UNBIASED, T, V
 
 BANDIT = bandit.make_bandit()

@@ -7,13 +7,13 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import models_table
 import numpy as np
 import pytest
 import torch
-from models_table import FAMILIES, VOCABULARY
 
+import models_table
 import tiny
+from models_table import FAMILIES, VOCABULARY
 from rollover.config import EngineConfig, ModelConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest

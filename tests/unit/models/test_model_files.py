@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import models_table
 import pytest
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+import models_table
 import tiny
 from rollover.config import ModelConfig
 from rollover.models.load import load_model, load_outline, max_positions, resolve_path

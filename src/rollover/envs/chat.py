@@ -90,6 +90,7 @@ class Chat:
 
     def prompt(self, messages: Sequence[Message]) -> Prompt:
         """A first prompt, the tools' definitions included. ValueError if the template refuses it."""
+        self._check_images(messages)
         told = with_system_text(messages, self._tools_text) if self._tools_text else messages
         hidden = _Hidden(told, self._special_pattern)
         shown, options = prompt_arguments(hidden.messages)
@@ -117,6 +118,7 @@ class Chat:
         for message in messages:
             if (role := message.get("role")) not in ROLES:
                 raise ValueError(f"a message of the role {role!r} cannot follow a turn: {', '.join(ROLES)} can")
+        self._check_images(messages)
         last = assistant or {"role": "assistant", "content": self.text(turn_ids)}
         hidden = _Hidden([last, *messages], self._special_pattern)
         # With the end-of-turn token in front the rest is split as in the whole conversation.
@@ -183,12 +185,15 @@ class Chat:
             roles = ", ".join(dict.fromkeys(str(m.get("role")) for m in messages))
             raise ValueError(f"the chat template refuses messages of the roles {roles}: {error}") from error
 
+    def _check_images(self, messages: Sequence[Message]) -> None:
+        """ValueError for a message with an image where the model takes none: its template may not know of parts."""
+        if self.processor is None and (sources := images_in(messages)):
+            raise ValueError(f"a message shows the image {sources[0]}, and this model takes text alone")
+
     def _tokens(self, hidden: _Hidden, rendered: str, messages: Sequence[Message]) -> Prompt:
         """The tokens of a rendering of `hidden`, which are `messages`, with their images. ValueError where the template
         leaves an image out."""
         sources = images_in(messages)
-        if sources and self.processor is None:
-            raise ValueError(f"a message shows the image {sources[0]}, and this model takes text alone")
         ids: list[int] = []
         media: list[Media] = []
         for text, is_special in hidden.parts(rendered):

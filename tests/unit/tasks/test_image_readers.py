@@ -45,20 +45,20 @@ class Own:
         return str(a)
 
 
-def test_environment_of_a_class_refuses_images():
+def test_environment_of_a_text_model_refuses_images():
     with (
         environment(Own) as env,
-        pytest.raises(ValueError, match="task 'rows/0' of rows shows images, and workflow.en"),
+        pytest.raises(ValueError, match="shows the image .*a.png, and this model takes text alone"),
     ):
         env.prompt(TASK)
 
 
-def test_workflow_refuses_images():
+def test_workflow_of_a_text_model_refuses_images():
     async def agent(episode):
         pass
 
     host = ScriptedHost(agent, lambda text: "4")
-    with pytest.raises(ValueError, match="task 'rows/0' of rows shows images, and a workflow makes prompts of text"):
+    with pytest.raises(ValueError, match="shows the image .*a.png, and this model takes text alone"):
         host.episodes.prompt(TASK)
 
 

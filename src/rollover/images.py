@@ -95,7 +95,7 @@ def stored(value: Any, places: Places) -> tuple[str, str]:
         value = os.fspath(value)
     if isinstance(value, str) and not re.match(r"(data|https?):", value, re.IGNORECASE):
         with _naming(f"{value!r:.200}"):
-            path = _kept(_located(value, places))
+            path = _after_move(_located(value, places))
         return str(path), _checked_file(path)
     url = value if isinstance(value, str) and value[:5].lower() != "data:" else ""
     if url and places.urls and looks_only:
@@ -120,13 +120,13 @@ def read_image(path: str, kept: Path | None = None) -> Any:
     run's directory may have been moved. BadImage where it cannot be used.
     """
     with _naming(path):
-        return _decoded(_content_of(_kept(Path(path), kept)))
+        return _decoded(_content_of(_after_move(Path(path), kept)))
 
 
 def num_pixels(path: str) -> int:
     """Return width times height of the image in a file, by its header. BadImage where it cannot be used."""
     with _naming(path):
-        width, height = _opened(_content_of(_kept(Path(path)))).size
+        width, height = _opened(_content_of(_after_move(Path(path)))).size
         return width * height
 
 
@@ -151,8 +151,9 @@ def digest_of(image: Any) -> str:
 # Private
 
 
-def _kept(path: Path, folder: Path | None = None) -> Path:
-    """The file of its name in `folder`, by default that of `media_kept_in`, where the path itself is gone."""
+def _after_move(path: Path, folder: Path | None = None) -> Path:
+    """Return the path, or the file of its name in `folder` (by default that of `media_kept_in`) if the path is gone:
+    the run's directory may have been moved."""
     moved = (folder or _folder()) / path.name
     return moved if not path.exists() and moved.is_file() else path
 

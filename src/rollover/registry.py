@@ -20,6 +20,7 @@ PLUGINS: dict[str, dict[str, str]] = {
     "workflows": {"verifiers": "rollover.plugins.verifiers.workflow:VerifiersWorkflow"},
     "task sources": {"verifiers": "rollover.plugins.verifiers.source:taskset_source"},
     "rewards": {"code": "rollover.plugins.sandbox.reward:code"},
+    "statements on rewards": {"code": "rollover.plugins.sandbox.reward:stated"},
     "trackers": {"tools": "rollover.plugins.trackers.tools:Tools"},
 }
 """kind -> name -> module:attribute."""
@@ -27,5 +28,10 @@ PLUGINS: dict[str, dict[str, str]] = {
 
 def load(kind: str, name: str) -> Any:
     """Import and return the plugin `name` of a kind of PLUGINS."""
-    module, _, attribute = PLUGINS[kind][name].partition(":")
+    return imported(PLUGINS[kind][name])
+
+
+def imported(place: str) -> Any:
+    """Import and return module:attribute."""
+    module, _, attribute = place.partition(":")
     return getattr(import_module(module), attribute)

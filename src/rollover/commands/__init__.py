@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from rollover.commands.verb import Verb
-from rollover.registry import PLUGINS
+from rollover.registry import PLUGINS, imported
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -29,15 +28,9 @@ VERBS = {name: _PLACES[name] for name in _ORDER}
 """module:attribute of each of our verbs, in the order of `--help`."""
 
 
-def our_verb(name: str) -> Verb:
-    """Import a verb of VERBS."""
-    module, _, attribute = VERBS[name].partition(":")
-    return getattr(import_module(module), attribute)
-
-
 def our_verbs() -> dict[str, Verb]:
     """The verbs of this package, by name."""
-    return {name: our_verb(name) for name in VERBS}
+    return {name: imported(place) for name, place in VERBS.items()}
 
 
 def installed_verbs() -> dict[str, list[EntryPoint]]:

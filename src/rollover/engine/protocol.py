@@ -33,7 +33,7 @@ class EngineDied(RuntimeError):
 
 
 class ServiceError(RuntimeError):
-    """The service did not do what it was asked for."""
+    """An outside service failed at a request, or refused it."""
 
 
 class ImageRefused(ValueError):

@@ -55,9 +55,7 @@ BUILT_IN = {
     "format": BuiltIn("rollover.rewards.formats:pattern", needs_answer=False),
     "llm_judge": BuiltIn("rollover.rewards.llm_judge:llm_judge", needs_answer=False),
     "reward_model": BuiltIn("rollover.rewards.reward_model:reward_model", needs_answer=False, whole_groups=True),
-    "code": BuiltIn(
-        PLUGINS["rewards"]["code"], needs_answer=False, states=PLUGINS["rewards"]["code"].replace(":code", ":stated")
-    ),
+    "code": BuiltIn(PLUGINS["rewards"]["code"], needs_answer=False, states=PLUGINS["statements on rewards"]["code"]),
 }
 _SEVERAL = "functions/"
 _WITH_RULE = ("exact_match", "reasoning_gym")  # which tasks.answer_rule is for

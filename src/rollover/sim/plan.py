@@ -239,14 +239,6 @@ def _simulate(
     return Figures.of(Simulation(rollout, plan, slots, workload, publish_every=publish_every).run(), plan)
 
 
-SPEED_KEYS = (
-    "engine/servers", "engine/decode_steps", "engine/prefill_s", "engine/prefill_tokens", "engine/reprefill_tokens",
-    "groups/consumed", "tokens/step_generated", "tokens/trained", "time/generate_s", "time/train_s", "time/weights_s",
-    "time/eval_s", "wait/environment_s",
-)  # fmt: skip
-"""The metrics that `speeds_of_run` reads."""
-
-
 def speeds_of_run(rows: list[dict[str, Any]], prompt_tokens: float) -> dict[str, Any]:
     """PlanConfig values that the metrics of a run tell: decode steps by batch size, prefill, training, hand-over.
 

@@ -32,6 +32,7 @@ LEVELS = [
         "processes",
         "std_streams",
         "system",
+        "text",
     },
     {"models"},
     {"algorithms", "engine", "envs", "rewards", "tasks", "weights", "workflows"},

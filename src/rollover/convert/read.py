@@ -24,7 +24,7 @@ from rollover.convert.verl.config import options_of_yaml
 from rollover.convert.verl.programs import is_rllm
 from rollover.convert.verl.rllm import RLLM
 from rollover.convert.verl.script import options_of_script
-from rollover.functions import one_line
+from rollover.text import one_line
 
 _YAML = (".yaml", ".yml")
 _SCRIPTS = (".sh", ".sbatch", ".slurm", ".txt", "")

@@ -13,7 +13,7 @@ from rollover.config.table import ConfigError, value_of
 from rollover.convert.files import is_file_of_rows
 from rollover.convert.mapping import Conversion, System, convert
 from rollover.convert.read import read
-from rollover.functions import one_line
+from rollover.text import one_line
 
 _STEPS = "train.num_steps"
 _SOURCES = "tasks.sources"

@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from rollover.functions import explained
+from rollover.text import named
 from rollover.track.recorded import records_of, step_files
 from rollover.track.sinks import read_rows
 from rollover.track.tracker import Cut
 from rollover.track.trackers.artifacts import files_of
 from rollover.track.trackers.sample import sample_of_records
-from rollover.track.trackers.tool import About, Newest, Tool, plain, redacted
+from rollover.track.trackers.tool import About, Newest, Tool, redacted
 
 _TRIES = 3  # of one row: what a tool will not take must not keep it from the next
 _BROKEN = 2  # rows in a row that it would not take: it is opened again
@@ -222,4 +223,4 @@ class Teller:
 
 
 def _cell(value: Any) -> Any:
-    return plain(value) if isinstance(value, str) else value
+    return named(value) if isinstance(value, str) else value

@@ -149,7 +149,7 @@ $(DOCS)/.stamp: pyproject.toml
 	"$(or $(PYTHON),$(firstword $(wildcard $(BIN)/python) python3))" -m venv --clear $(DOCS); \
 	wanted='import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")'; \
 	$(DOCS)/bin/python -c "$$wanted" > $(DOCS)/requirements.txt; \
-	$(DOCS)/bin/python -m pip install -q -r $(DOCS)/requirements.txt numpy psutil 'pydantic>=2'; \
+	$(DOCS)/bin/python -m pip install -q -r $(DOCS)/requirements.txt numpy 'pydantic>=2'; \
 	touch $(DOCS)/.stamp
 
 bench: venv

@@ -14,7 +14,7 @@ import tiny
 from rollover import bench, cli
 from rollover.bench import engine, machine, scale, step, tail, train
 from rollover.config.load import load_config
-from rollover.processes import descendants, is_running
+from rollover.process_tree import descendants, is_running
 from rollover.sim.workload import Workload
 
 

@@ -29,6 +29,7 @@ LEVELS = [
         "http_server",
         "images",
         "live_objects",
+        "process_tree",
         "processes",
         "std_streams",
         "system",

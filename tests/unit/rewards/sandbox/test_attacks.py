@@ -17,7 +17,7 @@ from typing import Any
 import attacks
 import pytest
 
-from rollover.processes import descendants
+from rollover.process_tree import descendants
 from rollover.rewards.sandbox.cases import Cases, cases_of
 from rollover.rewards.sandbox.guarantees import probed
 from rollover.rewards.sandbox.judge import Judge, Limits, Verdict

@@ -26,9 +26,9 @@ from typing import Any
 from rollover.alike import alike
 from rollover.files import local_path, short_path
 from rollover.live_objects import LIVE, live_object
+from rollover.text import one_line
 
 _MAX_ERROR_CHARS = 500
-_UNSEEN = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0")  # printable, and of no shape
 _MOST_CAUSES = 20
 MOST_KEPT_BYTES = 1 << 16  # of one value that is kept over a kill
 _SPARE_LEVELS = 200  # of nesting: it is written and read as part of more, and deeper in the stack
@@ -169,7 +169,7 @@ def explained(error: BaseException, without: Callable[[str], str] = str) -> str:
     """`TypeError: text (mine.py:7)`, on one line: where in the user's code it was raised, if it was. `without`: takes
     out of its text what nobody is to read, before that is cut."""
     said = without(said_by(error)[: 4 * _MAX_ERROR_CHARS])  # megabytes would take seconds
-    text = printable(" ".join(f"{type(error).__name__}: {said}".removesuffix(": ").split()))
+    text = one_line(f"{type(error).__name__}: {said}".removesuffix(": "))
     where = place_of_user((frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__))
     return text[:_MAX_ERROR_CHARS] + (f" ({where})" if where else "")
 
@@ -240,22 +240,6 @@ def _callable(spec: str, function: Any) -> Callable[..., Any]:
     if not callable(function):
         raise ValueError(f"{spec} is {shortened(function)}, not a function")
     return function
-
-
-def printable(text: str) -> str:
-    """`text` with a question mark for what a terminal or a file of UTF-8 cannot take, or nobody would see: lone
-    surrogates, escape codes, letters without a shape."""
-    return "".join(c if c.isprintable() and c not in _UNSEEN else "?" for c in text)
-
-
-def one_line(text: str) -> str:
-    """Return `text` as one printable line, with single spaces between its words."""
-    return printable(" ".join(text.split()))
-
-
-def printable_lines(text: str) -> str:
-    """A text of several lines with a question mark for each character that is not to be shown. Tabs become spaces."""
-    return "\n".join(printable(line.expandtabs()) for line in text.replace("\r\n", "\n").split("\n"))
 
 
 def is_number(value: object) -> bool:

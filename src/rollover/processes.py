@@ -22,12 +22,10 @@ import site
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import psutil
 
 from rollover.files import start_folder
 from rollover.std_streams import keep_streams
@@ -156,13 +154,18 @@ def keep(parent: int) -> None:
         die_with(keeper)
         return
     _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+    from rollover.process_tree import descendants, kill  # not in the child, whose start it would delay
+
     with open(os.devnull, "r+b") as null:  # its pipes are the child's
         for standard in (0, 1):
             os.dup2(null.fileno(), standard)
     status = _wait_for(child, parent, woken)
     with contextlib.suppress(OSError):
         os.killpg(child, signal.SIGKILL)
-    _kill_descendants()
+    deadline = time.monotonic() + _KILL_LIMIT_S
+    while time.monotonic() < deadline and _has_children():
+        kill(descendants(os.getpid()))
+        time.sleep(_KILL_PAUSE_S)
     _end_as(status)
 
 
@@ -190,62 +193,14 @@ def _wait_for(child: int, parent: int, woken: int) -> int | None:
     return None
 
 
-def _kill_descendants() -> None:
-    """SIGKILL what descends from this process until nothing does."""
-    deadline = time.monotonic() + _KILL_LIMIT_S
-    while time.monotonic() < deadline:
-        kill(descendants(os.getpid()))
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
-        time.sleep(_KILL_PAUSE_S)
-
-
-def kill(family: Iterable[psutil.Process]) -> None:
-    """SIGKILL these processes, and no other one that has the id of one of them by now."""
-    for process in family:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-
-
-def descendants(root: int) -> set[psutil.Process]:
-    """The processes that `root` started, and those that they did, as far as they run."""
-    with contextlib.suppress(psutil.Error):
-        return set(filter(is_running, psutil.Process(root).children(recursive=True)))
-    return set()
-
-
-def is_running(process: psutil.Process) -> bool:
-    """Whether it has not ended: a zombie only waits for its parent to collect its status."""
-    with contextlib.suppress(psutil.Error):
-        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    return False
-
-
-def has_ended(pid: int) -> bool:
-    """Whether no process of this id runs."""
+def _has_children() -> bool:
+    """Collect the status of those that have ended, adopted orphans too. Whether others are left."""
     try:
-        return not is_running(psutil.Process(pid))
-    except psutil.NoSuchProcess:
-        return True
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped (SIGSTOP), and does not go on yet."""
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
-    return False
-
-
-def resident_bytes(root: int) -> int:
-    """Memory of `root` and its descendants, what they share counted for each of them."""
-    total = 0
-    for process in (psutil.Process(root), *descendants(root)):
-        with contextlib.suppress(psutil.Error):
-            total += process.memory_info().rss
-    return total
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _end_as(status: int | None) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from contract import ranks_model
-from rollover.processes import has_ended
+from rollover.process_tree import has_ended
 from rollover.trainer.backend import BackendLost
 from rollover.trainer.objective import Counts
 from rollover.trainer.ranks.backend import RanksBackend, start_ranks

@@ -236,7 +236,7 @@ def test_weights_that_are_in_a_file_already_are_not_written_again(
 
 KILLED_OWNER = """
 import os, signal, sys, torch
-from rollover.processes import descendants, kill
+from rollover.process_tree import descendants, kill
 from rollover.weights.build import build_transport
 from rollover.weights.protocol import TransportSetup
 transport = build_transport("weights_file", TransportSetup(folder=sys.argv[1]))

@@ -15,7 +15,7 @@ import tiny
 from benchmarks import engine, machine, scale, step, tail, train
 from rollover import cli
 from rollover.config.load import load_config
-from rollover.processes import descendants, is_running
+from rollover.process_tree import descendants, is_running
 from rollover.sim.workload import Workload
 
 

@@ -16,7 +16,7 @@ import runs
 from test_journal_run import check_whole
 
 from rollover.config.load import load_config
-from rollover.processes import descendants, is_running
+from rollover.process_tree import descendants, is_running
 from rollover.run.parts import Parts
 
 pytest.importorskip("aiohttp")

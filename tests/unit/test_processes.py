@@ -15,7 +15,8 @@ import pytest
 from rollover import processes
 from rollover.config import RunConfig
 from rollover.files import paths_begin_in
-from rollover.processes import brief_waiting, child_command, child_environment, is_stopped
+from rollover.process_tree import is_stopped
+from rollover.processes import brief_waiting, child_command, child_environment
 from unit.rewards.children import alive, wait_until_dead
 
 SOURCE = str(Path(__file__).parents[2] / "src")

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import psutil
 from safetensors.torch import save_file
 
-from rollover import processes
+from rollover import process_tree
 
 # vLLM's attention for the CPU knows no smaller heads.
 SHAPE = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -219,12 +219,12 @@ def command(pid: int) -> str:
 
 
 def descendants(root: int) -> set[int]:
-    return {process.pid for process in processes.descendants(root)}
+    return {process.pid for process in process_tree.descendants(root)}
 
 
 def alive(pids: set[int]) -> set[int]:
     """Those of these processes that run; one that only waits for its parent to look (a zombie) does not."""
-    return {pid for pid in pids if not processes.has_ended(pid)}
+    return {pid for pid in pids if not process_tree.has_ended(pid)}
 
 
 def memory_files(pids: set[int]) -> set[Path]:

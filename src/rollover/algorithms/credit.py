@@ -31,14 +31,14 @@ from rollover.algorithms.grouping import Grouped, Grouping
 from rollover.algorithms.precomputed import precomputed, turns_brought, undeclared
 from rollover.algorithms.shaping import Shaped, Shaping
 from rollover.config import AlgorithmConfig, DistillConfig, WorkflowConfig
-from rollover.config.traits import ADVANTAGES, OWN_ADVANTAGE, AdvantageTraits
+from rollover.config.traits import AdvantageTraits, estimator
 from rollover.trajectories import Trajectory, TrajectoryGroup, Turn, episodes_of
 from rollover.types import Group, Reward, Rollout
 
 UNTRAINED, ALONE = "untrained_role", "alone_in_role"
 # In the place of the name of an estimator, where advantages are not made of scores: a teacher's, or those of examples.
 _TEACHER = "distill.teacher"
-_TAUGHT = AdvantageTraits(())
+_TAUGHT = AdvantageTraits("log teacher/policy", ())
 _MIN_COMPARED = 2
 
 
@@ -324,7 +324,7 @@ def turn_returns(
 
 
 def _traits(name: str) -> AdvantageTraits:
-    return _TAUGHT if name == _TEACHER else ADVANTAGES.get(name, OWN_ADVANTAGE)
+    return _TAUGHT if name == _TEACHER else estimator(name)
 
 
 def _left_out(trajectories: Sequence[Trajectory], reason: str, why: str) -> list[MaskedRollout]:

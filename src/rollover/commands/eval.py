@@ -38,8 +38,8 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     config = load(args.files, overrides).config
     from rollover.ending import run_bounded
     from rollover.files import check_output_file, local_path
-    from rollover.functions import printable_lines
     from rollover.run.evaluate import summarised
+    from rollover.text import printable_lines
     from rollover.track.against import compared, read_recorded
     from rollover.track.answers import print_worst, worst, write_answers
 

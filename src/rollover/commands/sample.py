@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
         raise ValueError("give FILE.toml, or a rollout of a run by --from, to which --model, --trust and --json belong")
     config = load(args.files, overrides, require_sources=False).config
     from rollover.ending import run_bounded
-    from rollover.functions import printable_lines
+    from rollover.text import printable_lines
 
     workflow, grace_s = config.workflow, config.watchdog.grace_s
     if workflow.agent or workflow.environment or config.rollout.environment != "single_turn":
@@ -119,7 +119,7 @@ def place_of(directory: Path, text: str) -> Place:
 
 def print_gone_on(found: GoneOn, kept: int) -> None:
     """The text that stays, that which came, and each token of it."""
-    from rollover.track.shown import printable_lines
+    from rollover.text import printable_lines
 
     print(f"kept: {printable_lines(found.kept)}\nthen: {printable_lines(found.text)}\nends by {found.stop_reason}")
     for number, (of, logprob, piece) in enumerate(

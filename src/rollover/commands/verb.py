@@ -63,7 +63,7 @@ def load(
 def to_stderr(line: str) -> None:
     """Print a line that is no part of what the verb prints: it may be piped into a file or a program. What a file of
     somebody else's says in it cannot command the terminal."""
-    from rollover.functions import printable_lines
+    from rollover.text import printable_lines
 
     print(printable_lines(line), file=sys.stderr, flush=True)
 

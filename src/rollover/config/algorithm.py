@@ -1,7 +1,6 @@
 """[algorithm], and the rules about it; those about off-policy correction are in correction.py."""
 
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, Self
 
@@ -24,25 +23,19 @@ from rollover.config.table import (
     option,
     refuse,
 )
-from rollover.config.traits import ADVANTAGES, LOSSES, OWN_LOSS, AdvantageTraits, Aggregation, LossTraits
+from rollover.config.traits import ADVANTAGES, LOSSES, OWN_LOSS, Aggregation, LossTraits, with_estimator
 
 Presets = Literal[
     "grpo", "dapo", "dr_grpo", "gspo", "cispo", "gmpo", "sapo", "luspo", "vespo", "rloo", "opo", "gpg", "reinforce++",
     "gdpo", "ppo", "remax", "max_rl", "async_decoupled", "sft",
 ]  # fmt: skip
 
-
-def _advantages(like: Callable[[AdvantageTraits], bool]) -> tuple[str, ...]:
-    """The estimators of whose traits `like` holds, as an option's `only_if`."""
-    return ("algorithm.advantage", *(name for name, traits in ADVANTAGES.items() if like(traits)))
-
-
-_WITH_STD = _advantages(lambda traits: "advantage_std" in traits.options.values())
-_WITH_K = _advantages(lambda traits: "passk" in traits.options.values())
-_WITH_COUNTS = _advantages(lambda traits: traits.counts is not None)
-_WITH_SEVERAL = _advantages(lambda traits: "weights_R" in traits.reads)
-_WITH_GAMMA = _advantages(lambda traits: "gamma" in traits.options)
-_WITH_CRITIC = _advantages(lambda traits: traits.critic)
+_WITH_STD = with_estimator(lambda traits: "advantage_std" in traits.options.values())
+_WITH_K = with_estimator(lambda traits: "passk" in traits.options.values())
+_WITH_COUNTS = with_estimator(lambda traits: traits.counts is not None)
+_WITH_SEVERAL = with_estimator(lambda traits: "weights_R" in traits.reads)
+_WITH_GAMMA = with_estimator(lambda traits: "gamma" in traits.options)
+_WITH_CRITIC = with_estimator(lambda traits: traits.critic)
 _BOUNDED = ("algorithm.loss", *(name for name, traits in LOSSES.items() if traits.bounds), OWN)
 _DUAL_CLIPPED = ("algorithm.loss", *(name for name, traits in LOSSES.items() if traits.dual_clip), OWN)
 _WITH_KL = ("algorithm.kl_coef",)

@@ -3,9 +3,9 @@
 from typing import Literal
 
 from rollover.config.table import Inert, Refused, Rule, Table, option
-from rollover.config.traits import ADVANTAGES
+from rollover.config.traits import with_estimator
 
-_GAE = ("algorithm.advantage", *(name for name, traits in ADVANTAGES.items() if traits.critic))
+_GAE = with_estimator(lambda traits: traits.critic)
 _OWN_MODEL = ("critic.model",)
 POLICY: Literal["policy"] = "policy"
 

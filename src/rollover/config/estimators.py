@@ -4,7 +4,7 @@ from typing import Any
 
 from rollover.alike import did_you_mean
 from rollover.config.table import Inert, Refused, Rule, is_own
-from rollover.config.traits import ADVANTAGES, OWN_ADVANTAGE, AdvantageTraits
+from rollover.config.traits import ADVANTAGES, AdvantageTraits, estimator
 from rollover.functions import is_number
 
 
@@ -13,7 +13,7 @@ class Estimation:
 
     @property
     def advantage_traits(self: Any) -> AdvantageTraits:
-        return ADVANTAGES.get(self.advantage, OWN_ADVANTAGE)
+        return estimator(self.advantage)
 
     @property
     def needs_critic(self: Any) -> bool:
@@ -38,7 +38,7 @@ class Estimation:
 def _never_negative(config: Any) -> bool:
     algorithm = config.algorithm
     others = algorithm.after_scoring or is_own(algorithm.loss) or config.distill.teacher
-    return algorithm.advantage == "grpo_passk" and not others
+    return algorithm.advantage_traits.never_negative and not others
 
 
 RULES: tuple[Rule, ...] = (
@@ -72,10 +72,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Refused(
         ("algorithm.advantage", "rollout.greedy_baseline"),
-        lambda c: c.algorithm.advantage == "remax" and not c.rollout.greedy_baseline,
-        lambda _: (
-            'algorithm.advantage = "remax" without rollout.greedy_baseline: there is no greedy rollout to compare'
-            " with, all advantages would be 0. Set rollout.greedy_baseline = true"
+        lambda c: c.algorithm.advantage_traits.greedy and not c.rollout.greedy_baseline,
+        lambda c: (
+            f'algorithm.advantage = "{c.algorithm.advantage}" without rollout.greedy_baseline: there is no greedy'
+            " rollout to compare with, all advantages would be 0. Set rollout.greedy_baseline = true"
         ),
     ),
     Refused(
@@ -115,7 +115,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Refused(
         ("algorithm.passk", "rollout.group_size"),
-        lambda c: c.algorithm.advantage == "grpo_passk" and c.algorithm.passk > c.rollout.group_size,
+        lambda c: "k" in c.algorithm.advantage_traits.options and c.algorithm.passk > c.rollout.group_size,
         lambda c: (
             f"algorithm.passk = {c.algorithm.passk} is above rollout.group_size = {c.rollout.group_size}: there are"
             " not so many siblings. Lower it"

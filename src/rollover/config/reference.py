@@ -3,14 +3,7 @@
 from typing import Any, Literal
 
 from rollover.config.table import Inert, Refused, Rule
-
-# A reward with a KL in it is not what these are made for.
-_NO_KL_IN_REWARD = {
-    "precomputed": "advantages come with the trajectories, and no reward is made into one",
-    "gdpo": "its advantages are of several rewards, of which the KL is none",
-    "sum_then_normalize": "its advantages are of several rewards, of which the KL is none",
-    "max_rl": "it divides by the mean reward of a group, which the KL may make negative",
-}
+from rollover.config.traits import estimator
 
 
 def default_kl_kind(kl_in: object) -> Literal["k1", "k3"]:
@@ -71,7 +64,7 @@ def _in_reward(config: Any) -> bool:
 def _without_reward(config: Any) -> str:
     """An estimator of the run, of [algorithm] or of a role, that has no reward to put the KL into; "" if none is."""
     used = config.workflow.advantages(config.algorithm.advantage)
-    return next((name for name in used if name in _NO_KL_IN_REWARD), "")
+    return next((name for name in used if estimator(name).no_kl_in_reward), "")
 
 
 def _is_k1_in_loss(config: Any) -> bool:
@@ -124,7 +117,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: _in_reward(c) and bool(_without_reward(c)),
         lambda c: (
             f'algorithm.kl_in = "{c.algorithm.kl_in}" with the advantage "{_without_reward(c)}":'
-            f' {_NO_KL_IN_REWARD[_without_reward(c)]}. Set algorithm.kl_in = "loss"'
+            f' {estimator(_without_reward(c)).no_kl_in_reward}. Set algorithm.kl_in = "loss"'
         ),
     ),
     Refused(

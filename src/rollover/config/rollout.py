@@ -13,6 +13,7 @@ from rollover.alike import did_you_mean
 from rollover.config import logits
 from rollover.config.logits import LogitsConfig
 from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
+from rollover.config.traits import with_estimator
 
 # The function of an `EnvironmentSetup` that makes each, loaded when it is called.
 ENVIRONMENTS = {"single_turn": "rollover.envs.build:single_turn"}
@@ -29,7 +30,7 @@ class RolloutConfig(Table):
         False,
         "One more rollout of every task, greedy and not trained: the baseline of algorithm.advantage ="
         " remax, which sets this.",
-        only_if=("algorithm.advantage", "remax"),
+        only_if=with_estimator(lambda traits: traits.greedy),
     )
     max_new_tokens: int = option(256, "Cumulative limit of a rollout's tokens over all its segments.", ge=1)
     in_flight_groups: Annotated[int, Field(ge=0)] | Literal["auto"] = option(

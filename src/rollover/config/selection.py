@@ -3,7 +3,7 @@
 from typing import Literal
 
 from rollover.config.table import Inert, Refused, Rule, Table, option
-from rollover.config.traits import ADVANTAGES
+from rollover.config.traits import with_estimator
 
 
 class FiltersConfig(Table):
@@ -54,7 +54,7 @@ class FiltersConfig(Table):
     mask_in_baseline: bool = option(
         True,
         "The rewards of masked rollouts count in their group's statistics.",
-        unless=("algorithm.advantage", "remax", *(name for name, traits in ADVANTAGES.items() if traits.over_tokens)),
+        unless=with_estimator(lambda traits: traits.greedy or traits.over_tokens),
     )
 
     @property

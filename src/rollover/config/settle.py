@@ -118,7 +118,7 @@ def derive(config: Config, layers: Layers) -> tuple[Config, dict[str, str]]:
     if not config.algorithm.kl_kind:
         config = _replace(config, "algorithm.kl_kind", config.algorithm.kl_estimator)
         origin["algorithm.kl_kind"] = "derived from algorithm.kl_in"
-    if config.algorithm.advantage == "remax" and not config.rollout.greedy_baseline:
+    if config.algorithm.advantage_traits.greedy and not config.rollout.greedy_baseline:
         config = _replace(config, "rollout.greedy_baseline", True)
         origin["rollout.greedy_baseline"] = "derived from algorithm.advantage"
     if config.workflow.verifiers and not config.tasks.sources:

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from rollover.alike import did_you_mean
 from rollover.config.table import MOST_GB, Inert, Refused, Rule, Table, is_own, option
-from rollover.config.traits import ADVANTAGES
+from rollover.config.traits import estimator
 
 # The function of an `EngineSetup` that makes each, loaded when it is called: the names alone load nothing heavy.
 ENGINES = {
@@ -305,7 +305,7 @@ RULES: tuple[Rule, ...] = (
             c.train.streaming_min_groups > 0
             and (
                 any(
-                    is_own(name) or (name in ADVANTAGES and ADVANTAGES[name].over_the_batch)
+                    is_own(name) or estimator(name).over_the_batch
                     for name in c.workflow.advantages(c.algorithm.advantage)
                 )
                 or c.algorithm.advantage_std == "batch"

@@ -1,8 +1,9 @@
 """The names of advantage estimators, policy losses and aggregations, and what each declares about itself.
 
-Owns the names; the functions behind them are in rollover.algorithms, which imports torch.
+Owns all that is known of them by name; the functions behind them are in rollover.algorithms, which imports torch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,6 +16,8 @@ Aggregation = Literal[
 class AdvantageTraits:
     """What an advantage estimator declares about itself, for the rules and for who calls it."""
 
+    about: str
+    """How it makes an advantage. {divided}: as algorithm.advantage_std, or passk_std, says."""
     reads: tuple[str, ...] = ("rewards_N", "group_N")
     """The arguments that are about the rollouts, by the names of `Scored` in algorithms/estimator.py."""
     options: dict[str, str] = field(default_factory=dict)
@@ -33,37 +36,97 @@ class AdvantageTraits:
     """It reads statistics of the policy's distribution at each token (`TrainerBackend.compute_statistics`)."""
     critic: bool = False
     """A critic makes the advantages; there is no function of this name per rollout."""
+    never_negative: bool = False
+    """No advantage is below 0."""
+    no_kl_in_reward: str = ""
+    """Why its rewards cannot have the KL to a reference in them; "": they can."""
 
     @property
     def compares_siblings(self) -> bool:
         """Whether a rollout needs others of its task, so that a group of equal rewards teaches nothing."""
         return "group_N" in self.reads
 
+    @property
+    def greedy(self) -> bool:
+        """Whether it compares with a greedy rollout of the task."""
+        return "greedy_rewards_N" in self.reads
+
 
 _SEVERAL = ("rewards_NR", "group_N", "weights_R")
+_NO_KL = "its advantages are of several rewards, of which the KL is none"
 # Each is the function of that name in algorithms/advantage.py; those over tokens: trainer/token_estimates.py.
 ADVANTAGES = {
-    "grpo": AdvantageTraits(options={"std": "advantage_std"}),
-    "dr_grpo": AdvantageTraits(),
-    "rloo": AdvantageTraits(),
-    "gpg": AdvantageTraits(over_the_batch=True),
-    "gdpo": AdvantageTraits(_SEVERAL, {"std": "advantage_std"}, counts="rollouts", over_the_batch=True),
-    "sum_then_normalize": AdvantageTraits(_SEVERAL, {"std": "advantage_std"}),
-    "remax": AdvantageTraits(("rewards_N", "greedy_rewards_N")),
-    "reinforce_plus_plus": AdvantageTraits(("rewards_N",), counts="tokens", over_the_batch=True),
-    "reinforce_plus_plus_baseline": AdvantageTraits(counts="tokens", over_the_batch=True),
-    "opo": AdvantageTraits(("rewards_N", "group_N", "lengths_N")),
-    "grpo_passk": AdvantageTraits(options={"k": "passk", "std": "passk_std"}),
-    "max_rl": AdvantageTraits(),
-    "precomputed": AdvantageTraits((), precomputed=True),
-    "gae": AdvantageTraits(("rewards_N",), {"gamma": "gamma"}, over_the_batch=True, over_tokens=True, critic=True),
+    "grpo": AdvantageTraits("the reward less the mean of those compared{divided}", options={"std": "advantage_std"}),
+    "dr_grpo": AdvantageTraits("the reward less the mean of those compared"),
+    "rloo": AdvantageTraits("the reward less the mean of the others'"),
+    "gpg": AdvantageTraits(
+        "the reward less the mean of those compared, times the step's rollouts for each whose reward is not 0",
+        over_the_batch=True
+    ),
+    "gdpo": AdvantageTraits(
+        "each reward by itself less its mean in the group{divided}, summed by algorithm.reward_weights, and"
+        " normalised over the whole step",
+        _SEVERAL, {"std": "advantage_std"}, counts="rollouts", over_the_batch=True, no_kl_in_reward=_NO_KL
+    ),
+    "sum_then_normalize": AdvantageTraits(
+        "the sum of the rewards by algorithm.reward_weights, less the mean of those compared{divided}",
+        _SEVERAL, {"std": "advantage_std"}, no_kl_in_reward=_NO_KL
+    ),
+    "remax": AdvantageTraits(
+        "the reward less that of the greedy answer to the same task", ("rewards_N", "greedy_rewards_N")
+    ),
+    "reinforce_plus_plus": AdvantageTraits(
+        "the reward less the mean of the whole step, divided by its standard deviation",
+        ("rewards_N",), counts="tokens", over_the_batch=True
+    ),
+    "reinforce_plus_plus_baseline": AdvantageTraits(
+        "the reward less the mean of those compared, then normalised over the whole step",
+        counts="tokens", over_the_batch=True
+    ),
+    "opo": AdvantageTraits(
+        "the reward less the mean of those compared, in which each counts by its length",
+        ("rewards_N", "group_N", "lengths_N")
+    ),
+    "grpo_passk": AdvantageTraits(
+        "what the answer adds to the best of algorithm.passk siblings, on average{divided}",
+        options={"k": "passk", "std": "passk_std"}, never_negative=True
+    ),
+    "max_rl": AdvantageTraits(
+        "the reward less the mean of those compared, divided by that mean (where one is below 0: by how far"
+        " the mean is above the least)",
+        no_kl_in_reward="it divides by the mean reward of a group, which the KL may make negative"
+    ),
+    "precomputed": AdvantageTraits(
+        "it came with the rollout, from its producer or workflow",
+        (), precomputed=True, no_kl_in_reward="advantages come with the trajectories, and no reward is made into one"
+    ),
+    "gae": AdvantageTraits(
+        "by token: how much better it went on than the critic expected (generalised advantage estimation)",
+        ("rewards_N",), {"gamma": "gamma"}, over_the_batch=True, over_tokens=True, critic=True
+    ),
     "reinforce_plus_plus_tokens": AdvantageTraits(
+        "by token: the rewards still to come, normalised over the tokens of the step",
         ("rewards_N",), {"gamma": "gamma"}, over_the_batch=True, over_tokens=True
     ),
-    "optimal_token_baseline": AdvantageTraits(over_the_batch=True, over_tokens=True, statistics=True),
-    "tir_optimal_token_baseline": AdvantageTraits(over_the_batch=True, over_tokens=True, statistics=True),
-}
-OWN_ADVANTAGE = AdvantageTraits()  # a function of the user's own is called with rewards and groups
+    "optimal_token_baseline": AdvantageTraits(
+        "by token: the reward less the baseline of least variance at its place",
+        over_the_batch=True, over_tokens=True, statistics=True
+    ),
+    "tir_optimal_token_baseline": AdvantageTraits(
+        "by token: the reward less the baseline of least variance at its place in the loss",
+        over_the_batch=True, over_tokens=True, statistics=True
+    ),
+}  # fmt: skip
+
+
+def estimator(name: str) -> AdvantageTraits:
+    """The traits of algorithm.advantage = `name`. A function of the user's own is called with rewards and groups."""
+    return ADVANTAGES.get(name) or AdvantageTraits("a function of your own")
+
+
+def with_estimator(like: Callable[[AdvantageTraits], bool]) -> tuple[str, ...]:
+    """The condition of an option: algorithm.advantage is an estimator of whose traits `like` holds."""
+    return ("algorithm.advantage", *(name for name, traits in ADVANTAGES.items() if like(traits)))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 
 from rollover.alike import did_you_mean
 from rollover.config.table import MOST_GB, Inert, Refused, Rule, Table, is_own, memory_rules, option, value_of
-from rollover.config.traits import ADVANTAGES
+from rollover.config.traits import ADVANTAGES, estimator
 
 TOOL_FORMATS = ("hermes", "json")
 
@@ -223,7 +223,7 @@ def _other(config: Any) -> set[str]:
 
 
 def _over_tokens(name: str) -> bool:
-    return name in ADVANTAGES and ADVANTAGES[name].over_tokens
+    return estimator(name).over_tokens
 
 
 def _players(config: Any) -> list[str]:
@@ -280,7 +280,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Refused(
         ("workflow.roles", "rollout.greedy_baseline"),
-        lambda c: "remax" in _advantages(c) and bool(_other(c)) and not c.rollout.greedy_baseline,
+        lambda c: (
+            any(estimator(name).greedy for name in _advantages(c))
+            and bool(_other(c)) and not c.rollout.greedy_baseline
+        ),
         lambda _: (
             'workflow.roles with advantage = "remax" without rollout.greedy_baseline: there is no greedy rollout to'
             " compare with. Set rollout.greedy_baseline = true"
@@ -330,7 +333,7 @@ RULES: tuple[Rule, ...] = (
             ),
             (
                 "algorithm.advantage",
-                lambda c: any(name == "remax" or _over_tokens(name) for name in _advantages(c)),
+                lambda c: any(estimator(name).greedy or _over_tokens(name) for name in _advantages(c)),
                 "remax compares whole rollouts, and gae and others over tokens begin with their rewards. Use another",
             ),
         )

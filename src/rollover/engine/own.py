@@ -3,7 +3,7 @@
     engine.kind = "mine.py:make" ──▶ make(setup) ──▶ OwnEngine ──▶ driver, evaluation, weights, metrics
 
 Owns the newest policy version that was handed over. Never changes an answer: it is passed on, or refused. Whether an
-answer can come next for its rollout is asked of every engine's (rollout/cache.py).
+answer can come next for its rollout is asked of every engine's (rollout/asker.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, WeightLoad, WrongAnswer
-from rollover.functions import FunctionError, described, explained, is_number, shortened, was_cancelled
-from rollover.types import Segment, StopReason, why_not_in_vocabulary
+from rollover.engine.validate import why_no_segments
+from rollover.functions import FunctionError, described, explained, is_number, was_cancelled
+from rollover.types import Segment
 
 if TYPE_CHECKING:
     import torch
@@ -194,31 +195,3 @@ class OwnEngine:
         """WrongAnswer unless these are segments that this run can have."""
         if (why := why_no_segments(answer, self._vocab_size, self._newest_version)) is not None:
             raise WrongAnswer(f"engine.kind = {self.spec!r}: the answer of its {method} is refused, as {why}")
-
-
-def why_no_segments(answer: object, vocab_size: Callable[[], int], newest_version: float) -> str | None:
-    """Why no policy of a run whose newest version is `newest_version` can have sampled this; None: it can.
-
-    `vocab_size()`: every token id is below it.
-    """
-    if not isinstance(answer, list | tuple) or not all(isinstance(segment, Segment) for segment in answer):
-        return f"it is {described(answer)}, and no list of Segment"
-    return next(filter(None, (_why_none(segment, vocab_size, newest_version) for segment in answer)), None)
-
-
-def _why_none(segment: Segment, vocab_size: Callable[[], int], newest_version: float) -> str | None:
-    ids, version, start = segment.token_ids, segment.policy_version, segment.start
-    if ids.dtype.kind not in "iu":
-        return f"its token ids are {ids.dtype}, not integers"
-    if segment.logprobs.dtype.kind != "f":
-        return f"its log-probs are {segment.logprobs.dtype}, not floating-point numbers"
-    if not isinstance(segment.stop_reason, StopReason):
-        return f"its stop_reason is {described(segment.stop_reason)}, and no StopReason"
-    # What the journal writes as JSON: NumPy's integers are none.
-    if not isinstance(version, int):
-        return f"its policy_version is {shortened(version)}, and no int"
-    if not isinstance(start, int | None):
-        return f"its start is {shortened(start)}, and no int"
-    if len(segment) and version > newest_version:
-        return f"it has tokens of policy version {version}, and the newest weights that it got are of {newest_version}"
-    return why_not_in_vocabulary(ids, vocab_size()) if len(segment) else None

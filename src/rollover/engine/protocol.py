@@ -5,7 +5,6 @@ One way to continue: first generation, preemption, weight update and restart are
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -15,17 +14,6 @@ from rollover.types import Media, Prompt, SamplingParams, Segment
 
 if TYPE_CHECKING:
     import torch
-
-
-_MOST_ROUNDING = 1e-3  # services compute log-probs by log_softmax in float32, which rounds by less
-
-
-def given_logprob(value: float) -> float | None:
-    """Return the log-prob that a service gave, without rounding above 0; None: it is no log-prob.
-
-    Taken for 0, a logit or a probability above 0 would become an importance weight of the size of 1 / probability.
-    """
-    return min(0.0, value) if math.isfinite(value) and value <= _MOST_ROUNDING else None
 
 
 class EngineDied(RuntimeError):

@@ -17,6 +17,7 @@ from typing import Any
 from rollover.rewards.answers import answer_of
 from rollover.rewards.judged import Ask, Judged
 from rollover.rewards.service import Again, Service
+from rollover.text import encodable
 from rollover.types import content_text
 
 _PROMPT = """Judge the answer to the question below.
@@ -148,9 +149,7 @@ def _said(answer: bytes) -> tuple[str, int]:
         num_tokens = int((parsed.get("usage") or {}).get("total_tokens") or 0)
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
         raise Again("an answer that is none") from None
-    # Half of a pair of surrogates is no text that a file takes.
-    text = said.encode("utf-8", "replace").decode() if isinstance(said, str) else ""
-    return text, min(max(num_tokens, 0), _MOST_TOKENS)
+    return encodable(said) if isinstance(said, str) else "", min(max(num_tokens, 0), _MOST_TOKENS)
 
 
 def _score_in(said: str, pattern: re.Pattern[str], lowest: float, highest: float) -> float:

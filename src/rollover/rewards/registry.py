@@ -18,10 +18,11 @@ from functools import cache
 from typing import Any, Literal
 
 from rollover.alike import alike
-from rollover.functions import MOST_SCORE, is_score, load_function, printable, shortened
+from rollover.functions import MOST_SCORE, is_score, load_function, shortened
 from rollover.rewards.answers import answer_of
 from rollover.rewards.built_in import BUILT_IN, Item, made, parsed
 from rollover.rewards.trl_arguments import NAMES, Logged, TrainerState
+from rollover.text import encodable, printable
 
 _MAX_NAME_CHARS = 100
 _MAX_TEXT_CHARS = 1000
@@ -205,9 +206,9 @@ def _extras(values: Mapping[Any, Any]) -> dict[str, float]:
 
 
 def _texts(values: Mapping[Any, Any]) -> dict[str, str]:
-    """The texts among `values`, cut; a lone surrogate, which is not UTF-8, becomes a question mark."""
+    """The texts among `values`, cut."""
     found = ((_name(key), value[:_MAX_TEXT_CHARS]) for key, value in values.items() if isinstance(value, str))
-    return {name: text.encode("utf-8", "replace").decode("utf-8") for name, text in found}
+    return {name: encodable(text) for name, text in found}
 
 
 def _with_logged(result: Result, row: Mapping[str, Any]) -> Result:

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rollover.functions import printable
 from rollover.live_objects import is_live, live_object
 from rollover.rewards.built_in import specs_in
+from rollover.text import printable
 
 
 def packed(spec: str, what: str = "reward") -> dict[str, Any]:

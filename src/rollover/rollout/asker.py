@@ -20,7 +20,7 @@ from typing import Any
 
 from rollover.config import WatchdogConfig
 from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, ImageRefused, WrongAnswer
-from rollover.rollout.cache import why_no_continuation
+from rollover.engine.validate import are_segments, why_no_continuation
 from rollover.rollout.failure_limit import FailureLimit
 from rollover.types import Segment, StopReason
 
@@ -96,8 +96,7 @@ class Asker:
     async def progress(self, rollout_ids: Collection[str]) -> dict[str, list[Segment]]:
         """What those of these rollouts that run have so far. None where the engine fails or does not answer in time."""
         found = await self._answer_to("progress", self._engine.progress, rollout_ids, Mapping) or {}
-        segments_of = {i: found[i] for i in rollout_ids if i in found}
-        return {i: s for i, s in segments_of.items() if isinstance(s, list) and all(isinstance(x, Segment) for x in s)}
+        return {i: list(segments) for i in rollout_ids if are_segments(segments := found.get(i))}
 
     async def queued(self, rollout_ids: Collection[str]) -> set[str]:
         """Those of these rollouts that wait in the engine. None where it fails or does not answer in time."""

@@ -77,7 +77,7 @@ class RolloutCache(Members):
 
         Empty segments are left out. Earlier ones are never touched.
 
-        `why_no_continuation` says beforehand whether an engine's answer may be added.
+        `why_no_continuation` (engine/validate.py) says beforehand whether an engine's answer may be added.
         """
         rollout = self._rollouts[rollout_id]
         assert rollout.state in (_RUNNING, RolloutState.ACTING), f"rollout {rollout_id} is {rollout.state.value}"
@@ -183,36 +183,3 @@ class RolloutCache(Members):
             del self._rollouts[rollout.rollout_id]
         group.kept.clear()  # nothing of it goes on after a kill, and a replay buffer may hold the group for long
         return group
-
-
-def why_no_continuation(
-    segments: Sequence[Segment], num_tokens: int, remaining: int, oldest_version: int = 0
-) -> str | None:
-    """Why `segments` cannot come next for a rollout that has `num_tokens` and may get `remaining` more; None: they can.
-
-    The segments must begin where the rollout ends (if the engine stamps where they begin), so that no token comes twice
-    and none is missing, and stay within its budget. Their versions must not fall, nor be below `oldest_version`: the
-    engine has named that as its oldest, and the staleness bound rests on it. Only the last segment may end otherwise
-    than PAUSED. Every log-prob must be one that a policy can give (Segment.why_not_sampled).
-    """
-    if not segments:
-        return "it has no segment"
-    next_token, num_new = num_tokens, 0
-    for segment in segments:
-        if segment.start not in (None, next_token):
-            return f"it begins with token {segment.start}, and token {next_token} comes next"
-        num_new += segment.num_tokens
-        next_token += segment.num_tokens
-    if num_new > remaining:
-        return f"it has {num_new} tokens, and the rollout may get {remaining}"
-    reasons = [segment.stop_reason for segment in segments]
-    if any(reason is not StopReason.PAUSED for reason in reasons[:-1]):
-        return "it goes on after the rollout has stopped"
-    if reasons[-1] is StopReason.PAUSED and num_new == remaining:
-        return "it is paused, with nothing left to generate"
-    versions = [segment.policy_version for segment in segments if segment.num_tokens]
-    if versions != sorted(versions):
-        return f"its policy versions go back: {versions}"
-    if versions and versions[0] < oldest_version:
-        return f"it has tokens of policy version {versions[0]}, and the engine had said: none below {oldest_version}"
-    return next(filter(None, (segment.why_not_sampled() for segment in segments)), None)

@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollover.config import WatchdogConfig
-from rollover.rollout.cache import why_no_continuation
+from rollover.engine.validate import why_no_continuation
 from rollover.types import Segment, StopReason
 
 OFF = WatchdogConfig(rollout_timeout_s=0, reward_timeout_s=0)  # the other limits are not the watchdog's

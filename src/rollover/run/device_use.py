@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from rollover.processes import descendants
+from rollover.process_tree import descendants
 from rollover.system import cores
 
 # A word of a child's command line -> its role.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.config import Config
-from rollover.functions import one_line
+from rollover.text import one_line
 
 NAME = "README.md"
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rollover.files import atomic_write_text
-from rollover.functions import printable, printable_lines
+from rollover.text import encodable, printable, printable_lines
 from rollover.track.figures import decimal
 from rollover.track.shown import excerpt, new_console
 from rollover.track.sinks import to_json
@@ -71,8 +71,7 @@ def write_answers(path: Path, answers: Sequence[Answer]) -> None:
         text = "".join(map(_to_read, answers))
     else:
         text = "".join(json.dumps(a.as_json(), ensure_ascii=False) + "\n" for a in answers)
-    # A lone surrogate in an answer is not UTF-8.
-    atomic_write_text(path, text.encode("utf-8", "replace").decode("utf-8"))
+    atomic_write_text(path, encodable(text))
 
 
 def _to_read(answer: Answer) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollover.files import atomic_write_bytes
+from rollover.text import encodable
 from rollover.track.token_stats import KEYS
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ def _row(record: Mapping[str, Any]) -> dict[str, Any]:
 def _utf8(value: Any) -> Any:
     """A lone surrogate is not UTF-8, and the recording of it is not worth the run."""
     if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode("utf-8")
+        return encodable(value)
     if isinstance(value, list) and value and isinstance(value[0], tuple):
         return [(_utf8(name), _utf8(of)) for name, of in value]
     return value

@@ -1,14 +1,10 @@
-"""Texts that somebody else wrote (a model, a data set, an exception), as a terminal may have them.
-
-A model can write anything, also what a terminal obeys (escape sequences), what turns the reading order around, or what
-cannot be encoded: each such character is shown as a question mark.
-"""
+"""Texts that somebody else wrote (text.py), as a console of this encoding can show them."""
 
 from __future__ import annotations
 
 from rich.console import Console
 
-from rollover.functions import printable, printable_lines
+from rollover.text import encodable, printable, printable_lines
 
 MAX_CHARS = 400  # of an excerpt
 _WIDTH = 80  # of a console that says that it has none
@@ -36,9 +32,9 @@ def excerpt(text: str, console: Console) -> str:
 
 def shown(text: str, console: Console) -> str:
     """A text of one line, as this console can show it."""
-    return printable(text).encode(console.encoding, "replace").decode(console.encoding)
+    return encodable(printable(text), console.encoding)
 
 
 def shown_lines(text: str, console: Console) -> str:
     """A text of several lines, as this console can show it."""
-    return "\n".join(shown(line, console) for line in printable_lines(text).split("\n"))
+    return encodable(printable_lines(text), console.encoding)

@@ -25,9 +25,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from rollover.functions import printable, shortened
+from rollover.functions import shortened
 from rollover.processes import ALL, child_command, child_environment
 from rollover.rewards.process import end_kept, how_it_ended
+from rollover.text import printable
 from rollover.types import Reward, Task
 from rollover.workflows.episode import Episode
 from rollover.workflows.function import as_answer

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollover.processes import child_environment, has_ended, resident_bytes
+from rollover.process_tree import has_ended, resident_bytes
+from rollover.processes import child_environment
 
 LIMIT_S = 60
 

@@ -62,37 +62,18 @@ def test_a_label_is_of_one_run_and_one_version() -> None:
 
 
 def test_chunks() -> None:
-    logprobs = {"content": [{"token_id": 5, "logprob": -0.5}, {"token_id": 6, "logprob": 1e-4}]}
+    logprobs = {"content": [{"token_id": 5, "logprob": -0.5}, {"token_id": 6, "logprob": -0.1}]}
     spans = [{"version": "r/1", "start": 0, "end": 2}]
     chunk = parse_event(event(token_ids=[5, 6], logprobs=logprobs, finish_reason="stop", weight_versions=spans))
     assert chunk is not None
-    assert (chunk.token_ids, chunk.logprobs, chunk.finish_reason) == ((5, 6), (-0.5, 0.0), "stop")
-    assert chunk.spans == (Span("r/1", 0, 2),) and chunk.failed is None
+    assert (chunk.token_ids, chunk.logprobs, chunk.finish_reason) == ((5, 6), (-0.5, -0.1), "stop")
+    assert chunk.spans == (Span("r/1", 0, 2),)
     last = parse_event(event(token_ids=[], finish_reason="abort"))
     assert last is not None and (last.token_ids, last.finish_reason, last.spans) == ((), "abort", None)
     usage = {"choices": [], "usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}}
     counted = parse_event(json.dumps(usage))
     assert counted is not None and counted.cached_tokens == 4
     assert parse_event("[DONE]") is None
-
-
-def test_a_token_without_a_log_prob_ends_what_is_of_use() -> None:
-    logprobs = {"content": [{"token_id": i, "logprob": -9999.0 if i == 6 else -1.0} for i in (5, 6, 7)]}
-    chunk = parse_event(event(token_ids=[5, 6, 7], logprobs=logprobs))
-    assert chunk is not None and chunk.token_ids == (5,)
-    assert chunk.failed == "it gave token 6 the invalid log-prob -9999 (they are finite, and at most 0)"
-
-
-@pytest.mark.parametrize(
-    ("above", "is_rounding"), [(1e-4, True), (1e-3, True), (2e-3, False), (0.5, False), (3.0, False)]
-)
-def test_a_log_prob_above_0_by_more_than_rounding_is_refused(above: float, is_rounding: bool) -> None:
-    """A logit, or a probability, must not become the log-prob 0, which importance weights are made of."""
-    logprobs = {"content": [{"token_id": i, "logprob": above if i == 6 else -1.0} for i in (5, 6, 7)]}
-    chunk = parse_event(event(token_ids=[5, 6, 7], logprobs=logprobs))
-    assert chunk is not None
-    assert chunk.logprobs == ((-1.0, 0.0, -1.0) if is_rounding else (-1.0,))
-    assert (chunk.failed is None) == is_rounding and (is_rounding or f"log-prob {above:g}" in str(chunk.failed))
 
 
 def test_the_longest_rollout_is_a_number() -> None:

@@ -25,7 +25,7 @@ from rollover.config.cluster import ClusterConfig
 from rollover.engine.remote.media import takes_no_images
 from rollover.engine.server import vllm
 from rollover.engine.vllm_worker import PARENT, register, take_expanded_prompts, unfit
-from rollover.processes import descendants
+from rollover.process_tree import descendants
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 import virtual_time
-from rollover.processes import has_ended
+from rollover.process_tree import has_ended
 from rollover.rewards import process, worker
 
 _T = TypeVar("_T")

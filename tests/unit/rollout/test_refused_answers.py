@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rollover.rollout.cache import RolloutCache, why_no_continuation
+from rollover.rollout.cache import RolloutCache
 from rollover.types import DropReason, Prompt, Segment, StopReason
 from unit.rollout.hanging import Hanging, assert_said, short, steps, watchdog
 from unit.rollout.run import Run, ids, uninterrupted_tokens
@@ -16,55 +16,6 @@ from unit.rollout.world import make_segment, make_task
 
 def segment(num: int, start: int | None, version: int = 0, stop: StopReason = StopReason.PAUSED) -> Segment:
     return dataclasses.replace(make_segment(num, version, stop), start=start)
-
-
-@pytest.mark.parametrize(
-    ("segments", "why"),
-    [
-        ([segment(3, 5), segment(1, 8)], None),
-        ([segment(2, None), segment(2, None)], None),
-        ([segment(0, 5)], None),
-        ([], "it has no segment"),
-        ([segment(5, 5, stop=StopReason.LENGTH)], None),
-        ([segment(4, 0)], "it begins with token 0, and token 5 comes next"),
-        ([segment(2, 6)], "it begins with token 6, and token 5 comes next"),
-        ([segment(2, 5), segment(2, 5)], "it begins with token 5, and token 7 comes next"),
-        ([segment(0, 3)], "it begins with token 3, and token 5 comes next"),
-        ([segment(6, 5, stop=StopReason.LENGTH)], "it has 6 tokens, and the rollout may get 5"),
-        ([segment(5, 5)], "it is paused, with nothing left to generate"),
-        ([segment(1, 5, stop=StopReason.EOS), segment(1, 6)], "it goes on after the rollout has stopped"),
-        ([segment(1, 5, version=3), segment(1, 6, version=2)], "its policy versions go back: [3, 2]"),
-    ],
-)
-def test_why_segments_cannot_come_next(segments: list[Segment], why: str | None) -> None:
-    assert why_no_continuation(segments, num_tokens=5, remaining=5) == why
-    if why is None and any(map(len, segments)):
-        cache = RolloutCache(10)
-        cache.admit(make_task(0), Prompt.of([1]), 1)
-        cache.start("0-0")
-        cache.append("0-0", [segment(5, 0)])
-        cache.append("0-0", segments)
-        assert cache.rollout("0-0").num_tokens == 5 + sum(map(len, segments))
-
-
-def with_logprobs(*values: float, start: int | None = 5, trainable: bool = True) -> Segment:
-    made = dataclasses.replace(make_segment(len(values), 0, StopReason.PAUSED), start=start, trainable=trainable)
-    return dataclasses.replace(made, logprobs=np.array(values, dtype=np.float32))
-
-
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf"), 0.3, 7.5])
-def test_what_is_no_log_prob_is_refused(wrong: float) -> None:
-    segments = [with_logprobs(-1.0), with_logprobs(-0.5, wrong, -2.0, start=None)]
-    why = why_no_continuation(segments, num_tokens=5, remaining=9)
-    assert why == f"its token 1 has the log-prob {wrong:g}, which is none: they are finite, and at most 0"
-    assert why_no_continuation([with_logprobs(wrong, trainable=False)], 5, 9) is None, "written by an environment"
-
-
-def test_rounding_above_0_is_a_log_prob() -> None:
-    """Of a log-softmax in float32, also over logits that a low temperature made large."""
-    logits = np.float32(3e4) + np.array([0.0, -60.0], dtype=np.float32)
-    rounded = logits - (logits.max() + np.float32(2e-3))
-    assert why_no_continuation([with_logprobs(0.0, 1e-6, 2e-3, *rounded)], 5, 9) is None
 
 
 def test_the_cache_holds_no_token_twice() -> None:

@@ -22,7 +22,7 @@ from rollover.plugins.trackers import apart, names
 from rollover.plugins.trackers.artifacts import files_of
 from rollover.plugins.trackers.names import Named
 from rollover.plugins.trackers.sample import sample_of, sample_of_records
-from rollover.plugins.trackers.tool import as_paths, plain, redacted, without_secrets
+from rollover.plugins.trackers.tool import as_paths, redacted, without_secrets
 from rollover.plugins.trackers.tools import Tools
 from rollover.track.build import build_trackers
 from rollover.track.recorded import records_of
@@ -553,10 +553,6 @@ def test_a_damaged_record_is_said_and_costs_no_row(tmp_path: Path) -> None:
     run.end()
     assert run.told("row") == [["row", 1, 0.5]]
     assert any("step-000001.jsonl:1: not a recorded rollout" in line for line in run.heard.lines)
-
-
-def test_a_cut_in_a_pair_of_halves_is_no_half() -> None:
-    assert plain("ab\U0001f600", most=3) == "ab\U0001f600" and plain("abcd", most=3) == "abc [cut here: 4 characters]"
 
 
 def test_names_can_be_paths_of_files() -> None:

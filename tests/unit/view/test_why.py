@@ -16,19 +16,13 @@ from hypothesis import strategies as st
 
 from recorded_run import group, recorded
 from rollover.algorithms import advantage
-from rollover.config.traits import ADVANTAGES
 from rollover.plugins.dashboard.indexed_run import IndexedRun
 from rollover.plugins.dashboard.told import told
-from rollover.plugins.dashboard.why import RULES, why, worked
+from rollover.plugins.dashboard.why import why, worked
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.token_stats import TokenStats
 from rollover.track.tracker import RecordedCredit, RecordedGroup
 from rollover.types import DropReason
-
-
-def test_every_estimator_has_its_words() -> None:
-    assert RULES.keys() == ADVANTAGES.keys()
-
 
 rewards = st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=1, max_size=6)
 

@@ -18,6 +18,7 @@ from rollover.engine.remote.client import ServerClient
 from rollover.engine.remote.generation import Generation
 from rollover.engine.remote.media import check_expansion, takes_no_images
 from rollover.engine.remote.wire import Chunk, ServerFailed, ShownPrompt, Span, abort_body, request_body
+from rollover.engine.validate import usable
 
 _ABORT_AGAIN_S = 0.05  # at first; then twice as long each time
 _ABORT_AGAIN_MAX_S = 2.0
@@ -168,11 +169,10 @@ class Attempt:
             shown = chunk.shown or ShownPrompt((), ())
             check_expansion(self.generation.request.media, self._to_check, shown.token_ids, shown.images)
             self._to_check = None
-        if self._vocab_size is not None:
-            chunk = chunk.below(self._vocab_size)
-        self.counts.tokens += len(chunk.token_ids)
+        logprobs, why_invalid = usable(chunk.token_ids, chunk.logprobs, self._vocab_size)
+        self.counts.tokens += len(logprobs)
         surplus = self.generation.num_surplus
-        self.generation.add(chunk.token_ids, chunk.logprobs, self.version)
+        self.generation.add(chunk.token_ids[: len(logprobs)], logprobs, self.version)
         self.counts.surplus_tokens += self.generation.num_surplus - surplus
         if chunk.cached_tokens is not None:
             if self._again:
@@ -181,8 +181,8 @@ class Attempt:
                 self.counts.shared_tokens += chunk.cached_tokens
         if chunk.spans is not None:
             self._compare(chunk.spans)
-        if chunk.failed is not None:
-            raise ServerFailed(chunk.failed)
+        if why_invalid:
+            raise ServerFailed(f"it {why_invalid}")
 
     def _compare(self, spans: tuple[Span, ...]) -> None:
         if self.generation.restamp(self._first, spans, self._run):

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollover.config.logits import LogitsProcessing
-from rollover.engine.protocol import ExtendRequest, given_logprob
+from rollover.engine.protocol import ExtendRequest
 
 GENERATE = "/inference/v1/generate"
 FIRST_LABEL = "default"  # of the weights that a server was started with
 _DONE = "[DONE]"
 _MOST_TOKEN = 2**31  # a Segment has 32 bits for each
-_NO_LOGPROB = -9999.0  # what a server writes for NaN and -inf, which JSON does not have
 _LEAST_BIAS = -100.0  # the most that servers take: e^-100 of a probability is below the smallest float32
 # It aborts by this id alone: by the bare one it answers that it did, and goes on.
 _ABORT_PREFIX = "generate-tokens-"
@@ -65,18 +64,8 @@ class Chunk:
     finish_reason: str | None = None
     spans: tuple[Span, ...] | None = None
     cached_tokens: int | None = None
-    failed: str | None = None
-    """Why the tokens after these are of no use."""
     shown: ShownPrompt | None = None
     """With the first tokens, where the request has images."""
-
-    def below(self, vocab_size: int) -> Chunk:
-        """Without tokens that the model does not have, and what comes after them."""
-        bad = next((i for i, token in enumerate(self.token_ids) if token >= vocab_size), None)
-        if bad is None:
-            return self
-        why = f"it gave token {self.token_ids[bad]}, and the model has {vocab_size}"
-        return replace(self, token_ids=self.token_ids[:bad], logprobs=self.logprobs[:bad], failed=why)
 
 
 def request_body(
@@ -198,15 +187,7 @@ def _chunk(choice: dict[str, Any]) -> Chunk:
         raise ValueError(f"{len(ids)} tokens with {len(logprobs)} log-probs")
     spans = choice.get("weight_versions")
     given = None if spans is None else tuple(map(_span, spans))
-    usable: list[float] = []
-    failed = None
-    for token, value in zip(ids, logprobs, strict=True):
-        logprob = given_logprob(value) if value > _NO_LOGPROB else None
-        if logprob is None:
-            failed = f"it gave token {token} the invalid log-prob {value:g} (they are finite, and at most 0)"
-            break
-        usable.append(logprob)
-    return Chunk(ids[: len(usable)], tuple(usable), choice.get("finish_reason"), given, failed=failed)
+    return Chunk(ids, tuple(logprobs), choice.get("finish_reason"), given)
 
 
 def _shown(event: dict[str, Any]) -> ShownPrompt | None:

@@ -29,7 +29,7 @@ from rollover.config import Config
 from rollover.engine.vllm_worker import BACKEND, Verify
 from rollover.http_guard import Guard, token
 from rollover.models.locate import resolve_path
-from rollover.processes import descendants, is_running
+from rollover.process_tree import descendants, is_running
 from rollover.system import cores
 
 ENVIRONMENT = Path(".venv-vllm")

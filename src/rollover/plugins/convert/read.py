@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollover.functions import one_line
 from rollover.plugins.convert.axolotl.file import is_axolotl, options_of_axolotl
 from rollover.plugins.convert.bash.script import read_script
 from rollover.plugins.convert.files import tables_of, text_of
@@ -25,6 +24,7 @@ from rollover.plugins.convert.verl.config import options_of_yaml
 from rollover.plugins.convert.verl.programs import is_rllm
 from rollover.plugins.convert.verl.rllm import RLLM
 from rollover.plugins.convert.verl.script import options_of_script
+from rollover.text import one_line
 
 _YAML = (".yaml", ".yml")
 _SCRIPTS = (".sh", ".sbatch", ".slurm", ".txt", "")

@@ -10,10 +10,10 @@ from pathlib import Path
 from rollover.config.describe import toml_value
 from rollover.config.load import PYTHON, load_config
 from rollover.config.table import ConfigError, value_of
-from rollover.functions import one_line
 from rollover.plugins.convert.files import is_file_of_rows
 from rollover.plugins.convert.mapping import Conversion, System, convert
 from rollover.plugins.convert.read import read
+from rollover.text import one_line
 
 _STEPS = "train.num_steps"
 _SOURCES = "tasks.sources"

@@ -15,6 +15,7 @@ import numpy as np
 
 from rollover.files import line_of, open_regular
 from rollover.plugins.dashboard.rollout_index import RolloutIndex, short_line
+from rollover.text import encodable
 from rollover.track.rollout_table import read_columns
 
 _OWN, _OF_GROUP = ("rollout_id", "task_id", "completion"), ("prompt", "messages")
@@ -88,4 +89,4 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _folded(text: str) -> str:
-    return text.encode("utf-8", "replace").decode().lower()
+    return encodable(text).lower()

@@ -15,35 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollover.config.traits import ADVANTAGES
+from rollover.config.traits import estimator
 from rollover.track.recorded import TRAINED
 from rollover.track.token_stats import by_token
 from rollover.types import DropReason
 
 _EPS = 1e-4  # of every division by a standard deviation
-RULES: dict[str, str] = {
-    "grpo": "the reward less the mean of those compared{divided}",
-    "dr_grpo": "the reward less the mean of those compared",
-    "rloo": "the reward less the mean of the others'",
-    "gpg": "the reward less the mean of those compared, times the step's rollouts for each whose reward is not 0",
-    "gdpo": "each reward by itself less its mean in the group{divided}, summed by algorithm.reward_weights, and"
-    " normalised over the whole step",
-    "sum_then_normalize": "the sum of the rewards by algorithm.reward_weights, less the mean of those"
-    " compared{divided}",
-    "remax": "the reward less that of the greedy answer to the same task",
-    "reinforce_plus_plus": "the reward less the mean of the whole step, divided by its standard deviation",
-    "reinforce_plus_plus_baseline": "the reward less the mean of those compared, then normalised over the whole step",
-    "reinforce_plus_plus_tokens": "by token: the rewards still to come, normalised over the tokens of the step",
-    "opo": "the reward less the mean of those compared, in which each counts by its length",
-    "grpo_passk": "what the answer adds to the best of algorithm.passk siblings, on average{divided}",
-    "max_rl": "the reward less the mean of those compared, divided by that mean (where one is below 0: by how far the"
-    " mean is above the least)",
-    "precomputed": "it came with the rollout, from its producer or workflow",
-    "gae": "by token: how much better it went on than the critic expected (generalised advantage estimation)",
-    "optimal_token_baseline": "by token: the reward less the baseline of least variance at its place",
-    "tir_optimal_token_baseline": "by token: the reward less the baseline of least variance at its place in the loss",
-}
-"""Each estimator in words. {divided}: as the run's standard deviation says."""
 _DIVIDED = {
     "none": "",
     "sample": ", divided by their standard deviation",
@@ -178,7 +155,7 @@ def _greedy_reward(record: Mapping[str, Any]) -> float | None:
 
 def _siblings(compared: _Compared, name: str, algorithm: Mapping[str, Any]) -> list[tuple[str, str]]:
     valid, weights = compared.valid, algorithm.get("reward_weights", {})
-    if name == "remax":
+    if estimator(name).greedy:
         of = "has no reward" if compared.greedy is None else f"has {_n(compared.greedy)}"
         return [("siblings", f"The greedy answer to its task {of}.")]
     if len(valid) < 2:
@@ -188,7 +165,7 @@ def _siblings(compared: _Compared, name: str, algorithm: Mapping[str, Any]) -> l
         f"Compared with its siblings, the rewards are {shown}: mean {_n(statistics.fmean(valid))}, standard deviation"
         f" {_n(statistics.stdev(valid))}."
     )
-    if name in ADVANTAGES and "weights_R" in ADVANTAGES[name].reads and weights.keys() - {"score"}:
+    if "weights_R" in estimator(name).reads and weights.keys() - {"score"}:
         counted = ", ".join(f"{of} by {weight}" for of, weight in weights.items())
         text = f"{text.replace('the rewards are', 'the scores are')} What counts is {counted}."
     return [("siblings", text)]
@@ -200,7 +177,7 @@ def _rule(
     workflow, algorithm = config.get("workflow", {}), config.get("algorithm", {})
     said: list[tuple[str, str]] = []
     std = algorithm.get("passk_std", "none") if name == "grpo_passk" else algorithm.get("advantage_std", "sample")
-    rule = RULES.get(name, "a function of your own").replace("{divided}", _DIVIDED.get(std, ""))
+    rule = estimator(name).about.replace("{divided}", _DIVIDED.get(std, ""))
     distill = config.get("distill", {})
     if distill.get("teacher") and record["role"] in (distill.get("roles") or [record["role"]]):
         taught = "By token: log teacher/policy, times distill.coef"
@@ -245,7 +222,7 @@ def worked(
     `rewards`: those compared, as they were trained; `own`: that of the rollout, None where it is missing."""
     if own is None:
         return None
-    if name == "remax":
+    if estimator(name).greedy:
         return None if greedy is None else (f"{_n(own)} - {_n(greedy)} = {_n(own - greedy)}", own - greedy)
     if len(rewards) < 2:
         return "it has nothing to be compared with, so it is 0", 0.0

@@ -19,7 +19,8 @@ from rollover.config import Config, RewardsConfig
 from rollover.engine.remote.hosts import ProcessHost
 from rollover.engine.remote.wire import ServerFailed
 from rollover.files import start_folder
-from rollover.processes import brief_waiting, die_with, has_ended, resident_bytes
+from rollover.process_tree import has_ended, resident_bytes
+from rollover.processes import brief_waiting, die_with
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.travel import packed

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from rollover.plugins.ray.warden import end_warden, processes_of, start_warden
-from rollover.processes import descendants, kill
+from rollover.process_tree import descendants, kill
 
 _PREFIX = "rollover-ray-"
 

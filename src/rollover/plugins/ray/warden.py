@@ -17,7 +17,8 @@ import time
 
 import psutil
 
-from rollover.processes import child_environment, descendants, is_running, kill
+from rollover.process_tree import descendants, is_running, kill
+from rollover.processes import child_environment
 
 _LOOK_EVERY_S = 0.5
 _KILL_S = 10.0

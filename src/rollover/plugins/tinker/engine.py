@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rollover.engine.build import EngineSetup
-from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad, WrongAnswer, given_logprob
+from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad, WrongAnswer
 from rollover.engine.stop import last_of, stop_reason
+from rollover.engine.validate import usable
 from rollover.models.limits import Limits
 from rollover.plugins.tinker.service import Service
 from rollover.types import Segment, StopReason
@@ -155,11 +156,11 @@ class TinkerEngine:
         ids, logprobs = answer.tokens, answer.logprobs
         if logprobs is None or len(logprobs) != len(ids) or not 0 < len(ids) <= asked:
             raise WrongAnswer(f"the service was asked for {asked} tokens with log-probs, and gave {len(ids)}")
-        given = [given_logprob(float(x)) for x in logprobs]
-        if None in given:
-            raise WrongAnswer(f"the service gave the invalid log-prob {logprobs[given.index(None)]:g}")
+        given, why_invalid = usable(ids, [float(x) for x in logprobs], None)
+        if why_invalid:
+            raise WrongAnswer(f"the service {why_invalid}")
         sequence.tokens += (int(t) for t in ids)
-        sequence.logprobs += (x for x in given if x is not None)
+        sequence.logprobs += given
         sequence.versions += [version] * len(ids)
         for end in range(num + 1, len(sequence.tokens) + 1):
             reason = stop_reason(request, end, last_of(request, sequence.tokens[:end]), self._decode_text)

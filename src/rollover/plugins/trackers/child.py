@@ -24,7 +24,8 @@ from typing import Any, cast
 from rollover.functions import explained
 from rollover.plugins.trackers.artifacts import files_of
 from rollover.plugins.trackers.sample import sample_of_records
-from rollover.plugins.trackers.tool import About, Newest, Tool, plain, redacted
+from rollover.plugins.trackers.tool import About, Newest, Tool, redacted
+from rollover.text import named
 from rollover.track.recorded import records_of, step_files
 from rollover.track.sinks import read_rows
 from rollover.track.tracker import Cut
@@ -222,4 +223,4 @@ class Teller:
 
 
 def _cell(value: Any) -> Any:
-    return plain(value) if isinstance(value, str) else value
+    return named(value) if isinstance(value, str) else value

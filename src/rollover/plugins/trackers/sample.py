@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from rollover.plugins.trackers.tool import plain
+from rollover.text import named
 from rollover.track.recorded import outcome_of
 from rollover.track.sinks import to_json
 from rollover.track.tracker import RecordedGroup
@@ -65,15 +65,15 @@ def _row(of: Mapping[str, Any], versions: Sequence[int]) -> dict[str, Any]:
     row = {
         "step": of["step"],
         "rollout_id": of["rollout_id"],
-        "task_id": plain(of["task_id"]),
+        "task_id": named(of["task_id"]),
         "outcome": of["outcome"],
         "score": of["score"],
         "advantage": of["advantage"],
         "tokens": of["num_tokens"],
         "policy_versions": f"{min(versions)}-{max(versions)}" if versions else "",
         "stop_reason": of["stop_reason"] or "",
-        "prompt": plain(_prompt(of)),
-        "completion": plain(of["completion"]),
+        "prompt": named(_prompt(of)),
+        "completion": named(of["completion"]),
     }
     return to_json(row)
 

@@ -1,7 +1,7 @@
 """What a tool of others is told of a run, and how: `Tool`, which each of them extends in a file of its own.
 
 A tool works in a process of its own (child.py), so it may wait, fail and import what it likes. Owns what all of them
-share: what a row's numbers are called, and how a text that a model wrote becomes one that nobody obeys.
+share: what a row's numbers are called.
 """
 
 from __future__ import annotations
@@ -15,22 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, quote_plus
 
+from rollover.text import named
 from rollover.track.tracker import Cut, Row, Tracker
 
-MOST_CHARS = 10_000
-"""Of one text."""
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _LEAST_SECRET = 8  # characters: shorter values are words such as "true"
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _NOT_IN_PATHS = re.compile(r"[^\w\-. :/]|(?<![^/])\.*(?![^/])", re.ASCII)  # also a part that is "", . or ..
 _IN_ADDRESS = re.compile(r"(?<=://)\S+(?=@)")  # a password may have what ends one
-# What a terminal obeys, as the pictures that Unicode has of it; what turns the direction of a text, by its number.
-_SHOWN = {
-    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},
-    0x7F: 0x2421,
-    **{code: f"[U+{code:04X}]" for code in (*range(0x80, 0xA0), 0x61C, 0x200E, 0x200F)},
-    **{code: f"[U+{code:04X}]" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x2028, 0x2029)},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +84,14 @@ class Tool(Tracker):
 def numbers_of(row: Row) -> dict[str, float]:
     """What a step's row measures, by key; None is no measurement. "policy_version" is the last: it says that the row is
     whole, where a tool takes one number after the other."""
-    found = {plain(key): value for key, value in row.items() if value is not None and key != "step"}
+    found = {named(key): value for key, value in row.items() if value is not None and key != "step"}
     return _last(found, "policy_version")
 
 
 def numbers_of_eval(row: Mapping[str, Any]) -> dict[str, float]:
     """What an evaluation measures: eval/mean, eval/ci/0, eval/sources/NAME/mean ..., and last "eval/policy_version"."""
     numbers = {key: value for key, value in flat(row).items() if isinstance(value, int | float)}
-    found = {f"eval/{plain(key)}": value for key, value in numbers.items()}  # a source may be called anything
+    found = {f"eval/{named(key)}": value for key, value in numbers.items()}  # a source may be called anything
     return _last(found, "eval/policy_version")
 
 
@@ -128,14 +120,6 @@ def as_paths(values: Mapping[str, Any], most: int) -> dict[str, Any]:
     parts = [name.split("/") for name in names.values()]
     folders = {"/".join(of[:n]) for of in parts for n in range(1, len(of))}
     return {f"{name}_" if name in folders else name: values[key] for key, name in names.items()}
-
-
-def plain(text: str, most: int = MOST_CHARS) -> str:
-    """The text so that whoever shows it shows text: control and direction characters by name, half characters as
-    U+FFFD, and what is longer than `most` cut, with a note of how long it was."""
-    note = f" [cut here: {len(text):,} characters]" if len(text) > most else ""
-    whole = text[:most].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return whole.translate(_SHOWN) + note
 
 
 def redacted(text: str) -> str:

@@ -19,7 +19,8 @@ from typing import Any
 
 from rollover.engine.process.wire import Channel
 from rollover.engine.remote.server_log import ServerLog
-from rollover.processes import child_command, child_environment, is_stopped
+from rollover.process_tree import is_stopped
+from rollover.processes import child_command, child_environment
 from rollover.trainer.backend import BackendLost
 from rollover.trainer.ranks import wire
 from rollover.trainer.ranks.group import Answers, Collecting

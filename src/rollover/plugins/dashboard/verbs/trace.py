@@ -28,7 +28,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
 def show_traces(run_dirs: Sequence[Path], to_perfetto: Path | None, to_svg: Path | None) -> int:
     """Exit code. ValueError where a run has no trace, or an output cannot be written there."""
     from rollover.files import check_output_file
-    from rollover.functions import printable_lines
+    from rollover.text import printable_lines
     from rollover.track.perfetto import perfetto
     from rollover.track.picture import draw
 

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 SEES = """
 import json, os, sys
 from pathlib import Path
-from rollover.cluster.protocol import open_cluster
+from rollover.cluster.protocol import ClusterSetup, open_cluster
 from rollover.plugins.ray.roles import Role
 from rollover.config import Config
 
@@ -27,11 +27,11 @@ class Sees(Role):
 
 if __name__ == "__main__":
     address, folder, tables, *names = sys.argv[1:]
-    cluster = open_cluster(Config.model_validate({
+    cluster = open_cluster(ClusterSetup(Config.model_validate({
         "model": {"device": "cuda"}, "cluster": {"type": "ray", "address": address, **json.loads(tables)["cluster"]},
         "engine": {"kind": "remote", "server": "vllm", **json.loads(tables)["engine"]},
         "backend": json.loads(tables).get("backend", {}),
-    }), Path(folder))
+    }), Path(folder)))
     print(json.dumps({name: cluster.start(name, Sees).ask(60, "gpus") for name in names}))
 """
 

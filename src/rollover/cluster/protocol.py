@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rollover import registry
 from rollover.config import Config
+from rollover.config.cluster import CLUSTERS
 from rollover.engine.remote.hosts import Host
+from rollover.functions import make_named
 from rollover.rewards.protocol import ScoringPool
 from rollover.trainer.ranks.group import Ranks
 
@@ -39,6 +41,14 @@ class Cluster(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class ClusterSetup:
+    """What a cluster is made from. `logs`: the folder of what the roles print; None: it has none that stays."""
+
+    config: Config
+    logs: Path | None
+
+
 class ThisMachine:
     """A Cluster where everything is a child of this process."""
 
@@ -54,9 +64,11 @@ class ThisMachine:
         """Nothing."""
 
 
-def open_cluster(config: Config, logs: Path | None) -> Cluster:
-    """The cluster that cluster.type names. `logs`: the folder of what the roles print. ValueError where a library is
-    missing, there is no cluster at the address, or the roles do not fit on its nodes."""
-    if config.cluster.type == "none":
-        return ThisMachine()
-    return registry.load("clusters", config.cluster.type)(config, logs)
+def this_machine(setup: ClusterSetup) -> Cluster:
+    return ThisMachine()
+
+
+def open_cluster(setup: ClusterSetup) -> Cluster:
+    """Return the cluster that cluster.type names. ValueError where a library is missing, there is no cluster at the
+    address, or the roles do not fit on its nodes; FunctionError where a custom function gives no cluster."""
+    return make_named("cluster.type", setup.config.cluster.type, CLUSTERS, setup, Cluster, "a cluster")

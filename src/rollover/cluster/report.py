@@ -36,7 +36,7 @@ def as_text(config: Config, cores: int) -> str:
 
 def node_lines(config: Config, placement: Placement) -> list[str]:
     """One line for all nodes, and one for each with its roles; servers of others have lines of their own."""
-    planned = config.cluster.type == "ray"
+    planned = config.cluster.type != "none"
     summary = f"{described(placement.nodes)} (cluster.num_nodes)" if planned else "this machine alone"
     urls = config.engine.urls if config.engine.kind == "remote" else []
     others = {url: "a server that others run (engine.urls)" for url in urls}
@@ -72,7 +72,7 @@ def roles_on(config: Config, placement: Placement, name: str) -> list[str]:
     if name in placement.pools:
         (cpus,) = [node.cpus for node in placement.nodes if node.name == name]
         # Where they are not set, room for one is asked for, and as many begin as suits the node.
-        some = "up to " if config.cluster.type == "ray" and not config.rewards.num_workers else ""
+        some = "up to " if config.cluster.type != "none" and not config.rewards.num_workers else ""
         roles.append(f"reward pool of {some}{many(config.rewards.processes_of(cpus), 'worker')}")
     return roles
 

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rollover.commands.verb import Verb
-from rollover.registry import PLUGINS, imported
+from rollover.registry import PLUGINS, imported, package_of, registered
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-GROUP = "rollover.verbs"
 _CORE = ("train", "sft", "demo", "init", "eval", "sample", "config", "plan", "serve", "bench", "completion")
 _ORDER = (
     "train", "sft", "demo", "init", "eval", "sample", "config", "convert", "plan", "show", "view", "report", "trace",
@@ -38,26 +37,16 @@ def installed_verbs() -> dict[str, list[EntryPoint]]:
 
     Where several packages bring one name, the first of the list has it: the package that comes first in the alphabet.
     """
-    from importlib.metadata import entry_points
-
-    found: dict[str, list[EntryPoint]] = {}
-    for point in sorted(entry_points(group=GROUP), key=lambda point: (_package(point), point.value)):
-        if point.name not in VERBS:
-            found.setdefault(point.name, []).append(point)
-    return found
+    return registered("verbs")
 
 
 def who_has_it(points: Sequence[EntryPoint]) -> str:
     """What to tell the user of a verb that several packages bring."""
-    packages = [_package(point) for point in points]
+    packages = [package_of(point) for point in points]
     return (
         f"several packages bring a verb {points[0].name} ({', '.join(packages)}): {packages[0]}'s is used, the first in"
         " the alphabet. Uninstall it to use another"
     )
-
-
-def _package(point: EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else ""
 
 
 def load_verb(point: EntryPoint) -> Verb:

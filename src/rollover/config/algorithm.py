@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, ValidationInfo, model_validator
 
-from rollover.alike import did_you_mean
 from rollover.config import correction, estimators, reference
 from rollover.config.correction import Correction
 from rollover.config.presets import PRESETS
@@ -18,7 +17,6 @@ from rollover.config.table import (
     Table,
     alone,
     given,
-    is_own,
     on_fields,
     option,
     refuse,
@@ -52,6 +50,7 @@ class AlgorithmConfig(estimators.Estimation, reference.ReferencePolicy, Table):
         "grpo",
         f"Advantage estimator: {', '.join(ADVANTAGES)}, or your own function (module:function or"
         " path.py:function) of rewards [N] and group ids [N] to advantages [N].",
+        entry_points="advantages",
     )
     advantage_std: Literal["sample", "population", "batch", "none"] = option(
         "sample",
@@ -81,12 +80,14 @@ class AlgorithmConfig(estimators.Estimation, reference.ReferencePolicy, Table):
         "",
         "Your own function (module:function or path.py:function) of the batch's rollouts and their"
         " advantages [N], which it may change in place or replace by returning others.",
+        entry_points="after_scoring",
     )
 
     loss: str = option(
         "clip",
         f"Policy loss: {', '.join(LOSSES)}, or your own function (module:function or path.py:function),"
         " called as those of algorithms/loss.py are.",
+        entry_points="losses",
     )
     clip_low: float = option(
         0.2,
@@ -321,14 +322,6 @@ RULES: tuple[Rule, ...] = (
     *correction.RULES,
     *estimators.RULES,
     *reference.RULES,
-    Refused(
-        ("algorithm.loss",),
-        lambda c: c.algorithm.loss not in LOSSES and not is_own(c.algorithm.loss),
-        lambda c: (
-            f'algorithm.loss = "{c.algorithm.loss}" is none of {", ".join(LOSSES)}, and no function'
-            f" (module:function or path.py:function){did_you_mean(c.algorithm.loss, tuple(LOSSES))}"
-        ),
-    ),
     Refused(
         ("algorithm.dual_clip",),
         lambda c: 0 < c.algorithm.dual_clip <= 1,

@@ -4,9 +4,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from rollover.alike import did_you_mean
 from rollover.config.logits import LogitsConfig
-from rollover.config.table import Inert, Refused, Rule, Table, is_own, option, value_of
+from rollover.config.table import Inert, Refused, Rule, Table, option, value_of
 from rollover.config.train import LoraConfig
 from rollover.live_objects import is_live
 from rollover.registry import PLUGINS
@@ -30,6 +29,7 @@ class BackendConfig(Table):
         " tinker: a Tinker-compatible service trains adapters and samples; its key is read from the environment"
         " (TINKER_API_KEY). Or your own function (module:function or path.py:function), which makes a trainer's"
         " backend.",
+        entry_points="backends",
     )
     num_ranks: int = option(
         2, "Processes that train together; with CUDA each has a GPU of its own.", ge=1, only_if=_RANKS
@@ -175,14 +175,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: (
             f'algorithm.advantage = "{c.algorithm.advantage}" with backend.type = "tinker": the service has no value'
             " head. Use an estimator without one, such as grpo"
-        ),
-    ),
-    Refused(
-        ("backend.type",),
-        lambda c: c.backend.type not in BACKENDS and not is_own(c.backend.type),
-        lambda c: (
-            f'backend.type = "{c.backend.type}" is none of {", ".join(BACKENDS)}, and no function (module:function or'
-            f" path.py:function){did_you_mean(c.backend.type, BACKENDS)}"
         ),
     ),
 )

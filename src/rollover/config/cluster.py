@@ -1,10 +1,14 @@
 """[cluster], and the rules about it: which machines there are, and what a run does about what is lost."""
 
-from typing import Any, Literal
+from typing import Any
 
-from rollover.config.table import ConfigError, Refused, Rule, Table, option
+from rollover.config.table import OWN, ConfigError, Refused, Rule, Table, option
+from rollover.registry import PLUGINS
 
+# The function of a `ClusterSetup` that makes each, loaded when it is called.
+CLUSTERS = {"none": "rollover.cluster.protocol:this_machine", "ray": PLUGINS["clusters"]["ray"]}
 _RAY = ("cluster.type", "ray")
+_NODES = (*_RAY, OWN)
 _SPLITS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
 
 
@@ -12,10 +16,12 @@ class ClusterConfig(Table):
     """[cluster]: on which machines a run's processes are, and what it does about those that are lost
     (docs/cluster.md)."""
 
-    type: Literal["none", "ray"] = option(
+    type: str = option(
         "none",
         "none: every process of the run is on this machine. ray: Ray puts servers, ranks and reward pools on nodes"
-        " (`rollover train ... --dry-run` says where).",
+        " (`rollover train ... --dry-run` says where). Or your own function (module:function or path.py:function),"
+        " which makes a cluster.",
+        entry_points="clusters",
     )
     address: str = option(
         "",
@@ -23,14 +29,14 @@ class ClusterConfig(Table):
         " run starts and ends.",
         only_if=_RAY,
     )
-    num_nodes: int = option(1, "Nodes, the one that the command runs on among them.", ge=1, only_if=_RAY)
-    gpus_per_node: int = option(0, "GPUs of each node; 0 = everything computes on CPUs.", ge=0, only_if=_RAY)
-    cpus_per_node: int = option(0, "CPU cores of each node; 0 = as many as this machine has.", ge=0, only_if=_RAY)
+    num_nodes: int = option(1, "Nodes, the one that the command runs on among them.", ge=1, only_if=_NODES)
+    gpus_per_node: int = option(0, "GPUs of each node; 0 = everything computes on CPUs.", ge=0, only_if=_NODES)
+    cpus_per_node: int = option(0, "CPU cores of each node; 0 = as many as this machine has.", ge=0, only_if=_NODES)
     gpus_per_server: int = option(
         1,
         "GPUs over which vLLM splits each server's model (its --tensor-parallel-size), all of one node.",
         ge=1,
-        only_if=[_RAY, ("engine.server", "vllm")],
+        only_if=[_NODES, ("engine.server", "vllm")],
     )
     colocate: bool = option(
         False,
@@ -42,10 +48,10 @@ class ClusterConfig(Table):
         0,
         "CPU cores that a server or a rank without a GPU takes of its node; 0 = they are not counted.",
         ge=0,
-        only_if=_RAY,
+        only_if=_NODES,
     )
     reward_nodes: int = option(
-        1, "Nodes that score rollouts, each with rewards.num_workers processes.", ge=1, only_if=_RAY
+        1, "Nodes that score rollouts, each with rewards.num_workers processes.", ge=1, only_if=_NODES
     )
     max_restarts: int = option(
         3,
@@ -76,7 +82,7 @@ def planned_devices(config: Any) -> dict[str, tuple[int, str]]:
         found["plan.trainers"] = ranks, "backend.num_ranks"
     elif engine.kind == "remote" and engine.urls:
         found["plan.trainers"] = 1, "engine.urls"
-    elif engine.kind == "remote" and config.cluster.type == "ray":
+    elif engine.kind == "remote" and config.cluster.type != "none":
         found["plan.trainers"] = 1, "cluster.type"
     elif engine.device not in ("", config.model.device):
         found["plan.trainers"] = 1, "engine.device"
@@ -98,10 +104,10 @@ def check_can_train(config: Any) -> None:
 
 def check_is_here(config: Any) -> None:
     """ConfigError for what has no training: it runs on this machine."""
-    if config.cluster.type == "ray":
+    if config.cluster.type != "none":
         raise ConfigError(
-            'cluster.type = "ray" is for training: add --cluster.type none, and what else of [cluster] is told then, to'
-            " evaluate and sample on this machine"
+            f'cluster.type = "{config.cluster.type}" is for training: add --cluster.type none, and what else of'
+            " [cluster] is told then, to evaluate and sample on this machine"
         )
 
 
@@ -132,10 +138,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Refused(
         ("cluster.type", "engine.vllm_args"),
-        lambda c: c.cluster.type == "ray" and any(arg.partition("=")[0] in _SPLITS for arg in c.engine.vllm_args),
+        lambda c: c.cluster.type != "none" and any(arg.partition("=")[0] in _SPLITS for arg in c.engine.vllm_args),
         lambda c: (
-            f'engine.vllm_args with {" or ".join(_SPLITS)}, and cluster.type = "ray": a server gets as many GPUs as'
-            " cluster.gpus_per_server says. Set that, and remove the argument"
+            f'engine.vllm_args with {" or ".join(_SPLITS)}, and cluster.type = "{c.cluster.type}": a server gets as'
+            " many GPUs as cluster.gpus_per_server says. Set that, and remove the argument"
         ),
     ),
     Refused(

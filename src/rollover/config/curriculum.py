@@ -1,10 +1,8 @@
 """[tasks.curriculum]: how often a task is given, by the pass rates of its earlier visits; and the rules about it."""
 
-import json
 from typing import Any
 
-from rollover.alike import did_you_mean
-from rollover.config.table import OWN, Inert, Refused, Rule, Table, is_own, option
+from rollover.config.table import OWN, Inert, Refused, Rule, Table, option
 
 CURRICULA = ("buckets", "variance")
 _KIND = "tasks.curriculum.kind"
@@ -19,6 +17,7 @@ class CurriculumConfig(Table):
         "",
         "buckets: easy and hard tasks are given less often than the others. variance: in proportion to p (1 - p), with"
         " p the pass rate. Or your own class (module:Class or path.py:Class), made with the Config. Empty: all alike.",
+        entry_points="curricula",
     )
     by: str = option(
         "task",
@@ -80,14 +79,6 @@ def _is_blind(config: Any) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    Refused(
-        (_KIND,),
-        lambda c: _on(c) and c.tasks.curriculum.kind not in CURRICULA and not is_own(c.tasks.curriculum.kind),
-        lambda c: (
-            f"{_KIND} = {json.dumps(c.tasks.curriculum.kind)} is none of {', '.join(CURRICULA)}, and no class"
-            f" (module:Class or path.py:Class){did_you_mean(c.tasks.curriculum.kind, CURRICULA)}"
-        ),
-    ),
     Inert(
         (_KIND,),
         ("run.train_on_recorded", "tasks.producer"),

@@ -19,6 +19,7 @@ class DistillConfig(Table):
         " teacher reads in their place, with the answer among them, say. With tasks.chat = false: of its text, to a"
         " text.",
         only_if=("distill.teacher",),
+        entry_points="privileged",
     )
     coef: float = option(1.0, "Weight of the teacher's advantages.", gt=0, only_if=("distill.teacher",))
     discount: float = option(

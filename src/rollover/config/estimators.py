@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from rollover.alike import did_you_mean
 from rollover.config.table import Inert, Refused, Rule, is_own
-from rollover.config.traits import ADVANTAGES, AdvantageTraits, estimator
+from rollover.config.traits import AdvantageTraits, estimator
 from rollover.functions import is_number
 
 
@@ -53,14 +52,6 @@ RULES: tuple[Rule, ...] = (
         ("algorithm.advantage", "distill.teacher"),
         _never_negative,
         'with algorithm.advantage = "grpo_passk": it concerns negative advantages, and none is',
-    ),
-    Refused(
-        ("algorithm.advantage",),
-        lambda c: c.algorithm.advantage not in ADVANTAGES and not is_own(c.algorithm.advantage),
-        lambda c: (
-            f'algorithm.advantage = "{c.algorithm.advantage}" is none of {", ".join(ADVANTAGES)}, and no function'
-            f" (module:function or path.py:function){did_you_mean(c.algorithm.advantage, ADVANTAGES)}"
-        ),
     ),
     Refused(
         ("algorithm.reward_weights",),

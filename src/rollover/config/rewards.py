@@ -20,6 +20,7 @@ class RewardFunctionConfig(Table):
     function: str = option(
         "",
         "A built-in reward by name, or your own function (module:function or path.py:function), as rewards.function.",
+        entry_points="rewards",
     )
     weight: float = option(1.0, "Factor of its score in the sum; 0: it is a metric alone.")
     name: str = option("", "Under which it is logged (reward/extra/NAME); empty = its own.")
@@ -39,6 +40,7 @@ class RewardsConfig(Table):
         "Reward of all sources that name none: module:function or path.py:function in TRL's signature"
         " f(prompts, completions, **columns) or verl's compute_score(data_source, solution_str, ground_truth,"
         " extra_info), or a built-in name.",
+        entry_points="rewards",
     )
     functions: list[RewardFunctionConfig] = option(
         [], "Several reward functions in the place of one: the score is the weighted sum of theirs."
@@ -48,11 +50,13 @@ class RewardsConfig(Table):
         "Reward of a task by its column data_source, where neither its source nor rewards.function names one: name (*"
         " for any part) -> reward. They come before verl's own table, which holds in any case. A task whose data_source"
         " is in neither is an error, as in verl.",
+        entry_points="rewards",
     )
     eval_function: str = option(
         "",
         "Reward of every held-out task, named as rewards.function; empty = the reward of training.",
         only_if=("eval.num_tasks",),
+        entry_points="rewards",
     )
     timeout_s: float = option(
         30.0,

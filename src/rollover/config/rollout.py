@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rollover import staleness
-from rollover.alike import did_you_mean
 from rollover.config import logits
 from rollover.config.logits import LogitsConfig
-from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
+from rollover.config.table import Inert, Refused, Rule, Table, option
 from rollover.config.traits import with_estimator
 
 # The function of an `EnvironmentSetup` that makes each, loaded when it is called.
@@ -96,12 +95,14 @@ class RolloutConfig(Table):
         "Order in which parked rollouts are resumed, before any new one starts: oldest_first,"
         " longest_first, shortest_remaining, fifo, or your own function (module:function or path.py:function) of a"
         " RolloutView to a tuple of integers, smallest first.",
+        entry_points="orders",
     )
     environment: str = option(
         "single_turn",
         "What answers the policy after each generation that stopped. single_turn: nothing does, the rollout is done. Or"
         " your own function (module:function or path.py:function) of an EnvironmentSetup to an Environment"
         " (envs/protocol.py). Evaluations have a single turn.",
+        entry_points="environments",
     )
     stop_repetition_tokens: int = option(
         0, "A rollout stops when its last tokens, this many, repeat one pattern at least four times; 0 = off.", ge=0
@@ -293,22 +294,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: (
             f'rollout.token_budget = {c.rollout.token_budget} with rollout.interrupt = "token_budget": it must be'
             f" above 0 and below rollout.max_new_tokens = {c.rollout.max_new_tokens}. Set it"
-        ),
-    ),
-    Refused(
-        ("rollout.order",),
-        lambda c: c.rollout.order not in ORDERS and not is_own(c.rollout.order),
-        lambda c: (
-            f'rollout.order = "{c.rollout.order}" is none of {", ".join(ORDERS)}, and no function (module:function or'
-            f" path.py:function){did_you_mean(c.rollout.order, ORDERS)}"
-        ),
-    ),
-    Refused(
-        ("rollout.environment",),
-        lambda c: c.rollout.environment not in ENVIRONMENTS and not is_own(c.rollout.environment),
-        lambda c: (
-            f'rollout.environment = "{c.rollout.environment}" is none of {", ".join(ENVIRONMENTS)}, and no function'
-            f" (module:function or path.py:function){did_you_mean(c.rollout.environment, ENVIRONMENTS)}"
         ),
     ),
     Refused(

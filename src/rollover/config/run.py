@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rollover.config.rollout import GENERATION, SAMPLING
-from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
+from rollover.config.table import Inert, Refused, Rule, Table, option
 
 _TRACKERS = ("track.trackers",)
 TOOLS = ("wandb", "tensorboard", "trackio", "mlflow", "swanlab")
@@ -33,6 +33,7 @@ class RunConfig(Table):
         "",
         "Your own class (module:Class or path.py:Class) whose methods on_train_start, on_step_start, on_publish,"
         " on_step_end, on_evaluate and on_train_end the run calls there, and waits for. One that fails ends the run.",
+        entry_points="hooks",
     )
 
 
@@ -102,6 +103,7 @@ class TrackConfig(Table):
         "",
         "Your own function (module:function or path.py:function) of the groups that a step trains: numbers"
         " by name, which its row of metrics.jsonl has as own/NAME.",
+        entry_points="metrics",
     )
     show_samples: int = option(3, "Answers before and after training shown in the summary.", ge=0)
     peak_tflops: float = option(
@@ -110,11 +112,12 @@ class TrackConfig(Table):
         " GPU, else the fastest of a few matrix products at the start.",
         ge=0,
     )
-    trackers: list[str] = Field(
-        default_factory=list,
-        description="Where the run is shown beside its own files: wandb, tensorboard, trackio, mlflow, swanlab"
+    trackers: list[str] = option(
+        [],
+        "Where the run is shown beside its own files: wandb, tensorboard, trackio, mlflow, swanlab"
         " (docs/trackers.md), or by your own classes (module:Class or path.py:Class), told of every step, evaluation"
         " and group. One that fails does not end the run.",
+        entry_points="trackers",
     )
     project: str = option(
         "",
@@ -261,14 +264,6 @@ class PlanConfig(Table):
 
 
 RULES: tuple[Rule, ...] = (
-    Refused(
-        ("track.trackers",),
-        lambda c: any(not is_own(name) and name not in TOOLS for name in c.track.trackers),
-        lambda c: (
-            f"track.trackers = {json.dumps(c.track.trackers)}: there are {', '.join(TOOLS)}, and classes of your own"
-            " (module:Class or path.py:Class)"
-        ),
-    ),
     Refused(
         ("track.trackers",),
         lambda c: len(set(c.track.trackers)) < len(c.track.trackers),

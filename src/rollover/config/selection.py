@@ -37,7 +37,9 @@ class FiltersConfig(Table):
         0, "max_overlong_share, mask_overlong: tokens after the prompt above which a rollout is overlong.", ge=0
     )
     custom: str = option(
-        "", "Your own function (module:function or path.py:function) of a group: why it is dropped, or None."
+        "",
+        "Your own function (module:function or path.py:function) of a group: why it is dropped, or None.",
+        entry_points="filters",
     )
     give_up_after_steps: int = option(
         10, "The run ends when this many steps' worth of groups in a row were dropped by filters; 0 = never.", ge=0

@@ -12,8 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
+
+from rollover import registry
 
 # Validation context of values that are not settled yet: options that a later layer switches off may still be there, so
 # nothing is refused. load_config refuses by itself, and tells which layer set what.
@@ -48,11 +50,19 @@ class Table(BaseModel):
         ser_json_inf_nan="constants",  # a run's config.resolved.json is read back
     )
 
+    @field_validator("*", mode="after")
+    @classmethod
+    def _with_places(cls, value: Any, info: ValidationInfo) -> Any:
+        """Put the module:attribute of an entry point in place of its name."""
+        kind = entry_points_of(cls.model_fields[info.field_name or ""])
+        return registry.resolved(kind, value) if kind else value
+
     def neutral(self, name: str) -> tuple[Any, ...]:
         """Values of an option that mean the same as leaving it out: setting one is never an option without effect."""
         return (type(self).model_fields[name].get_default(call_default_factory=True),)
 
 
+_GROUP = "rollover."
 OWN = "module:function"  # among the values of a condition: any function of the user's own
 
 Condition = tuple[Any, ...]
@@ -71,9 +81,11 @@ def option(  # noqa: PLR0913 - pydantic's four bounds, and ours
     lt: float | None = None,
     le: float | None = None,
     unlimited: bool = False,
+    entry_points: str = "",
 ) -> Any:
     """A field of a table. `only_if`, `unless`: it has no effect in any other case, and setting it then is an error.
-    `unlimited`: it is a limit, and inf means no limit. Every other number must be finite.
+    `unlimited`: it is a limit, and inf means no limit. Every other number must be finite. `entry_points`: a kind of
+    registry.KINDS, whose registered names it takes.
 
     `rollover config` prints the conditions, and the JSON schema has them; gt, ge, lt and le are pydantic's bounds.
     """
@@ -81,6 +93,8 @@ def option(  # noqa: PLR0913 - pydantic's four bounds, and ours
     conditions: Any = {
         word: {key: list(values) or "set" for key, *values in each} for word, each in said.items() if each
     }
+    if entry_points:
+        conditions["entry_points"] = f"{_GROUP}{entry_points}"
     bounds: Any = {"gt": gt, "ge": ge, "lt": lt, "le": le} | ({"allow_inf_nan": True} if unlimited else {})
     return Field(default=default, description=doc, json_schema_extra=conditions or None, **bounds)
 
@@ -199,9 +213,33 @@ def needs_of(info: FieldInfo) -> list[Needs]:
     return found
 
 
-def on_fields(table: type[Table], prefix: str) -> list[Inert]:
-    """The rules that the conditions of a table's options are."""
-    return [n.rule(f"{prefix}.{name}") for name, info in table.model_fields.items() for n in needs_of(info)]
+def entry_points_of(info: FieldInfo) -> str:
+    """Return the kind of registry.KINDS whose names an option takes; "" if it takes none."""
+    said = info.json_schema_extra
+    return str(said.get("entry_points", "")).removeprefix(_GROUP) if isinstance(said, dict) else ""
+
+
+def on_fields(table: type[Table], prefix: str) -> list[Rule]:
+    """Return the rules that follow from how a table's options are declared: by conditions and by kinds of names."""
+    rules: list[Rule] = []
+    for name, info in table.model_fields.items():
+        rules += [needs.rule(f"{prefix}.{name}") for needs in needs_of(info)]
+        kind = entry_points_of(info)
+        if kind and kind != "rewards":  # whose names have parameters: rewards/chosen.py
+            rules.append(_known(f"{prefix}.{name}", kind, info.get_default(call_default_factory=True)))
+    return rules
+
+
+def _known(key: str, kind: str, default: Any) -> Refused:
+    """Return the rule that every name in an option is one of this kind, or the default."""
+
+    def problems(config: Any) -> str:
+        value = value_of(config, key)
+        names = [name for name in ([value] if isinstance(value, str) else value) if name != default]
+        lines = [(json.dumps(name), registry.why_unknown(kind, name)) for name in names]
+        return "\n".join(f"{key} = {name} {why}" for name, why in lines if why)
+
+    return Refused((key,), lambda c: bool(problems(c)), problems)
 
 
 def refuse(config: Any, rules: Iterable[Rule], keys: Collection[str]) -> None:

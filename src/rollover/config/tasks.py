@@ -6,12 +6,11 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from rollover.alike import did_you_mean
 from rollover.config import curriculum
 from rollover.config.curriculum import CurriculumConfig
 from rollover.config.rollout import GENERATION
-from rollover.config.table import Inert, Refused, Rule, Table, is_own, option
-from rollover.registry import PLUGINS
+from rollover.config.table import Inert, Refused, Rule, Table, option
+from rollover.registry import PLUGINS, why_unknown
 
 AnswerRule = Literal["last_number", "last_line", "answer_tag", "boxed", "full_text"]
 
@@ -52,7 +51,7 @@ SOURCES = {
             "order_column",
         ),
     ),
-    "verifiers": SourceKind(PLUGINS["task sources"]["verifiers"], "name", ("params", "eval_params")),
+    "verifiers": SourceKind(PLUGINS["task_sources"]["verifiers"], "name", ("params", "eval_params")),
 }
 _OWN = SourceKind("rollover.tasks.build:OwnSource", "", ("params",))
 
@@ -65,6 +64,7 @@ class TaskSourceConfig(Table):
         "reasoning_gym: a generator by name. arithmetic: its chain_sum or products, without that package. dataset: a"
         " file, a folder or a data set of the hub. verifiers: a taskset, which workflow.verifiers adds by itself. Or"
         " your own function (module:function or path.py:function), which makes a source of tasks.",
+        entry_points="task_sources",
     )
     name: str = option(
         "",
@@ -121,6 +121,7 @@ class TaskSourceConfig(Table):
         "",
         "Reward of this source: module:function, path.py:function, or a built-in name; empty ="
         " [rewards].function, then the generator's own scorer (reasoning_gym) or exact_match (any other).",
+        entry_points="rewards",
     )
     answer_rule: AnswerRule | Literal[""] = option("", "Overrides tasks.answer_rule for this source.")
 
@@ -162,11 +163,13 @@ class TasksConfig(Table):
         "",
         "Your own class (module:Class or path.py:Class), made with (config, tokenizer, engine), whose"
         " produce(step, version) returns the groups of each step; empty: rollouts of the tasks are generated.",
+        entry_points="producers",
     )
     before_produce: str = option(
         "",
         "Your own function (module:function or path.py:function) of a task and the trainer's version,"
         " called before the task is admitted: it returns the task to use, or None to leave it out.",
+        entry_points="before_produce",
     )
     answer_rule: AnswerRule = option(
         "last_number",
@@ -233,8 +236,8 @@ def _no_source(config: Any) -> str | None:
         key = f"tasks.sources.{i}"
         if not source.kind:
             return f"{key}.kind is missing: expected {one_of}"
-        if source.kind not in SOURCES and not is_own(source.kind):
-            return f'{key}.kind = "{source.kind}": expected {one_of}{did_you_mean(source.kind, tuple(SOURCES))}'
+        if why := why_unknown("task_sources", source.kind):
+            return f'{key}.kind = "{source.kind}" {why}'
         if missing := source.missing:
             return f'{key}.{missing} is missing: a source of kind "{source.kind}" needs it'
     return None

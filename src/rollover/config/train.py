@@ -5,7 +5,6 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from rollover.alike import did_you_mean
 from rollover.config.table import MOST_GB, Inert, Refused, Rule, Table, is_own, option
 from rollover.config.traits import estimator
 
@@ -98,6 +97,7 @@ class EngineConfig(Table):
         "embedded: in the trainer's process. process: the same in a process of its own, beside the trainer"
         " (for rollout.overlap). remote: servers over HTTP, each with its own weights (engine.urls, engine.num_servers;"
         " docs/cluster.md). Or your own function (module:function or path.py:function), which makes an engine.",
+        entry_points="engines",
     )
     urls: list[str] = option(
         [],
@@ -322,14 +322,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.train.streaming_min_groups > 0 and bool(c.algorithm.after_scoring),
         lambda c: (
             f"{_STREAMING} with algorithm.after_scoring: that function sees the whole batch. Remove one of the two"
-        ),
-    ),
-    Refused(
-        ("engine.kind",),
-        lambda c: c.engine.kind not in ENGINES and not is_own(c.engine.kind),
-        lambda c: (
-            f'engine.kind = "{c.engine.kind}" is none of {", ".join(ENGINES)}, and no function (module:function or'
-            f" path.py:function){did_you_mean(c.engine.kind, ENGINES)}"
         ),
     ),
     Refused(

@@ -16,17 +16,19 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from rollover.config.schema import leaves
-from rollover.config.table import ConfigError, Table, row_of, table_of
+from rollover.config.table import ConfigError, Table, entry_points_of, row_of, table_of
 from rollover.live_objects import is_live
+from rollover.registry import resolved
 
 # Keys of rows and of named tables are written without index and name: `tasks.sources.reward`.
-# A built-in name, or a function as `module:function` or `path.py:function`.
+# A built-in name, a function as `module:function` or `path.py:function`, or the name of an entry point, which counts as
+# the function that it stands for: it is code of an installed distribution, but the directory chose to run it.
 FUNCTIONS = (
     "run.hooks", "tasks.sources.kind", "tasks.sources.problem_key", "tasks.sources.reward", "tasks.producer",
     "tasks.before_produce", "tasks.curriculum.kind", "rollout.order", "rollout.environment", "workflow.environment",
     "workflow.function", "workflow.tool_format", "workflow.group_by", "workflow.roles.advantage", "engine.kind",
     "algorithm.advantage", "algorithm.after_scoring", "algorithm.loss", "distill.privileged", "backend.type",
-    "rewards.function", "rewards.functions.function", "rewards.eval_function", "rewards.by_data_source",
+    "cluster.type", "rewards.function", "rewards.functions.function", "rewards.eval_function", "rewards.by_data_source",
     "filters.custom", "track.metrics", "track.trackers",
 )  # fmt: skip
 # A path, a name at the hub, or a URL: fsspec's file systems reach other machines, and some run code. (`params`: of a
@@ -101,8 +103,11 @@ def named(values: Mapping[str, Any]) -> Iterator[Named]:
     for key, value in values.items():
         path = tuple(part for part in key.split(".") if not part.isdigit())
         for of, text, where in _texts(value, path, key):
-            if (option := _option_of(of)) and _names(option, text):
-                yield Named(option, text, where)
+            option = _option_of(of)
+            kind = _kinds().get(option)
+            spec = resolved(kind, text) if kind else text
+            if option and _names(option, spec):
+                yield Named(option, spec, where)
 
 
 def without_functions(table: _T, prefix: str) -> tuple[_T, list[Named]]:
@@ -115,10 +120,8 @@ def without_functions(table: _T, prefix: str) -> tuple[_T, list[Named]]:
 
 def text_options(table: type[Table], prefix: str = "") -> Iterator[str]:
     """Yield the options that may hold any text, as the lists above name them."""
-    for name, info in leaves(table, prefix):
-        if row := row_of(info.annotation) or _named_tables(info):
-            yield from text_options(row, f"{name}.")
-        elif _holds_text(info.annotation):
+    for name, info in _fields(table, prefix):
+        if _holds_text(info.annotation):
             yield name
 
 
@@ -140,6 +143,22 @@ def _option_of(path: tuple[str, ...]) -> str:
     if len(path) > 3 and path[:2] == ("workflow", "roles"):
         return _option_of((*path[:2], path[-1]))
     return ""
+
+
+def _fields(table: type[Table], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for name, info in leaves(table, prefix):
+        if row := row_of(info.annotation) or _named_tables(info):
+            yield from _fields(row, f"{name}.")
+        else:
+            yield name, info
+
+
+@cache
+def _kinds() -> dict[str, str]:
+    """Option -> the kind of registry.KINDS whose names it takes."""
+    from rollover.config.schema import Config
+
+    return {name: kind for name, info in _fields(Config) if (kind := entry_points_of(info))}
 
 
 @cache

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from rollover.alike import did_you_mean
-from rollover.config.table import MOST_GB, Inert, Refused, Rule, Table, is_own, memory_rules, option, value_of
-from rollover.config.traits import ADVANTAGES, estimator
+from rollover.config.table import MOST_GB, Inert, Refused, Rule, Table, memory_rules, option, value_of
+from rollover.config.traits import estimator
+from rollover.registry import why_unknown
 
 TOOL_FORMATS = ("hermes", "json")
 
@@ -23,7 +23,9 @@ class RoleConfig(Table):
     """[workflow.roles.NAME]: how the trajectories of one role are trained."""
 
     trained: bool = option(True, "Whether they are; if not, they leave the loss.")
-    advantage: str = option("", "Their advantage estimator, as of algorithm.advantage; empty: that one.")
+    advantage: str = option(
+        "", "Their advantage estimator, as of algorithm.advantage; empty: that one.", entry_points="advantages"
+    )
     weight: float = option(1.0, "What their advantages are multiplied by.", gt=0)
 
 
@@ -50,6 +52,7 @@ class WorkflowConfig(Table):
         "Your own class (module:Class or path.py:Class), of which every rollout has an object: its public methods are"
         " tools that the policy calls, or it has step(message), a game.",
         unless=("run.train_on_recorded",),
+        entry_points="tool_environments",
     )
     function: str = option(
         "",
@@ -57,6 +60,7 @@ class WorkflowConfig(Table):
         " asks the policy as often as it wants to and returns a reward. Its parameters are found by their names: task,"
         " episode, client, base_url, api_key, model. A plain def needs workflow.num_processes.",
         unless=("run.train_on_recorded",),
+        entry_points="workflows",
     )
     command: Annotated[list[str], BeforeValidator(_words)] = option(
         [],
@@ -137,6 +141,7 @@ class WorkflowConfig(Table):
         "How the policy writes a call. hermes: JSON between <tool_call> and </tool_call>. json: JSON alone. Or your own"
         " class (module:Class or path.py:Class) with definitions(schemas) and read(text).",
         only_if=("workflow.environment",),
+        entry_points="tool_formats",
     )
     timeout_s: float = option(
         300.0,
@@ -167,6 +172,7 @@ class WorkflowConfig(Table):
         "",
         "Your own function (module:function or path.py:function) of a group's episodes to the list of TrajectoryGroups,"
         " each of which has a baseline. Empty: those of one role.",
+        entry_points="groupings",
     )
     roles: dict[str, RoleConfig] = option(
         {},
@@ -200,10 +206,11 @@ def _nothing_answers(config: Any) -> bool:
     return config.rollout.environment == "single_turn" and not (workflow.environment or workflow.agent)
 
 
-def _unknown(config: Any) -> dict[str, str]:
-    """Role -> its estimator, where there is none of this name."""
-    named = {name: role.advantage for name, role in config.workflow.roles.items()}
-    return {name: of for name, of in named.items() if of and of not in ADVANTAGES and not is_own(of)}
+def _unknown(config: Any) -> str:
+    """Return which roles have an unknown estimator, a line each; "" if none."""
+    named = {name: role.advantage for name, role in config.workflow.roles.items() if role.advantage}
+    lines = {name: (of, why_unknown("advantages", of)) for name, of in named.items()}
+    return "\n".join(f'workflow.roles.{name}.advantage = "{of}" {why}' for name, (of, why) in lines.items() if why)
 
 
 def _impossible(config: Any) -> list[str]:
@@ -248,11 +255,7 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("workflow.roles",),
         lambda c: bool(_unknown(c)),
-        lambda c: "\n".join(
-            f'workflow.roles.{role}.advantage = "{name}" is none of {", ".join(ADVANTAGES)}, and no function'
-            f" (module:function or path.py:function){did_you_mean(name, ADVANTAGES)}"
-            for role, name in _unknown(c).items()
-        ),
+        _unknown,
     ),
     Refused(
         ("workflow.roles",),
@@ -382,14 +385,6 @@ RULES: tuple[Rule, ...] = (
         "with tasks.producer: the producer generates by itself",
     ),
     Refused(
-        ("workflow.function",),
-        lambda c: bool(c.workflow.function) and not is_own(c.workflow.function),
-        lambda c: (
-            f'workflow.function = "{c.workflow.function}" is no function: write module:function or path.py:function,'
-            ' as in "agent.py:solve"'
-        ),
-    ),
-    Refused(
         (*_AGENTS, "workflow.environment", "rollout.environment"),
         lambda c: len(_players(c)) > 1,
         lambda c: f"{' with '.join(_players(c))}: a run has one of them. Remove one",
@@ -415,27 +410,11 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Refused(
-        ("workflow.environment",),
-        lambda c: bool(c.workflow.environment) and not is_own(c.workflow.environment),
-        lambda c: (
-            f'workflow.environment = "{c.workflow.environment}" is no class: write module:Class or path.py:Class, as'
-            ' in "calculator.py:Calculator"'
-        ),
-    ),
-    Refused(
         ("workflow.environment", "tasks.chat"),
         lambda c: bool(c.workflow.environment) and not c.tasks.chat,
         lambda c: (
             "workflow.environment with tasks.chat = false: the turns of an episode are chat messages. Set tasks.chat ="
             " true"
-        ),
-    ),
-    Refused(
-        ("workflow.tool_format",),
-        lambda c: c.workflow.tool_format not in TOOL_FORMATS and not is_own(c.workflow.tool_format),
-        lambda c: (
-            f'workflow.tool_format = "{c.workflow.tool_format}" is none of {", ".join(TOOL_FORMATS)}, and no class'
-            " (module:Class or path.py:Class)"
         ),
     ),
 )  # fmt: skip

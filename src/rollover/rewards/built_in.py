@@ -20,7 +20,7 @@ from typing import Any
 
 from rollover.alike import alike, did_you_mean
 from rollover.live_objects import own_name
-from rollover.registry import PLUGINS
+from rollover.registry import PLUGINS, registered, why_unknown
 
 # prompt: str | list of messages; completion: str; completion_ids; num_turns; trainer_state; columns; source
 Item = dict[str, Any]
@@ -55,7 +55,7 @@ BUILT_IN = {
     "format": BuiltIn("rollover.rewards.formats:pattern", needs_answer=False),
     "llm_judge": BuiltIn("rollover.rewards.llm_judge:llm_judge", needs_answer=False),
     "reward_model": BuiltIn("rollover.rewards.reward_model:reward_model", needs_answer=False, whole_groups=True),
-    "code": BuiltIn(PLUGINS["rewards"]["code"], needs_answer=False, states=PLUGINS["statements on rewards"]["code"]),
+    "code": BuiltIn(PLUGINS["rewards"]["code"], needs_answer=False, states=PLUGINS["reward_statements"]["code"]),
 }
 _SEVERAL = "functions/"
 _WITH_RULE = ("exact_match", "reasoning_gym")  # which tasks.answer_rule is for
@@ -154,9 +154,16 @@ def by_data_source(data_source: str, own: Mapping[str, str]) -> str:
 
 def unknown(spec: str, key: str) -> str:
     """What is wrong with a `spec` that names nothing."""
-    near = alike(spec, BUILT_IN)
+    others = registered("rewards")
+    if spec in others:
+        return f"{key}: {spec!r} {why_unknown('rewards', spec)}"
+    near = alike(spec, [*BUILT_IN, *others])
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{key}: {spec!r} is neither built in ({', '.join(BUILT_IN)}) nor module:function nor path.py:function{hint}"
+    installed = f" nor registered by a package ({', '.join(others)})" if others else ""
+    return (
+        f"{key}: {spec!r} is neither built in ({', '.join(BUILT_IN)}){installed} nor module:function nor"
+        f" path.py:function{hint}"
+    )
 
 
 def needs_answer(spec: str) -> bool:

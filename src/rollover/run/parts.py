@@ -13,7 +13,7 @@ import torch
 from rollover.algorithms.filters import build_group_filter
 from rollover.algorithms.grouping import Grouping
 from rollover.algorithms.shaping import metric_of
-from rollover.cluster.protocol import Cluster, open_cluster
+from rollover.cluster.protocol import Cluster, ClusterSetup, open_cluster
 from rollover.config import Config
 from rollover.config.backend import needs_weights_here
 from rollover.engine.build import EngineSetup, build_engine
@@ -83,7 +83,7 @@ class Kept:
         )
         # The engine first: one elsewhere loads the model while we do, and one here copies the weights before the
         # trainer casts them or adds adapters.
-        cluster, threads = open_cluster(config, logs), most_threads(config)
+        cluster, threads = open_cluster(ClusterSetup(config, logs)), most_threads(config)
         async with AsyncExitStack() as on_error:
             on_error.push_async_callback(cluster.close)
             engine = build_engine(EngineSetup(config, model, threads, logs=logs, own_server=cluster.own_server))

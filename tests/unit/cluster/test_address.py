@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rollover.cluster.protocol import open_cluster
+from rollover.cluster.protocol import ClusterSetup, open_cluster
 from rollover.config import Config
 
 
@@ -24,5 +24,5 @@ def test_an_address_where_nothing_listens_is_told_at_once(host: str, monkeypatch
         address = f"{host}:{taken.getsockname()[1]}"
         began = time.monotonic()
         with pytest.raises(ValueError, match=r"cluster\.address = .*: no cluster answers there .*`ray start --head`"):
-            open_cluster(at(address), None)
+            open_cluster(ClusterSetup(at(address), None))
     assert time.monotonic() - began < 60

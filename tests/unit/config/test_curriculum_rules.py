@@ -40,7 +40,7 @@ def test_an_option_without_effect_is_an_error(tmp_path: Path, text: str, key: st
 @pytest.mark.parametrize(
     ("text", "sources", "head", "what"),
     [
-        ('kind = "bucket"', DATA, "", "is none of buckets, variance, and no class .*Did you mean"),
+        ('kind = "bucket"', DATA, "", "is none of buckets, variance, and no function .*Did you mean"),
         ('kind = "variance"', GENERATOR * 2, "", "where no task comes twice"),
         ('kind = "variance"', DATA, "[tasks]\nepochs = 1", "where no task comes twice"),
         ('kind = "variance"\nby = "source"', DATA, "", "with one source that is trained: there is nothing to choose"),

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rollover.cluster.protocol import Cluster
-from rollover.config import Config
+from rollover.cluster.protocol import Cluster, ClusterSetup
 from rollover.config.cluster import host_and_port
 from rollover.plugins.ray.address import check_listens
 
 
-def open_ray(config: Config, logs: Path | None) -> Cluster:
-    """`logs`: the folder of what the roles print. ValueError where ray is missing, there is no cluster at the address,
+def open_ray(setup: ClusterSetup) -> Cluster:
+    """ValueError where ray is missing, there is no cluster at the address,
     or the roles do not fit on its nodes."""
     # Read when ray is imported. Without the first it listens to all machines.
-    address = config.cluster.address
+    address = setup.config.cluster.address
     host = host_and_port(address)[0] if address else "localhost"
     if host == "localhost" or host.startswith("127."):
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
@@ -32,4 +31,4 @@ def open_ray(config: Config, logs: Path | None) -> Cluster:
         if error.name != "ray":
             raise
         raise ValueError('cluster.type = "ray" needs ray: pip install "rollover[ray]"') from error
-    return RayCluster(config, logs or Path(config.run.dir) / "logs")
+    return RayCluster(setup.config, setup.logs or Path(setup.config.run.dir) / "logs")

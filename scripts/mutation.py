@@ -219,8 +219,9 @@ def limits(tests: list[str], calls: dict[str, dict[str, Any]]) -> dict[str, floa
 
 def room_of(mutant: Mutant) -> str:
     """The folder of the tests of its package."""
-    package = Path(mutant.path).relative_to("src/rollover").parts
-    return f"tests/unit/{package[0]}/" if len(package) > 1 else "tests/unit/"
+    folders = Path(mutant.path).relative_to("src/rollover").parts[:-1]
+    room = folders[:2] if folders[:1] == ("plugins",) else folders[:1]  # of each plugin by itself
+    return "/".join(("tests/unit", *room, ""))
 
 
 def parts(mutant: Mutant, tests: list[str], calls: dict[str, dict[str, Any]], wider_s: float) -> list[list[str]]:

@@ -32,7 +32,7 @@ from rollover.track.tracker import Cut, RecordedGroup, RunInfo, Tracker, Tracker
 from samples import group, rollout, segment
 
 MODEL = [("track.trackers", '["wandb"]'), ("track.artifacts", '["model"]')]
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[4]
 QUOTED = json.dumps('with "q\u00e9otes" in it')
 FAKE = """
 import json, os, time

@@ -25,7 +25,7 @@ from rollover.types import Reward, Rollout, SamplingParams, StopReason
 from rollover.workflows.build import EpisodeServer
 from unit.workflows.scripted_host import Policy, ScriptedHost
 
-TASKSETS = Path(__file__).parents[2] / "tasksets"
+TASKSETS = Path(__file__).parents[3] / "tasksets"
 needs_verifiers = pytest.mark.verifiers
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 30}}</tool_call>'
 

@@ -14,7 +14,7 @@ from rollover.plugins.convert.mapping import Row, System, convert
 from rollover.plugins.convert.systems import SYSTEMS
 from rollover.plugins.convert.table import in_document
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "coming-from.md"
+DOCUMENT = Path(__file__).parents[4] / "docs" / "coming-from.md"
 ROWS = [(system, row) for system in SYSTEMS.values() for row in system.rows]
 WITH_OURS = [pytest.param(system, row, id=f"{system.name}-{row.option}") for system, row in ROWS if row.keys]
 WITHOUT = [pytest.param(system, row, id=f"{system.name}-{row.option}") for system, row in ROWS if not row.keys]

@@ -20,7 +20,7 @@ import pytest
 from recorded_run import write_run
 from rollover import cli
 
-SRC = Path(__file__).parents[3] / "src"
+SRC = Path(__file__).parents[4] / "src"
 
 
 @contextmanager

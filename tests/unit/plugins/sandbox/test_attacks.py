@@ -21,7 +21,7 @@ from rollover.plugins.sandbox.cases import Cases, cases_of
 from rollover.plugins.sandbox.guarantees import probed
 from rollover.plugins.sandbox.judge import Judge, Limits, Verdict
 from rollover.plugins.sandbox.launch import Launch
-from rollover.processes import descendants
+from rollover.process_tree import descendants
 
 X86 = platform.machine() == "x86_64"
 MEMORY_BYTES, OUTPUT_BYTES = 1 << 28, 1 << 20

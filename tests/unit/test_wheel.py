@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+import urllib.request
 import zipfile
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 import pytest
+import runs
 from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -79,6 +82,50 @@ def test_benchmarks_are_in_a_checkout(wheel: Path, installed: Path, tmp_path: Pa
         assert not [name for name in archive.namelist() if "bench" in name and name != "rollover/commands/bench.py"]
     said = run(installed, tmp_path, "-m", "rollover", "bench", "engine")
     assert said.returncode == 2 and "git clone https://github.com/rollover-rl/rollover" in said.stderr
+
+
+IN_ONE_PROCESS = """
+import sys
+import rollover
+from rollover import cli, registry
+from rollover.compat.trl import GRPOConfig, GRPOTrainer
+
+for kind, names in registry.PLUGINS.items():
+    for name in names:
+        assert registry.load(kind, name) is not None
+recipe, script = sys.argv[1:]
+assert cli.main(["train", recipe]) == 0
+assert cli.main(["convert", script]) == 0
+try:
+    cli.main(["demo", "--help"])
+except SystemExit as end:
+    assert end.code == 0
+from_elsewhere = [m for m in sys.modules.values() if (m.__name__ + ".").startswith("rollover.")]
+print("imported from", {m.__file__.rpartition("/rollover/")[0] for m in from_elsewhere if m.__file__})
+"""
+
+
+def test_verbs_and_plugins_work_without_a_checkout(installed: Path, tmp_path: Path) -> None:
+    recipe = runs.write(tmp_path, steps=1, rows=20, checkpoint={"every_steps": 0, "save_final_model": False})
+    script = ROOT / "tests" / "unit" / "plugins" / "convert" / "corpus" / "verl_plain.sh"
+    done = run(installed, tmp_path, "-c", IN_ONE_PROCESS, str(recipe), str(script))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"imported from { ({str(installed)}) }\n"), done.stdout
+    assert "group_size = 8" in done.stdout and "usage: rollover demo" in done.stdout
+    assert len(runs.json_lines(tmp_path / "run" / "metrics.jsonl")) == 1
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    command = [sys.executable, "-m", "rollover", "view", str(tmp_path / "run")]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as view:
+        try:
+            assert view.stdout is not None
+            url = view.stdout.readline().strip()
+            with urllib.request.urlopen(url, timeout=60) as page:
+                assert "<script" in page.read().decode()
+            with urllib.request.urlopen(f"{url}api/runs", timeout=60) as answer:
+                assert json.loads(answer.read())[0]["name"] == "tiny"
+        finally:
+            view.terminate()
+    assert view.returncode == 0
 
 
 EVERY_MODULE = """

@@ -586,7 +586,7 @@ def test_no_group_is_wanted_where_no_rollout_is_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([("track.trackers", '["comet"]')], "there are .*tensorboard.*, and classes"),
+        ([("track.trackers", '["comet"]')], "is none of wandb, tensorboard.*, and no function"),
         ([("track.trackers", '["tensorboard", "tensorboard"]')], "name each once"),
         ([("track.project", "mine")], "track.project has no effect"),
         ([("track.trackers", '["tensorboard"]'), ("track.entity", "us")], "track.entity has no effect"),

@@ -18,7 +18,6 @@ from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.rewards.chosen import chosen_for
 from rollover.tasks.build import build_source, labels_of
 from rollover.tasks.curriculum import Curriculum, PassedOver
-from rollover.tasks.mixing import shares_of
 from rollover.tasks.same import Same, problem_text, same_by
 from rollover.tasks.source import FailedProblem, SourceSetup, TaskSource, place_of, problems_of
 from rollover.tasks.split import Split, SplitName, key_of
@@ -165,7 +164,7 @@ class TaskStream:
         self._cursors = [self._cursor(setup) for setup in self.setups]
         temperature = tasks.mixing_temperature if split == "train" else 0.0
         for cursor, share in zip(
-            self._cursors, shares_of([(c.setup, c.source) for c in self._cursors], temperature), strict=True
+            self._cursors, _shares_of([(c.setup, c.source) for c in self._cursors], temperature), strict=True
         ):
             cursor.share = share
         if curriculum is not None:
@@ -411,3 +410,25 @@ def _nothing_left(
         f"tasks.eval_fraction = {fraction:g} holds no problem out for evaluation: none of {tried} of {label!r}"
         f" is{rows}. Raise it, use a source with more distinct problems, or set eval.num_tasks = 0"
     )
+
+
+def _shares_of(sources: Sequence[tuple[SourceSetup, TaskSource]], temperature: float) -> list[float]:
+    """Return what the probability of each source is proportional to: its weight, times n^(1/T) of its n problems.
+
+    T is `temperature` (tasks.mixing_temperature); 0: weights alone. With T = 1 every problem comes as often as any
+    other, with large T every source: the temperature-based mixing of multilingual pretraining (Arivazhagan et al. 2019,
+    arXiv 1907.05019, section 4.2; mT5's alpha, arXiv 2010.11934, is 1/T). ValueError for a source that is trained and
+    whose problems nobody can count.
+    """
+    return [setup.config.weight * _share_of_size(setup, source, temperature) for setup, source in sources]
+
+
+def _share_of_size(setup: SourceSetup, source: TaskSource, temperature: float) -> float:
+    if not temperature or not setup.config.weight:
+        return 1.0
+    if source.num_problems is None:
+        raise ValueError(
+            f"tasks.mixing_temperature = {temperature:g}: how many problems {setup.label!r} has is not known, as they"
+            " have no end or are streamed. Remove it, and mix by tasks.sources.weight"
+        )
+    return source.num_problems ** (1 / temperature)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import tiny
+from rollover import registry
 from rollover.algorithms.filters import group_filters
 from rollover.algorithms.loss import Tokens
 from rollover.config import AlgorithmConfig, Config, FiltersConfig, TasksConfig, TaskSourceConfig
@@ -273,9 +274,13 @@ def test_the_page_lists_what_each_function_may_look_at_and_every_option() -> Non
     named = {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}
     properties = {name for name, value in vars(Tokens).items() if isinstance(value, property)}
     assert {f.name for f in dataclasses.fields(Tokens)} | properties | set(RolloutView._fields) <= named
-    options = {key for key in named if "." in key}
+    groups = {f"rollover.{kind}" for kind in registry.KINDS}
+    assert groups <= named, "every kind of entry point"
+    options = {key for key in named if "." in key} - groups
     # Every option whose description speaks of the user's own function or class has its row.
-    own = {name for name, info in leaves() if re.search(r"[Yy]our own (function|class)", info.description or "")}
+    own = {
+        name for name, info in leaves() if re.search(r"[Yy]our own (async )?(function|class)", info.description or "")
+    }
     sources = {
         name for name, info in leaves(TaskSourceConfig, "tasks.sources.") if "path.py:" in (info.description or "")
     }

@@ -222,7 +222,7 @@ def test_wrong_values_name_file_key_and_fix(write, text, parts):
         ),
         ('[[tasks.sources]]\nkind = "dataset"', "tasks.sources.0.path is missing"),
         ('[[tasks.sources]]\nkind = "reasoning_gym"', "tasks.sources.0.name is missing"),
-        ('[[tasks.sources]]\nkind = "gym"', 'tasks.sources.0.kind = "gym": expected one of'),
+        ('[[tasks.sources]]\nkind = "gym"', 'tasks.sources.0.kind = "gym" is none of reasoning_gym,'),
         ('[[tasks.sources]]\nkind = "dataset"\npth = "x"', "Did you mean tasks.sources.0.path?"),
         ('[[tasks.sources]]\nkind = "dataset"\npath = "x"\nanswer_rule = "box"', "tasks.sources.0.answer_rule"),
         (

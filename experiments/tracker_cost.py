@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "integrat
 import runs
 
 from rollover.cli import main as rollover
-from rollover.plugins.trackers.apart import Apart
 from rollover.plugins.trackers.names import TOOLS, is_installed
 from rollover.plugins.trackers.tools import Tools
+from rollover.workers.worker import Worker
 
 TOLD = ("truncate", "on_step", "on_eval", "on_groups", "on_phase", "stats")
 FINISH_S = 5.0
@@ -89,9 +89,9 @@ def measure(tool: str, steps: int, folder: Path) -> dict[str, float]:
     told, written, ended = Spent(), Spent(), Spent()
     for name in TOLD:
         setattr(Tools, name, told.counted(getattr(Tools, name)))
-    plain = {name: getattr(Apart, name) for name in ("_write", "_read")}
+    plain = {name: getattr(Worker, name) for name in ("_write", "_supervise")}
     for name, function in plain.items():  # whole threads: of them only the processor's time counts
-        setattr(Apart, name, written.counted(function))
+        setattr(Worker, name, written.counted(function))
     Tools.close = ended.counted(Tools.close)
     track = {"trackers": [tool], "finish_s": FINISH_S, "live": "off"}
     recipe = runs.write(folder / tool, steps=steps, track=track)

@@ -35,6 +35,7 @@ LEVELS = [
         "std_streams",
         "system",
         "text",
+        "workers",
     },
     {"models"},
     {"algorithms", "engine", "envs", "rewards", "tasks", "weights", "workflows"},
@@ -54,6 +55,7 @@ OF_AN_EXTRA = tuple(f"plugins/trackers/{tool}_tool.py" for tool in TOOLS)
 MAY_ASYNCIO = (
     "ending.py",
     "functions.py",
+    "workers/",
     "http_server.py",
     "plugins/dashboard/serving.py",
     "trainer/local_backend.py",

@@ -1,16 +1,16 @@
 """What runs in a reward worker's process: the reward functions (rewards/client.py is the parent's end).
 
-Owns the child's end of the protocol (JSON lines; rewards/wire.py). A function that the program of the parent handed
+A function that the program of the parent handed
 over comes inside the message that loads it (rewards/travel.py). Functions run in the main thread, so they may use
 signal.alarm. It never limits time: the parent kills it. Services are told how much there is.
 
     in   {"op": "load", "spec"}                    out  {"pid", "mode": "each" | "together" | "batch"} | a failure
     in   {"op": "score", "spec", "items": [...],
-          "limit_s": of the call}                  out  each, together: a line for each item as it is scored,
+          "limit_s": of the call}                  out  each, together: a reply for each item as it is scored,
                                                         {"index", "result": {"score", "extras"} | a failure}
                                                         batch: {"results": [...]} | a failure
 
-Each line in has a "call", and each line out that of what it answers. A failure is {"error": text}, with
+A failure is {"error": text}, with
 "out_of_memory": true after a MemoryError. "each" calls the function for one item after the other, "together" (async
 def) for all of them at a time on one event loop, "batch" once for all of them.
 """
@@ -18,48 +18,41 @@ def) for all of them at a time on one event loop, "batch" once for all of them.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
-from typing import TextIO
+from typing import Any
 
 from rollover.processes import limit_memory
 from rollover.rewards import service
-from rollover.rewards.inside import Replies, clear_alarm, failure_of, private_pipes
-from rollover.rewards.registry import Item, LoadedReward, runner
+from rollover.rewards.registry import MAX_REPLY_BYTES, Item, LoadedReward, runner
 from rollover.rewards.several import LoadedSum, loaded
 from rollover.rewards.travel import unpacked
+from rollover.workers.child import Calls, ReplyTooLong, clear_alarm, failure_of
 
 _MAX_ERROR_CHARS = 2000
 
 
 def main(base_dir: str, memory_bytes: str) -> None:
-    """Serve on the standard input and output. `memory_bytes`: 0 is no limit."""
+    """Answer calls until the parent ends. `memory_bytes`: 0 is no limit."""
     limit_memory(int(memory_bytes))
-    requests, replies = private_pipes()
+    calls = Calls(MAX_REPLY_BYTES)
     sys.path[:0] = [base_dir, os.getcwd()]
-    serve(requests, replies, base_dir)
-
-
-def serve(requests: TextIO, replies: Replies, base_dir: str) -> None:
-    """Answer requests until the input ends."""
     rewards: dict[str, LoadedReward | LoadedSum] = {}
     own_pid = os.getpid()
-    for line in requests:
-        request = json.loads(line)
-        spec, replies.call = request["spec"], request["call"]
-        if request["op"] == "load":
+    for call in calls:
+        spec = call["spec"]
+        if call["op"] == "load":
             try:
-                rewards[spec] = loaded(spec, base_dir, unpacked(request))
+                rewards[spec] = loaded(spec, base_dir, unpacked(call))
             except ValueError as error:
-                replies.send({"pid": own_pid, "error": str(error)[:_MAX_ERROR_CHARS]})
+                calls.reply(pid=own_pid, error=str(error)[:_MAX_ERROR_CHARS])
             else:
-                replies.send({"pid": own_pid, "mode": rewards[spec].mode})
+                calls.reply(pid=own_pid, mode=rewards[spec].mode)
         else:
-            _score(rewards[spec], request["items"], replies, request["limit_s"])
+            _score(rewards[spec], call["items"], calls, call["limit_s"])
 
 
-def _score(reward: LoadedReward | LoadedSum, items: list[Item], replies: Replies, limit_s: float) -> None:
+def _score(reward: LoadedReward | LoadedSum, items: list[Item], calls: Calls, limit_s: float) -> None:
     """Score the items and reply. An alarm that a function left pending would kill a later call: it is cleared."""
     service.within(limit_s)
     if reward.mode == "batch":
@@ -68,9 +61,12 @@ def _score(reward: LoadedReward | LoadedSum, items: list[Item], replies: Replies
         except BaseException as error:  # boundary: the user's function, KeyboardInterrupt included
             message = failure_of(error)
         clear_alarm()
-        replies.send(message)
+        try:
+            calls.reply(**message)
+        except ReplyTooLong as error:
+            calls.reply(**_too_long(error))
     elif isinstance(reward, LoadedReward) and reward.mode == "together":
-        runner().run(_score_together(reward, items, replies))
+        runner().run(_score_together(reward, items, calls))
         clear_alarm()
     else:
         for index, item in enumerate(items):
@@ -80,15 +76,26 @@ def _score(reward: LoadedReward | LoadedSum, items: list[Item], replies: Replies
             except BaseException as error:  # boundary: the user's function, KeyboardInterrupt included
                 result = failure_of(error)
             clear_alarm()
-            replies.send({"index": index, "result": result})
+            _reply(calls, index, result)
 
 
-async def _score_together(reward: LoadedReward, items: list[Item], replies: Replies) -> None:
+async def _score_together(reward: LoadedReward, items: list[Item], calls: Calls) -> None:
     async def one(index: int, item: Item) -> None:
         try:
             result = await reward.score_async(item)
         except BaseException as error:  # boundary: the user's function, KeyboardInterrupt included
             result = failure_of(error)
-        replies.send({"index": index, "result": result})
+        _reply(calls, index, result)
 
     await asyncio.gather(*(one(index, item) for index, item in enumerate(items)))
+
+
+def _reply(calls: Calls, index: int, result: dict[str, Any]) -> None:
+    try:
+        calls.reply(index=index, result=result)
+    except ReplyTooLong as error:
+        calls.reply(index=index, result=_too_long(error))
+
+
+def _too_long(error: ReplyTooLong) -> dict[str, str]:
+    return {"error": f"the function's result is {error}"}

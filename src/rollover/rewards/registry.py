@@ -27,6 +27,8 @@ from rollover.text import encodable, printable
 _MAX_NAME_CHARS = 100
 _MAX_TEXT_CHARS = 1000
 RETURNED_NONE = "the function returned None"
+MAX_REPLY_BYTES = 64 << 20
+"""Of one result, or of those of a batch, on its way from the worker process."""
 Result = dict[str, Any]  # {"score", "extras"}, of several also {"shaping"}; or {"error"}
 # What one call scores: one item; one item, several calls at a time on one event loop; all items.
 Mode = Literal["each", "together", "batch"]

@@ -23,13 +23,12 @@ from rollover.config import RewardsConfig
 from rollover.files import local_path
 from rollover.rewards.built_in import shown
 from rollover.rewards.client import RewardClient
-from rollover.rewards.process import WorkerDied
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.quarantine import Quarantine
 from rollover.rewards.registry import RETURNED_NONE, Item, Mode, Result
 from rollover.rewards.travel import packed
-from rollover.rewards.wire import BadReply
 from rollover.types import Reward, Task
+from rollover.workers.worker import BadReply, WorkerDied
 
 _MAX_BAD_REPLIES = 3  # to one call, until it is given up
 _DUMMY_COMPLETION = "The answer is 0."

@@ -20,6 +20,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -27,9 +28,9 @@ from typing import Any
 
 from rollover.functions import shortened
 from rollover.processes import ALL, child_command, child_environment
-from rollover.rewards.process import end_kept, how_it_ended
 from rollover.text import printable
 from rollover.types import Reward, Task
+from rollover.workers.worker import how_it_ended
 from rollover.workflows.episode import Episode
 from rollover.workflows.function import as_answer
 from rollover.workflows.lanes import Lane, PerLane
@@ -38,6 +39,7 @@ from rollover.workflows.protocol import Answer, AsksByKey, Waiting
 KEY = "workflow.command"
 MOST_AT_ONCE = 64
 _MAX_LINE_BYTES = 2**20  # of its last line
+_EXIT_LIMIT_S = 5.0
 _MAX_ERROR_BYTES = 400  # of what a message shows of its standard error
 _HOW_TO_ANSWER = 'Print {"reward": 1.0}, {"rewards": {"policy": 1.0}} or {"answer": "42"} as the last line'
 ScoreAnswer = Callable[[Task, str, int], Awaitable[Reward]]  # the int: policy version of the episode
@@ -139,7 +141,7 @@ class WorkflowCommand(AsksByKey):
     def _end(self, process: asyncio.subprocess.Process) -> None:
         self._running.discard(process)
         if process.returncode is None:
-            ending = asyncio.ensure_future(end_kept(process))
+            ending = asyncio.ensure_future(_killed(process))
             self._endings.add(ending)
             ending.add_done_callback(self._endings.discard)
 
@@ -165,6 +167,20 @@ class WorkflowCommand(AsksByKey):
 
 
 # Private
+
+
+async def _killed(process: asyncio.subprocess.Process) -> None:
+    """End a kept program and all that it started: its keeper, which `process` is, does so, unless it is not able to."""
+    if process.stdin is not None:
+        process.stdin.close()
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), _EXIT_LIMIT_S)
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
 
 
 def _environment(values: Mapping[str, Any], visible: Sequence[str]) -> dict[str, str]:

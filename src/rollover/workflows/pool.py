@@ -15,10 +15,9 @@ from contextlib import nullcontext
 from typing import Any
 
 from rollover.functions import OwnFunction
-from rollover.processes import ALL
-from rollover.rewards.process import WorkerDied, WorkerProcess
+from rollover.processes import ALL, child_environment
 from rollover.rewards.travel import packed
-from rollover.rewards.wire import BadReply
+from rollover.workers.worker import BadReply, Worker, WorkerDied
 from rollover.workflows.function import IN_WORKER, KEY, OVER_HTTP, RETURNS, wanted_by
 from rollover.workflows.lanes import Lane, PerLane
 from rollover.workflows.protocol import Answer, AsksByKey, Waiting
@@ -96,15 +95,22 @@ class _Worker:
     """A process is started when there is something for it to do."""
 
     def __init__(self, memory_gb: float, visible: Sequence[str]) -> None:
-        self._memory_gb = memory_gb
-        self._process = WorkerProcess(_NAME, "rollover.workflows.worker", int(memory_gb * 1e9), visible=visible)
+        self._memory_gb, self._visible = memory_gb, visible
+        self._worker: Worker | None = None
         self._is_loaded = False
 
     async def load(self, message: dict[str, Any]) -> None:
         """Start the process, and have it load the function, each if need be."""
-        if not self._process.alive:
+        if self._worker is None or not self._worker.alive:
+            await self.kill()
             self._is_loaded = False
-            await self._process.start()
+            self._worker = Worker(
+                _NAME,
+                "rollover.workflows.worker",
+                int(self._memory_gb * 1e9),
+                kept=True,
+                environment=child_environment(self._visible, OMP_NUM_THREADS="1"),  # the trainer owns the cores
+            )
         if not self._is_loaded:
             await self._ask(message, LOAD_LIMIT_S)
             self._is_loaded = True
@@ -115,22 +121,18 @@ class _Worker:
             return answer_from_json(found["answer"])
         except (LookupError, TypeError):
             await self.kill()
-            raise WorkerFailed(f"{_NAME} said something that is no reply") from None
+            raise WorkerFailed(f"{_NAME} sent an invalid answer") from None
 
     async def kill(self) -> None:
         """End the process, and wait until it is gone."""
-        await self._process.kill()
+        if self._worker is not None:
+            await self._worker.killed()
 
     async def _ask(self, message: dict[str, Any], limit_s: float | None = None) -> dict[str, Any]:
         """The reply. After WorkerFailed, or a cancellation, there is no process that may still be at it."""
-        found: dict[str, Any] = {}
-
-        def take(reply: dict[str, Any]) -> bool:
-            found.update(reply)
-            return True
-
+        assert self._worker is not None, "it is loaded first"
         try:
-            await self._process.ask(message, take, limit_s)
+            found = await self._worker.ask(message, limit_s=limit_s)
         except BaseException as error:
             await self.kill()
             if isinstance(error, TimeoutError):

@@ -3,51 +3,43 @@
     in   {"op": "load", "spec"}                                out  {"pid"}, or a failure
     in   {"op": "play", "values": {"task", "base_url", ..}}    out  {"answer": null, {"reward"} or {"rewards"}}, or one
 
-In the lines and failures of rewards/child.py; a function that the parent's program handed over comes inside the message
+Failures are those of rewards/child.py; a function that the parent's program handed over comes inside the message
 that loads it (rewards/travel.py). It runs in the main thread. It never limits time: the parent kills the process.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from typing import Any, TextIO
+from typing import Any
 
 from rollover.functions import OwnFunction, own_function
 from rollover.processes import limit_memory
-from rollover.rewards.inside import Replies, clear_alarm, failure_of, private_pipes
 from rollover.rewards.travel import unpacked
 from rollover.types import Reward, Task
+from rollover.workers.child import Calls, clear_alarm, failure_of
 from rollover.workflows.function import IN_WORKER, KEY, RETURNS, checked_answer, wanted_by
 from rollover.workflows.protocol import Answer
 
 
 def main(memory_bytes: str) -> None:
-    """Serve on the standard input and output. `memory_bytes`: 0 is no limit."""
+    """Answer calls until the parent ends. `memory_bytes`: 0 is no limit."""
     limit_memory(int(memory_bytes))
-    requests, replies = private_pipes()
+    calls = Calls()
     sys.path[:0] = [os.getcwd()]
-    serve(requests, replies)
-
-
-def serve(requests: TextIO, replies: Replies) -> None:
-    """Answer requests until the input ends."""
     loaded: _Loaded | None = None
-    for line in requests:
-        request = json.loads(line)
-        replies.call = request["call"]
+    for call in calls:
         try:
-            if request["op"] == "load":
-                loaded = _Loaded(request)
+            if call["op"] == "load":
+                loaded = _Loaded(call)
                 reply = {"pid": os.getpid()}
             else:
                 assert loaded is not None
-                reply = {"answer": answer_to_json(loaded.play(request["values"]))}
+                reply = {"answer": answer_to_json(loaded.play(call["values"]))}
         except BaseException as error:  # boundary: the user's function, SystemExit and KeyboardInterrupt included
             reply = failure_of(error)
         clear_alarm()
-        replies.send(reply)
+        calls.reply(**reply)
 
 
 class _Loaded:

@@ -7,10 +7,11 @@ import asyncio
 import pytest
 
 from rollover.config import RewardsConfig
+from rollover.rewards.client import results_of
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
-from rollover.rewards.wire import BadReply, reply_of, results_of
 from rollover.types import Task
+from rollover.workers.worker import BadReply
 
 FUNCTIONS = """
 import json, os, time
@@ -148,10 +149,3 @@ def test_a_pipe_that_is_flooded_or_closed_does_not_end_the_run(word):
 def test_results_that_are_none(results):
     with pytest.raises(BadReply):
         results_of({"results": results}, "batch", {0, 1})
-
-
-def test_a_reply_is_one_to_this_call():
-    assert reply_of(b'{"call": 3, "mode": "each"}\n', 3) == {"call": 3, "mode": "each"}
-    for line in (b'{"call": 2}', b'{"call": "3"}', b"[3]", b"\xff", b"3", b"{"):
-        with pytest.raises(BadReply):
-            reply_of(line, 3)

@@ -29,10 +29,10 @@ from rollover.engine.protocol import EngineDied
 from rollover.engine.remote.client import MOST_ANSWER_BYTES, ServerClient, headers, message_of
 from rollover.engine.remote.endpoints import wants_token
 from rollover.engine.remote.server import Server
-from rollover.engine.remote.server_log import ServerLog
 from rollover.engine.remote.wire import ServerFailed, longest_of
 from rollover.http_guard import TOKEN_VARIABLE, token
 from rollover.processes import brief_waiting, child_command, child_environment
+from rollover.workers.log_file import LogFile
 
 _ASK_AGAIN_S = 0.2
 _END_S = 10.0
@@ -113,7 +113,7 @@ class ProcessHost:
         self._temporary = None if logs else tempfile.TemporaryDirectory(prefix="rollover-server-")
         self._folder = logs or Path(self._temporary.name if self._temporary else "")
         self._role = f"server-{number}"
-        self._log = ServerLog(self._folder / f"{self._role}.log")
+        self._log = LogFile(self._folder / f"{self._role}.log")
         self._closed = threading.Event()
         threading.Thread(target=self._bound_log, daemon=True, name=f"{self._role}.log").start()
         self._start()

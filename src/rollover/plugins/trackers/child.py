@@ -1,4 +1,4 @@
-"""The process of one tool: it takes what the run tells, a line of JSON each, and answers each with a line.
+"""The process of one tool: it takes what the run tells, and replies to each message.
 
     {"about": ...} once, {"cut": step}, {"row": ...}, {"eval": ...}, {"rollouts": [...], "step": n},
     {"artifacts": [...]} of a run that is finished, {"close": failed}
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from rollover.text import named
 from rollover.track.recorded import records_of, step_files
 from rollover.track.sinks import read_rows
 from rollover.track.tracker import Cut
+from rollover.workers.child import Calls
 
 _TRIES = 3  # of one row: what a tool will not take must not keep it from the next
 _BROKEN = 2  # rows in a row that it would not take: it is opened again
@@ -42,28 +42,18 @@ _ANSWER = ("task_id", "source", "setting", "prompt", "answer", "expected", "scor
 def main(name: str, tracker: str, num_shown: str) -> None:
     """What the process does. `tracker`: the tool's, as module:Class; `num_shown`: rollouts of a step, and answers of an
     evaluation."""
-    told, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints is no answer, and what it asks for nobody types
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-
-    def answer(**what: Any) -> None:
-        answers.write(json.dumps(what) + "\n")
-        answers.flush()
-
+    calls = Calls()
     with contextlib.suppress(OSError):
         os.nice(_NICE)  # training comes first
-    teller = Teller(name, tracker, int(num_shown), answer)
-    for line in told:
-        message = json.loads(line)
+    teller = Teller(name, tracker, int(num_shown), calls.reply)
+    for message in calls:
         try:
             teller.take(message)
         except Exception as error:  # boundary: the tool, and all that it imports
-            answer(failed=explained(error, redacted), again=not {"artifacts", "close"} & message.keys())
-        answer(done=True)
+            calls.reply(failed=explained(error, redacted), again=not {"artifacts", "close"} & message.keys())
+        calls.reply(done=True)
         if "close" in message:
-            break
-    answers.close()
+            return
 
 
 class Teller:

@@ -15,10 +15,10 @@ from typing import Any
 
 from rollover.config import TrackConfig
 from rollover.files import atomic_write_text
-from rollover.plugins.trackers.apart import Apart
 from rollover.plugins.trackers.names import TOOLS, check_installed
 from rollover.plugins.trackers.sample import sample_of
 from rollover.plugins.trackers.tool import without_secrets
+from rollover.plugins.trackers.tool_process import ToolProcess
 from rollover.track.sinks import to_json
 from rollover.track.tracker import Counted, Cut, RecordedGroup, Row, RunInfo
 
@@ -35,7 +35,7 @@ class Tools(Counted):
         for name in names:
             check_installed(name)
         self._config, self._say = config, say
-        self.tools = [Apart(name, TOOLS[name].tracker, config.tracker_rollouts) for name in names]
+        self.tools = [ToolProcess(name, TOOLS[name].tracker, config.tracker_rollouts) for name in names]
         self._silent: set[str] = set()
         self._lossy: set[str] = set()
         self._failed = False
@@ -126,7 +126,7 @@ class Tools(Counted):
             "trackers/lost": sum(tool.lost for tool in self.tools),
         }
 
-    def _wait_for_artifacts(self, tool: Apart, deadline: float) -> None:
+    def _wait_for_artifacts(self, tool: ToolProcess, deadline: float) -> None:
         limit_s = self._config.artifacts_s
         names = " and ".join(self._config.artifacts)
         self._say(f"track.trackers: waiting for {tool.name} to take {names}, for {limit_s:g} s (track.artifacts_s)")

@@ -1,4 +1,4 @@
-"""What runs in the process of a rank: it reads calls, carries them out and answers, until its parent ends.
+"""The main function of a rank's process: it answers calls until its parent ends.
 
 {"verb", "values"}  ──▶  Rank  ──▶  {"found"} or {"error", "kind"}
 """
@@ -7,22 +7,31 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import socket
 import sys
 import traceback
 from typing import Any
 
-from rollover.engine.process.wire import Channel
 from rollover.functions import FunctionError
 from rollover.models.allocator import keep_few_shapes, keep_freed_memory
+from rollover.workers.child import Calls
 
 VALUE, FUNCTION, DISK, OTHER = "value", "function", "disk", "other"
 """Kinds of errors: what was asked for cannot be; a function of the user's own failed; a disk did; anything else."""
 
 
-def main(control_fd: str) -> None:
-    """Serve the parent at the other end of this socket."""
-    serve(Channel(socket.socket(fileno=int(control_fd))))
+def main(host: str) -> None:
+    """`host`: the address at which the ranks meet."""
+    calls = Calls()
+    prepare(host)
+    keep_freed_memory()
+    keep_few_shapes()
+
+    from rollover.trainer.ranks.rank import Rank
+
+    rank = Rank()
+    for call in calls:
+        calls.reply(**answer(rank, call["verb"], call["values"]))
+    os._exit(0)  # threads of the process group may wait for others that have ended, too
 
 
 def prepare(host: str) -> None:
@@ -33,34 +42,15 @@ def prepare(host: str) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def serve(channel: Channel) -> None:
-    """Answer until the other end is closed. The first message names the address at which the ranks meet."""
-    prepare(channel.receive()["host"])
-    os.dup2(2, 1)  # what a library prints is no output of a command
-
-    keep_freed_memory()
-    keep_few_shapes()
-
-    from rollover.trainer.ranks import wire
-    from rollover.trainer.ranks.rank import Rank
-
-    rank = Rank()
-    while True:
-        try:
-            call = wire.receive(channel)
-        except ConnectionError:
-            os._exit(0)  # threads of the process group may wait for others that have ended, too
-        wire.send(channel, _answer(rank, call))
-
-
-def _answer(rank: Any, call: dict[str, Any]) -> dict[str, Any]:
+def answer(rank: Any, verb: str, values: dict[str, Any]) -> dict[str, Any]:
+    """The reply to a call: {"found"}, or an error as `error_answer` gives it."""
     try:
-        return {"found": rank.answer(call["verb"], call["values"])}
+        return {"found": rank.answer(verb, values)}
     except Exception as error:  # boundary: it is raised in the loop's process
-        answer = error_answer(error)
-        if answer["kind"] == OTHER:
+        failed = error_answer(error)
+        if failed["kind"] == OTHER:
             traceback.print_exc()
-        return answer
+        return failed
 
 
 def error_answer(error: Exception) -> dict[str, Any]:

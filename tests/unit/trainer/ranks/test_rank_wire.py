@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollover.engine.process.wire import Channel
 from rollover.trainer.objective import Counts
 from rollover.trainer.ranks import wire
 from rollover.types import Media
+from rollover.workers.framing import Channel, encode
 from samples import random_samples
 
 
@@ -29,9 +29,9 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
 def passed(ends: tuple[Channel, Channel], *messages: dict[str, Any]) -> list[dict[str, Any]]:
     """The messages as they arrive, sent while they are read: a socket holds little."""
     left, right = ends
-    sending = threading.Thread(target=lambda: [wire.send(left, message, 60.0) for message in messages])
+    sending = threading.Thread(target=lambda: [left.send(encode(message)) for message in messages])
     sending.start()
-    found = [wire.receive(right, 60.0) for _ in messages]
+    found = [right.receive() for _ in messages]
     sending.join()
     return found
 
@@ -78,12 +78,12 @@ def test_large_and_empty_arrays_arrive_between_others(ends: tuple[Channel, Chann
 
 def test_what_is_no_array_is_not_sent(ends: tuple[Channel, Channel]) -> None:
     with pytest.raises(TypeError, match="a set cannot be sent"):
-        wire.send(ends[0], {"values": {1, 2}})
+        encode({"values": {1, 2}})
 
 
 def test_an_end_that_is_closed_is_noticed_within_a_message(ends: tuple[Channel, Channel]) -> None:
-    ends[0].send({"text": "{}", "bytes": 100})
-    ends[0].send_bytes(memoryview(b"half"))
+    header, _ = encode({"array": np.ones(100)})
+    ends[0].send([header, b"half"])
     ends[0].close()
     with pytest.raises(ConnectionError):
-        wire.receive(ends[1], 60.0)
+        ends[1].receive()

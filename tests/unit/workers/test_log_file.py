@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollover.engine.remote.server_log import ServerLog
+from rollover.workers.log_file import LogFile
 
 
-def write(log: ServerLog, *lines: str) -> None:
+def write(log: LogFile, *lines: str) -> None:
     with log.open() as file:
         file.write("".join(f"{line}\n" for line in lines).encode())
 
 
 def test_a_start_appends_to_what_was_printed_before(tmp_path: Path) -> None:
-    log = ServerLog(tmp_path / "logs" / "server-0.log")
+    log = LogFile(tmp_path / "logs" / "server-0.log")
     write(log, "first")
     write(log, "second")
     text = log.path.read_text()
@@ -21,7 +21,7 @@ def test_a_start_appends_to_what_was_printed_before(tmp_path: Path) -> None:
 
 
 def test_last_words_are_those_of_the_last_start(tmp_path: Path) -> None:
-    log = ServerLog(tmp_path / "server-0.log")
+    log = LogFile(tmp_path / "server-0.log")
     assert log.last_words() == ""
     write(log, "an error of before")
     write(log)
@@ -31,7 +31,7 @@ def test_last_words_are_those_of_the_last_start(tmp_path: Path) -> None:
 
 
 def test_it_never_takes_more_than_twice_its_limit_and_the_process_writes_on(tmp_path: Path) -> None:
-    log = ServerLog(tmp_path / "server-0.log", most_bytes=100)
+    log = LogFile(tmp_path / "server-0.log", most_bytes=100)
     with log.open() as file:
         for number in range(50):
             file.write(f"line {number:03}\n".encode())

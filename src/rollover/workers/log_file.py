@@ -1,4 +1,4 @@
-"""What a server of ours prints: one file, appended to whenever it is started again, and bounded in size."""
+"""The output of a child process: one file, appended to at each start, and bounded in size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LAST_LINES = 5
 _STARTED = "--- started "
 
 
-class ServerLog:
+class LogFile:
     """The file `path`. When it has more than `most_bytes`, what is in it replaces `<path>.1`, and it begins again."""
 
     def __init__(self, path: Path, most_bytes: int = _MOST_BYTES) -> None:

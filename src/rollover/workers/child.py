@@ -1,0 +1,66 @@
+"""The child's end of a `Worker` (worker.py)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from rollover.functions import explained
+from rollover.workers.framing import Channel, encode
+
+
+class ReplyTooLong(ValueError):
+    """The reply was not sent. The text says how long it is."""
+
+
+class Calls:
+    """Iterates over the parent's calls until the connection ends. Each is answered by one or more replies.
+
+    It takes the standard input, which is the connection, for itself. Other code in the process may print, which goes to
+    the standard error, and read, which finds nothing. A copy of the process that user code forks, and that returns from
+    the user's function, ends at its first reply.
+
+    `max_bytes`: of a reply.
+    """
+
+    def __init__(self, max_bytes: int = 1 << 40) -> None:
+        self._channel, self._max_bytes = Channel(socket.socket(fileno=os.dup(0))), max_bytes
+        self._pid, self._call = os.getpid(), 0
+        os.dup2(2, 1)
+        with open(os.devnull) as null:
+            os.dup2(null.fileno(), 0)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while True:
+            try:
+                message = self._channel.receive()
+            except OSError:
+                return
+            self._call = message.pop("call")
+            yield message
+
+    def reply(self, **message: Any) -> None:
+        """Reply to the present call. The process ends if the parent has. ReplyTooLong."""
+        if os.getpid() != self._pid:
+            os._exit(0)
+        buffers = encode(message | {"call": self._call})
+        if (longest := max(map(len, buffers))) > self._max_bytes:
+            raise ReplyTooLong(f"{longest / 2**20:.0f} MiB long, above {self._max_bytes >> 20} MiB")
+        try:
+            self._channel.send(buffers)
+        except OSError:
+            os._exit(0)
+
+
+def failure_of(error: BaseException) -> dict[str, Any]:
+    """A reply that says what user code raised."""
+    failure: dict[str, Any] = {"error": explained(error)}
+    return failure | {"out_of_memory": True} if isinstance(error, MemoryError) else failure
+
+
+def clear_alarm() -> None:
+    """Clear an alarm that user code left pending: it would kill a later call."""
+    signal.setitimer(signal.ITIMER_REAL, 0)

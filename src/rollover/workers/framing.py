@@ -1,0 +1,112 @@
+"""Messages over one end of a socket pair: a JSON object, whose values may be numpy arrays.
+
+    header: length of the JSON, length of the arrays ──▶ JSON, an array as its place ──▶ the bytes of all arrays
+
+Nothing is pickled, and a float32 keeps its bits. numpy is imported only where a message has an array.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+_HEADER = struct.Struct("!QQ")
+_ARRAY = "array:"  # the only key of an object that stands for an array
+_MAX_BYTES = 1 << 40
+
+
+class BadMessage(Exception):
+    """The received bytes are not a message. The text continues a sentence that begins with the sender."""
+
+
+def encode(message: Mapping[str, Any]) -> list[bytes | memoryview]:
+    """Return a message as the buffers that `Channel.send` writes. TypeError for other values."""
+    arrays: list[memoryview] = []
+
+    def place(value: object) -> object:
+        import numpy as np
+
+        if isinstance(value, np.generic):
+            return value.item()
+        if not isinstance(value, np.ndarray):
+            raise TypeError(f"a {type(value).__name__} cannot be sent")
+        if value.nbytes:
+            arrays.append(np.ascontiguousarray(value).data.cast("B"))
+        return {_ARRAY: [value.dtype.str, list(value.shape)]}
+
+    text = json.dumps(message, default=place).encode()
+    return [_HEADER.pack(len(text), sum(array.nbytes for array in arrays)) + text, *arrays]
+
+
+class Channel:
+    """One end of a connection. `max_bytes`: of the JSON, and of the arrays, of a message that is received.
+
+    One thread may send while another one receives.
+    """
+
+    def __init__(self, end: socket.socket, max_bytes: int = _MAX_BYTES) -> None:
+        self._socket, self._max_bytes = end, max_bytes
+
+    def send(self, buffers: list[bytes | memoryview]) -> None:
+        """Send an encoded message. OSError if the connection is closed."""
+        for buffer in buffers:
+            self._socket.sendall(buffer)
+
+    def receive(self) -> dict[str, Any]:
+        """Wait for the next message. OSError at the end of the connection; BadMessage."""
+        text_bytes, array_bytes = _HEADER.unpack(self._read(_HEADER.size))
+        if max(text_bytes, array_bytes) > self._max_bytes:
+            raise BadMessage(f"sent a message of more than {self._max_bytes >> 20} MiB")
+        text, arrays = self._read(text_bytes), self._read(array_bytes)
+        try:
+            message = json.loads(text, object_hook=_Restored(arrays))
+        except (ValueError, TypeError, LookupError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            raise BadMessage("sent an invalid message")
+        return message
+
+    def wait(self, limit_s: float) -> bool:
+        """Whether a message, its beginning, or the end of the connection comes within `limit_s`."""
+        return bool(select.select([self._socket], [], [], limit_s)[0])
+
+    def shut(self) -> None:
+        """End the connection at both sides, also for threads that wait in `send` or `receive`."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _read(self, num: int) -> bytearray:
+        found = bytearray(num)
+        view, have = memoryview(found), 0
+        while have < num:
+            got = self._socket.recv_into(view[have:], min(num - have, 1 << 30))
+            if not got:
+                raise ConnectionError("the other end is closed")
+            have += got
+        return found
+
+
+class _Restored:
+    """Called with each object of a message, in the order in which their arrays were placed."""
+
+    def __init__(self, data: bytearray) -> None:
+        self._data, self._used = data, 0
+
+    def __call__(self, value: dict[str, Any]) -> Any:
+        if value.keys() != {_ARRAY}:
+            return value
+        import numpy as np
+
+        dtype, shape = np.dtype(value[_ARRAY][0]), value[_ARRAY][1]
+        count = int(np.prod(shape))
+        array = np.frombuffer(self._data, dtype, count, self._used) if count else np.empty(0, dtype)
+        self._used += array.nbytes
+        return array.reshape(shape)

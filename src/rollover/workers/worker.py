@@ -1,0 +1,305 @@
+"""The parent's end of a child process that answers calls, from its start to its end.
+
+    submit ──▶ queue ──writer thread──▶ socket ──▶ child ──▶ replies ──▶ supervisor thread ──▶ on_reply
+
+The child and, with `kept`, all that it starts die with this process (processes.py). The supervisor thread notices its
+end, also between two calls, kills it when it was stopped for too long, and bounds its log. Nothing here blocks the
+caller: an event loop and threads may submit. A Worker is one process: replace it by a new one to restart it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import IO, Any
+
+from rollover.process_tree import is_stopped
+from rollover.processes import child_command, child_environment
+from rollover.workers.framing import BadMessage, Channel, encode
+from rollover.workers.log_file import LogFile
+
+_POLL_S = 0.2
+_LOG_EVERY_S = 10.0
+_EXIT_LIMIT_S = 5.0
+_GRACE_S = 0.05
+
+
+class WorkerDied(Exception):
+    """The process ended while a reply was due."""
+
+
+class BadReply(Exception):
+    """The process sent something that is not a reply to a call; the text completes "the reward worker ..."."""
+
+
+Reply = dict[str, Any] | WorkerDied | BadReply
+
+
+class Worker:
+    """A child process that runs `main(*arguments)` of `module`, whose calls are a `Calls` (child.py).
+
+    name: for messages ("the reward worker"). kept: it runs foreign code; it and all that it starts are killed together.
+    environment: `child_environment()` unless given. stderr: its output, where not this process's; a LogFile
+    is bounded in size. max_bytes: of one message. stopped_limit_s: it is killed after having been stopped (SIGSTOP)
+    for so long; a kept one after some seconds in any case. on_end: called with the Worker in its supervisor thread.
+
+    Start it in a thread that lives as long as it shall: on Linux a child dies with the thread that started it. OSError
+    where no process can be started.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        *arguments: object,
+        kept: bool = False,
+        environment: Mapping[str, str] | None = None,
+        stderr: LogFile | int | None = None,
+        max_bytes: int | None = None,
+        stopped_limit_s: float | None = None,
+        on_end: Callable[[Worker], None] = lambda worker: None,
+    ) -> None:
+        self.name, self._kept, self._on_end, self._stopped_limit_s = name, kept, on_end, stopped_limit_s
+        self._log = stderr if isinstance(stderr, LogFile) else None
+        ours, theirs = socket.socketpair()
+        opened = stderr.open() if isinstance(stderr, LogFile) else contextlib.nullcontext(stderr)
+        with opened as output, theirs:
+            try:
+                self._process = subprocess.Popen(
+                    child_command(module, *arguments, kept=kept),
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,  # until `Calls` sends to stderr what is printed
+                    stderr=output,
+                    env=child_environment() if environment is None else environment,
+                    # Ctrl-C is for the loop. A kept one in no session of its own: Linux shares the cores between
+                    # sessions first, and each would weigh as much as the trainer.
+                    process_group=0 if kept else None,
+                    start_new_session=not kept,
+                )
+            except BaseException:
+                ours.close()
+                raise
+        self._channel = Channel(ours) if max_bytes is None else Channel(ours, max_bytes)
+        self._unsent: queue.SimpleQueue[list[bytes | memoryview] | None] = queue.SimpleQueue()
+        self._pending: dict[int, Callable[[Reply], bool]] = {}
+        self._lock = threading.Lock()  # of the pending calls
+        self._num_calls = 0
+        self._over: Reply | None = None  # no reply can come any more
+        self._ended = threading.Event()
+        self._when_ended: list[Callable[[], object]] = []
+        self.stopped_s = 0.0
+        """Seconds for which it has been stopped (SIGSTOP); measured with `stopped_limit_s` only."""
+        self.last_reply = time.monotonic()
+        """When it last replied, or was started (time.monotonic)."""
+        self.pid = self._process.pid
+        """Id of the process; with `kept` of its keeper."""
+        for run in (self._write, self._supervise):
+            threading.Thread(target=run, daemon=True, name=f"{name} {run.__name__.strip('_')}").start()
+
+    @property
+    def stderr(self) -> IO[bytes] | None:
+        """What it prints, with stderr = subprocess.PIPE."""
+        return self._process.stderr
+
+    @property
+    def alive(self) -> bool:
+        """Whether it may still reply."""
+        return self._over is None and self._process.returncode is None
+
+    @property
+    def exit_code(self) -> int:
+        """How it ended: minus the number of a signal, or its exit code. Only after `wait` is True."""
+        assert self._process.returncode is not None
+        return self._process.returncode
+
+    @property
+    def num_pending(self) -> int:
+        """Calls that are not done."""
+        return len(self._pending)
+
+    def submit(self, message: Mapping[str, Any], on_reply: Callable[[Reply], bool]) -> int:
+        """Send a call, and return its number. `on_reply` gets each reply, in the supervisor thread, until it returns
+        True; or last the exception WorkerDied or BadReply, when the process has ended. TypeError for a message that
+        cannot be sent."""
+        with self._lock:
+            number = self._num_calls + 1
+            buffers = encode({**message, "call": number})
+            self._num_calls = number
+            over = self._over
+            if over is None:
+                self._pending[number] = on_reply
+                self._unsent.put(buffers)
+        if over is not None:
+            on_reply(over)
+        return number
+
+    def abandon(self, number: int) -> None:
+        """No further reply to this call is wanted. One that comes all the same ends the process."""
+        self._pending.pop(number, None)
+
+    async def ask(
+        self,
+        message: Mapping[str, Any],
+        take: Callable[[dict[str, Any]], bool] = lambda reply: True,
+        limit_s: float | None = None,
+        *,
+        limit_each: bool = False,
+    ) -> dict[str, Any]:
+        """Send a call and hand each reply to `take`, until it returns True: that reply is returned.
+
+        TimeoutError after `limit_s`, with `limit_each` after so long without a reply; WorkerDied; BadReply. Kill the
+        process after any of them: it may still reply.
+        """
+        loop = asyncio.get_running_loop()
+        replies: asyncio.Queue[Reply] = asyncio.Queue()
+
+        def on_reply(reply: Reply) -> bool:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(replies.put_nowait, reply)
+            return False
+
+        begun = time.monotonic()
+        number = self.submit(message, on_reply)
+        try:
+            while True:
+                left_s = None if limit_s is None else begun + limit_s - time.monotonic()
+                try:
+                    async with asyncio.timeout(left_s):
+                        reply = await replies.get()
+                except TimeoutError:
+                    # A training step may hold up the event loop for longer than the limit: what came meanwhile counts.
+                    await asyncio.sleep(_GRACE_S)
+                    if replies.empty():
+                        raise
+                    reply = replies.get_nowait()
+                if isinstance(reply, Exception):
+                    raise reply
+                if take(reply):
+                    return reply
+                if limit_each:
+                    begun = time.monotonic()
+        finally:
+            self.abandon(number)
+
+    def wait(self, limit_s: float | None = None) -> bool:
+        """Whether it has ended, and its last reply was handed over, within the limit."""
+        return self._ended.wait(limit_s)
+
+    def kill(self) -> None:
+        """Begin to end it, and all that it started if it is kept. Returns at once; `wait` waits for it."""
+        with contextlib.suppress(ProcessLookupError):
+            # A keeper kills its child, and all that descends from that, and ends.
+            self._process.terminate() if self._kept else self._process.kill()
+        self._channel.shut()
+
+    async def killed(self) -> None:
+        """Kill it, and wait until it is gone."""
+        self.kill()
+        loop, gone = asyncio.get_running_loop(), asyncio.Event()
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._when_ended.append(lambda: loop.call_soon_threadsafe(gone.set))
+        await gone.wait()
+
+    def hang_up(self) -> None:
+        """End the connection, which ends the child's main function."""
+        self._channel.shut()
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """End the connection, and kill the process if it lives on for `grace_s`."""
+        self.hang_up()
+        if not self._ended.wait(grace_s):
+            self.kill()
+            self._ended.wait()
+
+    # In threads of their own
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # it ended: the other thread says so
+            while (buffers := self._unsent.get()) is not None:
+                self._channel.send(buffers)
+
+    def _supervise(self) -> None:
+        bad = None
+        log_at = time.monotonic() + _LOG_EVERY_S
+        try:
+            while True:
+                if self._channel.wait(_POLL_S):
+                    self._dispatch(self._channel.receive())
+                elif self._process.poll() is not None:
+                    break  # a process that it forked holds the connection
+                else:
+                    self._end_stopped()
+                if self._log is not None and time.monotonic() > log_at:
+                    self._log.bound()
+                    log_at = time.monotonic() + _LOG_EVERY_S
+        except (OSError, BadMessage, BadReply) as error:
+            bad = None if isinstance(error, OSError) else BadReply(str(error))
+        how = self._end(bad is not None)
+        with self._lock:
+            self._over = bad or WorkerDied(f"{self.name} died in this call ({how})")
+            pending, self._pending = self._pending, {}
+        self._unsent.put(None)
+        for on_reply in pending.values():
+            on_reply(self._over)
+        self._channel.close()
+        self._on_end(self)
+        with self._lock:
+            self._ended.set()
+        for call in self._when_ended:
+            with contextlib.suppress(RuntimeError):  # its event loop is closed
+                call()
+
+    def _dispatch(self, message: dict[str, Any]) -> None:
+        number = message.pop("call", None)
+        if not isinstance(number, int) or not 0 < number <= self._num_calls:
+            raise BadReply("answered no call" if isinstance(number, int) else "sent an invalid message")
+        self.last_reply = time.monotonic()
+        on_reply = self._pending.get(number)
+        if on_reply is None:
+            raise BadReply("answered another call")
+        if on_reply(message):
+            self._pending.pop(number, None)
+
+    def _end_stopped(self) -> None:
+        if self._stopped_limit_s is None:
+            return
+        # Counted, not measured: what stops this process, too, counts once.
+        self.stopped_s = self.stopped_s + _POLL_S if is_stopped(self._process.pid) else 0.0
+        if self.stopped_s >= self._stopped_limit_s:
+            self._process.kill()
+
+    def _end(self, at_once: bool) -> str:
+        """Wait for its end, bring it about if need be, and return how it ended."""
+        if at_once:
+            self.kill()
+        closed = False
+        try:
+            self._process.wait(_EXIT_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            closed = True
+            self._process.kill()
+            if self._kept:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        return how_it_ended(None if closed else self._process.returncode)
+
+
+def how_it_ended(code: int | None) -> str:
+    """An exit code in words; None: the process lived on."""
+    if code is None:
+        return "it closed its pipe"
+    if code >= 0:
+        return f"exit code {code}"
+    known = {s.value: s.name for s in signal.Signals}
+    return f"killed by {known.get(-code, f'signal {-code}')}"

@@ -22,9 +22,10 @@ from rollover.config import Config
 from rollover.engine.server import app as server_app
 from rollover.engine.server.app import make_app
 from rollover.engine.server.embedded import make_service
-from rollover.engine.server.requests import generate_body
+from rollover.engine.server.requests import GenerateBody
 from rollover.engine.server.service import Service
 from rollover.http_server import HttpServer
+from rollover.openai_wire import checked
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +257,7 @@ def test_weights_of_another_dtype_are_rounded_to_the_engine_s(folder: Path, tmp_
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_pause_waits_for_what_was_sampled_but_not_for_a_client_that_does_not_read(folder: Path, reads: bool) -> None:
     async def body(url: str, service: Service) -> None:
-        stream = await service.generate(generate_body(asked([5], max_tokens=900)))
+        stream = await service.generate(checked(GenerateBody, asked([5], max_tokens=900)))
 
         async def read_slowly() -> None:
             async for _ in stream.chunks():

@@ -37,7 +37,7 @@ LEVELS = [
         "text",
     },
     {"models"},
-    {"algorithms", "engine", "envs", "rewards", "tasks", "weights", "workflows"},
+    {"algorithms", "engine", "envs", "openai_wire", "rewards", "tasks", "weights", "workflows"},
     {"rollout", "recipes"},
     {"track", "checkpoint"},
     {"trainer"},

@@ -16,10 +16,11 @@ import numpy as np
 
 from rollover.engine.stop import before_stop
 from rollover.envs.answer_text import answer_decoder
-from rollover.envs.chat import Chat, sampled_turns, whole_characters
+from rollover.envs.chat import Chat, sampled_turns
 from rollover.envs.tools import Call as WrittenCall
 from rollover.envs.tools import read_calls
 from rollover.tasks.image_parts import shows_images
+from rollover.text import whole_characters
 from rollover.types import Prompt, Rollout
 from rollover.workflows.calls import Call, CallRefused, Reply, ToolCall
 from rollover.workflows.matching import Break, Conversation, canonical_tools, match, text_of

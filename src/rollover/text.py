@@ -38,11 +38,15 @@ def encodable(text: str, encoding: str = "utf-8") -> str:
     return text.encode(encoding, "replace").decode(encoding)
 
 
+def whole_characters(text: str) -> str:
+    """Return `text` with U+FFFD for each lone surrogate, which no tokenizer takes."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def named(text: str, most: int = MOST_CHARS) -> str:
     """Return `text` for a page: control and direction characters by name, lone surrogates as U+FFFD.
 
     A text longer than `most` is cut, with a note of how long it was.
     """
     note = f" [cut here: {len(text):,} characters]" if len(text) > most else ""
-    whole = text[:most].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return whole.translate(_NAMED) + note
+    return whole_characters(text[:most]).translate(_NAMED) + note

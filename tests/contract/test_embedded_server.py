@@ -22,9 +22,10 @@ from rollover.config import Config
 from rollover.engine.server import app as server_app
 from rollover.engine.server.app import make_app
 from rollover.engine.server.embedded import make_service
-from rollover.engine.server.requests import generate_body
+from rollover.engine.server.requests import GenerateBody
 from rollover.engine.server.service import Service
 from rollover.http_server import HttpServer
+from rollover.openai_wire import checked
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +232,7 @@ def test_a_body_without_end_is_not_kept(folder: Path, monkeypatch: pytest.Monkey
         async with Client(url) as client:
             for path in ("/inference/v1/generate", "/finish_weight_update", "/abort_requests", "/collective_rpc"):
                 status, answer = await client.post(path, data=b" " * 1001)
-                assert status == 400 and "1,001 bytes, and 1,000 are the most" in answer["error"]["message"], path
+                assert status == 400 and "1,001 bytes: at most 1,000 are read" in answer["error"]["message"], path
             assert (await client.post("/finish_weight_update", data=b""))[0] == 200
 
     served(folder, body)
@@ -256,7 +257,7 @@ def test_weights_of_another_dtype_are_rounded_to_the_engine_s(folder: Path, tmp_
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_pause_waits_for_what_was_sampled_but_not_for_a_client_that_does_not_read(folder: Path, reads: bool) -> None:
     async def body(url: str, service: Service) -> None:
-        stream = await service.generate(generate_body(asked([5], max_tokens=900)))
+        stream = await service.generate(checked(GenerateBody, asked([5], max_tokens=900)))
 
         async def read_slowly() -> None:
             async for _ in stream.chunks():

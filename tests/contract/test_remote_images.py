@@ -155,16 +155,16 @@ def test_a_server_takes_bytes_alone_and_checks_them(folder: Path, loaded: Loaded
     assert str(tmp_path) not in str(part)
     no_image = "data:image/png;base64," + base64.b64encode(b"none").decode()
     wrong = [
-        ({"url": path}, "content_parts.0.url"),
-        ({"url": f"file://{path}"}, "content_parts.0.url"),
-        ({"url": "http://127.0.0.1:1/x.png"}, "content_parts.0.url"),
+        ({"url": path}, "content_parts[0].url"),
+        ({"url": f"file://{path}"}, "content_parts[0].url"),
+        ({"url": "http://127.0.0.1:1/x.png"}, "content_parts[0].url"),
         ({"url": no_image}, "content_parts"),
         ({"url": other["url"]}, "content_parts"),
         ({"digest": other["digest"]}, "content_parts"),
         ({"offset": part["offset"] + 1}, "token_ids"),
         ({"count": 3}, "content_parts"),
-        ({"source": path}, "content_parts.0.source"),
-        ({"type": "video_url"}, "content_parts.0.type"),
+        ({"source": path}, "content_parts[0].source"),
+        ({"type": "video_url"}, "content_parts[0].type"),
     ]
 
     async def work(url: str, engine: RemoteEngine) -> None:

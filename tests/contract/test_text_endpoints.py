@@ -30,6 +30,7 @@ from rollover.engine.server.texts import TextEndpoints
 from rollover.http_server import HttpServer
 
 TOKENIZER = tiny.tokenizer()
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 PROMPTS = ["count to 12", "and then stop"]
 
 
@@ -142,7 +143,7 @@ def test_chat_goes_by_the_template_stops_where_it_is_told_and_draws_by_its_seed(
     (_, chat), (_, stopped), (_, first), (_, again) = asked(
         folder, "/v1/chat/completions", of, of | {"stop": [stop, ""]}, drawn, drawn
     )
-    assert chat["choices"][0]["message"] == {"role": "assistant", "content": text}
+    assert chat["choices"][0]["message"] == {"role": "assistant", "content": text, "refusal": None}
     end = stopped["choices"][0]
     assert end["message"]["content"] == text[: text.index(stop)] and end["finish_reason"] == "stop"
     assert first["choices"] == again["choices"]
@@ -163,7 +164,8 @@ def test_chat_goes_by_the_template_stops_where_it_is_told_and_draws_by_its_seed(
         ("completions", {"prompt": ["a", "b" * 2000]}, 400, "token_ids"),
         ("completions", {"prompt": "a", "model": "other"}, 404, "model"),
         ("chat/completions", {"messages": [], "max_tokens": 3}, 400, "messages"),
-        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True}, 400, "stream"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [TOOL]}, 400, "tools"),
+        ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
         ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages"),
     ],
 )
@@ -257,7 +259,29 @@ def test_what_cannot_be_answered_is_refused_with_its_field(folder: Path) -> None
 def test_images_of_messages_are_refused(folder: Path) -> None:
     """A template would leave them out without a word."""
     text, image = {"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
-    bodies = ({"messages": [{"role": "user", "content": content}]} for content in ([text, image], ["a"], "a"))
-    found = asked(folder, "/v1/chat/completions", *(body | {"max_tokens": 1} for body in bodies))
-    assert [status for status, _ in found] == [400, 400, 200]
-    assert "only those of type text are taken" in found[0][1]["error"]["message"]
+    contents = ([text, image], ["a"], [text], "a")
+    bodies = ({"messages": [{"role": "user", "content": content}]} for content in contents)
+    found = asked(folder, "/v1/chat/completions", *(body | {"max_tokens": 1, "temperature": 0} for body in bodies))
+    assert [status for status, _ in found] == [400, 400, 200, 200]
+    assert "a list of parts of type text" in found[0][1]["error"]["message"]
+    assert found[2][1]["choices"] == found[3][1]["choices"], "a part of text is its text"
+
+
+def test_the_openai_client_reads_answers_streams_and_errors(folder: Path) -> None:
+    openai = pytest.importorskip("openai")
+
+    async def body(url: str) -> None:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            ask: Any = client.chat.completions.create
+            of = {"model": str(folder), "messages": [{"role": "user", "content": "count"}], "max_tokens": 6, "seed": 1}
+            done = await ask(**of, extra_body={"return_token_ids": True})
+            assert len(done.choices[0].model_dump()["token_ids"]) == done.usage.completion_tokens
+            stream = await ask(**of, stream=True, stream_options={"include_usage": True})
+            chunks = [chunk async for chunk in stream]
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+            assert text == done.choices[0].message.content and chunks[-1].usage == done.usage
+            with pytest.raises(openai.NotFoundError) as missing:
+                await ask(**of | {"model": "other"})
+            assert missing.value.code == "model_not_found"
+
+    served(folder, body)

@@ -48,6 +48,12 @@ def stop_reason(
     return StopReason.PAUSED if num_new == request.pause_after else None
 
 
+def before_stop(text: str, stop_strings: Sequence[str]) -> str:
+    """Return the text up to the first stop string in it."""
+    ends = [end for stop in stop_strings if (end := text.find(stop)) >= 0]
+    return text[: min(ends, default=len(text))]
+
+
 def last_of(request: ExtendRequest, new_tokens: Sequence[int]) -> Callable[[int], Sequence[int]]:
     """`last` of `stop_reason`, for who holds the new tokens alone."""
 

@@ -19,6 +19,7 @@ from jinja2 import TemplateError
 
 from rollover.envs.tools import definitions, with_system_text
 from rollover.models.chat_template import prompt_arguments
+from rollover.text import whole_characters
 from rollover.types import Media, Prompt, Rollout, images_in, without_sources
 
 if TYPE_CHECKING:
@@ -213,11 +214,6 @@ class Chat:
 
     def _encode(self, text: str, **options: Any) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, **options)["input_ids"])
-
-
-def whole_characters(text: str) -> str:
-    """The text with U+FFFD for half a surrogate pair, which no tokenizer takes."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def sampled_turns(rollout: Rollout) -> list[list[int]]:

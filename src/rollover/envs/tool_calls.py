@@ -13,13 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rollover.envs.chat import whole_characters
 from rollover.envs.tools import Call, MalformedCall
 from rollover.envs.user_code import Outcome, UserCode
 from rollover.functions import said_by
 from rollover.images import NotStored, is_image
 from rollover.tasks.image_parts import holds_media, with_images_of_program
-from rollover.text import printable
+from rollover.text import printable, whole_characters
 
 Content = str | list[dict[str, Any]]
 """Of a message: a text, or parts, as in types.Task."""

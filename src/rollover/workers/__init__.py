@@ -1,2 +1,2 @@
-"""Child processes of this project that answer calls: `Worker` in the parent (worker.py), `Calls` in the child
-(child.py), one framing between them (framing.py)."""
+"""Child processes that answer calls: `Worker` in the parent (worker.py), `Calls` in the child (child.py). Members that
+fail and come back, and the calls that wait for one: pool.py."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rollover.openai_wire import Refusal
 from rollover.tasks.image_parts import shows_images
 from rollover.types import SamplingParams, StopReason
 
@@ -79,14 +80,8 @@ class Reply:
         return message
 
 
-class CallRefused(ValueError):
-    """A call that is not answered. `status`, `code` and `param` as in an error of the OpenAI API."""
-
-    status, code = 400, "invalid_request"
-
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
+class CallRefused(Refusal):
+    """A call that is not answered."""
 
 
 class NotSupported(CallRefused):

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rollover.engine.stop import before_stop
 from rollover.envs.answer_text import answer_decoder
-from rollover.envs.chat import Chat, sampled_turns, whole_characters
+from rollover.envs.chat import Chat, sampled_turns
 from rollover.envs.tools import Call as WrittenCall
 from rollover.envs.tools import read_calls
 from rollover.tasks.image_parts import shows_images
+from rollover.text import whole_characters
 from rollover.types import Prompt, Rollout
 from rollover.workflows.calls import Call, CallRefused, Reply, ToolCall
 from rollover.workflows.matching import Break, Conversation, canonical_tools, match, text_of
@@ -185,7 +187,7 @@ class Conversations:
             text = self.chats.of(of.call.tools).text(ids.tolist())
         else:
             text = self.chats.decode(ids.tolist())
-        text = _before_stop(text, of.call.stop)
+        text = before_stop(text, of.call.stop)
         reply_id = f"{rollout.rollout_id}/{of.num_turns}"
         calls: tuple[ToolCall, ...] = ()
         if of.call.tools and of.call.reads_calls:
@@ -251,11 +253,6 @@ def _last_tokens(rollout: Rollout, num: int) -> tuple[np.ndarray, np.ndarray, np
         versions.append(np.full(len(segment), segment.policy_version, np.int32))
     first = rollout.num_tokens - num
     return tuple(np.concatenate(parts)[first:] for parts in (ids, logprobs, versions))  # type: ignore[return-value]
-
-
-def _before_stop(text: str, stop: Sequence[str]) -> str:
-    ends = [end for end in (text.find(string) for string in stop) if end >= 0]
-    return text[: min(ends)] if ends else text
 
 
 def _split_calls(text: str, tool_format: str, reply_id: str) -> tuple[str, tuple[ToolCall, ...]]:

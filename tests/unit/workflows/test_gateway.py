@@ -320,9 +320,7 @@ def _half_a_character() -> bytes:
     return json.dumps({"model": "policy", "messages": USER, "a\ud800": 1}).encode()
 
 
-@pytest.mark.parametrize(
-    ("asked", "why"), [(b"[" * 200_000, b"no JSON"), (_half_a_character(), b"a\\ud800 cannot be honoured here")]
-)
+@pytest.mark.parametrize(("asked", "why"), [(b"[" * 200_000, b"no JSON"), (_half_a_character(), b"no Unicode")])
 def test_a_body_that_cannot_be_read_or_shown_is_refused(asked: bytes, why: bytes):
     async def body(client: Any) -> None:
         def post() -> tuple[int, bytes]:

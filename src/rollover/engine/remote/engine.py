@@ -150,7 +150,7 @@ class RemoteEngine:
         avoid: set[str] = set()
         fruitless = 0
         while generation.reason is None and not generation.interrupted:
-            server = await self._fleet.line.place(generation, avoid)
+            server = await self._fleet.place(generation, avoid)
             if server is None:
                 return
             num = len(generation.tokens)
@@ -158,7 +158,7 @@ class RemoteEngine:
                 try:
                     await self._attempt(generation, server, images).run()
                 finally:
-                    self._fleet.line.leave(server)
+                    self._fleet.leave(server)
             except ServerFailed:
                 self._counts.lost_requests += 1
                 avoid.add(server.name)

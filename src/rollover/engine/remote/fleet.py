@@ -4,29 +4,29 @@
                                      ▲    │  rollouts are placed here alone; those of a lost server wait for the next
                wake, with new weights└────┴sleep: watched, gets no rollout; no server starts meanwhile
 
-Owns one task a server. A server that sends no token must answer /weight_info within `server_timeout_s` (/health is
-answered while the engine behind it hangs). When none serves for `give_up_s`, whoever waits gets EngineDied.
+Owns which server serves, and with which weights; workers/pool.py starts them again. A server that sends no token must
+answer /weight_info within `server_timeout_s` (/health is answered while the engine behind it hangs). When none serves
+for `give_up_s`, whoever waits gets EngineDied.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollover.back_off import BackOff
-from rollover.ending import end_tasks
 from rollover.engine.protocol import EngineDied
 from rollover.engine.remote.delivery import Deliveries, resume, sleep, wake
 from rollover.engine.remote.endpoints import check_generates, lacking
+from rollover.engine.remote.generation import Generation
 from rollover.engine.remote.hosts import Host
-from rollover.engine.remote.line import Line
 from rollover.engine.remote.routing import Router
 from rollover.engine.remote.server import Server
 from rollover.engine.remote.wire import FIRST_LABEL, Refused, ServerFailed, longest_of, version_of
 from rollover.weights.protocol import Parcel
+from rollover.workers.pool import Line, Pool, set_within
 
 _PROBES_PER_TIMEOUT = 4
 _LATE = 0.25  # a time-out that is noticed by this share too late says that the event loop stood still
@@ -48,13 +48,13 @@ class Fleet:
     def __init__(
         self, hosts: Sequence[Host], router: Router, deliveries: Deliveries, limits: Limits, say: Callable[[str], None]
     ) -> None:
-        self.hosts, self.deliveries, self.limits, self.say = hosts, deliveries, limits, say
+        self.hosts, self.router, self.deliveries, self.limits, self.say = hosts, router, deliveries, limits, say
         self.parcel: Parcel | None = None
         """The newest weights: nobody serves with others for long."""
         self.num_ejections = 0
         self._servers: dict[str, Server] = {}
-        self.line = Line(router, self._servers)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._line = Line(self._choose, lambda server: router.end(server.name))
+        self._pool = Pool(hosts, self._life, self._on_failure, self._line)
         self._none_since: float | None = None
         self.awake = asyncio.Event()
         """Set while servers may have their GPUs."""
@@ -69,23 +69,43 @@ class Fleet:
     def start(self, parcel: Parcel) -> None:
         """Let the servers join, with these weights."""
         self.parcel = parcel
-        if not self._tasks:
+        if not self._pool.started:
             self._up = {host.name for host in self.hosts}
             self._none_since = time.monotonic()
-            self._tasks = [asyncio.ensure_future(self._keep(host)) for host in self.hosts]
-            self._tasks.append(asyncio.ensure_future(self._mind_the_end()))
-            for task in self._tasks:
-                task.add_done_callback(self._on_end)
+            self._pool.start(self._mind_the_end())
 
     async def close(self) -> None:
-        await end_tasks(self._tasks)
+        await self._pool.close()
         for server in list(self._servers.values()):
             await self._part_with(server, "the engine is closed")
         for host in self.hosts:
             await host.close()
-        self.line.end(None)
+        self._line.end(None)
 
     # Rollouts
+
+    async def place(self, generation: Generation, avoid: Collection[str] = ()) -> Server | None:
+        """A server with room for it, counted there until `leave`. Waits for one; None if it is interrupted meanwhile.
+
+        One of `avoid` only where there is no other at all. EngineDied, should there never be one again.
+        """
+        return await self._line.place((generation, avoid), until=generation.end)
+
+    def leave(self, server: Server) -> None:
+        """A rollout that was placed there has ended."""
+        self._line.leave(server)
+
+    def _choose(self, call: tuple[Generation, Collection[str]]) -> Server | None:
+        generation, avoid = call
+        if generation.end.is_set():
+            return None
+        rollout_id, least = generation.request.rollout_id, generation.newest_version
+        able = [name for name, server in self._servers.items() if _may(server, least)]
+        name = self.router.choose(rollout_id, able, avoid)
+        if name is None:
+            return None
+        self.router.begin(rollout_id, name)
+        return self._servers[name]
 
     def working(self) -> set[str]:
         """The rollouts that a server is at: not those that wait for one, or whose server is given new weights."""
@@ -104,7 +124,7 @@ class Fleet:
     async def update(self, parcel: Parcel) -> None:
         """Every server that serves has these weights when this returns, awake; one that could not take them serves no
         more."""
-        self.line.check()
+        self._line.check()
         self.parcel = parcel
         self.awake.set()
         if not self.serving and self._none_since is None:
@@ -123,13 +143,13 @@ class Fleet:
                 server.sleeps = False
         except ServerFailed as error:
             await self._eject(server, f"it did not take the weights of version {parcel.version}: {error}")
-        self.line.move()
+        self._line.move()
 
     # Sleep
 
     async def sleep(self) -> None:
         """Free the GPUs of all servers until `update`. A server that cannot sleep is ended; none starts meanwhile."""
-        self.line.check()
+        self._line.check()
         self.awake.clear()
         self._none_since = None
         await self._settle()  # a server that starts has its GPU already
@@ -139,7 +159,7 @@ class Fleet:
     async def _settle(self) -> None:
         """Wait until each server that is up serves."""
         while self._up - {server.name for server in self.serving}:
-            self.line.check()
+            self._line.check()
             await asyncio.sleep(0.01)
 
     async def _put_to_sleep(self, server: Server) -> None:
@@ -157,36 +177,33 @@ class Fleet:
 
     # One server
 
-    async def _keep(self, host: Host) -> None:
-        """For ever: let it join, watch it until it fails, part with it, wait a little."""
-        back_off = BackOff()
-        while True:
-            while not (self.awake.is_set() or host.name in self._up):
-                await self.awake.wait()
-            self._up.add(host.name)
-            back_off.begin()
-            server = None
-            try:
-                server = await host.ready()
-                self._servers[server.name] = server
-                await self._join(server)
-                back_off.works()
-                why = await self._watch(server)
-            except (ServerFailed, OSError) as error:  # the second where it could not even be started
-                why = f"it could not join: {error}"
-            news = back_off.is_news(why)
-            there = server is not None and self._servers.get(server.name) is server
-            if server is not None and there and server.serves:
-                await self._eject(server, why)
-            elif server is None or there:
-                self._why_not[host.name] = why
-                if news:
-                    self.say(f"the server {host.name}: {why}; it is tried again")
-                if server is not None:
-                    await self._part_with(server, why)
-            await host.discard()
-            self._up.discard(host.name)
-            await asyncio.sleep(back_off.pause_s())
+    async def _life(self, host: Host, works: Callable[[], None]) -> str:
+        """Let it join, and watch it until it fails. Returns why; "" where it was given up meanwhile."""
+        while not (self.awake.is_set() or host.name in self._up):
+            await self.awake.wait()
+        self._up.add(host.name)
+        try:
+            server = await host.ready()
+            self._servers[server.name] = server
+            await self._join(server)
+            works()
+            why = await self._watch(server)
+        except (ServerFailed, OSError) as error:  # the second where it could not even be started
+            return f"it could not join: {error}"
+        return why if server.serves else ""
+
+    async def _on_failure(self, host: Host, why: str, is_news: bool) -> None:
+        server = self._servers.get(host.name)
+        if server is not None and server.serves:
+            await self._eject(server, why)
+        elif why:
+            self._why_not[host.name] = why
+            if is_news:
+                self.say(f"the server {host.name}: {why}; it is tried again")
+            if server is not None:
+                await self._part_with(server, why)
+        await host.discard()
+        self._up.discard(host.name)
 
     async def _join(self, server: Server) -> None:
         """It answers, and has the newest weights: from now on it serves. ServerFailed if it cannot."""
@@ -206,19 +223,17 @@ class Fleet:
         server.last_token = time.monotonic()
         server.failed.clear()
         server.serves = True
-        self.line.router.add(server.name)
+        self.router.add(server.name)
         self._none_since = None
-        self.line.move()
+        self._line.move()
 
     async def _watch(self, server: Server) -> str:
         """Returns why it can serve no more, as soon as that is known."""
         interval_s = self.limits.server_timeout_s / _PROBES_PER_TIMEOUT
         while server.serves:
-            try:
-                await asyncio.wait_for(server.failed.wait(), interval_s)
-            except TimeoutError:
-                if server.updating or time.monotonic() - server.last_token < interval_s:
-                    continue
+            failed = await set_within(server.failed, interval_s)
+            if not failed and (server.updating or time.monotonic() - server.last_token < interval_s):
+                continue
             if server.updating:
                 await asyncio.sleep(0.01)
                 continue
@@ -233,7 +248,7 @@ class Fleet:
                 why = "it was started again" if label == FIRST_LABEL else "another run uses it, too: give each its own"
                 return f"it has the weights {label!r}, which it was not given: {why}"
             server.failed.clear()
-            self.line.move()
+            self._line.move()
         return ""
 
     async def _answers(self, server: Server, path: str) -> dict[str, Any]:
@@ -269,7 +284,7 @@ class Fleet:
             attempt.lose(why)
         while server.attempts:
             await asyncio.sleep(0)
-        self.line.router.remove(server.name)
+        self.router.remove(server.name)
         self._servers.pop(server.name, None)
         await server.client.close()
         if not self.serving and self._none_since is None and self.awake.is_set():
@@ -288,7 +303,8 @@ class Fleet:
                     f" (engine.give_up_s){whys}"
                 )
 
-    def _on_end(self, task: asyncio.Task[None]) -> None:
-        """These tasks end by an error alone, which is that of whoever asks for anything from then on."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.line.end(error)
+
+def _may(server: Server, least: int | None) -> bool:
+    """Whether a rollout may go there now, whose tokens are of version `least`: versions never go back in a rollout."""
+    able = server.serves and not (server.updating or server.sleeps or server.failed.is_set())
+    return able and server.version is not None and (least is None or server.version >= least)

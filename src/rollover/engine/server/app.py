@@ -15,10 +15,8 @@ Owns the connections and the forms of the answers: what is refused has vLLM's {"
 
 from __future__ import annotations
 
-import asyncio
-import json
-import math
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -29,15 +27,14 @@ from starlette.types import Receive, Scope, Send
 
 import rollover
 from rollover.engine.server import metrics
-from rollover.engine.server.requests import Refusal, choice, flag, generate_body, text_field
+from rollover.engine.server.requests import GenerateBody, choice, flag, text_field
 from rollover.engine.server.service import TAGS, Service
 from rollover.engine.server.stream import Chunk, Stream
-from rollover.engine.server.texts import TextEndpoints
-from rollover.http_server import body_of, until_gone
+from rollover.engine.server.texts import AbortedWithClient, TextEndpoints, refused
+from rollover.http_server import body_of
+from rollover.openai_wire import DONE, Refusal, checked, event, finite, json_of, model_list, usage
 
 MOST_BODY_BYTES = 2**26
-_NO_LOGPROB = -9999.0
-_DONE = b"data: [DONE]\n\n"
 _Answer = Callable[[Request], Awaitable[Response]]
 
 
@@ -96,9 +93,11 @@ class _Endpoints:
         }
 
     async def _generate(self, request: Request) -> Response:
-        body = generate_body(await _json(request))
+        body = checked(GenerateBody, await _json(request))
         stream = await self.service.generate(body)
-        return _StreamedAnswer(self.service, stream) if body.stream else _WholeAnswer(self.service, stream)
+        if body.stream:
+            return _StreamedAnswer(self.service, stream)
+        return AbortedWithClient(self.service, [stream], partial(_whole, self.service, stream))
 
     async def _abort(self, request: Request) -> Response:
         body = await _object(request)
@@ -169,43 +168,15 @@ class _Endpoints:
         return PlainTextResponse(await metrics.text(self.service), media_type="text/plain; version=0.0.4")
 
     def _model_list(self) -> dict[str, Any]:
-        model = {"id": self.service.model_name, "object": "model", "owned_by": "rollover"}
-        return {"object": "list", "data": [model | {"max_model_len": self.service.engine.max_tokens}]}
+        return model_list([self.service.model_name], max_model_len=self.service.engine.max_tokens)
 
 
-class _WholeAnswer(Response):
-    """One JSON object, when the last token is there. A client that goes away before aborts its request."""
+class _StreamedAnswer(AbortedWithClient):
+    """Server-sent events: a chunk for each token, then [DONE]."""
 
     def __init__(self, service: Service, stream: Stream) -> None:
-        self.service, self.stream, self.background = service, stream, None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(until_gone(receive))
-        gone.add_done_callback(lambda _: self.service.abort(self.stream))
-        try:
-            await self.answer(scope, receive, send)
-        finally:
-            gone.cancel()
-
-    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
-        try:
-            chunks = [chunk async for some in self.stream.chunks() for chunk in some]
-        except Refusal as error:
-            await _refused(error)(scope, receive, send)
-            return
-        whole = {
-            "request_id": self.stream.full_id,
-            "model": self.service.model_name,
-            "choices": [_choice(Chunk.joined(chunks), self.stream)],
-            "usage": _usage(self.stream),
-            **_prompt(self.stream),
-        }
-        await JSONResponse(whole)(scope, receive, send)
-
-
-class _StreamedAnswer(_WholeAnswer):
-    """Server-sent events: a chunk for each token, then [DONE]."""
+        super().__init__(service, [stream], partial(_whole, service, stream))
+        self.stream = stream
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it, as it comes."""
@@ -215,25 +186,36 @@ class _StreamedAnswer(_WholeAnswer):
             prompt = _prompt(self.stream)
             async for chunks in self.stream.chunks():
                 first = self._event([_choice(chunks[0], self.stream)], **prompt)
-                rest = b"".join(self._event([_choice(chunk, self.stream)]) for chunk in chunks[1:])
+                rest = "".join(self._event([_choice(chunk, self.stream)]) for chunk in chunks[1:])
                 body, prompt = first + rest, {}
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-            options, last = self.stream.body.stream_options, b""
+                await send({"type": "http.response.body", "body": body.encode(), "more_body": True})
+            options, last = self.stream.body.stream_options, ""
             if options is not None and options.include_usage:
                 last = self._event([], usage=_usage(self.stream))
         except Refusal as error:
-            last = _event(error.as_json())
-        await send({"type": "http.response.body", "body": last + _DONE, "more_body": False})
+            last = event(error.as_json())
+        await send({"type": "http.response.body", "body": (last + DONE).encode(), "more_body": False})
 
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return _event({"request_id": self.stream.full_id, "choices": choices, **more})
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
+        return event({"request_id": self.stream.full_id, "choices": choices, **more})
+
+
+async def _whole(service: Service, stream: Stream) -> Response:
+    whole = {
+        "request_id": stream.full_id,
+        "model": service.model_name,
+        "choices": [_choice(await stream.joined(), stream)],
+        "usage": _usage(stream),
+        **_prompt(stream),
+    }
+    return JSONResponse(whole)
 
 
 def _choice(chunk: Chunk, stream: Stream) -> dict[str, Any]:
     logprobs = None
     if stream.body.sampling_params.logprobs is not None:
         pairs = zip(chunk.token_ids, chunk.logprobs, strict=True)
-        logprobs = {"content": [{"token_id": token, "logprob": _finite(logprob)} for token, logprob in pairs]}
+        logprobs = {"content": [{"token_id": token, "logprob": finite(logprob)} for token, logprob in pairs]}
     return {
         "index": 0,
         "token_ids": chunk.token_ids,
@@ -242,11 +224,6 @@ def _choice(chunk: Chunk, stream: Stream) -> dict[str, Any]:
         "stop_reason": chunk.stop_reason,
         "weight_versions": chunk.weight_versions,
     }
-
-
-def _finite(logprob: float) -> float:
-    """JSON has no NaN: vLLM's number stands for it."""
-    return logprob if math.isfinite(logprob) else _NO_LOGPROB
 
 
 def _prompt(stream: Stream) -> dict[str, Any]:
@@ -259,17 +236,7 @@ def _prompt(stream: Stream) -> dict[str, Any]:
 
 
 def _usage(stream: Stream) -> dict[str, int]:
-    num_prompt = len(stream.body.token_ids)
-    total = num_prompt + stream.num_tokens
-    return {"prompt_tokens": num_prompt, "completion_tokens": stream.num_tokens, "total_tokens": total}
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
-
-
-def _refused(error: Refusal) -> Response:
-    return JSONResponse(error.as_json(), status_code=error.status)
+    return usage(len(stream.body.token_ids), stream.num_tokens)
 
 
 def _refusing(answer: _Answer) -> _Answer:
@@ -277,7 +244,7 @@ def _refusing(answer: _Answer) -> _Answer:
         try:
             return await answer(request)
         except Refusal as error:
-            return _refused(error)
+            return refused(error)
 
     return answer_or_refuse
 
@@ -297,33 +264,14 @@ def _always(value: Callable[[], dict[str, Any]]) -> _Answer:
 
 
 async def _json(request: Request) -> Any:
-    return _parsed(await _bytes(request))
-
-
-async def _bytes(request: Request) -> bytes:
-    body = await body_of(request, MOST_BODY_BYTES)
-    if isinstance(body, int):
-        raise Refusal(f"body: {body:,} bytes, and {MOST_BODY_BYTES:,} are the most that are read", "body")
-    return body
-
-
-def _parsed(text: bytes) -> Any:
-    try:
-        value = json.loads(text)
-        if b"\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # half of a pair of surrogates: no answer could repeat it, and no tokenizer reads it
-        raise Refusal("body: a text in it is no Unicode", "body") from None
-    except (ValueError, RecursionError) as error:  # the second where it is nested too deeply
-        raise Refusal(f"body: no JSON ({error})", "body") from error
-    return value
+    return json_of(await body_of(request, MOST_BODY_BYTES), MOST_BODY_BYTES)
 
 
 async def _object(request: Request, *, may_be_empty: bool = False) -> dict[str, Any]:
-    body = await _bytes(request)
+    body = await body_of(request, MOST_BODY_BYTES)
     if may_be_empty and not body:
         return {}
-    value = _parsed(body)
+    value = json_of(body, MOST_BODY_BYTES)
     if not isinstance(value, dict):
         raise Refusal("body: a JSON object is wanted", "body")
     return value

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rollover.engine.server.requests import ImagePart, Refusal
+from rollover.engine.server.requests import ImagePart
+from rollover.openai_wire import Refusal
 from rollover.types import Media
 
 if TYPE_CHECKING:

@@ -4,42 +4,20 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from rollover.config.logits import LogitsProcessing
 from rollover.engine.protocol import ExtendRequest
 from rollover.images import Places, stored
+from rollover.openai_wire import Fields, Number, Refusal, StreamOptions
 from rollover.types import Media, Prompt, SamplingParams
 
 _SEED_BITS = 2**64 - 1
-Number = Annotated[float, Field(allow_inf_nan=False)]
 _Token = Annotated[str, Field(pattern=r"^\d{1,9}$")]
 _Whole2 = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=2)]
 _Bias = Annotated[Number, Field(ge=-100, le=100)]
-
-
-class Refusal(Exception):
-    """A request that is answered with `status` and the reason. `param`: the field that is wrong."""
-
-    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
-        super().__init__(message)
-        self.param, self.status = param, status
-
-    def as_json(self) -> dict[str, Any]:
-        """The body of the answer, as vLLM has it."""
-        kind = {400: "BadRequestError", 404: "NotFoundError"}.get(self.status, "InternalServerError")
-        return {"error": {"message": str(self), "type": kind, "code": self.status, "param": self.param}}
-
-
-class Fields(BaseModel):
-    """What a client sends: other names, and values of other types, are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-_Kind = TypeVar("_Kind", bound=Fields)
 
 
 class SamplingFields(Fields):
@@ -96,13 +74,6 @@ class SamplingFields(Fields):
             repetition_penalty=self.repetition_penalty or 1.0,
             min_new_tokens=self.min_tokens,
         )
-
-
-class StreamOptions(Fields):
-    """`stream_options`."""
-
-    include_usage: bool = False
-    continuous_usage_stats: Literal[False] = False
 
 
 class ImagePart(Fields):
@@ -170,21 +141,6 @@ class GenerateBody(Fields):
             stop_strings=asked.stop_strings,
             processing=asked.processing(),
         )
-
-
-def generate_body(value: Any) -> GenerateBody:
-    """The body that this JSON value is. Refusal that names the first wrong field."""
-    return checked(GenerateBody, value)
-
-
-def checked(kind: type[_Kind], value: Any) -> _Kind:
-    """The fields that this JSON value has. Refusal that names the first wrong one."""
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        param = ".".join(map(str, first["loc"])) or "body"
-        raise Refusal(f"{param}: {first['msg']}", param) from None
 
 
 def text_field(body: Any, name: str) -> str:

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rollover.engine.protocol import Engine, ExtendRequest
 from rollover.engine.server.images import CheckedImages
-from rollover.engine.server.requests import GenerateBody, Refusal
+from rollover.engine.server.requests import GenerateBody
 from rollover.engine.server.stream import Stream
+from rollover.openai_wire import Refusal
 from rollover.types import Segment, StopReason
 from rollover.weights.verified import Verifier, shapes_of
 
@@ -110,10 +111,15 @@ class Service:
     def _decoded(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
+    def check_model(self, name: str | None) -> None:
+        """Refusal of another model than the served one. None: the request names none."""
+        if name not in (None, self.model_name):
+            why = f"model: there is no {name!r} here, but {self.model_name!r}"
+            raise Refusal(why, "model", 404, code="model_not_found")
+
     async def generate(self, body: GenerateBody) -> Stream:
         """Begin this request. Refusal of what can never work."""
-        if body.model not in (None, self.model_name):
-            raise Refusal(f"model: there is no {body.model!r} here, but {self.model_name!r}", "model", 404)
+        self.check_model(body.model)
         rollout_id = next(self._ids)
         media = await self._images.of(body.content_parts) if body.content_parts else ()
         request = body.request(rollout_id, self.engine.max_tokens, self._eos, secrets.randbits(63), media)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rollover.engine.server.requests import GenerateBody, Refusal
+from rollover.engine.server.requests import GenerateBody
+from rollover.openai_wire import Refusal, finish_reason
 from rollover.types import StopReason
-
-_FINISHED = {StopReason.EOS: "stop", StopReason.STOP_STRING: "stop", StopReason.LENGTH: "length"}
 
 
 @dataclass(frozen=True)
@@ -25,14 +24,6 @@ class Chunk:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     weight_versions: list[dict[str, Any]] | None = None
-
-    @classmethod
-    def joined(cls, chunks: list[Chunk]) -> Chunk:
-        """All of a request's chunks as one."""
-        last = chunks[-1]
-        tokens = [token for chunk in chunks for token in chunk.token_ids]
-        logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
-        return cls(tokens, logprobs, last.finish_reason, last.stop_reason, last.weight_versions)
 
 
 class Stream:
@@ -72,7 +63,9 @@ class Stream:
         if reason is None:
             self._chunks.put_nowait(Chunk([token], [logprob]))
         else:
-            self._end(Chunk([token], [logprob], _FINISHED[reason], self._stop_reason(token, reason), self._versions()))
+            self._end(
+                Chunk([token], [logprob], finish_reason(reason), self._stop_reason(token, reason), self._versions())
+            )
 
     def abort(self) -> None:
         """It ends with what it has."""
@@ -97,6 +90,13 @@ class Stream:
                 raise last
             if last.finish_reason is not None:
                 return
+
+    async def joined(self) -> Chunk:
+        """All chunks as one, when the last one is there. Raises what it failed with."""
+        chunks = [chunk async for some in self.chunks() for chunk in some]
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
+        logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
+        return replace(chunks[-1], token_ids=tokens, logprobs=logprobs)
 
     def _end(self, last: Chunk | Refusal) -> None:
         self._ended = True

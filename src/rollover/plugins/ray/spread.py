@@ -3,29 +3,26 @@
     score(group | rollout) ──▶ waits for a place, in order of arrival ──▶ RewardNode.score ──▶ Reward per request
                                    └── its node is lost: again elsewhere, before what came later; none left: it waits
 
-Owns which call is at which node, and one task a node, which starts it, looks at it and starts it again. A call whose
-node is lost has no rewards, so none is counted twice; what its node had counted until it last answered stays counted.
+Owns which call is at which node; workers/pool.py starts the nodes again. A call whose node is lost has no rewards, so
+none is counted twice; what its node had counted until it last answered stays counted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from rollover.back_off import BackOff
 from rollover.config import RewardsConfig
-from rollover.ending import end_tasks
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.registry import Mode
 from rollover.rewards.worker import COUNTERS
 from rollover.types import Reward, Task
+from rollover.workers.pool import Line, Pool, set_within
 
 _LOOK_EVERY_S = 5.0
 
@@ -93,14 +90,12 @@ class SpreadPool:
     ) -> None:
         self.config, self.nodes, self.say = rewards, nodes, say
         self._serving: list[_Serving] = []
-        self._tasks: list[asyncio.Task[None]] = []
-        self._waiting: list[tuple[int, asyncio.Future[_Serving]]] = []  # a heap
-        self._tickets = itertools.count()
-        self._began: dict[int, float] = {}  # by ticket: of calls at a node
+        self._line: Line[None, _Serving] = Line(self._choose, self._free)
+        self._pool = Pool(nodes, self._life, self._on_failure, self._line)
+        self._began: dict[int, float] = {}  # by the call's number: of calls at a node
         self._modes: dict[str, Mode] = {}
         self._counts = Counter(dict.fromkeys((f"rewards/{name}" for name in COUNTERS), 0.0))  # of pools that ended
         self._num_calls = self._num_lost = self._num_losses = 0
-        self._error: BaseException | None = None
 
     async def score(self, requests: list[ScoreRequest]) -> list[Reward]:
         """One Reward per request, in order. Never raises for a failing function: its rewards are missing."""
@@ -117,7 +112,7 @@ class SpreadPool:
     @property
     def stands_still(self) -> bool:
         """Whether there is no node at all."""
-        return bool(self._tasks) and not self._serving
+        return self._pool.started and not self._serving
 
     def stats(self) -> dict[str, float]:
         """As those of a RewardPool, of all nodes together, and what was lost with nodes."""
@@ -137,21 +132,23 @@ class SpreadPool:
 
     async def close(self) -> None:
         """End all nodes; calls that wait are cancelled."""
-        await end_tasks(self._tasks)
-        for _, place in self._waiting:
-            place.cancel()
+        await self._pool.close()
+        self._line.end(None)
         await asyncio.gather(*(node.close() for node in self.nodes))
 
     # Calls
 
     async def _somewhere(self, work: Callable[[RewardNode], Awaitable[Result]]) -> Result:
-        self._begin()
-        ticket = next(self._tickets)
+        if not self._pool.started:
+            self._pool.start()
+        number = self._line.number()
         self._num_calls += 1
         try:
             while True:
-                serving = await self._place(ticket)
-                self._began[ticket] = time.monotonic()
+                serving = await self._line.place(None, number)
+                if serving is None:
+                    raise asyncio.CancelledError
+                self._began[number] = time.monotonic()
                 try:
                     result = await work(serving.node)
                     self._modes |= serving.node.modes
@@ -161,93 +158,55 @@ class SpreadPool:
                     serving.lose(str(error))
                     self._remove(serving)
                 finally:
-                    del self._began[ticket]
-                    self._leave(serving)
+                    del self._began[number]
+                    self._line.leave(serving)
         finally:
             self._num_calls -= 1
 
-    async def _place(self, ticket: int) -> _Serving:
-        """A place for this call, before those with a higher ticket."""
-        place: asyncio.Future[_Serving] = asyncio.get_running_loop().create_future()
-        if self._error is not None:
-            raise self._error
-        heapq.heappush(self._waiting, (ticket, place))
-        self._move()
-        try:
-            return await place
-        except asyncio.CancelledError:
-            if place.done() and not place.cancelled() and place.exception() is None:
-                self._leave(place.result())
-            raise
+    def _choose(self, call: None) -> _Serving | None:
+        """A place where most is free."""
+        serving = max(self._serving, key=lambda serving: serving.free, default=None)
+        if serving is None or serving.free == 0:
+            return None
+        serving.free -= 1
+        return serving
 
-    def _leave(self, serving: _Serving) -> None:
+    def _free(self, serving: _Serving) -> None:
         serving.free += 1
-        self._move()
-
-    def _move(self) -> None:
-        """Give places to whoever waits, the oldest first, where most is free."""
-        while self._waiting:
-            if self._waiting[0][1].done():  # cancelled
-                heapq.heappop(self._waiting)
-                continue
-            serving = max(self._serving, key=lambda serving: serving.free, default=None)
-            if serving is None or serving.free == 0:
-                return
-            serving.free -= 1
-            heapq.heappop(self._waiting)[1].set_result(serving)
 
     # Nodes
 
-    def _begin(self) -> None:
-        if not self._tasks:
-            self._tasks = [asyncio.ensure_future(self._keep(node)) for node in self.nodes]
-            for task in self._tasks:
-                task.add_done_callback(self._on_end)
+    async def _life(self, node: RewardNode, works: Callable[[], None]) -> str:
+        """Start it, and look at it until it is lost. Returns why."""
+        try:
+            await node.start()
+        except NodeLost as error:
+            return str(error)
+        serving = _Serving(node, node.num_workers)
+        works()
+        self._serving.append(serving)
+        self._line.move()
+        why = await self._watch(serving)
+        self._remove(serving)
+        self._num_losses += 1
+        return why
 
-    async def _keep(self, node: RewardNode) -> None:
-        """For ever: start it, look at it until it is lost, wait a little."""
-        back_off = BackOff()
-        while True:
-            back_off.begin()
-            try:
-                await node.start()
-                serving = _Serving(node, node.num_workers)
-                back_off.works()
-                self._serving.append(serving)
-                self._move()
-                why = await self._watch(serving)
-                self._remove(serving)
-                self._num_losses += 1
-            except NodeLost as error:
-                why = str(error)
-            if back_off.is_news(why):
-                left = "" if self._serving else "; scorings wait for it, as there is no other"
-                self.say(f"the reward node {node.name} is lost ({why}), and is started again{left}")
-            await node.discard()
-            await asyncio.sleep(back_off.pause_s())
+    async def _on_failure(self, node: RewardNode, why: str, is_news: bool) -> None:
+        if is_news:
+            left = "" if self._serving else "; scorings wait for it, as there is no other"
+            self.say(f"the reward node {node.name} is lost ({why}), and is started again{left}")
+        await node.discard()
 
     async def _watch(self, serving: _Serving) -> str:
         """Returns why it is lost, as soon as that is known."""
-        while True:
-            try:
-                await asyncio.wait_for(serving.lost.wait(), _LOOK_EVERY_S)
-                return serving.why
-            except TimeoutError:
-                pass
+        while not await set_within(serving.lost, _LOOK_EVERY_S):
             try:
                 await serving.node.look()
             except NodeLost as error:
                 return str(error)
+        return serving.why
 
     def _remove(self, serving: _Serving) -> None:
         if serving in self._serving:
             self._serving.remove(serving)
             self._counts.update(serving.node.counters)
-
-    def _on_end(self, task: asyncio.Task[Any]) -> None:
-        """These tasks end by an error alone, which is that of whoever waits, and asks from then on."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._error = error
-            for _, place in self._waiting:
-                if not place.done():
-                    place.set_exception(error)

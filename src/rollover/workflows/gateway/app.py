@@ -27,26 +27,32 @@ from starlette.types import Receive, Scope, Send
 
 from rollover.functions import explained
 from rollover.http_server import body_of, until_gone
-from rollover.types import SamplingParams
-from rollover.workflows.calls import BudgetUsedUp, Caller, CallRefused, Reply, UnknownKey
-from rollover.workflows.gateway.questions import Question, Questions
-from rollover.workflows.gateway.wire import (
-    Asked,
-    Writer,
+from rollover.openai_wire import (
+    Answer,
+    ChatRequest,
+    Choice,
+    CompletionRequest,
+    Refusal,
     chat_request,
     completion_request,
-    error_body,
-    error_event,
+    event,
+    finish_reason,
+    json_of,
     model_list,
 )
+from rollover.workflows.calls import Call, Caller, Reply, UnknownKey
+from rollover.workflows.gateway.questions import Question, Questions
 
 KEEP_ALIVE_S = 2.0
 """Between two signs of life: well below the read time-outs that people set."""
 MOST_BODY_BYTES = 2**24
 """Of a request: what is longer is no text that a model reads, and to read it would hold every other call up."""
+_ONLY = {"seed": None, "echo": False, "add_generation_prompt": None, "continue_final_message": None}
+
+Asked = ChatRequest | CompletionRequest
 
 
-class Failed(CallRefused):
+class Failed(Refusal):
     """The call failed for a reason of ours. Asking again is of no use."""
 
     status, code = 500, "internal_error"
@@ -75,42 +81,62 @@ class Gateway:
         return JSONResponse(model_list(self.caller.models()))
 
     async def _chat(self, request: Request) -> Response:
-        return await self._respond(request, chat_request)
+        return await self._respond(request, self._chat_call)
 
     async def _completions(self, request: Request) -> Response:
-        return await self._respond(request, completion_request)
+        return await self._respond(request, self._completion_call)
 
-    async def _respond(self, request: Request, read: Callable[[Any, SamplingParams], Asked]) -> Response:
+    def _chat_call(self, body: Any) -> tuple[ChatRequest, Call]:
+        asked = chat_request(body, sampling=self.caller.sampling, only=_ONLY, images=True)
+        reads_calls = asked.tool_choice == "auto"
+        return asked, Call(
+            tuple(asked.messages),
+            tools=tuple(asked.tools),
+            reads_calls=reads_calls,
+            max_tokens=asked.most_tokens,
+            stop=tuple(asked.stop),
+        )
+
+    def _completion_call(self, body: Any) -> tuple[CompletionRequest, Call]:
+        asked = completion_request(body, sampling=self.caller.sampling, only=_ONLY)
+        prompt, *others = asked.prompts
+        if others:
+            raise Refusal("prompt: only one at a time is supported here", "prompt", code="unsupported_parameter")
+        prompt = prompt if isinstance(prompt, str) else tuple(prompt)
+        return asked, Call(prompt=prompt, max_tokens=asked.max_tokens, stop=tuple(asked.stop))
+
+    async def _respond(self, request: Request, read: Callable[[Any], tuple[Asked, Call]]) -> Response:
         try:
             key = _key(request)
-            body = await _body(request)
-            asked = read(_json(body), self.caller.sampling)
+            body = await body_of(request, MOST_BODY_BYTES)
+            asked, call = read(json_of(body, MOST_BODY_BYTES))
             self.caller.find(key, asked.model)
-        except CallRefused as error:
+        except Refusal as error:
             return _refusal(error)
+        assert isinstance(body, bytes)
         identity = (key, request.url.path, hashlib.blake2b(body).hexdigest())
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-        question = await self.questions.ask(identity, is_retry, lambda: self._answer(key, asked))
-        return _Answer(self, question, asked)
+        question = await self.questions.ask(identity, is_retry, lambda: self._answer(key, asked, call))
+        return _Delivery(self, question, asked)
 
-    async def _answer(self, key: str, asked: Asked) -> list[Reply]:
+    async def _answer(self, key: str, asked: Asked, call: Call) -> list[Reply]:
         """All `n` of them are asked for at once."""
         async with asyncio.TaskGroup() as group:
-            calls = [group.create_task(self._call(key, asked)) for _ in range(asked.num)]
-        if refused := next((r for r in (call.result() for call in calls) if isinstance(r, CallRefused)), None):
+            calls = [group.create_task(self._call(key, asked.model, call)) for _ in range(asked.n)]
+        if refused := next((r for r in (call.result() for call in calls) if isinstance(r, Refusal)), None):
             raise refused
         return [reply for call in calls if isinstance(reply := call.result(), Reply)]
 
-    async def _call(self, key: str, asked: Asked) -> Reply | CallRefused:
+    async def _call(self, key: str, model: str, call: Call) -> Reply | Refusal:
         try:
-            return await self.caller.call(key, asked.model, asked.call)
-        except CallRefused as error:
+            return await self.caller.call(key, model, call)
+        except Refusal as error:
             return error
         except Exception as error:  # boundary: the client is told, and what the agent makes of that is seen
             return Failed(f"the call failed: {explained(error)}")
 
 
-class _Answer(Response):
+class _Delivery(Response):
     """The answer to a question, sent when it is there; signs of life until then."""
 
     def __init__(self, gateway: Gateway, question: Question, asked: Asked) -> None:
@@ -159,28 +185,39 @@ class _Answer(Response):
             return False
         if not begun:
             await self._begin(send)
-        writer = Writer(self.asked, self.gateway.caller.token_texts)
         if error is not None:
-            text = error_event(error)
-        elif self.asked.stream:
-            text = "".join(writer.events(self.question.answering.result()))
+            text = event(error.as_json())
         else:
-            text = json.dumps(writer.whole(self.question.answering.result()))
+            replies = self.question.answering.result()
+            choices = [_choice(reply) for reply in replies]
+            answer = Answer(self.asked, replies[0].reply_id, choices, self.gateway.caller.token_texts)
+            text = "".join(answer.events()) if self.asked.stream else json.dumps(answer.whole())
         await send({"type": "http.response.body", "body": text.encode(), "more_body": False})
         return True
 
-    def _error(self) -> CallRefused | None:
+    def _error(self) -> Refusal | None:
         answering = self.question.answering
         if answering.cancelled():
             return UnknownKey("the episode of this key has ended")
         error = answering.exception()
-        return error if error is None or isinstance(error, CallRefused) else Failed(f"the call failed: {error}")
+        return error if error is None or isinstance(error, Refusal) else Failed(f"the call failed: {error}")
 
 
-def _refusal(error: CallRefused) -> Response:
+def _choice(reply: Reply) -> Choice:
+    return Choice(
+        reply.prompt_ids,
+        reply.text,
+        reply.token_ids.tolist(),
+        reply.logprobs.tolist(),
+        finish_reason(reply.stop_reason),
+        reply.message.get("tool_calls", ()),
+    )
+
+
+def _refusal(error: Refusal) -> Response:
     headers = {"x-should-retry": "false"}  # the same request would be refused again
-    # By json.dumps: what a client has said may have half a character, which it escapes.
-    body = json.dumps(error_body(error))
+    # By json.dumps: what an agent's code raised may have half a character, which it escapes.
+    body = json.dumps(error.as_json())
     return Response(body, status_code=error.status, headers=headers, media_type="application/json")
 
 
@@ -189,17 +226,3 @@ def _key(request: Request) -> str:
     if kind.lower() != "bearer" or not key:
         raise UnknownKey("a request names its trajectory by its API key: Authorization: Bearer KEY")
     return key
-
-
-async def _body(request: Request) -> bytes:
-    body = await body_of(request, MOST_BODY_BYTES)
-    if isinstance(body, int):
-        raise BudgetUsedUp(f"the request has {body:,} bytes, and {MOST_BODY_BYTES:,} are the most that are read")
-    return body
-
-
-def _json(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:  # the second where it is nested too deeply
-        raise CallRefused(f"the body is no JSON: {error}") from error

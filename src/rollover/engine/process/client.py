@@ -65,11 +65,10 @@ class EngineClient:
         EngineDied if it ends first, or takes longer than `limit_s` since this call.
         """
         with self._hello_lock:
-            if self._hello is None:
+            if (said := self._hello) is None:
                 self._socket.settimeout(limit_s)
                 try:
-                    self._hello = json.loads(self._socket.makefile("rb").readline())  # it sends no more unasked
-                    self.stats = self._hello["stats"]
+                    said = json.loads(self._socket.makefile("rb").readline())  # it sends no more unasked
                 except TimeoutError:
                     self.kill()
                     raise EngineDied(f"the engine process did not load the model within {limit_s:.3g} s") from None
@@ -78,8 +77,8 @@ class EngineClient:
                     raise EngineDied(
                         f"the engine process ended while it was loading the model (exit code {code})"
                     ) from None
-                self.start_s = time.monotonic() - self._started
-            return self._hello
+                self._hello, self.stats, self.start_s = said, said["stats"], time.monotonic() - self._started
+            return said
 
     async def open(self) -> asyncio.Task[None]:
         """Read its replies from now on, in a task that ends when the process does. It must have said hello."""

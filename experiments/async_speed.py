@@ -9,7 +9,7 @@ sides; both have two reward workers. Modes take turns; the first steps of each r
 left out. Run it alone.
 
 The engine elsewhere is a process that computes nothing: each of its tokens is a wait, and what it answers is drawn at
-the end. It goes through the product's own pipes and weight file (engine/process/). Both sides train with one thread,
+the end. It goes through the product's own socket and weight file (engine/process/). Both sides train with one thread,
 and the engine holds no more rollouts at once than a step has.
 """
 

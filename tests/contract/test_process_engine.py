@@ -298,7 +298,7 @@ def test_errors_of_a_request_and_of_the_process_are_raised_here_and_it_goes_on(m
     async def run() -> None:
         with pytest.raises(ValueError, match="Lower rollout.max_new_tokens"):
             await made[0].extend(SUBJECT.request(0, max_new_tokens=10**7))
-        with pytest.raises(RuntimeError, match="the engine process failed in load: .*no such weight"):
+        with pytest.raises(RuntimeError, match="the engine process failed in load_weights: .*no such weight"):
             await made[0].load_weights(1, [("no such weight", torch.zeros(3))])
         segments = await made[0].extend(SUBJECT.request(0, max_new_tokens=3))
         assert sum(map(len, segments)) == 3 and segments[-1].stop_reason is StopReason.LENGTH

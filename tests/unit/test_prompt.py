@@ -11,7 +11,7 @@ import pytest
 from test_trajectories import group, rollout
 
 from rollover.config import AlgorithmConfig, RerollConfig
-from rollover.engine.process.wire import requests_from_json, requests_to_json
+from rollover.engine.process.messages import requests_from_json, requests_to_json
 from rollover.engine.protocol import ExtendRequest
 from rollover.envs.protocol import why_not_written, written
 from rollover.rollout.group_state import groups_from_state, groups_to_state

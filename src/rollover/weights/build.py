@@ -26,6 +26,6 @@ def build_transport(name: str, setup: TransportSetup) -> WeightTransport:
     return TRANSPORTS[name](setup)
 
 
-def received(message: Mapping[str, Any], file: int | None) -> Iterator[tuple[str, torch.Tensor]]:
+def received(message: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a parcel, in the engine's process: see WeightTransport.receive."""
-    return TRANSPORTS[message["transport"]].receive(message, file)
+    return TRANSPORTS[message["transport"]].receive(message)

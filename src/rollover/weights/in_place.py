@@ -47,7 +47,7 @@ class InPlace:
         """Nothing is kept: the model ends with this process."""
 
     @staticmethod
-    def receive(message: Mapping[str, Any], file: int | None) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive(message: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Nothing: all of it is there."""
         return iter(())
 

@@ -16,14 +16,12 @@ NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 class Parcel:
     """Weights that were sent. `num_bytes` were moved to send them.
 
-    `message` (JSON) tells the engine's end where they are, and `file` is an open file that goes with it, if one does:
-    it stays the sender's, and may change at the next `send`.
+    `message` (JSON) tells the engine's end where they are.
     """
 
     version: int
     num_bytes: int
     message: dict[str, Any]
-    file: int | None = None
 
 
 class Holder(Protocol):
@@ -76,8 +74,8 @@ class WeightTransport(Protocol):
         ...
 
     @staticmethod
-    def receive(message: Mapping[str, Any], file: int | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of a parcel that this process, the engine's, does not have yet. Closes `file`.
+    def receive(message: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a parcel that this process, the engine's, does not have yet.
 
         They are views of what is shared: whoever keeps one beyond the next `send` copies it.
         """

@@ -1,11 +1,11 @@
-"""A file through which weights reach an engine in another process of this machine: in memory where there is room, else
-on a disk.
+"""A file through which weights reach an engine in a child process: in memory where there is room, else on a disk.
 
 Owns the file and what lies where in it, which no one else knows. Never talks to the process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import mmap
@@ -28,17 +28,25 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class SharedFile:
     """A WeightTransport: tensors at fixed offsets, each written in place again with every version.
 
-    The file has no name, and vanishes with its last holder. `setup.say` is told where memory has no room.
+    The file has no name, and vanishes with its last holder. `files`: descriptors that the child inherits under the same
+    numbers; the message names the one with the weights. `setup.say` is told where memory has no room.
     """
 
     def __init__(self, setup: TransportSetup) -> None:
         self._say = setup.say
         self._folders = [*([_MEMORY] if os.path.isdir(_MEMORY) else []), tempfile.gettempdir()]  # tried in turn
-        self._file: IO[bytes] | None = None
+        self._places: list[tuple[str, IO[bytes]]] = []
+        for folder in self._folders:
+            with contextlib.suppress(OSError):  # it can only be read, say
+                self._places.append((folder, tempfile.TemporaryFile(dir=folder)))
         self._reserved = 0
         self._used = 0
         self._table: dict[str, tuple[str, list[int], int]] = {}  # name -> dtype, shape, offset
         self._version = 0  # that was written last
+
+    @property
+    def files(self) -> list[int]:
+        return [file.fileno() for _, file in self._places]
 
     def reserve(self, sizes: Iterable[int]) -> None:
         """See WeightTransport. ValueError if there is no room anywhere."""
@@ -54,63 +62,50 @@ class SharedFile:
         return self._parcel(self._table, 0) if self._table else None
 
     @staticmethod
-    def receive(message: Mapping[str, Any], file: int | None) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive(message: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         import torch
 
-        assert file is not None, "the file comes with the message"
-        memory = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)  # unmapped with its last view
-        os.close(file)
+        memory = mmap.mmap(message["file"], 0, access=mmap.ACCESS_COPY)  # unmapped with its last view
         for name, dtype, shape, offset in message["tensors"]:
             count = math.prod(shape)
             yield name, torch.frombuffer(memory, dtype=getattr(torch, dtype), count=count, offset=offset).view(shape)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        for _, file in self._places:
+            file.close()
 
     def _parcel(self, names: Iterable[str], num_bytes: int) -> Parcel:
-        file = None if self._file is None else self._file.fileno()
         tensors = [[name, *self._table[name]] for name in names]
-        message = {"transport": "shared_file", "version": self._version, "tensors": tensors}
-        return Parcel(self._version, num_bytes, message, file)
+        message = {"transport": "shared_file", "version": self._version, "file": self.files[0], "tensors": tensors}
+        return Parcel(self._version, num_bytes, message)
 
     def _reserve(self, num_bytes: int) -> None:
-        """Take so much room in all."""
+        """Take so much room in all, in the first place that has it: what was written moves there."""
         if num_bytes <= self._reserved:
             return
-        if self._file is not None and _allocated(self._file, num_bytes):
-            self._reserved = num_bytes
-            return
         size = f"{num_bytes / 1e6:.3g} MB"
-        for folder in self._folders if self._file is None else self._folders[1:]:
-            try:
-                file = tempfile.TemporaryFile(dir=folder)
-            except OSError:  # it can only be read, say
-                continue
+        for index, (folder, file) in enumerate(self._places):
             if not _allocated(file, num_bytes):
-                file.close()
                 continue
-            if folder != self._folders[0]:
+            if folder != self._folders[0] and (index or not self._reserved):
                 self._say(
                     f"{self._folders[0]} has no room for the {size} of weights: they reach the engine process through a"
                     f" file in {folder}, which may be slower"
                 )
-            self._move_to(file, num_bytes)
+            for _, full in self._places[:index]:
+                full.seek(0)
+                shutil.copyfileobj(full, file)
+                full.truncate(0)  # the child holds it, too
+                full.close()
+            file.flush()
+            del self._places[:index]
+            self._reserved = num_bytes
             return
         raise ValueError(
             f"engine.kind = process needs room for {size} of weights in {' or '.join(self._folders)}, and there is"
             " none: free some, name a folder that has it in the environment variable TMPDIR, or set"
             " engine.kind = embedded"
         )
-
-    def _move_to(self, file: IO[bytes], num_bytes: int) -> None:
-        if self._file is not None:
-            self._file.seek(0)
-            shutil.copyfileobj(self._file, file)
-            file.flush()
-            self._file.close()
-        self._file, self._reserved = file, num_bytes
 
     def _write(self, name: str, tensor: torch.Tensor) -> int:
         """Copy a tensor to its place. Returns its size in bytes."""
@@ -124,10 +119,9 @@ class SharedFile:
             self._table[name] = (dtype, shape, self._used)
             self._used = end
         assert self._table[name][:2] == (dtype, shape), f"{name} has changed its shape or dtype"
-        assert self._file is not None
         view, offset = flat.data, self._table[name][2]
         while view:
-            written = os.pwrite(self._file.fileno(), view, offset)
+            written = os.pwrite(self.files[0], view, offset)
             view, offset = view[written:], offset + written
         return len(flat)
 

@@ -146,7 +146,7 @@ class WeightsFile:
         return self._last
 
     @staticmethod
-    def receive(message: Mapping[str, Any], file: int | None) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive(message: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         return mapped(message["path"])
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from rollover.config.logits import LogitsProcessing
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.embedded.processors import Processor
 from rollover.engine.embedded.structures import Structures
-from rollover.engine.process.wire import requests_from_json, requests_to_json
+from rollover.engine.process.messages import requests_from_json, requests_to_json
 from rollover.engine.protocol import ExtendRequest
 from rollover.types import Prompt, SamplingParams, Segment, StopReason
 
@@ -121,7 +121,7 @@ def test_what_cannot_be_done_is_refused(processing: LogitsProcessing, changes: d
 def test_what_goes_to_a_process_of_its_own_comes_out_as_it_went_in() -> None:
     asked = ExtendRequest("0-0", Prompt(PROMPT), ANSWER, 9, 0, SamplingParams(), processing=EVERYTHING)
     plain = replace(asked, processing=LogitsProcessing())
-    sent = json.loads(json.dumps(requests_to_json({1: asked, 2: plain}), allow_nan=False))
+    sent = json.loads(json.dumps(requests_to_json({1: asked, 2: plain})))
     assert requests_from_json(sent) == {1: asked, 2: plain}
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from rollover.config import AlgorithmConfig, ReplayConfig
 from rollover.config.rollout import RolloutConfig
-from rollover.engine.process.wire import requests_from_json, requests_to_json
+from rollover.engine.process.messages import requests_from_json, requests_to_json
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.group_state import groups_from_state, groups_to_state
 from rollover.rollout.requests import Requests

@@ -1,5 +1,5 @@
 """The embedded engine in a process of its own.
 
 engine (the contract, and which process is the present one), client (our end of one process), child (what runs in it),
-wire (what goes between the two).
+messages (requests and segments as JSON).
 """

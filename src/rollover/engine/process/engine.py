@@ -1,12 +1,12 @@
 """An embedded engine in a process of its own, beside the trainer (client.py: our end of one such process).
 
-    extend ──▶ calls under way ──▶ the present process ──reply──▶ the call that it answers
-                    └── it died: what was interrupted returns as it is, the rest is asked again of the next one
+    extend ──▶ the present process ──reply──▶ its segments
+                 └── it died: what was interrupted returns as it is, the rest is asked again of the next one
 
 Owns which process is the present one. A process that dies is started again with the last weights, and what it was asked
 is asked again: a rollout loses the tokens of its current `extend`, nothing else. One that hangs, so that it does not
-answer on control within watchdog.rollout_timeout_s, is killed first. While there is none, nothing is known of what it
-does: `progress` and `queued` are empty.
+answer within watchdog.rollout_timeout_s, is killed first. While there is none, nothing is known of what it does:
+`progress` and `queued` are empty.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollover.config import Config
-from rollover.engine.process.calls import Calls
 from rollover.engine.process.client import EngineClient
-from rollover.engine.process.counters import Counters
-from rollover.engine.process.wire import segment_from_json
+from rollover.engine.process.messages import segments_from_json
 from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad
 from rollover.types import Segment
-from rollover.weights.build import build_transport
-from rollover.weights.protocol import Parcel, TransportSetup
+from rollover.weights.protocol import TransportSetup
+from rollover.weights.shared_file import SharedFile
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +32,15 @@ if TYPE_CHECKING:
 _MAX_RESTARTS = 3  # without a finished extend in between
 _EXIT_S = 1.0  # between the end of its replies and its exit code
 _SLOWER_START = 10  # a start that takes so many times the first one's time hangs
+_GAUGES = ("kv/bytes", "engine/kernels")  # of the present process alone; the other counters are summed over all
+
+
+@dataclass(eq=False)
+class _Call:
+    """An `extend`. `interrupted`: without a process it returns with what it began with."""
+
+    rollout_id: str
+    interrupted: bool = False
 
 
 class ProcessEngine:
@@ -47,15 +55,16 @@ class ProcessEngine:
         self.oldest_version = 0
         self.num_restarts = 0
         self._failures = 0  # processes that died since the last answer
-        self._calls = Calls()
-        self._counters = Counters()
-        self._weights = build_transport("shared_file", TransportSetup(self.say))
+        self._calls: set[_Call] = set()
+        self._counts: dict[str, float] = {}  # of processes that have ended
+        self._weights = SharedFile(TransportSetup(self.say))
         self._loading = asyncio.Lock()  # weights are being sent, or received by a process
-        self._client = EngineClient(config, threads)
+        self._client = EngineClient(config, threads, self._weights.files)
         self._said: dict[str, Any] | None = None  # the first process's hello
         self._start_limit_s: float | None = None
         self._serving: asyncio.Task[None] | None = None
         self._error: Exception | None = None  # it has ended for good
+        self._changed = asyncio.Event()  # set when calls without a process have to look again
         self._closing = False
 
     @property
@@ -84,7 +93,7 @@ class ProcessEngine:
                 self._replace_process(code)
         except Exception as error:
             self._error = error
-            self._calls.fail(error)
+            self._look_again()
 
     async def _serve_by_one_process(self) -> None:
         """Serve calls by the present process until it ends."""
@@ -97,47 +106,42 @@ class ProcessEngine:
             return
         if self._start_limit_s is None and self.config.watchdog.rollout_timeout_s:
             self._start_limit_s = max(self.config.watchdog.rollout_timeout_s, _SLOWER_START * client.start_s)
-        await client.open()
+        reading = await client.open()
         self._hello()
         async with self._loading:  # it has the last weights when its first call begins
             if (parcel := self._weights.everything()) is not None:
-                await self._deliver(parcel)
-            client.serves = True
+                await self._ask("load_weights", parcel.message)
+            client.serves = not reading.done()
         self.use_threads(self.threads)
-        client.extend(self._calls.requests())
-        async for reply in client.replies():
-            self._counters.set(reply["stats"])
-            self._failures = 0
-            self._calls.settle(reply)
+        self._look_again()
+        await reading
 
     def _replace_process(self, code: int) -> None:
         """The process died with this exit code: start the next one."""
         self._failures += 1
         self.num_restarts += 1
-        self._counters.on_death()
+        self._counts = self._total_counts()
         if self._failures > _MAX_RESTARTS:
             raise EngineDied(f"the engine process died {self._failures} times in a row (exit code {code})")
-        self._calls.give_back(self._calls.interrupted())
         self.say(
-            f"the engine process died (exit code {code}): it is started again, and {len(self._calls)} rollouts"
-            " go on from their last segment"
+            f"the engine process died (exit code {code}): it is started again, and"
+            f" {sum(not call.interrupted for call in self._calls)} rollouts go on from their last segment"
         )
-        self._client = EngineClient(self.config, self.threads)
+        self._client = EngineClient(self.config, self.threads, self._weights.files)
 
-    async def _ask(self, op: str, *, file: int | None = None, **values: Any) -> dict[str, Any]:
-        """The answer; {} if the process is gone, or hangs and is killed: the next one is told at its start."""
+    def _look_again(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _ask(self, op: str, value: object) -> Any:
+        """The answer; None if the process is gone, or hangs and is killed: the next one is told at its start."""
         client, limit_s = self._client, self.config.watchdog.rollout_timeout_s or None
         try:
-            return await client.ask(op, limit_s=limit_s, file=file, **values)
+            return await client.ask(op, value, limit_s)
         except TimeoutError:
-            self.say(f"watchdog: the engine process has not answered for {limit_s:.3g} s: it is killed")
-            client.kill()
-        except ConnectionError:
-            client.kill()
-        return {}
-
-    async def _deliver(self, parcel: Parcel) -> None:
-        await self._ask("load", file=parcel.file, parcel=parcel.message)
+            if client.kill():
+                self.say(f"watchdog: the engine process has not answered for {limit_s:.3g} s: it is killed")
+        return None
 
     # The contract
 
@@ -155,42 +159,49 @@ class ProcessEngine:
             raise self._error
         if self._serving is None:
             self._serving = asyncio.ensure_future(self._serve())
-        number, answer = self._calls.begin(request)
-        if self._client.serves:
-            self._client.extend({number: request})
+        call = _Call(request.rollout_id)
+        self._calls.add(call)
         try:
-            return await answer
-        except asyncio.CancelledError:
-            self._calls.forget(number)
-            self._client.cancel(number)
-            raise
+            reply = {}
+            while not reply:
+                if call.interrupted:
+                    return request.nothing()
+                if self._client.serves:
+                    reply = await self._client.extend(request)
+                else:
+                    await self._changed.wait()
+                if self._error is not None:
+                    raise self._error
+        finally:
+            self._calls.remove(call)
+        self._failures = 0
+        if "error" in reply:
+            raise (ValueError if reply["user"] else RuntimeError)(reply["error"])
+        return segments_from_json(reply["value"])
 
     def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:
-        wanted = None if rollout_ids is None else set(rollout_ids)
-        numbers = self._calls.of(wanted)
-        if not self._client.serves:
-            self._calls.give_back(numbers)
-            return
-        self._calls.mark_interrupted(numbers)
-        self._client.tell({"op": "interrupt", "ids": None if wanted is None else sorted(wanted)})
+        wanted = None if rollout_ids is None else list(rollout_ids)
+        for call in self._calls:
+            call.interrupted = call.interrupted or wanted is None or call.rollout_id in wanted
+        self._client.tell("interrupt", wanted)
+        self._look_again()
 
     async def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
         found = await self._ask_of_calls("progress", rollout_ids)
-        return {rollout_id: [segment_from_json(s) for s in segments] for rollout_id, segments in found.items()}
+        return {rollout_id: segments_from_json(segments) for rollout_id, segments in found.items()}
 
     async def queued(self, rollout_ids: Iterable[str]) -> set[str]:
         return set(await self._ask_of_calls("queued", rollout_ids))
 
-    async def _ask_of_calls(self, op: str, rollout_ids: Iterable[str]) -> dict[str, list[Any]]:
+    async def _ask_of_calls(self, op: str, rollout_ids: Iterable[str]) -> dict[str, Any]:
         """Its answers, by rollout id, about those calls that were under way before it was asked and still are."""
-        client, asked = self._client, self._calls.of(rollout_ids)
-        found = (await self._ask(op, calls=list(asked))).get("calls", []) if client.serves and asked else []
-        if not client.serves:
-            return {}
-        return {asked[number]: answer for number, answer in found if self._calls.waits(number)}
+        client, wanted = self._client, set(rollout_ids)
+        asked = {call.rollout_id: call for call in self._calls if call.rollout_id in wanted}
+        found = await self._ask(op, list(asked)) if client.serves and asked else None
+        return {i: of for i, of in (found or {}).items() if client.serves and asked[i] in self._calls}
 
     def release(self, rollout_ids: Iterable[str]) -> None:
-        self._client.tell({"op": "release", "ids": list(rollout_ids)})
+        self._client.tell("release", list(rollout_ids))
 
     async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
         """See Engine. What runs goes on under the new weights after its current decode step."""
@@ -198,26 +209,30 @@ class ProcessEngine:
         async with self._loading:
             parcel = await asyncio.to_thread(self._weights.send, version, tensors)
             if self._client.serves:
-                await self._deliver(parcel)
+                await self._ask("load_weights", parcel.message)
             self.oldest_version = version
         return WeightLoad(parcel.num_bytes, time.perf_counter() - started)
 
     def use_threads(self, num: int) -> None:
         """Decode with so many CPU threads from its next step on."""
         self.threads = num
-        self._client.tell({"op": "threads", "num": num})
+        self._client.tell("use_threads", num)
 
     def stats(self) -> dict[str, float]:
         """Counters as of the last extend that returned, over all processes; engine/restarts: how often one died."""
-        if not self._counters:
-            self._counters.set(self._hello()["stats"])
-        return self._counters.total() | {"engine/restarts": float(self.num_restarts)}
+        self._hello()
+        return self._total_counts() | {"engine/restarts": float(self.num_restarts)}
+
+    def _total_counts(self) -> dict[str, float]:
+        before = {key: value for key, value in self._counts.items() if key not in _GAUGES}
+        now = self._client.stats
+        return {key: now.get(key, 0.0) + before.get(key, 0.0) for key in self._counts | now}
 
     async def close(self) -> None:
-        """End the process."""
+        """Interrupt what runs, and end the process."""
         self._closing = True
+        self.interrupt()
         await self._client.end()
         if self._serving is not None:
             await asyncio.wait([self._serving])
-        self._calls.cancel()
         self._weights.close()

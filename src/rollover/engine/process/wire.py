@@ -1,85 +1,11 @@
-"""What goes between an engine's process and its parent: requests and segments as JSON, the control channel. No torch.
-
-A float32 survives as the shortest decimal of the same double: what comes out has the bits of what went in.
-"""
+"""JSON lines over one end of a socket pair, for processes of ranks. No torch."""
 
 from __future__ import annotations
 
 import json
-import math
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, fields
 from typing import Any
-
-import numpy as np
-
-from rollover.config.logits import LogitsProcessing
-from rollover.engine.protocol import ExtendRequest
-from rollover.types import Media, Prompt, SamplingParams, Segment
-
-_NOTHING = LogitsProcessing()
-
-
-def requests_to_json(requests: Mapping[int, ExtendRequest]) -> dict[str, Any]:
-    """Requests by the number of their call. A prompt that several of them have, as siblings do, is in it once."""
-    prompts: dict[Prompt, int] = {}  # its place in the list
-    calls = []
-    for number, request in requests.items():
-        prompt = prompts.setdefault(request.prompt, len(prompts))
-        # Not asdict(request), which copies every token id: this runs beside the trainer, in the same interpreter.
-        out = {field.name: getattr(request, field.name) for field in fields(request) if field.name != "prompt"}
-        out |= {"sampling": asdict(request.sampling), "stop_token_ids": sorted(request.stop_token_ids)}
-        out["processing"] = processing_to_json(request.processing)
-        out["later_media"] = [media.to_json() for media in request.later_media]
-        calls.append({"call": number, "prompt": prompt, "request": out})
-    return {"prompts": [{"ids": prompt.ids} | prompt.media_to_json() for prompt in prompts], "calls": calls}
-
-
-def requests_from_json(data: Mapping[str, Any]) -> dict[int, ExtendRequest]:
-    prompts = [Prompt.of(**prompt) for prompt in data["prompts"]]
-    return {
-        call["call"]: ExtendRequest(
-            **{
-                **(request := call["request"]),
-                "prompt": prompts[call["prompt"]],
-                "generated_ids": tuple(request["generated_ids"]),
-                "sampling": SamplingParams(**request["sampling"]),
-                "stop_token_ids": frozenset(request["stop_token_ids"]),
-                "stop_strings": tuple(request["stop_strings"]),
-                "processing": processing_from_json(request["processing"]),
-                "later_media": tuple(map(Media.from_json, request["later_media"])),
-            }
-        )
-        for call in data["calls"]
-    }
-
-
-def processing_to_json(processing: LogitsProcessing) -> dict[str, Any]:
-    """What differs from the default. JSON has no -inf: a banned token has the bias null."""
-    out = {name: value for name, value in asdict(processing).items() if value != getattr(_NOTHING, name)}
-    if processing.logit_bias:
-        out["logit_bias"] = [(token, bias if math.isfinite(bias) else None) for token, bias in processing.logit_bias]
-    return out
-
-
-def processing_from_json(data: Mapping[str, Any]) -> LogitsProcessing:
-    given = dict(data)
-    if "logit_bias" in given:
-        given["logit_bias"] = tuple((token, -math.inf if bias is None else bias) for token, bias in given["logit_bias"])
-    if "forced_token_ids" in given:
-        given["forced_token_ids"] = tuple(given["forced_token_ids"])
-    return LogitsProcessing(**given)
-
-
-def segment_to_json(segment: Segment) -> dict[str, Any]:
-    return segment.to_json() | {"token_ids": segment.token_ids.tolist(), "logprobs": segment.logprobs.tolist()}
-
-
-def segment_from_json(data: dict[str, Any]) -> Segment:
-    token_ids = np.array(data["token_ids"], dtype=np.int32)
-    return Segment.from_json(data, token_ids, np.array(data["logprobs"], dtype=np.float32))
 
 
 class Channel:

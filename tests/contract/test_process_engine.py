@@ -8,7 +8,6 @@ import dataclasses
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,6 @@ from contract.full_disk import full_above
 from rollover.config import Config
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.process.engine import EngineDied, ProcessEngine
-from rollover.engine.process.wire import Channel
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import load_model
 from rollover.types import SamplingParams, StopReason
@@ -305,21 +303,6 @@ def test_errors_of_a_request_and_of_the_process_are_raised_here_and_it_goes_on(m
         await made[0].close()
 
     asyncio.run(run())
-
-
-def test_half_an_answer_is_not_waited_for_for_ever() -> None:
-    ours, theirs = socket.socketpair()
-    channel = Channel(ours)
-    theirs.sendall(b'{"id": 1}\n{"id"')
-    assert channel.receive(5) == {"id": 1} and channel.pending
-    with pytest.raises(TimeoutError):
-        channel.receive(0.05)
-    with pytest.raises(TimeoutError):
-        channel.send({"ids": "x" * 2**24}, limit_s=0.05)
-    theirs.close()
-    with pytest.raises(ConnectionError):
-        channel.receive(5)
-    channel.close()
 
 
 def test_without_room_in_memory_weights_go_through_another_folder(

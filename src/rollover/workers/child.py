@@ -28,7 +28,9 @@ class Calls:
 
     def __init__(self, max_bytes: int = 1 << 40) -> None:
         self._channel, self._max_bytes = Channel(socket.socket(fileno=os.dup(0))), max_bytes
-        self._pid, self._call = os.getpid(), 0
+        self._pid = os.getpid()
+        self.call = 0
+        """Number of the present call; 0 for a message that has no reply."""
         os.dup2(2, 1)
         with open(os.devnull) as null:
             os.dup2(null.fileno(), 0)
@@ -39,14 +41,18 @@ class Calls:
                 message = self._channel.receive()
             except OSError:
                 return
-            self._call = message.pop("call")
+            self.call = message.pop("call", 0)
             yield message
 
     def reply(self, **message: Any) -> None:
         """Reply to the present call. The process ends if the parent has. ReplyTooLong."""
+        self.reply_to(self.call, **message)
+
+    def reply_to(self, number: int, /, **message: Any) -> None:
+        """Reply to the call that had this number, for a child that takes the next call before it has replied."""
         if os.getpid() != self._pid:
             os._exit(0)
-        buffers = encode(message | {"call": self._call})
+        buffers = encode(message | {"call": number})
         if (longest := max(map(len, buffers))) > self._max_bytes:
             raise ReplyTooLong(f"{longest / 2**20:.0f} MiB long, above {self._max_bytes >> 20} MiB")
         try:

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from rollover.process_tree import is_stopped
@@ -47,15 +47,16 @@ class Worker:
     """A child process that runs `main(*arguments)` of `module`, whose calls are a `Calls` (child.py).
 
     name: for messages ("the reward worker"). kept: it runs foreign code; it and all that it starts are killed together.
-    environment: `child_environment()` unless given. stderr: its output, where not this process's; a LogFile
-    is bounded in size. max_bytes: of one message. stopped_limit_s: it is killed after having been stopped (SIGSTOP)
-    for so long; a kept one after some seconds in any case. on_end: called with the Worker in its supervisor thread.
+    environment: `child_environment()` unless given. stderr: its output, where not this process's; a LogFile is bounded
+    in size. max_bytes: of one message. stopped_limit_s: it is killed after having been stopped (SIGSTOP) for so long; a
+    kept one after some seconds in any case. files: descriptors that it inherits. on_end: called with the Worker in its
+    supervisor thread.
 
     Start it in a thread that lives as long as it shall: on Linux a child dies with the thread that started it. OSError
     where no process can be started.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  one option for each property of a process
         self,
         name: str,
         module: str,
@@ -65,6 +66,7 @@ class Worker:
         stderr: LogFile | int | None = None,
         max_bytes: int | None = None,
         stopped_limit_s: float | None = None,
+        files: Sequence[int] = (),
         on_end: Callable[[Worker], None] = lambda worker: None,
     ) -> None:
         self.name, self._kept, self._on_end, self._stopped_limit_s = name, kept, on_end, stopped_limit_s
@@ -81,6 +83,7 @@ class Worker:
                     env=child_environment() if environment is None else environment,
                     # Ctrl-C is for the loop. A kept one in no session of its own: Linux shares the cores between
                     # sessions first, and each would weigh as much as the trainer.
+                    pass_fds=files,
                     process_group=0 if kept else None,
                     start_new_session=not kept,
                 )
@@ -140,6 +143,10 @@ class Worker:
         if over is not None:
             on_reply(over)
         return number
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Send a message that has no reply. TypeError for one that cannot be sent."""
+        self._unsent.put(encode(message))
 
     def abandon(self, number: int) -> None:
         """No further reply to this call is wanted. One that comes all the same ends the process."""
@@ -203,6 +210,10 @@ class Worker:
     async def killed(self) -> None:
         """Kill it, and wait until it is gone."""
         self.kill()
+        await self.ended()
+
+    async def ended(self) -> None:
+        """Wait until it has ended, and its last reply was handed over."""
         loop, gone = asyncio.get_running_loop(), asyncio.Event()
         with self._lock:
             if self._ended.is_set():

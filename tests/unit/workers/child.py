@@ -38,6 +38,9 @@ def main(max_bytes: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "garbage":
                 os.write(int(call["fd"]), b"\xff" * 64)
+            case "half":
+                os.write(int(call["fd"]), bytes(7))
+                time.sleep(1000)
             case "large":
                 try:
                     calls.reply(text="x" * call["chars"])

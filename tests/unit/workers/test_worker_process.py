@@ -109,12 +109,15 @@ def test_the_end_between_two_calls_is_noticed(make: Make) -> None:
     assert ends.get(timeout=LIMIT_S) is worker and worker.exit_code == -signal.SIGKILL
 
 
-def test_a_call_that_hangs_raises_after_its_limit(make: Make) -> None:
+@pytest.mark.parametrize("do", ["hang", "half"])
+def test_a_call_that_hangs_raises_after_its_limit(make: Make, do: str) -> None:
+    """Also in the midst of a message."""
+
     async def run() -> Worker:
         worker = make(kept=True)
         await worker.ask({"do": "pid"}, limit_s=LIMIT_S)
         with pytest.raises(TimeoutError):
-            await worker.ask({"do": "hang"}, limit_s=0.2)
+            await worker.ask({"do": do, "fd": 3}, limit_s=0.2)
         await worker.killed()
         return worker
 

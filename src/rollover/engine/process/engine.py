@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import torch
 
 _MAX_RESTARTS = 3  # without a finished extend in between
-_EXIT_S = 1.0  # between the end of its replies and its exit code
 _SLOWER_START = 10  # a start that takes so many times the first one's time hangs
 _GAUGES = ("kv/bytes", "engine/kernels")  # of the present process alone; the other counters are summed over all
 
@@ -87,10 +86,9 @@ class ProcessEngine:
         try:
             while True:
                 await self._serve_by_one_process()
-                code = await self._client.end(grace_s=_EXIT_S)
                 if self._closing:
                     return
-                self._replace_process(code)
+                self._replace_process(self._client.exit_code)
         except Exception as error:
             self._error = error
             self._look_again()
@@ -103,18 +101,17 @@ class ProcessEngine:
         except EngineDied:
             if self.num_restarts == 0:
                 raise  # the model cannot be loaded at all
-            return
+            return await client.ended()
         if self._start_limit_s is None and self.config.watchdog.rollout_timeout_s:
             self._start_limit_s = max(self.config.watchdog.rollout_timeout_s, _SLOWER_START * client.start_s)
-        reading = await client.open()
         self._hello()
         async with self._loading:  # it has the last weights when its first call begins
             if (parcel := self._weights.everything()) is not None:
                 await self._ask("load_weights", parcel.message)
-            client.serves = not reading.done()
+            client.serves = client.alive
         self.use_threads(self.threads)
         self._look_again()
-        await reading
+        await client.ended()
 
     def _replace_process(self, code: int) -> None:
         """The process died with this exit code: start the next one."""
@@ -232,7 +229,8 @@ class ProcessEngine:
         """Interrupt what runs, and end the process."""
         self._closing = True
         self.interrupt()
-        await self._client.end()
+        self._client.kill()
+        await self._client.ended()
         if self._serving is not None:
             await asyncio.wait([self._serving])
         self._weights.close()

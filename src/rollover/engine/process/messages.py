@@ -5,7 +5,6 @@ A float32 survives as the shortest decimal of the same double: the receiver gets
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +14,6 @@ from pydantic import TypeAdapter
 
 from rollover.engine.protocol import ExtendRequest
 from rollover.types import Prompt, Segment
-
-MAX_LINE_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -28,11 +25,6 @@ class _Calls:
 
 
 _CALLS = TypeAdapter(_Calls)
-
-
-def line(message: Mapping[str, Any]) -> bytes:
-    """Return one message as it is sent. JSON's -Infinity is the bias of a banned token."""
-    return json.dumps(message).encode() + b"\n"
 
 
 def requests_to_json(requests: Mapping[int, ExtendRequest]) -> dict[str, Any]:

@@ -43,16 +43,11 @@ def test_a_partial_run_with_a_model_of_its_own_tells_of_it(tmp_path: Path) -> No
 
 
 REFUSED = [
-    ({"critic": {"value_clip": 0.1}, "algorithm": {"preset": "grpo"}}, "critic.value_clip has no effect unless"),
-    ({"critic": {"learning_rate": 1e-4}}, "critic.learning_rate has no effect with critic.model"),
-    ({"critic": {"min_lr_ratio": 0.5}}, "critic.min_lr_ratio has no effect unless critic.schedule"),
     (
         {"critic": {"bootstrap_truncated": True}, "filters": {"mask_truncated": True}},
         "critic.bootstrap_truncated has no effect with filters.mask_truncated",
     ),
     ({"critic": {"policy_waits_steps": 4}}, "the policy would never be trained"),
-    ({"critic": {"model": "./nowhere"}}, "critic.model = './nowhere': there is no such folder"),
-    ({"critic": OWN, "backend": {"type": "ranks"}}, 'algorithm.advantage = "gae" with backend.type = "ranks"'),
     ({"algorithm": PPO | {"value_clip": 0.1}}, "algorithm.value_clip: it is called critic.value_clip now"),
     (
         {"algorithm": PPO | {"critic_learning_rate": 0.1}},

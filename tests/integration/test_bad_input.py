@@ -31,10 +31,6 @@ def recipe(tmp_path: Path) -> Path:
     ("words", "message"),
     [
         (["--train.num_steps", "many"], "train.num_steps"),
-        (["--model.lora.alpha", "3"], "model.lora.rank"),
-        (["--rollout.interrupt", "never", "--rollout.order", "fifo"], "rollout.order"),
-        (["--algorithm.correction", "none"], "allow_uncorrected"),
-        (["--rollout.top_p", "0.9", "--algorithm.correction", "none"], "correction"),
         (["--run.train_on_recorded", "/nowhere"], "run.train_on_recorded"),
         (["--model.path", "/nowhere"], "model.path"),
         (["--rewards.function", "no_such_module:f"], "no_such_module"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +62,3 @@ def test_bad_input_names_the_key_and_the_fix(
     recipe = runs.write(tmp_path, steps=4, rollout=SYNC, **{"algorithm": PPO, **tables})
     assert cli.main(["train", str(recipe)]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_another_kind_of_critic_cannot_take_over_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", str(write(tmp_path, steps=2, critic={"value_clip": 0.5}))]) == 0
-    recipe = write(tmp_path, steps=4, critic=OWN)
-    assert cli.main(["train", str(recipe), "--resume"]) == 2
-    assert '--resume with critic.model = "policy": it was ""' in capsys.readouterr().err
-    saved = json.loads((tmp_path / "run" / "config.resolved.json").read_text())
-    assert saved["critic"]["value_clip"] == 0.5 and "value_clip" not in saved["algorithm"]

@@ -3,7 +3,7 @@
     python -m net --before COMMIT                      golden, resume and a selection of the kill matrix
     python -m net golden --before COMMIT --mode sync   one part, one mode
     python -m net kills --seed 3                       another selection
-    python -m net kills --all                          every place in every mode (half an hour)
+    python -m net kills --all                          every place in every mode (two hours)
     python -m net repeats                              which modes repeat themselves bit for bit
 
 Ends with a table and exit code 1 where a part found a fault. COMMIT is checked out into a git worktree in a temporary

@@ -20,7 +20,7 @@ from .modes import SIBLINGS, Mode
 Row = dict[str, Any]
 
 # Metrics that measure time, memory or load: two runs of one tree differ in them.
-UNSTEADY = ("time/", "state/", "speed/", "perf/", "memory/", "rewards/", "journal/", "waste/")
+UNSTEADY = ("time/", "seconds", "state/", "speed/", "perf/", "memory/", "rewards/", "journal/", "waste/")
 LOGPROB_LIMIT = 1e-4  # |engine - trainer| and |engine - transformers| of a token, fp32
 
 
@@ -48,6 +48,25 @@ def tensors_of(run_dir: Path) -> dict[str, torch.Tensor]:
         *(f for folder in newest for f in folder.glob("*.safetensors")),
     ]
     return {f"{f.relative_to(run_dir)}:{name}": t for f in files for name, t in load_file(f).items()}
+
+
+def held_tokens(run_dir: Path) -> dict[str, list[int]]:
+    """Token ids of each rollout in the newest checkpoint that is unfinished or waits for its step, by its id."""
+    newest = sorted(path.parent for path in (run_dir / "checkpoints").glob("step-*/COMMITTED"))[-1:]
+    out: dict[str, list[int]] = {}
+    for folder in newest:
+        tensors = load_file(folder / "rollouts.safetensors")
+        ids, offsets = tensors["token_ids"].tolist(), iter(tensors["segment_offsets"].tolist())
+        start = next(offsets)
+        for group in json.loads((folder / "state.json").read_text())["cache"]["groups"]:
+            for sibling, rollout in enumerate(group["rollouts"]):
+                begin = start
+                for _ in rollout["segments"]:
+                    start = next(offsets)
+                place = rollout.get("trajectory", 0), rollout.get("context", 0)
+                further = f".{place[0]}.{place[1]}" if any(place) else ""
+                out[f"{group['group_id']}-{rollout.get('sibling', sibling)}{further}"] = ids[begin:start]
+    return out
 
 
 def steady(row: Row) -> Row:
@@ -80,9 +99,18 @@ def renamed_tensors(tensors: Mapping[str, torch.Tensor], names: Mapping[str, str
 
 
 def compare_rows(
-    expected: Iterable[Row], found: Iterable[Row], *, key: tuple[str, ...], where: str, new: Iterable[str] = ()
+    expected: Iterable[Row],
+    found: Iterable[Row],
+    *,
+    key: tuple[str, ...],
+    where: str,
+    new: Iterable[str] = (),
+    tolerance: float = 0.0,
 ) -> list[str]:
-    """Compare rows that `key` identifies: a missing, additional or doubled row, and every value that differs."""
+    """Compare rows that `key` identifies: a missing, additional or doubled row, and every value that differs.
+
+    `tolerance`: of numbers, relative to the larger one or to 1; 0: bit for bit.
+    """
     out: list[str] = []
     sides: list[dict[tuple[Any, ...], Row]] = []
     for name, rows in (("before", expected), ("current", found)):
@@ -100,7 +128,7 @@ def compare_rows(
         one, other = before[label], {k: v for k, v in current[label].items() if k not in new}
         for name in dict.fromkeys([*one, *other]):
             a, b = one.get(name, "(missing)"), other.get(name, "(missing)")
-            if not same(a, b):
+            if not (same(a, b) or (tolerance and _close(a, b, tolerance))):
                 out.append(f"{where} {_label(key, label)} {name}: {_short(a, b)}")
     return out
 
@@ -114,6 +142,11 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
     return a == b
+
+
+def _close(a: Any, b: Any, tolerance: float) -> bool:
+    numbers = isinstance(a, int | float) and isinstance(b, int | float)
+    return numbers and math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
 
 
 def compare_tensors(
@@ -149,8 +182,8 @@ def check_run(run_dir: Path, mode: Mode, steps: int) -> list[str]:
         if not row["staleness/max"] <= row["staleness/bound"]:
             out.append(f"{at}: staleness/max {row['staleness/max']} exceeds staleness/bound {row['staleness/bound']}")
         out += [f"{at} {k}: {row[k]} is not finite" for k in ("loss", "grad_norm") if not math.isfinite(row[k])]
-        most = row["mismatch/logprob_abs_max"]
-        if row["staleness/max"] == 0 and not most < LOGPROB_LIMIT:
+        most = row.get("mismatch/logprob_abs_max", 0.0)  # missing where no token has an advantage
+        if row["staleness/max"] == row.get("staleness/replayed_max", 0) == 0 and not most < LOGPROB_LIMIT:
             out.append(f"{at} mismatch/logprob_abs_max: {most} exceeds {LOGPROB_LIMIT}")
     out += _check_groups(records, rows[-1] if rows else {}, mode)
     return out + _check_trace(json_lines(run_dir / "trace.jsonl"), rows[-1] if rows else {})
@@ -183,6 +216,13 @@ def _check_groups(records: list[Row], last: Row, mode: Mode) -> list[str]:
         missing = set(range(last["groups/admitted"])) - steps.keys()
         if len(missing) != last["groups/held"]:
             out.append(f"groups without a record: {sorted(missing)}, groups/held is {last['groups/held']}")
+        sampled = sum(
+            s["num_tokens"] for r in records if r["outcome"] == "trained" for s in r["segments"] if s["trainable"]
+        )
+        if sampled != last["tokens/trained"]:
+            out.append(
+                f"records have {sampled} sampled tokens of trained groups, tokens/trained is {last['tokens/trained']}"
+            )
         if mode.name != "agents" and sum(r["outcome"] == "trained" for r in records) != SIBLINGS * trained:
             out.append(f"{trained} groups were trained, not {SIBLINGS} rollouts of each")
     return out

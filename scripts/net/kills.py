@@ -1,22 +1,47 @@
 """The kill matrix: SIGKILL at a place x mode, then `--resume`. Places are events seen in the run directory.
 
-resumed(...)   checks a resumed run: every step, group and token once, and the weights of an uninterrupted run
+resumed(...)   checks a resumed run: every step, group and token once, and what an uninterrupted run has
+Before         what a run had when it was killed: the resumed one keeps it
 """
 
 from __future__ import annotations
 
 import random
 import shutil
+import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from .compare import check_run, compare_rows, compare_tensors, metrics_of, records_of, tensors_of
+from .compare import (
+    Row,
+    check_run,
+    compare_rows,
+    compare_tensors,
+    held_tokens,
+    json_lines,
+    metrics_of,
+    records_of,
+    steady,
+    tensors_of,
+)
 from .modes import MODES, STEPS, Mode
 from .trees import Bench, Failed, Process, Tree
 
 PAUSE_S = 0.06  # of each reward: steps of some 0.3 s
-TOLERANCE = 1e-4  # of weights: tokens that were decoded before are prefilled after a kill, which rounds otherwise
+# Of weights and metrics: tokens that were decoded before are prefilled after a kill, which rounds otherwise.
+TOLERANCE = 1e-4
+# Metrics of the processes that made a step: after a kill they differ, and rollouts have a further segment.
+OF_PROCESSES = (
+    "engine/",
+    "kv/",
+    "weights/",
+    "mismatch/",
+    "rollouts/",
+    "tokens/step_generated",
+    "tokens/step_processed",
+)
 Place = Callable[[Path, random.Random], Callable[[], bool]]
 
 
@@ -138,35 +163,71 @@ PLACES: dict[str, tuple[Place, ...]] = {
     "random instant": (_random_instant,),
     "twice in a row": (_random_instant, _random_instant),
     "during resume": (_after_next_step, _resuming),
+    "SIGTERM": (_random_instant,),
 }
 
 
-def resumed(bench: Bench, folder: Path, current: Tree, mode: Mode, *, whole: Tree) -> list[str]:
+@dataclass
+class Before:
+    """What a run had at its kills: told rows, and the tokens of its newest checkpoint."""
+
+    rows: list[Row] = field(default_factory=list)
+    checkpoints: list[str] = field(default_factory=list)  # the newest
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+
+    def look(self, run: Path, at: str, mode: Mode) -> None:
+        """Raise Failed where something of the kill before is lost."""
+        rows = metrics_of(run)
+        if (steps := [row["step"] for row in rows]) != list(range(1, len(steps) + 1)):
+            raise Failed(f"metrics.jsonl has steps {steps} {at}")
+        if mode.keeps_rows and rows[: len(self.rows)] != self.rows:
+            raise Failed(f"metrics.jsonl: rows of {len(self.rows)} steps changed or were lost {at}")
+        checkpoints = _committed(run)
+        if checkpoints[-1:] < self.checkpoints:
+            raise Failed(f"checkpoint {self.checkpoints[-1]} is lost {at}: {checkpoints}")
+        self.rows, self.checkpoints = rows, checkpoints[-1:]
+        final = {r["rollout_id"]: r["token_ids"] for r in records_of(run)}
+        for tokens in (held := held_tokens(run)), final:
+            for name, ids in self.tokens.items():
+                if tokens.get(name, ids)[: len(ids)] != ids:
+                    raise Failed(f"rollout {name}: the first {len(ids)} tokens, of a checkpoint, changed {at}")
+        self.tokens |= held
+
+
+def resumed(bench: Bench, folder: Path, current: Tree, mode: Mode, *, whole: Tree, before: Before) -> list[str]:
     """Resume a killed run with the current tree, wait for its end, and check it. `whole`: the tree to compare with."""
     Process(current, folder, "--resume").finish()
+    before.look(folder / "run", "after the end", mode)
     out = check_run(folder / "run", mode, STEPS)
-    if mode.exact and mode.synchronous:
-        runs = bench.whole(whole, mode) / "run", folder / "run"
-        weights = [{k: t for k, t in tensors_of(run).items() if k.startswith("model/")} for run in runs]
-        out += compare_tensors(weights[0], weights[1], TOLERANCE)
-        tokens = [
-            [{key: r[key] for key in ("rollout_id", "task_id", "step", "token_ids", "score")} for r in records_of(run)]
-            for run in runs
-        ]
-        out += compare_rows(tokens[0], tokens[1], key=("rollout_id",), where="rollouts")
+    if not (mode.synchronous and (mode.exact or mode.still)):
+        return out
+    runs = bench.whole(whole, mode) / "run", folder / "run"
+    kept = ("rollout_id", "task_id", "attempt", "step", "token_ids", "score", "stop_reason")
+    tokens = [[{key: r[key] for key in kept} for r in records_of(run)] for run in runs]
+    out += compare_rows(tokens[0], tokens[1], key=("rollout_id",), where="rollouts")
+    if mode.exact and whole == current:
+        evals = [[steady(row) for row in json_lines(run / "eval.jsonl")] for run in runs]
+        out += compare_rows(evals[0], evals[1], key=("step",), where="eval.jsonl", tolerance=TOLERANCE)
+        rows = [[{k: v for k, v in steady(row).items() if not k.startswith(OF_PROCESSES)} for row in metrics_of(run)]
+                for run in runs]  # fmt: skip
+        out += compare_rows(rows[0], rows[1], key=("step",), where="metrics.jsonl", tolerance=TOLERANCE)
+    if mode.exact:
+        tensors = [{k: t for k, t in tensors_of(run).items() if not k.endswith(":segment_offsets")} for run in runs]
+        out += compare_tensors(tensors[0], tensors[1], TOLERANCE)
     return out
 
 
-def killed(tree: Tree, folder: Path, places: tuple[Place, ...], rng: random.Random) -> bool:
-    """Start a run, kill it at each place. False where it ended before the first one."""
-    for number, place in enumerate(places):
-        process = Process(tree, folder, *(["--resume"] if number else []))
-        if not process.kill_at(place(folder / "run", rng)):
-            return number > 0  # a resumed run may have little left to do
-        steps = [row["step"] for row in metrics_of(folder / "run")]
-        if steps != list(range(1, len(steps) + 1)):
-            raise Failed(f"metrics.jsonl has steps {steps} after kill {number + 1}")
-    return True
+def killed(
+    tree: Tree, folder: Path, mode: Mode, places: tuple[Place, ...], rng: random.Random, number: int = signal.SIGKILL
+) -> Before | None:
+    """Start a run, end it at each place by that signal. None where it ended before the first one."""
+    before = Before()
+    for start, place in enumerate(places):
+        process = Process(tree, folder, *(["--resume"] if start else []))
+        if not process.kill_at(place(folder / "run", rng), number):
+            return before if start else None  # a resumed run may have little left to do
+        before.look(folder / "run", f"after kill {start + 1}", mode)
+    return before
 
 
 def kill_case(bench: Bench, current: Tree, mode: Mode, place: str, seed: int) -> list[str]:
@@ -174,8 +235,9 @@ def kill_case(bench: Bench, current: Tree, mode: Mode, place: str, seed: int) ->
     rng = random.Random(f"{seed} {mode.name} {place}")
     for _ in range(3):
         folder = bench.recipe(current, mode, PAUSE_S)
-        if killed(current, folder, PLACES[place], rng):
-            return resumed(bench, folder, current, mode, whole=current)
+        number = signal.SIGTERM if place == "SIGTERM" else signal.SIGKILL
+        if before := killed(current, folder, mode, PLACES[place], rng, number):
+            return resumed(bench, folder, current, mode, whole=current, before=before)
         shutil.rmtree(folder)
     return [f"the place {place!r} was missed three times"]
 
@@ -194,10 +256,10 @@ def resume_case(bench: Bench, before: Tree, current: Tree, mode: Mode) -> list[s
     rng = random.Random(mode.name)
     for _ in range(3):
         folder = bench.recipe(before, mode, PAUSE_S)
-        if killed(before, folder, (_after_next_step,), rng):
+        if had := killed(before, folder, mode, (_after_next_step,), rng):
             # The recipe as the current tree reads it; what the run recorded itself stays under the old names.
             fresh = bench.recipe(current, mode, PAUSE_S)
             shutil.copy(fresh / "recipe.toml", folder / "recipe.toml")
             shutil.copy(fresh / "functions.py", folder / "functions.py")
-            return resumed(bench, folder, current, mode, whole=before)
+            return resumed(bench, folder, current, mode, whole=before, before=had)
     return ["the run ended before the kill three times"]

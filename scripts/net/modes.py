@@ -29,8 +29,11 @@ _TEMPLATE = (
 
 # PAUSE_S makes steps longer, so that a kill from outside hits the place that it aims at.
 FUNCTIONS = '''
+import random
 import time
 
+from rollover import Observation
+from rollover.envs.protocol import written
 from rollover.envs.tools import Call
 
 PAUSE_S = {pause_s}
@@ -45,6 +48,16 @@ def reward(prompts, completions, **columns):
     return [sum(c.isdigit() for c in text_of(c)) / 10 + len(text_of(c)) % 5 / 7 for c in completions]
 
 
+def sparse(prompts, completions, **columns):
+    """1 for an answer with a 7 in it: many groups have no signal."""
+    time.sleep(PAUSE_S)
+    return [float("7" in text_of(c)) for c in completions]
+
+
+def sparse_score(data_source, solution_str, ground_truth, extra_info):
+    return sparse([], [solution_str])[0]
+
+
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     time.sleep(PAUSE_S / 9)
     return sum(c.isdigit() for c in solution_str) / 10 + len(solution_str) % 5 / 7
@@ -55,12 +68,24 @@ def told(task, messages):
 
 
 async def talk(task, episode):
+    drawn = await episode.once("draw", random.random)
     solver, judge = episode.trajectory("solver"), episode.trajectory("judge")
     first = await solver.chat(task.messages)
     second = await solver.chat([*task.messages, first.message, dict(role="user", content="more")])
     verdict = await judge.chat([dict(role="user", content=first.text[:3])])
     solver.reward = sum(c.isdigit() for c in first.text + second.text) / 20 + len(second.text) % 5 / 7
     judge.reward = sum(c.isdigit() for c in verdict.text) / 20 + len(verdict.text) % 3 / 7
+    assert await episode.once("draw", random.random) == drawn
+
+
+async def by_http(task, client, model):
+    messages, digits = list(task.messages), 0
+    for turn in range(3):
+        done = await client.chat.completions.create(model=model, messages=messages)
+        message = done.choices[0].message
+        messages += [message.model_dump(exclude_none=True), dict(role="user", content="more")]
+        digits += sum(c.isdigit() for c in message.content)
+    return digits / 20 + digits % 3 / 7
 
 
 class EveryDigit:
@@ -95,6 +120,35 @@ class Digits:
 
     def restore(self, state):
         self.seen = state["seen"]
+
+
+class Restarted(Digits):
+    resume = "restart"
+    snapshot = restore = None
+
+
+class Game:
+    """Stateless: after a kill its steps are called again."""
+
+    def reset(self, answer):
+        self.messages = []
+        return f" (up to {answer})"
+
+    def step(self, message):
+        self.messages.append(message)
+        score = sum(c.isdigit() for c in message) / 20 + len(message) % 5 / 7
+        return Observation("more", reward=score, done=len(self.messages) == 3)
+
+
+class Dialogue:
+    """Adds two tokens after each of the first two turns."""
+
+    def __init__(self, setup):
+        self.score, self.scores_singly = setup.score, setup.scores_singly
+
+    async def next(self, rollout):
+        turns = sum(not segment.trainable for segment in rollout.segments)
+        return written(rollout, [70, 71]) if turns < 2 else None
 '''
 
 
@@ -106,6 +160,7 @@ class Mode:
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     exact: bool = False
     vision: bool = False
+    rows: int = 200  # tasks
 
     @property
     def synchronous(self) -> bool:
@@ -114,23 +169,53 @@ class Mode:
             self.tables.get("rollout", {}).get("overlap", False)
         )
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether a kill takes no row back."""
+        table = self.tables.get("checkpoint", {})
+        return table.get("journal_s") != 0.0 and table.get("lost_steps") != "roll_back"
+
+    @property
+    def still(self) -> bool:
+        """Whether the weights stay, so that no token depends on the step in which it is sampled."""
+        return self.tables.get("train", {}).get("learning_rate") == 0.0
+
 
 _PARTIAL = {"interrupt": "when_enough", "in_flight_groups": 8, "max_staleness": 2}
+_BUSY = {**_PARTIAL, "interrupt": "on_weight_update", "overlap": True}
 _TURNS = {"stop_token_ids": list(range(2, 14)), "max_new_tokens": 90}
+_STILL = {"learning_rate": 0.0}
+_SPARSE = {"rewards": {"function": "functions.py:sparse"}, "rollout": {"max_new_tokens": 12}}
+_VARIANCE = {"kind": "variance", "decay": 0.5, "min_weight": 0.1}
+_REUSE = {
+    "replay": {"size": 6, "max_staleness": 4},
+    "reroll": {"max_groups": 1, "start_fraction": 0.25, "size": 5},
+}
 _ALL = (
     Mode("sync", exact=True),
-    Mode("no_journal", {"checkpoint": {"journal_s": 0.0}}, exact=True),  # lost steps are cut and repeated
+    Mode(  # lost steps and evaluations are cut and repeated
+        "no_journal",
+        {"checkpoint": {"journal_s": 0.0}, "eval": {"num_tasks": 2, "every_steps": 2, "max_new_tokens": 8}},
+        exact=True,
+    ),
     Mode("partial", {"rollout": _PARTIAL}),
     Mode("token_budget", {"rollout": {**_PARTIAL, "interrupt": "token_budget", "token_budget": 16}}, exact=True),
     Mode("fraction", {"rollout": {**_PARTIAL, "in_flight_groups": 3, "complete_fraction": 0.5}}),
-    Mode("overlap", {"rollout": {**_PARTIAL, "interrupt": "on_weight_update", "overlap": True}}),
+    Mode("overlap", {"rollout": _BUSY, "engine": {"kind": "process"}}),
     Mode("streaming", {"train": {"streaming_min_groups": 1}, "rewards": {"function": "functions.py:compute_score"}}),
-    Mode("agents", {"rollout": _TURNS, "workflow": {"function": "functions.py:talk"}}),
+    Mode("agents", {"rollout": _TURNS, "workflow": {"function": "functions.py:talk"}, "train": _STILL}),
+    Mode("http_agents", {"rollout": _TURNS, "workflow": {"function": "functions.py:by_http"}, "train": _STILL}),
     Mode(
         "critic",
         {
             "algorithm": {"preset": "ppo"},
-            "critic": {"model": "policy", "learning_rate": 1e-3, "head_learning_rate": 1e-2, "policy_waits_steps": 1},
+            "critic": {
+                "model": "policy",
+                "learning_rate": 1e-3,
+                "head_learning_rate": 1e-2,
+                "policy_waits_steps": 1,
+                "bootstrap_truncated": True,
+            },
             "train": {"minibatches_per_step": 3},
         },
         exact=True,
@@ -148,7 +233,67 @@ _ALL = (
         {
             "rollout": _TURNS,
             "workflow": {"environment": "functions.py:Digits", "tool_format": "functions.py:EveryDigit"},
+            "train": _STILL,
         },
+    ),
+    Mode(
+        "restart",
+        {
+            "rollout": _TURNS,
+            "workflow": {"environment": "functions.py:Restarted", "tool_format": "functions.py:EveryDigit"},
+            "train": _STILL,
+        },
+    ),
+    Mode(
+        "games",
+        {"rollout": _TURNS, "workflow": {"environment": "functions.py:Game"}, "train": _STILL},
+    ),
+    Mode(
+        "dialogue",
+        {"rollout": {**_TURNS, "environment": "functions.py:Dialogue"}, "train": _STILL},
+    ),
+    Mode("reuse", {**_SPARSE, **_REUSE}, exact=True),
+    Mode(
+        "everything",
+        {
+            **_REUSE,
+            "rollout": {**_BUSY, "max_new_tokens": 12},
+            "rewards": {"function": "functions.py:sparse_score"},
+            "train": {"streaming_min_groups": 1},
+            "model.lora": {"rank": 4},
+            "tasks.curriculum": _VARIANCE,
+        },
+        rows=12,
+    ),
+    Mode("curriculum", {**_SPARSE, "tasks.curriculum": {"kind": "buckets", "easy_weight": 0.05}}, exact=True, rows=12),
+    Mode(
+        "rolled_back",
+        {
+            **_SPARSE,
+            "rollout": {**_PARTIAL, "max_new_tokens": 12},
+            "tasks.curriculum": _VARIANCE,
+            "checkpoint": {"lost_steps": "roll_back"},
+        },
+        rows=12,
+    ),
+    Mode(
+        "filters",
+        {**_SPARSE, "rollout": {**_PARTIAL, "max_new_tokens": 12},
+         "filters": {"zero_variance": True, "give_up_after_steps": 50}},
+    ),
+    Mode(
+        "kl_shaped",
+        {
+            "algorithm": {"advantage": "dr_grpo", "kl_coef": 0.2, "kl_in": "reward", "kl_target": 1e-4,
+                          "kl_horizon": 20, "reference_refresh_steps": 3, "reference_mixup": 0.6},
+            "rewards": {"overlong_buffer_tokens": 40, "overlong_penalty": 0.5, "running_norm": "scale"},
+        },
+        exact=True,
+    ),
+    Mode(
+        "epochs",
+        {"train": {"minibatches_per_step": 3, "epochs_per_step": 3, "optimizer": "muon", "max_kl": 0.005}},
+        exact=True,
     ),
 )  # fmt: skip
 MODES = {mode.name: mode for mode in _ALL}
@@ -194,7 +339,11 @@ def write(mode: Mode, folder: Path, renames: Mapping[str, Any], *, pause_s: floa
     for old, new in renames["CODE"].items():
         code = code.replace(old, new)
     (folder / "functions.py").write_text(code)
-    rows = _shown_tasks(folder) if mode.vision else [{"prompt": f"count to {i}", "answer": str(i)} for i in range(200)]
+    rows = (
+        _shown_tasks(folder)
+        if mode.vision
+        else [{"prompt": f"count to {i}", "answer": str(i)} for i in range(mode.rows)]
+    )
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if mode.vision:
         sys.path.insert(0, str(TESTS))

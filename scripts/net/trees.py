@@ -116,12 +116,15 @@ class Process:
             raise Failed(f"exit code {code}: {self.output()}")
         self.no_children()
 
-    def kill_at(self, reached: Callable[[], bool]) -> bool:
-        """SIGKILL as soon as `reached`. False if the run ended before that."""
+    def kill_at(self, reached: Callable[[], bool], number: int = signal.SIGKILL) -> bool:
+        """Send the signal as soon as `reached`, and wait for the end. False if the run ended before that.
+
+        Raises Failed where SIGTERM leaves another exit code than 130, or no checkpoint of the last step.
+        """
         limit = time.monotonic() + LIMIT_S
         while not self.ended():
             if reached():
-                self.kill()
+                self.stop() if number == signal.SIGTERM else self.kill()
                 return True
             if time.monotonic() > limit:
                 self.kill()
@@ -130,6 +133,15 @@ class Process:
         if self._process.returncode:
             raise Failed(f"exit code {self._process.returncode} before the kill: {self.output()}")
         return False
+
+    def stop(self) -> None:
+        """SIGTERM: the run ends in order, and leaves a checkpoint of its last step."""
+        self._process.send_signal(signal.SIGTERM)
+        code = self._process.wait(LIMIT_S)
+        lines = (self.run_dir / "metrics.jsonl").read_bytes().splitlines()
+        if code and (code != 130 or not (self.run_dir / f"checkpoints/step-{len(lines):06}/COMMITTED").exists()):
+            raise Failed(f"SIGTERM: exit code {code} after {len(lines)} steps: {self.output()}")
+        self.no_children()
 
     def kill(self) -> None:
         """SIGKILL of the leader alone. Raises Failed where a child outlives it by 30 s; that one is then killed."""

@@ -55,9 +55,6 @@ def started():
 def waits(task):
     started()
 
-async def awaits(task, episode):
-    return 1.0
-
 def program():
     task, headers = json.load(sys.stdin), {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     messages = list(task["messages"])
@@ -123,19 +120,3 @@ def test_nothing_is_left_over_where_the_run_is_killed(tmp_path: Path, agent: str
         run.kill()
         for pid in filter(alive, pids):
             os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize(
-    ("agent", "words", "why"),
-    [
-        ("talk", ["--workflow.num_processes=0"], "is no async def"),
-        ("awaits", [], "an async def: it runs on the run's own event loop. Remove workflow.num_processes"),
-        ("talk", ["--workflow.command=python agent.py"], "a run has one of them. Remove one"),
-        ("program", ["--workflow.command=agnt x"], "there is no program 'agnt'"),
-    ],
-)
-def test_what_cannot_be_played_exits_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], agent: str, words: list[str], why: str
-) -> None:
-    assert main(["train", str(recipe(tmp_path, agent)), *words]) == 2
-    assert why in capsys.readouterr().err

@@ -239,7 +239,7 @@ def test_agents_begin_again_at_the_same_address(tmp_path: Path, capsys: pytest.C
     shutil.copy(BACKEND, tmp_path)
     (tmp_path / "losses.txt").write_text("forward_backward 1\nweights 2")
     backend = {"type": f"{tmp_path / BACKEND.name}:make"}
-    recipe = of_agents(tmp_path, "by_http", steps=3, workflow={"port": port}, backend=backend, rollout=OVERLAP)
+    recipe = of_agents(tmp_path, "over_http", steps=3, workflow={"port": port}, backend=backend, rollout=OVERLAP)
     code, text = train(capsys, recipe)
     assert code == 0 and text.count("the trainer's backend is lost") == 2, text
     check_whole_of_agents(tmp_path / "run", 3)

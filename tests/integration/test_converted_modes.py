@@ -47,13 +47,6 @@ def test_ppo_trains_on_rollouts_of_the_present_weights(tmp_path: Path) -> None:
     assert {row["staleness/max"] for row in rows} == {0}
 
 
-def test_partial_rollouts_continue_under_later_weights(tmp_path: Path) -> None:
-    rows, events = trained(tmp_path, "recipe.partial_rollout.main_ppo", " +async_training.partial_rollout=True")
-    assert len(rows) == 5
-    assert max(row["rollouts/partial_share"] for row in rows) > 0
-    assert any(event.kind == "resume" for event in events)
-
-
 @pytest.mark.parametrize(
     ("program", "further"),
     [

@@ -1,4 +1,4 @@
-"""Distillation through the configuration: without a usable reward, killed and resumed, and with bad input."""
+"""Distillation through the configuration: without a usable reward, and over a refused resume."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import killed_at
 import pytest
 import runs
-import safetensors.torch
-import torch
 
 import tiny
 from rollover import cli
@@ -23,12 +20,6 @@ def reward(prompts, completions, **columns):
 
 def told(task, messages):
     return [{"role": "system", "content": "The answer is " + "0123456789" * 3}, *messages]
-
-def raises(task, messages):
-    raise KeyError("hint")
-
-def leaves(task, messages):
-    raise SystemExit(0)
 """
 SYNC = {"interrupt": "never", "in_flight_groups": 3, "max_staleness": 0, "max_new_tokens": 12}
 REFRESHED = {"teacher": "policy", "refresh_steps": 3, "discount": 0.5}
@@ -48,10 +39,6 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return runs.json_lines(folder / "run" / "metrics.jsonl")
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return safetensors.torch.load_file(folder / "run" / "model" / "model.safetensors")
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
@@ -68,19 +55,6 @@ def test_groups_without_a_reward_that_teaches_are_trained(whole: Path) -> None:
         assert 0 < row["time/teacher_s"] < row["time/train_s"]
     kl = [row["distill/kl"] for row in rows(whole)]
     assert kl[0] > 0.01 and kl[-1] < kl[0], "the policy comes near its teacher"
-
-
-def test_killed_and_resumed_is_as_uninterrupted_with_refreshed_weights(whole: Path, tmp_path: Path) -> None:
-    """The kill is in step 6, after the refresh at version 3: the checkpoint of step 4 must have those weights."""
-    recipe = write(tmp_path, SYNC, REFRESHED | {"privileged": told(tmp_path)})
-    script = Path(killed_at.__file__)
-    killed = runs.rollover("rollover.trainer.trainer:Trainer.train_step", 6, "train", recipe, script=script)
-    assert killed.returncode == -9 and len(rows(tmp_path)) == 5, killed.stderr
-    assert cli.main(["train", str(recipe), "--resume"]) == 0
-    for name, tensor in weights(whole).items():
-        assert torch.equal(weights(tmp_path)[name], tensor), name
-    same = ("distill/kl", "distill/clipped_share", "loss", "grad_norm", "entropy")
-    assert [[row[k] for k in same] for row in rows(tmp_path)] == [[row[k] for k in same] for row in rows(whole)]
 
 
 @pytest.mark.parametrize(
@@ -105,26 +79,6 @@ def test_another_model_teaches_in_every_mode(mode: dict[str, dict[str, Any]], tm
         validate(row)
         # An estimate over sampled tokens, some of them of older weights: it may be a little below 0.
         assert row["grad_norm"] > 0 and row["distill/kl"] != 0
-
-
-@pytest.mark.parametrize(
-    ("distill", "what"),
-    [
-        ({"teacher": "initial", "privileged": "{folder}/reward.py:raises"}, "failed: KeyError: 'hint'"),
-        ({"teacher": "initial", "privileged": "{folder}/reward.py:leaves"}, "failed: SystemExit: 0"),
-        ({"teacher": "initial", "privileged": "{folder}/reward.py:tolt"}, "did you mean told?"),
-        ({"teacher": "initial"}, "teaches nothing"),
-        ({"teacher": "{folder}/nowhere"}, "distill.teacher = "),
-    ],
-)
-def test_bad_input_exits_2_before_anything_is_generated(
-    distill: dict[str, str], what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    values = {key: value.format(folder=tmp_path) for key, value in distill.items()}
-    assert cli.main(["train", str(write(tmp_path, SYNC, values))]) == 2
-    said = capsys.readouterr().err
-    assert what in said and "distill." in said and "Traceback" not in said
-    assert not rows(tmp_path)
 
 
 def test_a_checkpoint_without_the_weights_of_a_teacher_is_refused(

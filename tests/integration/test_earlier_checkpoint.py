@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import runs
+from endings import train
+from test_journal_run import check_whole
 
 import tiny
-from integration.test_rescue import check_whole_run, train
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "run-format-1"
 # What it was trained with, to step 2 of 4; then its checkpoint held 5 groups, and 2 were kept to be replayed.
@@ -38,6 +39,6 @@ def test_it_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     assert any("parked" in states for states in held.values()) and state["reuse"]["buffer"]["groups"]
     code, text = train(capsys, write(steps=4), "--resume")
     assert code == 0 and "resumed from step-000002" in text, text
-    check_whole_run(tmp_path, 4)
+    check_whole(tmp_path / "run", 4)
     left = {r["group_id"] for r in runs.records(tmp_path / "run")}
     assert held.keys() <= left, "what it held was trained"

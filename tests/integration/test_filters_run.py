@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import runs
 
 from rollover.cli import main
 
-KILLED_AT = Path(__file__).with_name("killed_at.py")
 FIRST_IS_A_DIGIT = '''
 def reward(prompts, completions, **columns):
     """1 for an answer that begins with a digit, a tenth at first: two thirds of the groups of four agree."""
@@ -183,31 +181,6 @@ def test_masked_rollouts_leave_the_loss_and_stay_in_their_groups(tmp_path: Path)
         assert row["tokens/step_trained"] == sum(lengths) - sum(masked)
     assert sum(row["train/masked_rollouts"] for row in rows) > 0
     assert any(row["grad_norm"] > 0 for row in rows)
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        "rollover.track.recorder:RolloutRecorder.write",
-        "rollover.track.sinks:JsonlSink.write",
-        "rollover.track.history:RunHistory.flush",
-        "rollover.track.sinks:JsonlSink.sync",
-        "rollover.checkpoint.journal:Journal.sync",
-        "rollover.track.live:LiveView.on_step",
-    ],
-)
-def test_killed_while_a_step_is_written_down_it_counts_each_filtered_group_once(tmp_path: Path, place: str) -> None:
-    """These are called one after the other at the end of a step; the kill comes before the call of the third step."""
-    file = recipe(tmp_path, {"zero_variance": True}, MODES["partial"], steps=5)
-    rarely = ["--checkpoint.every_steps", "50", "--checkpoint.journal_s", "600"]
-    killed = runs.rollover(place, 3, "train", file, *rarely, script=KILLED_AT)
-    assert killed.returncode == -signal.SIGKILL
-    assert len(runs.json_lines(tmp_path / "run" / "metrics.jsonl")) in (2, 3)
-    assert main(["train", str(file), "--resume", *rarely]) == 0
-    last = rows_of(tmp_path)[-1]
-    outcomes = Counter(r["outcome"] for r in runs.records(tmp_path / "run") if r["sibling"] == 0)
-    assert outcomes["trained"] == last["groups/consumed"] == 15
-    assert last["dropped/filtered/groups"] == last["filtered/zero_variance/groups"] == outcomes["dropped:filtered"] > 0
 
 
 def test_a_converted_script_with_groups_of_one_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -228,18 +228,6 @@ def test_an_engine_that_never_says_how_far_it_is_keeps_nothing_from_the_disk_and
     check_whole(tmp_path / "run", 3, checkpoints=checkpoint["dir"])
 
 
-def test_what_a_checkpoint_has_made_needless_is_deleted_by_the_next_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The last checkpoint is committed, and the process dies before it deletes the journal up to there."""
-    recipe = runs.write(tmp_path, steps=1, checkpoint=CHECKPOINT)
-    train_until_called(capsys, Journal, "commit", recipe)
-    assert len(list((tmp_path / "run" / "journal").iterdir())) == 2
-    assert train(capsys, recipe, "--resume")[0] == 0
-    assert len(list((tmp_path / "run" / "journal").iterdir())) == 1
-    check_whole(tmp_path / "run", 1)
-
-
 def test_where_the_journal_cannot_be_ended_the_rest_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,50 +37,6 @@ def test_steps_are_trained_again_bit_by_bit(
     check_whole(tmp_path / "run", 6)
 
 
-KL: dict[str, Any] = {
-    "algorithm": {"advantage": "dr_grpo", "kl_coef": 0.2, "kl_in": "reward", "kl_target": 1e-4, "kl_horizon": 20,
-                  "reference_refresh_steps": 3, "reference_mixup": 0.6},
-    "rollout": {"overlap": True, "interrupt": "on_weight_update"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["one after the other", "overlap"])
-def test_a_refreshed_reference_and_the_coefficient_of_the_kl_go_on_bit_by_bit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], overlap: bool
-) -> None:
-    """Ended after step 5: the checkpoint of step 2 lies before the refresh at step 3, which is made again."""
-    tables: dict[str, Any] = KL if overlap else KL | {"rollout": {}}
-    recipe = runs.write(tmp_path, steps=7, checkpoint=CHECKPOINT, **tables)
-    assert train(capsys, recipe, "--train.num_steps", "2")[0] == 0
-    end = train_until(capsys, 5, recipe, "--resume")
-    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
-    coefs = [row["kl/coef"] for row in rows]
-    assert coefs[0] == 0.2 and len(set(coefs)) == 5 and rows[0]["kl/in_reward"] == 0.0 != rows[1]["kl/in_reward"]
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        begun = look_at_start(monkeypatch)
-        code, text = train(capsys, recipe, "--resume")
-    assert code == 0 and "(3 steps)" in text, text
-    assert any(name.startswith("kept/reference/") for name in begun)
-    assert begun.keys() == end.weights.keys() and all(torch.equal(begun[n], end.weights[n]) for n in begun)
-    again = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
-    assert again[:5] == rows and again[5]["kl/coef"] == pytest.approx(next_coef(rows[4]), rel=1e-12)
-
-
-def next_coef(row: dict[str, float]) -> float:
-    """Of the step after `row`, in which nine rollouts were trained."""
-    error = min(max(row["kl/in_reward"] / 1e-4 - 1, -0.2), 0.2)
-    return row["kl/coef"] * (1 + error * 9 / 20)
-
-
-def test_a_run_with_generation_beside_training_goes_on_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    overlap = {"overlap": True, "interrupt": "on_weight_update"}
-    recipe = runs.write(tmp_path, steps=6, checkpoint=CHECKPOINT | {"journal_s": 0.05}, rollout=overlap)
-    train_until(capsys, 4, recipe)
-    code, text = train(capsys, recipe, "--resume")
-    assert code == 0 and "(4 steps)" in text, text
-    check_whole(tmp_path / "run", 6)
-
-
 @pytest.mark.parametrize(
     ("words", "why"),
     [
@@ -109,21 +65,6 @@ def test_lost_steps_are_rolled_back(
     assert rows[-1]["dropped/rolled_back/groups"] * 3 == dropped
     final = {r["rollout_id"]: r["token_ids"] for r in runs.records(tmp_path / "run")}
     assert trained and all(final[i] == tokens for i, tokens in trained.items()), "nobody was sampled again"
-
-
-def test_a_flipped_byte_is_named_and_the_run_goes_on_from_before_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = runs.write(tmp_path, steps=6, checkpoint=CHECKPOINT)
-    train_until(capsys, 4, recipe)
-    (path,) = (tmp_path / "run" / "journal").iterdir()
-    content = bytearray(path.read_bytes())
-    content[len(content) * 2 // 3] ^= 8
-    path.write_bytes(content)
-    code, text = train(capsys, recipe, "--resume")
-    assert code == 0 and f"{path} is damaged at byte" in text and "are not trusted, and are lost" in text, text
-    check_whole(tmp_path / "run", 6)
-    assert runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]["journal/cut_bytes"] > 0
 
 
 def test_a_torn_last_record_is_cut_said_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 import runs
 
 from rollover.cli import main
-from rollover.config.load import ConfigError, load_config
 
 MODES: dict[str, dict[str, Any]] = {
     "never": {"interrupt": "never"},
@@ -126,35 +123,3 @@ def test_pairs(tmp_path: Path, case: Case) -> None:
 def test_all(tmp_path: Path, case: Case) -> None:
     assert main(["train", str(recipe(tmp_path, case))]) == 0
     check(tmp_path, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
-def test_killed_at_a_random_moment_and_resumed(tmp_path: Path, seed: int) -> None:
-    rng = random.Random(seed)
-    file = recipe(tmp_path, rng.choice(ALL), steps=8)
-    process = runs.start("train", file)
-    metrics, wanted = tmp_path / "run" / "metrics.jsonl", rng.randrange(1, 7)
-    deadline = time.time() + 200
-    while time.time() < deadline and (not metrics.exists() or len(metrics.read_bytes().splitlines()) < wanted):
-        time.sleep(0.01)
-    time.sleep(rng.random() * 0.3)
-    process.kill()
-    process.wait()
-    assert main(["train", str(file), "--resume"]) == 0
-    check(tmp_path, 8)
-
-
-ILLEGAL = {
-    "more in flight than the bound allows": {"overlap": True, "interrupt": "on_weight_update", "in_flight_groups": 9},
-    "interrupted for a step": {"overlap": True, "interrupt": "when_enough"},
-    "nothing is generated meanwhile": {"interrupt": "on_weight_update"},
-    "dropping what waits": {"overlap": True, "interrupt": "on_weight_update", "on_stale": "drop"},
-}
-
-
-@pytest.mark.parametrize("changes", ILLEGAL.values(), ids=ILLEGAL)
-def test_illegal_ones_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
-    values = {"groups_per_step": 2, "group_size": 2, "max_staleness": 1, "in_flight_groups": 4} | changes
-    with pytest.raises(ConfigError, match="rollout"):
-        load_config([runs.write(tmp_path, rollout=values)])

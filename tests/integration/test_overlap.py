@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -96,27 +95,6 @@ def test_old_weights_make_tokens_stale_without_overlap_too(tmp_path: Path, in_fl
     rows = train(tmp_path, steps=5, rollout=rollout, train={"publish_every": 2})
     assert {row["staleness/bound"] for row in rows} == {bound}
     assert max(row["staleness/max"] for row in rows) == bound
-
-
-def test_a_run_that_is_killed_goes_on(tmp_path: Path) -> None:
-    """kill -9 with rollouts in flight, then --resume: the ledger balances and no task is trained twice."""
-    recipe = runs.write(
-        tmp_path, steps=12, rollout=AHEAD | {"interrupt": "on_weight_update"}, engine={"kind": "process"}
-    )
-    process = runs.start("train", recipe)
-    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 600
-    while len(runs.json_lines(metrics)) < 5:
-        assert process.poll() is None and time.monotonic() < deadline, process.out + process.err
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    assert main(["train", str(recipe), "--resume"]) == 0
-    rows = runs.json_lines(metrics)
-    assert [row["step"] for row in rows] == list(range(1, 13))
-    for row in rows:
-        assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/dropped"] + row["tokens/held"]
-    trained = [r["rollout_id"] for r in runs.records(tmp_path / "run") if r["outcome"] == "trained"]
-    assert len(trained) == len(set(trained)) == 12 * 9
 
 
 def test_the_trainer_has_the_cores_that_the_engine_does_not_use(

@@ -7,33 +7,13 @@ from typing import Any
 
 import pytest
 import runs
+from endings import train
+from test_journal_run import check_whole
 
-from rollover import cli
 from rollover.trainer.local_backend import LocalBackend
 
 OVERLAP = {"overlap": True, "interrupt": "on_weight_update"}
 SYNC = {"interrupt": "never", "in_flight_groups": 3, "max_staleness": 0}
-
-
-def train(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str]:
-    code = cli.main(["train", *map(str, words)])
-    out = capsys.readouterr()
-    return code, out.out + out.err
-
-
-def check_whole_run(folder: Path, steps: int) -> None:
-    """Every step once, the ledger balances, no rollout twice, no task skipped or repeated, the trace tells all once."""
-    rows = runs.json_lines(folder / "run" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, steps + 1))
-    for row in rows:
-        assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/dropped"] + row["tokens/held"]
-    records = runs.records(folder / "run")
-    ids = [r["rollout_id"] for r in records]
-    assert len(ids) == len(set(ids)) and sum(r["outcome"] == "trained" for r in records) == steps * 9
-    tasks = {r["group_id"]: r["task_id"] for r in records}
-    assert len(set(tasks.values())) == len(tasks)
-    assert rows[-1]["groups/consumed"] == steps * 3
-    assert [e.version for e in runs.trace(folder / "run") if e.kind == "publish"] == list(range(1, steps + 1))
 
 
 @pytest.mark.parametrize("rollout", [{}, SYNC, OVERLAP], ids=["partial", "sync", "overlap"])
@@ -55,7 +35,7 @@ def test_a_failing_step_gives_its_groups_back(
     monkeypatch.setattr(LocalBackend, "forward_backward", plain)
     code, text = train(capsys, recipe, "--resume")
     assert code == 0 and "resumed from step-000002" in text, text
-    check_whole_run(tmp_path, 4)
+    check_whole(tmp_path / "run", 4)
 
 
 def test_weights_that_cannot_be_handed_over_do_not_cost_the_step(
@@ -103,7 +83,7 @@ def test_an_engine_that_is_down_ends_the_run_with_a_checkpoint_and_loses_nothing
     monkeypatch.setattr(EmbeddedEngine, "step", plain)
     code, text = train(capsys, recipe, "--resume")
     assert code == 0 and "resumed from step-00000" in text, text
-    check_whole_run(tmp_path, 4)
+    check_whole(tmp_path / "run", 4)
     assert runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]["groups/dropped"] == 0
 
 
@@ -138,7 +118,7 @@ def test_masks_that_leave_nothing_end_the_run_and_it_goes_on_without_them(
     assert "filters.mask_overlong: false -> true" in text
     code, text = train(capsys, recipe, "--resume")
     assert code == 0, text
-    check_whole_run(tmp_path, 3)
+    check_whole(tmp_path / "run", 3)
 
 
 def test_an_engine_process_that_is_killed_while_it_loads_is_told_in_one_line(

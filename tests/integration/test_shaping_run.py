@@ -1,4 +1,4 @@
-"""Shaping in whole runs: it is trained, resumed bit by bit, and in no figure of the task."""
+"""Shaping in whole runs: it is trained, and in no figure of the task."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import runs
-import safetensors.torch
-import torch
-from endings import CHECKPOINT, train, train_until
+from endings import train
 
 REWARDS: dict[str, Any] = {"overlong_buffer_tokens": 40, "overlong_penalty": 0.5, "running_norm": "scale"}
 DR_GRPO = {"advantage": "dr_grpo"}  # to which the scale of rewards matters
@@ -64,34 +62,3 @@ def test_eval_function_scores_held_out_tasks_only(tmp_path: Path, capsys: pytest
     where = ["--run.dir", str(tmp_path / "other")]
     code, text = train(capsys, recipe, *where, "--rewards.eval_function", "no_such_reward")
     assert code == 2 and "rewards.eval_function: 'no_such_reward' is neither built in" in text
-
-
-def test_a_stopped_run_ends_with_the_weights_of_one_that_was_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    in_order = {"in_flight_groups": 3, "interrupt": "never", "max_staleness": 0}
-    recipe = runs.write(tmp_path, rewards=REWARDS, algorithm=DR_GRPO, rollout=in_order)
-    for name, words in {"whole": [("4", "")], "stopped": [("2", ""), ("4", "--resume")]}.items():
-        for steps, *resume in words:
-            where = ["--run.dir", str(tmp_path / name), "--train.num_steps", steps, *filter(None, resume)]
-            code, text = train(capsys, recipe, *where)
-            assert code == 0, text
-    whole, stopped = (
-        safetensors.torch.load_file(tmp_path / name / "checkpoints/step-000004/trainer-master.safetensors")
-        for name in ("whole", "stopped")
-    )
-    assert whole.keys() == stopped.keys() and all(torch.equal(whole[n], stopped[n]) for n in whole)
-    rows = [runs.json_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "stopped")]
-    told = [[{k: v for k, v in row.items() if k.startswith("shaping/")} for row in of] for of in rows]
-    assert told[0] == told[1] and len({row["shaping/running_std"] for row in told[0]}) == 4
-
-
-def test_steps_that_are_trained_again_are_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = runs.write(tmp_path, steps=4, checkpoint=CHECKPOINT, rewards=REWARDS, algorithm=DR_GRPO)
-    train_until(capsys, 2, recipe)
-    code, text = train(capsys, recipe, "--resume")
-    assert code == 0 and "(2 steps)" in text, text
-    records = [r for r in runs.records(tmp_path / "run") if r["outcome"] == "trained"]
-    rewards = [r["score"] - 0.5 * min(max(r["num_tokens"] - 8, 0) / 40, 1) for r in records]
-    last = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
-    assert last["shaping/running_mean"] == pytest.approx(sum(rewards) / len(rewards))

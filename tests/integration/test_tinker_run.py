@@ -89,25 +89,19 @@ def test_it_runs_in_every_mode(mode: dict[str, Any], tmp_path: Path, service: tu
 
 
 @pytest.mark.parametrize(
-    ("table", "changes", "code", "why"),
+    ("changes", "why"),
     [
-        ("backend", {"base_model": "tinier"}, 1, "failed at making adapters over tinier: RequestFailedError"),
-        ("backend", {"url": "http://127.0.0.1:9", "timeout_s": 0.5}, 1, "there was no answer within backend.timeout_s"),
-        ("model.lora", {"rank": 0}, 2, 'backend.type = "tinker" trains adapters: set model.lora.rank'),
-        ("algorithm", {"entropy_coef": 0.1}, 2, 'algorithm.entropy_coef = 0.1 with backend.type = "tinker": the serv'),
-        ("algorithm", {"advantage": "gae"}, 2, "the service has no value head. Use an estimator without one"),
-        ("rollout", {"temperature": 0.7}, 2, "the service's log-probs are those at temperature 1. Set it to 1.0, or"),
-        ("engine", {"kind": "process"}, 2, 'engine.kind = "process" with backend.type = "tinker": the service samples'),
-        ("train", {"gradient_checkpointing": True}, 2, "train.gradient_checkpointing has no effect with backend.type"),
+        ({"base_model": "tinier"}, "failed at making adapters over tinier: RequestFailedError"),
+        ({"url": "http://127.0.0.1:9", "timeout_s": 0.5}, "there was no answer within backend.timeout_s"),
     ],
 )
 def test_what_cannot_be_is_said(
-    table: str, changes: dict[str, Any], code: int, why: str,
+    changes: dict[str, Any], why: str,
     tmp_path: Path, service: tuple[FakeTinker, str], capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     file = recipe(tmp_path, service[1], SYNC)
-    words = [part for key, value in changes.items() for part in (f"--{table}.{key}", str(value).lower())]
-    assert main(["train", str(file), *words]) == code
+    words = [part for key, value in changes.items() for part in (f"--backend.{key}", str(value).lower())]
+    assert main(["train", str(file), *words]) == 1
     error = capsys.readouterr().err
     assert why in error and "Traceback" not in error, error
 

@@ -105,23 +105,6 @@ def test_a_run_that_was_killed_plays_what_was_unfinished_again(tmp_path: Path, m
     assert row["episodes/replayed"] > 0 and row["dropped/restarted/tokens"] == 0, "nothing is sampled again"
 
 
-@needs_verifiers
-@pytest.mark.parametrize(
-    ("name", "words", "why"),
-    [
-        ("no-such-taskset", [], "no_such_taskset"),
-        ("boxed-taskset", [], "container"),
-        ("broken-taskset", ["--workflow.verifiers_args.taskset={how = 'empty'}"], "no task"),
-    ],
-)
-def test_what_cannot_be_played_exits_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, words: list[str], why: str
-) -> None:
-    assert main(["train", str(recipe(tmp_path, name)), *words]) == 2
-    error = capsys.readouterr().err
-    assert why in error and "workflow.verifiers" in error, error
-
-
 @pytest.mark.parametrize(
     ("words", "why"),
     [

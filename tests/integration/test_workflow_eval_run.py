@@ -87,15 +87,3 @@ def test_a_run_that_was_killed_in_an_evaluation_makes_it_again(tmp_path: Path) -
     asked = [line.split() for line in (tmp_path / "asked").read_text().splitlines()]
     again = [episode for pid, episode in asked if pid != asked[0][0] and episode.startswith("eval-")]
     assert len(again) == 16, "two evaluations, the one that was cut off among them"
-
-
-@pytest.mark.parametrize("num_tasks", [0, 4])
-def test_a_role_that_nobody_has_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str], num_tasks: int) -> None:
-    roles = "".join(f"[workflow.roles.{role}]\n" for role in ("solver", "judge", "critic"))
-    file = recipe(tmp_path, "talk", eval={"num_tasks": num_tasks})
-    file.write_text(file.read_text() + roles)
-    assert main(["train", str(file)]) == 2
-    when = "of the held-out episodes" if num_tasks else "of the first step"
-    assert f"workflow.roles.critic: no trajectory {when} has this role" in capsys.readouterr().err
-    assert main(["train", str(file), "--workflow.function", ""]) == 2
-    assert "workflow.roles.critic: no trajectory can have this role" in capsys.readouterr().err

@@ -1,9 +1,8 @@
-"""workflow.function in runs of the real program: by chat and over HTTP, killed in the middle of episodes, refused."""
+"""workflow.function in runs of the real program: by chat and over HTTP, hostile."""
 
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,9 @@ from rollover.checkpoint.store import CheckpointStore
 from rollover.cli import main
 
 FUNCTIONS = """
-import asyncio, json, os, random, signal, threading
-from pathlib import Path
+import asyncio, json, threading
 
 import rollover
-
-HERE = Path(__file__).parent
 
 def user(text):
     return {"role": "user", "content": text}
@@ -49,62 +45,6 @@ async def advantages(task, episode):
     trajectory.reward = 1.0
 
 ADVANTAGES = [lambda num: float(num)]
-
-async def killed(task, episode):
-    with (HERE / "asked").open("a") as file:
-        print(os.getpid(), episode.episode_id, file=file)
-    trajectory = episode.trajectory()
-    messages, digits = list(task.messages), 0
-    for turn in range(3):
-        reply = await trajectory.chat(messages)
-        messages += [reply.message, user("more")]
-        digits += sum(c.isdigit() for c in reply.text)
-        killed.turns = getattr(killed, "turns", 0) + 1
-        if killed.turns == 30 and (HERE / "kill").exists():
-            os.kill(os.getpid(), signal.SIGKILL)
-    return digits / 20
-
-def on_turn():
-    # SIGKILL after so many turns as the file says, once.
-    on_turn.num = getattr(on_turn, "num", 0) + 1
-    file = HERE / "kill"
-    if file.exists() and on_turn.num == int(file.read_text()):
-        file.unlink()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-async def branches(ask, task):
-    # Two branches, in another order in every run; each of three turns.
-    async def solve(name):
-        await asyncio.sleep(random.random() / 50)
-        messages, digits = [*task.messages, user(name)], 0
-        for turn in range(3):
-            text, message = await ask(messages)
-            on_turn()
-            messages += [message, user("more")]
-            digits += sum(c.isdigit() for c in text)
-        return digits
-    return sum(await asyncio.gather(solve("a"), solve("b"))) / 40
-
-async def by_chat(task, episode):
-    def effect():
-        with (HERE / "effects").open("a") as file:
-            print(episode.episode_id, file=file)
-        return random.random()
-    number = await episode.once("effect", effect)
-    trajectory = episode.trajectory()
-    async def ask(messages):
-        reply = await trajectory.chat(messages)
-        return reply.text, reply.message
-    score = await branches(ask, task)
-    assert number == await episode.once("effect", effect)
-    return score
-
-async def by_http(task, client, model):
-    async def ask(messages):
-        done = await client.chat.completions.create(model=model, messages=messages)
-        message = done.choices[0].message
-        return message.content, message.model_dump(exclude_none=True)
-    return await branches(ask, task)
 
 async def over_http(task, client, model):
     messages, digits = list(task.messages), 0
@@ -175,12 +115,6 @@ async def hangs_up(task, base_url, api_key, episode):
     writer.close()
     reply = await episode.trajectory().chat([*task.messages, user("again")])
     return sum(c.isdigit() for c in reply.text) / 20
-
-def plain(task):
-    return 1.0
-
-async def strange(task, data):
-    return 1.0
 """
 
 
@@ -225,31 +159,6 @@ def test_a_decorated_workflow_has_one_role_taught_and_the_other_rewarded(tmp_pat
         assert row["train/zero_advantage_tokens"] < row["tokens/step_trained"]
 
 
-@pytest.mark.parametrize(
-    ("given", "roles", "words", "why"),
-    [
-        ("lambda num: [1.0, 1.0]", {}, [], "(role 'solver') of episode {}: 2 advantages for 1 turns. Give one"),
-        ("lambda num: [[1.0] * (num + 1)]", {}, [], "turn 0 of trajectory 0 (role 'solver')"),
-        ("lambda num: [[1.0] * (num - 1) + [None]]", {}, [], "of turn 0 of trajectory 0 (role 'solver')"),
-        ("lambda num: float('nan')", {}, [], "has the advantage nan: it must be a finite number"),
-        ("lambda num: 1.0", {}, ["--algorithm.advantage=grpo"], "(role 'solver') of episode {} brings advantages"),
-        ("lambda num: 1.0", {"solver": {}, "judge": {}}, [], "workflow.roles.judge: no trajectory of the first step"),
-        ("lambda num: 1.0", {"solvr": {}}, [], "(role 'solver') of episode {}: workflow.roles has no 'solver'"),
-    ],
-)
-def test_advantages_and_roles_that_do_not_fit_exit_2_and_no_step_is_taken(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str, roles: dict, words: list[str], why: str
-) -> None:
-    file = recipe(tmp_path, "advantages", algorithm={"advantage": "precomputed"}, rollout={"max_new_tokens": 16})
-    agents = tmp_path / "agents.py"
-    agents.write_text(agents.read_text().replace("lambda num: float(num)", given))
-    file.write_text(file.read_text() + "".join(f"[workflow.roles.{name}]\n" for name in roles))
-    assert main(["train", str(file), *words]) == 2
-    said = capsys.readouterr().err
-    assert why.partition("{}")[0] in said and why.partition("{}")[2] in said and "Traceback" not in said, said[-1500:]
-    assert not runs.json_lines(tmp_path / "run" / "metrics.jsonl")
-
-
 def test_an_advantage_of_ones_own_is_trained(tmp_path: Path) -> None:
     assert main(["train", str(recipe(tmp_path, "advantages", steps=1, algorithm={"advantage": "precomputed"}))]) == 0
     (row,) = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
@@ -279,21 +188,6 @@ def test_an_agent_of_an_openai_client_is_trained(tmp_path: Path) -> None:
     check_whole(tmp_path / "run", 1)
     row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
     assert row["episodes/done"] >= 9 and row["episodes/error"] == 0 and row["turns/continued"] >= 9
-
-
-def test_episodes_that_were_killed_begin_again_where_that_is_wanted(tmp_path: Path) -> None:
-    again: dict = {"checkpoint": {"every_steps": 0, "journal_s": 0.05}, "workflow": {"resume": "restart"}}
-    file = recipe(tmp_path, "killed", **again)
-    (tmp_path / "kill").touch()
-    assert runs.rollover("train", file).returncode == -9
-    (tmp_path / "kill").unlink()
-    assert main(["train", str(file), "--resume"]) == 0
-    check_whole(tmp_path / "run", 2)
-    asked = [line.split() for line in (tmp_path / "asked").read_text().splitlines()]
-    before = {episode for pid, episode in asked if pid == asked[0][0]}
-    again = [episode for pid, episode in asked if pid != asked[0][0]]
-    assert before & set(again) and len(again) == len(set(again))
-    assert runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]["dropped/restarted/tokens"] > 0
 
 
 def test_agents_that_never_end_are_named_and_do_not_hold_up_the_end(tmp_path: Path) -> None:
@@ -336,62 +230,6 @@ def test_a_branch_that_exits_costs_its_episode_alone(tmp_path: Path) -> None:
     check_whole(tmp_path / "run", 1)
     row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
     assert row["episodes/error"] >= 3 and row["episodes/done"] >= 6
-
-
-def episodes_of(run_dir: Path) -> dict[str, list[tuple[list[int], float]]]:
-    """What each trained episode has: parallel branches come in any order."""
-    found: dict[str, list[tuple[list[int], float]]] = {}
-    for record in runs.records(run_dir):
-        found.setdefault(record["rollout_id"].partition(".")[0], []).append((record["token_ids"], record["score"]))
-    return {name: sorted(rollouts) for name, rollouts in found.items()}
-
-
-@pytest.mark.parametrize("num_kills", [1, pytest.param(12, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["by_chat", "by_http"])
-def test_episodes_that_were_killed_go_on_as_if_nothing_had_been(tmp_path: Path, name: str, num_kills: int) -> None:
-    if name == "by_http":
-        pytest.importorskip("openai")
-    # Weights that do not change, so that tokens do not depend on the step in which they are sampled.
-    tables: dict = {
-        "train": {"learning_rate": 0.0},
-        "checkpoint": {"every_steps": 0, "journal_s": 0.02},
-        "rollout": {"max_new_tokens": 160},
-    }
-    steps, rng = 1 + num_kills, random.Random(num_kills)
-    killed, whole = (recipe(tmp_path / folder, name, steps=steps, **tables) for folder in ("killed", "whole"))
-    resume: list[str] = []
-    for _ in range(num_kills):
-        (killed.parent / "kill").write_text(str(rng.randint(5, 60)))
-        assert runs.rollover("train", killed, *resume).returncode == -9
-        resume = ["--resume"]
-    assert main(["train", str(killed), "--resume"]) == 0
-    assert main(["train", str(whole)]) == 0
-    check_whole(killed.parent / "run", steps)
-    row = runs.json_lines(killed.parent / "run" / "metrics.jsonl")[-1]
-    assert row["dropped/restarted/tokens"] == row["episodes/diverged"] == 0
-    ours, theirs = episodes_of(killed.parent / "run"), episodes_of(whole.parent / "run")
-    assert len(ours.keys() & theirs.keys()) >= 9
-    assert {i: of for i, of in ours.items() if i in theirs} == {i: of for i, of in theirs.items() if i in ours}
-    if name == "by_chat":
-        effects = (killed.parent / "effects").read_text().split()
-        assert len(effects) == len(set(effects)) >= 9
-
-
-@pytest.mark.parametrize(
-    ("name", "words", "why"),
-    [
-        ("plain", [], "async def"),
-        ("strange", [], "'data'"),
-        ("nothing", [], "nothing"),
-        ("talk", ["--workflow.environment=a.py:B"], "Remove one"),
-    ],
-)
-def test_what_cannot_be_a_workflow_exits_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, words: list[str], why: str
-) -> None:
-    assert main(["train", str(recipe(tmp_path, name)), *words]) == 2
-    error = capsys.readouterr().err
-    assert why in error and "workflow.function" in error, error
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""workflow.environment in runs of the real program: killed in the middle of episodes, with hostile classes, by Python,
-evaluated; and what exits 2."""
+"""workflow.environment in runs of the real program: hostile classes, by Python, and evaluated."""
 
 from __future__ import annotations
 
@@ -20,11 +19,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
 )
 GAMES = """
-import os, signal, sys, threading
-from pathlib import Path
+import sys, threading
 from rollover import Observation
-
-HERE = Path(__file__).parent
 
 class Game:
     turns = 3
@@ -37,17 +33,6 @@ class Game:
         self.said.append(message)
         return Observation("more", reward=sum(c.isdigit() for c in message) / 20, done=len(self.said) == self.turns)
 
-class Killed(Game):
-    seconds = 0
-
-    def step(self, message):
-        with (HERE / "asked").open("a") as file:
-            print(os.getpid(), self.number, len(self.said), file=file)
-        Killed.seconds += len(self.said) == 1
-        if Killed.seconds == 6 and (HERE / "kill").exists():
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().step(message)
-
 class Hostile(Game):  # by the number of the task
     def step(self, message):
         if self.number % 5 == 1:
@@ -55,40 +40,6 @@ class Hostile(Game):  # by the number of the task
         if self.number % 5 == 2:
             threading.Event().wait(60)
         return super().step(message)
-
-class HostileReward(Game):
-    def get_reward(self):
-        num = len("".join(self.said))
-        if num % 5 == 1:
-            raise KeyError("no judge")
-        return "much" if num % 5 == 2 else num / 20
-
-class Untyped(Game):
-    step = None
-
-    def tool(self, text):
-        '''Says.'''
-
-class Neither(Game):
-    step = None
-
-class Both(Game):
-    def tool(self, text: str) -> str:
-        '''Says.
-
-        Args:
-            text: what
-        '''
-
-class Needs(Game):
-    def reset(self, question_id):
-        pass
-
-class Alike(Game):
-    def tool(self) -> str:
-        '''Says.'''
-
-    step = None
 """
 
 
@@ -105,27 +56,6 @@ def recipe(folder: Path, name: str, *, steps: int = 2, template: str = TEMPLATE,
     return runs.write(folder, steps=steps, workflow=workflow, rollout=rollout, **tables)
 
 
-def test_episodes_that_were_killed_go_on_as_if_nothing_had_been(tmp_path: Path) -> None:
-    # Weights that do not change, so that tokens do not depend on the step in which they are sampled.
-    still = {"train": {"learning_rate": 0.0}, "checkpoint": {"every_steps": 0, "journal_s": 0.05}}
-    killed, whole = (recipe(tmp_path / name, "Killed", **still) for name in ("killed", "whole"))
-    (killed.parent / "kill").touch()
-    assert runs.rollover("train", killed).returncode == -9
-    (killed.parent / "kill").unlink()
-    assert main(["train", str(killed), "--resume"]) == 0
-    assert main(["train", str(whole)]) == 0
-    check_whole(killed.parent / "run", 2)
-    asked = [line.split() for line in (killed.parent / "asked").read_text().splitlines()]
-    first = {(number, turn) for pid, number, turn in asked if pid == asked[0][0]}
-    assert {turn for _, turn in first} >= {"0", "1"}, "it was killed in the middle of episodes"
-    ours, theirs = ({r["rollout_id"]: r for r in runs.records(f.parent / "run")} for f in (killed, whole))
-    assert len(ours.keys() & theirs.keys()) >= 12
-    for rollout_id in ours.keys() & theirs.keys():
-        for key in ("token_ids", "score", "stop_reason"):
-            assert ours[rollout_id][key] == theirs[rollout_id][key], rollout_id
-    assert any(r["stop_reason"] == "env_done" for r in ours.values())
-
-
 def test_a_step_that_exits_or_hangs_each_time_costs_the_reward(tmp_path: Path) -> None:
     file = recipe(tmp_path, "Hostile", workflow={"tool_timeout_s": 1.0})
     assert main(["train", str(file)]) == 0
@@ -133,19 +63,6 @@ def test_a_step_that_exits_or_hangs_each_time_costs_the_reward(tmp_path: Path) -
     assert row["dropped/too_few_rewards/groups"] >= 1 and row["dropped/failed/groups"] == 0 and row["episodes/done"] > 0
     assert row["episodes/failed"] >= 3 and row["episodes/retried"] >= 3
     check_whole(tmp_path / "run", 2)
-
-
-def test_a_reward_that_fails_is_missing(tmp_path: Path) -> None:
-    assert main(["train", str(recipe(tmp_path, "HostileReward", rollout={"group_size": 8}))]) == 0
-    errors = {r["error"].partition(" (")[0] for r in runs.records(tmp_path / "run") if r["error"]}
-    start = f"workflow.environment = '{tmp_path}/games.py:HostileReward'"
-    assert errors & {
-        f"{start} failed at get_reward: KeyError: 'no judge'",
-        f"{start}: its reward: the function returned str 'much', expected a number",
-    }
-    assert all(error.startswith(start) for error in errors)
-    (*_, row) = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
-    assert row["step"] == 2 and row["reward/mean"] > 0
 
 
 def test_evaluations_have_the_same_prompts_and_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,23 +82,3 @@ def test_a_class_of_a_program(tmp_path: Path) -> None:
     assert run.config["workflow"]["environment"].startswith("<python>:Game-")
     assert run.metrics[-1]["episodes/done"] > 0
     check_whole(tmp_path / "run", 2)
-
-
-@pytest.mark.parametrize(
-    ("name", "template", "why"),
-    [
-        ("Untyped", TEMPLATE, "the tool tool has no complete types"),
-        ("Neither", TEMPLATE, "has neither tools nor step"),
-        ("Both", TEMPLATE, "rename step, or let the names of the others begin with an underscore"),
-        ("Needs", TEMPLATE, "takes question_id in reset, but the data of tasks has no such column: it has prompt"),
-        ("Alike", TEMPLATE.replace("{{ m", "{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m"),
-         "set a chat template that takes the role tool"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_played_exits_2_and_says_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, template: str, why: str
-) -> None:
-    assert main(["train", str(recipe(tmp_path, name, template=template))]) == 2
-    error = capsys.readouterr().err
-    assert why in error and "Traceback" not in error, error
-    assert not runs.json_lines(tmp_path / "run" / "metrics.jsonl")

@@ -19,7 +19,7 @@ from rollover.checkpoint.store import CheckpointWriteError, CorruptCheckpointErr
 from rollover.config import describe, recipes
 from rollover.config.load import load_config
 from rollover.config.schema import default_of, expected, leaves
-from rollover.config.table import row_of
+from rollover.config.table import needs_of, row_of
 from rollover.trainer.backend import BackendLost
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli.txt"
@@ -46,7 +46,8 @@ def surface() -> str:
             lines.append(f"    {words}{takes}  {shown}{'  required' if action.required else ''}".rstrip())
     lines += ["", "keys (name = default: what it takes)"]
     for name, info in leaves():
-        lines.append(f"    {name} = {describe.toml_value(default_of(name))}: {expected(info)}")
+        conditions = "".join(f"; {condition}" for condition in needs_of(info))
+        lines.append(f"    {name} = {describe.toml_value(default_of(name))}: {expected(info)}{conditions}")
         if row := row_of(info.annotation):
             lines += [f"    {name}[].{field}: {expected(i)}" for field, i in leaves(row)]
     return "\n".join(lines) + "\n"

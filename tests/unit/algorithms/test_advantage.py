@@ -300,21 +300,6 @@ def test_remax_subtracts_the_greedy_reward() -> None:
         remax(tensor(1.0, 0.0), tensor(1.0))
 
 
-@pytest.mark.parametrize(
-    ("k", "expected"),
-    [
-        (4, [0.0, 0.0, 1.0, 0.0]),
-        (3, [0.0, 0.0, (2 + 1 + 1) / 3, (1 + 0 + 0) / 3]),
-        (2, [0.0, (1 + 0 + 0) / 3, (3 + 2 + 1) / 3, (2 + 1 + 0) / 3]),
-        (99, [0.0, 0.0, 1.0, 0.0]),
-    ],
-)
-def test_passk_by_hand(k: int, expected: list[float]) -> None:
-    torch.testing.assert_close(
-        grpo_passk(tensor(0.0, 1.0, 3.0, 2.0), torch.zeros(4).long(), k=k), torch.tensor(expected)
-    )
-
-
 @given(st.lists(st.integers(-3, 3), min_size=2, max_size=7), st.integers(2, 7))
 def test_passk_is_the_mean_over_all_subsets(rewards: list[int], k: int) -> None:
     size = min(k, len(rewards))
@@ -333,19 +318,6 @@ def test_passk_of_one_is_an_error() -> None:
 
 
 # Several rewards
-
-
-def test_gdpo_by_hand() -> None:
-    rewards = torch.tensor([[1.0, 0.0], [0.0, 10.0], [2.0, 3.0], [0.0, 3.0]])
-    groups = torch.tensor([0, 0, 1, 1])
-    # Two siblings that differ are at +-sqrt(1/2): sums -s, s, s, -s with weights 1 and 2; sample variance of those 2/3.
-    half = math.sqrt(3) / 2
-    got = gdpo(rewards, groups, tensor(1.0, 2.0), eps=1e-9)
-    torch.testing.assert_close(got, tensor(-half, half, half, -half))
-    # Tokens: mean (-1 + 1 + 1 - 3) / 6 s = -s/3, variance ((4/9 + 16/9 + 16/9 + 3 * 4/9) s^2) / 5 = 48/90 = 8/15.
-    got = gdpo(rewards, groups, tensor(1.0, 2.0), lengths_N=torch.tensor([1, 1, 1, 3]), eps=1e-9)
-    s = math.sqrt(1 / 2) / math.sqrt(8 / 15)
-    torch.testing.assert_close(got, tensor(-2 / 3 * s, 4 / 3 * s, 4 / 3 * s, -2 / 3 * s))
 
 
 def test_gdpo_tells_apart_what_the_sum_does_not() -> None:
@@ -368,15 +340,6 @@ def test_gdpo_takes_a_missing_reward_as_its_groups_mean() -> None:
     sums = grpo(rewards[:4, 0], groups[:4]) + torch.cat([tensor(0.0), grpo(rewards[1:4, 1], groups[1:4])])
     torch.testing.assert_close(gdpo(rewards, groups)[:4], reinforce_plus_plus(sums))
     assert gdpo(rewards, groups)[4:].tolist() == [0.0, 0.0]
-
-
-def test_sum_then_normalize_is_grpo_of_the_sum() -> None:
-    rewards = torch.tensor([[1.0, 4.0], [3.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
-    groups, weights = torch.tensor([0, 0, 1, 1]), tensor(2.0, 0.25)
-    for std in ("sample", "batch", "none"):
-        want = grpo(tensor(3.0, 6.0, 0.0, 2.25), groups, std=std, eps=0.1)
-        torch.testing.assert_close(sum_then_normalize(rewards, groups, weights, std=std, eps=0.1), want)
-    torch.testing.assert_close(sum_then_normalize(rewards, groups), grpo(rewards.sum(-1), groups))
 
 
 def test_a_sum_that_lacks_a_reward_is_missing_unless_the_whole_group_lacks_it() -> None:
@@ -432,31 +395,6 @@ def test_reinforce_plus_plus_baseline_by_hand() -> None:
     torch.testing.assert_close(got, tensor(4 / 6, -2 / 6, 1 / 6, 1 / 6, 0.0) * math.sqrt(6))
 
 
-def test_reinforce_plus_plus_tokens_by_hand() -> None:
-    rewards = torch.tensor([[0.0, 2.0, 99.0, 4.0]])
-    advantages, returns = reinforce_plus_plus_tokens(rewards, torch.tensor([[1, 1, 0, 1]]), gamma=0.5, eps=1e-9)
-    torch.testing.assert_close(returns, torch.tensor([[2.0, 4.0, 0.0, 4.0]]))
-    # Mean 10/3, sample variance (16 + 4 + 4) / 9 / 2 = 4/3.
-    torch.testing.assert_close(advantages, torch.tensor([[-4 / 3, 2 / 3, 0.0, 2 / 3]]) / math.sqrt(4 / 3))
-
-
-def test_reinforce_plus_plus_tokens_of_outcomes_is_the_form_per_rollout() -> None:
-    rewards, lengths = tensor(1.0, -2.0, NAN, 0.5), torch.tensor([3, 1, 4, 2])
-    mask = torch.arange(5) < lengths[:, None]
-    rewards_BT = torch.zeros(4, 5)
-    rewards_BT[torch.arange(4), lengths - 1] = rewards
-    advantages, _ = reinforce_plus_plus_tokens(rewards_BT, mask)
-    torch.testing.assert_close(advantages, reinforce_plus_plus(rewards, lengths_N=lengths)[:, None] * mask)
-
-
-def test_gae_by_hand() -> None:
-    rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.4, 0.2]])
-    advantages, returns = gae(rewards, values, torch.ones(1, 3), gamma=0.9, lam=0.8)
-    # d = -0.14, -0.22, 0.8; A_1 = -0.22 + 0.72 * 0.8, A_0 = -0.14 + 0.72 * A_1.
-    torch.testing.assert_close(advantages, torch.tensor([[0.11632, 0.356, 0.8]]))
-    torch.testing.assert_close(returns, torch.tensor([[0.61632, 0.756, 1.0]]))
-
-
 @given(st.integers(0, 10_000), st.floats(0, 1), st.sampled_from([NAN, math.inf, 7.0]))
 def test_masked_tokens_are_skipped_whatever_they_hold(seed: int, lam: float, junk: float) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -472,22 +410,6 @@ def test_masked_tokens_are_skipped_whatever_they_hold(seed: int, lam: float, jun
     assert whiten(got[0].masked_fill(~mask, junk), mask).equal(whiten(got[0], mask))
     tokens = reinforce_plus_plus_tokens(rewards.masked_fill(~mask, junk), mask, gamma=0.9)
     assert all(x.isfinite().all() and not x[~mask].any() for x in tokens)
-
-
-def test_gae_at_the_ends_of_lam() -> None:
-    """lam 0: the TD error. lam 1: the discounted return minus the value; the returns forget the critic."""
-    rewards, values, mask = torch.randn(2, 4), torch.randn(2, 4), torch.ones(2, 4)
-    td, _ = gae(rewards, values, mask, gamma=0.7, lam=0.0)
-    torch.testing.assert_close(td, rewards + 0.7 * torch.cat([values[:, 1:], torch.zeros(2, 1)], 1) - values)
-    _, returns = gae(rewards, values, mask, gamma=0.7, lam=1.0)
-    discounts = 0.7 ** (torch.arange(4)[None, :] - torch.arange(4)[:, None]).clamp(min=0)
-    torch.testing.assert_close(returns, rewards @ discounts.triu().T)
-
-
-def test_a_perfect_critic_leaves_no_advantage() -> None:
-    rewards = torch.tensor([[1.0, 2.0, 3.0]])
-    advantages, returns = gae(rewards, torch.tensor([[6.0, 5.0, 3.0]]), torch.ones(1, 3), gamma=1.0, lam=0.3)
-    assert not advantages.any() and returns.tolist() == [[6.0, 5.0, 3.0]]
 
 
 def test_a_missing_reward_silences_its_row_alone() -> None:

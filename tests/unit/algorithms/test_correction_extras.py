@@ -20,24 +20,6 @@ from rollover.algorithms.loss import policy_loss
 from unit.algorithms.correction_rows import BEHAVIOR, MASK, PROXIMAL, random_batch
 
 
-def test_off_policy_sequence_mask_by_hand() -> None:
-    """Behavior - current: row one mean -0.135, row two mean 0.805."""
-    args = (PROXIMAL, BEHAVIOR, MASK)
-    all_of_one, all_of_two = [[1, 1, 1], [0, 0, 0]], [[0, 0, 0], [1, 1, 0]]
-    for advantages, threshold, expected in (
-        ([-1.0, -1.0], 0.5, all_of_one),
-        ([-1.0, 1.0], 0.5, [[1, 1, 1], [1, 1, 0]]),
-        ([-1.0, 0.0], -1.0, all_of_two),
-        ([-1.0, -1.0], 0.81, [[1, 1, 1], [1, 1, 0]]),
-        ([-1.0, -1.0], -0.2, [[0, 0, 0], [0, 0, 0]]),
-    ):
-        got = off_policy_sequence_mask(torch.tensor(advantages), *args, threshold=threshold)
-        assert got.dtype == torch.bool and got.int().tolist() == expected
-    per_token = torch.tensor([[-1.0, 0.0, 1.0], [-1.0, 0.0, 1.0]])
-    got = off_policy_sequence_mask(per_token, *args, threshold=0.5)
-    assert got.int().tolist() == [[1, 1, 1], [0, 1, 0]], "the sign is that of the token's advantage"
-
-
 def test_off_policy_sequence_mask_keeps_the_threshold_itself_and_passes_no_gradient() -> None:
     current = torch.tensor([[-0.75, -0.25]]).requires_grad_(True)
     args = (torch.tensor([-1.0]), current, torch.zeros(1, 2), torch.ones(1, 2))

@@ -6,11 +6,8 @@ import errno
 import hashlib
 import json
 import os
-import random
-import signal
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
@@ -302,47 +299,6 @@ def test_a_file_size_limit_stands_in_for_a_full_disk(store: CheckpointStore) -> 
     assert "File too large" in done.stdout and "Earlier checkpoints are untouched" in done.stdout
     assert os.listdir(store.dir) == ["step-000010"]
     assert contents(store, "step-000010") == {"a": b"x" * 1000}
-
-
-WRITE_FOREVER = """
-import sys
-from rollover.checkpoint.store import CheckpointStore, checkpoint_name
-store = CheckpointStore(sys.argv[1], keep=2)
-step = int(sys.argv[2])
-while True:
-    # Every other write replaces the one before: both paths are cut.
-    step += 1
-    store.write(checkpoint_name(step // 2 * 2), {f"file-{i}": bytes([step % 256]) * 20_000 for i in range(6)})
-    print(step, flush=True)
-"""
-
-
-def test_sigkill_at_random_moments(store: CheckpointStore) -> None:
-    """After a kill anywhere: what was reported committed is readable and whole, and the next writer goes on."""
-    rng = random.Random(0)
-    last = 0
-    for _ in range(12):
-        process = subprocess.Popen(
-            [sys.executable, "-c", WRITE_FOREVER, store.dir, str(last)], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
-        reported = int(process.stdout.readline())  # at least one commit
-        time.sleep(rng.random() * 0.05)
-        process.send_signal(signal.SIGKILL)
-        rest = process.stdout.read().split("\n")
-        process.wait()
-        reported = max([reported, *(int(line) for line in rest[:-1] if line)])
-        assert reported > last
-        names = store.list()
-        assert names and checkpoint_step(names[-1]) >= reported // 2 * 2
-        for name in names:
-            files = contents(store, name)
-            assert len(files) == 6
-            assert len({content for content in files.values()}) == 1, "files of two writes in one checkpoint"
-            assert len(files["file-0"]) == 20_000
-        last = checkpoint_step(names[-1]) + 1
-    store.write(checkpoint_name(last + 2), FILES)
-    assert len(os.listdir(store.dir)) == 2, "leftovers of the killed writers"
 
 
 # ---- remote

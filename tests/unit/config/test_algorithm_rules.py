@@ -75,22 +75,13 @@ LORA = "\n[model.lora]\nrank = 4"
     [
         ('kl_coef = 0.1\nkl_kind = "k1"', 'Set algorithm.kl_kind = "k3", "k2" or "k1+"'),
         ('kl_coef = 0.1\nkl_kind = "k1"', 'or algorithm.kl_in = "reward"'),
-        ('kl_in = "reward"', "algorithm.kl_in has no effect with algorithm.kl_coef = 0"),
         ('kl_coef = 0.1\nkl_max = 10\nkl_kind = "k2"', "algorithm.kl_max has no effect unless algorithm.kl_kind is k3"),
         (
             'kl_coef = 0.1\nkl_max = 10\nkl_in = "reward"',
             "algorithm.kl_max has no effect unless algorithm.kl_kind is k3",
         ),
-        ("kl_coef = 0.1\nkl_max = 10\nkl_bias_correction = true", "algorithm.kl_max has no effect"),
         ('kl_coef = 0.1\nkl_in = "both"', "algorithm.kl_reward_coef = 0: there is no KL in the reward"),
-        ("kl_coef = 0.1\nkl_reward_coef = 0.1", "algorithm.kl_reward_coef has no effect unless algorithm.kl_in"),
         ('kl_coef = 0.1\nkl_in = "both"\nkl_reward_coef = 0.1\n[replay]\nsize = 4', 'algorithm.kl_in = "both"'),
-        ("kl_coef = 0.1\nkl_target = 0.1", 'algorithm.kl_target has no effect unless algorithm.kl_in = "reward"'),
-        ("kl_coef = 0.1\nkl_horizon = 9", "algorithm.kl_horizon has no effect with algorithm.kl_target = 0"),
-        (
-            f"{IN_REWARD}kl_bias_correction = true",
-            "algorithm.kl_bias_correction has no effect unless algorithm.kl_in = ",
-        ),
         (f'{IN_REWARD}kl_kind = "k3+"', 'Set algorithm.kl_kind = "k3"'),
         (f'{IN_REWARD}advantage = "max_rl"', "which the KL may make negative"),
         (f'{IN_REWARD}advantage = "gdpo"', "of which the KL is none"),
@@ -98,9 +89,6 @@ LORA = "\n[model.lora]\nrank = 4"
         (f'{IN_REWARD}[distill]\nteacher = "policy"\nprivileged = "a:b"', "rewards have no part in them"),
         (f"{IN_REWARD}[replay]\nsize = 4", "replay.size with algorithm.kl_in"),
         (f"{IN_REWARD}[train]\nstreaming_min_groups = 4", "train.streaming_min_groups with algorithm.kl_in"),
-        ('reference_path = "a"', "algorithm.reference_path has no effect with algorithm.kl_coef = 0"),
-        ("reference_refresh_steps = 2", "algorithm.reference_refresh_steps has no effect with algorithm.kl_coef = 0"),
-        ("kl_coef = 0.1\nreference_mixup = 0.6", "has no effect with algorithm.reference_refresh_steps = 0"),
         (f'kl_coef = 0.1\nreference_path = "a"{LORA}', "Set it to model.path, which is the model without them"),
         (
             f'kl_coef = 0.1\nreference_refresh_steps = 2\nreference_path = "smollm2-135m"{LORA}',

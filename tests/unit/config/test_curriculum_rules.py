@@ -1,4 +1,4 @@
-"""[tasks.curriculum]: options without effect, and combinations that are refused."""
+"""[tasks.curriculum]: combinations that are refused."""
 
 from __future__ import annotations
 
@@ -16,25 +16,6 @@ GENERATOR = '[[tasks.sources]]\nkind = "reasoning_gym"\nname = "chain_sum"\n'
 def load(folder: Path, curriculum: str, sources: str = DATA, head: str = "") -> None:
     (folder / "a.toml").write_text(f"{head}\n[tasks.curriculum]\n{curriculum}\n{sources}")
     load_config([folder / "a.toml"])
-
-
-@pytest.mark.parametrize(
-    ("text", "key"),
-    [
-        ('by = "level"', "by"),
-        ('prior_column = "rate"', "prior_column"),
-        ('kind = "buckets"\ndecay = 0.5', "decay"),
-        ('kind = "buckets"\nmin_weight = 0.5', "min_weight"),
-        ('kind = "variance"\neasy_from = 0.9', "easy_from"),
-        ('kind = "variance"\nhard_to = 0.1', "hard_to"),
-        ('kind = "variance"\neasy_weight = 0.0', "easy_weight"),
-        ('kind = "variance"\nhard_weight = 0.0', "hard_weight"),
-        ('kind = "mine.py:Curriculum"\nvisits_in_row = 2', "visits_in_row"),
-    ],
-)
-def test_an_option_without_effect_is_an_error(tmp_path: Path, text: str, key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"tasks\.curriculum\.{key} has no effect"):
-        load(tmp_path, text)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,6 @@ TAUGHT = '[distill]\nteacher = "other"\n'
 @pytest.mark.parametrize(
     ("text", "key"),
     [
-        ('[distill]\nprivileged = "mine.py:told"', "distill.privileged"),
-        ("[distill]\ncoef = 0.5", "distill.coef"),
-        ("[distill]\ndiscount = 0.5", "distill.discount"),
-        ("[distill]\nclip = 5.0", "distill.clip"),
-        ('[distill]\nmix = "add"', "distill.mix"),
-        (f"{TAUGHT}refresh_steps = 4", "distill.refresh_steps"),
         (f"{TAUGHT}[filters]\nzero_variance = true", "filters.zero_variance"),
         (f'{TAUGHT}mix = "add"\n[filters]\nzero_variance = true', "filters.zero_variance"),
         (f"{TAUGHT}[filters]\npass_rate_above = 0.0", "filters.pass_rate_above"),

@@ -1,4 +1,4 @@
-"""[replay] and [reroll]: options without effect and refused combinations."""
+"""[replay] and [reroll]: refused combinations."""
 
 import pytest
 
@@ -6,21 +6,6 @@ from rollover.config.load import ConfigError
 from unit.config.written import load
 
 DEEP = "[rollout]\nin_flight_groups = 24\nmax_staleness = 4\n"  # a bound of 24 / 8 - 1 = 2
-
-
-@pytest.mark.parametrize(
-    ("text", "key"),
-    [
-        ("[replay]\nmax_staleness = 3", "replay.max_staleness"),
-        ("[reroll]\nstart_fraction = 0.1", "reroll.start_fraction"),
-        ("[reroll]\nfailed_at_most = 0.1", "reroll.failed_at_most"),
-        ("[reroll]\nsize = 9", "reroll.size"),
-        ('[run]\ntrain_on_recorded = "x"\n[reroll]\nmax_groups = 1', "reroll.max_groups"),
-    ],
-)
-def test_an_option_without_effect_is_an_error(tmp_path, text, key):
-    with pytest.raises(ConfigError, match=f"{key} has no effect"):
-        load(tmp_path, text)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import torch
 import tiny
 from rollover.config import EngineConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.protocol import ExtendRequest
 from rollover.engine.stop import repeats_itself
 from rollover.models.attention import PackedAttention, hidden_states
@@ -151,16 +150,6 @@ def test_interrupted_at_every_cut_equals_uninterrupted(temperature: float, polic
             )
 
 
-def test_randomness_does_not_depend_on_who_shares_the_batch() -> None:
-    requests = [request(f"{i}-{s}", text, 16) for i, text in enumerate(PROMPTS) for s in range(4)]
-    together = run(engine(), requests)
-    alone = [run(engine(), [r])[0] for r in requests]
-    few = run(engine(max_running=3, prefill_chunk_tokens=5), requests)
-    for a, b, c in zip(together, alone, few, strict=True):
-        np.testing.assert_array_equal(a[0].token_ids, b[0].token_ids)
-        np.testing.assert_array_equal(a[0].token_ids, c[0].token_ids)
-
-
 def test_siblings_differ_and_share_the_prompt() -> None:
     target = engine()
     text = PROMPTS[3]
@@ -245,37 +234,6 @@ def test_what_the_model_cannot_be_given_is_refused(changes: dict, message: str) 
     with pytest.raises(ValueError, match=message):
         run(target, [dataclasses.replace(request("0-0", "x", 4), **changes)])
     assert run(target, [request("0-0", "x", 4)]), "and the engine goes on"
-
-
-def test_stop_tokens_and_stop_strings() -> None:
-    (free,) = run(engine(), [request("0-0", "x", 64)])
-    ids = free[0].token_ids.tolist()
-    text = tiny.tokenizer().decode(ids)
-    stop_id = ids[10]
-    first = ids.index(stop_id)
-    base = request("0-0", "x", 64)
-    by_id = ExtendRequest(base.rollout_id, base.prompt, (), 64, base.seed, base.sampling, frozenset({stop_id}))
-    (out,) = run(engine(), [by_id])
-    assert out[0].token_ids.tolist() == ids[: first + 1] and out[0].stop_reason is StopReason.EOS
-    needle = text[20:23]
-    by_text = ExtendRequest(base.rollout_id, base.prompt, (), 64, base.seed, base.sampling, frozenset(), (needle,))
-    (out,) = run(engine(), [by_text])
-    end = text.index(needle) + len(needle)
-    assert out[0].stop_reason is StopReason.STOP_STRING and tiny.tokenizer().decode(out[0].token_ids) == text[:end]
-    # The string also ends a rollout that was cut in the middle of it.
-    cut = end - 1
-    resumed = ExtendRequest(
-        base.rollout_id,
-        base.prompt,
-        tuple(ids[:cut]),
-        64 - cut,
-        base.seed,
-        base.sampling,
-        frozenset(),
-        (needle,),
-    )
-    (out,) = run(engine(), [resumed])
-    assert out[0].stop_reason is StopReason.STOP_STRING and len(out[0]) == 1
 
 
 def perturbed(model, scale: float = 0.5) -> list[tuple[str, torch.Tensor]]:
@@ -429,18 +387,6 @@ def test_greedy_circles_are_stopped() -> None:
             tokens = b.token_ids.tolist()
             assert len(b) % 16 == 0 and repeats_itself(tokens[-32:])
             assert not any(repeats_itself(tokens[n - 32 : n]) for n in range(32, len(b), 16))
-
-
-def test_repetition_is_looked_for_in_the_present_turn_alone() -> None:
-    """What an environment wrote may go round in circles: that ends no answer to it."""
-    before = (7,) * 31
-    again = StopReason.REPETITION
-    for text_start, window, reason in ((0, 16, again), (0, 32, again), (16, 16, again), (16, 32, None), (31, 16, None)):
-        asked = request("0-0", PROMPTS[0], 20, before)
-        asked = dataclasses.replace(asked, stop_repetition_tokens=window, text_start=text_start)
-        sequence = Sequence.start(asked, None)  # type: ignore[arg-type]
-        sequence.append(7, -1.0)
-        assert sequence.stop_reason(None) is reason, (text_start, window)
 
 
 def test_who_listens_hears_each_token_when_it_is_sampled_and_why_it_is_the_last() -> None:

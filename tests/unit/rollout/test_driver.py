@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import virtual_time
 from rollover.engine.fake import FakeEngine
 from rollover.rollout.lifecycle import EventKind
 from rollover.staleness import group_staleness
@@ -18,6 +19,7 @@ from rollover.types import DropReason, Reward, Rollout, RolloutState, StopReason
 from unit.rollout.run import (
     EOS,
     PARTIAL,
+    PROMPT,
     Run,
     assert_same_groups,
     ids,
@@ -280,14 +282,18 @@ def test_releases_what_leaves() -> None:
     assert engine.released == [r.rollout_id for g in left for r in g.rollouts]
 
 
-def test_passes_the_remaining_budget_seed_and_stops_to_the_engine() -> None:
+def test_passes_the_tokens_so_far_budget_seed_and_stops_to_the_engine() -> None:
     class Recording(FakeEngine):
         requests = []
 
         async def extend(self, request):
             self.requests.append(request)
-            return await super().extend(request)
+            assert request.prompt == PROMPT and request.generated_ids == so_far.get(request.rollout_id, ())
+            segments = await super().extend(request)
+            so_far[request.rollout_id] = request.generated_ids + tuple(int(t) for s in segments for t in s.token_ids)
+            return segments
 
+    so_far: dict[str, tuple[int, ...]] = {}
     engine = Recording(long_tail)
     run = Run(engine=engine, stop=["\n"], stop_token_ids=[9], temperature=0.7, top_k=5, **PARTIAL)
     run.steps(6)
@@ -308,3 +314,23 @@ def test_the_sibling_after_the_trained_ones_is_sampled_greedily() -> None:
     assert temperatures == [[0.7, 0.7, 0.0]] * 2 and all(
         r.greedy == (r.sibling == 2) for g in groups for r in g.rollouts
     )
+
+
+def test_waiting_for_the_engine_does_not_poll() -> None:
+    class Slow(FakeEngine):
+        async def extend(self, request):
+            await asyncio.sleep(0.5)
+            return await super().extend(request)
+
+    run = Run(engine=Slow(lambda seed: 3))
+    asked = 0
+    to_consume = run.scheduler.to_consume
+
+    def counted(version: int, stream_ended: bool = False) -> list[int] | None:
+        nonlocal asked
+        asked += 1
+        return to_consume(version, stream_ended)
+
+    run.scheduler.to_consume = counted  # type: ignore[method-assign]
+    assert virtual_time.run(run.step())
+    assert asked <= 16, "four rollouts and two scores arrive; polling every 10 ms asks 50 times"

@@ -162,18 +162,6 @@ def test_an_eval_file_is_the_split_and_its_problems_are_not_trained(tmp_path):
     assert not {t.task_id for t in trained} & {t.task_id for t in evaluated}
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_sides_never_overlap_over_sources_split_by_file_and_by_hash(tmp_path, seed):
-    train = write(tmp_path / "train.jsonl", [f"problem {i}" for i in range(50)])
-    held = write(tmp_path / "held.jsonl", [f"problem {i}" for i in range(40, 60)])
-    other = write(tmp_path / "other.jsonl", [f"problem {i}" for i in range(100)])
-    sources = file(train, eval_path=str(held)), file(other)
-    trained = draw(stream(*sources, seed=seed, epochs=1, eval_fraction=0.4), 200)
-    evaluated = stream(*sources, seed=seed, split="eval", eval_fraction=0.4).take(200)
-    assert len(trained) > 50 and len(evaluated) > 25
-    assert not texts(trained) & texts(evaluated)
-
-
 def test_held_out_file_with_all_problems_is_named(tmp_path):
     one = write(tmp_path / "one.jsonl", ["problem 0", "problem 1"])
     with pytest.raises(ValueError, match=r"eval_path = '.*one.jsonl' has every problem of 'one'") as error:

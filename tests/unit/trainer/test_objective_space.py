@@ -100,7 +100,7 @@ def acts(before: Config, after: Config, num_batches: int) -> bool:
 def is_synonym(key: str, drawn: Drawn, value: object) -> bool:
     algorithm = drawn.config.algorithm
     if key == "algorithm.loss_options":
-        # So small a batch seldom has more candidates than the share; test_policy_loss.py holds it.
+        # So small a batch seldom has more candidates than the share; tests/parity compares it.
         return algorithm.loss == "clip_cov" and {*algorithm.loss_options, *value} <= {"share"}  # type: ignore[misc]
     if key == "algorithm.advantage_counts":
         own = algorithm.advantage_traits.counts

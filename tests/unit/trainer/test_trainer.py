@@ -155,15 +155,6 @@ def test_a_gradient_that_comes_in_parts_is_the_same(aggregation: str, dtype: tor
             assert got == pytest.approx(expected, rel=1e-3 if dtype is torch.float32 else 0.05, abs=1e-3)
 
 
-def test_what_was_accumulated_can_be_forgotten() -> None:
-    plain, other = trainer(), trainer()
-    other.accumulate([s for s in SAMPLES if s.group_id == 1])
-    other.forget_accumulated()
-    assert plain.train_step(Batch(SAMPLES)) == other.train_step(Batch(SAMPLES))
-    for ours, theirs in zip(tiny.local(plain).model.parameters(), tiny.local(other).model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 def test_accumulated_samples_are_not_computed_again() -> None:
     t = trainer(micro_batch_tokens=1)
     seen: list[str] = []

@@ -164,22 +164,6 @@ def test_parallel_roles_get_their_own_rewards_whoever_ends_first():
     assert sorted(r.trajectory for r in heard.values()) == [0, 1, 2]
 
 
-def test_an_exception_is_tried_again_and_then_missing():
-    tries = []
-
-    async def fail(task: Any, episode: Any) -> float:
-        await episode.trajectory().chat(task.messages)
-        tries.append(1)
-        raise KeyError("no such thing")
-
-    host = ScriptedHost(fail, says("four"), retries=2)
-    [reward] = host.run().values()
-    assert len(tries) == 3 and host.restarts == 2
-    assert reward.missing and "KeyError" in str(reward.error)
-    assert host.episodes.counts == {"episodes/error": 1, "episodes/restarted": 2}
-    assert len(host.said) == 1
-
-
 def test_errors_with_a_text_of_their_own_each_time_do_not_fill_the_log():
     tries = []
 
@@ -225,19 +209,6 @@ def test_waiting_for_the_model_is_not_the_agents_time():
     host = ScriptedHost(talk, says("four"), timeout_s=0.3)
     host.delay_s = 0.8
     assert {r.score for r in host.run().values()} == {1.0}
-
-
-def test_a_budget_used_up_is_the_policys_doing():
-    async def talk(task: Any, episode: Any) -> float:
-        trajectory, messages = episode.trajectory(), list(task.messages)
-        while True:
-            reply = await trajectory.chat(messages)
-            messages += [reply.message, MORE]
-
-    for limits in (dict[str, Any](max_turns=3), dict[str, Any](max_new_tokens=60)):
-        host = ScriptedHost(talk, says("four"), **limits)
-        assert host.run() == {"0-0": Reward(0.0)}
-        assert host.episodes.counts["episodes/length"] == 1 and not host.restarts
 
 
 def test_the_tokens_of_an_episode_are_bounded_over_its_rollouts_and_parallel_calls():

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from rollover.back_off import back_off_s
 from rollover.config import WatchdogConfig
 from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, ImageRefused, WrongAnswer
 from rollover.engine.validate import are_segments, why_no_continuation
@@ -165,7 +166,7 @@ class Asker:
         num = self._failures[rollout_id]
         if num >= self._config.max_failures:
             raise ExtendFailed(f"the engine failed {num} times in a row at rollout {rollout_id} ({why})")
-        pause_s = _pause_s(num, self._config.retry_s, _LONGEST_RETRY_S)
+        pause_s = back_off_s(num, self._config.retry_s, _LONGEST_RETRY_S)
         if not self._failing:
             self._say(f"the engine failed at rollout {rollout_id} ({why}): it is asked again in {pause_s:.3g} s")
         self._failing = True
@@ -174,8 +175,8 @@ class Asker:
     def _on_nothing(self, rollout_id: str, num: int) -> float:
         """Seconds until it is asked again."""
         self._counts["engine/empty_answers"] += 1
-        pause_s = _pause_s(num, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-        if pause_s == _LONGEST_PAUSE_S > _pause_s(num - 1, _FIRST_PAUSE_S, _LONGEST_PAUSE_S):
+        pause_s = back_off_s(num, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        if pause_s == _LONGEST_PAUSE_S > back_off_s(num - 1, _FIRST_PAUSE_S, _LONGEST_PAUSE_S):
             self._say(
                 f"the engine answers without a token for rollout {rollout_id}, though nobody interrupted it: it"
                 f" is asked again every {_LONGEST_PAUSE_S:g} s"
@@ -186,8 +187,3 @@ class Asker:
 def _says_something(segments: list[Segment]) -> bool:
     """Whether the answer has a token or a stop."""
     return any(map(len, segments)) or segments[-1].stop_reason is not StopReason.PAUSED
-
-
-def _pause_s(num: int, first_s: float, longest_s: float) -> float:
-    """Seconds to wait after the `num`-th time in a row: each pause is twice as long as the one before."""
-    return min(first_s * 2.0 ** min(num - 1, 60), longest_s)

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from rollover.functions import explained, place_of_user
+from rollover.logs import terminal
 
 Result = TypeVar("Result")
 GRACE_S = 30.0
@@ -102,7 +103,7 @@ def _complete(run: Callable[[], Result], task: asyncio.Task[Any]) -> Result:
                 raise
             if (why := explained(error)) not in reported:
                 reported.add(why)
-                _say(f"a task of your own has ended by {why}: it has failed, and nothing else ends by that")
+                terminal.warning(f"a task of your own has ended by {why}: it has failed, and nothing else ends by that")
 
 
 async def _end_others(
@@ -120,12 +121,16 @@ async def _end_others(
             return
         if seconds >= grace_s:
             generators.cancel()
-            _say(f"{_named(tasks, threads)} did not end within {grace_s:g} s (watchdog.grace_s): left behind")
+            terminal.warning(
+                f"{_named(tasks, threads)} did not end within {grace_s:g} s (watchdog.grace_s): left behind"
+            )
             return
         if seconds >= _QUIET_S and quiet:
             quiet = False
             how = "is over" if error is None else f"has failed ({explained(error)})"
-            _say(f"the run {how}. It waits for what was cancelled, {grace_s:g} s at most: {_named(tasks, threads)}")
+            terminal.warning(
+                f"the run {how}. It waits for what was cancelled, {grace_s:g} s at most: {_named(tasks, threads)}"
+            )
         await (asyncio.wait(tasks, timeout=_LOOK_S) if tasks else asyncio.sleep(_LOOK_S))
 
 
@@ -134,11 +139,13 @@ def _end_late(code: int, grace_s: float, waited: bool) -> None:
     time.sleep(quiet_s := min(_QUIET_S, grace_s))
     if not waited:
         if threads := _hanging_threads():
-            _say(f"the process waits for what goes on, {grace_s:g} s at most: {_named((), threads)}")
+            terminal.warning(f"the process waits for what goes on, {grace_s:g} s at most: {_named((), threads)}")
         time.sleep(grace_s - quiet_s)
     if not (threads := _hanging_threads()):
         return  # the interpreter is ending
-    _say(f"{_named((), threads)} did not end within {grace_s:g} s (watchdog.grace_s): the process ends all the same")
+    terminal.warning(
+        f"{_named((), threads)} did not end within {grace_s:g} s (watchdog.grace_s): the process ends all the same"
+    )
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # boundary: a pipe without a reader
             stream.flush()
@@ -170,8 +177,3 @@ def _frames(coroutine: Any) -> Iterator[tuple[str, int]]:
         if frame is not None:
             yield frame.f_code.co_filename, frame.f_lineno
         coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
-
-
-def _say(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it
-        print(f"rollover: {line}", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ Owns the file and what lies where in it, which no one else knows. Never talks to
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import mmap
 import os
@@ -20,6 +21,8 @@ from rollover.weights.protocol import NamedTensors, Parcel, TransportSetup
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
+
 _ALIGNMENT = 64
 _MEMORY = "/dev/shm"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -28,11 +31,10 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class SharedFile:
     """A WeightTransport: tensors at fixed offsets, each written in place again with every version.
 
-    The file has no name, and vanishes with its last holder. `setup.say` is told where memory has no room.
+    The file has no name, and vanishes with its last holder.
     """
 
     def __init__(self, setup: TransportSetup) -> None:
-        self._say = setup.say
         self._folders = [*([_MEMORY] if os.path.isdir(_MEMORY) else []), tempfile.gettempdir()]  # tried in turn
         self._file: IO[bytes] | None = None
         self._reserved = 0
@@ -92,7 +94,7 @@ class SharedFile:
                 file.close()
                 continue
             if folder != self._folders[0]:
-                self._say(
+                logger.warning(
                     f"{self._folders[0]} has no room for the {size} of weights: they reach the engine process through a"
                     f" file in {folder}, which may be slower"
                 )

@@ -12,9 +12,9 @@ does: `progress` and `queued` are empty.
 from __future__ import annotations
 
 import asyncio
-import sys
+import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from rollover.config import Config
@@ -30,6 +30,8 @@ from rollover.weights.protocol import Parcel, TransportSetup
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
+
 _MAX_RESTARTS = 3  # without a finished extend in between
 _EXIT_S = 1.0  # between the end of its replies and its exit code
 _SLOWER_START = 10  # a start that takes so many times the first one's time hangs
@@ -38,18 +40,17 @@ _SLOWER_START = 10  # a start that takes so many times the first one's time hang
 class ProcessEngine:
     """The Engine contract, and `kv_bytes_per_token` of the embedded engine.
 
-    `threads`: CPU threads of the process at its start. `say` prints a line when the process had to be started again.
+    `threads`: CPU threads of the process at its start.
     """
 
-    def __init__(self, config: Config, threads: int, say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, config: Config, threads: int) -> None:
         self.config, self.threads = config, threads
-        self.say = say or (lambda text: print(text, file=sys.stderr, flush=True))
         self.oldest_version = 0
         self.num_restarts = 0
         self._failures = 0  # processes that died since the last answer
         self._calls = Calls()
         self._counters = Counters()
-        self._weights = build_transport("shared_file", TransportSetup(self.say))
+        self._weights = build_transport("shared_file", TransportSetup())
         self._loading = asyncio.Lock()  # weights are being sent, or received by a process
         self._client = EngineClient(config, threads)
         self._said: dict[str, Any] | None = None  # the first process's hello
@@ -118,7 +119,7 @@ class ProcessEngine:
         if self._failures > _MAX_RESTARTS:
             raise EngineDied(f"the engine process died {self._failures} times in a row (exit code {code})")
         self._calls.give_back(self._calls.interrupted())
-        self.say(
+        logger.warning(
             f"the engine process died (exit code {code}): it is started again, and {len(self._calls)} rollouts"
             " go on from their last segment"
         )
@@ -130,7 +131,7 @@ class ProcessEngine:
         try:
             return await client.ask(op, limit_s=limit_s, file=file, **values)
         except TimeoutError:
-            self.say(f"watchdog: the engine process has not answered for {limit_s:.3g} s: it is killed")
+            logger.warning(f"watchdog: the engine process has not answered for {limit_s:.3g} s: it is killed")
             client.kill()
         except ConnectionError:
             client.kill()

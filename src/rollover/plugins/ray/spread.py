@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-import sys
+import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,6 +26,8 @@ from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.registry import Mode
 from rollover.rewards.worker import COUNTERS
 from rollover.types import Reward, Task
+
+logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 5.0
 
@@ -83,15 +85,14 @@ class _Serving:
 
 
 class SpreadPool:
-    """What a run uses of a RewardPool, over `nodes`, which start with the first call. `say` prints a line."""
+    """What a run uses of a RewardPool, over `nodes`, which start with the first call."""
 
     def __init__(
         self,
         rewards: RewardsConfig,
         nodes: Sequence[RewardNode],
-        say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
     ) -> None:
-        self.config, self.nodes, self.say = rewards, nodes, say
+        self.config, self.nodes = rewards, nodes
         self._serving: list[_Serving] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._waiting: list[tuple[int, asyncio.Future[_Serving]]] = []  # a heap
@@ -222,7 +223,7 @@ class SpreadPool:
                 why = str(error)
             if back_off.is_news(why):
                 left = "" if self._serving else "; scorings wait for it, as there is no other"
-                self.say(f"the reward node {node.name} is lost ({why}), and is started again{left}")
+                logger.warning(f"the reward node {node.name} is lost ({why}), and is started again{left}")
             await node.discard()
             await asyncio.sleep(back_off.pause_s())
 

@@ -48,6 +48,7 @@ from rollover.engine.embedded.engine import EmbeddedEngine  # noqa: E402
 from rollover.engine.process.engine import EngineDied, ProcessEngine  # noqa: E402
 from rollover.engine.protocol import ExtendRequest  # noqa: E402
 from rollover.envs.single_turn import SingleTurn  # noqa: E402
+from rollover.logs import messages_to  # noqa: E402
 from rollover.models.load import LoadedModel, load_model  # noqa: E402
 from rollover.rewards.pool import RewardPool  # noqa: E402
 from rollover.rewards.scorer import make_scorer  # noqa: E402
@@ -184,7 +185,7 @@ class Fuzz:
             except ValueError:  # another mode, whose bound what is held has passed
                 self.snapshot = None
                 self.lifecycle = Lifecycle(rollout, self.config.engine.max_running, on_event=self._on_event)
-        self.engine = ProcessEngine(self.config, 1, say=self._say)
+        self.engine = ProcessEngine(self.config, 1)
         self.pool = RewardPool(self.config.rewards)
         self.driver = Driver(
             self.lifecycle,
@@ -195,10 +196,9 @@ class Fuzz:
             [EOS],
             Watchdog(self.config.watchdog, self.config.rewards.allowed_s(rollout.group_size)),
         )
-        self.driver.say = self._say
         assert self.engine.max_tokens > 64, "a run asks it before it begins, and waits for the model"
 
-    def _say(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         self.said.append(text)
         self.counts["refused answers"] += "is refused" in text
 
@@ -325,7 +325,8 @@ def fuzz(seconds: float, seed: int, say: Callable[[str], None] = lambda text: No
         run = Fuzz(Path(folder), seed, random.Random(seed))
         try:
             with marked_processes():
-                asyncio.run(run.run(seconds, say))
+                with messages_to(run.on_message):
+                    asyncio.run(run.run(seconds, say))
         except BaseException as error:
             error.add_note(f"seed {seed}, after {time.monotonic() - started:.0f} s; {dict(run.counts)}")
             error.add_note("said last: " + "\n  ".join(run.said[-20:]))

@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,6 +17,14 @@ if importlib.util.find_spec("hypothesis"):  # a GPU machine may have pytest alon
 
     settings.register_profile("rollover", deadline=None, derandomize=True, database=None)
     settings.load_profile("rollover")
+
+
+@pytest.fixture(autouse=True)
+def _collected_messages() -> Iterator[None]:
+    """Messages that a test collects (heard.py) are its own."""
+    yield
+    if "heard" in sys.modules:
+        sys.modules["heard"].end()
 
 
 def _missing(marker: str) -> str | None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import rollover.logs  # noqa: F401  (it sets up the logger)
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:

@@ -1,5 +1,4 @@
-"""How long to wait before something that has ended is started again, and which of its ends are news. Never
-waits itself."""
+"""Exponential backoff: how long to wait before a retry, and which failures are news. Never waits itself."""
 
 from __future__ import annotations
 
@@ -10,11 +9,16 @@ _FIRST_S = 0.5
 _LONGEST_S = 30.0
 
 
+def back_off_s(num: int, first_s: float, longest_s: float) -> float:
+    """Return the seconds to wait after the `num`-th failure in a row: each pause is twice as long as the one before."""
+    return min(first_s * 2.0 ** min(num - 1, 60), longest_s)
+
+
 class BackOff:
     """Of one thing that is started again and again: `begin`, and after each end `is_news` and `pause_s`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._pause_s = clock, _FIRST_S
+        self._clock, self._num = clock, 0
         self._began = clock()
         self._said = ""
 
@@ -23,18 +27,15 @@ class BackOff:
         self._began = self._clock()
 
     def works(self) -> None:
-        """What ends it from now on is news, whatever ended it before."""
+        """Whatever ends it from now on is news."""
         self._said = ""
 
     def is_news(self, why: str) -> bool:
-        """Whether it ended otherwise than the last time: what fails ever again in one way is told once."""
+        """Return whether it ended for another reason than the last time."""
         news, self._said = why != self._said, why
         return news
 
     def pause_s(self) -> float:
-        """After an end: half a second at first, each time twice as long, up to half a minute; after a longer life than
-        that as at first."""
-        if self._clock() - self._began > _LONGEST_S:
-            self._pause_s = _FIRST_S
-        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_S)
-        return pause_s
+        """Return 0.5 s after the first end, twice as much each time, at most 30; 0.5 again after a life of 30 s."""
+        self._num = 1 if self._clock() - self._began > _LONGEST_S else self._num + 1
+        return back_off_s(self._num, _FIRST_S, _LONGEST_S)

@@ -25,8 +25,9 @@ from pathlib import Path
 import rollover
 from rollover import system
 from rollover.commands import VERBS, installed_verbs, load_verb, our_verbs, who_has_it
-from rollover.commands.verb import Overrides, Verb, to_stderr
+from rollover.commands.verb import Overrides, Verb, shared_arguments
 from rollover.files import paths_begin_in
+from rollover.logs import set_format, terminal
 
 # --table.key, --table.key=VALUE. Everything else is argparse's.
 _DOTTED = re.compile(r"--([A-Za-z_][\w-]*(?:\.[\w-]+)+)(?:=(.*))?", re.DOTALL)
@@ -63,10 +64,12 @@ def run_verb(argv: Sequence[str]) -> int:
         args = parser.parse_args(rest)
         if overrides and not args.verb.keys:
             raise ValueError(f"{args.prog} reads no configuration: leave out --{overrides[0][0]}")
+        if args.log_format:
+            set_format(args.log_format)
         with paths_begin_in(os.getcwd()):
             return args.verb.run(args, overrides)
     except KeyboardInterrupt:
-        to_stderr("rollover: interrupted")
+        terminal.warning("interrupted")
         return 130
     except BrokenPipeError:
         # The reader (head, less) went away: nothing is left to say, and the exit must not flush into the pipe again.
@@ -151,7 +154,7 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         for name, points in installed_verbs().items():
             if not asked_for or name == asked_for:
                 if len(points) > 1:
-                    to_stderr(f"rollover: notice: {who_has_it(points)}")
+                    terminal.info(who_has_it(points))
                 try:
                     _add(verbs, name, load_verb(points[0]))
                 except ValueError as error:
@@ -170,6 +173,7 @@ def _add(verbs: argparse._SubParsersAction[_VerbParser], name: str, verb: Verb) 
         text = "configuration, or the name of a recipe (rollover init --list); later ones override earlier ones"
         sub.add_argument("files", nargs=verb.files, metavar="FILE.toml", type=Path, help=text)
     verb.arguments(sub)
+    shared_arguments(sub)
 
 
 def _literal(text: str) -> str:
@@ -204,4 +208,4 @@ def _told(error: ValueError) -> str:
 
 
 def _complain(error: Exception | str) -> None:
-    to_stderr(f"rollover: error: {error}")
+    terminal.error(str(error))

@@ -1,10 +1,7 @@
-"""The end of a run, and of its process, in bounded time, whatever code of the user's own goes on.
+"""asyncio.run, and the end of the process, in bounded time although code of the user's own hangs.
 
-    run_bounded   as asyncio.run: a task that does not end when it is cancelled is named, and left behind; a task of the
-                  user's own that exits has failed, and the run goes on
-    bound_end     of the command line's process: a thread that does not end is named, and left behind with it
-
-Owns what is said of who hangs. What a run does at its end is none of its business.
+run_bounded   asyncio.run: a task that ignores its cancellation is named and left behind
+bound_end     the command line's process: a thread that does not end is named and left behind with it
 """
 
 from __future__ import annotations
@@ -12,46 +9,47 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import itertools
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from rollover.functions import explained, place_of_user
+from rollover.logs import terminal
 
 Result = TypeVar("Result")
 GRACE_S = 30.0
-"""What hangs at the end has so long where nothing else is known (watchdog.grace_s)."""
-_QUIET_S = 1.0  # of a wait that is not worth a line
+"""Default of watchdog.grace_s: the time for code that hangs at the end."""
+_QUIET_S = 1.0  # a shorter wait is not reported
 _LOOK_S = 0.02
 _CANCEL_AGAIN_S = 1.0
 _MOST_NAMED = 5
-_numbers = itertools.count()
 _grace_s = GRACE_S  # of the last run of this process
-_left_behind: set[threading.Thread] = set()  # they had their time
+_waited = False  # whether that run has waited for threads already
 
 
 def run_bounded(work: Coroutine[Any, Any, Result], grace_s: float) -> Result:
-    """What `work` returns, on an event loop of its own, as by asyncio.run. At its end every task that is left is
-    cancelled; those that go on, and threads of asyncio.to_thread, have `grace_s` seconds. Who still hangs then is named
-    and left behind: a task never gets on again, a thread holds up the end of the process.
+    """Return the result of `work`, as asyncio.run.
 
-    SystemExit in another task than that of `work`, as where code of the user's own starts one, is raised where that
-    task is awaited, and ends no more than that."""
-    global _grace_s
-    _grace_s = grace_s
-    runner, threads = asyncio.Runner(), f"to_thread-{next(_numbers)}"
-    loop, executor, error = runner.get_loop(), ThreadPoolExecutor(thread_name_prefix=threads), None
+    At the end all other tasks are cancelled. Those that go on, and threads of asyncio.to_thread, get `grace_s` seconds;
+    the rest is named and left behind. SystemExit in another task than that of `work` fails that task alone. ValueError
+    where the user's code cancels the run itself.
+    """
+    global _grace_s, _waited
+    runner, executor, error = asyncio.Runner(), ThreadPoolExecutor(thread_name_prefix="to_thread"), None
+    loop = runner.get_loop()
     loop.set_default_executor(executor)
     task = loop.create_task(work)
+
+    async def result() -> Result:  # Runner.run cancels this task, and thereby `task`, on Ctrl-C
+        return await task
+
     try:
-        _run(runner.run, lambda: _until_done(task), [task])
-        return task.result()
+        return _complete(lambda: runner.run(result()), task)
     except asyncio.CancelledError as cancelled:
         error = ValueError(
             "the run was cancelled from within: a function of your own cancels tasks that are not its own, as by"
@@ -62,15 +60,19 @@ def run_bounded(work: Coroutine[Any, Any, Result], grace_s: float) -> Result:
         error = raised
         raise
     finally:
+        executor.shutdown(wait=False, cancel_futures=True)
+        for other in asyncio.all_tasks(loop):
+            other.cancel()
+            other.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio logs the error
+        ending = loop.create_task(_end_others(task, executor, grace_s, error))
         try:
-            executor.shutdown(wait=False, cancel_futures=True)
-            _cancel_all(loop)
-            waiting = loop.create_task(_wait_for_all(work, threads, grace_s, error))
-            _run(loop.run_until_complete, lambda: waiting, [waiting])
+            _complete(lambda: loop.run_until_complete(ending), ending)
         finally:
-            _leave_behind(loop)
+            _grace_s, _waited = grace_s, any(thread.is_alive() for thread in executor._threads)
+            for left in asyncio.all_tasks(loop):  # never freed: that would run its code again, perhaps for ever
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
             asyncio.set_event_loop(None)
-            loop.close()
+            loop.close()  # Runner.close would wait for what is left
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -83,93 +85,67 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 def bound_end(code: int) -> None:
-    """The process is to end now, with this exit code: from here on it takes no longer than the grace of the last run,
-    though threads of the user's own may go on for ever."""
-    threading.Thread(target=_end_late, args=(code, _grace_s), daemon=True, name="end").start()
+    """End this process with `code` after the grace of its last run, unless it ends by itself before."""
+    threading.Thread(target=_end_late, args=(code, _grace_s, _waited), daemon=True, name="end").start()
 
 
 # Private
 
 
-def _run(run: Callable[[Any], object], make: Callable[[], Any], tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """`run` what `make` makes, until these tasks have ended. A task that exits stops its event loop at once, wherever
-    it was started; it has ended then, and the loop goes on where it was."""
-    told: set[str] = set()
+def _complete(run: Callable[[], Result], task: asyncio.Task[Any]) -> Result:
+    """Return what `run` returns. A task that exits stops the event loop, which then runs again until `task` is done."""
+    reported: set[str] = set()
     while True:
         try:
-            run(make())
-            return
+            return run()
         except SystemExit as error:
-            if any(task.done() for task in tasks):
+            if task.done():
                 raise
-            if (why := explained(error)) not in told and len(told) < _MOST_NAMED:
-                told.add(why)
-                _say(f"a task of your own has ended by {why}: it has failed, and nothing else ends by that")
+            if (why := explained(error)) not in reported:
+                reported.add(why)
+                terminal.warning(f"a task of your own has ended by {why}: it has failed, and nothing else ends by that")
 
 
-async def _until_done(task: asyncio.Task[Any]) -> None:
-    """Cancelled, as a Ctrl-C does before the run listens to signals, it cancels the task and waits for it."""
-    try:
-        await asyncio.wait([task])
-    except asyncio.CancelledError:
-        task.cancel()
-        await asyncio.wait([task])
-        raise
-
-
-async def _wait_for_all(
-    work: Coroutine[Any, Any, Any], threads: str, grace_s: float, error: BaseException | None
+async def _end_others(
+    work: asyncio.Task[Any], executor: ThreadPoolExecutor, grace_s: float, error: BaseException | None
 ) -> None:
-    """Until all tasks of this loop, and all threads whose names begin so, have ended, or the time is up. It begins when
-    `work` has ended, which a Ctrl-C may have cut off: that has limits of its own."""
+    """Wait until all tasks of this loop and all threads of `executor` have ended, or the time is up."""
+    await asyncio.wait([work])  # a Ctrl-C may have cut it off: its end has limits of its own
     generators = asyncio.ensure_future(asyncio.get_running_loop().shutdown_asyncgens())
-    began, us, told = time.monotonic(), asyncio.current_task(), False
+    began, quiet = time.monotonic(), True
     while True:
-        tasks = {task for task in asyncio.all_tasks() if task is not us}
-        hanging = [thread for thread in threading.enumerate() if thread.name.startswith(f"{threads}_")]
-        if not tasks and not hanging:
-            return
-        if any(task.get_coro() is work for task in tasks):
-            began = time.monotonic()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        threads = [thread for thread in executor._threads if thread.is_alive()]
         seconds = time.monotonic() - began
+        if not tasks and not threads:
+            return
         if seconds >= grace_s:
             generators.cancel()
-            _say(f"{_named(tasks, hanging)} did not end within {grace_s:g} s (watchdog.grace_s): left behind")
-            _left_behind.update(hanging)
+            terminal.warning(
+                f"{_named(tasks, threads)} did not end within {grace_s:g} s (watchdog.grace_s): left behind"
+            )
             return
-        if seconds >= _QUIET_S and not told:
-            told = True
+        if seconds >= _QUIET_S and quiet:
+            quiet = False
             how = "is over" if error is None else f"has failed ({explained(error)})"
-            _say(f"the run {how}. It waits for what was cancelled, {grace_s:g} s at most: {_named(tasks, hanging)}")
-        if tasks:
-            await asyncio.wait(tasks, timeout=_LOOK_S)
-        else:
-            await asyncio.sleep(_LOOK_S)
+            terminal.warning(
+                f"the run {how}. It waits for what was cancelled, {grace_s:g} s at most: {_named(tasks, threads)}"
+            )
+        await (asyncio.wait(tasks, timeout=_LOOK_S) if tasks else asyncio.sleep(_LOOK_S))
 
 
-def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen: nobody else asks for it
-
-
-def _leave_behind(loop: asyncio.AbstractEventLoop) -> None:
-    """What is pending is never freed: that would run its code once more, without an event loop and perhaps for ever."""
-    for task in asyncio.all_tasks(loop):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
-
-
-def _end_late(code: int, grace_s: float) -> None:
-    """In a thread that ends with the process, if that ends by itself."""
-    time.sleep(min(_QUIET_S, grace_s))
-    threads = _hanging_threads()
-    if late := [thread for thread in threads if thread not in _left_behind]:
-        _say(f"the process waits for what goes on, {grace_s:g} s at most: {_named((), late)}")
-    if late or not threads:
-        time.sleep(max(0.0, grace_s - _QUIET_S))
+def _end_late(code: int, grace_s: float, waited: bool) -> None:
+    """In a daemon thread: it ends with the process, if that ends by itself."""
+    time.sleep(quiet_s := min(_QUIET_S, grace_s))
+    if not waited:
+        if threads := _hanging_threads():
+            terminal.warning(f"the process waits for what goes on, {grace_s:g} s at most: {_named((), threads)}")
+        time.sleep(grace_s - quiet_s)
     if not (threads := _hanging_threads()):
-        return  # it is at work on its own end
-    _say(f"{_named((), threads)} did not end within {grace_s:g} s (watchdog.grace_s): the process ends all the same")
+        return  # the interpreter is ending
+    terminal.warning(
+        f"{_named((), threads)} did not end within {grace_s:g} s (watchdog.grace_s): the process ends all the same"
+    )
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # boundary: a pipe without a reader
             stream.flush()
@@ -187,8 +163,8 @@ def _named(tasks: Iterable[asyncio.Task[Any]], threads: Iterable[threading.Threa
     named = [f"{task.get_name()} ({place})" for task, place in places.items() if place]
     named = named or [task.get_name() for task in places]
     for thread in threads:
-        frames = traceback.walk_stack(sys._current_frames().get(thread.ident or 0))
-        place = place_of_user(reversed([(frame.f_code.co_filename, line) for frame, line in frames]))
+        frames = traceback.extract_stack(sys._current_frames().get(thread.ident or 0))
+        place = place_of_user((frame.filename, frame.lineno or 0) for frame in frames)
         named.append(f"the thread {thread.name}" + (f" ({place})" if place else ""))
     more = [f"{len(named) - _MOST_NAMED} more"] if len(named) > _MOST_NAMED else []
     return ", ".join(named[:_MOST_NAMED] + more)
@@ -201,8 +177,3 @@ def _frames(coroutine: Any) -> Iterator[tuple[str, int]]:
         if frame is not None:
             yield frame.f_code.co_filename, frame.f_lineno
         coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
-
-
-def _say(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it
-        print(f"rollover: {line}", file=sys.stderr, flush=True)

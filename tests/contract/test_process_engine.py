@@ -23,6 +23,7 @@ import tiny
 from contract import engine_contract
 from contract.engine_contract import tokens_of
 from contract.full_disk import full_above
+from heard import hear
 from rollover.config import Config
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.process.engine import EngineDied, ProcessEngine
@@ -156,12 +157,12 @@ async def until_it_has_tokens(engine: ProcessEngine, rollout_id: str) -> None:
 def test_a_process_that_dies_is_started_again_with_the_last_weights(model: Path, made: list[ProcessEngine]) -> None:
     """What it did is forgotten, also what it said of an earlier `extend` of the same rollout; what was interrupted
     returns; what was asked, before or meanwhile, is asked of the next process, once."""
-    said: list[str] = []
+    said: list[str] = hear([])
     changed = [(name, tensor * 1.05) for name, tensor in weights(model)]
     cut, interrupted, late = (SUBJECT.request(i, max_new_tokens=400) for i in range(3))
 
     async def run() -> list[list[int]]:
-        engine = ProcessEngine(config(model), threads=1, say=said.append)
+        engine = ProcessEngine(config(model), threads=1)
         made.append(engine)
         await engine.extend(SUBJECT.request(1, max_new_tokens=2))
         await engine.load_weights(5, changed)
@@ -202,12 +203,12 @@ def test_a_process_that_dies_is_started_again_with_the_last_weights(model: Path,
 def test_a_process_that_hangs_is_killed_and_started_again(model: Path, made: list[ProcessEngine]) -> None:
     """It is stopped, not dead: it answers nothing, and nothing tells its parent. It never reads the interruption.
     The next one may take longer than that to load its model, as the first one did."""
-    said: list[str] = []
+    said: list[str] = hear([])
     goes_on, interrupted = (SUBJECT.request(i, max_new_tokens=400) for i in range(2))
     limits = config(model).watchdog.model_copy(update={"rollout_timeout_s": 2.0})
 
     async def run() -> list[list[int]]:
-        engine = ProcessEngine(config(model).model_copy(update={"watchdog": limits}), threads=1, say=said.append)
+        engine = ProcessEngine(config(model).model_copy(update={"watchdog": limits}), threads=1)
         made.append(engine)
         assert engine.max_tokens  # as a run asks at its start: it waits for the model
         extends = [asyncio.ensure_future(engine.extend(request)) for request in (goes_on, interrupted)]
@@ -236,7 +237,7 @@ def test_the_event_loop_goes_on_while_weights_travel_to_a_process_that_hangs(
     limits = config(model).watchdog.model_copy(update={"rollout_timeout_s": 2.0})
 
     async def run() -> list[list[int]]:
-        engine = ProcessEngine(config(model).model_copy(update={"watchdog": limits}), threads=1, say=lambda line: None)
+        engine = ProcessEngine(config(model).model_copy(update={"watchdog": limits}), threads=1)
         made.append(engine)
         await engine.extend(SUBJECT.request(1, max_new_tokens=2))
         os.kill(engine.pid, signal.SIGSTOP)
@@ -261,7 +262,7 @@ def test_one_that_dies_at_its_start_is_started_once_more_but_not_for_ever(
     model: Path, made: list[ProcessEngine]
 ) -> None:
     async def run() -> None:
-        engine = ProcessEngine(config(model), threads=1, say=lambda text: None)
+        engine = ProcessEngine(config(model), threads=1)
         made.append(engine)
         await engine.extend(SUBJECT.request(0, max_new_tokens=2))
         for num in (1, 2):
@@ -311,11 +312,11 @@ def test_without_room_in_memory_weights_go_through_another_folder(
     """Known, and said, before anything is trained; and the weights arrive."""
     full_above(monkeypatch, "/dev/shm", 10_000)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    said: list[str] = []
+    said: list[str] = hear([])
     changed = [(name, tensor * 1.05) for name, tensor in weights(model)]
 
     async def run(request: ExtendRequest) -> list[int]:
-        engine = ProcessEngine(config(model), threads=1, say=said.append)
+        engine = ProcessEngine(config(model), threads=1)
         made.append(engine)
         assert engine.max_tokens and len(said) == 1
         await engine.load_weights(1, changed)

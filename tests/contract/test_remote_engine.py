@@ -16,6 +16,7 @@ import torch
 from contract import engine_contract
 from contract.engine_contract import check_segments, logprobs_of, tokens_of
 from fault_server import FaultServer
+from heard import hear
 from rollover.config import Config
 from rollover.engine.protocol import EngineDied, ExtendRequest
 from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
@@ -53,7 +54,7 @@ class Made:
 
     def __init__(self) -> None:
         self.servers: list[FaultServer] = []
-        self.said: list[str] = []
+        self.said: list[str] = hear([])
 
     def server(self, **options: Any) -> FaultServer:
         self.servers.append(FaultServer(**options))
@@ -61,7 +62,7 @@ class Made:
 
     def engine(self, *servers: FaultServer, **options: Any) -> RemoteEngine:
         most = max((server.vocab_size for server in servers), default=1)
-        setup = RemoteSetup(config(*servers, **options), lambda: WEIGHTS, text_of, self.said.append, lambda: most)
+        setup = RemoteSetup(config(*servers, **options), lambda: WEIGHTS, text_of, lambda: most)
         return RemoteEngine(setup)
 
 
@@ -423,7 +424,7 @@ def test_stop_tokens_that_the_model_does_not_have_are_not_sent(made: Made) -> No
     server = made.server()
 
     async def run() -> None:
-        setup = RemoteSetup(config(server), lambda: WEIGHTS, text_of, made.said.append, vocab_size=lambda: 1000)
+        setup = RemoteSetup(config(server), lambda: WEIGHTS, text_of, vocab_size=lambda: 1000)
         engine = RemoteEngine(setup)
         await engine.extend(request(stop_token_ids=frozenset({999, 1000, 5000})))
         await engine.close()

@@ -94,7 +94,7 @@ def test_a_server_of_ours_that_ends_before_it_answers_is_started_again(
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", str(program))
         host = ProcessHost(of, 0, 60.0, tmp_path / "logs")
-        engine = RemoteEngine(RemoteSetup(of, lambda: WEIGHTS, text_of, made.said.append, hosts=[host]))
+        engine = RemoteEngine(RemoteSetup(of, lambda: WEIGHTS, text_of, hosts=[host]))
         began = time.monotonic()
         assert engine.max_tokens == 2**20
         assert time.monotonic() - began < of.engine.give_up_s
@@ -117,7 +117,7 @@ def test_an_engine_is_closed_also_where_a_cancellation_is_forgotten(made: Made) 
     server = made.server()
 
     async def work() -> None:
-        setup = RemoteSetup(config(server), lambda: WEIGHTS, text_of, made.said.append, hosts=[Deaf(server.url)])
+        setup = RemoteSetup(config(server), lambda: WEIGHTS, text_of, hosts=[Deaf(server.url)])
         engine = RemoteEngine(setup)
         await engine.load_weights(0, WEIGHTS)
         await asyncio.sleep(0.1)

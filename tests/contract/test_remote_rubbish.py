@@ -180,7 +180,7 @@ def test_a_server_that_cannot_be_started_now_is_tried_again(made: Made) -> None:
         same(await engine.extend(request()), server, request())
 
     async def limited() -> None:
-        setup = RemoteSetup(config(server), lambda: WEIGHTS, text_of, made.said.append, hosts=[Unlucky(server.url)])
+        setup = RemoteSetup(config(server), lambda: WEIGHTS, text_of, hosts=[Unlucky(server.url)])
         engine = RemoteEngine(setup)
         try:
             await asyncio.wait_for(work(engine), 300)

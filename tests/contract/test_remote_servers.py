@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 import tiny
 from contract import engine_contract
 from contract.engine_contract import logprobs_of, tokens_of
+from heard import hear
 from rollover.config import AlgorithmConfig, Config, EngineConfig, LoraConfig, TrainConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
@@ -70,7 +71,7 @@ def weights(model: Path, factor: float = 1.0) -> list[tuple[str, torch.Tensor]]:
 
 
 def over(model: Path, *hosts: ProcessHost | UrlHost, **options: Any) -> RemoteEngine:
-    setup = RemoteSetup(config(model), lambda: weights(model), tiny.tokenizer().decode, print, hosts=hosts or None)
+    setup = RemoteSetup(config(model), lambda: weights(model), tiny.tokenizer().decode, hosts=hosts or None)
     return RemoteEngine(dataclasses.replace(setup, **options))
 
 
@@ -160,8 +161,8 @@ def test_a_server_of_ours_that_is_killed_is_started_again_and_nothing_is_lost(mo
     request = SUBJECT.request(0, GREEDY, max_new_tokens=400)
 
     async def run() -> list[int]:
-        said: list[str] = []
-        engine = over(model, say=said.append)
+        said: list[str] = hear([])
+        engine = over(model)
         (host,) = engine.hosts
         assert isinstance(host, ProcessHost)
         try:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from heard import hear
 from rollover.config import TrackConfig
 from rollover.plugins.trackers.names import TOOLS
 from rollover.plugins.trackers.tool import About, numbers_of, numbers_of_eval
@@ -184,13 +185,13 @@ class RunOf:
     def __init__(
         self, tool: str, folder: Path, *, resumed: bool, cut: int, name: str = "demo run", project: str = "shown"
     ) -> None:
-        self.path, self.heard = folder / "run", []
+        self.path, self.heard = folder / "run", hear([])
         self.path.mkdir(exist_ok=True)
         config = TrackConfig(
             trackers=[tool], project=project, group="g", tags=["a"], finish_s=300.0, tracker_rollouts=len(HOSTILE),
             artifacts=["model", "records"],
         )  # fmt: skip
-        self.files, self.tools = Trackers(), Tools([tool], config, self.heard.append)
+        self.files, self.tools = Trackers(), Tools([tool], config)
         self.files.add("metrics", MetricsFile(self.path / "metrics.jsonl"))
         self.files.add("evals", EvalFile(self.path / "eval.jsonl"))
         for trackers in (self.files, self.tools):

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from contract.full_disk import full_above
+from heard import hear
 from rollover.weights.build import TRANSPORTS, build_transport, received
 from rollover.weights.one_by_one import WholeFile
 from rollover.weights.protocol import Parcel, TransportSetup, WeightTransport
@@ -93,8 +94,9 @@ def size(tensors: Iterable[torch.Tensor]) -> int:
 
 @pytest.fixture(params=sorted(TRANSPORTS))
 def ends(request: pytest.FixtureRequest) -> Iterable[tuple[WeightTransport, Engine]]:
+    hear(pytest.fail)
     engine = Engine()
-    setup = TransportSetup(say=pytest.fail, model=engine.model, holders=[engine.model.adapter])
+    setup = TransportSetup(model=engine.model, holders=[engine.model.adapter])
     transport = build_transport(request.param, setup)
     yield transport, engine
     transport.close()
@@ -163,8 +165,8 @@ def test_a_file_that_grows_out_of_memory_takes_what_it_has_along(
 ) -> None:
     """And without room anywhere it says what to do."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    said: list[str] = []
-    transport, engine = build_transport("shared_file", TransportSetup(said.append)), Engine()
+    said: list[str] = hear([])
+    transport, engine = build_transport("shared_file", TransportSetup()), Engine()
     transport.reserve([1000])
     transport.send(1, [("a", torch.arange(100))])
     full_above(monkeypatch, "/dev/shm", 1000)
@@ -193,7 +195,8 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def test_a_weights_file_is_whole_every_time_checked_by_its_sum_and_the_last_two_are_kept(tmp_path: Path) -> None:
-    transport = build_transport("weights_file", TransportSetup(pytest.fail, folder=str(tmp_path)))
+    hear(pytest.fail)
+    transport = build_transport("weights_file", TransportSetup(folder=str(tmp_path)))
     transport.send(1, weights().items())
     for version in (2, 3):
         parcel = transport.send(version, [("up.bias", torch.full((5,), float(version)))])
@@ -293,8 +296,8 @@ def test_a_weights_file_without_room_in_memory_goes_elsewhere_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    said: list[str] = []
-    transport = build_transport("weights_file", TransportSetup(said.append))
+    said: list[str] = hear([])
+    transport = build_transport("weights_file", TransportSetup())
     transport.reserve([10**15])
     parcel = transport.send(1, [("a", torch.ones(3))])
     assert parcel.message["path"].startswith(str(tmp_path))

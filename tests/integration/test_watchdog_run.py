@@ -7,10 +7,11 @@ holds up the event loop does so until somebody speaks up.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -54,19 +55,21 @@ def hold_up_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The warnings about what blocks a run, which come soon of an event loop that stands still, too."""
     lines: list[str] = []
+    collector = logging.Handler()
+    collector.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("rollover.run.blocked_warning")
+    logger.addHandler(collector)
 
     class Soon(BlockedWarning):
-        def __init__(self, say: Callable[[str], None]) -> None:
-            super().__init__(lambda line: (lines.append(line), say(line))[1])
-
         def over_loop(self, text: Any, limit_s: float, call_later: Any) -> AbstractContextManager[None]:
             return super().over_loop(text, min(limit_s, SOON_S), call_later)
 
     monkeypatch.setattr(restart_module, "BlockedWarning", Soon)
-    return lines
+    yield lines
+    logger.removeHandler(collector)
 
 
 def hang(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> list[str]:

@@ -50,7 +50,7 @@ def test_verbs(script: Path) -> None:
 
 @needs_bash
 def test_options_and_keys(script: Path) -> None:
-    assert offered(script, "show", "--") == {"--rollouts", "--num", "--json", "--help"}
+    assert offered(script, "show", "--") == {"--rollouts", "--num", "--json", "--log-format", "--help"}
     assert offered(script, "train", "quickstart", "--tr") >= {"--train.num_steps", "--track.live"}
     assert "--resume" in offered(script, "train", "--res") and offered(script, "show", "--train.num") == set()
     assert offered(script, "train", "--") >= {f"--{name}" for name, _ in leaves()}

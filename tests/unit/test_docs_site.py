@@ -109,7 +109,7 @@ def test_the_command_line_has_every_verb_and_option() -> None:
         for action in verb._actions:
             for word in action.option_strings:
                 assert not word.startswith("--") or word == "--help" or f"`{word}" in section, (name, word)
-    assert "\nrollover init [NAME] [FILE.toml] [--list]\n" in page
+    assert "\nrollover init [NAME] [FILE.toml] [--list] [--log-format text|json]\n" in page
     assert "rollover bench engine|train|step|tail|scale" in page and "`engine\\|train\\|step" in page
 
 

@@ -69,7 +69,7 @@ def test_a_thread_of_to_thread_that_hangs_is_left_behind(capsys: pytest.CaptureF
     began = time.monotonic()
     run_bounded(work(), 0.1)
     assert time.monotonic() - began < 30
-    assert "the thread to_thread-" in capsys.readouterr().err
+    assert "the thread to_thread_" in capsys.readouterr().err
     free.set()
 
 

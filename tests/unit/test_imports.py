@@ -29,6 +29,7 @@ LEVELS = [
         "http_server",
         "images",
         "live_objects",
+        "logs",
         "process_tree",
         "processes",
         "registry",

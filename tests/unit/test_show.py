@@ -12,7 +12,7 @@ from rich.console import Console
 from recorded_run import HOSTILE, is_harmless, row, write_run
 from rollover import cli
 from rollover.commands.eval import print_eval
-from rollover.commands.verb import to_stderr
+from rollover.logs import terminal
 from rollover.run.lock import DirectoryLock
 from rollover.track.answers import Answer, print_worst, write_answers
 from rollover.track.live import LiveView
@@ -180,7 +180,7 @@ def test_an_error_prints_hostile_text_as_text(tmp_path: Path, capsys, hostile: s
     write_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(f"{hostile}\n", encoding="utf-8", errors="replace")
     assert cli.main(["show", str(tmp_path)]) == 2
-    to_stderr(f"rollover: error: {hostile}\nand a second line")
+    terminal.error(f"{hostile}\nand a second line")
     err = capsys.readouterr().err
     assert is_harmless(err) and err.endswith("\nand a second line\n")
 

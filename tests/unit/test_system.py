@@ -11,6 +11,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 
+from heard import hear
 from rollover import processes, system
 from rollover.config import RewardsConfig
 from rollover.models import kernels
@@ -53,8 +54,8 @@ def test_kernels_are_not_tried_on_macos(macos: None, monkeypatch: pytest.MonkeyP
 
 
 def test_new_weights_go_through_a_file_of_the_temporary_folder_on_macos(macos: None) -> None:
-    said: list[str] = []
-    transport = build_transport("shared_file", TransportSetup(said.append))
+    said: list[str] = hear([])
+    transport = build_transport("shared_file", TransportSetup())
     try:
         parcel = transport.send(1, [("a", torch.zeros(1 << 14))])
         assert parcel.file is not None and os.fstat(parcel.file).st_size == 1 << 16

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing
 from pathlib import Path
@@ -27,6 +26,7 @@ from rollover.config.load import Resolved
 from rollover.ending import run_bounded
 from rollover.files import paths_begin_in, start_folder
 from rollover.images import media_kept_in
+from rollover.logs import terminal
 from rollover.run.directory import RunDirectory
 from rollover.run.loop import Step
 from rollover.run.restart import LastingRun, running
@@ -197,7 +197,7 @@ async def finish(session: Session) -> bool:
     """Make all steps that are left, and print what came of it. False if the run was stopped before its end."""
     directory = session._directory
     if directory.resume and (finished := directory.why_finished()) is not None:
-        print(f"rollover: notice: {finished}", file=sys.stderr)
+        terminal.info(finished)
         session.close()
         return True
     async with session:
@@ -220,6 +220,6 @@ def run_training(resolved: Resolved, resume: bool, command: list[str] | None = N
     if not run_bounded(finish(session), session.config.watchdog.grace_s):
         return INTERRUPTED
     if reason := why_nothing_was_trained(session.config, read_rows(session.directory / "metrics.jsonl")):
-        print(f"rollover: error: nothing was trained: {reason}", file=sys.stderr)
+        terminal.error(f"nothing was trained: {reason}")
         return 2
     return 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
@@ -28,6 +27,7 @@ from rollover.config.table import row_of
 from rollover.config.trust import OfRun
 from rollover.files import read_tables
 from rollover.live_objects import LIVE, hold, is_live, live_object, name_of, release
+from rollover.logs import terminal
 from rollover.processes import prepare_libraries
 from rollover.rewards.travel import packed
 from rollover.tasks.live import LiveStream, live_rows
@@ -90,7 +90,7 @@ class Arguments:
             )
             self._check(resolved.config, held)
             for notice in resolved.notices:
-                print(f"rollover: notice: {notice}", file=sys.stderr)
+                terminal.info(notice)
             if reason := system.refusal():
                 raise OSError(reason)
             prepare_libraries(resolved.config.run)

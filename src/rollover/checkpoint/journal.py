@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import mmap
 import os
 import re
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollover.files import fsync_dir
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 HEAD, END = "head", "end"  # the kinds of the journal's own records
@@ -151,15 +154,15 @@ def holds_data(folder: Path) -> bool:
 
 
 class Journal:
-    """The journal of one run, in `folder`. Nothing is written before `begin`. `say` prints one line.
+    """The journal of one run, in `folder`. Nothing is written before `begin`.
 
     A record is with the operating system when `append` returns: a killed process loses none. `sync` brings it to the
     disk, in a thread. A write that fails ends the journal until the next `begin`: what is whole stays, and nothing is
     written after the gap. `failed` counts those. `cut_bytes`: of files that were read, what was not trusted.
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        self.folder, self.say = folder, say
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.run = uuid.uuid4().hex
         self.failed = self.cut_bytes = 0
         self._fd: int | None = None
@@ -290,7 +293,7 @@ class Journal:
 
     def _tell(self, error: OSError) -> None:
         self.failed += 1
-        self.say(
+        logger.warning(
             f"the journal cannot be written to {self.folder}: {error.strerror or error}. What follows is in no journal"
             " until the next checkpoint begins a new one"
         )
@@ -311,7 +314,7 @@ class Journal:
             path = self._path(number)
             if not path.exists():
                 if mark is not None or parts:
-                    self.say(f"the journal {path} is missing: what happened after its beginning is lost")
+                    logger.warning(f"the journal {path} is missing: what happened after its beginning is lost")
                 break
             try:
                 part, head, following = self._look_at(path)
@@ -322,11 +325,11 @@ class Journal:
                 ) from error
             problem = "" if not head else _why_foreign(head, mark, number)
             if problem:
-                self.say(f"the journal {path} is not used: {problem}")
+                logger.warning(f"the journal {path} is not used: {problem}")
                 break
             self.cut_bytes += path.stat().st_size - part.num_bytes
             if part.problem:
-                self.say(part.problem)
+                logger.warning(part.problem)
             if not head:
                 break
             parts.append(part)
@@ -365,7 +368,7 @@ class Journal:
             for number in filter(doomed, self._numbers()):
                 self._path(number).unlink(missing_ok=True)
         except OSError as error:
-            self.say(f"old files of the journal in {self.folder} could not be deleted: {error.strerror or error}")
+            logger.warning(f"old files of the journal in {self.folder} could not be deleted: {error.strerror or error}")
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:06d}.journal"

@@ -10,6 +10,7 @@ docs/checkpoint-format.md has the layout.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from rollover.checkpoint.entries import is_plain_name
+
+logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 # Files that only grow are copied in parts, others whole. The journal is looked at first and copied last: what it tells
@@ -37,8 +40,7 @@ _PART_BYTES = 1 << 20
 
 
 class Mirror:
-    """Copies the files of the run in `folder` to `root` of the fsspec file system `fs`. `say` prints one line, and is
-    called from a thread.
+    """Copies the files of the run in `folder` to `root` of the fsspec file system `fs`.
 
     Every process makes a copy of its own, `root`/<number>, and deletes those before it when it is whole. `guard` makes
     an error of a store that is read a ValueError. `failed`: times that copying failed.
@@ -46,7 +48,6 @@ class Mirror:
 
     def __init__(self, fs: Any, root: str, folder: Path, guard: Callable[[], AbstractContextManager[None]]) -> None:
         self.fs, self.root, self.folder, self.guard = fs, root, folder, guard
-        self.say: Callable[[str], None] = print
         self.failed = 0
         self._failing = False
         self._thread = ThreadPoolExecutor(1, "mirror")  # one copying after the other
@@ -82,7 +83,7 @@ class Mirror:
         except Exception as error:  # boundary: every store has errors of its own
             self.failed += 1
             if not self._failing:
-                self.say(
+                logger.warning(
                     f"the run's files cannot be copied to {self.root} ({type(error).__name__}: {error}): it is tried"
                     " again and again. Meanwhile a run whose machine is lost goes on from what is there"
                 )

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from rollover.commands.verb import Overrides, Verb
+from rollover.commands.verb import Overrides, Verb, shared_arguments
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -47,6 +47,7 @@ def completed_verbs() -> dict[str, Completed]:
     for name, verb in our_verbs().items():
         parser = argparse.ArgumentParser()
         verb.arguments(parser)
+        shared_arguments(parser)
         options, values, words = {}, {}, list(recipes()) if verb.files or name == "init" else []
         for action in parser._actions:
             choices = [str(choice) for choice in action.choices or ()]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollover.commands.verb import Overrides, Verb, load, positive, to_stderr
+from rollover.commands.verb import Overrides, Verb, load, positive
 
 if TYPE_CHECKING:
     from rollover.config import Config
     from rollover.run.evaluate import Answers
+
+logger = logging.getLogger(__name__)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +51,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     if args.answers is not None:
         check_output_file(args.answers, "--answers")
     recorded = None if args.against is None else read_recorded(args.against)  # before OUT may replace it
-    to_stderr(tasks_line(config))
+    logger.info(tasks_line(config))
     found = run_bounded(answers_to_all(config, args.model), config.watchdog.grace_s)
     answers = found.answers
     if args.answers is not None:  # first: where every reward failed it says why
@@ -77,9 +80,9 @@ async def answers_to_all(config: Config, model: str | None) -> Answers:
     try:
         assert parts.environment is not None
         encode = encoder(parts.tokenizer, parts.environment, parts.processor)
-        held_out = held_out_tasks(config, encode, parts.engine.max_tokens, to_stderr)
+        held_out = held_out_tasks(config, encode, parts.engine.max_tokens)
         return await answers_of(
-            held_out, parts.engine, parts.environment, parts.tokenizer, config, parts.stop_token_ids, to_stderr
+            held_out, parts.engine, parts.environment, parts.tokenizer, config, parts.stop_token_ids
         )
     finally:
         await parts.close()

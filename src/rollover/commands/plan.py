@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollover.commands.verb import Overrides, Verb, load, positive, to_stderr
+from rollover.commands.verb import Overrides, Verb, load, positive
+from rollover.logs import terminal
 
 if TYPE_CHECKING:
     from rollover.config import Config
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
         check_output_file(args.svg, "--svg")
 
     def say(text: str) -> None:
-        to_stderr(f"rollover: plan: {text}")
+        terminal.warning(f"plan: {text}")
 
     plan, sources, draw = planned(replace(resolved, config=config, origin=origin), args.from_run, say)
     if args.svg is not None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollover.commands.verb import Overrides, Verb, load, positive, to_stderr
+from rollover.commands.verb import Overrides, Verb, load, positive
 
 if TYPE_CHECKING:
     from rollover.config import Config
     from rollover.run.answer_prompt import Answered
     from rollover.run.go_on import GoneOn, Place
     from rollover.types import Task
+
+logger = logging.getLogger(__name__)
 
 TRUST = "run the functions and programs, and use the addresses, that the configuration of RUN_DIR names"
 
@@ -87,7 +90,7 @@ def run_from(args: argparse.Namespace, overrides: Overrides) -> int:
     config = load_config([of_run, *args.files], overrides, require_sources=False).config
     prepare_libraries(config.run)
     weights = Weights(args.model, args.model) if args.model else newest_weights(config, directory)
-    to_stderr(f"with {weights.said}, after {place.kept} of {place.record['num_tokens']} tokens")
+    logger.info(f"with {weights.said}, after {place.kept} of {place.record['num_tokens']} tokens")
     with media_kept_in(local_path(directory) / "media"):
         found = run_bounded(go_on(place, args.num, weights, config, directory), config.watchdog.grace_s)
     if args.json:
@@ -159,7 +162,7 @@ async def episodes(config: Config, prompt: str | None, given: dict[str, Any], nu
         assert parts.environment is not None
         sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
         seed, stops = config.run.seed, parts.stop_token_ids
-        playing = Playing(parts.engine, parts.environment, config, stops, sampling, seed, num, to_stderr)
+        playing = Playing(parts.engine, parts.environment, config, stops, sampling, seed, num)
         encoded = encoder(parts.tokenizer, parts.environment, parts.processor)(task)
         group = await playing.unless_it_stalls(playing.play(-1, task, encoded, num))
         decode = answer_decoder(parts.tokenizer, rollout.keep_special_tokens)

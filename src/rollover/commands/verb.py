@@ -6,11 +6,12 @@ Loads nothing heavy: `--help` of every verb answers at once. A verb imports what
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from rollover.logs import FORMATS, terminal
 
 if TYPE_CHECKING:
     from rollover.config.load import Resolved
@@ -39,6 +40,12 @@ class Verb:
     keys: bool = True
 
 
+def shared_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of every verb."""
+    text = "how messages are printed: json is one object a line, with time, level, logger and message"
+    parser.add_argument("--log-format", choices=FORMATS, help=text)
+
+
 def load(
     files: Sequence[Path], overrides: Overrides, *, require_sources: bool = True, supervised: bool = False
 ) -> Resolved:
@@ -55,17 +62,9 @@ def load(
     layers = [*files, SUPERVISED] if supervised else list(files)
     resolved = load_config(layers, overrides, require_sources=require_sources, under=distill_options)
     for notice in resolved.notices:
-        to_stderr(f"rollover: notice: {notice}")
+        terminal.info(notice)
     prepare_libraries(resolved.config.run)
     return resolved
-
-
-def to_stderr(line: str) -> None:
-    """Print a line that is no part of what the verb prints: it may be piped into a file or a program. What a file of
-    somebody else's says in it cannot command the terminal."""
-    from rollover.text import printable_lines
-
-    print(printable_lines(line), file=sys.stderr, flush=True)
 
 
 def positive(text: str) -> int:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, WeightLoad, WrongAnswer
 from rollover.engine.validate import why_no_segments
 from rollover.functions import FunctionError, described, explained, is_number, was_cancelled
+from rollover.logs import terminal
 from rollover.types import Segment
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ class OwnEngine:
                 raise
             if not isinstance(error, FunctionError):
                 error = self._failed("close", f"failed: {explained(error)}")
-            print(f"rollover: {error}", file=sys.stderr, flush=True)
+            terminal.warning(str(error))
 
     # Private
 

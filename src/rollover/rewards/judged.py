@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import sqlite3
-import sys
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 _WAIT_S = 5.0  # for another worker's write to the file
 _KEEP = (
@@ -116,7 +118,7 @@ class Judged:
             except sqlite3.Error as error:
                 if not self._told:
                     self._told = True
-                    print(f"the reward llm_judge: {self._path} cannot be written: {error}", file=sys.stderr, flush=True)
+                    logger.warning(f"the reward llm_judge: {self._path} cannot be written: {error}")
                 return error
             self._unwritten.pop(0)
         return None

@@ -6,11 +6,9 @@ user has been told and the count of the errors. Never changes a reward.
 
 from __future__ import annotations
 
+import logging
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from rollover.rewards.answers import answer_of, extract_answer, reference_answer
@@ -18,18 +16,19 @@ from rollover.rewards.built_in import parsed, shown
 from rollover.rewards.protocol import Rewarder, ScoreRequest
 from rollover.types import Reward, Task
 
+logger = logging.getLogger(__name__)
+
 _MAX_CHARS = 160
 
 Scorer = TypeVar("Scorer", bound=Rewarder)
 
 
 class RewardObserver(Generic[Scorer]):
-    """Scores by `rewarder`. Of each reward function it says one line at its first failure, and one if its first
-    `num_equal` scores are all the same (0: never). `say` prints a line."""
+    """Scores by `rewarder`. Of each reward function it logs the first failure, and whether its first `num_equal` scores
+    are all the same (0: never)."""
 
     def __init__(self, rewarder: Scorer, num_equal: int = 0) -> None:
         self.rewarder, self.num_equal = rewarder, num_equal
-        self.say: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)
         self._failed: set[str] = set()  # functions of which a failure was told
         self._num_scored = self._num_missing = 0
         self._errors: Counter[str] = Counter()  # by the text without its numbers
@@ -64,7 +63,7 @@ class RewardObserver(Generic[Scorer]):
         self._examples.setdefault(key, error)
         if task.reward not in self._failed:
             self._failed.add(task.reward)
-            self.say(
+            logger.warning(
                 f"reward {shown(task.reward)} failed for task {task.task_id}: {error}."
                 " Its reward is missing; later failures are counted (rewards/*)"
             )
@@ -77,7 +76,7 @@ class RewardObserver(Generic[Scorer]):
             return
         self._equal[task.reward] = first, num + 1 if score == first else -1
         if num + 1 == self.num_equal and score == first:
-            self.say(
+            logger.warning(
                 f"every reward of {shown(task.reward)} so far is {score:g} ({num + 1} of them), from which nothing can"
                 f" be learned. For example task {task.task_id}: the answer {_shown(request.completion)} scored"
                 f" {score:g}. The function {_given(task, request.completion)}"

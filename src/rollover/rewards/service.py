@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from rollover.back_off import back_off_s
+
 _SPARE, _MOST_SPARE_S = 0.25, 3.0  # of the time of a call, for what is done with its answers
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 _MAX_ANSWER_BYTES = 16 << 20
@@ -83,14 +85,14 @@ class Service:
                 connector=connections, headers=self._headers, timeout=self._limit, trust_env=False
             )
             self._free = asyncio.Semaphore(self._concurrency)
-        pause_s, why = self.first_pause_s, "it is silent, or too slow for so many requests"
+        why = "it is silent, or too slow for so many requests"
         left_s = None if math.isinf(_Time.ends) else max(0.0, _Time.ends - time.monotonic())
         try:
             async with asyncio.timeout(left_s):
                 for attempt in range(self._retries + 1):
                     if attempt:
+                        pause_s = back_off_s(attempt, self.first_pause_s, _LONGEST_PAUSE_S)
                         await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-                        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                     async with self._free:
                         try:
                             return read(await self._once(body))

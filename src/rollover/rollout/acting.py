@@ -14,6 +14,7 @@ that writes the next tokens.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from rollover.functions import Causes, explained, was_cancelled
 from rollover.rollout.strays import Strays
 from rollover.rollout.turn import as_shown, ending
 from rollover.types import Rollout, Segment, StopReason
+
+logger = logging.getLogger(__name__)
 
 Actor = Callable[[Rollout], Awaitable[Segment | None]]
 """Gets a copy of a rollout whose turn has ended, and gives what an environment writes next; None: it is done."""
@@ -44,14 +47,14 @@ class _Act:
 
 
 class Acting:
-    """Of one driver, or of one evaluation. `say` prints a line when the first one takes too long, or fails.
+    """Of one driver, or of one evaluation. It logs the first one that takes too long, or fails.
 
     `num_ended`: rollouts that ended with an answer; `num_timed_out`: those among them that were given up; `num_failed`:
     those whose environment failed for good; `num_retried`: how often it was asked again.
     """
 
-    def __init__(self, actor: Actor, workflow: WorkflowConfig, say: Callable[[str], None]) -> None:
-        self.actor, self.workflow, self.say = actor, workflow, say
+    def __init__(self, actor: Actor, workflow: WorkflowConfig) -> None:
+        self.actor, self.workflow = actor, workflow
         self.num_ended = self.num_timed_out = self.num_failed = self.num_retried = 0
         self._acts: dict[Answering, _Act] = {}
         self._used: dict[str, float] = {}  # seconds, by rollout id
@@ -165,7 +168,7 @@ class Acting:
         """Why it failed; said where nothing alike was said before."""
         why = f"the environment failed at rollout {rollout.rollout_id} ({explained(error)})"
         if self._said.is_new(f"{explained(error)}: {then}"):
-            self.say(f"{why}: {then}; later ones are counted (episodes/failed, episodes/retried)")
+            logger.warning(f"{why}: {then}; later ones are counted (episodes/failed, episodes/retried)")
         return why
 
     def _look_on(self) -> None:
@@ -204,7 +207,7 @@ class Acting:
         self._acts[given_up] = act
         if not self.num_timed_out:
             score = f"{self.workflow.timeout_score:g}" if self.workflow.on_timeout == "score" else "missing"
-            self.say(
+            logger.warning(
                 f"the environment of rollout {act.rollout.rollout_id} has worked for workflow.timeout_s ="
                 f" {self.workflow.timeout_s:g} s: it is given up, and its reward is {score}. The next ones are counted"
                 " (episodes/timeout)"

@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from rollover.back_off import back_off_s
 from rollover.config import WatchdogConfig
 from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, ImageRefused, WrongAnswer
 from rollover.engine.validate import are_segments, why_no_continuation
 from rollover.rollout.failure_limit import FailureLimit
 from rollover.types import Segment, StopReason
+
+logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0  # after an answer with nothing
 _LONGEST_ANSWER_S = 600.0  # limit on `progress` and `queued` where watchdog.rollout_timeout_s is 0
@@ -36,7 +40,7 @@ class ExtendFailed(ValueError):
 class Asker:
     """What the driver, or an evaluation, asks of `engine`.
 
-    `say` prints a line about the first failure after an answer, and about every rollout that gets nothing for long.
+    It logs the first failure after an answer, and every rollout that gets nothing for long.
     `failure_limit` ends the run where the engine fails at everything.
     """
 
@@ -44,10 +48,9 @@ class Asker:
         self,
         engine: Engine,
         config: WatchdogConfig,
-        say: Callable[[str], None],
         failure_limit: FailureLimit | None = None,
     ) -> None:
-        self._engine, self._config, self._say, self._failure_limit = engine, config, say, failure_limit
+        self._engine, self._config, self._failure_limit = engine, config, failure_limit
         self._interrupted: dict[str, asyncio.Event] = {}  # by id of each rollout that is being extended
         self._failures: Counter[str] = Counter()  # by rollout id: in a row, without an answer in between
         self._failing = False  # whether there was a failure, and no answer since
@@ -130,7 +133,7 @@ class Asker:
             why = f"{type(error).__name__}: {error}"
         if name not in self._silent:
             self._silent.add(name)
-            self._say(f"the engine fails at {name} ({why}): until it answers, nothing is known of what runs")
+            logger.warning(f"the engine fails at {name} ({why}): until it answers, nothing is known of what runs")
         return None
 
     async def _ask(self, request: ExtendRequest) -> tuple[str | None, list[Segment]]:
@@ -165,18 +168,18 @@ class Asker:
         num = self._failures[rollout_id]
         if num >= self._config.max_failures:
             raise ExtendFailed(f"the engine failed {num} times in a row at rollout {rollout_id} ({why})")
-        pause_s = _pause_s(num, self._config.retry_s, _LONGEST_RETRY_S)
+        pause_s = back_off_s(num, self._config.retry_s, _LONGEST_RETRY_S)
         if not self._failing:
-            self._say(f"the engine failed at rollout {rollout_id} ({why}): it is asked again in {pause_s:.3g} s")
+            logger.warning(f"the engine failed at rollout {rollout_id} ({why}): it is asked again in {pause_s:.3g} s")
         self._failing = True
         return pause_s
 
     def _on_nothing(self, rollout_id: str, num: int) -> float:
         """Seconds until it is asked again."""
         self._counts["engine/empty_answers"] += 1
-        pause_s = _pause_s(num, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-        if pause_s == _LONGEST_PAUSE_S > _pause_s(num - 1, _FIRST_PAUSE_S, _LONGEST_PAUSE_S):
-            self._say(
+        pause_s = back_off_s(num, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        if pause_s == _LONGEST_PAUSE_S > back_off_s(num - 1, _FIRST_PAUSE_S, _LONGEST_PAUSE_S):
+            logger.warning(
                 f"the engine answers without a token for rollout {rollout_id}, though nobody interrupted it: it"
                 f" is asked again every {_LONGEST_PAUSE_S:g} s"
             )
@@ -186,8 +189,3 @@ class Asker:
 def _says_something(segments: list[Segment]) -> bool:
     """Whether the answer has a token or a stop."""
     return any(map(len, segments)) or segments[-1].stop_reason is not StopReason.PAUSED
-
-
-def _pause_s(num: int, first_s: float, longest_s: float) -> float:
-    """Seconds to wait after the `num`-th time in a row: each pause is twice as long as the one before."""
-    return min(first_s * 2.0 ** min(num - 1, 60), longest_s)

@@ -17,10 +17,8 @@ changing the order of what makes progress, and may end an extension or a scoring
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import NoReturn
 
 from rollover.config.workflow import WorkflowConfig
@@ -43,7 +41,7 @@ class Driver:
 
     `next_task` returns the next (task, prompt), None at the end of the stream. `environment` is asked after every
     stopped generation whether the rollout goes on, and scores it when it is done. `stop_token_ids` (EOS) add to those
-    of the config. Without a `watchdog`, whatever hangs is waited for. `say` prints a line. `clock` counts the time that
+    of the config. Without a `watchdog`, whatever hangs is waited for. `clock` counts the time that
     each phase took. `on_abandon` is called before what is in flight is abandoned.
 
     There are three ways to stop what is in flight, and these words mean them everywhere:
@@ -67,16 +65,12 @@ class Driver:
         config = self.config = lifecycle.config
         self.lifecycle, self.engine, self.next_task = lifecycle, engine, next_task
         self.watchdog = watchdog or Watchdog()
-        self.say: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)
         self.on_abandon: Callable[[], None] = lambda: None
         self.clock = PhaseClock()
 
-        def say(line: str) -> None:
-            self.say(line)
-
         failure_limit = FailureLimit(lifecycle, self.watchdog.config.max_failures)
         requests = Requests(config, run_seed, stop_token_ids, may_go_on=has_turns(environment))
-        self.asker = Asker(engine, self.watchdog.config, say, failure_limit)
+        self.asker = Asker(engine, self.watchdog.config, failure_limit)
         self.in_flight = InFlight(
             lifecycle,
             self.asker,
@@ -85,9 +79,8 @@ class Driver:
             workflow or WorkflowConfig(),
             self.watchdog,
             failure_limit,
-            say,
         )
-        self.watcher = Watcher(self.in_flight, say)
+        self.watcher = Watcher(self.in_flight)
         self._interrupted_for_good = False
         self._meanwhile: asyncio.Task[None] | None = None  # generates while the trainer trains
         self._woken: asyncio.Future[None] | None = None  # ends a wait when all is interrupted for good

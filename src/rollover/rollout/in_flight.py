@@ -11,8 +11,9 @@ not depend on the order of arrival.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from rollover.config.workflow import WorkflowConfig
 from rollover.envs.class_environment import ClassEnvironment
@@ -30,6 +31,8 @@ from rollover.rollout.turn import ending, is_asked, to_append
 from rollover.rollout.watchdog import Watchdog, salvaged
 from rollover.types import DropReason, Group, Rollout, RolloutState, Segment, StopReason
 from rollover.workflows.episodes import Episodes
+
+logger = logging.getLogger(__name__)
 
 Extending = asyncio.Future[list[Segment]]
 
@@ -50,11 +53,10 @@ class InFlight:
         workflow: WorkflowConfig,
         watchdog: Watchdog,
         failure_limit: FailureLimit,
-        say: Callable[[str], None],
     ) -> None:
         self.lifecycle, self.asker, self.requests = lifecycle, asker, requests
         self.environment = environment
-        self.watchdog, self.failure_limit, self.say = watchdog, failure_limit, say
+        self.watchdog, self.failure_limit = watchdog, failure_limit
         self.extends: dict[Extending, Rollout] = {}
         self.strays = Strays()
         self.hosting: Hosting | None = None
@@ -64,7 +66,7 @@ class InFlight:
             self.hosting = Hosting(lifecycle, environment, self._forget)
         objects = environment if isinstance(environment, ClassEnvironment) else None
         self.lost_objects = LostObjects(lifecycle, objects, self._forget)
-        self.acting = Acting(environment.next, workflow, say)
+        self.acting = Acting(environment.next, workflow)
         self.scorings = Scorings(environment, workflow, watchdog, self.strays)
         self.arrival = asyncio.Event()
         self._salvaged: dict[Extending, list[Segment]] = {}  # of extensions that were cancelled
@@ -189,7 +191,7 @@ class InFlight:
 
     def _on_failure(self, rollout: Rollout, failure: ExtendFailed) -> None:
         if rollout.group_id not in self._dropping:
-            self.say(f"{failure}: its group is dropped (failed)")
+            logger.warning(f"{failure}: its group is dropped (failed)")
         self.drop_soon(rollout.group_id, DropReason.FAILED)
 
     def _end_extend(self, task: Extending, segments: list[Segment]) -> None:

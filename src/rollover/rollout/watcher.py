@@ -7,19 +7,22 @@ this task as it does for what is in flight. Never decides what stalls.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 
 from rollover.rollout.in_flight import Extending, InFlight, now
 from rollover.rollout.watchdog import Action, Stall
 from rollover.types import DropReason, Segment
 
+logger = logging.getLogger(__name__)
+
 
 class Watcher:
-    """Watches what is in flight at one driver. `say` prints a line about each stall. `nobody_scores`: whether scorings
-    wait for someone who could do them."""
+    """Watches what is in flight at one driver, and logs each stall. `nobody_scores`: whether scorings wait for someone
+    who could do them."""
 
-    def __init__(self, in_flight: InFlight, say: Callable[[str], None]) -> None:
-        self.in_flight, self.say = in_flight, say
+    def __init__(self, in_flight: InFlight) -> None:
+        self.in_flight = in_flight
         self.watchdog = in_flight.watchdog
         self.nobody_scores: Callable[[], bool] = lambda: False
         self._task: asyncio.Task[None] | None = None
@@ -58,7 +61,7 @@ class Watcher:
             progress = {i: seen.get(i, []) for i in running}
             stalls = self.watchdog.look(now(), progress, queued, None if self.nobody_scores() else scoring)
             for stall in stalls:
-                self.say(str(stall))
+                logger.warning(str(stall))
                 if not stall.is_scoring:
                     self._act(stall, running[str(stall.key)], progress[str(stall.key)])
                 elif stall.action is Action.RESCORE:

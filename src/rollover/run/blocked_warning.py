@@ -7,18 +7,18 @@ and it is silent while a library holds the interpreter's lock.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 
 class BlockedWarning:
-    """`say` prints one line; it is called in the warning's own thread."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
+    """Logs in threads of its own."""
 
     def over_work(self, what: str, state: str, limit_s: float) -> AbstractContextManager[object]:
         """Warn when the work of a block takes longer than `limit_s` (0: never). `state`: what is being done with it."""
@@ -91,4 +91,4 @@ class BlockedWarning:
                 since, wait = time.monotonic(), limit_s
             else:
                 wait = time.monotonic() - since  # the next time at the double
-                self.say(f"watchdog: {text(wait)}")
+                logger.warning(f"watchdog: {text(wait)}")

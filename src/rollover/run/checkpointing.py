@@ -7,6 +7,8 @@ Owns which checkpoint is the newest, and whether anything happened since. Never 
 
 from __future__ import annotations
 
+import logging
+
 from rollover.checkpoint.store import CheckpointWriteError, checkpoint_name
 from rollover.config import Config
 from rollover.rollout.lifecycle import Event
@@ -19,6 +21,8 @@ from rollover.run.snapshot import Snapshot
 from rollover.run.stateful import StatefulPart
 from rollover.run.stop import Stop
 from rollover.types import Group
+
+logger = logging.getLogger(__name__)
 
 
 class Checkpointing:
@@ -98,9 +102,7 @@ class Checkpointing:
                 journaling.discard()
         self.saved_version, self.changed = version, False
         if version < self.config.train.num_steps and not self.stop.requested:
-            self.trackers.on_message(
-                f"checkpoint {snapshot.name}; if this run ends early, continue with: {self.resume_command}"
-            )
+            logger.info(f"checkpoint {snapshot.name}; if this run ends early, continue with: {self.resume_command}")
 
     async def keep_best(self, step: int | None) -> None:
         """With checkpoint.keep_best that of `step`, the best evaluation's, stays whatever comes later. It is written
@@ -120,9 +122,7 @@ class Checkpointing:
         parts, version = self.parts, self.parts.trainer.policy_version
         if parts.lifecycle.ledger.generated_tokens == version == 0 or isinstance(error, CheckpointWriteError):
             return  # before the first step there are answers to look at, too
-        self.trackers.on_message(
-            f"{type(error).__name__} after {version} steps: writing a checkpoint before the run ends"
-        )
+        logger.warning(f"{type(error).__name__} after {version} steps: writing a checkpoint before the run ends")
         try:
             parts.driver.interrupt_for_good()  # no score is waited for
             try:
@@ -140,6 +140,4 @@ class Checkpointing:
         except Exception as failure:
             newest = next(reversed(self.directory.store.list()), "the start")
             journal = " and its journal" if self.journaling.num_bytes else ""
-            self.trackers.on_message(
-                f"that checkpoint could not be written ({failure}): --resume goes on from {newest}{journal}"
-            )
+            logger.warning(f"that checkpoint could not be written ({failure}): --resume goes on from {newest}{journal}")

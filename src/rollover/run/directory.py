@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import shlex
 import shutil
 import sys
@@ -45,6 +46,8 @@ from rollover.track.build import build_trackers
 from rollover.track.sinks import EvalFile, MetricsFile
 from rollover.track.trace import TRACE
 from rollover.track.tracker import Cut
+
+logger = logging.getLogger(__name__)
 
 _CONFIG = "config.resolved.json"
 _CHECKPOINTED = "checkpointed"
@@ -234,7 +237,7 @@ class RunDirectory:
                     f"{path} has no row of step {step}, from which this run goes on: rows are missing. Restore the"
                     " file, or delete it to go on without the rows up to there"
                 )
-            self.trackers.on_message(f"{path} is missing or empty: the rows of steps 1 to {step} are lost")
+            logger.warning(f"{path} is missing or empty: the rows of steps 1 to {step} are lost")
         (self.path / _FINISHED).unlink(missing_ok=True)
         if step >= 0:
             # Before the rows of their steps go: a checkpoint that the metrics do not reach cannot be resumed.

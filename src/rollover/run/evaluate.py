@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +25,8 @@ from rollover.track.answers import Answer, RoleScore, summary_of
 from rollover.trajectories import Episode, episodes_of
 from rollover.types import Prompt, Reward, SamplingParams, StopReason, Task
 from rollover.workflows.player import MODEL
+
+logger = logging.getLogger(__name__)
 
 _ENDS = ("done", "length", "timeout", "error", "restarted")  # of episodes that agents play
 
@@ -48,17 +51,16 @@ class Answers:
     left_out: int = 0
 
 
-def held_out_tasks(config: Config, encode: Encode, max_tokens: int, say: Callable[[str], None]) -> EvalTasks:
-    """Return the held-out tasks that fit an engine of `max_tokens`; `say` prints how many do not.
+def held_out_tasks(config: Config, encode: Encode, max_tokens: int) -> EvalTasks:
+    """Return the held-out tasks that fit an engine of `max_tokens`; log how many do not.
 
     ValueError as of `longest_prompt` and `encode_tasks`.
     """
     stream = TaskStream(config.tasks, seed=config.eval.seed, split="eval", rewards=config.rewards)
-    stream.say = say
     longest = longest_prompt(config, max_tokens)
     held_out = encode_tasks(stream.take(config.eval.num_tasks), encode, longest, config.tasks.truncation)
     if held_out.left_out:
-        say(
+        logger.warning(
             f"{held_out.left_out} of {held_out.left_out + len(held_out.tasks)} held-out tasks are not evaluated: their"
             f" prompts exceed {longest} tokens. Raise tasks.max_prompt_tokens or lower eval.max_new_tokens, or cut"
             " prompts (tasks.truncation)"
@@ -122,10 +124,9 @@ async def answers_of(
     tokenizer: Any,
     config: Config,
     stop_token_ids: frozenset[int],
-    say: Callable[[str], None],
 ) -> Answers:
     """The answers to every task in every setting of [eval] and [[eval.settings]], one setting after the other, played
-    with the environment, or by agents, and scored. `say` prints a line.
+    with the environment, or by agents, and scored.
 
     An answer at which the environment fails has no score. ValueError if a rollout or a task's scoring stalls, or the
     engine fails at a rollout again and again ([watchdog]).
@@ -138,12 +139,12 @@ async def answers_of(
         limited = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_new_tokens": limit})})
         sampling = SamplingParams(temperature=setting.temperature, top_p=setting.top_p)
         num, seed = setting.samples_per_task, config.eval.seed
-        playing = Playing(engine, environment, limited, stop_token_ids, sampling, seed, num, say)
+        playing = Playing(engine, environment, limited, stop_token_ids, sampling, seed, num)
         found += await _in_setting(setting, held_out, playing, decode, config)
         if playing.episodes is not None:
             ends.update({how: playing.episodes.counts[f"episodes/{how}"] for how in _ENDS})
     if why := ", ".join(f"{ends[how]} ended with {how}" for how in ("timeout", "error") if ends[how]):
-        say(f"of {len(found)} held-out episodes {why}: docs/agents.md says what becomes of them")
+        logger.warning(f"of {len(found)} held-out episodes {why}: docs/agents.md says what becomes of them")
     return Answers(_named(found), dict(ends), held_out.left_out)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 
 from rollover.config import Config
 from rollover.rewards.built_in import statements
@@ -13,6 +14,8 @@ from rollover.tasks.stream import TaskStream
 from rollover.track.tracker import Trackers
 from rollover.trainer.teacher import TeacherPrompts
 from rollover.types import Task
+
+logger = logging.getLogger(__name__)
 
 _LOOKED_AT = 100  # tasks of a source, for the rewards that their data_source gives them
 
@@ -38,10 +41,10 @@ async def look_at_tasks(
         for task in stream.take(1):
             await rewarder.probe(task)
     for line in told:
-        trackers.on_message(line)
+        logger.warning(line)
     trackers.on_phase("looking at the tasks")
     if line := tasks_line(config):
-        trackers.on_message(line)
+        logger.info(line)
 
 
 def _one_of_each_reward(stream: TaskStream) -> list[Task]:

@@ -5,6 +5,7 @@ Owns the encoded tasks, and that there is one evaluation a policy version. When 
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -19,6 +20,8 @@ from rollover.run.overlap import Overlap
 from rollover.run.parts import Parts
 from rollover.run.stop import Stop
 from rollover.track.answers import write_answers
+
+logger = logging.getLogger(__name__)
 
 
 class HeldOut:
@@ -67,7 +70,7 @@ class HeldOut:
         except ValueError as error:
             if version == 0 and not self.stop.requested:
                 raise
-            self.trackers.on_message(f"the evaluation after {version} steps failed: {error}")
+            logger.warning(f"the evaluation after {version} steps failed: {error}")
         else:
             await self._told(row)
 
@@ -107,8 +110,8 @@ class HeldOut:
 
     def _held_out(self) -> EvalTasks:
         if self._tasks is None:
-            parts, say = self.parts, self.trackers.on_message
-            self._tasks = held_out_tasks(self.config, parts.prompts.encode, parts.engine.max_tokens, say)
+            parts = self.parts
+            self._tasks = held_out_tasks(self.config, parts.prompts.encode, parts.engine.max_tokens)
         return self._tasks
 
     @property
@@ -122,7 +125,7 @@ class HeldOut:
         except ValueError as error:
             if not version:
                 raise
-            self.trackers.on_message(f"{error}. Until then no evaluation is the best one")
+            logger.warning(f"{error}. Until then no evaluation is the best one")
 
     @property
     def _looks_at_metric(self) -> bool:
@@ -144,12 +147,12 @@ class HeldOut:
         return row
 
     async def _evaluated(self) -> dict[str, Any] | None:
-        config, parts, say = self.config, self.parts, self.trackers.on_message
+        config, parts = self.config, self.parts
         version, started = parts.trainer.policy_version, time.perf_counter()
         tokenizer = parts.loaded.tokenizer
         held_out = self._held_out()
         found = await self.stop.unless_requested(
-            answers_of(held_out, parts.engine, parts.environment, tokenizer, config, parts.stop_token_ids, say),
+            answers_of(held_out, parts.engine, parts.environment, tokenizer, config, parts.stop_token_ids),
             config.watchdog.grace_s,
         )
         if found is None:
@@ -163,5 +166,5 @@ class HeldOut:
             self._check_metric(result, version)
         seconds = time.perf_counter() - started
         self.trackers.on_eval({"step": version, "policy_version": version, "seconds": seconds, **result})
-        say(f"held-out mean reward after {version} steps: {result['mean']:.3f}")
+        logger.info(f"held-out mean reward after {version} steps: {result['mean']:.3f}")
         return self.newest()

@@ -9,6 +9,7 @@ tracker (track/tracker.py) keeps books, and is told again what a kill undid; a h
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,6 +20,8 @@ from rollover.functions import FunctionError, OwnFunction, own_function
 from rollover.run.blocked_warning import BlockedWarning
 from rollover.run.stop import Stop
 from rollover.track.tracker import RunInfo
+
+logger = logging.getLogger(__name__)
 
 # Each hook, and the parameter that it is called with.
 HOOKS = {
@@ -67,7 +70,7 @@ class Hooks:
         what, grace_s = f"{_KEY} = {self.spec!r}: its {name}", self.watchdog.grace_s
         with self.blocked.over_work(what, "called", self.watchdog.rollout_timeout_s):
             if not await self.stop.within(hook.awaited(value), grace_s):
-                self.blocked.say(
+                logger.warning(
                     f"{what} was cancelled, as it went on for {grace_s:g} s"
                     " (watchdog.grace_s) after the run was asked to stop"
                 )
@@ -83,7 +86,7 @@ class Hooks:
             try:
                 await self.call("on_train_end", error)
             except FunctionError as failure:
-                self.blocked.say(str(failure))
+                logger.warning(str(failure))
             raise
         await self.call("on_train_end", None)
 

@@ -14,6 +14,7 @@ through the steps of a `LastingRun` (restart.py): of one `Run`, and of another o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ from rollover.trainer.batch import Batch
 from rollover.trainer.profile import profiled
 from rollover.trainer.reward_kl import Penalties
 from rollover.types import DropReason, Group
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,7 @@ class Run:
         if self.config.track.rollouts:
             write_tokenizer(self.parts.loaded.tokenizer, self.directory.path)
         self.directory.on_begun()
-        self.stop.listen(self.trackers.on_message)
+        self.stop.listen()
         return newest
 
     async def steps(self) -> AsyncGenerator[Step, None]:
@@ -147,7 +150,7 @@ class Run:
         if not self.parts.again and (
             told := estimate_of(config, self.parts.loaded.model, config.train.num_steps - version)
         ):
-            self.trackers.on_message(told)
+            logger.info(told)
         if config.eval.at_start if version == 0 else every and version % every == 0:
             await self._evaluate()  # a stop may have cut off the evaluation of the last step
         elif version == 0:
@@ -251,7 +254,7 @@ class Run:
         if not self.enough and self.parts.trainer.policy_version < self.config.train.num_steps:
             if enough := self.held_out.why_enough:
                 self.enough = enough
-                self.trackers.on_message(f"training ends here: {enough}")
+                logger.info(f"training ends here: {enough}")
 
     async def _keep_best(self) -> None:
         """The weights of the best evaluation stay: as a checkpoint, as a model."""
@@ -266,7 +269,7 @@ class Run:
             groups = await self.producer.produce(version + 1, version)
         if groups is not None and not groups:
             what, num_steps = self.producer.source, self.config.train.num_steps
-            self.trackers.on_message(f"the {what} are used up after {version} of {num_steps} steps")
+            logger.info(f"the {what} are used up after {version} of {num_steps} steps")
         return groups
 
     async def _penalties(self, groups: list[Group], version: int) -> Penalties | None:
@@ -289,7 +292,7 @@ class Run:
         step = self.parts.trainer.policy_version
         if self.stop.requested:
             command = self.checkpointing.resume_command
-            self.trackers.on_message(f"stopped after step {step}; continue with:\n  {command}")
+            logger.info(f"stopped after step {step}; continue with:\n  {command}")
             return
         if self.config.checkpoint.save_final_model:
             self.trackers.on_phase("saving the model")

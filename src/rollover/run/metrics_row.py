@@ -6,6 +6,7 @@ anything: the staleness bound is checked by who is given the row (tracking.py).
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ from rollover.track.metrics import is_counter, is_of_engine
 from rollover.track.tracker import Trackers
 from rollover.trainer.batch import Batch
 from rollover.types import Group
+
+logger = logging.getLogger(__name__)
 
 # Metrics that examples do not have: no policy sampled them, nothing scores them, and the cache never holds them.
 _OF_ROLLOUTS = (
@@ -115,7 +118,7 @@ class Rows:
         ages = staleness_metrics(batch, version, self.parts.history.lifetimes.ready_versions)
         reuse = parts.reuse.metrics()
         if (rerolled := self._since_last("rerolled", reuse.get("reroll/given", 0))) > 0:
-            driver.say(f"re-roll: {rerolled:g} failed tasks were given again, {reuse['reroll/size']:g} wait")
+            logger.info(f"re-roll: {rerolled:g} failed tasks were given again, {reuse['reroll/size']:g} wait")
         clock = driver.clock
         waits = {"generate": clock.generation_s, "score": clock.scoring_s, "schedule": clock.scheduling_s}
         now = time.perf_counter()
@@ -176,7 +179,7 @@ class Rows:
         if self.config.workflow.own_advantages != "auto":
             return {}
         for role in sorted(batch.partly.keys() - self._partly):
-            self.parts.driver.say(
+            logger.warning(
                 f"role {role}: {batch.partly[role][0]}; the estimator gives all of that group's advantages, and"
                 " those of every other such group (precomputed/partial_groups)"
             )
@@ -194,7 +197,7 @@ class Rows:
         found = self.parts.engine.stats()
         strange = {key for key, value in found.items() if not is_of_engine(key, value)}
         for key in sorted(strange - self._left_out):
-            self.parts.driver.say(
+            logger.warning(
                 f"the engine reports {key} = {found[key]!r:.100}, which is left out of the metrics: give numbers, under"
                 " names that begin with engine/"
             )

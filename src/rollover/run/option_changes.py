@@ -5,12 +5,15 @@ Owns what was asked for. Which options can change, and how, is config/resume.py'
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from rollover.config import Config
 from rollover.config import resume as resume_rules
 from rollover.config.table import value_of
 from rollover.run.checkpointing import Checkpointing
+
+logger = logging.getLogger(__name__)
 
 
 class OptionChanges:
@@ -38,4 +41,4 @@ class OptionChanges:
         for change in changes:
             resume_rules.change_in_run(self.config, change.key, change.new)
         checkpointing.directory.write_config(replace=True)
-        checkpointing.trackers.on_message("changed from here on: " + ", ".join(map(str, changes)))
+        logger.info("changed from here on: " + ", ".join(map(str, changes)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from rollover.config.backend import needs_weights_here
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine
 from rollover.envs.build import EnvironmentSetup
-from rollover.envs.class_environment import ClassEnvironment
 from rollover.envs.protocol import Environment, HoldsObjects
 from rollover.models import kernels
 from rollover.models.devices import engine_device, pick_device
@@ -43,7 +43,8 @@ from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.trainer.teacher import teacher_prompts
 from rollover.trainer.trainer import Trainer
 from rollover.workflows.build import EpisodeServer
-from rollover.workflows.episodes import Episodes
+
+logger = logging.getLogger(__name__)
 
 
 class Model:
@@ -131,20 +132,19 @@ class Parts:
     async def build(
         cls,
         config: Config,
-        say: Callable[[str], None] = lambda text: None,
         history: RunHistory | None = None,
         logs: Path | None = None,
         kept: Kept | None = None,
     ) -> Parts:
         """Loads the model and starts nothing but an engine, unless one is `kept`: a reward worker starts at its first
-        call. `say` prints the lines of every part. The clock of `history` goes on from now. `logs`: see
+        call. The clock of `history` goes on from now. `logs`: see
         EngineSetup and BackendSetup."""
         prepare_process(config)
         torch.manual_seed(config.run.seed)
         # Whatever fails at once for a wrong path, name or device comes first: loading the model takes longer.
         devices = pick_device(config.model.device), engine_device(config)
         for reason in {kernels.why_not(device.type) for device in devices} - {""}:
-            say(reason)
+            logger.warning(reason)
         prompts_for = build_prompts(config)
         grouping, advantage = Grouping(config.workflow), config.algorithm.advantage
         group_filter = build_group_filter(
@@ -161,7 +161,7 @@ class Parts:
                 on_error.push_async_callback(kept.close)
             loaded, engine, observed = kept.model.renewed() if again else kept.model(), kept.engine, kept.observed
             stops = stop_token_ids(loaded, config.rollout.stop_token_ids)
-            examples = load_examples(config, loaded, say) if config.algorithm.supervised else None
+            examples = load_examples(config, loaded) if config.algorithm.supervised else None
             trainer = build_trainer(config, loaded, engine, logs, kept.cluster.own_ranks)
             on_error.callback(trainer.close)
             scorer = make_scorer(observed, loaded.tokenizer, config)
@@ -172,7 +172,7 @@ class Parts:
             longest = await asyncio.to_thread(lambda: engine.max_tokens)  # a Ctrl-C ends the wait for an engine
             environment, server = await start_environment(setup, observed, longest, on_error)
             if isinstance(environment, HoldsObjects) and environment.notice:
-                say(environment.notice)
+                logger.warning(environment.notice)
             encode = encoder(loaded.tokenizer, environment, loaded.processor)
             prompts = prompts_for(encode, prompt_limit(config, longest))
             reroll = Reroll(config.reroll, config.train.num_steps, prompts)
@@ -180,12 +180,7 @@ class Parts:
             reuse = Reuse(config, reroll, prompts.curriculum)
             history = history or RunHistory()
             history.go_on()
-            driver.say = observed.say = prompts.stream.say = say
             driver.watcher.nobody_scores = lambda: pool.stands_still
-            if isinstance(environment, Episodes):
-                environment.say = say
-            elif isinstance(environment, ClassEnvironment):
-                environment.states.say = say
             parts = cls(
                 kept=kept,
                 again=again,
@@ -226,4 +221,4 @@ class Parts:
         try:
             self.trainer.close()
         except Exception as error:  # boundary: it is not what it was
-            self.driver.say(f"the backend that is lost could not be closed ({error}): the run goes on without it")
+            logger.warning(f"the backend that is lost could not be closed ({error}): the run goes on without it")

@@ -9,8 +9,9 @@ Owns what is asked of the engine for them, and the watch over it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -28,13 +29,15 @@ from rollover.run.episode_host import EpisodeHost
 from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 from rollover.workflows.episodes import Episodes
 
+logger = logging.getLogger(__name__)
+
 _Result = TypeVar("_Result")
 
 
 class Playing:
     """Of one evaluation, whose tokens are drawn as `sampling` and `seed` say; groups have at most `most_siblings`.
 
-    `stop_token_ids` (EOS) add to those of the config. `say` prints a line.
+    `stop_token_ids` (EOS) add to those of the config.
     """
 
     def __init__(
@@ -46,20 +49,18 @@ class Playing:
         sampling: SamplingParams,
         seed: int,
         most_siblings: int,
-        say: Callable[[str], None],
     ) -> None:
         # Agents of training are at work meanwhile: these have a host of their own, and are counted apart.
         self.episodes = environment.apart() if isinstance(environment, Episodes) else None
         self.environment = self.episodes or environment
         self.watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(most_siblings))
-        self._asker = Asker(engine, config.watchdog, say)
+        self._asker = Asker(engine, config.watchdog)
         self._requests = Requests(config.rollout, seed, stop_token_ids, may_go_on=has_turns(environment))
-        self._sampling, self._say, self._most = sampling, say, config.rollout.max_new_tokens
+        self._sampling, self._most = sampling, config.rollout.max_new_tokens
         self._workflow = self._limits = config.workflow
         self._host: EpisodeHost | None = None
         if self.episodes is not None:
             self._limits = config.workflow.model_copy(update={"timeout_s": math.inf})  # an agent has a clock of its own
-            self.episodes.say = say
             self._host = EpisodeHost(self.episodes, self._rollout, self._asker.release)
 
     async def play(self, group_id: int, task: Task, prompt: Prompt, num_siblings: int) -> Group:
@@ -106,7 +107,7 @@ class Playing:
     async def _episode(self, first: Rollout) -> list[Rollout]:
         if self._host is not None:
             return await self._host.play(first)
-        acting = Acting(self.environment.next, self._limits, self._say)
+        acting = Acting(self.environment.next, self._limits)
         while True:
             try:
                 await self._rollout(first, acting)
@@ -131,7 +132,7 @@ class Playing:
         """To its end: then it is SCORING. It has a reward by then where the environment is not to be asked for that, as
         it failed, or took too long. BeginAgain where it has to."""
         if acting is None:
-            acting = Acting(self.environment.next, self._limits, self._say)
+            acting = Acting(self.environment.next, self._limits)
         while rollout.reward is None and rollout.stop_reason in (None, StopReason.PAUSED):
             if await self._turn(rollout):
                 try:

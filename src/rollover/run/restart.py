@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -31,6 +32,8 @@ from rollover.track.summary import RunSummary
 from rollover.track.tracker import Cut, RunInfo
 from rollover.trainer.backend import BackendLost
 
+logger = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
 
 
@@ -48,8 +51,8 @@ async def running(
     with directory.trackers as trackers:
         trackers.on_start(info)
         if decided:
-            trackers.on_message(decided)
-        hooks = Hooks(config, stop, BlockedWarning(trackers.on_message))
+            logger.info(decided)
+        hooks = Hooks(config, stop, BlockedWarning())
         run = LastingRun(config, directory, hooks, stop, resume_command)
         try:
             await run.begin()
@@ -178,10 +181,10 @@ class LastingRun:
         many losses."""
         while True:
             self.losses.on_loss()
-            self.trackers.on_message(f"the trainer's backend is lost: {why}")
+            logger.warning(f"the trainer's backend is lost: {why}")
             await self._part()
             if self.stop.requested:
-                self.trackers.on_message(
+                logger.warning(
                     f"stopped without a checkpoint, as there is no backend; continue with:\n  {self.resume_command}"
                 )
                 return
@@ -191,7 +194,7 @@ class LastingRun:
                     f" (cluster.max_restarts = {self.losses.most}), the last time: {why}. Mend that, and continue with:"
                     f"\n  {self.resume_command}"
                 )
-            self.trackers.on_message(
+            logger.info(
                 f"restart {self.losses.in_a_row} of {self.losses.most} without a step in between: the run goes on from"
                 " what is on the disk, with the same engine and reward workers"
             )
@@ -230,7 +233,7 @@ class LastingRun:
             self.directory.truncate(Cut(-1))  # an evaluation may have been written before the first step
         self.trackers.on_phase("loading the model")
         logs = self.directory.logs
-        parts = await Parts.build(self.config, self.trackers.on_message, history, logs, self._kept)
+        parts = await Parts.build(self.config, history, logs, self._kept)
         self._kept = parts.kept
         try:
             run = Run(

@@ -10,6 +10,8 @@ does journal/replay.py's.
 
 from __future__ import annotations
 
+import logging
+
 from rollover.checkpoint.journal import Part
 from rollover.config import Config
 from rollover.config import resume as resume_rules
@@ -29,6 +31,8 @@ from rollover.run.tracking import Tracking
 from rollover.track.tracker import Cut
 from rollover.trainer.batch import Batch
 from rollover.types import Group
+
+logger = logging.getLogger(__name__)
 
 
 class Resume:
@@ -65,7 +69,7 @@ class Resume:
         """
         directory, parts, journaling = self.directory, self.parts, self.journaling
         if directory.fetched_from:
-            self.trackers.on_message(f"the files of this run come from {directory.fetched_from}")
+            logger.info(f"the files of this run come from {directory.fetched_from}")
         name, mark, saved_version = directory.checkpoint_to_resume(), None, -1
         if name is not None:
             self.trackers.on_phase(f"restoring {name}")
@@ -79,7 +83,7 @@ class Resume:
             directory.truncate(Cut(-1))
             journaling.discard()
             lost = f", and no journal tells of its {num_steps} steps, which are lost" if num_steps else ""
-            self.trackers.on_message(f"the run ended before its first checkpoint{lost}: it begins again")
+            logger.warning(f"the run ended before its first checkpoint{lost}: it begins again")
             if parts.again and self.hand_over.needed:  # the engine may have the weights of steps that are lost
                 await self.hand_over.hand_over_weights()
             return -1
@@ -102,7 +106,7 @@ class Resume:
             journaling.go_on(files[0])
         if self.hand_over.needed:
             parts.driver.on_new_version(version)
-        self._say(name, replay)
+        self._log(name, replay)
         return saved_version
 
     def _replay(self, files: list[Part], *, from_start: bool) -> Replay:
@@ -125,7 +129,7 @@ class Resume:
             held_again = replay.of_lost_steps & parts.lifecycle.cache.groups.keys()
             parts.reuse.on_roll_back(replay.version, held_again)
             why = f", since {', '.join(change.key for change in otherwise)} changed" if otherwise else ""
-            self.trackers.on_message(
+            logger.info(
                 f"{replay.num_steps} steps after the checkpoint are rolled back{why}: their groups are held again, but"
                 f" for {num} that can no longer be trained in bound"
             )
@@ -163,13 +167,13 @@ class Resume:
             trained = self.own_metrics(groups) | trained
             self.tracking.on_step(self.rows.of_step(groups, batch, trained, before, 0), groups, batch)
 
-    def _say(self, name: str | None, replay: Replay) -> None:
+    def _log(self, name: str | None, replay: Replay) -> None:
         """Where the run goes on, and with which other settings."""
         held = sum(len(g.rollouts) for g in self.parts.lifecycle.cache.groups.values())
         of_journal = f" and {replay.num_records} records of its journal ({replay.num_steps} steps)"
-        self.trackers.on_message(
+        logger.info(
             f"resumed from {name or 'the start'}{of_journal if replay.num_records else ''}:"
             f" {held} rollouts in the cache go on where they were"
         )
         if changes := self.directory.changes:
-            self.trackers.on_message("settings that changed since:" + "".join(f"\n  {change}" for change in changes))
+            logger.info("settings that changed since:" + "".join(f"\n  {change}" for change in changes))

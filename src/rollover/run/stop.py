@@ -7,6 +7,7 @@ was asked to stop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -15,6 +16,8 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from rollover.rollout.strays import Strays
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Handler = Callable[[int, FrameType | None], Any]
@@ -32,14 +35,13 @@ class Stop:
         self._event = asyncio.Event()
         self._strays = Strays()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._say: Callable[[str], None] = print
 
-    def listen(self, say: Callable[[str], None]) -> None:
-        """Call `on_stop` from now on, in the thread of the running loop. `say` prints one line.
+    def listen(self) -> None:
+        """Call `on_stop` from now on, in the thread of the running loop.
 
         The signals come to `on_signal`, for which `take_signals` or `signals_to` is called.
         """
-        self._loop, self._say = asyncio.get_running_loop(), say
+        self._loop = asyncio.get_running_loop()
         if self.requested:  # before the run had a loop
             self._stop()
 
@@ -50,10 +52,10 @@ class Stop:
         self.requested = True
         line = "stopping: parking rollouts and writing a checkpoint (again: stop at once)"
         try:
-            self._say(line)
+            logger.info(line)
         except RuntimeError:  # a line is being printed right now, as to a reader that is slow
             if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._say, line)
+                self._loop.call_soon_threadsafe(logger.info, line)
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stop)
 

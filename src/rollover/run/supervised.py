@@ -10,9 +10,10 @@ order, and which are held out. The loss is algorithm.loss = "nll" (trainer/objec
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -43,6 +44,8 @@ from rollover.types import (
     why_not_in_vocabulary,
 )
 
+logger = logging.getLogger(__name__)
+
 _ENDED = (StopReason.EOS, StopReason.STOP_STRING, StopReason.ENV_DONE)
 
 
@@ -63,8 +66,8 @@ class Examples:
         return f"{len(self.trained)} examples, {digest.hexdigest()}"
 
 
-def load_examples(config: Config, loaded: LoadedModel, say: Callable[[str], None]) -> Examples:
-    """Read and tokenise all examples; with sft.epochs they set train.num_steps. `say` prints a summary.
+def load_examples(config: Config, loaded: LoadedModel) -> Examples:
+    """Read and tokenise all examples; with sft.epochs they set train.num_steps. Log a summary.
 
     ValueError, which names the option, the file or the row, where there is nothing to train.
     """
@@ -78,7 +81,7 @@ def load_examples(config: Config, loaded: LoadedModel, say: Callable[[str], None
         rows = ExampleRows(place, sft, config.tasks, tokenizer, loaded.processor)
         trained += read.short_enough(map(rows.example, range(len(rows))))
     if sft.rollouts:
-        trained += read.short_enough(_recorded(config, say))
+        trained += read.short_enough(_recorded(config))
     if sft.eval_path:
         place = Table(sft.eval_path, key="eval_path", table="sft")
         rows = ExampleRows(place, sft, config.tasks, tokenizer, loaded.processor)
@@ -86,14 +89,14 @@ def load_examples(config: Config, loaded: LoadedModel, say: Callable[[str], None
         keys = {_key(example) for example in held_out}
         repeated = [example for example in trained if _key(example) in keys]
         if repeated:
-            say(f"sft: {len(repeated)} examples are not trained, as sft.eval_path has them")
+            logger.info(f"sft: {len(repeated)} examples are not trained, as sft.eval_path has them")
             trained = [example for example in trained if _key(example) not in keys]
     elif sft.eval_fraction:
         is_out = [_key(example) < sft.eval_fraction * 2**64 for example in trained]
         held_out = [example for example, out in zip(trained, is_out, strict=True) if out]
         trained = [example for example, out in zip(trained, is_out, strict=True) if not out]
     if read.skipped:
-        say(f"sft: {read.skipped} examples of more than {read.most} tokens are skipped (sft.max_tokens)")
+        logger.info(f"sft: {read.skipped} examples of more than {read.most} tokens are skipped (sft.max_tokens)")
     if not trained:
         raise ValueError(f"sft: no example is left to train: {read.why_none(bool(held_out))}")
     if (sft.eval_path or sft.eval_fraction) and not held_out:
@@ -105,7 +108,7 @@ def load_examples(config: Config, loaded: LoadedModel, say: Callable[[str], None
         change_in_run(config, "train.num_steps", -(-sft.epochs * len(trained) // sft.batch_examples))
     tokens = sum(len(part.token_ids) for example in trained for part in example.parts if part.trained)
     num_steps, passes = config.train.num_steps, config.train.num_steps * sft.batch_examples / len(trained)
-    say(
+    logger.info(
         f"sft: {len(trained):,} examples with {tokens:,} trained tokens, {len(held_out):,} held out; {num_steps} steps"
         f" of {sft.batch_examples} examples are {sft.epochs or passes:.3g} passes"
     )
@@ -255,7 +258,7 @@ class _Reading:
         return "no recorded rollout passes. Lower sft.min_reward, or give another run"
 
 
-def _recorded(config: Config, say: Callable[[str], None]) -> Iterator[Example]:
+def _recorded(config: Config) -> Iterator[Example]:
     """The recorded rollouts of sft.rollouts that are examples, those of one task together, the best first."""
     sft = config.sft
     folder = _records_of(local_path(sft.rollouts))
@@ -281,7 +284,7 @@ def _recorded(config: Config, say: Callable[[str], None]) -> Iterator[Example]:
         kept += best
         left_out[f"are beyond the best {sft.per_task} of their task"] += len(of_task) - len(best)
     whys = "".join(f", {num:,} {why}" for why, num in left_out.items() if num)
-    say(f"sft: of {len(kept) + left_out.total():,} recorded rollouts {len(kept):,} are examples{whys}")
+    logger.info(f"sft: of {len(kept) + left_out.total():,} recorded rollouts {len(kept):,} are examples{whys}")
     return map(_as_example, kept)
 
 

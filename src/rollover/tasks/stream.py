@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import logging
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,8 @@ from rollover.tasks.same import Same, problem_text, same_by
 from rollover.tasks.source import FailedProblem, SourceSetup, TaskSource, place_of, problems_of
 from rollover.tasks.split import Split, SplitName, key_of
 from rollover.types import Task
+
+logger = logging.getLogger(__name__)
 
 # A generator that gives no new problem of the wanted side in so many attempts has none (left).
 MAX_CANDIDATES = 10_000
@@ -132,7 +135,7 @@ class TaskStream:
 
     A row's own system message is kept in place of tasks.system_prompt. Raises ValueError for sources that cannot be
     used, and when no problem is left for the side. A problem that its generator fails to make is left out: `num_failed`
-    counts them, and `say` is told of the first. `curriculum` says of a training problem whose turn it is whether it is
+    counts them, and the first are logged. `curriculum` says of a training problem whose turn it is whether it is
     given; where it gives none in a whole pass, the one of the largest weight is. `may_be_empty`: without a source
     it has no task, and that is no error.
     """
@@ -157,7 +160,6 @@ class TaskStream:
         self._known_fingerprint: dict[str, Any] | None = None
         self.num_failed = 0
         self._last_failed: FailedProblem | None = None
-        self.say: Callable[[str], None] = lambda text: None
         self._seen: set[int] = set()  # eval only: texts already given
         self._on_neither_side: set[int] = set()  # eval only: keys of what came up and is trained as a row
         self.setups = list(self._setups(base_dir, rewards))
@@ -281,7 +283,8 @@ class TaskStream:
                 self.curriculum.give(passed.best)
                 return passed.best
             if tried >= 2 * cursor.max_candidates:  # a whole pass is among them, wherever they began
-                self.say(f"tasks.curriculum: no problem of {cursor.source.label} is given any more, all have weight 0")
+                label = cursor.source.label
+                logger.warning(f"tasks.curriculum: no problem of {label} is given any more, all have weight 0")
                 cursor.spent = True
                 return None
         return None
@@ -320,7 +323,7 @@ class TaskStream:
         self._last_failed = failed
         if self.num_failed <= _NAMED:
             more = "; more of them are only counted, in tasks/failed" if self.num_failed == _NAMED else ""
-            self.say(f"{failed}: it is left out{more}")
+            logger.warning(f"{failed}: it is left out{more}")
 
     # Construction
 

@@ -25,11 +25,10 @@ OWN = "a rollover.Tracker"
 
 @dataclass(frozen=True)
 class TrackerSetup:
-    """What a tracker is made for: a run of `config` in the directory `path`. `say` tells all trackers a message."""
+    """What a tracker is made for: a run of `config` in the directory `path`."""
 
     config: Config
     path: Path
-    say: Callable[[str], None]
 
 
 def _history(setup: TrackerSetup) -> RunHistory:
@@ -61,7 +60,7 @@ TRACKERS: dict[str, Callable[[TrackerSetup], Tracker | None]] = {
     "evaluations": lambda setup: EvalFile(setup.path / "eval.jsonl"),
     "trace": _history,
     "live": lambda setup: LiveView(setup.config.track.live, setup.config.train.num_steps, title=setup.config.run.name),
-    "health": lambda setup: Health(passed_over(setup.config), setup.say),
+    "health": lambda setup: Health(passed_over(setup.config)),
 }
 
 
@@ -72,8 +71,8 @@ def build_trackers(config: Config, path: Path) -> Trackers:
     trackers = Trackers()
     names = [name for name in config.track.trackers if name in TOOLS]
     # Built first: it refuses a tool that is not installed.
-    tools = registry.load("trackers", "tools")(names, config.track, trackers.on_message) if names else None
-    setup = TrackerSetup(config, path, trackers.on_message)
+    tools = registry.load("trackers", "tools")(names, config.track) if names else None
+    setup = TrackerSetup(config, path)
     # What our files have is not told again, after a kill: so it has been told to the user's own by then.
     for spec in config.track.trackers:
         if spec in TOOLS:
@@ -82,7 +81,7 @@ def build_trackers(config: Config, path: Path) -> Trackers:
         tracker = make_own()
         if not isinstance(tracker, Tracker):
             raise make_own.refused(repr(tracker))
-        trackers.add(spec, OwnTracker(tracker, spec, trackers.on_message))
+        trackers.add(spec, OwnTracker(tracker, spec))
     for name, make in TRACKERS.items():
         if (tracker := make(setup)) is not None:
             trackers.add(name, tracker)

@@ -6,13 +6,16 @@ not laws: a warning is said once, when a figure was out of its range for several
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollover.config import Config
 from rollover.track.tracker import Cut, Row, Tracker
+
+logger = logging.getLogger(__name__)
 
 PATIENCE = 5  # steps in a row
 
@@ -126,8 +129,7 @@ class Health(Tracker):
     it ends nothing. What does not come to an end is the matter of rollout/watchdog.py.
     """
 
-    def __init__(self, passed_over: Collection[str] = (), say: Callable[[str], None] = print) -> None:
-        self._say = say
+    def __init__(self, passed_over: Collection[str] = ()) -> None:
         self._ranges = [wanted for wanted in RANGES if wanted.key not in passed_over]
         self._out: Counter[str] = Counter()
         self._said: set[str] = set()
@@ -137,7 +139,7 @@ class Health(Tracker):
 
     def on_step(self, row: Row) -> None:
         for warning in self.look({key: value for key, value in row.items() if value is not None}):
-            self._say(f"health: {warning}")
+            logger.warning(f"health: {warning}")
 
     def look(self, row: Mapping[str, float]) -> list[str]:
         """Warnings of this step's row."""

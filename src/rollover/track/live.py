@@ -7,6 +7,7 @@ ETA, and a key that a row does not have is shown as a dash.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rollover import logs
 from rollover.track.figures import DASH, TIME_SPLIT, count, decimal, duration, percent, sparkline, time_split
 from rollover.track.shown import new_console, shown, shown_lines
 from rollover.track.step_line import full_line, staleness, step_line
@@ -64,6 +66,8 @@ class LiveView(Tracker):
         still_s: float = 30.0,
     ) -> None:
         self._console = console or new_console()
+        if mode in ("auto", "rich") and logs.is_json():
+            mode = "plain"
         if mode == "auto":
             capable = self._console.is_terminal and not self._console.is_dumb_terminal
             mode = "rich" if capable and not self._console.options.ascii_only else "plain"
@@ -135,9 +139,13 @@ class LiveView(Tracker):
 
     def on_message(self, text: str) -> None:
         """Printed above the view if there is one, where it stays."""
-        self._print(text)
+        if not logs.is_json():  # then the handler of the logger prints it, with its level
+            self._print(text)
 
     def _print(self, text: str) -> None:
+        if logs.is_json():
+            values = {"name": __name__, "levelname": "INFO", "msg": text}
+            return logs.print_json(logging.makeLogRecord(values), self._console.file)
         with contextlib.suppress(OSError):  # no reader, or a full disk: the run is worth more than a line of it
             self._console.print(Text(shown_lines(text, self._console)), soft_wrap=True)
 

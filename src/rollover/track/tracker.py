@@ -10,6 +10,7 @@ own is reported once and counted, and the run goes on. Which trackers a run has:
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
@@ -19,8 +20,11 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from rollover.functions import explained
+from rollover.logs import messages_to
 from rollover.track.token_stats import TokenStats
 from rollover.types import DropReason, Group, copied
+
+logger = logging.getLogger(__name__)
 
 Row = Mapping[str, float | int | None]
 Kind = TypeVar("Kind", bound="Tracker")
@@ -140,9 +144,8 @@ class OwnTracker(Counted):
     """A tracker of the user's own, which `track.trackers` names as `spec`. Whatever it raises is reported once and
     counted: the run goes on, and goes on telling it. It gets copies of rows and groups."""
 
-    def __init__(self, tracker: Tracker, spec: str, say: Callable[[str], None]) -> None:
+    def __init__(self, tracker: Tracker, spec: str) -> None:
         self.tracker, self.spec, self.failed = tracker, spec, 0
-        self._say = say
 
     def on_start(self, run: RunInfo) -> None:
         self._tell(lambda: self.tracker.on_start(run))
@@ -195,7 +198,7 @@ class OwnTracker(Counted):
     def _fail(self, error: BaseException) -> None:
         self.failed += 1
         if self.failed == 1:
-            self._say(
+            logger.warning(
                 f"track.trackers: {self.spec} failed: {explained(error)}; the run goes on without what it missed"
                 " (trackers/failed counts; this is said once)"
             )
@@ -213,8 +216,8 @@ def _copied(recorded: RecordedGroup) -> RecordedGroup:
 
 
 class Trackers(Tracker):
-    """All trackers of a run, by name, told in the order in which they were added. A context manager, which closes them
-    at its end."""
+    """All trackers of a run, by name, told in the order in which they were added. A context manager: within it they get
+    what is logged, and it closes them."""
 
     def __init__(self) -> None:
         self.named: dict[str, Tracker] = {}
@@ -273,10 +276,15 @@ class Trackers(Tracker):
         return sums
 
     def __enter__(self) -> Self:
+        self._messages = messages_to(self.on_message)
+        self._messages.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.on_phase("done" if kind is None else "stopped")
-        self.close()
+        try:
+            self.on_phase("done" if kind is None else "stopped")
+            self.close()
+        finally:
+            self._messages.__exit__(None, None, None)

@@ -6,7 +6,6 @@ import copy
 import json
 import math
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from rollover.config import LoraConfig, ModelConfig
 from rollover.files import local_path, read_object
+from rollover.logs import terminal
 from rollover.models.adapters import base_weights, names
 from rollover.models.load import LoadedModel, check_finite, load_model
 from rollover.models.vision import takes_images, trains_tower
@@ -102,7 +102,7 @@ def _beside_experts(model: Any, targets: Sequence[str] | None) -> list[str]:
             ' cannot have an adapter. Name layers of attention: ["q_proj", "k_proj", "v_proj", "o_proj"]'
         )
     if left_out := sorted(wanted - set(found)):
-        print(f"rollover: notice: model.lora: {', '.join(left_out)} get no adapter beside experts", file=sys.stderr)
+        terminal.info(f"model.lora: {', '.join(left_out)} get no adapter beside experts")
     return found
 
 
@@ -281,7 +281,7 @@ def load_with_adapter(
             merge_adapter(loaded.model, adapter)
             why = "servers are given whole weights" if merges else "those of DoRA are not applied beside the weights"
             what, adapter = f"its adapters are merged into {base}: {why}", []
-    print(f"rollover: notice: {whose}: {what}", file=sys.stderr)
+    terminal.info(f"{whose}: {what}")
     return loaded, adapter
 
 

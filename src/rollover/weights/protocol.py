@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,11 +40,10 @@ class Holder(Protocol):
 class TransportSetup:
     """What a transport is made from: `model` and `holders` of an engine in this process, where there is one.
 
-    `say` prints a line, of what is slower than it could be. `folder`: where a transport that leaves files for other
+    `folder`: where a transport that leaves files for other
     machines puts them; empty: it chooses.
     """
 
-    say: Callable[[str], None] = print
     model: Any = None
     holders: Sequence[Holder] = field(default=())
     folder: str = ""

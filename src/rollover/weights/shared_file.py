@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import math
 import mmap
 import os
@@ -20,6 +21,8 @@ from rollover.weights.protocol import NamedTensors, Parcel, TransportSetup
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
+
 _ALIGNMENT = 64
 _MEMORY = "/dev/shm"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -29,11 +32,10 @@ class SharedFile:
     """A WeightTransport: tensors at fixed offsets, each written in place again with every version.
 
     The file has no name, and vanishes with its last holder. `files`: descriptors that the child inherits under the same
-    numbers; the message names the one with the weights. `setup.say` is told where memory has no room.
+    numbers; the message names the one with the weights.
     """
 
     def __init__(self, setup: TransportSetup) -> None:
-        self._say = setup.say
         self._folders = [*([_MEMORY] if os.path.isdir(_MEMORY) else []), tempfile.gettempdir()]  # tried in turn
         self._places: list[tuple[str, IO[bytes]]] = []
         for folder in self._folders:
@@ -88,7 +90,7 @@ class SharedFile:
             if not _allocated(file, num_bytes):
                 continue
             if folder != self._folders[0] and (index or not self._reserved):
-                self._say(
+                logger.warning(
                     f"{self._folders[0]} has no room for the {size} of weights: they reach the engine process through a"
                     f" file in {folder}, which may be slower"
                 )

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import threading
 import time
 from collections import OrderedDict
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from rollover.files import open_regular
+from rollover.logs import terminal
 
 _REMEMBERED = 4
 _MOST_HEADER_BYTES = 100_000_000  # as safetensors has it
@@ -143,7 +143,7 @@ class Verifier:
                     raise ValueError("it has another SHA-256")
             return identity
         except (OSError, ValueError) as error:
-            print(f"rollover: weights refused: {path!r}: {error}", file=sys.stderr, flush=True)
+            terminal.warning(f"weights refused: {path!r}: {error}")
             return _REFUSED + _not_the_file(path)
 
     def _limit_s(self, size: int) -> float:

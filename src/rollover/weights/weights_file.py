@@ -15,12 +15,13 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ from rollover.weights.protocol import NamedTensors, Parcel, TransportSetup
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
+
 KEPT = 2
 _MEMORY = "/dev/shm"
 _PREFIX = "rollover-weights-"
@@ -40,11 +43,10 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class OwnFolder:
-    """A folder of one owner, in the folder `wanted`; without one, in memory where there is room, else on a disk. `say`
-    prints a line, of what is slower than it could be."""
+    """A folder of one owner, in the folder `wanted`; without one, in memory where there is room, else on a disk."""
 
-    def __init__(self, wanted: str, say: Callable[[str], None] = print) -> None:
-        self._wanted, self._say = wanted and str(local_path(wanted)), say
+    def __init__(self, wanted: str) -> None:
+        self._wanted = wanted and str(local_path(wanted))
         self._path: Path | None = None
         self._lock: IO[bytes] | None = None
         self._remover: subprocess.Popen[bytes] | None = None
@@ -81,7 +83,7 @@ class OwnFolder:
         if os.path.isdir(_MEMORY):
             if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= num_bytes:
                 return _MEMORY
-            self._say(
+            logger.warning(
                 f"{_MEMORY} has no room for {num_bytes / 1e6:.3g} MB, all copies of the weights: they go through files"
                 f" in {fallback}, which may be slower"
             )
@@ -103,7 +105,7 @@ class WeightsFile:
     """
 
     def __init__(self, setup: TransportSetup) -> None:
-        self._folder = OwnFolder(setup.folder, setup.say)
+        self._folder = OwnFolder(setup.folder)
         self._reserved = self._num_sent = 0
         self._last: Parcel | None = None
         self._files: list[Path] = []

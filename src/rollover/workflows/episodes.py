@@ -11,6 +11,7 @@ of the function and the keys of their calls. Never changes a rollout, and never 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -27,6 +28,8 @@ from rollover.workflows.matching import Break
 from rollover.workflows.once import Once
 from rollover.workflows.player import EpisodePlace, Host, Limits, Player
 from rollover.workflows.protocol import Workflow
+
+logger = logging.getLogger(__name__)
 
 COUNTERS = (
     *(f"episodes/{how}" for how in ("done", "length", "timeout", "error", "restarted", "replayed", "diverged")),
@@ -62,7 +65,6 @@ class Episodes:
         self.notice = "" if (fit := chats.of(()).fit("user")).exact else f"{fit.why}: every call opens a rollout"
         self.base_url = ""
         self.make_client: Callable[[str], Any] = lambda api_key: None
-        self.say: Callable[[str], None] = lambda line: None
         self.on_kept: Callable[[EpisodePlace, str, Any], None] = lambda place, name, value: None
         self.counts: Counter[str] = Counter()
         self._players: dict[EpisodePlace, Player] = {}
@@ -75,7 +77,6 @@ class Episodes:
         same server."""
         others = Episodes(self.function, self.chats, self.limits, self.calls.sampling, lane=Lane.EVALUATION)
         others.calls, others.base_url, others.make_client = self.calls, self.base_url, self.make_client
-        others.say = self.say
         return others
 
     # The host's side: it is the run's Environment
@@ -176,7 +177,7 @@ class Episodes:
         again = self._failures[place] <= self.limits.retries
         if self._said.is_new(why):
             what = "it is run again" if again else "its rewards are missing"
-            self.say(
+            logger.warning(
                 f"{self.function.spec} failed at episode {episode_name(*place)} ({why}): {what}; later ones are"
                 " counted (episodes/restarted, episodes/error)"
             )

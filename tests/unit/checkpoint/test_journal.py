@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from heard import hear
 from rollover.checkpoint.journal import Journal, Mark, Record
 
 SAID: list[str] = []
@@ -23,12 +24,12 @@ SAID: list[str] = []
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    SAID.clear()
+    hear(SAID).clear()
     return tmp_path / "journal"
 
 
 def open_journal(folder: Path) -> Journal:
-    return Journal(folder, SAID.append)
+    return Journal(folder)
 
 
 def record(i: int) -> Record:
@@ -316,7 +317,8 @@ def test_what_cannot_be_said_does_not_keep_the_journal_from_being_cut(
     def fail(line: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    journal = Journal(folder, fail)
+    hear(fail)
+    journal = Journal(folder)
     start = journal.begin(None)
     journal.append(*record(0))
     with monkeypatch.context() as patched:
@@ -331,7 +333,7 @@ WRITE_FOREVER = """
 import sys
 from pathlib import Path
 from rollover.checkpoint.journal import Journal
-journal = Journal(Path(sys.argv[1]), print)
+journal = Journal(Path(sys.argv[1]))
 journal.begin(None)
 for i in range(10**9):
     journal.append({"kind": "fact", "number": i}, bytes(1000))

@@ -10,6 +10,7 @@ from typing import Any
 import fsspec
 import pytest
 
+from heard import hear
 from rollover.checkpoint.mirror import Mirror
 from rollover.checkpoint.store import CheckpointStore
 from scripted import output_of
@@ -24,10 +25,9 @@ SAID: list[str] = []
 
 
 def mirror(store: CheckpointStore, folder: Path) -> Mirror:
-    SAID.clear()
+    hear(SAID).clear()
     made = store.mirror(folder)
     assert made is not None
-    made.say = SAID.append
     return made
 
 
@@ -208,7 +208,7 @@ remote = root / "remote"
 
 def opened(folder):
     store = CheckpointStore(f"objects://{remote}", keep=2)
-    return store, store.mirror(folder), Journal(folder / "journal", lambda line: None)
+    return store, store.mirror(folder), Journal(folder / "journal")
 
 def live(folder, known):
     """Three facts, a checkpoint that knows how many there were, three more, another; copies all the time."""

@@ -16,7 +16,7 @@ work = Path(sys.argv[1]) / "work"
 plain_write, plain_fsync = os.write, os.fsync
 
 def opened():
-    return CheckpointStore(str(work / "checkpoints"), keep=2), Journal(work / "journal", lambda line: None)
+    return CheckpointStore(str(work / "checkpoints"), keep=2), Journal(work / "journal")
 
 def kill_after(left):
     """SIGKILL at this place: before a call that changes the disk, or in the middle of a write."""

@@ -144,7 +144,7 @@ def test_what_it_says_wrongly_of_one_rollout_hides_no_other() -> None:
         (segment,) = await FakeEngine(lambda seed: 5).extend(REQUEST)
         return {"0-0": [segment], "0-1": [with_ids(segment, 70000)], "0-2": "nothing"}
 
-    asker = Asker(own(progress=progress), WatchdogConfig(), print)
+    asker = Asker(own(progress=progress), WatchdogConfig())
     found = asyncio.run(asker.progress(["0-0", "0-1", "0-2"]))
     assert found.keys() == {"0-0"} and len(found["0-0"][0]) == 5
 

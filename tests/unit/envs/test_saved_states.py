@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from heard import hear
 from rollover import Observation
 from rollover.config import Config
 from rollover.envs.class_environment import CannotGoOn, ClassEnvironment
@@ -415,7 +416,7 @@ def test_where_the_state_cannot_be_kept_that_is_said_and_counted_and_the_episode
     said: list[str] = []
     kept: Kept = {}
     with keeping(made, kept, tool_timeout_s=0.5) as env:
-        env.states.say = said.append
+        hear(said)
         rollout, other = new_rollout(), new_rollout(sibling=1)
         for of in (rollout, other):
             for number in (1, 2):

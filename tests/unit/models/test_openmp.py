@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import tiny
+from heard import hear
 from rollover.config import Config
 from rollover.models import kernels
 from rollover.run.parts import Parts
@@ -59,7 +60,7 @@ def test_why_there_are_none_is_said_without_asking_for_them(monkeypatch: pytest.
 
 def test_a_run_says_that_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where its start is shown, and in a metric of every step."""
-    said: list[str] = []
+    said: list[str] = hear([])
     reason = "slower than it could be, without compiled kernels: it is Monday"
     monkeypatch.setattr(kernels, "why_not", lambda kind: reason if kind == "cpu" else "")
     monkeypatch.setattr(kernels, "on", lambda kind: None)
@@ -70,9 +71,9 @@ def test_a_run_says_that_there_are_none(tmp_path: Path, monkeypatch: pytest.Monk
             "run": {"threads": 1},
         }
     )
-    parts = asyncio.run(Parts.build(config, said.append))
+    parts = asyncio.run(Parts.build(config))
     assert said == [reason]
     assert parts.engine.stats()["engine/kernels"] == 0.0
     monkeypatch.undo()
     tiny.compiled_kernels()
-    assert asyncio.run(Parts.build(config, said.append)).engine.stats()["engine/kernels"] == 1.0 and said == [reason]
+    assert asyncio.run(Parts.build(config)).engine.stats()["engine/kernels"] == 1.0 and said == [reason]

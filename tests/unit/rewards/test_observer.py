@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from heard import hear
 from rollover.rewards.observer import RewardObserver
 from rollover.rewards.protocol import ScoreRequest
 from rollover.types import Reward, Task
@@ -30,9 +31,8 @@ def task(spec: str = "mine.py:reward", number: int = 0, **fields: Any) -> Task:
 
 def observe(rewards: Sequence[Reward | float], tasks: Sequence[Task], num_equal: int = 0) -> tuple[list[str], str]:
     """(what was said, the commonest error), after one group of one rollout for each task."""
-    said: list[str] = []
+    said: list[str] = hear([])
     observer = RewardObserver(Given(rewards), num_equal)
-    observer.say = said.append
     expected = list(observer.rewarder.rewards)  # type: ignore[attr-defined]
     got = [r for t in tasks for r in asyncio.run(observer.score([ScoreRequest(t, "It is 12.")]))]
     assert got == expected, "rewards are passed on as they are"

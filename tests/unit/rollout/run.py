@@ -6,6 +6,7 @@ import asyncio
 import copy
 from collections.abc import Callable
 
+from heard import hear
 from rollover.config.rollout import RolloutConfig
 from rollover.config.workflow import WorkflowConfig
 from rollover.engine.fake import FakeEngine
@@ -66,7 +67,7 @@ class Run:
             self.lifecycle, self.engine, self.next_task, self.environment, 3, [EOS], watchdog, workflow
         )
         self.said: list[str] = []
-        self.driver.say = self.said.append
+        hear(self.said)
 
     def next_task(self):
         if self.cursor == self.num_tasks:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import virtual_time
+from heard import hear
 from rollover.config import WatchdogConfig
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import EngineDied
@@ -51,8 +52,8 @@ async def say_half() -> Any:
 
 def ask(engine: FakeEngine, times: int = 3, rollout_timeout_s: float = 30) -> tuple[list[Any], list[str]]:
     """(what was answered in turn to `progress` and `queued`, what was said)."""
-    said: list[str] = []
-    asker = Asker(engine, WatchdogConfig(rollout_timeout_s=rollout_timeout_s), said.append)
+    said: list[str] = hear([])
+    asker = Asker(engine, WatchdogConfig(rollout_timeout_s=rollout_timeout_s))
 
     async def go() -> list[Any]:
         ids = ["0-0", "0-1", "0-2"]

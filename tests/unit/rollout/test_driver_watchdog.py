@@ -23,11 +23,10 @@ from hanging import (
 
 import virtual_time
 from rollover.engine.fake import FakeEngine
-from rollover.envs.single_turn import SingleTurn
 from rollover.rollout.lifecycle import EventKind
 from rollover.rollout.watchdog import Watchdog
 from rollover.types import DropReason, Group, RolloutState, StopReason
-from unit.rollout.run import PARTIAL, Run, assert_same_groups, ids, score_by_tokens, uninterrupted_tokens
+from unit.rollout.run import PARTIAL, Run, assert_same_groups, ids, uninterrupted_tokens
 
 
 @pytest.mark.parametrize("mode", [{}, PARTIAL], ids=["sync", "partial"])
@@ -343,14 +342,3 @@ def test_the_end_of_a_phase_is_looked_at_after_the_grace_and_not_at_the_next_loo
 
 
 # Rewards
-
-
-def test_prints_to_stderr_without_a_view(capsys) -> None:
-    run = Run(engine=Hanging("1-0"), watchdog=watchdog())
-    del run.driver.say
-    from rollover.rollout.driver import Driver
-
-    fresh = Driver(run.lifecycle, run.engine, run.next_task, SingleTurn(score_by_tokens), 3, watchdog=watchdog())
-    fresh.say("watchdog: one line")
-    out = capsys.readouterr()
-    assert out.out == "" and out.err == "watchdog: one line\n"

@@ -135,7 +135,6 @@ def process(made: type, *, engine: Any = None, workflow: dict[str, Any] | None =
         release(spec)
     options = {"max_new_tokens": MAX_NEW_TOKENS, "group_size": 2, **config}
     run = Run(engine=engine or Turns(), environment=environment, workflow=settings.workflow, **options)
-    environment.states.say = run.said.append
     return run
 
 

@@ -126,7 +126,7 @@ def test_later_checkpoints_go_before_the_rows_of_their_steps(tmp_path: Path, mon
 
 
 def write_journal(folder: Path) -> None:
-    journal = Journal(folder, say=print)
+    journal = Journal(folder)
     journal.begin(None)
     journal.append({"kind": "tokens"}, b"generated")
     journal.close()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import virtual_time
+from heard import hear
 from rollover.config import Config
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
@@ -53,9 +54,11 @@ SINGLE_TURN = SingleTurn(make_scorer(Rewarder(), TOKENIZER, Config()))
 
 def answers(engine: FakeEngine, said: list[str], environment: Environment = SINGLE_TURN) -> list[Answer]:
 
+    hear(said)
+
     async def go() -> list[Answer]:
         try:
-            found = await answers_of(TASKS, engine, environment, TOKENIZER, CONFIG, frozenset(), said.append)
+            found = await answers_of(TASKS, engine, environment, TOKENIZER, CONFIG, frozenset())
             return found.answers
         finally:
             for _ in range(5):
@@ -181,9 +184,7 @@ def test_every_setting_has_its_own_samples_temperature_and_limit_over_the_same_t
     )
 
     async def go() -> Answers:
-        return await answers_of(
-            TASKS, Asked(lambda seed: 30), SINGLE_TURN, TOKENIZER, config, frozenset(), lambda text: None
-        )
+        return await answers_of(TASKS, Asked(lambda seed: 30), SINGLE_TURN, TOKENIZER, config, frozenset())
 
     found = virtual_time.run(go())
     kinds = Counter((r.sampling.temperature, r.sampling.top_p, r.max_new_tokens) for r in asked)

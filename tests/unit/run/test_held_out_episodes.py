@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import virtual_time
+from heard import hear
 from rollover.config import Config
 from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
@@ -45,12 +46,12 @@ class Evaluation:
         self.engine = engine or FakeEngine(lambda seed: 5 + seed % 20, vocab_size=len(TOKENIZER))
         settings = Limits(**{"max_new_tokens": 60, "max_prompt_tokens": 2000, "retries": 1, **limits})
         self.training = Episodes(WorkflowFunction(agent, "mine"), CHATS, settings, SamplingParams())
-        self.said: list[str] = []
+        self.said: list[str] = hear([])
 
     async def found(self) -> Answers:
         end = frozenset([CHATS.of(()).end_of_turn])
         try:
-            return await answers_of(TASKS, self.engine, self.training, TOKENIZER, self.config, end, self.said.append)
+            return await answers_of(TASKS, self.engine, self.training, TOKENIZER, self.config, end)
         finally:
             for _ in range(5):
                 await asyncio.sleep(0)

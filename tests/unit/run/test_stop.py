@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from heard import hear
 from rollover.run.stop import Stop, signals_to, take_signals
 
 
@@ -23,11 +24,11 @@ def handlers() -> Iterator[None]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_after_the_end_of_the_run_does_nothing(number: int) -> None:
-    said: list[str] = []
+    said: list[str] = hear([])
 
     async def run() -> None:
         stop = Stop()
-        stop.listen(said.append)
+        stop.listen()
         take_signals(stop.on_signal)
 
     asyncio.run(run())
@@ -37,12 +38,12 @@ def test_a_signal_after_the_end_of_the_run_does_nothing(number: int) -> None:
 
 
 def test_the_first_signal_asks_and_the_second_interrupts() -> None:
-    said: list[str] = []
+    said: list[str] = hear([])
 
     async def run() -> None:
         stop, asked = Stop(), asyncio.Event()
         stop.on_stop = asked.set
-        stop.listen(said.append)
+        stop.listen()
         take_signals(stop.on_signal)
         os.kill(os.getpid(), signal.SIGTERM)
         await asked.wait()
@@ -66,10 +67,12 @@ def test_a_signal_while_a_line_is_being_printed_is_said_after_it() -> None:
             raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stdout>'>")
         said.append(line)
 
+    hear(say)
+
     async def run() -> None:
         stop, asked = Stop(), asyncio.Event()
         stop.on_stop = asked.set
-        stop.listen(say)
+        stop.listen()
         take_signals(stop.on_signal)
         os.kill(os.getpid(), signal.SIGINT)
         await asked.wait()
@@ -106,7 +109,7 @@ def test_work_that_swallows_its_cancellation_is_left_alone_after_its_grace(how: 
 
     async def run() -> object:
         stop = Stop()
-        stop.listen(lambda line: None)
+        stop.listen()
         asyncio.get_running_loop().call_later(0.01, stop.request)
         ended = await asyncio.wait_for(getattr(stop, how)(never_ends(), 0.05), 30)
         free.set()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from heard import hear
 from rollover.algorithms.filters import pass_rate_of
 from rollover.config import Config
 from rollover.config.load import load_config
@@ -166,8 +167,7 @@ def test_where_every_weight_is_0_the_tasks_are_used_up(tmp_path: Path) -> None:
     text = 'kind = "buckets"\neasy_weight = 0.0'
     config = write(tmp_path, text)
     stream, of = build(config)
-    said: list[str] = []
-    stream.say = said.append
+    said: list[str] = hear([])
     visit(stream, of, dict.fromkeys(range(11), 1.0))
     assert stream.next() is None and "no problem of rows is given any more" in said[0]
     same, now = build(config)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reasoning_gym.arithmetic.chain_sum import ChainSumDataset
 
+from heard import hear
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.config.load import load_config
 from rollover.config.selection import RerollConfig
@@ -245,8 +246,7 @@ def failing(monkeypatch):
 
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_a_problem_that_its_generator_fails_to_make_is_left_out_counted_and_named(failing, split):
-    whole, said = stream(gym(params={}), split=split), []
-    whole.say = said.append
+    whole, said = stream(gym(params={}), split=split), hear([])
     tasks = draw(whole, 30)
     indices = [int(task.task_id.rpartition("/")[2]) for task in tasks]
     assert len(tasks) == 30 and all(index % 3 != 1 for index in indices)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from heard import hear
 from rollover.config import AlgorithmConfig, Config
 from rollover.config.schema import field_at
 from rollover.config.traits import ADVANTAGES
@@ -105,9 +106,9 @@ def test_a_figure_that_is_passed_over_is_no_cause_of_another_either() -> None:
 def test_scores_that_teach_nothing_do_not_matter_beside_a_teacher(
     distill: dict[str, str], told: list[str], tmp_path: Path
 ) -> None:
-    said: list[str] = []
+    said: list[str] = hear([])
     config = Config.model_validate({"distill": distill})
-    health = TRACKERS["health"](TrackerSetup(config, tmp_path, said.append))
+    health = TRACKERS["health"](TrackerSetup(config, tmp_path))
     for step in range(1, 30):
         health.on_step({"step": step, "reward/mean": 0.0, "groups/zero_variance": 1.0, "grad_norm": 0.1})
     assert [text.split()[1] for text in said] == told

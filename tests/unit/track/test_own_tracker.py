@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from heard import hear
 from rollover.config import Config
 from rollover.config.load import load_config
 from rollover.track.build import build_trackers
@@ -39,7 +40,8 @@ def guarded(tracker: Tracker) -> tuple[Trackers, list[str]]:
 
     trackers = Trackers()
     trackers.add("ours", Listening())
-    trackers.add("mine.py:Mine", OwnTracker(tracker, "mine.py:Mine", trackers.on_message))
+    trackers.add("mine.py:Mine", OwnTracker(tracker, "mine.py:Mine"))
+    hear(trackers.on_message)
     return trackers, said
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from heard import hear
 from rollover.types import Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 from rollover.workflows.build import EpisodeServer
 from rollover.workflows.conversations import Chats
@@ -41,8 +42,7 @@ class ScriptedHost:
         self.restarts = 0
         self.delay_s = 0.0
         self.hold: asyncio.Event | None = None
-        self.said: list[str] = []
-        self.episodes.say = self.said.append
+        self.said: list[str] = hear([])
 
     def run(self) -> dict[str, Reward]:
         """The rewards, by id of the rollout."""

@@ -12,9 +12,9 @@ answer within watchdog.rollout_timeout_s, is killed first. While there is none, 
 from __future__ import annotations
 
 import asyncio
-import sys
+import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ from rollover.weights.shared_file import SharedFile
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 _MAX_RESTARTS = 3  # without a finished extend in between
 _SLOWER_START = 10  # a start that takes so many times the first one's time hangs
@@ -45,18 +47,17 @@ class _Call:
 class ProcessEngine:
     """The Engine contract, and `kv_bytes_per_token` of the embedded engine.
 
-    `threads`: CPU threads of the process at its start. `say` prints a line when the process had to be started again.
+    `threads`: CPU threads of the process at its start.
     """
 
-    def __init__(self, config: Config, threads: int, say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, config: Config, threads: int) -> None:
         self.config, self.threads = config, threads
-        self.say = say or (lambda text: print(text, file=sys.stderr, flush=True))
         self.oldest_version = 0
         self.num_restarts = 0
         self._failures = 0  # processes that died since the last answer
         self._calls: set[_Call] = set()
         self._counts: dict[str, float] = {}  # of processes that have ended
-        self._weights = SharedFile(TransportSetup(self.say))
+        self._weights = SharedFile(TransportSetup())
         self._loading = asyncio.Lock()  # weights are being sent, or received by a process
         self._client = EngineClient(config, threads, self._weights.files)
         self._said: dict[str, Any] | None = None  # the first process's hello
@@ -120,7 +121,7 @@ class ProcessEngine:
         self._counts = self._total_counts()
         if self._failures > _MAX_RESTARTS:
             raise EngineDied(f"the engine process died {self._failures} times in a row (exit code {code})")
-        self.say(
+        logger.warning(
             f"the engine process died (exit code {code}): it is started again, and"
             f" {sum(not call.interrupted for call in self._calls)} rollouts go on from their last segment"
         )
@@ -137,7 +138,7 @@ class ProcessEngine:
             return await client.ask(op, value, limit_s)
         except TimeoutError:
             if client.kill():
-                self.say(f"watchdog: the engine process has not answered for {limit_s:.3g} s: it is killed")
+                logger.warning(f"watchdog: the engine process has not answered for {limit_s:.3g} s: it is killed")
         return None
 
     # The contract

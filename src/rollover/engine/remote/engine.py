@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,12 +41,11 @@ _MAX_FRUITLESS = 3  # requests in a row without a token, at servers that serve a
 @dataclass(frozen=True)
 class RemoteSetup:
     """`initial`: the weights of policy version 0, which every server gets before it works. `decode_text` turns token
-    ids into text, for stop strings. `say` prints a line."""
+    ids into text, for stop strings."""
 
     config: Config
     initial: Callable[[], NamedTensors]
     decode_text: Callable[[list[int]], str]
-    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
     vocab_size: Callable[[], int] | None = None
     """Stop tokens that the model does not have, and some servers refuse, are not sent; None: all are."""
     placeholders: Callable[[], Sequence[int]] = tuple
@@ -78,7 +76,7 @@ class RemoteEngine:
         self._counts = Counts()
         self._running: dict[str, Generation] = {}
         self._num_requests = time.time_ns() // 1_000_000  # no number comes twice, nor after a restart
-        self._weights = build_transport("weights_file", TransportSetup(setup.say, folder=config.engine.weights_dir))
+        self._weights = build_transport("weights_file", TransportSetup(folder=config.engine.weights_dir))
         self._beginning = asyncio.Lock()
         self._longest: int | None = None
         self._closing = threading.Event()
@@ -86,14 +84,14 @@ class RemoteEngine:
         self._deliveries = Deliveries(run, clears, config.engine.server_timeout_s)
         limits = Limits(config.engine.server_timeout_s, config.engine.give_up_s, self._check_longest)
         self._router = Router(config.engine.max_running)
-        self._fleet = Fleet(self.hosts, self._router, self._deliveries, limits, setup.say)
+        self._fleet = Fleet(self.hosts, self._router, self._deliveries, limits)
 
     @property
     def max_tokens(self) -> int:
         """Of the first server that answered; those that take less do not take part. EngineDied if none answers."""
         if self._longest is None:
             limit_s = self.config.engine.give_up_s
-            self._longest = longest_rollout(self.hosts, limit_s, self._setup.say, self._closing)
+            self._longest = longest_rollout(self.hosts, limit_s, self._closing)
         return self._longest
 
     def _check_longest(self, tokens: int) -> None:

@@ -12,6 +12,7 @@ for `give_up_s`, whoever waits gets EngineDied.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from rollover.engine.remote.wire import FIRST_LABEL, Refused, ServerFailed, long
 from rollover.weights.protocol import Parcel
 from rollover.workers.pool import Line, Pool, set_within
 
+logger = logging.getLogger(__name__)
+
 _PROBES_PER_TIMEOUT = 4
 _LATE = 0.25  # a time-out that is noticed by this share too late says that the event loop stood still
 
@@ -43,12 +46,10 @@ class Limits:
 
 
 class Fleet:
-    """`hosts` give the servers' addresses, and start those that are ours. `say` prints a line."""
+    """`hosts` give the servers' addresses, and start those that are ours."""
 
-    def __init__(
-        self, hosts: Sequence[Host], router: Router, deliveries: Deliveries, limits: Limits, say: Callable[[str], None]
-    ) -> None:
-        self.hosts, self.router, self.deliveries, self.limits, self.say = hosts, router, deliveries, limits, say
+    def __init__(self, hosts: Sequence[Host], router: Router, deliveries: Deliveries, limits: Limits) -> None:
+        self.hosts, self.router, self.deliveries, self.limits = hosts, router, deliveries, limits
         self.parcel: Parcel | None = None
         """The newest weights: nobody serves with others for long."""
         self.num_ejections = 0
@@ -199,7 +200,7 @@ class Fleet:
         elif why:
             self._why_not[host.name] = why
             if is_news:
-                self.say(f"the server {host.name}: {why}; it is tried again")
+                logger.warning(f"the server {host.name}: {why}; it is tried again")
             if server is not None:
                 await self._part_with(server, why)
         await host.discard()
@@ -274,7 +275,7 @@ class Fleet:
             return
         self.num_ejections += 1
         self._why_not[server.name] = why
-        self.say(f"the server {server.name} is given up ({why}): its rollouts go on elsewhere, or wait for it")
+        logger.warning(f"the server {server.name} is given up ({why}): its rollouts go on elsewhere, or wait for it")
         await self._part_with(server, why)
 
     async def _part_with(self, server: Server, why: str) -> None:

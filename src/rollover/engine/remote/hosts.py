@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import secrets
 import signal
 import subprocess
@@ -33,6 +34,8 @@ from rollover.engine.remote.wire import ServerFailed, longest_of
 from rollover.http_guard import TOKEN_VARIABLE, token
 from rollover.processes import brief_waiting, child_command, child_environment
 from rollover.workers.log_file import LogFile
+
+logger = logging.getLogger(__name__)
 
 _ASK_AGAIN_S = 0.2
 _END_S = 10.0
@@ -220,9 +223,9 @@ def hosts_of(config: Config, logs: Path | None = None, own: Callable[[int], Host
     return [*(UrlHost(url.rstrip("/")) for url in engine.urls), *map(make, range(engine.num_servers))]
 
 
-def longest_rollout(hosts: Sequence[Host], limit_s: float, say: Callable[[str], None], closing: threading.Event) -> int:
+def longest_rollout(hosts: Sequence[Host], limit_s: float, closing: threading.Event) -> int:
     """What the first server that answers takes at most, in tokens. For any thread. EngineDied if none does in time, or
-    before `closing` is set; ValueError for one that wants another token. `say` prints a line, of who is waited for."""
+    before `closing` is set; ValueError for one that wants another token."""
     deadline, said, back_off, next_revival = time.monotonic() + limit_s, "", BackOff(), 0.0
     while (left_s := deadline - time.monotonic()) > 0 and not closing.is_set():
         whys: list[str] = []
@@ -237,7 +240,7 @@ def longest_rollout(hosts: Sequence[Host], limit_s: float, say: Callable[[str], 
             except (ServerFailed, OSError, ValueError, RecursionError, HTTPException) as error:
                 whys.append(f"{host.name}: {error}")
         if not said and not closing.is_set():
-            say(f"no server of [engine] answers yet, they are waited for ({'; '.join(whys)})")
+            logger.warning(f"no server of [engine] answers yet, they are waited for ({'; '.join(whys)})")
         said = "; ".join(whys)
         if not closing.wait(_ASK_AGAIN_S) and time.monotonic() > next_revival:
             for host in hosts:

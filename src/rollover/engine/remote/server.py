@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollover.back_off import back_off_s
 from rollover.engine.protocol import EngineDied
 from rollover.engine.remote.client import ServerClient
 from rollover.engine.remote.generation import Generation
@@ -190,7 +191,7 @@ class Attempt:
 
     async def _abort(self, reading: asyncio.Future[None]) -> None:
         """Tell the server to end it until it does: one abort may overtake the request, or get lost."""
-        deadline, pause_s = time.monotonic() + self._grace_s, _ABORT_AGAIN_S
+        deadline, num = time.monotonic() + self._grace_s, 0
         body = abort_body([self.request_id])
         while not reading.done() and (left_s := deadline - time.monotonic()) > 0:
             if self._finished:
@@ -199,11 +200,11 @@ class Attempt:
             telling = asyncio.ensure_future(
                 self.server.client.post("/abort_requests", body, limit_s=min(left_s, _ABORT_AGAIN_MAX_S))
             )
-            await asyncio.wait([reading], timeout=min(left_s, pause_s))
+            num += 1
+            await asyncio.wait([reading], timeout=min(left_s, back_off_s(num, _ABORT_AGAIN_S, _ABORT_AGAIN_MAX_S)))
             if not reading.done():
                 await asyncio.wait([reading, telling], return_when=asyncio.FIRST_COMPLETED)
             _forget(telling)
-            pause_s = min(2 * pause_s, _ABORT_AGAIN_MAX_S)
         if not reading.done():
             self.counts.abandoned_requests += 1
             reading.cancel()

@@ -6,7 +6,6 @@ Owns the process's way from the port to its end: SIGTERM and Ctrl-C end it in or
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 
 import torch
@@ -20,6 +19,7 @@ from rollover.engine.server.service import Service
 from rollover.engine.server.texts import TextEndpoints
 from rollover.http_guard import token
 from rollover.http_server import HttpServer, end_of_service
+from rollover.logs import terminal
 from rollover.models.devices import dtype_of, engine_device
 from rollover.models.load import load_model, stop_token_ids
 from rollover.models.team import prepare_process
@@ -78,5 +78,5 @@ def _load(path: str) -> Mapping[str, torch.Tensor]:
 
 def _end_process(reason: str) -> None:
     """At once, whatever goes on: nothing may be sampled with half a model."""
-    print(f"rollover: error: {reason}: the server ends", file=sys.stderr, flush=True)
+    terminal.error(f"{reason}: the server ends")
     os._exit(_BROKEN)

@@ -28,6 +28,7 @@ from typing import IO
 from rollover.config import Config
 from rollover.engine.vllm_worker import BACKEND, Verify
 from rollover.http_guard import Guard, token
+from rollover.logs import terminal
 from rollover.models.locate import resolve_path
 from rollover.process_tree import descendants, is_running
 from rollover.system import cores
@@ -82,7 +83,7 @@ def run_vllm(config: Config, *, host: str, port: int, ready: Callable[[str], Non
     if told:
         return 0
     where = f": its messages are in {log}" if log else ", and said above why"
-    print(f"rollover: vLLM's server ended (exit code {process.returncode}){where}", file=sys.stderr, flush=True)
+    terminal.warning(f"vLLM's server ended (exit code {process.returncode}){where}")
     return 1
 
 

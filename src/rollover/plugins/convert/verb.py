@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rollover.commands.verb import Overrides, Verb, to_stderr
+from rollover.commands.verb import Overrides, Verb
+from rollover.logs import terminal
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
 
     text, notices = converted(args.file, overrides, args.accept, args.system)
     for notice in notices:
-        to_stderr(f"rollover: notice: {notice}")
+        terminal.info(notice)
     print(text, end="")
     return 0
 

@@ -10,7 +10,7 @@ none is counted twice; what its node had counted until it last answered stays co
 from __future__ import annotations
 
 import asyncio
-import sys
+import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,6 +23,8 @@ from rollover.rewards.registry import Mode
 from rollover.rewards.worker import COUNTERS
 from rollover.types import Reward, Task
 from rollover.workers.pool import Line, Pool, set_within
+
+logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 5.0
 
@@ -80,15 +82,14 @@ class _Serving:
 
 
 class SpreadPool:
-    """What a run uses of a RewardPool, over `nodes`, which start with the first call. `say` prints a line."""
+    """What a run uses of a RewardPool, over `nodes`, which start with the first call."""
 
     def __init__(
         self,
         rewards: RewardsConfig,
         nodes: Sequence[RewardNode],
-        say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
     ) -> None:
-        self.config, self.nodes, self.say = rewards, nodes, say
+        self.config, self.nodes = rewards, nodes
         self._serving: list[_Serving] = []
         self._line: Line[None, _Serving] = Line(self._choose, self._free)
         self._pool = Pool(nodes, self._life, self._on_failure, self._line)
@@ -194,7 +195,7 @@ class SpreadPool:
     async def _on_failure(self, node: RewardNode, why: str, is_news: bool) -> None:
         if is_news:
             left = "" if self._serving else "; scorings wait for it, as there is no other"
-            self.say(f"the reward node {node.name} is lost ({why}), and is started again{left}")
+            logger.warning(f"the reward node {node.name} is lost ({why}), and is started again{left}")
         await node.discard()
 
     async def _watch(self, serving: _Serving) -> str:

@@ -7,9 +7,10 @@ track.artifacts_s where files of it are to go there.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from rollover.plugins.trackers.tool_process import ToolProcess
 from rollover.track.sinks import to_json
 from rollover.track.tracker import Counted, Cut, RecordedGroup, Row, RunInfo
 
+logger = logging.getLogger(__name__)
+
 ID_FILE = "tracked_as"
 FINISHED = "finished"  # of a run that has made all its steps
 _SILENT_S = 60.0
@@ -29,12 +32,12 @@ _LAST_TWO = 2  # messages: the artifacts, and the end
 
 
 class Tools(Counted):
-    """The tools `names` of `track.trackers`. `say` tells the user a line. ValueError for one that is not installed."""
+    """The tools `names` of `track.trackers`. ValueError for one that is not installed."""
 
-    def __init__(self, names: Sequence[str], config: TrackConfig, say: Callable[[str], None]) -> None:
+    def __init__(self, names: Sequence[str], config: TrackConfig) -> None:
         for name in names:
             check_installed(name)
-        self._config, self._say = config, say
+        self._config = config
         self.tools = [ToolProcess(name, TOOLS[name].tracker, config.tracker_rollouts) for name in names]
         self._silent: set[str] = set()
         self._lossy: set[str] = set()
@@ -72,13 +75,13 @@ class Tools(Counted):
                 self._silent.discard(tool.name)
             elif tool.name not in self._silent:
                 self._silent.add(tool.name)
-                self._say(
+                logger.warning(
                     f"track.trackers: {tool.name} has taken nothing for {now - tool.last_sign:.0f} s"
                     f" ({tool.under_way} messages wait for it); the run goes on without waiting"
                 )
             if tool.lost and tool.name not in self._lossy:
                 self._lossy.add(tool.name)
-                self._say(
+                logger.warning(
                     f"track.trackers: {tool.name} does not keep up, or is gone: what it misses is counted"
                     " (trackers/lost). It is told again from the files of the run as soon as it goes on, or with"
                     " --resume"
@@ -129,7 +132,7 @@ class Tools(Counted):
     def _wait_for_artifacts(self, tool: ToolProcess, deadline: float) -> None:
         limit_s = self._config.artifacts_s
         names = " and ".join(self._config.artifacts)
-        self._say(f"track.trackers: waiting for {tool.name} to take {names}, for {limit_s:g} s (track.artifacts_s)")
+        logger.info(f"track.trackers: waiting for {tool.name} to take {names}, for {limit_s:g} s (track.artifacts_s)")
         if not tool.wait(max(0.0, deadline - time.monotonic())) and tool.under_way:
             tool.heard.append(
                 f"track.trackers: {tool.name} had not taken {names} {limit_s:g} s later, and was ended; they are in"
@@ -144,7 +147,7 @@ class Tools(Counted):
         """What was heard of the tools since, in the thread of the run."""
         for tool in self.tools:
             while tool.heard:
-                self._say(tool.heard.popleft())
+                logger.info(tool.heard.popleft())
 
 
 def run_id(directory: Path) -> str:

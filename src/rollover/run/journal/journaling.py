@@ -33,12 +33,10 @@ class Journaling:
         self.parts, self.directory = parts, directory
         self.is_possible = producer.generates
         self.is_on = self.is_possible and config.checkpoint.journal_s > 0
-        self._journal = Journal(directory.journal, directory.trackers.on_message)
+        self._journal = Journal(directory.journal)
         self._scribe = Scribe(self._journal, parts.history.seconds, lambda: parts.prompts.version)
         self._timer = Timer(config.checkpoint.journal_s, self._write_progress, self._beat)
         self._mirror = directory.mirror
-        if self._mirror is not None:
-            self._mirror.say = directory.trackers.on_message
 
     @property
     def writes(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 import virtual_time
+from heard import hear
 from rollover.config import RewardsConfig
 from rollover.plugins.ray.spread import NodeLost, SpreadPool
 from rollover.rewards.protocol import ScoreRequest
@@ -73,8 +74,8 @@ class Node:
         self.closed = True
 
 
-def spread(*nodes: Node, said: list[str] | None = None) -> SpreadPool:
-    return SpreadPool(RewardsConfig.model_validate({}), nodes, ([] if said is None else said).append)
+def spread(*nodes: Node) -> SpreadPool:
+    return SpreadPool(RewardsConfig.model_validate({}), nodes)
 
 
 def play(work: Callable) -> None:
@@ -101,8 +102,8 @@ def test_every_node_works_and_the_oldest_goes_first() -> None:
 
 def test_what_a_lost_node_was_at_is_scored_elsewhere_before_what_came_later_and_counted_once() -> None:
     async def work() -> None:
-        nodes, said = (Node("a"), Node("b")), []
-        pool = spread(*nodes, said=said)
+        nodes, said = (Node("a"), Node("b")), hear([])
+        pool = spread(*nodes)
         scorings = [asyncio.ensure_future(pool.score([request(i)])) for i in range(6)]
         await asyncio.sleep(0.5)
         nodes[0].may_start = False
@@ -123,8 +124,8 @@ def test_what_a_lost_node_was_at_is_scored_elsewhere_before_what_came_later_and_
 
 def test_without_a_node_scorings_wait_for_one() -> None:
     async def work() -> None:
-        node, said = Node("a"), []
-        pool = spread(node, said=said)
+        node, said = Node("a"), hear([])
+        pool = spread(node)
         assert not pool.stands_still, "nothing was asked of it yet"
         await pool.score([request(0)])
         scoring = asyncio.ensure_future(pool.score([request(1)]))

@@ -14,6 +14,7 @@ from urllib.parse import quote, quote_plus
 import psutil
 import pytest
 
+from heard import hear
 from rollover.config import TrackConfig
 from rollover.config.load import load_config
 from rollover.config.run import TOOLS
@@ -112,7 +113,8 @@ class RunOf:
         self.trackers.add("metrics", MetricsFile(folder / "metrics.jsonl"))
         self.trackers.add("evals", EvalFile(folder / "eval.jsonl"))
         config = TrackConfig(trackers=["fake"], **{"finish_s": 120.0, **options})
-        self.tools = Tools(["fake"], config, self.trackers.on_message)
+        self.tools = Tools(["fake"], config)
+        hear(self.trackers.on_message)
         self.trackers.add("tools", self.tools)
         self.trackers.on_start(RunInfo("demo", folder, {"run": {"name": "demo"}}, resumed=False))
 
@@ -580,7 +582,7 @@ def test_secrets_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_group_is_wanted_where_no_rollout_is_shown(tmp_path: Path) -> None:
-    assert not Tools(["fake"], TrackConfig(trackers=["fake"], tracker_rollouts=0), print).wants_groups
+    assert not Tools(["fake"], TrackConfig(trackers=["fake"], tracker_rollouts=0)).wants_groups
 
 
 @pytest.mark.parametrize(
@@ -645,7 +647,7 @@ def test_the_options_reach_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tool_process.ToolProcess, "start", lambda self: None)
     monkeypatch.setattr(tool_process.ToolProcess, "tell", lambda self, message, always=False: told.append(message))
     options = {"project": "p", "group": "g", "entity": "e", "tags": ["a", "b"]}
-    tools = Tools(["fake"], TrackConfig(trackers=["fake"], **options), print)
+    tools = Tools(["fake"], TrackConfig(trackers=["fake"], **options))
     tools.on_start(RunInfo("demo", tmp_path, {"key": "s3cr3t-of-the-user"}, resumed=False))
     about = told[0]["about"]
     assert {key: about[key] for key in options} == options and about["config"] == {"key": "***"}

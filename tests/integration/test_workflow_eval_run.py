@@ -14,6 +14,10 @@ from test_workflow_function_run import check_whole, recipe
 from rollover.cli import main
 
 KILLED = """
+import os, signal
+from pathlib import Path
+
+HERE = Path(__file__).parent
 
 async def killed_in_evaluation(task, episode):
     with (HERE / "asked").open("a") as file:

@@ -51,6 +51,8 @@ class Channel:
 
     def __init__(self, end: socket.socket, max_bytes: int = _MAX_BYTES) -> None:
         self._socket, self._max_bytes = end, max_bytes
+        self._poll = select.poll()  # select.select fails for a descriptor above 1,023
+        self._poll.register(end, select.POLLIN)
 
     def send(self, buffers: list[bytes | memoryview]) -> None:
         """Send an encoded message. OSError if the connection is closed."""
@@ -73,7 +75,7 @@ class Channel:
 
     def wait(self, limit_s: float) -> bool:
         """Whether a message, its beginning, or the end of the connection comes within `limit_s`."""
-        return bool(select.select([self._socket], [], [], limit_s)[0])
+        return bool(self._poll.poll(1000 * limit_s))
 
     def shut(self) -> None:
         """End the connection at both sides, also for threads that wait in `send` or `receive`."""

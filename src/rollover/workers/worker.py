@@ -104,8 +104,12 @@ class Worker:
         """When it last replied, or was started (time.monotonic)."""
         self.pid = self._process.pid
         """Id of the process; with `kept` of its keeper."""
-        for run in (self._write, self._supervise):
-            threading.Thread(target=run, daemon=True, name=f"{name} {run.__name__.strip('_')}").start()
+        try:
+            for run in (self._write, self._supervise):
+                threading.Thread(target=run, daemon=True, name=f"{name} {run.__name__.strip('_')}").start()
+        except RuntimeError:  # no thread can be started
+            self._process.kill()
+            raise
 
     @property
     def stderr(self) -> IO[bytes] | None:
@@ -253,8 +257,12 @@ class Worker:
                 if self._log is not None and time.monotonic() > log_at:
                     self._log.bound()
                     log_at = time.monotonic() + _LOG_EVERY_S
-        except (OSError, BadMessage, BadReply) as error:
-            bad = None if isinstance(error, OSError) else BadReply(str(error))
+        except (BadMessage, BadReply) as error:
+            bad = BadReply(str(error))
+        except OSError:
+            pass
+        except Exception as error:  # of a callback: the calls must not wait for ever
+            bad = BadReply(f"sent a reply that was not understood ({type(error).__name__}: {error})")
         how = self._end(bad is not None)
         with self._lock:
             self._over = bad or WorkerDied(f"{self.name} died in this call ({how})")

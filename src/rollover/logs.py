@@ -57,28 +57,33 @@ def is_json() -> bool:
     return os.environ.get(_VARIABLE) == "json"
 
 
-def print_json(record: logging.LogRecord, stream: IO[str]) -> None:
+def print_json(name: str, level: str, message: str, stream: IO[str]) -> None:
     """Print {"time", "level", "logger", "message"} as one line; the time is in UTC."""
-    time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-    values = {"time": time, "level": record.levelname, "logger": record.name, "message": record.getMessage()}
+    time = datetime.now(UTC).isoformat(timespec="milliseconds")
+    values = {"time": time, "level": level, "logger": name, "message": message}
     _print(json.dumps(values), stream)
 
 
 class _Handler(logging.Handler):
     def handle(self, record: logging.LogRecord) -> bool:
         """Emit without the lock: a listener may wait for a thread that logs, and a signal handler logs, too."""
-        self.emit(record)
+        try:
+            message = self.format(record)
+        except Exception:  # arguments that do not fit their format
+            self.handleError(record)
+            return False
+        self._emit(record, message)
         return True
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def _emit(self, record: logging.LogRecord, message: str) -> None:
         listener = None if record.name == terminal.name else _listener()
         if is_json():
-            print_json(record, sys.stderr if listener is None else sys.stdout)
+            print_json(record.name, record.levelname, message, sys.stderr if listener is None else sys.stdout)
         elif listener is None:
             prefix = _PREFIXES.get(record.levelno, "") if record.name == terminal.name else ""
-            _print(printable_lines(prefix + record.getMessage()), sys.stderr)
+            _print(printable_lines(prefix + message), sys.stderr)
         if listener is not None:
-            listener(record.getMessage())
+            listener(message)
 
 
 def _listener() -> Listener | None:
@@ -88,7 +93,8 @@ def _listener() -> Listener | None:
 
 def _print(line: str, stream: IO[str]) -> None:
     with contextlib.suppress(OSError, ValueError):  # no reader, a full disk, or a closed stream
-        print(line, file=stream, flush=True)
+        stream.write(line + "\n")  # whole: threads may print at the same time
+        stream.flush()
 
 
 _logger = logging.getLogger("rollover")

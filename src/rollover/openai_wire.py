@@ -74,14 +74,18 @@ def json_of(body: bytes | int, most_bytes: int) -> Any:
             f"the request has {body:,} bytes: at most {most_bytes:,} are read", "body", code="context_length_exceeded"
         )
     try:
-        value = json.loads(body)
+        value = json.loads(body.decode())
         if b"\\u" in body:
             json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # half of a pair of surrogates: no answer could repeat it, and no tokenizer reads it
+    except UnicodeError:  # half of a pair of surrogates: no answer could repeat it, and no tokenizer reads it
         raise Refusal("body: a text in it is no Unicode", "body") from None
     except (ValueError, RecursionError) as error:  # the second where it is nested too deeply
         raise Refusal(f"body: no JSON ({error})", "body") from error
     return value
+
+
+MAX_ID = 2**31 - 1
+"""The largest token id of a request."""
 
 
 class Fields(BaseModel):
@@ -139,7 +143,9 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
 
 
 def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 0 and all(type(token) is int and token >= 0 for token in value)
+    if not isinstance(value, list) or not value:
+        return False
+    return all(type(token) is int and 0 <= token <= MAX_ID for token in value)
 
 
 class _Request(Fields):
@@ -148,7 +154,7 @@ class _Request(Fields):
     model: str
     temperature: Number = Field(1.0, ge=0)
     top_p: Number = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)
+    top_k: int = Field(0, ge=-1, le=MAX_ID)
     min_p: Number = Field(0.0, ge=0, le=1)
     seed: int | None = None
     stop: Annotated[list[str], BeforeValidator(_stops)] = []

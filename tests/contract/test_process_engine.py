@@ -258,6 +258,24 @@ def test_the_event_loop_goes_on_while_weights_travel_to_a_process_that_hangs(
     assert asyncio.run(run()) == uninterrupted(model, changed, request)
 
 
+def test_a_cancelled_question_costs_the_process_nothing(model: Path, made: list[ProcessEngine]) -> None:
+    engine = ProcessEngine(config(model), threads=1)
+    made.append(engine)
+
+    async def run() -> None:
+        await engine.load_weights(0, weights(model))
+        extending = asyncio.ensure_future(engine.extend(SUBJECT.request(0, max_new_tokens=60)))
+        await until_it_has_tokens(engine, SUBJECT.request(0).rollout_id)
+        for _ in range(3):
+            asking = asyncio.ensure_future(engine.progress([SUBJECT.request(0).rollout_id]))
+            await asyncio.sleep(0)
+            asking.cancel()
+        assert sum(map(len, await extending)) == 60 and engine.stats()["engine/restarts"] == 0
+        await engine.close()
+
+    asyncio.run(run())
+
+
 def test_one_that_dies_at_its_start_is_started_once_more_but_not_for_ever(
     model: Path, made: list[ProcessEngine]
 ) -> None:

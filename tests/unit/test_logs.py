@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from datetime import datetime
 from pathlib import Path
 
@@ -113,3 +114,17 @@ def test_handler_of_program_gets_messages_once(tmp_path: Path) -> None:
         [sys.executable, "-c", program], env=child_environment(), cwd=tmp_path, capture_output=True, text=True
     )
     assert done.stderr == "text\n" and (tmp_path / "mine.log").read_text() == "text\n"
+
+
+@pytest.mark.usefixtures("json_format")
+def test_lines_of_threads_stay_whole(capfd: pytest.CaptureFixture[str]) -> None:
+    def log(number: int) -> None:
+        for line in range(100):
+            logger.warning("%d %d", number, line)
+
+    threads = [threading.Thread(target=log, args=[number]) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len([json.loads(line) for line in capfd.readouterr().err.splitlines()]) == 400

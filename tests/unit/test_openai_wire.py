@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollover.openai_wire import Refusal, chat_request, completion_request
+from rollover.openai_wire import Refusal, chat_request, completion_request, json_of
 from rollover.types import SamplingParams
 
 USER = [{"role": "user", "content": "What is 2+2?"}]
@@ -58,7 +58,7 @@ def test_an_invalid_field_of_a_chat_is_refused_by_name(fields: dict[str, Any], p
     assert refused.value.param == param and why in str(refused.value)
 
 
-@pytest.mark.parametrize("prompt", ["", [], [""], [[]], [1, -1], [1, "a"], [True], ["a", [1]], 3])
+@pytest.mark.parametrize("prompt", ["", [], [""], [[]], [1, -1], [1, "a"], [True], [2**31], ["a", [1]], 3])
 def test_an_invalid_prompt_is_refused(prompt: Any) -> None:
     with pytest.raises(Refusal, match="must be a text, a list of token ids") as refused:
         completion_request({"model": "m", "prompt": prompt}, only={})
@@ -71,3 +71,14 @@ def test_a_prompt_may_stand_alone_and_no_token_needs_echo() -> None:
     assert completion_request({"model": "m", "prompt": "a", "max_tokens": 0, "echo": True}, only={}).max_tokens == 0
     with pytest.raises(Refusal, match="max_tokens = 0: must be at least 1, unless echo is set"):
         completion_request({"model": "m", "prompt": "a", "max_tokens": 0}, only={})
+
+
+@pytest.mark.parametrize("body", [b'"\xed\xa0\x80"', b'"\\ud800"', '"a"'.encode("utf-16")])
+def test_half_a_pair_of_surrogates_is_refused_however_it_is_written(body: bytes) -> None:
+    with pytest.raises(Refusal, match="no Unicode"):
+        json_of(body, 1000)
+
+
+def test_a_number_that_no_engine_can_hold_is_refused() -> None:
+    with pytest.raises(Refusal, match="top_k = 1000000.*must be less than or equal to 2147483647"):
+        chat_request({"model": "m", "messages": USER, "top_k": 10**30}, only={}, images=False)

@@ -7,7 +7,6 @@ ETA, and a key that a row does not have is shown as a dash.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import time
 from collections import deque
@@ -144,8 +143,7 @@ class LiveView(Tracker):
 
     def _print(self, text: str) -> None:
         if logs.is_json():
-            values = {"name": __name__, "levelname": "INFO", "msg": text}
-            return logs.print_json(logging.makeLogRecord(values), self._console.file)
+            return logs.print_json(__name__, "INFO", text, self._console.file)
         with contextlib.suppress(OSError):  # no reader, or a full disk: the run is worth more than a line of it
             self._console.print(Text(shown_lines(text, self._console)), soft_wrap=True)
 

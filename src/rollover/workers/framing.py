@@ -1,6 +1,6 @@
 """Messages over one end of a socket pair: a JSON object, whose values may be numpy arrays.
 
-    header: length of the JSON, length of the arrays ──▶ JSON, an array as its place ──▶ the bytes of all arrays
+    header: lengths of JSON and arrays, number of arrays ──▶ JSON, an array as its place ──▶ the bytes of all arrays
 
 Nothing is pickled, and a float32 keeps its bits. numpy is imported only where a message has an array.
 """
@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import select
 import socket
 import struct
+import threading
 from collections.abc import Mapping
 from typing import Any
 
-_HEADER = struct.Struct("!QQ")
+_HEADER = struct.Struct("!QQI")
 _ARRAY = "array:"  # the only key of an object that stands for an array
 _MAX_BYTES = 1 << 40
 
@@ -27,20 +29,23 @@ class BadMessage(Exception):
 def encode(message: Mapping[str, Any]) -> list[bytes | memoryview]:
     """Return a message as the buffers that `Channel.send` writes. TypeError for other values."""
     arrays: list[memoryview] = []
+    num_arrays = 0
 
     def place(value: object) -> object:
         import numpy as np
 
+        nonlocal num_arrays
         if isinstance(value, np.generic):
             return value.item()
         if not isinstance(value, np.ndarray):
             raise TypeError(f"a {type(value).__name__} cannot be sent")
+        num_arrays += 1
         if value.nbytes:
             arrays.append(np.ascontiguousarray(value).data.cast("B"))
         return {_ARRAY: [value.dtype.str, list(value.shape)]}
 
     text = json.dumps(message, default=place).encode()
-    return [_HEADER.pack(len(text), sum(array.nbytes for array in arrays)) + text, *arrays]
+    return [_HEADER.pack(len(text), sum(array.nbytes for array in arrays), num_arrays) + text, *arrays]
 
 
 class Channel:
@@ -51,6 +56,7 @@ class Channel:
 
     def __init__(self, end: socket.socket, max_bytes: int = _MAX_BYTES) -> None:
         self._socket, self._max_bytes = end, max_bytes
+        self._closing = threading.Lock()
         self._poll = select.poll()  # select.select fails for a descriptor above 1,023
         self._poll.register(end, select.POLLIN)
 
@@ -61,13 +67,14 @@ class Channel:
 
     def receive(self) -> dict[str, Any]:
         """Wait for the next message. OSError at the end of the connection; BadMessage."""
-        text_bytes, array_bytes = _HEADER.unpack(self._read(_HEADER.size))
+        text_bytes, array_bytes, num_arrays = _HEADER.unpack(self._read(_HEADER.size))
         if max(text_bytes, array_bytes) > self._max_bytes:
             raise BadMessage(f"sent a message of more than {self._max_bytes >> 20} MiB")
-        text, arrays = self._read(text_bytes), self._read(array_bytes)
         try:
-            message = json.loads(text, object_hook=_Restored(arrays))
-        except (ValueError, TypeError, LookupError, RecursionError):
+            text, arrays = self._read(text_bytes), self._read(array_bytes)
+            # Without arrays an object of the user's may look like the place of one.
+            message = json.loads(text, object_hook=_Restored(arrays) if num_arrays else None)
+        except (ValueError, TypeError, LookupError, OverflowError, MemoryError, RecursionError):
             message = None
         if not isinstance(message, dict):
             raise BadMessage("sent an invalid message")
@@ -79,11 +86,13 @@ class Channel:
 
     def shut(self) -> None:
         """End the connection at both sides, also for threads that wait in `send` or `receive`."""
-        with contextlib.suppress(OSError):
+        with self._closing, contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._socket.close()
+        """Only when no thread sends or receives any more: its descriptor may be another file's at once."""
+        with self._closing:
+            self._socket.close()
 
     def _read(self, num: int) -> bytearray:
         found = bytearray(num)
@@ -108,7 +117,7 @@ class _Restored:
         import numpy as np
 
         dtype, shape = np.dtype(value[_ARRAY][0]), value[_ARRAY][1]
-        count = int(np.prod(shape))
+        count = math.prod(shape)
         array = np.frombuffer(self._data, dtype, count, self._used) if count else np.empty(0, dtype)
         self._used += array.nbytes
         return array.reshape(shape)

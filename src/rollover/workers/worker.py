@@ -105,11 +105,13 @@ class Worker:
         self.pid = self._process.pid
         """Id of the process; with `kept` of its keeper."""
         try:
-            for run in (self._write, self._supervise):
-                threading.Thread(target=run, daemon=True, name=f"{name} {run.__name__.strip('_')}").start()
-        except RuntimeError:  # no thread can be started
+            self._writer = threading.Thread(target=self._write, daemon=True, name=f"{name} writer")
+            self._writer.start()
+            threading.Thread(target=self._supervise, daemon=True, name=f"{name} supervisor").start()
+        except RuntimeError as error:  # no thread can be started
             self._process.kill()
-            raise
+            ours.close()
+            raise OSError(str(error)) from error
 
     @property
     def stderr(self) -> IO[bytes] | None:
@@ -152,10 +154,6 @@ class Worker:
         """Send a message that has no reply. TypeError for one that cannot be sent."""
         self._unsent.put(encode(message))
 
-    def abandon(self, number: int) -> None:
-        """No further reply to this call is wanted. One that comes all the same ends the process."""
-        self._pending.pop(number, None)
-
     async def ask(
         self,
         message: Mapping[str, Any],
@@ -166,8 +164,8 @@ class Worker:
     ) -> dict[str, Any]:
         """Send a call and hand each reply to `take`, until it returns True: that reply is returned.
 
-        TimeoutError after `limit_s`, with `limit_each` after so long without a reply; WorkerDied; BadReply. Kill the
-        process after any of them: it may still reply.
+        TimeoutError after `limit_s`, with `limit_each` after so long without a reply; WorkerDied; BadReply. Once it has
+        raised, or was cancelled, further replies are ignored.
         """
         loop = asyncio.get_running_loop()
         replies: asyncio.Queue[Reply] = asyncio.Queue()
@@ -179,6 +177,7 @@ class Worker:
 
         begun = time.monotonic()
         number = self.submit(message, on_reply)
+        is_done = False
         try:
             while True:
                 left_s = None if limit_s is None else begun + limit_s - time.monotonic()
@@ -194,11 +193,16 @@ class Worker:
                 if isinstance(reply, Exception):
                     raise reply
                 if take(reply):
+                    is_done = True
                     return reply
                 if limit_each:
                     begun = time.monotonic()
         finally:
-            self.abandon(number)
+            with self._lock:
+                if is_done:
+                    self._pending.pop(number, None)
+                elif number in self._pending:  # cancelled, or too late: what comes is ignored
+                    self._pending[number] = lambda reply: False
 
     def wait(self, limit_s: float | None = None) -> bool:
         """Whether it has ended, and its last reply was handed over, within the limit."""
@@ -268,15 +272,19 @@ class Worker:
             self._over = bad or WorkerDied(f"{self.name} died in this call ({how})")
             pending, self._pending = self._pending, {}
         self._unsent.put(None)
-        for on_reply in pending.values():
-            on_reply(self._over)
+        self._channel.shut()
+        self._writer.join()
         self._channel.close()
-        self._on_end(self)
-        with self._lock:
-            self._ended.set()
-        for call in self._when_ended:
-            with contextlib.suppress(RuntimeError):  # its event loop is closed
-                call()
+        try:
+            for on_reply in pending.values():
+                on_reply(self._over)
+            self._on_end(self)
+        finally:
+            with self._lock:
+                self._ended.set()
+            for call in self._when_ended:
+                with contextlib.suppress(RuntimeError):  # its event loop is closed
+                    call()
 
     def _dispatch(self, message: dict[str, Any]) -> None:
         number = message.pop("call", None)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 
+import numpy as np
+
 from rollover.workers.child import Calls, ReplyTooLong
 
 
@@ -17,6 +19,9 @@ def main(max_bytes: str) -> None:
         match call["do"]:
             case "echo":
                 calls.reply(**call)
+            case "later":
+                time.sleep(0.3)
+                calls.reply(late=True)
             case "pid":
                 calls.reply(pid=os.getpid())
             case "start":
@@ -38,6 +43,8 @@ def main(max_bytes: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "garbage":
                 os.write(int(call["fd"]), b"\xff" * 64)
+            case "forged":
+                calls.reply(array=np.empty(0), forged={"array:": call["place"]})
             case "half":
                 os.write(int(call["fd"]), bytes(7))
                 time.sleep(1000)

@@ -124,6 +124,29 @@ def test_a_call_that_hangs_raises_after_its_limit(make: Make, do: str) -> None:
     assert not asyncio.run(run()).alive
 
 
+def test_the_reply_to_a_cancelled_call_is_ignored(make: Make) -> None:
+    async def run() -> dict[str, Any]:
+        worker = make()
+        await worker.ask({"do": "pid"}, limit_s=LIMIT_S)
+        asking = asyncio.ensure_future(worker.ask({"do": "later"}))
+        await asyncio.sleep(0)
+        asking.cancel()
+        return await worker.ask({"do": "echo", "text": "next"}, limit_s=LIMIT_S)
+
+    assert asyncio.run(run())["text"] == "next"
+
+
+def test_an_object_that_looks_like_an_array_arrives(make: Make) -> None:
+    assert value_of(make(), "column", do="echo", column={"array:": []}) == {"array:": []}
+
+
+@pytest.mark.parametrize("place", [[1e308, 1e308], [10**26], ["x"]])
+def test_an_array_that_cannot_be_made_ends_the_child(make: Make, place: list[Any]) -> None:
+    worker = make()
+    reply = reply_to(worker, do="forged", place=["<f4", place])
+    assert isinstance(reply, BadReply) and worker.wait(LIMIT_S) and not worker.alive
+
+
 def test_replies_that_came_during_a_stall_of_the_loop_count(make: Make) -> None:
     async def run() -> dict[str, Any]:
         worker = make()

@@ -13,7 +13,7 @@ from rollover.config import Config
 from rollover.engine.process.messages import requests_to_json
 from rollover.engine.protocol import EngineDied, ExtendRequest
 from rollover.processes import brief_waiting, child_environment
-from rollover.workers.worker import Reply, Worker, WorkerDied
+from rollover.workers.worker import BadReply, Reply, Worker, WorkerDied
 
 
 class EngineClient:
@@ -135,7 +135,7 @@ class EngineClient:
         self._flush()
         try:
             reply = await self._worker.ask({"op": op, "value": value}, limit_s=limit_s)
-        except WorkerDied:
+        except (WorkerDied, BadReply):
             return None
         self.stats = reply["stats"]
         if "error" in reply:

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from rollover.config.logits import LogitsProcessing
 from rollover.engine.protocol import ExtendRequest
 from rollover.images import Places, stored
-from rollover.openai_wire import Fields, Number, Refusal, StreamOptions
+from rollover.openai_wire import MAX_ID, Fields, Number, Refusal, StreamOptions
 from rollover.types import Media, Prompt, SamplingParams
 
 _SEED_BITS = 2**64 - 1
@@ -26,12 +26,12 @@ class SamplingFields(Fields):
     max_tokens: int | None = Field(None, ge=1)
     temperature: Number = Field(1.0, ge=0)
     top_p: Number = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)
+    top_k: int = Field(0, ge=-1, le=MAX_ID)
     min_p: Number = Field(0.0, ge=0, le=1)
     seed: int | None = None
     logprobs: int | None = Field(None, ge=0, le=1)
     ignore_eos: bool = False
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_ID)]] | None = None
     stop: str | list[str] | None = None
     min_tokens: int = Field(default=0, ge=0)
     repetition_penalty: Number | None = Field(default=None, gt=0)

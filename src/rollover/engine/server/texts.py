@@ -89,7 +89,7 @@ class TextEndpoints:
             )
         try:
             return list(self.tokenizer.apply_chat_template(messages, **options, tokenize=True, return_dict=False))
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
+        except (TemplateError, TypeError, KeyError, ValueError, RecursionError) as error:
             raise Refusal(f"messages: the model's chat template refuses them: {error}", "messages") from error
 
     async def _answer(
@@ -143,7 +143,7 @@ class TextEndpoints:
         """Nobody knows that of the first token. The likeliest one stands beside each of the others."""
         try:
             values, likeliest, best = self.service.engine.prompt_logprobs(ids)
-        except ValueError as error:
+        except (ValueError, IndexError, OverflowError) as error:
             raise Refusal(str(error), "prompt") from error
         texts = self._texts(ids)
         pairs = zip(texts[1:], values, self._texts(likeliest), best, strict=True)

@@ -14,6 +14,7 @@ import torch
 
 import tiny
 from contract import trainer_contract
+from fake_engine import FakeEngine
 from rollover.algorithms.filters import group_filters
 from rollover.config import (
     AlgorithmConfig,
@@ -25,7 +26,6 @@ from rollover.config import (
     WorkflowConfig,
 )
 from rollover.engine.build import EngineSetup, build_engine
-from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.envs.build import EnvironmentSetup, build_environment
 from rollover.envs.class_environment import ClassEnvironment

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from contract import engine_contract
-from rollover.engine.fake import FakeEngine
+from fake_engine import FakeEngine
 from rollover.types import StopReason
 
 PROMPTS = [(1, 2, 3), (4, 5)]

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fake_engine import FakeEngine
 from rollover.config import Config
-from rollover.engine.fake import FakeEngine
 from rollover.run.producer import Generation, OwnProducer, Producer, RecordedRollouts, ready_group
 from rollover.run.stop import Stop, signals_to
 from rollover.staleness import group_staleness

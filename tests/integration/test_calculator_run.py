@@ -25,7 +25,7 @@ SCRIPT = """
 import json
 import numpy as np
 import torch
-from rollover.engine.fake import FakeEngine
+from fake_engine import FakeEngine
 from rollover.types import Segment, StopReason
 
 def call(*expressions):

@@ -51,7 +51,7 @@ ATTRIBUTES = {
 TOYS = '''
 from rollover.commands.train import VERB as TRAIN
 from rollover.commands.verb import Verb
-from rollover.engine.fake import FakeEngine
+from fake_engine import FakeEngine
 from rollover.envs.protocol import written
 from rollover.cluster.protocol import ThisMachine
 from rollover.track.tracker import Tracker

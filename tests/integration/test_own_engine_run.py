@@ -13,7 +13,7 @@ from rollover.cli import main
 ENGINES = """
 from dataclasses import replace
 import numpy as np
-from rollover.engine.fake import FakeEngine
+from fake_engine import FakeEngine
 
 class Right(FakeEngine):
     def __init__(self, setup):

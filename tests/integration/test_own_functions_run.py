@@ -143,7 +143,7 @@ def test_a_function_that_goes_wrong_later_ends_the_run_with_one_line_and_a_check
 
 
 ENGINE = """
-from rollover.engine.fake import FakeEngine
+from fake_engine import FakeEngine
 from rollover.engine.protocol import Engine
 
 class Own:

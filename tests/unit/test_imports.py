@@ -108,7 +108,6 @@ NO_TORCH = (
     "cluster/plan.py",
     "cluster/report.py",
     "engine/protocol.py",
-    "engine/fake.py",
     "track/",
     "functions.py",
     "live_objects.py",

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import tiny
+from fake_engine import FakeEngine
 from rollover import registry
 from rollover.algorithms.filters import group_filters
 from rollover.algorithms.loss import Tokens
 from rollover.config import AlgorithmConfig, Config, FiltersConfig, TasksConfig, TaskSourceConfig
 from rollover.config.schema import leaves
-from rollover.engine.fake import FakeEngine
 from rollover.functions import FunctionError, explained, own_function
 from rollover.rollout.order import RolloutView, load_order
 from rollover.run.own_metrics import own_metrics

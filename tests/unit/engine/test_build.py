@@ -14,7 +14,7 @@ from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.embedded.engine import EmbeddedEngine
 
 OWN = """
-from rollover.engine.fake import FakeEngine
+from fake_engine import FakeEngine
 
 def fake(setup):
     return FakeEngine(lambda seed: 5, max_tokens=setup.threads)

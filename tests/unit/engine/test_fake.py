@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from rollover.engine.fake import FakeEngine
+from fake_engine import FakeEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.types import Prompt, SamplingParams, Segment, StopReason
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fake_engine import FakeEngine
 from rollover.config import WatchdogConfig
-from rollover.engine.fake import FakeEngine
 from rollover.engine.own import OwnEngine
 from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad, WrongAnswer
 from rollover.functions import FunctionError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rollover.engine.fake import FakeEngine
+from fake_engine import FakeEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.envs.protocol import written
 from rollover.types import Reward, Rollout, Segment, Task

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 import pytest
 
 import virtual_time
+from fake_engine import FakeEngine
 from rollover.config import WatchdogConfig
-from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.rollout.watchdog import Watchdog
 from rollover.types import Group

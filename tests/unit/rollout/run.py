@@ -6,10 +6,10 @@ import asyncio
 import copy
 from collections.abc import Callable
 
+from fake_engine import FakeEngine
 from heard import hear
 from rollover.config.rollout import RolloutConfig
 from rollover.config.workflow import WorkflowConfig
-from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.envs.protocol import Environment
 from rollover.envs.single_turn import SingleTurn

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import virtual_time
+from fake_engine import FakeEngine
 from heard import hear
 from rollover.config import WatchdogConfig
-from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import EngineDied
 from rollover.rollout.asker import Asker
 from rollover.types import SamplingParams, Segment, StopReason

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import virtual_time
-from rollover.engine.fake import FakeEngine
+from fake_engine import FakeEngine
 from rollover.rollout.lifecycle import EventKind
 from rollover.staleness import group_staleness
 from rollover.types import DropReason, Reward, Rollout, RolloutState, StopReason, rollout_seed

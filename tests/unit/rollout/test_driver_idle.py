@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollover.engine.fake import FakeEngine
+from fake_engine import FakeEngine
 from rollover.rollout import phase_clock
 from rollover.types import Reward, Rollout
 from unit.rollout.run import Run

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rollover.engine.fake import FakeEngine
+from fake_engine import FakeEngine
 from rollover.engine.protocol import EngineDied
 from rollover.rollout.lifecycle import EventKind
 from rollover.types import Group, Reward, Rollout, RolloutState, StopReason

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from hanging import assert_said, short, stats, steps, watchdog
 
-from rollover.engine.fake import FakeEngine
+from fake_engine import FakeEngine
 from rollover.rollout.lifecycle import EventKind
 from rollover.types import DropReason, Prompt, Reward, Rollout, RolloutState
 from unit.rollout.run import PARTIAL, Run, assert_same_groups, ids, score_by_tokens

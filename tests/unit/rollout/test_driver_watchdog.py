@@ -22,7 +22,7 @@ from hanging import (
 )
 
 import virtual_time
-from rollover.engine.fake import FakeEngine
+from fake_engine import FakeEngine
 from rollover.rollout.lifecycle import EventKind
 from rollover.rollout.watchdog import Watchdog
 from rollover.types import DropReason, Group, RolloutState, StopReason

@@ -9,7 +9,7 @@ import pytest
 from hanging import assert_said, assert_waits_for_ever, short, stats, steps, watchdog
 
 import virtual_time
-from rollover.engine.fake import FakeEngine
+from fake_engine import FakeEngine
 from rollover.rollout.lifecycle import EventKind
 from rollover.types import DropReason, Group, Reward, Rollout
 from unit.rollout.run import PARTIAL, Run, assert_same_groups, ids, score_by_tokens

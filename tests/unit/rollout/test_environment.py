@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import virtual_time
+from fake_engine import FakeEngine
 from rollover.config import Config
 from rollover.config.algorithm import AlgorithmConfig
 from rollover.config.workflow import WorkflowConfig
-from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.envs.build import EnvironmentSetup, OwnEnvironment, build_environment
 from rollover.envs.protocol import Environment, written

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import virtual_time
+from fake_engine import FakeEngine
 from rollover.config import WatchdogConfig
-from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import EngineDied, ExtendRequest
 from rollover.rollout.lifecycle import EventKind
 from rollover.rollout.watchdog import Watchdog

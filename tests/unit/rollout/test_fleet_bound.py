@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from test_overlap_bound import CONFIGS, AsyncWorld
 
 import virtual_time
+from fake_engine import FakeEngine
 from rollover.config import WatchdogConfig
-from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest, WeightLoad
 from rollover.rollout.watchdog import Watchdog
 from rollover.staleness import group_staleness

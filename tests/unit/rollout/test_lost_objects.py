@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 import tiny
+from fake_engine import FakeEngine
 from rollover import Observation
 from rollover.config import Config, EngineConfig
 from rollover.config.workflow import WorkflowConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.envs.build import EnvironmentSetup
 from rollover.envs.class_environment import ClassEnvironment

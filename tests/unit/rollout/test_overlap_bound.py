@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from world import make_segment, make_task
 
+from fake_engine import FakeEngine
 from rollover.config.rollout import RolloutConfig
-from rollover.engine.fake import FakeEngine
 from rollover.envs.single_turn import SingleTurn
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 import virtual_time
+from fake_engine import FakeEngine
 from heard import hear
 from rollover.config import Config
-from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.envs.protocol import BeginAgain, Environment, written
 from rollover.envs.single_turn import SingleTurn

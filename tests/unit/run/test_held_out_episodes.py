@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import virtual_time
+from fake_engine import FakeEngine
 from heard import hear
 from rollover.config import Config
-from rollover.engine.fake import FakeEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.run.evaluate import Answers, EvalTasks, answers_of, check_roles, summarised
 from rollover.types import Rollout, SamplingParams, Segment, Task

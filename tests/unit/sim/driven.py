@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+from fake_engine import FakeEngine
 from rollover.config.rollout import RolloutConfig
-from rollover.engine.fake import FakeEngine
 from rollover.envs.single_turn import SingleTurn
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, Lifecycle

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fake_engine import FakeEngine
 from rollover.config import PlanConfig
 from rollover.config.rollout import RolloutConfig
-from rollover.engine.fake import FakeEngine
 from rollover.rollout.lifecycle import Event
 from rollover.sim.fleet import step_seconds
 from rollover.sim.simulate import Outcome, Simulation

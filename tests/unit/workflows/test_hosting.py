@@ -17,7 +17,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import virtual_time
-from rollover.engine.fake import FakeEngine
+from fake_engine import FakeEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.rollout.lifecycle import EventKind
 from rollover.types import DropReason, Group, Rollout, RolloutState, SamplingParams, Segment, StopReason

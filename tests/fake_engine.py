@@ -1,4 +1,4 @@
-"""A fake engine: the whole Engine contract without a model, for tests and planning. No torch, no wall time.
+"""A fake engine: the whole Engine contract without a model. No torch, no wall time.
 
 Owns nothing but the rollouts that run. Every step gives each of them one token and yields to the event loop once.
 Token ids are a hash of (seed, absolute index), so they survive any interruption, as with a real engine under frozen

@@ -558,7 +558,10 @@ def test_the_rewards_of_a_games_turns_are_those_of_turn_returns(texts: tuple[str
     [
         ({"workflow": {"environment": "a:B"}, "rollout": {"environment": "c:d"}}, "a run has one of them. Remove"),
         ({"workflow": {"environment": "a:B"}, "tasks": {"chat": False}}, "Set tasks.chat = true"),
-        ({"workflow": {"environment": "calculator.py"}}, "write module:Class or path.py:Class"),
+        (
+            {"workflow": {"environment": "calculator.py"}},
+            'workflow.environment = "calculator.py" is no function .*path.py:function',
+        ),
         ({"workflow": {"environment": "a:B", "tool_format": "xml"}}, "none of hermes, json"),
         ({"workflow": {"function": "a:b", "command": ["c"]}}, 'workflow.function = "a:b" with workflow.command = '),
         (

@@ -21,15 +21,15 @@ from rollover.config.table import UNSETTLED, ConfigError, Table, entry_points_of
 from rollover.config.trust import FUNCTIONS, OfRun, named, text_options
 from rollover.rewards.chosen import chosen_for
 
-PLACE = "toys:attribute"
+PLACE = "untouched:attribute"
 
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package that registers `toy` for each kind. Its module cannot be imported."""
     folder = tmp_path / "site"
-    install(folder, "toys", {kind: {"toy": PLACE} for kind in registry.KINDS})
-    (folder / "toys.py").write_text("raise SystemExit('imported')")
+    install(folder, "untouched", {kind: {"toy": PLACE} for kind in registry.KINDS})
+    (folder / "untouched.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(str(folder))
     return folder
 
@@ -68,7 +68,7 @@ def test_registered_name_becomes_its_place(key: str, site: Path) -> None:
     for part in key.split("."):
         got = got[0] if part == "0" else got[part] if isinstance(got, dict) else getattr(got, part)
     assert got in (PLACE, [PLACE], {"maths": PLACE})
-    assert "toys" not in sys.modules
+    assert "untouched" not in sys.modules
 
 
 @pytest.mark.parametrize("kind", [kind for kind, ours in registry.KINDS.items() if ours])
@@ -132,7 +132,7 @@ def test_name_of_a_run_directory_is_refused_unless_given(site: Path) -> None:
     for same in ("toy", PLACE):
         given = load_config([run, {"algorithm.loss": same}], require_sources=False)
         assert given.config.algorithm.loss == PLACE
-    assert "toys" not in sys.modules
+    assert "untouched" not in sys.modules
 
 
 def test_readers_of_a_run_directory_import_no_plugin(
@@ -153,4 +153,4 @@ def test_readers_of_a_run_directory_import_no_plugin(
     main(["plan", "apr", "--from-run", str(run), "--steps", "2"])
     rollover.open(run)
     assert "imported" not in "".join(capsys.readouterr())
-    assert "toys" not in sys.modules
+    assert "untouched" not in sys.modules

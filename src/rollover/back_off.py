@@ -15,7 +15,7 @@ def back_off_s(num: int, first_s: float, longest_s: float) -> float:
 
 
 class BackOff:
-    """Of one thing that is started again and again: `begin`, and after each end `is_news` and `pause_s`."""
+    """Backoff of one component that is restarted: `begin`, and after each end `is_news` and `pause_s`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._num = clock, 0

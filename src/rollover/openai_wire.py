@@ -42,7 +42,7 @@ _FIXED: Json = {
     "service_tier": "auto",
 }
 """Fields of the API with the one value that is supported."""
-_NO_LOGPROB = -9999.0  # vLLM's number for NaN and infinity, which JSON does not have
+NO_LOGPROB = -9999.0  # vLLM's number for NaN and infinity, which JSON does not have
 
 
 class Refusal(ValueError):
@@ -275,7 +275,7 @@ def finish_reason(reason: StopReason) -> str:
 
 def finite(logprob: float) -> float:
     """Return a log-prob as JSON can hold it."""
-    return float(logprob) if math.isfinite(logprob) else _NO_LOGPROB
+    return float(logprob) if math.isfinite(logprob) else NO_LOGPROB
 
 
 def usage(num_prompt: int, num_sampled: int) -> Json:

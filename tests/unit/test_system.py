@@ -58,7 +58,7 @@ def test_new_weights_go_through_a_file_of_the_temporary_folder_on_macos(macos: N
     transport = build_transport("shared_file", TransportSetup())
     try:
         parcel = transport.send(1, [("a", torch.zeros(1 << 14))])
-        assert parcel.file is not None and os.fstat(parcel.file).st_size == 1 << 16
+        assert os.fstat(parcel.message["file"]).st_size == 1 << 16
     finally:
         transport.close()
     assert said == [], "no place is missed that there never is"

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
 from rollover.functions import described, shortened
+from rollover.openai_wire import NO_LOGPROB
 from rollover.types import Segment, StopReason, why_not_in_vocabulary
 
 _MOST_ROUNDING = 1e-3  # services compute log-probs by log_softmax in float32, which rounds by less
-_NO_LOGPROB = -9999.0  # what vLLM writes for NaN and -inf, which JSON does not have
 
 
 def usable(token_ids: Sequence[int], logprobs: Sequence[float], vocab_size: int | None) -> tuple[list[float], str]:
@@ -25,7 +25,7 @@ def usable(token_ids: Sequence[int], logprobs: Sequence[float], vocab_size: int 
     """
     found: list[float] = []
     for token, value in zip(token_ids, logprobs, strict=True):
-        if not _NO_LOGPROB < value <= _MOST_ROUNDING:  # NaN, too
+        if not NO_LOGPROB < value <= _MOST_ROUNDING:  # NaN, too
             return found, f"gave token {token} the invalid log-prob {value:g} (they are finite, and at most 0)"
         if vocab_size is not None and token >= vocab_size:
             return found, f"gave token {token}, and the model has {vocab_size}"

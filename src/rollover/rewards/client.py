@@ -15,7 +15,8 @@ from rollover.functions import is_score
 from rollover.processes import child_environment
 from rollover.rewards.registry import MAX_REPLY_BYTES, Item, Mode, Result
 from rollover.rewards.travel import packed
-from rollover.workers.worker import BadReply, Worker
+from rollover.workers.framing import BadMessage
+from rollover.workers.worker import Worker
 
 
 class RewardClient:
@@ -44,7 +45,7 @@ class RewardClient:
     async def load(self, spec: str) -> Result | None:
         """Start the process and load the function, each if need be. Returns the failure if it cannot be loaded.
 
-        TimeoutError after rewards.startup_timeout_s; WorkerDied; BadReply.
+        TimeoutError after rewards.startup_timeout_s; WorkerDied; BadMessage.
         """
         worker = self._worker
         if worker is None or not worker.alive:
@@ -64,9 +65,9 @@ class RewardClient:
             message = {"op": "load", "spec": spec, **self._pack(spec)}
         except ValueError as error:  # of an object that cannot be copied
             return {"error": str(error)}
-        found = await worker.ask(message, limit_s=self._config.startup_timeout_s)
+        found = await worker.request(message, limit_s=self._config.startup_timeout_s)
         if not {"error", "mode"} & found.keys() or not isinstance(found.get("pid"), int):
-            raise BadReply("sent an invalid message")
+            raise BadMessage("sent an invalid message")
         self._pid = found["pid"]
         if "error" in found:
             return found
@@ -77,7 +78,7 @@ class RewardClient:
         """Score items with a loaded function. `take` gets the results as they come, by the index of their item, until
         it returns True: the rest is not waited for, and the process has to be killed.
 
-        TimeoutError after rewards.timeout_s (mode "each": of each item); WorkerDied; BadReply.
+        TimeoutError after rewards.timeout_s (mode "each": of each item); WorkerDied; BadMessage.
         """
         assert self._worker is not None, "the function is loaded"
         mode, missing = self.modes[spec], set(range(len(items)))
@@ -88,7 +89,7 @@ class RewardClient:
             return take(results) or not missing
 
         message = {"op": "score", "spec": spec, "items": items, "limit_s": self._config.timeout_s}
-        await self._worker.ask(message, take_reply, self._config.timeout_s, limit_each=mode == "each")
+        await self._worker.request(message, take_reply, self._config.timeout_s, limit_each=mode == "each")
 
     async def kill(self) -> None:
         """End the process, and wait until it is gone, whoever began to end it."""
@@ -101,20 +102,20 @@ def results_of(reply: dict[str, Any], mode: str, missing: set[int]) -> dict[int,
     """The results in a reply, by the index of their item: each {"score", "extras"} and maybe "shaping", finite numbers,
     and "texts", or {"error"}.
 
-    BadReply unless they are those of `missing` items: one of them, in mode "batch" all.
+    BadMessage unless they are those of `missing` items: one of them, in mode "batch" all.
     """
     if mode == "batch":
         results = [reply] * len(missing) if "error" in reply else reply.get("results")
         return dict(zip(sorted(missing), _checked(results, len(missing)), strict=True))
     index = reply.get("index")
     if not isinstance(index, int) or index not in missing:
-        raise BadReply("scored another sample")
+        raise BadMessage("scored another sample")
     return {index: _checked([reply.get("result")], 1)[0]}
 
 
 def _checked(results: Any, num: int) -> list[dict[str, Any]]:
     if not isinstance(results, list) or len(results) != num or not all(map(_is_result, results)):
-        raise BadReply("sent invalid results")
+        raise BadMessage("sent invalid results")
     return results
 
 

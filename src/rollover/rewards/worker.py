@@ -28,7 +28,8 @@ from rollover.rewards.quarantine import Quarantine
 from rollover.rewards.registry import RETURNED_NONE, Item, Mode, Result
 from rollover.rewards.travel import packed
 from rollover.types import Reward, Task
-from rollover.workers.worker import BadReply, WorkerDied
+from rollover.workers.framing import BadMessage
+from rollover.workers.worker import WorkerDied
 
 _MAX_BAD_REPLIES = 3  # to one call, until it is given up
 _DUMMY_COMPLETION = "The answer is 0."
@@ -168,7 +169,7 @@ class RewardWorker:
                 error = f"timeout after {limit_s:g} s"
             except WorkerDied as death:
                 kind, error = "crashes", str(death)
-            except BadReply as bad:
+            except BadMessage as bad:
                 kind, error = "crashes", f"the reward worker {bad}"
                 num_bad_replies += 1
                 if num_bad_replies < _MAX_BAD_REPLIES:  # it may be the doing of an earlier call

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rollover.functions import explained
-from rollover.workers.framing import Channel, encode
+from rollover.workers.framing import MAX_BYTES, Channel, encode
 
 
 class ReplyTooLong(ValueError):
@@ -26,7 +26,7 @@ class Calls:
     `max_bytes`: of a reply.
     """
 
-    def __init__(self, max_bytes: int = 1 << 40) -> None:
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._channel, self._max_bytes = Channel(socket.socket(fileno=os.dup(0))), max_bytes
         self._pid = os.getpid()
         self.call = 0

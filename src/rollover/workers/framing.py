@@ -19,11 +19,11 @@ from typing import Any
 
 _HEADER = struct.Struct("!QQI")
 _ARRAY = "array:"  # the only key of an object that stands for an array
-_MAX_BYTES = 1 << 40
+MAX_BYTES = 1 << 40
 
 
 class BadMessage(Exception):
-    """The received bytes are not a message. The text continues a sentence that begins with the sender."""
+    """The bytes are not a message, or the message not a reply. The text completes "the reward worker ..."."""
 
 
 def encode(message: Mapping[str, Any]) -> list[bytes | memoryview]:
@@ -54,7 +54,7 @@ class Channel:
     One thread may send while another one receives.
     """
 
-    def __init__(self, end: socket.socket, max_bytes: int = _MAX_BYTES) -> None:
+    def __init__(self, end: socket.socket, max_bytes: int = MAX_BYTES) -> None:
         self._socket, self._max_bytes = end, max_bytes
         self._closing = threading.Lock()
         self._poll = select.poll()  # select.select fails for a descriptor above 1,023

@@ -1,9 +1,9 @@
-"""Members that fail and come back: servers of an engine, nodes of reward workers; and the calls that wait for one.
+"""A pool of members that fail and are restarted (servers of an engine, nodes of reward workers), and a queue for it.
 
     start ──▶ life of a member ──failed──▶ on_failure ──exponential backoff──▶ life again
-    Line.place(call) ──in order──▶ a place, as soon as `choose` finds one ──▶ Line.move when there may be another
+    place(call) ──in order──▶ a place, as soon as `choose` finds one ──▶ move when there may be another
 
-Owns one task a member, and who waits. An error that ends such a task ends the line: nobody would restart the member.
+Owns one task a member, and the waiting calls. An error in such a task ends the queue: the member is not restarted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Waiting(Generic[Call, Place]):
     place: asyncio.Future[Place | None]
 
 
-class Line(Generic[Call, Place]):
+class RequestQueue(Generic[Call, Place]):
     """Calls that wait for a place, in order. `choose`: takes a place for a call, or None where there is none yet;
     `free`: frees one that was taken."""
 
@@ -46,7 +46,7 @@ class Line(Generic[Call, Place]):
         return next(self._numbers)
 
     async def place(self, call: Call, number: int | None = None, until: asyncio.Event | None = None) -> Place | None:
-        """Return a place. None if `until` is set first, or the line ended. Raises the error of `end`."""
+        """Return a place. None if `until` is set first, or the queue ended. Raises the error of `end`."""
         self.check()
         future = asyncio.get_running_loop().create_future()
         waiting = _Waiting(self.number() if number is None else number, call, future)
@@ -95,17 +95,20 @@ class Line(Generic[Call, Place]):
 
 
 class Pool(Generic[Member]):
-    """Starts `members` again whenever they fail. `life`: starts one, calls its argument when it works, and returns why
-    it failed ("": that is known already). `on_failure`: parts with it; it gets the reason, and whether that is news."""
+    """Restarts each of `members` whenever it fails.
+
+    life: starts one, calls its argument when it works, and returns why it failed ("": that is known already).
+    on_failure: releases one; it gets the reason, and whether that differs from the last one.
+    """
 
     def __init__(
         self,
         members: Sequence[Member],
         life: Callable[[Member, Callable[[], None]], Awaitable[str]],
         on_failure: Callable[[Member, str, bool], Awaitable[None]],
-        line: Line[Any, Any],
+        queue: RequestQueue[Any, Any],
     ) -> None:
-        self.members, self._life, self._on_failure, self._line = members, life, on_failure, line
+        self.members, self._life, self._on_failure, self._queue = members, life, on_failure, queue
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -113,7 +116,7 @@ class Pool(Generic[Member]):
         return bool(self._tasks)
 
     def start(self, *others: Coroutine[Any, Any, None]) -> None:
-        """Start all members, and `others`, whose error ends the line as well."""
+        """Start all members, and `others`, whose error ends the queue as well."""
         self._tasks = [asyncio.ensure_future(work) for work in (*map(self._keep, self.members), *others)]
         for task in self._tasks:
             task.add_done_callback(self._on_end)
@@ -132,7 +135,7 @@ class Pool(Generic[Member]):
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._line.end(error)
+            self._queue.end(error)
 
 
 async def set_within(event: asyncio.Event, limit_s: float) -> bool:

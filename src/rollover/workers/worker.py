@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from rollover.process_tree import is_stopped
 from rollover.processes import child_command, child_environment
-from rollover.workers.framing import BadMessage, Channel, encode
+from rollover.workers.framing import MAX_BYTES, BadMessage, Channel, encode
 from rollover.workers.log_file import LogFile
 
 _POLL_S = 0.2
@@ -36,11 +36,7 @@ class WorkerDied(Exception):
     """The process ended while a reply was due."""
 
 
-class BadReply(Exception):
-    """The process sent something that is not a reply to a call; the text completes "the reward worker ..."."""
-
-
-Reply = dict[str, Any] | WorkerDied | BadReply
+Reply = dict[str, Any] | WorkerDied | BadMessage
 
 
 class Worker:
@@ -64,7 +60,7 @@ class Worker:
         kept: bool = False,
         environment: Mapping[str, str] | None = None,
         stderr: LogFile | int | None = None,
-        max_bytes: int | None = None,
+        max_bytes: int = MAX_BYTES,
         stopped_limit_s: float | None = None,
         files: Sequence[int] = (),
         on_end: Callable[[Worker], None] = lambda worker: None,
@@ -81,16 +77,16 @@ class Worker:
                     stdout=subprocess.DEVNULL,  # until `Calls` sends to stderr what is printed
                     stderr=output,
                     env=child_environment() if environment is None else environment,
+                    pass_fds=files,
                     # Ctrl-C is for the loop. A kept one in no session of its own: Linux shares the cores between
                     # sessions first, and each would weigh as much as the trainer.
-                    pass_fds=files,
                     process_group=0 if kept else None,
                     start_new_session=not kept,
                 )
             except BaseException:
                 ours.close()
                 raise
-        self._channel = Channel(ours) if max_bytes is None else Channel(ours, max_bytes)
+        self._channel = Channel(ours, max_bytes)
         self._unsent: queue.SimpleQueue[list[bytes | memoryview] | None] = queue.SimpleQueue()
         self._pending: dict[int, Callable[[Reply], bool]] = {}
         self._lock = threading.Lock()  # of the pending calls
@@ -136,7 +132,7 @@ class Worker:
 
     def submit(self, message: Mapping[str, Any], on_reply: Callable[[Reply], bool]) -> int:
         """Send a call, and return its number. `on_reply` gets each reply, in the supervisor thread, until it returns
-        True; or last the exception WorkerDied or BadReply, when the process has ended. TypeError for a message that
+        True; or last the exception WorkerDied or BadMessage, when the process has ended. TypeError for a message that
         cannot be sent."""
         with self._lock:
             number = self._num_calls + 1
@@ -150,11 +146,11 @@ class Worker:
             on_reply(over)
         return number
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def notify(self, message: Mapping[str, Any]) -> None:
         """Send a message that has no reply. TypeError for one that cannot be sent."""
         self._unsent.put(encode(message))
 
-    async def ask(
+    async def request(
         self,
         message: Mapping[str, Any],
         take: Callable[[dict[str, Any]], bool] = lambda reply: True,
@@ -164,8 +160,8 @@ class Worker:
     ) -> dict[str, Any]:
         """Send a call and hand each reply to `take`, until it returns True: that reply is returned.
 
-        TimeoutError after `limit_s`, with `limit_each` after so long without a reply; WorkerDied; BadReply. Once it has
-        raised, or was cancelled, further replies are ignored.
+        TimeoutError after `limit_s`, with `limit_each` after so long without a reply; WorkerDied; BadMessage. Once it
+        has raised, or was cancelled, further replies are ignored.
         """
         loop = asyncio.get_running_loop()
         replies: asyncio.Queue[Reply] = asyncio.Queue()
@@ -261,12 +257,12 @@ class Worker:
                 if self._log is not None and time.monotonic() > log_at:
                     self._log.bound()
                     log_at = time.monotonic() + _LOG_EVERY_S
-        except (BadMessage, BadReply) as error:
-            bad = BadReply(str(error))
+        except BadMessage as error:
+            bad = error
         except OSError:
             pass
         except Exception as error:  # of a callback: the calls must not wait for ever
-            bad = BadReply(f"sent a reply that was not understood ({type(error).__name__}: {error})")
+            bad = BadMessage(f"sent a reply that was not understood ({type(error).__name__}: {error})")
         how = self._end(bad is not None)
         with self._lock:
             self._over = bad or WorkerDied(f"{self.name} died in this call ({how})")
@@ -289,11 +285,11 @@ class Worker:
     def _dispatch(self, message: dict[str, Any]) -> None:
         number = message.pop("call", None)
         if not isinstance(number, int) or not 0 < number <= self._num_calls:
-            raise BadReply("answered no call" if isinstance(number, int) else "sent an invalid message")
+            raise BadMessage("answered no call" if isinstance(number, int) else "sent an invalid message")
         self.last_reply = time.monotonic()
         on_reply = self._pending.get(number)
         if on_reply is None:
-            raise BadReply("answered another call")
+            raise BadMessage("answered another call")
         if on_reply(message):
             self._pending.pop(number, None)
 

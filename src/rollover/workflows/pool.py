@@ -17,7 +17,8 @@ from typing import Any
 from rollover.functions import OwnFunction
 from rollover.processes import ALL, child_environment
 from rollover.rewards.travel import packed
-from rollover.workers.worker import BadReply, Worker, WorkerDied
+from rollover.workers.framing import BadMessage
+from rollover.workers.worker import Worker, WorkerDied
 from rollover.workflows.function import IN_WORKER, KEY, OVER_HTTP, RETURNS, wanted_by
 from rollover.workflows.lanes import Lane, PerLane
 from rollover.workflows.protocol import Answer, AsksByKey, Waiting
@@ -132,14 +133,14 @@ class _Worker:
         """The reply. After WorkerFailed, or a cancellation, there is no process that may still be at it."""
         assert self._worker is not None, "it is loaded first"
         try:
-            found = await self._worker.ask(message, limit_s=limit_s)
+            found = await self._worker.request(message, limit_s=limit_s)
         except BaseException as error:
             await self.kill()
             if isinstance(error, TimeoutError):
                 raise WorkerFailed(f"{_NAME} did not load it within {limit_s:g} s") from error
             if isinstance(error, WorkerDied):
                 raise WorkerFailed(str(error)) from error
-            if isinstance(error, BadReply):
+            if isinstance(error, BadMessage):
                 raise WorkerFailed(f"{_NAME} {error}") from error
             raise
         if found.get("out_of_memory"):  # what filled its memory may fill it still

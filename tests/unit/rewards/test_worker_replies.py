@@ -11,7 +11,7 @@ from rollover.rewards.client import results_of
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.types import Task
-from rollover.workers.worker import BadReply
+from rollover.workers.framing import BadMessage
 
 FUNCTIONS = """
 import json, os, time
@@ -147,5 +147,5 @@ def test_a_pipe_that_is_flooded_or_closed_does_not_end_the_run(word):
     ],
 )
 def test_results_that_are_none(results):
-    with pytest.raises(BadReply):
+    with pytest.raises(BadMessage):
         results_of({"results": results}, "batch", {0, 1})

@@ -18,8 +18,9 @@ import pytest
 
 from rollover.process_tree import has_ended
 from rollover.processes import child_environment
+from rollover.workers.framing import BadMessage
 from rollover.workers.log_file import LogFile
-from rollover.workers.worker import BadReply, Reply, Worker, WorkerDied
+from rollover.workers.worker import Reply, Worker, WorkerDied
 
 TESTS = Path(__file__).parents[2]
 LIMIT_S = 60.0  # of a machine with other things to do
@@ -85,8 +86,8 @@ def test_a_call_has_several_replies_until_they_are_taken(make: Make) -> None:
             seen.append(reply["number"])
             return len(seen) == 5
 
-        await worker.ask({"do": "count", "to": 5}, take, LIMIT_S, limit_each=True)
-        return seen, await worker.ask({"do": "echo", "text": "next"}, limit_s=LIMIT_S)
+        await worker.request({"do": "count", "to": 5}, take, LIMIT_S, limit_each=True)
+        return seen, await worker.request({"do": "echo", "text": "next"}, limit_s=LIMIT_S)
 
     assert asyncio.run(run()) == ([0, 1, 2, 3, 4], {"do": "echo", "text": "next"})
 
@@ -115,9 +116,9 @@ def test_a_call_that_hangs_raises_after_its_limit(make: Make, do: str) -> None:
 
     async def run() -> Worker:
         worker = make(kept=True)
-        await worker.ask({"do": "pid"}, limit_s=LIMIT_S)
+        await worker.request({"do": "pid"}, limit_s=LIMIT_S)
         with pytest.raises(TimeoutError):
-            await worker.ask({"do": do, "fd": 3}, limit_s=0.2)
+            await worker.request({"do": do, "fd": 3}, limit_s=0.2)
         await worker.killed()
         return worker
 
@@ -127,11 +128,11 @@ def test_a_call_that_hangs_raises_after_its_limit(make: Make, do: str) -> None:
 def test_the_reply_to_a_cancelled_call_is_ignored(make: Make) -> None:
     async def run() -> dict[str, Any]:
         worker = make()
-        await worker.ask({"do": "pid"}, limit_s=LIMIT_S)
-        asking = asyncio.ensure_future(worker.ask({"do": "later"}))
+        await worker.request({"do": "pid"}, limit_s=LIMIT_S)
+        asking = asyncio.ensure_future(worker.request({"do": "later"}))
         await asyncio.sleep(0)
         asking.cancel()
-        return await worker.ask({"do": "echo", "text": "next"}, limit_s=LIMIT_S)
+        return await worker.request({"do": "echo", "text": "next"}, limit_s=LIMIT_S)
 
     assert asyncio.run(run())["text"] == "next"
 
@@ -144,14 +145,14 @@ def test_an_object_that_looks_like_an_array_arrives(make: Make) -> None:
 def test_an_array_that_cannot_be_made_ends_the_child(make: Make, place: list[Any]) -> None:
     worker = make()
     reply = reply_to(worker, do="forged", place=["<f4", place])
-    assert isinstance(reply, BadReply) and worker.wait(LIMIT_S) and not worker.alive
+    assert isinstance(reply, BadMessage) and worker.wait(LIMIT_S) and not worker.alive
 
 
 def test_replies_that_came_during_a_stall_of_the_loop_count(make: Make) -> None:
     async def run() -> dict[str, Any]:
         worker = make()
-        await worker.ask({"do": "pid"}, limit_s=LIMIT_S)
-        asking = asyncio.ensure_future(worker.ask({"do": "echo", "text": "early"}, limit_s=0.3))
+        await worker.request({"do": "pid"}, limit_s=LIMIT_S)
+        asking = asyncio.ensure_future(worker.request({"do": "echo", "text": "early"}, limit_s=0.3))
         await asyncio.sleep(0)
         time.sleep(1.0)
         return await asking
@@ -170,15 +171,15 @@ def test_bytes_that_are_no_message_end_the_child(make: Make, fd: int) -> None:
     """Its connection is one of these."""
     worker = make()
     reply = reply_to(worker, do="garbage", fd=fd)
-    assert isinstance(reply, BadReply | WorkerDied)
-    assert isinstance(reply_to(worker, do="echo"), BadReply | WorkerDied) and worker.wait(LIMIT_S)
+    assert isinstance(reply, BadMessage | WorkerDied)
+    assert isinstance(reply_to(worker, do="echo"), BadMessage | WorkerDied) and worker.wait(LIMIT_S)
 
 
 def test_a_second_reply_to_a_call_ends_the_child(make: Make) -> None:
     worker = make()
     assert reply_to(worker, do="twice") == {"first": True}
     reply = reply_to(worker, do="hang")
-    assert isinstance(reply, BadReply) and str(reply) == "answered another call"
+    assert isinstance(reply, BadMessage) and str(reply) == "answered another call"
 
 
 def test_a_reply_that_is_too_long_is_not_sent(make: Make) -> None:

@@ -13,23 +13,23 @@ from rollover.config import Config
 from rollover.engine.process.messages import requests_to_json
 from rollover.engine.protocol import EngineDied, ExtendRequest
 from rollover.processes import brief_waiting, child_environment
-from rollover.workers.worker import BadReply, Reply, Worker, WorkerDied
+from rollover.workers.framing import BadMessage
+from rollover.workers.worker import Reply, Worker, WorkerDied
 
 
 class EngineClient:
-    """It starts at once, and loads the model while its parent does other things; `hello` waits for it.
+    """Client of one engine process, which starts at once and loads the model in the background; `hello` waits for it.
 
     `threads`: CPU threads at its start. `files`: descriptors that it inherits.
     """
 
     def __init__(self, config: Config, threads: int, files: Sequence[int]) -> None:
-        self._worker = Worker(
+        self.worker = Worker(
             "the engine process",
             "rollover.engine.process.child",
             environment=child_environment(**brief_waiting(config.run)),
             files=files,
         )
-        self.pid = self._worker.pid
         self.start_s = 0.0
         """Seconds between its start and its hello."""
         self.serves = False
@@ -41,14 +41,14 @@ class EngineClient:
         self._said: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         self._unsent: dict[int, tuple[ExtendRequest, asyncio.Future[dict[str, Any]]]] = {}
         self._num_extends = 0
-        started = self._worker.last_reply
+        started = self.worker.last_reply
 
         def on_hello(reply: Reply) -> bool:
-            self.start_s = self._worker.last_reply - started
+            self.start_s = self.worker.last_reply - started
             self._said.put(reply)
             return True
 
-        self._worker.submit({"op": "start", "config": config.model_dump(mode="json"), "threads": threads}, on_hello)
+        self.worker.submit({"op": "start", "config": config.model_dump(mode="json"), "threads": threads}, on_hello)
 
     def hello(self, limit_s: float | None = None) -> dict[str, Any]:
         """Wait until the process has loaded the model, and return what it says of itself. For any thread.
@@ -63,26 +63,16 @@ class EngineClient:
                     self.kill()
                     raise EngineDied(f"the engine process did not load the model within {limit_s:.3g} s") from None
                 if isinstance(said, Exception):
-                    self._worker.wait()
+                    self.worker.wait()
                     raise EngineDied(
-                        f"the engine process ended while it was loading the model (exit code {self.exit_code})"
+                        f"the engine process ended while it was loading the model (exit code {self.worker.exit_code})"
                     )
                 self._hello, self.stats = said, said["stats"]
             return self._hello
 
-    @property
-    def exit_code(self) -> int:
-        """As of Popen; once it has ended."""
-        return self._worker.exit_code
-
-    @property
-    def alive(self) -> bool:
-        """Whether it may still reply."""
-        return self._worker.alive
-
     async def ended(self) -> None:
         """Wait until the process has ended, and all its replies were received."""
-        await self._worker.ended()
+        await self.worker.ended()
         self.serves = False
 
     async def extend(self, request: ExtendRequest) -> dict[str, Any]:
@@ -125,7 +115,7 @@ class EngineClient:
             return not left
 
         requests = {number: request for number, (request, _) in unsent.items()}
-        self._worker.submit({"op": "extend", "value": requests_to_json(requests)}, on_reply)
+        self.worker.submit({"op": "extend", "value": requests_to_json(requests)}, on_reply)
 
     async def ask(self, op: str, value: object, limit_s: float | None) -> Any:
         """Return the value of the reply, which comes after the current decode step; None if the process ends before.
@@ -134,8 +124,8 @@ class EngineClient:
         """
         self._flush()
         try:
-            reply = await self._worker.ask({"op": op, "value": value}, limit_s=limit_s)
-        except (WorkerDied, BadReply):
+            reply = await self.worker.request({"op": op, "value": value}, limit_s=limit_s)
+        except (WorkerDied, BadMessage):
             return None
         self.stats = reply["stats"]
         if "error" in reply:
@@ -147,10 +137,10 @@ class EngineClient:
         longer, or not yet."""
         if self.serves:
             self._flush()
-            self._worker.tell({"op": op, "value": value})
+            self.worker.notify({"op": op, "value": value})
 
     def kill(self) -> bool:
         """End it at once. Whether it had not ended before."""
-        lived = self._worker.alive
-        self._worker.kill()
+        lived = self.worker.alive
+        self.worker.kill()
         return lived

@@ -70,7 +70,7 @@ class ProcessEngine:
     @property
     def pid(self) -> int:
         """The present process's id."""
-        return self._client.pid
+        return self._client.worker.pid
 
     # The process
 
@@ -89,7 +89,7 @@ class ProcessEngine:
                 await self._serve_by_one_process()
                 if self._closing:
                     return
-                self._replace_process(self._client.exit_code)
+                self._replace_process(self._client.worker.exit_code)
         except Exception as error:
             self._error = error
             self._look_again()
@@ -109,7 +109,7 @@ class ProcessEngine:
         async with self._loading:  # it has the last weights when its first call begins
             if (parcel := self._weights.everything()) is not None:
                 await self._ask("load_weights", parcel.message)
-            client.serves = client.alive
+            client.serves = client.worker.alive
         self.use_threads(self.threads)
         self._look_again()
         await client.ended()

@@ -27,7 +27,7 @@ from rollover.engine.remote.routing import Router
 from rollover.engine.remote.server import Server
 from rollover.engine.remote.wire import FIRST_LABEL, Refused, ServerFailed, longest_of, version_of
 from rollover.weights.protocol import Parcel
-from rollover.workers.pool import Line, Pool, set_within
+from rollover.workers.pool import Pool, RequestQueue, set_within
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +54,8 @@ class Fleet:
         """The newest weights: nobody serves with others for long."""
         self.num_ejections = 0
         self._servers: dict[str, Server] = {}
-        self._line = Line(self._choose, lambda server: router.end(server.name))
-        self._pool = Pool(hosts, self._life, self._on_failure, self._line)
+        self._queue = RequestQueue(self._choose, lambda server: router.end(server.name))
+        self._pool = Pool(hosts, self._life, self._on_failure, self._queue)
         self._none_since: float | None = None
         self.awake = asyncio.Event()
         """Set while servers may have their GPUs."""
@@ -81,7 +81,7 @@ class Fleet:
             await self._part_with(server, "the engine is closed")
         for host in self.hosts:
             await host.close()
-        self._line.end(None)
+        self._queue.end(None)
 
     # Rollouts
 
@@ -90,11 +90,11 @@ class Fleet:
 
         One of `avoid` only where there is no other at all. EngineDied, should there never be one again.
         """
-        return await self._line.place((generation, avoid), until=generation.end)
+        return await self._queue.place((generation, avoid), until=generation.end)
 
     def leave(self, server: Server) -> None:
         """A rollout that was placed there has ended."""
-        self._line.leave(server)
+        self._queue.leave(server)
 
     def _choose(self, call: tuple[Generation, Collection[str]]) -> Server | None:
         generation, avoid = call
@@ -125,7 +125,7 @@ class Fleet:
     async def update(self, parcel: Parcel) -> None:
         """Every server that serves has these weights when this returns, awake; one that could not take them serves no
         more."""
-        self._line.check()
+        self._queue.check()
         self.parcel = parcel
         self.awake.set()
         if not self.serving and self._none_since is None:
@@ -144,13 +144,13 @@ class Fleet:
                 server.sleeps = False
         except ServerFailed as error:
             await self._eject(server, f"it did not take the weights of version {parcel.version}: {error}")
-        self._line.move()
+        self._queue.move()
 
     # Sleep
 
     async def sleep(self) -> None:
         """Free the GPUs of all servers until `update`. A server that cannot sleep is ended; none starts meanwhile."""
-        self._line.check()
+        self._queue.check()
         self.awake.clear()
         self._none_since = None
         await self._settle()  # a server that starts has its GPU already
@@ -160,7 +160,7 @@ class Fleet:
     async def _settle(self) -> None:
         """Wait until each server that is up serves."""
         while self._up - {server.name for server in self.serving}:
-            self._line.check()
+            self._queue.check()
             await asyncio.sleep(0.01)
 
     async def _put_to_sleep(self, server: Server) -> None:
@@ -226,7 +226,7 @@ class Fleet:
         server.serves = True
         self.router.add(server.name)
         self._none_since = None
-        self._line.move()
+        self._queue.move()
 
     async def _watch(self, server: Server) -> str:
         """Returns why it can serve no more, as soon as that is known."""
@@ -249,7 +249,7 @@ class Fleet:
                 why = "it was started again" if label == FIRST_LABEL else "another run uses it, too: give each its own"
                 return f"it has the weights {label!r}, which it was not given: {why}"
             server.failed.clear()
-            self._line.move()
+            self._queue.move()
         return ""
 
     async def _answers(self, server: Server, path: str) -> dict[str, Any]:

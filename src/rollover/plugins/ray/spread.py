@@ -22,7 +22,7 @@ from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.registry import Mode
 from rollover.rewards.worker import COUNTERS
 from rollover.types import Reward, Task
-from rollover.workers.pool import Line, Pool, set_within
+from rollover.workers.pool import Pool, RequestQueue, set_within
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +91,8 @@ class SpreadPool:
     ) -> None:
         self.config, self.nodes = rewards, nodes
         self._serving: list[_Serving] = []
-        self._line: Line[None, _Serving] = Line(self._choose, self._free)
-        self._pool = Pool(nodes, self._life, self._on_failure, self._line)
+        self._queue: RequestQueue[None, _Serving] = RequestQueue(self._choose, self._free)
+        self._pool = Pool(nodes, self._life, self._on_failure, self._queue)
         self._began: dict[int, float] = {}  # by the call's number: of calls at a node
         self._modes: dict[str, Mode] = {}
         self._counts = Counter(dict.fromkeys((f"rewards/{name}" for name in COUNTERS), 0.0))  # of pools that ended
@@ -134,7 +134,7 @@ class SpreadPool:
     async def close(self) -> None:
         """End all nodes; calls that wait are cancelled."""
         await self._pool.close()
-        self._line.end(None)
+        self._queue.end(None)
         await asyncio.gather(*(node.close() for node in self.nodes))
 
     # Calls
@@ -142,11 +142,11 @@ class SpreadPool:
     async def _somewhere(self, work: Callable[[RewardNode], Awaitable[Result]]) -> Result:
         if not self._pool.started:
             self._pool.start()
-        number = self._line.number()
+        number = self._queue.number()
         self._num_calls += 1
         try:
             while True:
-                serving = await self._line.place(None, number)
+                serving = await self._queue.place(None, number)
                 if serving is None:
                     raise asyncio.CancelledError
                 self._began[number] = time.monotonic()
@@ -160,7 +160,7 @@ class SpreadPool:
                     self._remove(serving)
                 finally:
                     del self._began[number]
-                    self._line.leave(serving)
+                    self._queue.leave(serving)
         finally:
             self._num_calls -= 1
 
@@ -186,7 +186,7 @@ class SpreadPool:
         serving = _Serving(node, node.num_workers)
         works()
         self._serving.append(serving)
-        self._line.move()
+        self._queue.move()
         why = await self._watch(serving)
         self._remove(serving)
         self._num_losses += 1

@@ -495,10 +495,13 @@ class Sample:
         object.__setattr__(self, "sequence_id", self.sequence_id or self.rollout_id)
 
 
+FIRST_EVAL_GROUP = -(1 << 31)
+"""The id of an evaluation's first group. Groups with ids below 0 are never trained, nor counted with those that are."""
+
+
 def episode_name(group_id: int, sibling: int) -> str:
-    """How an Episode is known, and its first Rollout. Groups below 0 are those of evaluations, never trained: -1 has
-    their task 0."""
-    return f"{group_id}-{sibling}" if group_id >= 0 else f"eval-{-1 - group_id}-{sibling}"
+    """How an Episode is known, and its first Rollout."""
+    return f"{group_id}-{sibling}" if group_id >= 0 else f"eval-{group_id - FIRST_EVAL_GROUP}-{sibling}"
 
 
 def rollout_seed(run_seed: int, task_id: str, attempt: int, sibling: int | str) -> int:

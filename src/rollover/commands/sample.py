@@ -150,7 +150,7 @@ async def episodes(config: Config, prompt: str | None, given: dict[str, Any], nu
     """
     from rollover.envs.answer_text import answer_decoder
     from rollover.run.eval_parts import EvalParts
-    from rollover.run.playing import Playing
+    from rollover.run.playing import play_groups
     from rollover.run.transcript import transcript
     from rollover.tasks.prompts import encoder
     from rollover.trajectories import episodes_of
@@ -162,9 +162,10 @@ async def episodes(config: Config, prompt: str | None, given: dict[str, Any], nu
         assert parts.environment is not None
         sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
         seed, stops = config.run.seed, parts.stop_token_ids
-        playing = Playing(parts.engine, parts.environment, config, stops, sampling, seed, num)
         encoded = encoder(parts.tokenizer, parts.environment, parts.processor)(task)
-        group = await playing.unless_it_stalls(playing.play(-1, task, encoded, num))
+        [group] = await play_groups(
+            [(task, encoded)], parts.engine, parts.environment, config, stops, sampling, seed, num
+        )
         decode = answer_decoder(parts.tokenizer, rollout.keep_special_tokens)
         return [transcript(episode, decode) for episode in episodes_of(group)]
     finally:

@@ -47,7 +47,7 @@ class _Act:
 
 
 class Acting:
-    """Of one driver, or of one evaluation. It logs the first one that takes too long, or fails.
+    """Of one driver. It logs the first one that takes too long, or fails.
 
     `num_ended`: rollouts that ended with an answer; `num_timed_out`: those among them that were given up; `num_failed`:
     those whose environment failed for good; `num_retried`: how often it was asked again.

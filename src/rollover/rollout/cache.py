@@ -25,19 +25,20 @@ _RUNNING = RolloutState.RUNNING  # needed at every transition, and a member of a
 class RolloutCache(Members):
     """Held groups by id. `max_new_tokens` is the cumulative budget of a rollout over all its segments.
 
+    `first_group_id`: of the first group that is admitted; below 0 in an evaluation.
     `groups`: the held groups by id, in order of admission; read-only.
     """
 
-    def __init__(self, max_new_tokens: int) -> None:
+    def __init__(self, max_new_tokens: int, first_group_id: int = 0) -> None:
         assert max_new_tokens >= 1
-        self.max_new_tokens = max_new_tokens
+        self.max_new_tokens, self.first_group_id = max_new_tokens, first_group_id
         super().__init__()
-        self._next_group_id = 0
+        self._next_group_id = first_group_id
 
     @property
     def num_admitted(self) -> int:
-        """Groups ever admitted; the id of the next one."""
-        return self._next_group_id
+        """Groups ever admitted."""
+        return self._next_group_id - self.first_group_id
 
     def rollout(self, rollout_id: str) -> Rollout:
         return self._rollouts[rollout_id]

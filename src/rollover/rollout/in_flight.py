@@ -70,7 +70,8 @@ class InFlight:
         self.scorings = Scorings(environment, workflow, watchdog, self.strays)
         self.arrival = asyncio.Event()
         self._salvaged: dict[Extending, list[Segment]] = {}  # of extensions that were cancelled
-        self._dropping: dict[int, DropReason] = {}  # groups that leave as soon as none of their rollouts runs
+        # Groups that leave as soon as none of their rollouts runs, and why, in words too
+        self._dropping: dict[int, tuple[DropReason, str]] = {}
 
     @property
     def anything(self) -> bool:
@@ -157,16 +158,16 @@ class InFlight:
         self._salvaged[task] = known or self.requests.nothing_for(rollout)
         task.cancel()
 
-    def give_up_extend(self, task: Extending) -> None:
+    def give_up_extend(self, task: Extending, why: str) -> None:
         """Wait no more for one that was cancelled. Its group is dropped."""
         rollout = self.extends[task]
         self._end_extend(task, self._salvaged.pop(task))
         self.strays.add(task)
-        self.drop_soon(rollout.group_id, DropReason.STALLED)
+        self.drop_soon(rollout.group_id, DropReason.STALLED, why)
 
-    def drop_soon(self, group_id: int, reason: DropReason) -> None:
+    def drop_soon(self, group_id: int, reason: DropReason, why: str) -> None:
         """Interrupt the group's rollouts: it leaves once none of them runs."""
-        self._dropping.setdefault(group_id, reason)
+        self._dropping.setdefault(group_id, (reason, why))
         rollout_ids = [r.rollout_id for r in self.extends.values() if r.group_id == group_id]
         self.asker.interrupt(rollout_ids)
         self.watchdog.on_interrupt(rollout_ids, now())
@@ -192,7 +193,7 @@ class InFlight:
     def _on_failure(self, rollout: Rollout, failure: ExtendFailed) -> None:
         if rollout.group_id not in self._dropping:
             logger.warning(f"{failure}: its group is dropped (failed)")
-        self.drop_soon(rollout.group_id, DropReason.FAILED)
+        self.drop_soon(rollout.group_id, DropReason.FAILED, str(failure))
 
     def _end_extend(self, task: Extending, segments: list[Segment]) -> None:
         rollout = self.extends.pop(task)
@@ -244,7 +245,8 @@ class InFlight:
         for group_id in sorted(self._dropping.keys() - running):
             for task in [t for t, scored in self.scorings.tasks.items() if scored.rollouts[0].group_id == group_id]:
                 self.scorings.give_up(task)
-            self.release([self.lifecycle.drop(group_id, self._dropping.pop(group_id))])
+            reason, why = self._dropping.pop(group_id)
+            self.release([self.lifecycle.drop(group_id, reason, why=why)])
             self.failure_limit.on_given_up()
 
 

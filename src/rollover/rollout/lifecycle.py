@@ -56,7 +56,7 @@ class Event:
     CUT is DROPPED where it left; `kept`: (sibling, name, value) of KEEP. ACT: its turn ended, and
     its environment is at work. ANSWER: that has `written`, and the rollout may go on; with FINISH it is the last that
     it wrote. `version`: the trainer's that ADMIT, START, RESUME, CONSUME and GIVE_BACK were
-    told; `filter`: the name of the one that matched, for DROP.
+    told; `filter`: the name of the one that matched, for DROP; `why`: what stalled or failed, for DROP, in words.
     """
 
     kind: EventKind
@@ -65,6 +65,7 @@ class Event:
     reason: DropReason | None = None
     version: int = 0
     filter: str = ""
+    why: str = ""
     written: tuple[Segment, ...] = ()
     kept: tuple[int, str, Any] | None = None
 
@@ -75,7 +76,7 @@ class Lifecycle:
     `max_running`: rollouts that may run at once; None means no limit. A group with fewer than `min_valid_rewards`, as
     `num_valid` counts them, is dropped, and so is one for which `group_filter` answers (the filter's name, what is the
     matter); `max_filtered_steps` steps' worth of those in a row are too many (failure_limit.py). `on_event` is called
-    after each event.
+    after each event. `first_group_id`: see RolloutCache.
 
     `start`, `set_rewards`, `consume` and `on_new_version` decide, and carry out what they decided by the others: `run`,
     `score`, `take`, `drop`. Those decide nothing: what a journal tells can so happen again (run/journal/replay.py).
@@ -90,13 +91,14 @@ class Lifecycle:
         group_filter: Callable[[Group], tuple[str, str] | None] | None = None,
         max_filtered_steps: int = 10,
         num_valid: Callable[[Group], int] | None = None,
+        first_group_id: int = 0,
     ) -> None:
         self.config = config
         self.min_valid_rewards, self.num_valid = min_valid_rewards, num_valid or num_valid_rewards
         self.group_filter = group_filter
         self.max_filtered_steps = max_filtered_steps
         self.on_event = on_event
-        self.cache = RolloutCache(config.max_new_tokens)
+        self.cache = RolloutCache(config.max_new_tokens, first_group_id)
         self.scheduler = Scheduler(config, max_running)
         self.ledger = Ledger()
         self.stream_ended = False  # there are no more tasks
@@ -224,14 +226,14 @@ class Lifecycle:
             self.scheduler.hold_again(group, version)
             self._emit(EventKind.GIVE_BACK, group, version=version)
 
-    def drop(self, group_id: int, reason: DropReason, filter: str = "") -> Group:
-        """The whole group leaves untrained. `filter`: the name of the one that matched it."""
+    def drop(self, group_id: int, reason: DropReason, filter: str = "", why: str = "") -> Group:
+        """The whole group leaves untrained. `filter`: the name of the one that matched it; `why`: in words."""
         group = self.cache.drop(group_id, reason)
         self.ledger.on_drop(group, reason)
         if reason is DropReason.FILTERED:
             self.ledger.on_filtered(filter)
         self.scheduler.on_leave(group)
-        self._emit(EventKind.DROP, group, reason=reason, filter=filter)
+        self._emit(EventKind.DROP, group, reason=reason, filter=filter, why=why)
         return group
 
     def on_new_version(self, version: int) -> list[Group]:

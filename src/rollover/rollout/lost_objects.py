@@ -25,7 +25,7 @@ class LostObjects:
         self, lifecycle: Lifecycle, environment: ClassEnvironment | None, forget: Callable[[list[str]], None]
     ) -> None:
         self.lifecycle, self.environment, self._forget = lifecycle, environment, forget
-        if environment is not None:
+        if environment is not None and lifecycle.cache.first_group_id >= 0:  # an evaluation keeps no state over a kill
             environment.states.on_kept = self._keep
 
     def go_on(self, under_way: Collection[str], leaving: Collection[int]) -> None:
@@ -49,7 +49,7 @@ class LostObjects:
         self._forget([rollout.rollout_id])
         if self.environment is not None:
             self.environment.release([rollout])
-            self.environment.states.num_restarted += 1
+            self.environment.states.num_restarted += rollout.group_id >= 0
         if group.kept.get(rollout.sibling, {}).get(KEPT_AS) is not None:
             self._keep(place, None)
         restart_episode(self.lifecycle, group, rollout.sibling)

@@ -85,21 +85,20 @@ class Scorings:
     def _reward_unasked(self, rollout: Rollout) -> Reward | None:
         """Of a rollout that its environment did not end; None: it is asked for the reward."""
         if rollout.stop_reason is StopReason.TIMEOUT:
-            return reward_of_time_out(self.workflow)
+            return self._reward_of_time_out()
         if rollout.stop_reason is StopReason.ERROR:
             return Reward(None, error=self.failures.pop(rollout.rollout_id, "the environment failed at it"))
         return None
 
+    def _reward_of_time_out(self) -> Reward:
+        if self.workflow.on_timeout == "score":
+            return Reward(self.workflow.timeout_score)
+        why = f"the environment worked for longer than workflow.timeout_s = {self.workflow.timeout_s:g}"
+        return Reward(None, error=why)
+
     def _begin(self, scored: ToScore) -> None:
         self.tasks[asyncio.ensure_future(self.environment.score(list(scored.rollouts)))] = scored
         self.watchdog.on_score(scored.rollouts[0].group_id, _now(), scored.key)
-
-
-def reward_of_time_out(workflow: WorkflowConfig) -> Reward:
-    """Of a rollout whose environment worked for too long."""
-    if workflow.on_timeout == "score":
-        return Reward(workflow.timeout_score)
-    return Reward(None, error=f"the environment worked for longer than workflow.timeout_s = {workflow.timeout_s:g}")
 
 
 def _now() -> float:

@@ -188,11 +188,6 @@ class Watchdog:
         return min(limits) / _LOOKS_PER_LIMIT
 
     @property
-    def extending(self) -> list[str]:
-        """Ids of the rollouts in the engine."""
-        return list(self._extends)
-
-    @property
     def scoring(self) -> list[int | str]:
         """Ids of the groups, and of the single rollouts, being scored, the oldest scoring first."""
         return self._scorings.keys

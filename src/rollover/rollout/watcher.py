@@ -79,6 +79,6 @@ class Watcher:
             case Action.CANCEL | Action.CANCEL_DROPPED:
                 self.in_flight.cancel_extend(task, segments)
             case Action.DROP:
-                self.in_flight.drop_soon(stall.group_id, DropReason.STALLED)
+                self.in_flight.drop_soon(stall.group_id, DropReason.STALLED, stall.what)
             case Action.ABANDON:
-                self.in_flight.give_up_extend(task)
+                self.in_flight.give_up_extend(task, stall.what)

@@ -17,13 +17,14 @@ from rollover.engine.protocol import Engine
 from rollover.envs.answer_text import Decode, answer_decoder
 from rollover.envs.protocol import Environment
 from rollover.rewards.answers import answer_key, answer_of, extract_answer, reference_answer
-from rollover.run.playing import Playing, together
+from rollover.run.playing import play_groups
 from rollover.tasks.build import held_out_names, labels_of
 from rollover.tasks.prompts import Encode, prompt_limit, shortened_to
 from rollover.tasks.stream import TaskStream
 from rollover.track.answers import Answer, RoleScore, summary_of
 from rollover.trajectories import Episode, episodes_of
-from rollover.types import Prompt, Reward, SamplingParams, StopReason, Task
+from rollover.types import Group, Prompt, Reward, SamplingParams, StopReason, Task
+from rollover.workflows.episodes import Episodes
 from rollover.workflows.player import MODEL
 
 logger = logging.getLogger(__name__)
@@ -128,8 +129,7 @@ async def answers_of(
     """The answers to every task in every setting of [eval] and [[eval.settings]], one setting after the other, played
     with the environment, or by agents, and scored.
 
-    An answer at which the environment fails has no score. ValueError if a rollout or a task's scoring stalls, or the
-    engine fails at a rollout again and again ([watchdog]).
+    An answer at which the environment or the reward fails has no score. ValueError as of `play_groups`.
     """
     decode = answer_decoder(tokenizer, config.rollout.keep_special_tokens)
     found: list[Answer] = []
@@ -137,12 +137,21 @@ async def answers_of(
     for setting in config.eval.every_setting:
         limit = config.eval.tokens_of(setting, config.rollout.max_new_tokens)
         limited = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_new_tokens": limit})})
-        sampling = SamplingParams(temperature=setting.temperature, top_p=setting.top_p)
-        num, seed = setting.samples_per_task, config.eval.seed
-        playing = Playing(engine, environment, limited, stop_token_ids, sampling, seed, num)
-        found += await _in_setting(setting, held_out, playing, decode, config)
-        if playing.episodes is not None:
-            ends.update({how: playing.episodes.counts[f"episodes/{how}"] for how in _ENDS})
+        # Agents of training are at work meanwhile: these are counted apart.
+        apart = environment.apart() if isinstance(environment, Episodes) else environment
+        groups = await play_groups(
+            list(zip(held_out.tasks, held_out.prompts, strict=True)),
+            engine,
+            apart,
+            limited,
+            stop_token_ids,
+            SamplingParams(temperature=setting.temperature, top_p=setting.top_p),
+            config.eval.seed,
+            setting.samples_per_task,
+        )
+        found += _answers(setting, groups, decode, config)
+        if isinstance(apart, Episodes):
+            ends.update({how: apart.counts[f"episodes/{how}"] for how in _ENDS})
     if why := ", ".join(f"{ends[how]} ended with {how}" for how in ("timeout", "error") if ends[how]):
         logger.warning(f"of {len(found)} held-out episodes {why}: docs/agents.md says what becomes of them")
     return Answers(_named(found), dict(ends), held_out.left_out)
@@ -187,26 +196,17 @@ def text_of(episode: Episode, decode: Decode) -> str:
 # Private
 
 
-async def _in_setting(
-    setting: EvalSettingConfig, held_out: EvalTasks, playing: Playing, decode: Decode, config: Config
-) -> list[Answer]:
+def _answers(setting: EvalSettingConfig, groups: list[Group], decode: Decode, config: Config) -> list[Answer]:
     names, rule_of = held_out_names(config.tasks.sources), _answer_rules(config)
     shaped = ShapedScore(config.rewards, config.rollout.max_new_tokens) if config.eval.shaped else None
-
-    async def one_task(index: int) -> list[Answer]:
-        task, prompt = held_out.tasks[index], held_out.prompts[index]
-        group = await playing.play(-1 - index, task, prompt, setting.samples_per_task)
+    answers = []
+    for group in groups:
         found = [_answer(episode, decode, names, config.workflow.untrained, shaped) for episode in episodes_of(group)]
         if config.eval.majority:
-            rule = rule_of.get(task.source, config.tasks.answer_rule)
+            rule = rule_of.get(group.task.source, config.tasks.answer_rule)
             found = [replace(answer, vote=_vote(answer.answer, rule)) for answer in found]
-        return [replace(answer, setting=setting.name) for answer in found]
-
-    async def all_tasks() -> list[Answer]:
-        tasks = await together([one_task(i) for i in range(len(held_out.tasks))])
-        return [answer for of_task in tasks for answer in of_task]
-
-    return await playing.unless_it_stalls(all_tasks())
+        answers += [replace(answer, setting=setting.name) for answer in found]
+    return answers
 
 
 def _answer_rules(config: Config) -> dict[str, str]:

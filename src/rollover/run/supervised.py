@@ -34,6 +34,7 @@ from rollover.track.recorded import read_rollouts, step_files
 from rollover.trainer.backend import TrainerBackend
 from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.types import (
+    FIRST_EVAL_GROUP,
     Group,
     Prompt,
     Rollout,
@@ -176,8 +177,7 @@ class HeldOutLoss:
 
     def __init__(self, config: Config, examples: Examples, batches: StepBatchBuilder) -> None:
         self.config = config
-        # Groups of evaluations have ids below 0.
-        groups = [as_group(example, -1 - i, 0) for i, example in enumerate(examples.held_out)]
+        groups = [as_group(example, FIRST_EVAL_GROUP + i, 0) for i, example in enumerate(examples.held_out)]
         self._samples = batches.sampled(groups, 0)
 
     def after_step(self, step: int, backend: TrainerBackend) -> dict[str, float]:

@@ -125,12 +125,6 @@ class Episodes:
         if place in self._players:
             self._players[place].close()
 
-    def give_up(self, place: EpisodePlace) -> None:
-        """The host could not play the Episode to its end: it has failed, if it has not ended by then."""
-        if place in self._players and not self._players[place].over:
-            self.counts["episodes/error"] += 1
-            self._players[place].cancel()
-
     @property
     def num_at_work(self) -> int:
         """Episodes that have not ended."""

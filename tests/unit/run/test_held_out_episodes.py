@@ -14,7 +14,7 @@ from heard import hear
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
 from rollover.run.evaluate import Answers, EvalTasks, answers_of, check_roles, summarised
-from rollover.types import Rollout, SamplingParams, Segment, Task
+from rollover.types import SamplingParams, Segment, Task
 from rollover.workflows.calls import BudgetUsedUp
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episodes import Episodes
@@ -248,27 +248,6 @@ def test_a_stop_in_the_middle_ends_every_agent() -> None:
 
     virtual_time.run(stopped())
     assert len(ended) == 6
-
-
-def test_where_the_agents_side_fails_the_episode_has_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    next_of = Episodes.next
-
-    async def broken(self: Episodes, rollout: Rollout) -> Segment | None:
-        if rollout.rollout_id == "eval-2-1":
-            raise KeyError("no such page")
-        return await next_of(self, rollout)
-
-    async def asking(task: Any, episode: Any) -> float:
-        await episode.trajectory().chat([user("Begin")])
-        return 1.0
-
-    monkeypatch.setattr(Episodes, "next", broken)
-    evaluation = Evaluation(asking)
-    found = evaluation.run()
-    assert [a.score for a in found.answers] == [1.0] * 5 + [None]
-    assert "no such page" in (found.answers[5].error or "")
-    assert found.ends == {"done": 5, "length": 0, "timeout": 0, "error": 1, "restarted": 0}
-    assert "1 ended with error" in evaluation.said[-1]
 
 
 @pytest.mark.parametrize(

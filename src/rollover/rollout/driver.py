@@ -3,14 +3,14 @@
     next_task -> admit -> engine.extend -> append -> park | act | finish -> score -> ready -> consume
                                               act -> environment.next -> append
 
-Owns the waiting: for what is in flight (in_flight.py), beside which the watchdog looks (watcher.py). Never decides an
+Owns the waiting: for what the player has in flight (player.py), which the watchdog looks at. Never decides an
 order, never changes a rollout itself (Lifecycle does), never trains or hands over weights. Between two `collect` calls
 nothing runs: every held rollout is WAITING, PARKED, ACTING, SCORING (siblings still unfinished) or READY. What acts
 goes on meanwhile, and nobody waits for it where anything else can go on. With `rollout.overlap` that holds after
 `interrupt_all` alone: `collect` leaves in flight what it does not return, and `go_on` generates while the trainer
 trains.
 
-No wait has a limit of its own but that for an environment (acting.py). The watchdog looks at its own times, without
+No wait has a limit of its own but that for an environment (env_tasks.py). The watchdog looks at its own times, without
 changing the order of what makes progress, and may end an extension or a scoring, or take it out of the wait for good.
 """
 
@@ -27,12 +27,11 @@ from rollover.envs.protocol import Environment
 from rollover.envs.single_turn import has_turns
 from rollover.rollout.asker import Asker
 from rollover.rollout.failure_limit import FailureLimit
-from rollover.rollout.in_flight import InFlight, now
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.rollout.phase_clock import PhaseClock
+from rollover.rollout.player import Player, now
 from rollover.rollout.requests import Requests
 from rollover.rollout.watchdog import Watchdog
-from rollover.rollout.watcher import Watcher
 from rollover.types import Group, NextTask
 
 
@@ -71,7 +70,7 @@ class Driver:
         failure_limit = FailureLimit(lifecycle, self.watchdog.config.max_failures)
         requests = Requests(config, run_seed, stop_token_ids, may_go_on=has_turns(environment))
         self.asker = Asker(engine, self.watchdog.config, failure_limit)
-        self.in_flight = InFlight(
+        self.player = Player(
             lifecycle,
             self.asker,
             requests,
@@ -80,7 +79,6 @@ class Driver:
             self.watchdog,
             failure_limit,
         )
-        self.watcher = Watcher(self.in_flight)
         self._interrupted_for_good = False
         self._meanwhile: asyncio.Task[None] | None = None  # generates while the trainer trains
         self._woken: asyncio.Future[None] | None = None  # ends a wait when all is interrupted for good
@@ -88,7 +86,7 @@ class Driver:
     @property
     def has_turns(self) -> bool:
         """Whether an environment may answer the policy."""
-        return self.in_flight.requests.may_go_on
+        return self.player.requests.may_go_on
 
     async def collect(self, version: int) -> list[Group] | None:
         """Generate until there is enough for the step at trainer `version`; return its groups, in group-id order.
@@ -113,19 +111,19 @@ class Driver:
                     # A group that was dropped while winding down may be missed: complete_by = "rollout" counted it.
                     if self._is_enough(version):
                         groups = self.lifecycle.consume(version, self.lifecycle.stream_ended)
-                        self.in_flight.release(groups)
+                        self.player.release(groups)
                         return groups
             except BaseException as error:
                 await self.abandon(error)
                 raise
             finally:
-                if not self.in_flight.anything:
-                    self.watcher.end()
+                if not self.player.anything:
+                    self.player.stop_watching()
 
     async def next_ready(self) -> None:
         """Wait until another group is READY."""
-        self.in_flight.arrival.clear()
-        await self.in_flight.arrival.wait()
+        self.player.arrival.clear()
+        await self.player.arrival.wait()
 
     def go_on(self, version: int) -> None:
         """Generate for later steps while the one at trainer `version` is trained, until the next call of `collect`."""
@@ -137,7 +135,7 @@ class Driver:
     async def drain(self) -> None:
         """Wait for what runs to end, and start nothing: before new weights that no turn may meet half-way."""
         await self._rejoin()
-        while self.in_flight.extends and not self._interrupted_for_good:
+        while self.player.extends and not self._interrupted_for_good:
             await self._wait_for_some()
         self.clock.idle.set("trainer")
 
@@ -145,7 +143,7 @@ class Driver:
         """Interrupt everything and wait for it and its scores: for a snapshot, or for other work of the engine."""
         await self._rejoin()
         await self._interrupt(None)
-        self.watcher.end()
+        self.player.stop_watching()
 
     async def abandon(self, error: BaseException | None = None) -> None:
         """End what is in flight without its tokens. The cache stays consistent.
@@ -158,14 +156,14 @@ class Driver:
             self.interrupt_for_good()
             with suppress(ValueError):
                 await self._interrupt(None)
-        self.watcher.end()
+        self.player.stop_watching()
         self.on_abandon()
-        await self.in_flight.abandon()
+        await self.player.abandon()
 
     def on_new_version(self, version: int) -> list[Group]:
         """Drop what can no longer be trained in bound, now that the trainer is at `version`. Returns those groups."""
         dropped = self.lifecycle.on_new_version(version)
-        self.in_flight.release(dropped)
+        self.player.release(dropped)
         return dropped
 
     def interrupt_for_good(self) -> None:
@@ -184,8 +182,8 @@ class Driver:
     def _begin(self, version: int) -> None:
         """From now on generate for the step at trainer `version`."""
         self.lifecycle.scheduler.on_begin(version, self.engine.oldest_version)
-        self.in_flight.go_on()
-        self.watcher.begin()
+        self.player.ask_for_all()
+        self.player.watch()
 
     async def _rejoin(self) -> None:
         """What `go_on` began is waited for again: its rollouts run on, but it starts no more. Its error is raised."""
@@ -213,15 +211,15 @@ class Driver:
         """Until there is enough for the step at `version`, or nothing more may run, or all is interrupted for good."""
         while not self._interrupted_for_good:
             self.lifecycle.scheduler.on_begin(version, self.engine.oldest_version)  # what lagged may have caught up
-            if not self.in_flight.drops:
+            if not self.player.drops:
                 self._admit(version)
                 if until_enough and self._is_enough(version):
                     return
                 for rollout in self.lifecycle.start(version):
-                    self.in_flight.start(rollout)
-            with self.clock.waiting(generating=bool(self.in_flight.extends)):  # the engine may make a step
+                    self.player.start(rollout)
+            with self.clock.waiting(generating=bool(self.player.extends)):  # the engine may make a step
                 await asyncio.sleep(0)  # the extensions just made begin: an interruption reaches only what has begun
-            if not until_enough and not (self.in_flight.anything or self.in_flight.acting or self.in_flight.hosting):
+            if not until_enough and not (self.player.anything or self.player.env_tasks or self.player.episode_runner):
                 self.clock.idle.set("trainer")
                 return
             await self._wait_for_some()
@@ -232,55 +230,53 @@ class Driver:
                 self.lifecycle.stream_ended = True
                 return
             group = self.lifecycle.admit(*item, version)
-            if (hosting := self.in_flight.hosting) is not None:
-                hosting.on_admit(group)
+            if self.player.episode_runner is not None:
+                self.player.episode_runner.on_admit(group)
 
     async def _wait_for_some(self) -> None:
         """Wait until an extension, an environment or a scoring is done, and handle all that are."""
         if self._interrupted_for_good:
             return
-        flight = self.in_flight
-        agents = flight.hosting.waited_for if flight.hosting else ()
-        pending = [*flight.extends, *flight.scorings.tasks, *flight.acting.waited_for, *agents]
-        generating, scoring = bool(flight.extends), bool(flight.scorings.tasks)
+        player = self.player
+        generating, scoring = bool(player.extends), bool(player.scorings)
         self.clock.idle.set("rewards" if self._meanwhile is not None and scoring and not generating else None)
         with self.clock.waiting(generating=generating, acting=not (generating or scoring)):
-            await self._wait(pending or _refuse_to_stand_still(self.lifecycle))
-        flight.handle_done()
+            await self._wait(player.waited_for or _refuse_to_stand_still(self.lifecycle))
+        player.handle_done()
 
     async def _interrupt(self, version: int | None) -> None:
         """Interrupt what runs and wait for it, then for the scores of every complete group unless that is for good.
 
         `version`: of the step that there is enough for, and which may let some rollouts end; None: interrupt all.
         """
-        some, flight = None, self.in_flight
+        some, player = None, self.player
         if version is not None:
             some = self.lifecycle.scheduler.to_interrupt(version, self.lifecycle.stream_ended)
         self.asker.interrupt(some)
-        self.watchdog.on_interrupt([r.rollout_id for r in flight.extends.values()], now())
-        self.watcher.begin()
-        await self._wait_for_all(flight.extends, generating=True)
-        while flight.scorings.tasks:  # an environment may be done meanwhile, so that there is more to score
-            await self._wait_for_all(flight.scorings.tasks, generating=False)
-        assert not flight.anything
+        self.watchdog.on_interrupt([r.rollout_id for r in player.extends.values()], now())
+        self.player.watch()
+        await self._wait_for_all(player.extends, generating=True)
+        while player.scorings:  # an environment may be done meanwhile, so that there is more to score
+            await self._wait_for_all(player.scorings, generating=False)
+        assert not player.anything
 
     async def _wait_for_all(self, tasks: Mapping[asyncio.Future, object], *, generating: bool) -> None:
         """All of them before any is handled, so that the order of parking is not the order of arrival."""
         with self.clock.waiting(generating=generating):
             while waiting := [task for task in tasks if not task.done()]:
                 if self._interrupted_for_good and not generating:
-                    self.in_flight.give_up_scores()
+                    self.player.give_up_scores()
                     break
                 everyone = asyncio.ensure_future(asyncio.wait(waiting))
                 await self._wait([everyone])
                 everyone.cancel()
-        self.in_flight.handle_done()
+        self.player.handle_done()
 
     async def _wait(self, tasks: Sequence[asyncio.Future]) -> None:
         """Until one of them is done, the watchdog acted on a stall, or everything is interrupted for good."""
         self._woken = asyncio.get_running_loop().create_future()
-        await asyncio.wait([*tasks, self._woken, *self.watcher.tasks], return_when=asyncio.FIRST_COMPLETED)
-        self.watcher.go_on()
+        await asyncio.wait([*tasks, self._woken, *self.player.watching], return_when=asyncio.FIRST_COMPLETED)
+        self.player.watch_again()
 
 
 def _refuse_to_stand_still(lifecycle: Lifecycle) -> NoReturn:

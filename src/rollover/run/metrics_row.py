@@ -257,7 +257,7 @@ class Rows:
     def _of_turns(self) -> dict[str, float]:
         """Counters of what answers the policy. Where it plays episodes itself it counts them, and not the driver."""
         driver, environment = self.parts.driver, self.parts.environment
-        acting = driver.in_flight.acting.stats() if driver.has_turns else {}
+        acting = driver.player.env_tasks.stats() if driver.has_turns else {}
         return acting | (environment.stats() if isinstance(environment, HoldsObjects) else {})
 
     def _since_last(self, name: str, cumulative: float) -> float:

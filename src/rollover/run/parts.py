@@ -180,7 +180,7 @@ class Parts:
             reuse = Reuse(config, reroll, prompts.curriculum)
             history = history or RunHistory()
             history.go_on()
-            driver.watcher.nobody_scores = lambda: pool.stands_still
+            driver.player.nobody_scores = lambda: pool.stands_still
             parts = cls(
                 kept=kept,
                 again=again,

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
-from rollover.rollout.strays import Strays
+from rollover.rollout.cancelled_tasks import CancelledTasks
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Stop:
         self.requested = False
         self.on_stop: Callable[[], None] = lambda: None
         self._event = asyncio.Event()
-        self._strays = Strays()
+        self._cancelled = CancelledTasks()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def listen(self) -> None:
@@ -79,7 +79,7 @@ class Stop:
             await asyncio.wait([task, signalled], return_when=asyncio.FIRST_COMPLETED)
             if not self.requested:
                 return task.result()
-            self._strays.add(task)
+            self._cancelled.add(task)
             await asyncio.wait([task], timeout=grace_s)
             return None
         finally:
@@ -96,7 +96,7 @@ class Stop:
             if task.done():
                 task.result()
                 return True
-            self._strays.add(task)
+            self._cancelled.add(task)
             await asyncio.wait([task], timeout=grace_s)
             return False
         finally:

@@ -304,7 +304,7 @@ class Simulation:
         self._handle(self.fleet.stopped(self.now))
 
     def _handle(self, stopped: list[tuple[Rollout, int]]) -> None:
-        """As InFlight.handle_done: what stopped, then what environments and scorings that were begun have given."""
+        """As Player.handle_done: what stopped, then what environments and scorings that were begun have given."""
         answered, scored = self._acting.due(self.now), self._scoring.due(self.now)
         self._append(stopped)
         for rollout in sorted(answered, key=lambda rollout: (rollout.group_id, rollout.sibling)):

@@ -176,7 +176,7 @@ def test_an_engine_that_runs_is_not_idle(clock: Clock) -> None:
         run = Run(lengths=lambda seed: 5 if seed % 2 else 10**6, max_new_tokens=10**6, **OVERLAP)
         run.driver.go_on(-1)
         await settle()
-        assert run.driver.in_flight.extends
+        assert run.driver.player.extends
         clock.now += 8
         assert run.driver.clock.idle.seconds() == NEVER
         await run.driver.abandon()

@@ -103,4 +103,4 @@ def test_a_scorer_that_ignores_its_cancellation_is_left_alone() -> None:
     groups = virtual_time.run(go())
     assert groups is not None and ids([groups]) == [[0, 1]]
     assert_said(run, REWARDS.format(0) + RESCORED)
-    assert not run.driver.in_flight.strays
+    assert not run.driver.player.cancelled

@@ -158,7 +158,7 @@ def test_one_that_fails_is_asked_again_and_costs_the_reward_of_its_rollout_alone
     assert failed.reward is not None and failed.reward.missing and failed.stop_reason is StopReason.ERROR
     assert str(failed.reward.error).startswith("the environment failed at rollout 0-1 (OSError: no such tool (")
     assert all(r.reward == Reward(float(sum(r.token_ids()))) for r in rollouts.values())
-    stats = run.driver.in_flight.acting.stats()
+    stats = run.driver.player.env_tasks.stats()
     assert stats["episodes/failed"] == 1 and stats["episodes/retried"] == 3
     again, missing = run.said
     assert "): it is asked again; later ones are counted" in again and "): its reward is missing; later" in missing
@@ -214,7 +214,7 @@ def test_an_environment_that_works_for_too_long_is_given_up(on_timeout: str) -> 
     batches = steps(run, 2)
     (line,) = run.said
     assert line.startswith("the environment of rollout 0-0 has worked for workflow.timeout_s = 3 s: it is given up")
-    assert run.driver.in_flight.acting.num_timed_out == 1
+    assert run.driver.player.env_tasks.num_timed_out == 1
     groups = [g for batch in batches for g in batch]
     if on_timeout == "missing":
         assert [g.group_id for g in groups] == [1, 2, 3, 4]
@@ -246,7 +246,7 @@ def test_time_in_which_nobody_could_look_is_not_the_environments() -> None:
         workflow = WorkflowConfig(timeout_s=timeout_s, on_timeout="score")
         run = Run(engine=SlowEngine(), environment=Slow(turns=2), workflow=workflow, **ROOMY, num_tasks=2)
         steps(run, 1, seconds=1e6)
-        return run.driver.in_flight.acting.num_timed_out
+        return run.driver.player.env_tasks.num_timed_out
 
     assert timed_out(8.0) == 0, "of it 1.5 s, and twice a pause of 1 s at most, in each of two turns"
     assert timed_out(2.5) == 4

@@ -267,7 +267,7 @@ def test_what_fails_begins_again_as_often_as_it_may_then_its_reward_is_missing(r
     FailsLate.times = times
     run = process(FailsLate, workflow={"retries": retries}, group_size=4)
     check(asyncio.run(trained(run, 2)))
-    stats = run.environment.stats() | run.driver.in_flight.acting.stats()  # type: ignore[attr-defined]
+    stats = run.environment.stats() | run.driver.player.env_tasks.stats()  # type: ignore[attr-defined]
     finished = [e.rollout for e in run.events if e.kind is EventKind.SCORE and e.rollout]
     failed = [r for r in finished if r.stop_reason is StopReason.ERROR]
     assert all(r.reward is not None and r.reward.missing and "OSError: gone" in str(r.reward.error) for r in failed)
@@ -317,7 +317,7 @@ def test_the_siblings_of_one_that_begins_again_stay_as_they_are() -> None:
 
 
 async def begin(run: Run) -> None:
-    run.driver.in_flight.go_on()
+    run.driver.player.ask_for_all()
     await run.driver.abandon()
 
 

@@ -136,7 +136,7 @@ def test_whatever_happens_every_token_is_in_one_account(
                 again = erratic(MODES[mode], seed + number, workflow, watched)
                 again.load(run.save())
                 await run.driver.abandon()
-                assert not run.driver.in_flight.acting
+                assert not run.driver.player.env_tasks
                 run = again
             run.lifecycle.check()
         await run.driver.abandon()
@@ -169,7 +169,7 @@ def test_beside_the_trainer_what_acts_goes_on_over_new_weights(interrupt: str, s
             await asyncio.sleep(0.3)  # the trainer trains
             if interrupt == "never":
                 await run.driver.drain()
-            over_a_hand_over += len(run.driver.in_flight.acting)
+            over_a_hand_over += len(run.driver.player.env_tasks)
             run.version += 1
             await run.engine.load_weights(run.version, ())
             run.driver.on_new_version(run.version)

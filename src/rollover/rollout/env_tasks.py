@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from rollover.config.workflow import WorkflowConfig
 from rollover.envs.protocol import BeginAgain, WrongTurn
 from rollover.functions import Causes, explained, was_cancelled
-from rollover.rollout.strays import Strays
+from rollover.rollout.cancelled_tasks import CancelledTasks
 from rollover.rollout.turn import as_shown, ending
 from rollover.types import Rollout, Segment, StopReason
 
@@ -46,7 +46,7 @@ class _Act:
     """Until when its time is counted."""
 
 
-class Acting:
+class EnvTasks:
     """Of one driver. It logs the first one that takes too long, or fails.
 
     `num_ended`: rollouts that ended with an answer; `num_timed_out`: those among them that were given up; `num_failed`:
@@ -60,7 +60,7 @@ class Acting:
         self._used: dict[str, float] = {}  # seconds, by rollout id
         self._lost: Counter[str] = Counter()  # how often a rollout began again, by its id
         self._said = Causes()
-        self._strays = Strays()
+        self._cancelled = CancelledTasks()
         self._pause_s = min(workflow.timeout_s / _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S)
         self._looking: asyncio.Task[None] | None = None
 
@@ -136,7 +136,7 @@ class Acting:
             self._used.pop(rollout_id, None)
         for task in [task for task, act in self._acts.items() if act.rollout.rollout_id in gone]:
             del self._acts[task]
-            self._strays.add(task)
+            self._cancelled.add(task)
         self._look_on()
 
     def clear(self) -> list[Answering]:
@@ -144,7 +144,7 @@ class Acting:
         tasks = list(self._acts)
         self._acts.clear()
         for task in tasks:
-            self._strays.add(task)
+            self._cancelled.add(task)
         self._look_on()
         return tasks
 
@@ -201,7 +201,7 @@ class Acting:
 
     def _give_up(self, task: Answering) -> None:
         act = self._acts.pop(task)
-        self._strays.add(task)
+        self._cancelled.add(task)
         given_up: Answering = asyncio.get_running_loop().create_future()
         given_up.set_result(ending(act.rollout, StopReason.TIMEOUT))
         self._acts[given_up] = act

@@ -34,7 +34,7 @@ from rollover.workflows.turns import EpisodePlace
 _UNOPENED = (RolloutState.WAITING, RolloutState.ACTING)
 
 
-class Hosting:
+class EpisodeRunner:
     """Of one driver. `forget` is told the ids of rollouts that leave by themselves."""
 
     def __init__(self, lifecycle: Lifecycle, episodes: Episodes, forget: Callable[[list[str]], None]) -> None:
@@ -62,7 +62,7 @@ class Hosting:
 
     # What the driver does
 
-    def go_on(self) -> None:
+    def ask_for_all(self) -> None:
         """Every Episode that is not finished has an agent at work: a new group's, and those that lost theirs."""
         for group in list(self.lifecycle.cache.groups.values()):
             places = dict.fromkeys((r.group_id, r.sibling) for r in group.rollouts if r.state is not RolloutState.READY)

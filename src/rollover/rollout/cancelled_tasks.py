@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 
-class Strays:
+class CancelledTasks:
     """Of one event loop."""
 
     def __init__(self) -> None:

@@ -30,9 +30,8 @@ from rollover.trainer.backend import REFERENCE, TEACHER, Stream, TrainerBackend
 from rollover.trainer.batch import Batch
 from rollover.trainer.objective import Counts
 from rollover.trainer.packing import micro_batches
-from rollover.trainer.ranks.backend import RanksBackend, start_ranks
+from rollover.trainer.ranks.backend import RanksBackend, spread, start_ranks
 from rollover.trainer.ranks.local import LocalRanks
-from rollover.trainer.ranks.spread import spread
 from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample

@@ -259,7 +259,7 @@ class EmbeddedEngine:
     async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
         started = time.perf_counter()
         with torch.no_grad():
-            num_bytes = self._runner.load_weights(version, tensors)
+            num_bytes = self._runner.load_weights(tensors)
         if self._vision is not None and self._tower_changes:
             self._vision.forget()
         synchronize(self._device)  # the seconds below are those of the copies

@@ -29,8 +29,8 @@ from rollover.engine.remote.routing import Router
 from rollover.engine.remote.server import Attempt, Counts, Server
 from rollover.engine.remote.wire import ServerFailed, label_of, without
 from rollover.types import Segment, StopReason
-from rollover.weights.build import build_transport
-from rollover.weights.protocol import NamedTensors, Parcel, TransportSetup
+from rollover.weights.protocol import NamedTensors, Parcel
+from rollover.weights.weights_file import WeightsFile
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ class RemoteEngine:
         self._counts = Counts()
         self._running: dict[str, Generation] = {}
         self._num_requests = time.time_ns() // 1_000_000  # no number comes twice, nor after a restart
-        self._weights = build_transport("weights_file", TransportSetup(folder=config.engine.weights_dir))
+        self._weights = WeightsFile(config.engine.weights_dir)
         self._beginning = asyncio.Lock()
         self._longest: int | None = None
         self._closing = threading.Event()

@@ -224,7 +224,9 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def prompt_logprobs(self, token_ids: Seq[int]) -> tuple[list[float], list[int], list[float]]:
-        """See ServedEngine. Computed at once, between two steps; nothing of it is cached."""
+        """Of every token but the first: its log-prob after those before it, at temperature 1; the likeliest token
+        there; the log-prob of that. Computed at once, between two steps; nothing of it is cached. ValueError for what
+        the model cannot be given."""
         self._limits.check("prompt", tuple(token_ids), ())
         return self._runner.prompt_logprobs(list(token_ids))
 

@@ -80,12 +80,8 @@ class _Worker:
                 self.extends[value].cancel()
             case "interrupt" | "release" | "use_threads":
                 getattr(self.engine, op)(value)
-            case "load_weights":
-                await self._reply(call, self._load(value))
-            case "progress":
-                await self._reply(call, self._progress(value))
-            case "queued":
-                await self._reply(call, self._queued(value))
+            case "load_weights" | "progress" | "queued":
+                await self._reply(call, getattr(self, f"_{op}")(value))
 
     async def _reply(self, call: int, value: Awaitable[Any], **about: Any) -> None:
         try:
@@ -99,7 +95,7 @@ class _Worker:
     async def _segments(self, request: Any) -> list[Any]:
         return segments_to_json(await self.engine.extend(request))
 
-    async def _load(self, message: dict[str, Any]) -> None:
+    async def _load_weights(self, message: dict[str, Any]) -> None:
         await self.engine.load_weights(message["version"], SharedFile.receive(message))
 
     async def _progress(self, ids: list[str]) -> dict[str, list[Any]]:

@@ -137,16 +137,6 @@ class BatchBuilder:
         return [s for s in samples if s.mask.any()]
 
 
-def build_batch(
-    groups: list[Group],
-    algorithm: AlgorithmConfig,
-    oldest_version: int = EVERY_VERSION,
-    masks: Sequence[RolloutFilter] = (),
-) -> Batch:
-    """A single batch, as a `BatchBuilder` makes it."""
-    return BatchBuilder(algorithm, masks).build(groups, oldest_version)
-
-
 # Private
 
 

@@ -25,6 +25,7 @@ from rollover.models.flops import ModelFlops
 from rollover.models.load import LoadedModel, load_model, load_outline, stored_buffers
 from rollover.models.norms import compile_norms
 from rollover.models.team import Team
+from rollover.trainer.backend import BackendSetup
 from rollover.trainer.local_backend import LocalBackend
 from rollover.trainer.profile import new_profile
 from rollover.trainer.ranks import wire
@@ -43,12 +44,9 @@ class Loaded:
     """What a rank begins with: models with weights at rank 0, and their shapes at the others.
 
     `reference`: the weights of algorithm.reference_path, at rank 0. `teacher`: the model that distill.teacher names.
-    `max_staleness`: as of LocalBackend.
     """
 
-    config: Config
-    policy: LoadedModel
-    max_staleness: int
+    setup: BackendSetup
     reference: Mapping[str, torch.Tensor] | None
     teacher: LoadedModel | None
 
@@ -57,7 +55,7 @@ class RankBackend(LocalBackend):
     """The part of one rank. `flops`: of the whole model, then of the teacher's. All ranks make theirs together."""
 
     def __init__(self, loaded: Loaded, flops: list[ModelFlops], device: torch.device) -> None:
-        config, policy, reference, teacher = loaded.config, loaded.policy, loaded.reference, loaded.teacher
+        config, policy, reference, teacher = loaded.setup.config, loaded.setup.loaded, loaded.reference, loaded.teacher
         self.dtype = dtype_of(config)
         sharded, sharded_teacher = shard(policy.model, flops[0], self.dtype, device, policy.processor), None
         if teacher is not None:
@@ -67,19 +65,7 @@ class RankBackend(LocalBackend):
         if config.algorithm.needs_reference and config.algorithm.reference_path:
             reference = spread_like(policy.model, reference, self.dtype)
         super().__init__(
-            policy,
-            config.train,
-            config.algorithm,
-            dtype=self.dtype,
-            max_new_tokens=config.rollout.max_new_tokens,
-            max_staleness=loaded.max_staleness,
-            team=Team(),
-            distill=config.distill,
-            teacher=teacher,
-            reference=reference,
-            sharded=sharded,
-            sharded_teacher=sharded_teacher,
-            tells_tokens=config.tells_tokens,
+            loaded.setup, teacher=teacher, reference=reference, sharded=sharded, sharded_teacher=sharded_teacher
         )
         self._profile: torch.profiler.profile | None = None
 
@@ -189,7 +175,7 @@ class Rank:
         policy = load_model(checked.model) if is_first else load_outline(checked.model, filled_later=True)
         reference = load_reference(checked, policy) if is_first else None
         teacher = load_teacher_in_float32(checked, policy, with_weights=is_first) if has_teacher else None
-        self._loaded[backend] = Loaded(checked, policy, max_staleness, reference, teacher)
+        self._loaded[backend] = Loaded(BackendSetup(checked, policy, Team(), max_staleness), reference, teacher)
         models = [policy, *filter(None, [teacher])]
         return {"flops": [ModelFlops.of(each.model) for each in models]} if is_first else {}
 

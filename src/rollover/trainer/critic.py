@@ -18,7 +18,7 @@ import torch
 
 from rollover.algorithms.advantage import gae, whiten
 from rollover.algorithms.loss import value_loss
-from rollover.config import AlgorithmConfig, Config, CriticConfig, TrainConfig
+from rollover.config import AlgorithmConfig, Config, CriticConfig, ModelConfig, TrainConfig
 from rollover.config.critic import POLICY
 from rollover.models.load import LoadedModel, load_model
 from rollover.models.norms import compile_norms
@@ -28,8 +28,7 @@ from rollover.trainer.backend import Stream
 from rollover.trainer.optimizer import Optimizer, norm_of
 from rollover.trainer.packing import Packed
 from rollover.trainer.passes import Passes, set_training
-from rollover.trainer.stored_tensors import part_of
-from rollover.trainer.teacher import other_vocabulary
+from rollover.trainer.teacher import load_other
 from rollover.trainer.token_estimates import Roles, by_role
 from rollover.types import Sample
 
@@ -199,7 +198,7 @@ class Critic:
             )
         for part, optimizer in self._optimizers.items():
             try:
-                optimizer.load_state(part_of(tensors, f"critic/{part}/"), meta[part])
+                optimizer.load_state(tensors, meta[part], f"critic/{part}/")
             except ValueError as error:
                 raise ValueError(f"the critic of the checkpoint is another one (critic.model): {error}") from error
 
@@ -209,18 +208,12 @@ def load_critic(config: Config, policy: LoadedModel) -> LoadedModel:
 
     ValueError where it cannot be loaded, or where its token ids mean other tokens than the policy's.
     """
-    path = config.critic.model
-    changed = {} if path == POLICY else {"path": path, "revision": ""}
-    try:
-        loaded = load_model(config.model.model_copy(update=changed), device=next(policy.model.parameters()).device)
-    except ValueError as error:
-        raise ValueError(str(error).replace("model.path", "critic.model")) from error
-    if why := other_vocabulary(policy.tokenizer, loaded.tokenizer):
-        raise ValueError(
-            f"critic.model = {path!r} has another vocabulary than the policy, {policy.path!r}: {why}. A critic reads"
-            " the ids that the policy sampled: choose a model of the policy's family, with the same tokenizer"
-        )
-    return loaded
+    path, device = config.critic.model, next(policy.model.parameters()).device
+
+    def load(model: ModelConfig) -> LoadedModel:
+        return load_model(config.model if path == POLICY else model, device=device)
+
+    return load_other("critic.model", path, policy, config, load, "A critic reads")
 
 
 def beyond(samples: list[Sample]) -> list[Sample]:

@@ -146,10 +146,12 @@ class Optimizer:
         masters = {f"master/{name}": weight for name, weight in self.weights().items()}
         return masters | tensors, {"step_count": self.step_count, "adam_steps": steps, "rule": self.rule.kind}
 
-    def load_state(self, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any]) -> None:
-        """ValueError where the state is of another model or set of trained weights."""
+    def load_state(self, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any], prefix: str = "") -> None:
+        """Of those `tensors` whose name begins with `prefix`, without it. ValueError where the state is of another
+        model or set of trained weights."""
         expected = {f"master/{n}": m.shape for n, m in zip(self.names, self.masters, strict=True)}
-        found = {name: shape_of(tensors, name) for name in tensors if name.startswith("master/")}
+        stored = [name for name in tensors if name.startswith(f"{prefix}master/")]
+        found = {name.removeprefix(prefix): shape_of(tensors, name) for name in stored}
         if expected != found:
             names = sorted(k for k in expected.keys() | found.keys() if expected.get(k) != found.get(k))
             raise ValueError(f"the checkpoint is of another model (model.path, model.lora): {names[0]} differs")
@@ -159,8 +161,8 @@ class Optimizer:
             )
         with torch.no_grad():
             for name, master in zip(self.names, self.masters, strict=True):
-                master.copy_(tensors[f"master/{name}"])
-        self.rule.load_state(tensors, meta["adam_steps"])
+                master.copy_(tensors[f"{prefix}master/{name}"])
+        self.rule.load_state(tensors, meta["adam_steps"], prefix)
         if self.separate:
             self._copy_back()
         self.step_count = meta["step_count"]

@@ -60,13 +60,14 @@ class UpdateRule:
                     steps[name] = float(kept["step"])
         return tensors, steps
 
-    def load_state(self, tensors: Mapping[str, torch.Tensor], steps: Mapping[str, float]) -> None:
-        """Replace all of it by what `state` gave; a weight that has nothing there begins anew."""
+    def load_state(self, tensors: Mapping[str, torch.Tensor], steps: Mapping[str, float], prefix: str = "") -> None:
+        """Replace all of it by what `state` gave, under names with `prefix`; a weight that has nothing there begins
+        anew."""
         for rule in self._rules:
             rule.state.clear()
             for group in rule.param_groups:
                 for master in group["params"]:
-                    self._load(rule, master, tensors, steps)
+                    self._load(rule, master, tensors, steps, prefix)
 
     def _load(
         self,
@@ -74,10 +75,12 @@ class UpdateRule:
         master: torch.Tensor,
         tensors: Mapping[str, torch.Tensor],
         steps: Mapping[str, float],
+        prefix: str,
     ) -> None:
         name = self._names[id(master)]
+        places = {slot: f"{prefix}{slot}/{name}" for slot in _SLOTS}
         found: dict[str, Any] = {
-            slot: tensors[f"{slot}/{name}"].to(master.device).clone() for slot in _SLOTS if f"{slot}/{name}" in tensors
+            slot: tensors[place].to(master.device).clone() for slot, place in places.items() if place in tensors
         }
         if not found:
             return

@@ -7,7 +7,7 @@ import pytest
 
 from rollover.config import RewardsConfig, TaskSourceConfig
 from rollover.rewards.answers import answer_of
-from rollover.rewards.chosen import spec_for
+from rollover.rewards.chosen import chosen_for
 from rollover.rewards.registry import load_reward, to_result, with_signature
 from rollover.track.metrics import validate
 
@@ -60,17 +60,17 @@ def test_what_is_not_a_score_is_an_error(value, error):
 def test_spec_falls_back_from_the_source_to_the_table_to_the_kind():
     gym, file = TaskSourceConfig(kind="reasoning_gym", name="chain_sum"), TaskSourceConfig(kind="dataset", path="a.csv")
     none, some = RewardsConfig(), RewardsConfig(function="a:b")
-    assert spec_for(gym, none, "boxed") == "reasoning_gym/boxed"
-    assert spec_for(file, none) == "exact_match/last_number"
-    assert spec_for(gym, some) == "a:b"
-    assert spec_for(gym.model_copy(update={"reward": "exact_match", "answer_rule": "full_text"}), some) == (
+    assert chosen_for(gym, none, "boxed").spec == "reasoning_gym/boxed"
+    assert chosen_for(file, none).spec == "exact_match/last_number"
+    assert chosen_for(gym, some).spec == "a:b"
+    assert chosen_for(gym.model_copy(update={"reward": "exact_match", "answer_rule": "full_text"}), some).spec == (
         "exact_match/full_text"
     )
-    assert spec_for(file.model_copy(update={"reward": "x.py:f"}), some) == "x.py:f"
+    assert chosen_for(file.model_copy(update={"reward": "x.py:f"}), some).spec == "x.py:f"
     with pytest.raises(ValueError, match="did you mean 'exact_match'"):
-        spec_for(file.model_copy(update={"reward": "exactmatch"}), none)
+        chosen_for(file.model_copy(update={"reward": "exactmatch"}), none)
     with pytest.raises(ValueError, match="cannot score the dataset"):
-        spec_for(file.model_copy(update={"reward": "reasoning_gym"}), none)
+        chosen_for(file.model_copy(update={"reward": "reasoning_gym"}), none)
 
 
 def test_trl_gets_lists_and_messages_for_chat(tmp_path):

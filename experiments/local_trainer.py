@@ -42,7 +42,7 @@ def local_trainer(  # noqa: PLR0913 - keyword-only; the parts of the trainer
     `merges_lora`: the engine takes no adapters. The models: see `LocalBackend`.
     """
     refuse_uncorrected(train, algorithm, max_staleness)
-    plain, team, distill, critic = Config(), team or Team(), distill or DistillConfig(), critic or CriticConfig()
+    plain, team = Config(), team or Team()
     model = {"dtype": str(dtype).removeprefix("torch."), "lora": lora or LoraConfig()}
     config = plain.model_copy(
         update={
@@ -52,13 +52,13 @@ def local_trainer(  # noqa: PLR0913 - keyword-only; the parts of the trainer
             "track": plain.track.model_copy(update={"token_stats": tells_tokens}),
             "train": train,
             "algorithm": algorithm,
-            "distill": distill,
-            "critic": critic,
+            "distill": distill or plain.distill,
+            "critic": critic or plain.critic,
         }
     )
     setup = BackendSetup(config, loaded, team, max_staleness)
     backend = LocalBackend(setup, teacher=teacher, reference=reference, critic_model=critic_model)
-    return Trainer(backend, train, algorithm, team, distill, critic=critic, tells_tokens=tells_tokens)
+    return Trainer(backend, config, team)
 
 
 def build_batch(

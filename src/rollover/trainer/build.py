@@ -46,10 +46,7 @@ def build_trainer(
         raise
     if kind not in BACKENDS:
         backend = OwnBackend(backend, kind)
-    return Trainer(
-        backend, config.train, config.algorithm, team, config.distill, config.run.seed, critic=config.critic,
-        tells_tokens=config.tells_tokens,
-    )  # fmt: skip
+    return Trainer(backend, config, team)
 
 
 def refuse_uncorrected(train: TrainConfig, algorithm: AlgorithmConfig, max_staleness: int) -> None:

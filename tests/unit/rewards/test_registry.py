@@ -82,7 +82,7 @@ def test_trl_gets_lists_and_messages_for_chat(tmp_path):
         "    assert columns['extra'] == [None, 'e'] and columns['completion_ids'] == [[1], [1]], columns\n"
         "    return [float(a) for a in answer]\n",
     )
-    assert reward.kind == "trl" and not reward.per_sample
+    assert reward.kind == "trl" and reward.whole_groups
     chat = item("5", prompt=[{"role": "user", "content": "q"}], answer="9", extra="e")
     assert [r["score"] for r in reward.score_all([item("4", answer="8"), chat])] == [8, 9]
 
@@ -147,7 +147,7 @@ def test_verl_gets_its_four_arguments(tmp_path):
         "    return {'score': 1, 'acc': True}\n",
     )
     columns = {"data_source": "gsm", "reward_model": {"ground_truth": "8"}, "extra_info": {"split": "t"}}
-    assert reward.kind == "verl" and reward.per_sample
+    assert reward.kind == "verl" and not reward.whole_groups
     assert reward.score_one(item(**columns)) == {"score": 1.0, "extras": {"acc": 1.0}}
 
 
@@ -175,7 +175,7 @@ def test_verl_without_a_ground_truth_says_what_to_set(tmp_path):
 def test_a_column_that_is_not_there_is_named_beside_those_that_are(tmp_path, code, message):
     reward = load(tmp_path, code)
     with pytest.raises(ValueError) as error:
-        if reward.per_sample:
+        if not reward.whole_groups:
             asyncio.run(reward.score_async(item(answer="8", level=1)))
         else:
             reward.score_all([item(answer="8", level=1)])
@@ -255,7 +255,7 @@ def rewarded(function: Any, *columns: dict[str, Any]) -> list[Any]:
         for i, of in enumerate(columns)
     ]
     loaded = with_signature("own.py:f", function)
-    if loaded.per_sample:
+    if not loaded.whole_groups:
         return [loaded.score_one(item) for item in items]
     return loaded.score_all(items)
 

@@ -21,7 +21,8 @@ def to_plain(value: Any) -> Any:
 def from_plain(kind: Any, value: Any) -> Any:
     """The value of type `kind` that `to_plain` was given; as it is for a union, or a type without dataclasses."""
     if dataclasses.is_dataclass(kind):
-        return kind(*map(from_plain, _field_types(kind), value))
+        make: Any = kind
+        return make(*map(from_plain, _field_types(kind), value))
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (dict, Mapping):
         pairs = value.items() if isinstance(value, dict) else value

@@ -7,9 +7,15 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
+import numpy as np
+
+_LEAVES = (np.ndarray, str, int, float)  # most values, and quickly told
+
 
 def to_plain(value: Any) -> Any:
     """A dataclass as the list of its fields, also within others. A mapping without names as keys: a list of pairs."""
+    if isinstance(value, _LEAVES):
+        return value
     if dataclasses.is_dataclass(value):
         return [to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
     if isinstance(value, Mapping):
@@ -20,6 +26,8 @@ def to_plain(value: Any) -> Any:
 
 def from_plain(kind: Any, value: Any) -> Any:
     """The value of type `kind` that `to_plain` was given; as it is for a union, or a type without dataclasses."""
+    if isinstance(value, _LEAVES):
+        return value
     if dataclasses.is_dataclass(kind):
         make: Any = kind
         return make(*map(from_plain, _field_types(kind), value))

@@ -29,7 +29,7 @@ import rollover
 from rollover.engine.server.requests import GenerateBody, choice, flag, text_field
 from rollover.engine.server.service import TAGS, Service
 from rollover.engine.server.stream import Chunk, Stream
-from rollover.engine.server.texts import AbortedWithClient, TextEndpoints, refused
+from rollover.engine.server.texts import AbortedWithClient, TextEndpoints
 from rollover.http_server import body_of
 from rollover.openai_wire import DONE, Refusal, checked, event, finite, json_of, model_list, usage
 
@@ -265,7 +265,7 @@ def _metric(name: str, kind: str, value: float, service: Service) -> list[str]:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    return refused(error)
+    return JSONResponse(error.as_json(), status_code=error.status)
 
 
 def _of_json(answer: Callable[[Any], Awaitable[Response]]) -> _Answer:

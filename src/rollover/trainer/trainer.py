@@ -23,12 +23,11 @@ from rollover.trainer.critic import beyond, estimate
 from rollover.trainer.distill import Divergence, distilled, teachers
 from rollover.trainer.objective import Counts, rate_scale, start_kl, step_metrics
 from rollover.trainer.packing import split_groups
-from rollover.trainer.rejection import rejections, restricted, rewritten, why_none_is_left
 from rollover.trainer.reward_kl import RewardKL
 from rollover.trainer.tally import Tally, totals_of
 from rollover.trainer.token_estimates import LOGPROB, STATISTICS, estimate_tokens, sampling_logprobs
 from rollover.trainer.token_stats import TokenWatch
-from rollover.trainer.token_weights import weights_of_step
+from rollover.trainer.token_weights import rejections, restricted, rewritten, weights_of_step, why_none_is_left
 from rollover.trainer.updates import Computed, Update, updates_of
 from rollover.types import Sample
 

@@ -119,9 +119,9 @@ class Sizes:
 
     def trainer(self, shape: str, **train: Any) -> Any:
         """A trainer of this shape."""
+        from local_trainer import local_trainer
         from rollover.models.devices import dtype_of, pick_device
         from rollover.models.load import load_model
-        from rollover.trainer.build import local_trainer
 
         config = self.config(shape)
         loaded = load_model(config.model, device=pick_device(config.model.device))

@@ -35,6 +35,7 @@ import numpy as np
 import safetensors.torch
 import torch
 
+from local_trainer import local_trainer
 from rollover.config import Config, LoraConfig
 from rollover.config.load import load_config
 from rollover.engine.build import embedded_engine
@@ -147,7 +148,10 @@ def compare(adapters: dict[str, torch.Tensor], weights: dict[str, torch.Tensor],
         if not rank:
             model.load_state_dict({name: tensor.float() for name, tensor in new.items()}, strict=False)
         parts, lora = LoadedModel(model, loaded.tokenizer, loaded.path), LoraConfig(rank=rank)
-        made = LocalBackend(parts, config.train, config.algorithm, dtype=BFLOAT16, max_new_tokens=NEW_TOKENS, lora=lora)
+        made = local_trainer(
+            parts, config.train, config.algorithm, dtype=BFLOAT16, max_new_tokens=NEW_TOKENS, lora=lora
+        ).backend
+        assert isinstance(made, LocalBackend)
         if rank:
             with torch.no_grad():
                 parameters = dict(made.model.named_parameters())

@@ -35,14 +35,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src")]
 
+from local_trainer import build_batch, local_trainer  # noqa: E402
 from rollover.config import AlgorithmConfig, EngineConfig, TrainConfig  # noqa: E402
 from rollover.engine.embedded.engine import EmbeddedEngine  # noqa: E402
 from rollover.engine.protocol import ExtendRequest  # noqa: E402
 from rollover.models.attention import IMPLEMENTATION  # noqa: E402
 from rollover.models.load import LoadedModel  # noqa: E402
 from rollover.staleness import staleness  # noqa: E402
-from rollover.trainer.batch import build_batch  # noqa: E402
-from rollover.trainer.build import local_trainer  # noqa: E402
 from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Task, rollout_seed  # noqa: E402
 
 FIGURE = ROOT / "docs" / "staleness_experiment.svg"

@@ -49,12 +49,12 @@ class Worker:
 
     def __init__(self, config: Config) -> None:
         from benchmarks import workload
+        from local_trainer import local_trainer
         from rollover.engine.build import embedded_engine
         from rollover.models.devices import dtype_of, pick_device
         from rollover.models.load import load_model
         from rollover.models.team import Team, prepare_process
         from rollover.trainer.batch import Batch
-        from rollover.trainer.build import local_trainer
 
         prepare_process(config)
         device = pick_device(config.model.device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import resource
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -91,11 +92,11 @@ class Watch:
 
 def train(model: str, rollouts: int, tokens: int, steps: int) -> None:
     """Steps with token_stats, and what of them is for that."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
+    from local_trainer import build_batch, local_trainer
     from rollover.config import AlgorithmConfig, ModelConfig, TrainConfig
     from rollover.models.load import load_model
     from rollover.trainer import objective, token_stats
-    from rollover.trainer.batch import build_batch
-    from rollover.trainer.build import local_trainer
 
     algorithm = AlgorithmConfig.model_validate({"correction": "token_truncate", "proximal": "step_start"})
     loaded = load_model(ModelConfig(path=model))

@@ -15,6 +15,7 @@ import torch
 import tiny
 from contract import trainer_contract
 from fake_engine import FakeEngine
+from local_trainer import build_batch
 from rollover.algorithms.filters import group_filters
 from rollover.config import (
     AlgorithmConfig,
@@ -44,7 +45,7 @@ from rollover.tasks.source import SourceSetup
 from rollover.tasks.stream import TaskStream
 from rollover.track.tracker import Cut, RunInfo
 from rollover.trainer.backend import TrainerBackend
-from rollover.trainer.batch import BatchBuilder, build_batch
+from rollover.trainer.batch import BatchBuilder
 from rollover.trainer.build import build_trainer
 from rollover.trainer.objective import Counts, Objective, Streams
 from rollover.trajectories import turns_of

@@ -13,13 +13,13 @@ import torch
 
 import rollover
 from benchmarks import machine, workload
+from local_trainer import local_trainer
 from rollover.config import Config, EngineConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.models.devices import dtype_of, pick_device
 from rollover.models.load import load_model
 from rollover.models.team import prepare_process
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import local_trainer
 
 SEQUENCES = (1, 4, 16, 64, 256)
 CONTEXTS = (128, 512, 1024, 2048, 4096)

@@ -19,6 +19,7 @@ import numpy as np
 
 import rollover
 from benchmarks import machine, workload
+from local_trainer import build_batch, local_trainer
 from rollover.config import Config, PlanConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.engine.build import embedded_engine
@@ -34,8 +35,6 @@ from rollover.sim.plan import Figures
 from rollover.sim.simulate import Simulation
 from rollover.sim.workload import Workload
 from rollover.staleness import group_staleness
-from rollover.trainer.batch import build_batch
-from rollover.trainer.build import local_trainer
 from rollover.types import Prompt, Reward, Rollout, Segment, Task
 
 GROUPS, SIZE, PROMPT_TOKENS = 16, 4, 32

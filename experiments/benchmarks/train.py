@@ -10,13 +10,13 @@ import torch
 
 import rollover
 from benchmarks import machine, workload
+from local_trainer import local_trainer
 from rollover.config import Config
 from rollover.models.devices import dtype_of, pick_device
 from rollover.models.load import load_model
 from rollover.models.peak import peak_flops
 from rollover.models.team import prepare_process
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import local_trainer
 from rollover.types import Sample
 
 MICRO_BATCH_TOKENS = 4096

@@ -13,12 +13,14 @@ import importlib
 import importlib.util
 import inspect
 import json
+import operator
 import os
 import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -118,6 +120,53 @@ def make_named(key: str, name: str, built_in: Mapping[str, str], setup: object, 
     if missing := [member for member in members if not _has(made, member)]:
         raise make.refused(f"a {type(made).__name__} without {', '.join(missing)}")
     return made
+
+
+class OwnObject:
+    """What `make_named` made of a function of the user's own: the option `key` names it as `spec`.
+
+    Subclasses have the members of its contract, and call them within `_calling`; the others can be read from here, too.
+    `_must`: what each member must be or do, to complete "it must ...". `_file`: where the contract is. `_passed_on`:
+    errors of the contract itself.
+    """
+
+    _must: Mapping[str, str]
+    _file: str
+    _passed_on: tuple[type[BaseException], ...]
+
+    def __init__(self, own: Any, key: str, spec: str) -> None:
+        self._own, self._key, self.spec = own, key, spec
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    @contextmanager
+    def _calling(self, member: str) -> Iterator[None]:
+        """FunctionError for what the member raises but for `_passed_on`."""
+        try:
+            yield
+        except self._passed_on:
+            raise
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # boundary: the user's object
+            if was_cancelled(error):
+                raise
+            raise self._failed(member, f"failed: {explained(error)}") from error
+
+    def _integer(self, name: str) -> int:
+        """The integer that a property has."""
+        with self._calling(name):
+            value = getattr(self._own, name)
+        try:
+            if not isinstance(value, bool):
+                return operator.index(value)  # NumPy's integers, too
+        except TypeError:
+            pass
+        raise self._failed(name, f"gave {described(value)}")
+
+    def _failed(self, member: str, how: str) -> FunctionError:
+        return FunctionError(
+            f"{self._key} = {self.spec!r}: its {member} {how}. Mend it: it must {self._must[member]} ({self._file})"
+        )
 
 
 def _has(made: object, member: str) -> bool:

@@ -30,9 +30,8 @@ from rollover.trainer.backend import REFERENCE, TEACHER, Stream, TrainerBackend
 from rollover.trainer.batch import Batch
 from rollover.trainer.objective import Counts
 from rollover.trainer.packing import micro_batches
-from rollover.trainer.ranks.backend import RanksBackend, start_ranks
+from rollover.trainer.ranks.backend import RanksBackend, spread, start_ranks
 from rollover.trainer.ranks.local import LocalRanks
-from rollover.trainer.ranks.spread import spread
 from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
@@ -146,7 +145,7 @@ def test_epochs_and_their_early_stop_are_those_of_one_process(folder: Path, two:
     train = {"minibatches_per_step": 2, "epochs_per_step": 3, "max_kl": 0.05, "adam_eps": 1e-3}
     of = ranks_model.config(folder, train=train, rollout={"groups_per_step": 4})
     samples, made = random_samples(4, num_groups=4), []
-    trainers = [Trainer(backend, of.train, of.algorithm, Team()) for backend in ranks_model.pair(of, two)]
+    trainers = [Trainer(backend, of, Team()) for backend in ranks_model.pair(of, two)]
     for _ in range(3):
         found, expected = (trainer.train_step(Batch(samples)) for trainer in trainers)
         made.append(found["train/updates"])
@@ -162,9 +161,7 @@ def test_what_is_told_of_each_token_is_that_of_one_process(folder: Path, two: Lo
     algorithm = {"correction": "token_truncate", "correction_cap": 1.5, "rejection": {"token_k2": 3.0}}
     of = ranks_model.config(folder, algorithm=algorithm, rollout={"groups_per_step": 4})
     samples = random_samples(4, num_groups=4)
-    trainers = [
-        Trainer(backend, of.train, of.algorithm, Team(), tells_tokens=True) for backend in ranks_model.pair(of, two)
-    ]
+    trainers = [Trainer(backend, of, Team()) for backend in ranks_model.pair(of, two)]
     for trainer in trainers:
         trainer.train_step(Batch(samples))
     for s in samples:

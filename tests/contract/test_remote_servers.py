@@ -21,6 +21,7 @@ import tiny
 from contract import engine_contract
 from contract.engine_contract import logprobs_of, tokens_of
 from heard import hear
+from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, Config, EngineConfig, LoraConfig, TrainConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
@@ -30,7 +31,6 @@ from rollover.http_guard import TOKEN_VARIABLE
 from rollover.models.load import load_model
 from rollover.run.eval_parts import EvalParts
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import local_trainer
 from rollover.trainer.trainer import Trainer
 from rollover.types import Prompt, Sample, SamplingParams, Segment
 from samples import random_samples

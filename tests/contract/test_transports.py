@@ -1,4 +1,4 @@
-"""Every weight transport brings an engine the weights that were sent, whatever happens to the trainer's afterwards."""
+"""Every way of weights brings an engine the weights that were sent, whatever happens to the trainer's afterwards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,9 +22,11 @@ from safetensors.torch import load_file, save_file
 
 from contract.full_disk import full_above
 from heard import hear
-from rollover.weights.build import TRANSPORTS, build_transport, received
-from rollover.weights.one_by_one import WholeFile
-from rollover.weights.protocol import Parcel, TransportSetup, WeightTransport
+from rollover.weights.in_place import InPlace
+from rollover.weights.one_by_one import WholeFile, mapped
+from rollover.weights.protocol import Parcel
+from rollover.weights.shared_file import SharedFile
+from rollover.weights.weights_file import OwnFolder, WeightsFile
 
 
 class Model(torch.nn.Module):
@@ -55,21 +56,17 @@ class Adapter:
 
 
 class Engine:
-    """The other end: all weights that it has, by name."""
+    """The other end, in another process: all weights that it has, by name."""
 
     def __init__(self) -> None:
-        self.model = Model()
         self.weights: dict[str, torch.Tensor] = {}
 
     def take(self, parcel: Parcel) -> None:
-        """As an engine does, in whichever process it is: the message travels as JSON."""
+        """The message travels as JSON."""
         message = json.loads(json.dumps(parcel.message))
         assert message["version"] == parcel.version
-        self.weights |= {name: tensor.clone() for name, tensor in received(message)}
-
-    def has(self) -> dict[str, torch.Tensor]:
-        in_model = dict(self.model.named_parameters()) | {"adapter": self.model.adapter.value}
-        return self.weights or {name: tensor.detach() for name, tensor in in_model.items()}
+        received = mapped(message["path"]) if "path" in message else SharedFile.receive(message)
+        self.weights |= {name: tensor.clone() for name, tensor in received}
 
 
 def weights(factor: float = 1.0) -> dict[str, torch.Tensor]:
@@ -92,29 +89,26 @@ def size(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-@pytest.fixture(params=sorted(TRANSPORTS))
-def ends(request: pytest.FixtureRequest) -> Iterable[tuple[WeightTransport, Engine]]:
+@pytest.fixture(params=[SharedFile, WeightsFile])
+def ends(request: pytest.FixtureRequest) -> Iterable[tuple[SharedFile | WeightsFile, Engine]]:
     hear(pytest.fail)
-    engine = Engine()
-    setup = TransportSetup(model=engine.model, holders=[engine.model.adapter])
-    transport = build_transport(request.param, setup)
-    yield transport, engine
+    transport = request.param()
+    yield transport, Engine()
     transport.close()
 
 
-def test_what_was_sent_arrives_and_is_the_trainers_no_more(ends: tuple[WeightTransport, Engine]) -> None:
+def test_what_was_sent_arrives_and_is_the_trainers_no_more(ends: tuple[SharedFile | WeightsFile, Engine]) -> None:
     transport, engine = ends
     mine = weights()
-    transport.reserve(tensor.nbytes for tensor in mine.values())
     parcel = transport.send(1, mine.items())
     assert (parcel.version, parcel.num_bytes) == (1, size(mine.values()))
     for tensor in mine.values():  # the trainer goes on
         tensor.zero_()
     engine.take(parcel)
-    assert same(engine.has(), weights())
+    assert same(engine.weights, weights())
 
 
-def test_a_later_version_may_be_of_some_weights_only(ends: tuple[WeightTransport, Engine]) -> None:
+def test_a_later_version_may_be_of_some_weights_only(ends: tuple[SharedFile | WeightsFile, Engine]) -> None:
     """As with LoRA: all of them once, then adapters alone. An engine that begins anew gets the newest of each."""
     transport, engine = ends
     engine.take(transport.send(1, weights().items()))
@@ -122,22 +116,18 @@ def test_a_later_version_may_be_of_some_weights_only(ends: tuple[WeightTransport
     parcel = transport.send(7, iter(changed.items()))
     assert (parcel.version, parcel.num_bytes) == (7, size(changed.values()))
     engine.take(parcel)
-    assert same(engine.has(), weights() | changed)
-    if (everything := transport.everything()) is not None:
-        assert everything.version == 7
-        anew = Engine()
-        anew.take(everything)
-        assert same(anew.has(), weights() | changed)
+    assert same(engine.weights, weights() | changed)
+    everything, anew = transport.everything(), Engine()
+    assert everything is not None and everything.version == 7
+    anew.take(everything)
+    assert same(anew.weights, weights() | changed)
 
 
-def test_nothing_was_sent_yet(ends: tuple[WeightTransport, Engine]) -> None:
-    transport, _ = ends
-    assert transport.everything() is None
-    transport.reserve([1000])
-    assert transport.everything() is None
+def test_nothing_was_sent_yet(ends: tuple[SharedFile | WeightsFile, Engine]) -> None:
+    assert ends[0].everything() is None
 
 
-def test_what_earlier_versions_needed_is_given_back(ends: tuple[WeightTransport, Engine]) -> None:
+def test_what_earlier_versions_needed_is_given_back(ends: tuple[SharedFile | WeightsFile, Engine]) -> None:
     transport, _ = ends
     sizes = set()
     for version in range(1, 6):
@@ -152,12 +142,19 @@ def test_what_earlier_versions_needed_is_given_back(ends: tuple[WeightTransport,
 
 
 def test_in_place_knows_the_weights_of_its_model_and_derives_what_depends_on_them() -> None:
-    engine = Engine()
-    transport = build_transport("in_place", TransportSetup(model=engine.model, holders=[engine.model.adapter]))
-    transport.send(1, [("adapter", torch.tensor(3.0)), ("same.weight", torch.ones(3, 5))])
-    assert engine.model.adapter.derived == 6 and (engine.model.down.weight == 1).all()
+    model, mine = Model(), weights()
+    transport = InPlace(model, [model.adapter])
+    assert transport.send(mine.items()) == size(mine.values())
+    for tensor in mine.values():  # the trainer goes on
+        tensor.zero_()
+    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    assert same(found | {"adapter": model.adapter.value}, weights())
+    transport.send([("adapter", torch.tensor(3.0)), ("same.weight", torch.ones(3, 5))])
+    assert (
+        model.adapter.derived == 6 and (model.down.weight == 1).all() and torch.equal(model.up.bias, found["up.bias"])
+    )
     with pytest.raises(AssertionError, match="the engine's model has no parameter up.scale"):
-        transport.send(2, [("up.scale", torch.ones(1))])
+        transport.send([("up.scale", torch.ones(1))])
 
 
 def test_a_file_that_grows_out_of_memory_takes_what_it_has_along(
@@ -166,7 +163,7 @@ def test_a_file_that_grows_out_of_memory_takes_what_it_has_along(
     """And without room anywhere it says what to do."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     said: list[str] = hear([])
-    transport, engine = build_transport("shared_file", TransportSetup()), Engine()
+    transport, engine = SharedFile(), Engine()
     transport.reserve([1000])
     transport.send(1, [("a", torch.arange(100))])
     full_above(monkeypatch, "/dev/shm", 1000)
@@ -183,7 +180,7 @@ def test_a_file_that_grows_out_of_memory_takes_what_it_has_along(
 
 
 def test_a_weight_of_another_shape_is_refused() -> None:
-    transport = build_transport("shared_file", TransportSetup())
+    transport = SharedFile()
     transport.send(1, [("a", torch.ones(3))])
     with pytest.raises(AssertionError, match="a has changed its shape or dtype"):
         transport.send(2, [("a", torch.ones(4))])
@@ -196,7 +193,7 @@ def files_of(folder: Path) -> list[Path]:
 
 def test_a_weights_file_is_whole_every_time_checked_by_its_sum_and_the_last_two_are_kept(tmp_path: Path) -> None:
     hear(pytest.fail)
-    transport = build_transport("weights_file", TransportSetup(folder=str(tmp_path)))
+    transport = WeightsFile(str(tmp_path))
     transport.send(1, weights().items())
     for version in (2, 3):
         parcel = transport.send(version, [("up.bias", torch.full((5,), float(version)))])
@@ -224,7 +221,7 @@ def test_weights_that_are_in_a_file_already_are_not_written_again(
         monkeypatch.setattr(os, "link", refuse)
     whole = WholeFile(tmp_path / "whole.safetensors")
     save_file({"a": torch.arange(4.0), "b": torch.ones(2)}, whole.path)
-    transport = build_transport("weights_file", TransportSetup(folder=str(tmp_path / "folder")))
+    transport = WeightsFile(str(tmp_path / "folder"))
     transport.send(1, [("a", torch.zeros(4)), ("b", torch.zeros(2))])
     parcel = transport.send(2, whole)
     path = Path(parcel.message["path"])
@@ -240,9 +237,8 @@ def test_weights_that_are_in_a_file_already_are_not_written_again(
 KILLED_OWNER = """
 import os, signal, sys, torch
 from rollover.process_tree import descendants, kill
-from rollover.weights.build import build_transport
-from rollover.weights.protocol import TransportSetup
-transport = build_transport("weights_file", TransportSetup(folder=sys.argv[1]))
+from rollover.weights.weights_file import WeightsFile
+transport = WeightsFile(sys.argv[1])
 transport.send(1, [("a", torch.ones(3))])
 kill(descendants(os.getpid()) if sys.argv[2:] else [])
 os.kill(os.getpid(), signal.SIGKILL)
@@ -263,7 +259,7 @@ def test_weights_files_of_which_all_processes_were_killed_are_removed_by_the_nex
 ) -> None:
     subprocess.run([sys.executable, "-c", KILLED_OWNER, str(tmp_path), "all"], check=False)
     (left,) = files_of(tmp_path)
-    lives, other = (build_transport("weights_file", TransportSetup(folder=str(tmp_path))) for _ in range(2))
+    lives, other = (WeightsFile(str(tmp_path)) for _ in range(2))
     lives.send(1, [("a", torch.ones(3))])
     other.send(1, [("a", torch.ones(3))])
     assert not left.exists() and len(files_of(tmp_path)) == 2
@@ -279,12 +275,12 @@ def test_an_owner_that_begins_while_another_one_does_keeps_its_folder(
 
     def flock(file: IO[bytes], how: int) -> None:
         if how == fcntl.LOCK_EX and not others:
-            others.append(build_transport("weights_file", TransportSetup(folder=str(tmp_path))))
+            others.append(WeightsFile(str(tmp_path)))
             others[0].send(1, [("a", torch.ones(3))])
         lock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    transport = build_transport("weights_file", TransportSetup(folder=str(tmp_path)))
+    transport = WeightsFile(str(tmp_path))
     parcel = transport.send(1, [("a", torch.ones(3))])
     assert Path(parcel.message["path"]).exists() and len(files_of(tmp_path)) == 2
     for each in (transport, *others):
@@ -292,23 +288,20 @@ def test_an_owner_that_begins_while_another_one_does_keeps_its_folder(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_weights_file_without_room_in_memory_goes_elsewhere_and_says_so(
+def test_a_folder_without_room_in_memory_is_elsewhere_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     said: list[str] = hear([])
-    transport = build_transport("weights_file", TransportSetup())
-    transport.reserve([10**15])
-    parcel = transport.send(1, [("a", torch.ones(3))])
-    assert parcel.message["path"].startswith(str(tmp_path))
+    folder = OwnFolder("")
+    assert folder.path(10**15).parent == tmp_path
     assert len(said) == 1 and "no room for" in said[0] and str(tmp_path) in said[0]
-    transport.close()
+    folder.close()
 
 
-def test_a_weights_file_that_cannot_be_written_names_the_option(tmp_path: Path) -> None:
-    transport = build_transport("weights_file", TransportSetup(folder=str(tmp_path)))
-    transport.reserve([1])
-    shutil.rmtree(next(tmp_path.iterdir()))
+def test_a_weights_file_that_cannot_be_written_names_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OwnFolder, "path", lambda self, num_bytes: tmp_path / "gone")
     with pytest.raises(ValueError, match="engine.weights_dir"):
-        transport.send(1, [("a", torch.ones(3))])
-    transport.close()
+        WeightsFile(str(tmp_path)).send(1, [("a", torch.ones(3))])

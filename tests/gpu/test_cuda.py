@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import tiny
+from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, EngineConfig, TrainConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import cast_parameters
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import local_trainer
 from rollover.types import Prompt, Sample, SamplingParams, rollout_seed
 from virtual_time import at_once
 

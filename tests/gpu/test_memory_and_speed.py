@@ -17,6 +17,7 @@ import torch
 
 import tiny
 from benchmarks import workload
+from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, Config, EngineConfig, TrainConfig
 from rollover.engine.build import embedded_engine
 from rollover.engine.embedded.engine import EmbeddedEngine
@@ -27,7 +28,6 @@ from rollover.models.load import cast_parameters
 from rollover.models.logprobs import Head, chunked_logprobs
 from rollover.models.peak import known_peak, measured_peak
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import local_trainer
 from rollover.trainer.trainer import Trainer
 from rollover.types import Prompt, Sample, SamplingParams
 from virtual_time import at_once

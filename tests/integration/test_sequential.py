@@ -8,14 +8,13 @@ import copy
 import torch
 
 import tiny
+from local_trainer import build_batch, local_trainer
 from rollover.config import AlgorithmConfig, EngineConfig, RolloutConfig, TrainConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.envs.single_turn import SingleTurn
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
-from rollover.trainer.batch import build_batch
-from rollover.trainer.build import local_trainer
 from rollover.trainer.trainer import Trainer
 from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Task, rollout_seed
 

@@ -15,12 +15,11 @@ from safetensors.torch import load_file
 
 import rollover
 import tiny
+from local_trainer import build_batch, local_trainer
 from rollover import cli
 from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.run.supervised import SupervisedExamples, as_group
 from rollover.tasks.examples import Example, Part
-from rollover.trainer.batch import build_batch
-from rollover.trainer.build import local_trainer
 from rollover.types import Group, Prompt, Task
 
 SFT: dict[str, Any] = {"batch_examples": 4}

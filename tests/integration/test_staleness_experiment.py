@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import staleness_experiment as experiment
-from rollover.trainer.batch import build_batch
+from local_trainer import build_batch
 from rollover.types import Group, Prompt, SamplingParams, Segment, StopReason
 from staleness_experiment import METHODS, Experiment, Result, Setting, make_group, run, run_all, score, table
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import tiny
+from local_trainer import local_trainer
 from plain_critic import PlainCritic, Rows
 from rollover.config import AlgorithmConfig, CriticConfig, TrainConfig
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import local_trainer
 from rollover.trainer.critic import Critic, estimate
 from rollover.trainer.objective import step_metrics
 from rollover.trainer.packing import split_groups

@@ -12,7 +12,7 @@ import torch
 from rollover.config import AlgorithmConfig
 from rollover.trainer.batch import BatchBuilder
 from rollover.trainer.objective import Counts, Objective, Streams
-from rollover.trainer.rejection import rejections, rewritten
+from rollover.trainer.token_weights import rejections, rewritten
 from rollover.types import (
     Group,
     Prompt,

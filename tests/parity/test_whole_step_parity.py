@@ -18,9 +18,9 @@ import torch
 from transformers import TrainerCallback
 
 import tiny
+from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, CriticConfig, TrainConfig
 from rollover.trainer.batch import BatchBuilder
-from rollover.trainer.build import local_trainer
 from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 
 trl = pytest.importorskip("trl")

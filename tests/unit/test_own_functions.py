@@ -15,6 +15,7 @@ import torch
 
 import tiny
 from fake_engine import FakeEngine
+from local_trainer import build_batch
 from rollover import registry
 from rollover.algorithms.filters import group_filters
 from rollover.algorithms.loss import Tokens
@@ -25,7 +26,6 @@ from rollover.rollout.order import RolloutView, load_order
 from rollover.run.own_metrics import own_metrics
 from rollover.run.producer import OwnProducer
 from rollover.tasks.prompts import TASK_OR_NONE, PromptSource, encoder
-from rollover.trainer.batch import build_batch
 from rollover.trainer.objective import Objective
 from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 

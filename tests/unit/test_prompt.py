@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from test_trajectories import group, rollout
 
+from local_trainer import build_batch
 from rollover.config import AlgorithmConfig, RerollConfig
 from rollover.engine.process.messages import requests_from_json, requests_to_json
 from rollover.engine.protocol import ExtendRequest
@@ -21,7 +22,6 @@ from rollover.tasks.reroll import Reroll
 from rollover.track.recorded import read_rollouts
 from rollover.track.recorder import FORMATS, RolloutRecorder
 from rollover.track.tracker import RecordedGroup
-from rollover.trainer.batch import build_batch
 from rollover.trainer.packing import row_tokens
 from rollover.types import Media, Prompt, Reward, SamplingParams, Task
 from rollover.workflows.matching import turn_key

@@ -15,8 +15,7 @@ from heard import hear
 from rollover import processes, system
 from rollover.config import RewardsConfig
 from rollover.models import kernels
-from rollover.weights.build import build_transport
-from rollover.weights.protocol import TransportSetup
+from rollover.weights.shared_file import SharedFile
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def test_kernels_are_not_tried_on_macos(macos: None, monkeypatch: pytest.MonkeyP
 
 def test_new_weights_go_through_a_file_of_the_temporary_folder_on_macos(macos: None) -> None:
     said: list[str] = hear([])
-    transport = build_transport("shared_file", TransportSetup())
+    transport = SharedFile()
     try:
         parcel = transport.send(1, [("a", torch.zeros(1 << 14))])
         assert os.fstat(parcel.message["file"]).st_size == 1 << 16

@@ -13,11 +13,11 @@ import torch
 
 import tiny
 from contract.engine_contract import logprobs_of, tokens_of
+from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, ModelConfig, TrainConfig
 from rollover.engine.protocol import ExtendRequest
 from rollover.engine.remote.engine import RemoteEngine
 from rollover.models.load import LoadedModel, load_model
-from rollover.trainer.build import local_trainer
 from rollover.trainer.trainer import Trainer
 from rollover.types import Prompt, Sample, SamplingParams, Segment, rollout_seed
 from vllm_server.engines import ARGS, engine

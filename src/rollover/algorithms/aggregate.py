@@ -32,15 +32,14 @@ def aggregate(  # noqa: PLR0913 - one count for each mode
     denominator: float | None = None,
     group_B: torch.Tensor | None = None,
     group_tokens_B: torch.Tensor | None = None,
-    sequence_B: torch.Tensor | None = None,
     sequence_tokens_B: torch.Tensor | None = None,
     norm: float | None = None,
 ) -> torch.Tensor:
     """Scalar loss. Without `denominator` this batch is all there is. A row without a loss token is no sequence.
 
     A sequence is a trajectory, which may have several rows: one that the agent did not cut into contexts, and the same
-    tokens in several rows, have one loss. `sequence_B`: the sequence of each row, by any integer; None: one each.
-    `sequence_tokens_B`: loss tokens of the row's whole sequence (needed where a sequence is split).
+    tokens in several rows, have one loss. `sequence_tokens_B`: loss tokens of the row's whole sequence, and then
+    `denominator` is the number of sequences; None: a row is a sequence.
 
     - token-mean: sum of tokens / tokens (DAPO, arXiv 2503.14476, eq. 8, taken over the batch instead of each prompt's
       group, as in verl and TRL's dapo). denominator: tokens.
@@ -70,7 +69,7 @@ def aggregate(  # noqa: PLR0913 - one count for each mode
             raise ValueError("prompt-mean needs group_B: the group id of each row")
         total = (loss_BT.sum(-1) / _tokens_of(tokens_B, group_B, group_tokens_B).clamp(min=1)).sum()
     elif mode == "seq-mean-token-mean":
-        total = (loss_BT.sum(-1) / _tokens_of(tokens_B, sequence_B, sequence_tokens_B).clamp(min=1)).sum()
+        total = (loss_BT.sum(-1) / (tokens_B if sequence_tokens_B is None else sequence_tokens_B).clamp(min=1)).sum()
     elif mode == "seq-mean-token-sum-norm":
         total = (loss_BT.sum(-1) / (loss_BT.shape[1] if norm is None else norm)).sum()
     else:
@@ -79,23 +78,22 @@ def aggregate(  # noqa: PLR0913 - one count for each mode
     if counted is None:
         return total
     # What is counted here is asked for only where it is not given: on a GPU that would wait for the whole forward pass.
-    return total / max(1.0, _count(counted, tokens_B, group_B, sequence_B) if denominator is None else denominator)
+    return total / max(1.0, _count(counted, tokens_B, group_B) if denominator is None else denominator)
 
 
-def _count(what: str, tokens_B: torch.Tensor, group_B: torch.Tensor | None, sequence_B: torch.Tensor | None) -> float:
+def _count(what: str, tokens_B: torch.Tensor, group_B: torch.Tensor | None) -> float:
     """How many tokens, sequences or groups of this batch are in the loss."""
     if what == "tokens":
         return float(tokens_B.sum())
-    of_row_B = sequence_B if what == "sequences" else group_B
     in_loss_B = tokens_B > 0
-    return float(in_loss_B.sum() if of_row_B is None else len(torch.unique(of_row_B[in_loss_B])))
+    return float(in_loss_B.sum() if what == "sequences" or group_B is None else len(torch.unique(group_B[in_loss_B])))
 
 
-def _tokens_of(tokens_B: torch.Tensor, of_row_B: torch.Tensor | None, given_B: torch.Tensor | None) -> torch.Tensor:
-    """Loss tokens of the group or sequence of each row [B]: as given, else those of the rows that are here."""
-    if given_B is not None or of_row_B is None:
-        return tokens_B if given_B is None else given_B
-    ids, index_B = torch.unique(of_row_B, return_inverse=True)
+def _tokens_of(tokens_B: torch.Tensor, group_B: torch.Tensor, given_B: torch.Tensor | None) -> torch.Tensor:
+    """Loss tokens of the group of each row [B]: as given, else those of the rows that are here."""
+    if given_B is not None:
+        return given_B
+    ids, index_B = torch.unique(group_B, return_inverse=True)
     return torch.zeros(len(ids), device=tokens_B.device).index_add_(0, index_B, tokens_B.float())[index_B]
 
 

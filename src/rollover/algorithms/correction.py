@@ -222,50 +222,33 @@ def effective_sample_size(
     return torch.where(squares == 0, 0.0, weights.sum().square() / squares)
 
 
-def ess_step_scale(
-    ess: torch.Tensor | float, *, reference: float = 1.0, rule: Literal["sqrt", "linear"] = "sqrt"
-) -> torch.Tensor:
-    """Factor of the learning rate for one step, in [0, 1]: min(1, ess / reference)^p, p = 1/2 ("sqrt") or 1 ("linear").
+def ess_step_scale(ess: torch.Tensor | float) -> torch.Tensor:
+    """Factor of the learning rate for one step, in [0, 1]: sqrt(min(1, ess)).
 
     VCPO (Huang et al. 2026, arXiv 2602.17616): the rate goes with the square root of the effective sample size share
-    under AdamW. `ess`: that of the step's sequence ratios before any cap. `reference`: the share at which the rate was
-    tuned, 1 on policy. The bound at 1, `reference` and "linear" are those of the authors' code.
+    under AdamW. `ess`: that of the step's sequence ratios before any cap. The bound at 1 is that of the authors' code.
     """
-    if not reference > 0:
-        raise ValueError(f"reference = {reference}: the share at full rate must be positive")
-    if rule not in ("sqrt", "linear"):
-        raise ValueError(f'rule = {rule!r}: use "sqrt" or "linear"')
-    share = (torch.as_tensor(ess).detach().float() / reference).clamp(max=1.0)
-    return share.sqrt() if rule == "sqrt" else share
+    return torch.as_tensor(ess).detach().float().clamp(max=1.0).sqrt()
 
 
 @torch.no_grad()
 def interpolated_proximal(
     behavior_logprobs_BT: torch.Tensor,
     current_logprobs_BT: torch.Tensor,
-    staleness_BT: torch.Tensor | None = None,
+    staleness_BT: torch.Tensor,
     *,
     mask_BT: torch.Tensor,
-    alpha_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Proximal log-probs without a forward pass: alpha * behavior + (1 - alpha) * current [B, T], detached.
 
     A-3PO (arXiv 2512.06547): alpha = 1 / staleness, staleness = current version - version of the token; the proximal
     policy is one step behind the current one. At staleness 1 that is the behavior policy; at 0 it is taken too, as in
-    the authors' code (AReaL, "loglinear", whose alpha is our 1 - alpha). Or give `alpha_BT` in [0, 1] instead. The
-    interpolation is of log-probs of the sampled token: it is not normalised over the vocabulary.
+    the authors' code (AReaL, "loglinear", whose alpha is our 1 - alpha). The interpolation is of log-probs of the
+    sampled token: it is not normalised over the vocabulary.
     """
-    if (staleness_BT is None) == (alpha_BT is None):
-        raise ValueError("staleness_BT or alpha_BT: give exactly one of them")
     mask_BT = mask_BT.bool()
-    if staleness_BT is not None:
-        staleness_BT = masked(staleness_BT, mask_BT)
-        if (staleness_BT < 0).any():
-            raise ValueError("staleness_BT is negative: a token cannot be newer than the current version")
-        share_BT = 1 / staleness_BT.clamp(min=1)
-    else:
-        assert alpha_BT is not None
-        share_BT = masked(alpha_BT, mask_BT)
-        if not ((share_BT >= 0) & (share_BT <= 1)).all():
-            raise ValueError("alpha_BT is the share of the behavior policy: it must lie in [0, 1]")
+    staleness_BT = masked(staleness_BT, mask_BT)
+    if (staleness_BT < 0).any():
+        raise ValueError("staleness_BT is negative: a token cannot be newer than the current version")
+    share_BT = 1 / staleness_BT.clamp(min=1)
     return torch.lerp(masked(current_logprobs_BT, mask_BT), masked(behavior_logprobs_BT, mask_BT), share_BT)

@@ -22,7 +22,6 @@ def optimal_token_baseline(
     *,
     weights_BT: torch.Tensor | None = None,
     align: Literal["positions", "loss_tokens"] = "positions",
-    eps: float = 1e-8,
 ) -> torch.Tensor:
     """A_t = G_t - b_t, b_t = sum_i W_it G_it / sum_i W_it over the rows of the group that have a t-th token -> [B, T].
 
@@ -60,14 +59,14 @@ def optimal_token_baseline(
     for group in torch.unique(group_B):
         rows_N = torch.nonzero((group_B == group) & mask_BT.any(-1)).flatten()
         if len(rows_N) > 1:
-            baseline_NT = _baselines(returns_BT[rows_N], moved_BT[rows_N], mask_BT[rows_N], eps)
+            baseline_NT = _baselines(returns_BT[rows_N], moved_BT[rows_N], mask_BT[rows_N])
             advantages_BT[rows_N] = masked(returns_BT[rows_N] - baseline_NT, mask_BT[rows_N])
     return torch.zeros_like(advantages_BT).scatter(-1, order_BT, advantages_BT)
 
 
-def _baselines(returns_NT: torch.Tensor, weights_NT: torch.Tensor, mask_NT: torch.Tensor, eps: float) -> torch.Tensor:
+def _baselines(returns_NT: torch.Tensor, weights_NT: torch.Tensor, mask_NT: torch.Tensor) -> torch.Tensor:
     """Those of the rows of a group, [N, T]: 0 for a row beyond the last token of all others."""
-    baseline_T = (returns_NT * weights_NT).sum(0) / (weights_NT.sum(0) + eps)
+    baseline_T = (returns_NT * weights_NT).sum(0) / (weights_NT.sum(0) + 1e-8)
     places_T = torch.arange(mask_NT.shape[1], device=mask_NT.device)
     last_N = (mask_NT * places_T).amax(-1)
     longest, second = last_N.topk(2).values

@@ -9,15 +9,13 @@ answer can come next for its rollout is asked of every engine's (rollout/asker.p
 from __future__ import annotations
 
 import asyncio
-import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, WeightLoad, WrongAnswer
 from rollover.engine.validate import why_no_segments
-from rollover.functions import FunctionError, described, explained, is_number, was_cancelled
+from rollover.functions import FunctionError, OwnObject, described, explained, is_number, was_cancelled
 from rollover.logs import terminal
 from rollover.types import Segment
 
@@ -39,7 +37,7 @@ _MUST = {
 }
 
 
-class OwnEngine:
+class OwnEngine(OwnObject):
     """`engine`, which the function that engine.kind names as `spec` has made.
 
     `vocab_size()`: every token id is below it; called at the first answer, as it may load a model. `newest_version`:
@@ -51,13 +49,13 @@ class OwnEngine:
     do. EngineDied and AssertionError, which end a run at once, are passed on by all of them.
     """
 
+    _must, _file, _passed_on = _MUST, "engine/protocol.py", (AssertionError, EngineDied)
+
     def __init__(self, engine: Engine, spec: str, vocab_size: Callable[[], int], newest_version: float = 0) -> None:
-        self.engine, self.spec = engine, spec
+        super().__init__(engine, "engine.kind", spec)
+        self.engine = engine
         self._vocab_size, self._newest_version = vocab_size, newest_version
         self._handled_before = sys.exc_info()[1]  # by a program that has made us within an except
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
 
     @property
     def max_tokens(self) -> int:
@@ -165,32 +163,6 @@ class OwnEngine:
             terminal.warning(str(error))
 
     # Private
-
-    @contextmanager
-    def _calling(self, method: str) -> Iterator[None]:
-        try:
-            yield
-        except (AssertionError, EngineDied):
-            raise
-        except (Exception, SystemExit, asyncio.CancelledError) as error:  # boundary: the user's engine
-            if was_cancelled(error):
-                raise
-            raise self._failed(method, f"failed: {explained(error)}") from error
-
-    def _integer(self, name: str) -> int:
-        with self._calling(name):
-            value = getattr(self.engine, name)
-        try:
-            if not isinstance(value, bool):
-                return operator.index(value)  # NumPy's integers, too
-        except TypeError:
-            pass
-        raise self._failed(name, f"gave {described(value)}")
-
-    def _failed(self, method: str, how: str) -> FunctionError:
-        return FunctionError(
-            f"engine.kind = {self.spec!r}: its {method} {how}. Mend it: it must {_MUST[method]} (engine/protocol.py)"
-        )
 
     def _check(self, method: str, answer: object) -> None:
         """WrongAnswer unless these are segments that this run can have."""

@@ -1,4 +1,4 @@
-"""What runs in a reward worker's process: the reward functions (rewards/client.py is the parent's end).
+"""What runs in a reward worker's process: the reward functions (rewards/worker.py is the parent's end).
 
 A function that the program of the parent handed
 over comes inside the message that loads it (rewards/travel.py). Functions run in the main thread, so they may use

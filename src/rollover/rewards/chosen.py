@@ -69,11 +69,6 @@ def chosen_for(
     return Chosen(_checked(own, key, rule), asks, rule, dict(rewards.by_data_source) if asks else {})
 
 
-def spec_for(source: TaskSourceConfig, rewards: RewardsConfig, answer_rule: str = "last_number") -> str:
-    """The spec of `chosen_for`, of tasks that their data_source gives no other."""
-    return chosen_for(source, rewards, answer_rule).spec
-
-
 def _row(row: RewardFunctionConfig, key: str, rule: str) -> dict[str, Any]:
     found = parsed(row.function)
     if found is None:

@@ -36,7 +36,7 @@ Mode = Literal["each", "together", "batch"]
 
 @dataclass(frozen=True, slots=True)
 class LoadedReward:
-    """A function ready to be called. per_sample: one call scores one item, so one failure leaves the others valid."""
+    """A function ready to be called. Unless whole_groups one call scores one item: a failure leaves others valid."""
 
     spec: str
     kind: Literal["builtin", "verl", "verl_batch", "trl", "any"]
@@ -48,12 +48,8 @@ class LoadedReward:
     whole_groups: bool = False
 
     @property
-    def per_sample(self) -> bool:
-        return not self.whole_groups
-
-    @property
     def mode(self) -> Mode:
-        if not self.per_sample:
+        if self.whole_groups:
             return "batch"
         functions = (self.function, type(self.function).__call__)  # an object may have an async __call__
         return "together" if any(map(inspect.iscoroutinefunction, functions)) else "each"

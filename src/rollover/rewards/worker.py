@@ -1,4 +1,4 @@
-"""A reward worker: a Rewarder whose functions run in one child process that may be killed (rewards/client.py).
+"""A reward worker: a Rewarder whose functions run in one child process that may be killed (rewards/child.py).
 
     score -> group by reward spec -> [load, once per process] -> score -> Reward per request
                  timeout or death -> kill; try again, or missing reward; a fresh process for the next call
@@ -21,15 +21,16 @@ from typing import Any, NamedTuple
 
 from rollover.config import RewardsConfig
 from rollover.files import local_path
+from rollover.functions import is_score
+from rollover.processes import child_environment
 from rollover.rewards.built_in import shown
-from rollover.rewards.client import RewardClient
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.quarantine import Quarantine
-from rollover.rewards.registry import RETURNED_NONE, Item, Mode, Result
+from rollover.rewards.registry import MAX_REPLY_BYTES, RETURNED_NONE, Item, Mode, Result
 from rollover.rewards.travel import packed
 from rollover.types import Reward, Task
 from rollover.workers.framing import BadMessage
-from rollover.workers.worker import WorkerDied
+from rollover.workers.worker import Worker, WorkerDied
 
 _MAX_BAD_REPLIES = 3  # to one call, until it is given up
 _DUMMY_COMPLETION = "The answer is 0."
@@ -87,7 +88,10 @@ class RewardWorker:
     ) -> None:
         self.config = rewards or RewardsConfig.model_validate({})
         self.quarantine = quarantine or Quarantine(self.config.quarantine_after)
-        self._client = RewardClient(self.config, str(local_path(base_dir)), pack)
+        self._base_dir, self._pack = str(local_path(base_dir)), pack
+        self._process: Worker | None = None  # started when there is something for it to do, and again after its end
+        self._pid: int | None = None  # of the process that runs functions
+        self._modes: dict[str, Mode] = {}  # of the specs that are loaded in it
         self._lock = asyncio.Lock()
         self._seen_modes = {} if modes is None else modes  # of all specs that were ever loaded, by any worker
         self._counts: Counter[str] = Counter()
@@ -140,12 +144,17 @@ class RewardWorker:
 
     def health(self, index: int = 0) -> WorkerHealth:
         """Its process and last sign of life, as worker number `index`."""
-        busy_s = None if self._busy_since is None else time.monotonic() - self._busy_since
-        return WorkerHealth(index, self._client.pid, busy_s, self._client.silent_s)
+        now = time.monotonic()
+        busy_s = None if self._busy_since is None else now - self._busy_since
+        if self._process is None or not self._process.alive:
+            return WorkerHealth(index, None, busy_s, None)
+        return WorkerHealth(index, self._pid, busy_s, now - self._process.last_reply)
 
     async def close(self) -> None:
-        """Kill the process and reap it. The next `score` would start another."""
-        await self._client.kill()
+        """Kill the process, and wait until it is gone, whoever began to end it. The next `score` starts another."""
+        self._modes, self._pid = {}, None
+        if self._process is not None:
+            await self._process.killed()
 
     # Private
 
@@ -156,12 +165,12 @@ class RewardWorker:
         while left := self._left(requests, rewards):
             loaded = False
             try:
-                failure = await self._client.load(spec)
+                failure = await self._load(spec)
                 loaded = True
                 if failure is not None:
                     rewards.add({i: self._reward(failure) for i in left})
                 else:
-                    self._seen_modes[spec] = self._client.modes[spec]
+                    self._seen_modes[spec] = self._modes[spec]
                     await self._score_items(spec, {i: requests[i] for i in left}, rewards)
                 continue
             except TimeoutError:
@@ -175,41 +184,79 @@ class RewardWorker:
                 if num_bad_replies < _MAX_BAD_REPLIES:  # it may be the doing of an earlier call
                     self._counts[kind] += 1
                     self._counts["retries"] += 1
-                    await self._client.kill()
+                    await self.close()
                     continue
             except asyncio.CancelledError:
-                await self._client.kill()
+                await self.close()
                 raise
             self._counts[kind] += 1
             failed = [i for i in left if i not in rewards]
-            if self._client.modes.get(spec) == "each":
+            if self._modes.get(spec) == "each":
                 failed = failed[:1]  # the one that it was at
             if loaded:  # a function that cannot be loaded is not the task's fault
                 self._blame(requests[i] for i in failed)
-            await self._client.kill()
+            await self.close()
             tries.update(failed)
             given_up = [i for i in failed if tries[i] > self.config.retries]
             rewards.add({i: Reward(None, error=error) for i in given_up})
             self._counts["retries"] += len(given_up) < len(failed)
 
+    async def _load(self, spec: str) -> Result | None:
+        """Start the process and load the function, each if need be. Returns the failure if it cannot be loaded.
+
+        TimeoutError after rewards.startup_timeout_s; WorkerDied; BadMessage.
+        """
+        process = self._process
+        if process is None or not process.alive:
+            await self.close()
+            process = self._process = Worker(
+                "the reward worker",
+                "rollover.rewards.child",
+                self._base_dir,
+                int(self.config.memory_gb * 1e9),
+                kept=True,
+                environment=child_environment(OMP_NUM_THREADS="1"),  # the trainer owns the cores
+                max_bytes=MAX_REPLY_BYTES,
+            )
+        if spec in self._modes:
+            return None
+        try:
+            message = {"op": "load", "spec": spec, **self._pack(spec)}
+        except ValueError as error:  # of an object that cannot be copied
+            return {"error": str(error)}
+        found = await process.request(message, limit_s=self.config.startup_timeout_s)
+        if not {"error", "mode"} & found.keys() or not isinstance(found.get("pid"), int):
+            raise BadMessage("sent an invalid message")
+        self._pid = found["pid"]
+        if "error" in found:
+            return found
+        self._modes[spec] = found["mode"]
+        return None
+
     async def _score_items(self, spec: str, requests: dict[int, ScoreRequest], rewards: _Rewards) -> None:
         """Add the rewards as they come, so that a death in the middle keeps those before it.
 
-        Returns early, with some left, when the process has to be replaced as it was out of memory.
+        Returns early, with some left, when the process has to be replaced as it was out of memory. TimeoutError after
+        rewards.timeout_s (mode "each": of each item); WorkerDied; BadMessage.
         """
-        keys, one_by_one = list(requests), self._client.modes[spec] == "each"
-        spent: list[int] = []
+        assert self._process is not None, "the function is loaded"
+        keys, mode, limit_s = list(requests), self._modes[spec], self.config.timeout_s
+        missing, spent = set(range(len(keys))), list[int]()
 
-        def take(results: dict[int, Result]) -> bool:
+        def take(reply: dict[str, Any]) -> bool:
             """Whether nothing more is expected."""
+            results = results_of(reply, mode, missing)
+            missing.difference_update(results)
             rewards.add({keys[index]: self._reward(result) for index, result in results.items()})
             spent.extend(keys[index] for index, result in results.items() if "out_of_memory" in result)
-            return bool(spent) and one_by_one
+            return not missing or (bool(spent) and mode == "each")
 
-        await self._client.score(spec, [_item(request) for request in requests.values()], take)
+        items = [_item(request) for request in requests.values()]
+        message = {"op": "score", "spec": spec, "items": items, "limit_s": limit_s}
+        await self._process.request(message, take, limit_s, limit_each=mode == "each")
         if spent:  # what filled its memory may fill it still
             self._blame(requests[key] for key in spent)
-            await self._client.kill()
+            await self.close()
 
     def _left(self, requests: dict[int, ScoreRequest], rewards: _Rewards) -> list[int]:
         """The requests without a reward. Those of tasks in quarantine are given a missing one first."""
@@ -249,3 +296,41 @@ def _item(request: ScoreRequest) -> Item:
         "columns": task.columns,
         "source": task.source,
     }
+
+
+def results_of(reply: dict[str, Any], mode: str, missing: set[int]) -> dict[int, dict[str, Any]]:
+    """The results in a reply, by the index of their item: each {"score", "extras"} and maybe "shaping", finite numbers,
+    and "texts", or {"error"}.
+
+    BadMessage unless they are those of `missing` items: one of them, in mode "batch" all.
+    """
+    if mode == "batch":
+        results = [reply] * len(missing) if "error" in reply else reply.get("results")
+        return dict(zip(sorted(missing), _checked(results, len(missing)), strict=True))
+    index = reply.get("index")
+    if not isinstance(index, int) or index not in missing:
+        raise BadMessage("scored another sample")
+    return {index: _checked([reply.get("result")], 1)[0]}
+
+
+def _checked(results: Any, num: int) -> list[dict[str, Any]]:
+    if not isinstance(results, list) or len(results) != num or not all(map(_is_result, results)):
+        raise BadMessage("sent invalid results")
+    return results
+
+
+def _is_result(result: Any) -> bool:
+    if not isinstance(result, dict):
+        return False
+    if "error" in result:
+        return isinstance(result["error"], str)
+    parts, texts = (result.get("extras"), result.get("shaping", {})), result.get("texts", {})
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        return False
+    return _is_number(result.get("score")) and all(
+        isinstance(part, dict) and all(map(_is_number, part.values())) for part in parts
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and is_score(value)

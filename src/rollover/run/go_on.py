@@ -22,7 +22,7 @@ from rollover.run.eval_parts import EvalParts
 from rollover.run.playing import together
 from rollover.run.run_files import FINISHED
 from rollover.track.recorded import media_of, prompt_of
-from rollover.trainer.stored_tensors import StoredTensors, part_of
+from rollover.trainer.stored_tensors import StoredTensors
 from rollover.types import SamplingParams, Segment, rollout_seed
 
 
@@ -143,8 +143,9 @@ async def go_on(place: Place, num: int, weights: Weights, config: Config, direct
         if weights.checkpoint:
             files = CheckpointStore(checkpoints_of(config, directory), 1).open(weights.checkpoint)
             stored = StoredTensors([path for file, path in files.items() if file.startswith("trainer-")])
-            masters = part_of(stored, "master/").items()
-            await parts.engine.load_weights(weights.version, ((name, w.to(dtype_of(config))) for name, w in masters))
+            masters = (name for name in stored if name.startswith("master/"))
+            named = ((name.removeprefix("master/"), stored[name].to(dtype_of(config))) for name in masters)
+            await parts.engine.load_weights(weights.version, named)
         answers = await together([parts.engine.extend(request) for request in requests])
         parts.engine.release([request.rollout_id for request in requests])
         keep = config.rollout.keep_special_tokens

@@ -13,7 +13,7 @@ from typing import Any
 from rollover.alike import did_you_mean
 from rollover.tasks.reasoning_gym import CHUNK_SIZE, check_problem_key, chunk_seed
 from rollover.tasks.same import same_of_generator
-from rollover.tasks.source import SourceSetup
+from rollover.tasks.source import EndlessSource, SourceSetup
 from rollover.types import Task
 
 _DEFAULTS = {
@@ -28,12 +28,9 @@ def arithmetic_source(setup: SourceSetup) -> ArithmeticSource:
     return ArithmeticSource(setup.config.name, setup.config.params, setup.seed, setup.label, setup.reward)
 
 
-class ArithmeticSource:
+class ArithmeticSource(EndlessSource):
     """Endless problems; `problem(i)` depends on (name, params, seed, i) only. ValueError for names, parameters and
     values that are none."""
-
-    endless = True
-    num_problems = None
 
     def __init__(self, name: str, params: Mapping[str, Any], seed: int, label: str, reward: str) -> None:
         if name not in _DEFAULTS:
@@ -78,11 +75,3 @@ class ArithmeticSource:
             question = f"Solve the following multiplication: {text}. Give only the result as your final answer."
         task_id = f"{self.label}/{self.seed}/{index}"
         return Task(task_id, self.label, self.reward, prompt=question, columns={"answer": str(result)})
-
-    def together(self, index: int) -> range:
-        """`index` alone, as nothing is shuffled."""
-        return range(index, index + 1)
-
-    def fingerprint(self) -> str:
-        """ "": all depends on name, parameters and seed, which are in the configuration."""
-        return ""

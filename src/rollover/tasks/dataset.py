@@ -39,79 +39,52 @@ def dataset_source(setup: SourceSetup) -> DatasetSource:
         "eval_path" if other_path else "path",
         setup.base_dir,
     )
-    return DatasetSource(
-        place,
-        label=setup.label,
-        reward=setup.reward,
-        prompt_column=config.prompt_column,
-        answer_column=config.answer_column,
-        data_source_column=config.data_source_column,
-        needs_answer=needs_answer(setup.reward),
-        problem_key=config.problem_key,
-        chat=setup.chat,
-        image_column=config.image_column,
-        image_urls=setup.image_urls,
-        task_prefix=f"{setup.label}/eval" if apart else setup.label,
-    )
+    return DatasetSource(setup, place, f"{setup.label}/eval" if apart else setup.label)
 
 
 class DatasetSource:
     """The rows of one dataset as problems, in its order.
 
-    `answer_column` empty: reward_model.ground_truth, answer, solution or ground_truth, if there is one;
-    `needs_answer` makes a missing one an error. `data_source_column`: the one that a task has as data_source.
-    `image_column` empty: images or image, if there is one; `image_urls`: they may be fetched. Raises ValueError naming
-    file, column and config key.
+    Of `setup.config` it reads what stands for a column: without one the answer is reward_model.ground_truth, answer,
+    solution or ground_truth, if there is one, and an image that of images or image. Where the reward is a built-in that
+    needs an answer, a missing one is an error. Raises ValueError naming file, column and config key.
     """
 
     endless = False
 
-    def __init__(  # noqa: PLR0913 - keyword-only; the options of a source
-        self,
-        place: Table,
-        *,
-        label: str,
-        reward: str,
-        prompt_column: str = "",
-        answer_column: str = "",
-        data_source_column: str = "",
-        needs_answer: bool = False,
-        problem_key: str = "",
-        chat: bool = True,
-        image_column: str = "",
-        image_urls: bool = False,
-        task_prefix: str = "",
-    ) -> None:
-        self.label, self.reward, self.chat = label, reward, chat
+    def __init__(self, setup: SourceSetup, place: Table, task_prefix: str = "") -> None:
+        config = setup.config
+        self.label, self.reward, self.chat = setup.label, setup.reward, setup.chat
         self.same = problem_text
-        self.task_prefix = task_prefix or label
+        self.task_prefix = task_prefix or setup.label
         self._place, self._rows = place, open_rows(place)
         path, columns = place.path, self._rows.columns
-        self.answer_column, self.data_source_column = answer_column, data_source_column
-        self.prompt_column = prompt_column or next((c for c in PROMPT_COLUMNS if c in columns), "")
+        self.answer_column, self.data_source_column = config.answer_column, config.data_source_column
+        self.prompt_column = config.prompt_column or next((c for c in PROMPT_COLUMNS if c in columns), "")
         found = f"its columns are {', '.join(columns)}"
         if self.prompt_column not in columns:
-            wanted = repr(prompt_column) if prompt_column else "named " + ", ".join(PROMPT_COLUMNS)
+            wanted = repr(config.prompt_column) if config.prompt_column else "named " + ", ".join(PROMPT_COLUMNS)
             raise ValueError(
                 f"dataset {path!r} has no prompt column {wanted}; {found}: set tasks.sources.prompt_column"
             )
-        self.image_column = image_column or next((c for c in IMAGE_COLUMNS if c in columns), "")
-        self._places = Places(place.folder, image_urls)
-        of_columns = ("answer", answer_column), ("data_source", data_source_column), ("image", image_column)
-        for what, column in of_columns:
+        self.image_column = config.image_column or next((c for c in IMAGE_COLUMNS if c in columns), "")
+        self._places = Places(place.folder, setup.image_urls)
+        for what in ("answer", "data_source", "image"):
+            column = getattr(config, f"{what}_column")
             if column and column not in columns:
                 raise ValueError(
                     f"dataset {path!r} has no {what} column {column!r}; {found}: set tasks.sources.{what}_column"
                 )
+        problem_key = config.problem_key
         if problem_key and ":" not in problem_key and problem_key not in columns:
             raise ValueError(
                 f"dataset {path!r} has no column {problem_key!r}; {found}: correct tasks.sources.problem_key"
             )
-        has_answer = answer_column or "reward_model" in columns or any(c in columns for c in ANSWER_COLUMNS)
-        if needs_answer and not has_answer:
+        has_answer = config.answer_column or "reward_model" in columns or any(c in columns for c in ANSWER_COLUMNS)
+        if needs_answer(setup.reward) and not has_answer:
             raise ValueError(
                 f"dataset {path!r} has no answer column (reward_model, {', '.join(ANSWER_COLUMNS)}), which the reward"
-                f" {reward!r} needs; {found}: set tasks.sources.answer_column"
+                f" {setup.reward!r} needs; {found}: set tasks.sources.answer_column"
             )
 
     @property

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jinja2 import TemplateError
 
-from rollover.config import SftConfig, TasksConfig
+from rollover.config import SftConfig, TasksConfig, TaskSourceConfig
 from rollover.tasks.dataset import PROMPT_COLUMNS, DatasetSource
 from rollover.tasks.rows import Table, open_rows, place_of_row
+from rollover.tasks.source import SourceSetup
 from rollover.tasks.stream import decorated
 from rollover.types import Media, Prompt, Task, images_in
 
@@ -84,14 +85,11 @@ class ExampleRows:
         self.completion_column = sft.completion_column
         self.last_only = sft.turns == "last"
         self.is_text = prompt_column == _TEXT and not sft.completion_column
-        self.source = DatasetSource(
-            place,
-            label=place.path,
-            reward="",
-            prompt_column=prompt_column,
-            chat=tasks.chat,
-            image_urls=tasks.allow_image_urls,
-        )
+        setup = SourceSetup(
+            TaskSourceConfig(prompt_column=prompt_column), place.path, "", 0,
+            chat=tasks.chat, image_urls=tasks.allow_image_urls,
+        )  # fmt: skip
+        self.source = DatasetSource(setup, place)
 
     def __len__(self) -> int:
         number = self.source.num_problems

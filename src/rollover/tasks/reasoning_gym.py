@@ -14,7 +14,7 @@ from typing import Any
 
 from rollover.alike import alike
 from rollover.tasks.same import same_of_generator
-from rollover.tasks.source import FailedProblem, SourceSetup
+from rollover.tasks.source import EndlessSource, FailedProblem, SourceSetup
 from rollover.types import Task
 
 # Some generators prepare all of their virtual size when created, and some refuse a large one: problem i is entry
@@ -38,15 +38,12 @@ def check_problem_key(key: str) -> None:
         )
 
 
-class ReasoningGymSource:
+class ReasoningGymSource(EndlessSource):
     """Endless problems of one generator; `problem(i)` depends on (name, params, seed, i) only.
 
     Raises ValueError if the package is missing, the name is unknown, the generator refuses the parameters, or it fails
     for each of its first problems.
     """
-
-    endless = True
-    num_problems = None
 
     def __init__(self, name: str, params: Mapping[str, Any], seed: int, label: str, reward: str) -> None:
         self.name, self.params, self.seed, self.label, self.reward = name, dict(params), seed, label, reward
@@ -99,14 +96,6 @@ class ReasoningGymSource:
             "index": offset,
         }
         return Task(task_id, self.label, self.reward, prompt=entry["question"], columns=columns)
-
-    def together(self, index: int) -> range:
-        """`index` alone, as nothing is shuffled."""
-        return range(index, index + 1)
-
-    def fingerprint(self) -> str:
-        """ "": all depends on name, parameters and seed, which are in the configuration."""
-        return ""
 
     # Private
 

@@ -101,6 +101,21 @@ class TaskSource(Protocol):
         ...
 
 
+class EndlessSource:
+    """The part of a TaskSource that is the same for all whose problems are made of the configuration alone."""
+
+    endless = True
+    num_problems = None
+
+    def together(self, index: int) -> range:
+        """`index` alone, as nothing is shuffled."""
+        return range(index, index + 1)
+
+    def fingerprint(self) -> str:
+        """ "": all depends on name, parameters and seed, which are in the configuration."""
+        return ""
+
+
 def column_of(task: Task, name: str, option: str) -> Any:
     """A column of the task; `extra_info.level` is one in a table. ValueError, which names the option, without it."""
     value: Any = task.columns

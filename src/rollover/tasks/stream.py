@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
-import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -130,8 +129,7 @@ class TaskStream:
     text once. No problem is on both sides (split.py), whichever of its texts it has (same.py), and no text of a dataset
     is, whichever problems it has: where problems have other keys than their texts, every row is looked at before the
     first task. A generator's problems are compared by their keys, and with rows of datasets by keys and texts: two of
-    its own of one text need one key. Relative paths are relative to `base_dir`; `rewards` names the reward of sources
-    that name none.
+    its own of one text need one key. `rewards` names the reward of sources that name none.
 
     A row's own system message is kept in place of tasks.system_prompt. Raises ValueError for sources that cannot be
     used, and when no problem is left for the side. A problem that its generator fails to make is left out: `num_failed`
@@ -145,7 +143,6 @@ class TaskStream:
         tasks: TasksConfig,
         seed: int,
         split: SplitName,
-        base_dir: str | os.PathLike[str] = ".",
         *,
         rewards: RewardsConfig,
         curriculum: Curriculum | None = None,
@@ -162,7 +159,7 @@ class TaskStream:
         self._last_failed: FailedProblem | None = None
         self._seen: set[int] = set()  # eval only: texts already given
         self._on_neither_side: set[int] = set()  # eval only: keys of what came up and is trained as a row
-        self.setups = list(self._setups(base_dir, rewards))
+        self.setups = list(self._setups(rewards))
         self._cursors = [self._cursor(setup) for setup in self.setups]
         temperature = tasks.mixing_temperature if split == "train" else 0.0
         for cursor, share in zip(
@@ -327,7 +324,7 @@ class TaskStream:
 
     # Construction
 
-    def _setups(self, base_dir: str | os.PathLike[str], rewards: RewardsConfig) -> Iterator[SourceSetup]:
+    def _setups(self, rewards: RewardsConfig) -> Iterator[SourceSetup]:
         sources = self.tasks.sources
         for i, (source, label) in enumerate(zip(sources, labels_of(sources), strict=True)):
             seed = key_of(f"{self.seed}/{self.split}/source/{i}") >> 33
@@ -340,9 +337,8 @@ class TaskStream:
                 seed,
                 held_out,
                 self.tasks.chat,
-                base_dir,
-                reward,
-                self.tasks.allow_image_urls,
+                chosen=reward,
+                image_urls=self.tasks.allow_image_urls,
             )
 
     def _cursor(self, setup: SourceSetup) -> _Cursor:

@@ -85,7 +85,7 @@ class BatchBuilder:
         off the rewards that the estimators see. `version`: the trainer's.
         """
         groups = sorted(groups, key=lambda g: g.group_id)
-        sampled = [r for g in groups for r in sorted(g.rollouts, key=place) if not r.greedy]
+        sampled = _sampled(groups)
         masked = mask_rollouts(groups, self.masks)
         oldest = {g.group_id: replayed.get(g.group_id, oldest_version) for g in groups}
         of_tokens = {} if penalties is None else penalties.tokens
@@ -126,28 +126,21 @@ class BatchBuilder:
     def sampled(self, groups: list[Group], oldest_version: int = EVERY_VERSION) -> list[Sample]:
         """Every rollout that has a token, with all tokens in its loss that were sampled, at `oldest_version` or later:
         those of masked ones, too, whose rewards a baseline may be taken over. In the order of `build`."""
-        rollouts = [
-            r for g in sorted(groups, key=lambda g: g.group_id) for r in sorted(g.rollouts, key=place) if not r.greedy
-        ]
         samples = [
             _sample(r, _prompt_ids(r), 0.0, oldest_version, in_loss=True, sequence_id=r.rollout_id)
-            for r in rollouts
+            for r in _sampled(groups)
             if r.num_tokens and r.role not in self.untrained
         ]
         return [s for s in samples if s.mask.any()]
 
 
-def build_batch(
-    groups: list[Group],
-    algorithm: AlgorithmConfig,
-    oldest_version: int = EVERY_VERSION,
-    masks: Sequence[RolloutFilter] = (),
-) -> Batch:
-    """A single batch, as a `BatchBuilder` makes it."""
-    return BatchBuilder(algorithm, masks).build(groups, oldest_version)
-
-
 # Private
+
+
+def _sampled(groups: list[Group]) -> list[Rollout]:
+    """All rollouts but greedy ones, in group-id and sibling order."""
+    ordered = sorted(groups, key=lambda g: g.group_id)
+    return [r for g in ordered for r in sorted(g.rollouts, key=place) if not r.greedy]
 
 
 def _sample(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
-from rollover.config import AlgorithmConfig, Config, CriticConfig, DistillConfig, LoraConfig, TrainConfig
+from rollover.config import AlgorithmConfig, Config, TrainConfig
 from rollover.config.backend import BACKENDS
 from rollover.config.correction import several_updates
 from rollover.engine.protocol import Engine
 from rollover.functions import FunctionError, make_named
-from rollover.models.devices import dtype_of, pick_device
+from rollover.models.devices import pick_device
 from rollover.models.load import LoadedModel
 from rollover.models.team import Team
 from rollover.trainer.backend import BackendLost, BackendSetup, TrainerBackend
@@ -37,7 +35,7 @@ def build_trainer(
     of one's own gives no backend; BackendLost where it is lost while it is made."""
     staleness = max(config.staleness_bound, config.replay.max_staleness if config.replay.size else 0)
     team = Team.of(config.run, pick_device(config.model.device))
-    _refuse_uncorrected(config.train, config.algorithm, staleness)
+    refuse_uncorrected(config.train, config.algorithm, staleness)
     setup = BackendSetup(config, loaded, team, staleness, engine, logs, own_ranks)
     kind = config.backend.type
     try:
@@ -48,42 +46,10 @@ def build_trainer(
         raise
     if kind not in BACKENDS:
         backend = OwnBackend(backend, kind)
-    return Trainer(
-        backend, config.train, config.algorithm, team, config.distill, config.run.seed, critic=config.critic,
-        tells_tokens=config.tells_tokens,
-    )  # fmt: skip
+    return Trainer(backend, config, team)
 
 
-def local_trainer(  # noqa: PLR0913 - the arguments of LocalBackend
-    loaded: LoadedModel,
-    train: TrainConfig,
-    algorithm: AlgorithmConfig,
-    *,
-    dtype: torch.dtype,
-    max_new_tokens: int,
-    max_staleness: int = 0,
-    lora: LoraConfig | None = None,
-    merges_lora: bool = False,
-    team: Team | None = None,
-    distill: DistillConfig | None = None,
-    teacher: LoadedModel | None = None,
-    reference: Mapping[str, torch.Tensor] | None = None,
-    critic: CriticConfig | None = None,
-    critic_model: LoadedModel | None = None,
-    tells_tokens: bool = False,
-) -> Trainer:
-    """A trainer on the local backend without a whole `Config`. Arguments as of `LocalBackend`."""
-    _refuse_uncorrected(train, algorithm, max_staleness)
-    team = team or Team()
-    backend = LocalBackend(
-        loaded, train, algorithm, dtype=dtype, max_new_tokens=max_new_tokens, max_staleness=max_staleness, lora=lora,
-        merges_lora=merges_lora, team=team, distill=distill, teacher=teacher, reference=reference, critic=critic,
-        critic_model=critic_model, tells_tokens=tells_tokens,
-    )  # fmt: skip
-    return Trainer(backend, train, algorithm, team, distill, critic=critic, tells_tokens=tells_tokens)
-
-
-def _refuse_uncorrected(train: TrainConfig, algorithm: AlgorithmConfig, max_staleness: int) -> None:
+def refuse_uncorrected(train: TrainConfig, algorithm: AlgorithmConfig, max_staleness: int) -> None:
     """ValueError where tokens may be trained off-policy and the loss does not correct for it."""
     if max_staleness > 0 and not (algorithm.corrects or algorithm.allow_uncorrected):
         raise ValueError(
@@ -107,20 +73,5 @@ def make_local(setup: BackendSetup) -> TrainerBackend:
     has_model = config.algorithm.needs_critic and config.critic.model
     critic_model = load_critic(config, setup.loaded) if has_model else None
     return LocalBackend(
-        setup.loaded,
-        config.train,
-        config.algorithm,
-        dtype=dtype_of(config),
-        max_new_tokens=config.rollout.max_new_tokens,
-        max_staleness=setup.max_staleness,
-        lora=config.model.lora,
-        merges_lora=config.engine.kind == "remote",
-        team=setup.team,
-        engine=setup.engine,
-        distill=config.distill,
-        teacher=teacher,
-        reference=load_reference(config, setup.loaded),
-        critic=config.critic,
-        critic_model=critic_model,
-        tells_tokens=config.tells_tokens,
+        setup, teacher=teacher, reference=load_reference(config, setup.loaded), critic_model=critic_model
     )

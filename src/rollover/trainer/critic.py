@@ -18,7 +18,7 @@ import torch
 
 from rollover.algorithms.advantage import gae, whiten
 from rollover.algorithms.loss import value_loss
-from rollover.config import AlgorithmConfig, Config, CriticConfig, TrainConfig
+from rollover.config import AlgorithmConfig, Config, CriticConfig, ModelConfig, TrainConfig
 from rollover.config.critic import POLICY
 from rollover.models.load import LoadedModel, load_model
 from rollover.models.norms import compile_norms
@@ -26,10 +26,9 @@ from rollover.models.team import Team
 from rollover.models.vision import Vision
 from rollover.trainer.backend import Stream
 from rollover.trainer.optimizer import Optimizer, norm_of
-from rollover.trainer.packing import Packed
+from rollover.trainer.packing import Packed, padded
 from rollover.trainer.passes import Passes, set_training
-from rollover.trainer.stored_tensors import part_of
-from rollover.trainer.teacher import other_vocabulary
+from rollover.trainer.teacher import load_other
 from rollover.trainer.token_estimates import Roles, by_role
 from rollover.types import Sample
 
@@ -199,7 +198,7 @@ class Critic:
             )
         for part, optimizer in self._optimizers.items():
             try:
-                optimizer.load_state(part_of(tensors, f"critic/{part}/"), meta[part])
+                optimizer.load_state(tensors, meta[part], f"critic/{part}/")
             except ValueError as error:
                 raise ValueError(f"the critic of the checkpoint is another one (critic.model): {error}") from error
 
@@ -209,18 +208,12 @@ def load_critic(config: Config, policy: LoadedModel) -> LoadedModel:
 
     ValueError where it cannot be loaded, or where its token ids mean other tokens than the policy's.
     """
-    path = config.critic.model
-    changed = {} if path == POLICY else {"path": path, "revision": ""}
-    try:
-        loaded = load_model(config.model.model_copy(update=changed), device=next(policy.model.parameters()).device)
-    except ValueError as error:
-        raise ValueError(str(error).replace("model.path", "critic.model")) from error
-    if why := other_vocabulary(policy.tokenizer, loaded.tokenizer):
-        raise ValueError(
-            f"critic.model = {path!r} has another vocabulary than the policy, {policy.path!r}: {why}. A critic reads"
-            " the ids that the policy sampled: choose a model of the policy's family, with the same tokenizer"
-        )
-    return loaded
+    path, device = config.critic.model, next(policy.model.parameters()).device
+
+    def load(model: ModelConfig) -> LoadedModel:
+        return load_model(config.model if path == POLICY else model, device=device)
+
+    return load_other("critic.model", path, policy, config, load, "A critic reads")
 
 
 def beyond(samples: list[Sample]) -> list[Sample]:
@@ -238,27 +231,20 @@ def estimate(
     `values` of a sample may have one number more than it has loss tokens: what is expected after its last token
     (`beyond`).
     """
-    width = max(len(s.mask) for s in samples)
-    rewards_BT, values_BT = np.zeros((2, len(samples), width), dtype=np.float32)
-    mask_BT = np.zeros((len(samples), width), dtype=bool)
-    beyond_B = np.zeros(len(samples), dtype=np.float32)
-    before: Stream = {}
-    for row, s in enumerate(samples):
-        num = int(s.mask.sum())
-        mask_BT[row, : len(s.mask)] = s.mask
-        rewards_BT[row, : len(s.mask)] = s.advantages
-        if num:
-            before[s.rollout_id] = values_BT[row, np.flatnonzero(s.mask)] = values[s.rollout_id][:num]
-            beyond_B[row] = values[s.rollout_id][num:].sum()
+    rewards_BT, mask_BT = padded([s.advantages for s in samples]), padded([s.mask for s in samples], np.bool_)
+    of_tokens = {s.rollout_id: np.split(values[s.rollout_id], [s.mask.sum()]) for s in samples if s.mask.any()}
+    before = {rollout_id: first for rollout_id, (first, _) in of_tokens.items()}
+    flat_M = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *before.values()]))
+    later = [of_tokens[s.rollout_id][1].sum() if s.rollout_id in of_tokens else 0.0 for s in samples]
     advantages_BT, returns_BT = gae(
-        torch.from_numpy(rewards_BT),
-        torch.from_numpy(values_BT),
-        torch.from_numpy(mask_BT),
+        rewards_BT,
+        torch.zeros_like(rewards_BT).masked_scatter(mask_BT, flat_M),
+        mask_BT,
         gamma=config.gamma,
         lam=config.gae_lambda,
-        beyond_B=torch.from_numpy(beyond_B),
+        beyond_B=torch.tensor(later, dtype=torch.float32),
     )
-    out = by_role(samples, roles, lambda rows: whiten(advantages_BT[rows], torch.from_numpy(mask_BT[rows])))
+    out = by_role(samples, roles, lambda rows: whiten(advantages_BT[rows], mask_BT[rows]))
     returns = {
         s.rollout_id: returns_T[: len(s.mask)][s.mask] for s, returns_T in zip(samples, returns_BT.numpy(), strict=True)
     }

@@ -16,18 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollover.config import AlgorithmConfig, CriticConfig, DistillConfig, LoraConfig, TrainConfig
 from rollover.engine.protocol import Engine, ExtendRequest
 from rollover.files import give_usual_mode
 from rollover.models import devices
 from rollover.models.adapters import base_weights
 from rollover.models.load import LoadedModel, stored_buffers
 from rollover.models.norms import compile_norms
-from rollover.models.team import Team
 from rollover.models.tokenizer_files import save_tokenizer
 from rollover.models.vision import Vision
 from rollover.staleness import staleness
-from rollover.trainer.backend import TEACHER, Stream, TrainerBackend, Version
+from rollover.trainer.backend import TEACHER, BackendSetup, Stream, TrainerBackend, Version
 from rollover.trainer.critic import Critic
 from rollover.trainer.kept_weights import KeptVersions, KeptWeights
 from rollover.trainer.lora import ADAPTER, adapter_weights, add_lora, merged_weights, save_adapter
@@ -73,56 +71,46 @@ async def answers_under(
 class LocalBackend:
     """The `TrainerBackend` of a run. Each verb is documented there.
 
-    `loaded` holds the model in float32; its parameters are cast to `dtype` here, after the masters are taken.
-    `max_new_tokens` is the norm of aggregation = "seq-mean-token-sum-norm". `team` computes: it is assembled in the
-    training thread before every forward pass. `engine`: what `sample` delegates to, over the same model. `teacher`: the
-    model of distill.teacher where that names one, in `dtype`; it is never trained. `reference`: the weights of
-    algorithm.reference_path (reference.py), where those are another model's. `critic_model`: that of critic.model, in
-    float32; it is trained here. `merges_lora`: the engine takes no adapters, but whole weights (`merged_weights`).
-    `sharded`: the same model spread over ranks, which carry out every verb together; it computes in `dtype`, and its
-    parameters are float32 masters. `tells_tokens`: as of `Objective`.
+    The model in `setup` is in float32; its parameters are cast to model.dtype here, after the masters are taken.
+    `setup.team` computes: it is assembled in the training thread before every forward pass. `setup.engine`: what
+    `sample` delegates to, over the same model. `teacher`: the model of distill.teacher where that names one, in
+    model.dtype; it is never trained. `reference`: the weights of algorithm.reference_path (reference.py), where those
+    are another model's. `critic_model`: that of critic.model, in float32; it is trained here. `sharded`: the same model
+    spread over ranks, which carry out every verb together; it computes in model.dtype, and its parameters are float32
+    masters.
     """
 
-    def __init__(  # noqa: PLR0913 - keyword-only; the parts of the trainer
+    def __init__(
         self,
-        loaded: LoadedModel,
-        train: TrainConfig,
-        algorithm: AlgorithmConfig,
+        setup: BackendSetup,
         *,
-        dtype: torch.dtype,
-        max_new_tokens: int,
-        max_staleness: int = 0,
-        lora: LoraConfig | None = None,
-        merges_lora: bool = False,
-        team: Team | None = None,
-        engine: Engine | None = None,
-        distill: DistillConfig | None = None,
         teacher: LoadedModel | None = None,
         reference: Mapping[str, torch.Tensor] | None = None,
-        critic: CriticConfig | None = None,
         critic_model: LoadedModel | None = None,
         sharded: Sharded | None = None,
         sharded_teacher: Sharded | None = None,
-        tells_tokens: bool = False,
     ) -> None:
-        self.config, self.algorithm, self.engine = train, algorithm, engine
+        config, loaded, train = setup.config, setup.loaded, setup.config.train
+        algorithm, lora, critic = config.algorithm, config.model.lora, config.critic
+        dtype = devices.dtype_of(config)
+        self.config, self.algorithm, self.engine = train, algorithm, setup.engine
         self._loaded = loaded
         self._base = str(Path(loaded.path).resolve()) if Path(loaded.path).is_dir() else loaded.path
-        self.objective = Objective(algorithm, max_new_tokens, tells_tokens=tells_tokens)
+        self.objective = Objective(algorithm, config.rollout.max_new_tokens, tells_tokens=config.tells_tokens)
         self.policy_version = 0
         self.trained_tokens = 0  # loss tokens that gradients were computed of, for who watches
-        self.lora = lora is not None and lora.rank > 0
-        self.model = add_lora(loaded.model, lora) if self.lora and lora is not None else loaded.model
+        self.lora = lora.rank > 0
+        self.model = add_lora(loaded.model, lora) if self.lora else loaded.model
         self._plain = self.model.get_base_model() if self.lora else self.model
-        critic = critic or CriticConfig()
         self._waits = critic.policy_waits_steps if algorithm.needs_critic else 0
         total = train.num_steps * train.updates_per_step
         of_policy = max(0, train.num_steps - self._waits) * train.updates_per_step
         self.optimizer = Optimizer(self.model, train, of_policy, torch.float32 if sharded else dtype)
         compile_norms(self._plain, dtype)
         self.device = next(self.model.parameters()).device
-        self._merges_lora, self._published = merges_lora or (lora is not None and lora.dora), False
-        self.team = team or Team()
+        # An engine elsewhere takes no adapters, but whole weights.
+        self._merges_lora, self._published = config.engine.kind == "remote" or lora.dora, False
+        self.team = setup.team
         vision = Vision.of(self._plain, loaded.processor)
         self._passes = Passes(self._plain, self.team, train.micro_batch_tokens, sharded, vision)
         self._teacher: Passes | None = None
@@ -133,7 +121,7 @@ class LocalBackend:
         self.kept = KeptWeights(trained, shards_of=dtype if sharded else None)
         is_base = self.lora and algorithm.needs_reference and bool(algorithm.reference_path)
         self._versions = KeptVersions(
-            self.kept, algorithm, distill or DistillConfig(), max_staleness,
+            self.kept, algorithm, config.distill, setup.max_staleness,
             without_adapters=self.model.disable_adapter if is_base else None,
         )  # fmt: skip
         self._versions.begin(reference)
@@ -145,7 +133,7 @@ class LocalBackend:
             self.critic = Critic(width, critic, train, total, self.device)
         if train.gradient_checkpointing:
             self._plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self._training_mode = train.gradient_checkpointing or (lora is not None and self.lora and lora.dropout > 0)
+        self._training_mode = train.gradient_checkpointing or (self.lora and lora.dropout > 0)
 
     def _train_mode(self, on: bool) -> None:
         set_training(self.model, on and self._training_mode)

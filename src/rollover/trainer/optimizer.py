@@ -10,31 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from rollover.config import TrainConfig
 from rollover.models.load import cast_parameters
 from rollover.trainer.stored_tensors import shape_of
-from rollover.trainer.update_rule import UpdateOptions, UpdateRule, table_names
+from rollover.trainer.update_rule import UpdateRule, table_names
 
 
-class OptimizerOptions(UpdateOptions, Protocol):
-    """What [train] says of an optimizer. Whatever else is trained says the same; it is read at every step."""
-
-    @property
-    def schedule(self) -> str: ...
-    @property
-    def warmup_steps(self) -> int: ...
-    @property
-    def warmup_ratio(self) -> float: ...
-    @property
-    def min_lr_ratio(self) -> float: ...
-    @property
-    def max_grad_norm(self) -> float: ...
-
-
-def learning_rate(config: OptimizerOptions, step: int, total_steps: int) -> float:
+def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
     """Rate of optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine down to min_lr_ratio."""
     warmup = config.warmup_steps or math.ceil(config.warmup_ratio * total_steps)
     if step < warmup:
@@ -65,7 +51,7 @@ class Optimizer:
     where the update rule needs a package that is missing.
     """
 
-    def __init__(self, module: torch.nn.Module, config: OptimizerOptions, total_steps: int, dtype: torch.dtype) -> None:
+    def __init__(self, module: torch.nn.Module, config: TrainConfig, total_steps: int, dtype: torch.dtype) -> None:
         self.config, self.total_steps, self.step_count = config, total_steps, 0
         trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.names = list(trainable)
@@ -160,10 +146,12 @@ class Optimizer:
         masters = {f"master/{name}": weight for name, weight in self.weights().items()}
         return masters | tensors, {"step_count": self.step_count, "adam_steps": steps, "rule": self.rule.kind}
 
-    def load_state(self, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any]) -> None:
-        """ValueError where the state is of another model or set of trained weights."""
+    def load_state(self, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any], prefix: str = "") -> None:
+        """Of those `tensors` whose name begins with `prefix`, without it. ValueError where the state is of another
+        model or set of trained weights."""
         expected = {f"master/{n}": m.shape for n, m in zip(self.names, self.masters, strict=True)}
-        found = {name: shape_of(tensors, name) for name in tensors if name.startswith("master/")}
+        stored = [name for name in tensors if name.startswith(f"{prefix}master/")]
+        found = {name.removeprefix(prefix): shape_of(tensors, name) for name in stored}
         if expected != found:
             names = sorted(k for k in expected.keys() | found.keys() if expected.get(k) != found.get(k))
             raise ValueError(f"the checkpoint is of another model (model.path, model.lora): {names[0]} differs")
@@ -173,8 +161,8 @@ class Optimizer:
             )
         with torch.no_grad():
             for name, master in zip(self.names, self.masters, strict=True):
-                master.copy_(tensors[f"master/{name}"])
-        self.rule.load_state(tensors, meta["adam_steps"])
+                master.copy_(tensors[f"{prefix}master/{name}"])
+        self.rule.load_state(tensors, meta["adam_steps"], prefix)
         if self.separate:
             self._copy_back()
         self.step_count = meta["step_count"]

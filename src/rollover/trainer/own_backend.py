@@ -8,9 +8,7 @@ Never changes an answer: it is passed on, or refused.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +17,7 @@ import numpy as np
 import torch
 
 from rollover.engine.protocol import EngineDied, ExtendRequest
-from rollover.functions import FunctionError, described, explained, is_number
+from rollover.functions import OwnObject, described, is_number
 from rollover.trainer.backend import BackendLost, Stream, TrainerBackend, Version
 from rollover.trainer.objective import Counts
 from rollover.trainer.tally import Tally
@@ -45,29 +43,22 @@ _MUST = {
 _UPDATE = ("grad_norm", "learning_rate", "train/skipped_steps")
 
 
-class OwnBackend:
+class OwnBackend(OwnObject):
     """`backend`, which the function that backend.type names as `spec` has made. Each verb: see `TrainerBackend`.
 
     FunctionError where a verb raises or returns something else than it must: a sentence that names the verb and what it
     must do. BackendLost is passed on, and so are AssertionError and EngineDied, which end a run at once.
     """
 
-    def __init__(self, backend: TrainerBackend, spec: str) -> None:
-        self.backend, self.spec = backend, spec
+    _must, _file, _passed_on = _MUST, "trainer/backend.py", (AssertionError, BackendLost, EngineDied)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.backend, name)
+    def __init__(self, backend: TrainerBackend, spec: str) -> None:
+        super().__init__(backend, "backend.type", spec)
+        self.backend = backend
 
     @property
     def policy_version(self) -> int:
-        with self._calling("policy_version"):
-            value = self.backend.policy_version
-        try:
-            if not isinstance(value, bool):
-                return operator.index(value)
-        except TypeError:
-            pass
-        raise self._failed("policy_version", f"gave {described(value)}")
+        return self._integer("policy_version")
 
     @property
     def flops(self) -> float:
@@ -136,20 +127,6 @@ class OwnBackend:
             self.backend.save_model(folder)
 
     # Private
-
-    @contextmanager
-    def _calling(self, verb: str) -> Iterator[None]:
-        try:
-            yield
-        except (AssertionError, BackendLost, EngineDied):
-            raise
-        except (Exception, SystemExit) as error:  # boundary: the user's backend
-            raise self._failed(verb, f"failed: {explained(error)}") from error
-
-    def _failed(self, verb: str, how: str) -> FunctionError:
-        return FunctionError(
-            f"backend.type = {self.spec!r}: its {verb} {how}. Mend it: it must {_MUST[verb]} (trainer/backend.py)"
-        )
 
     def _stream(self, verb: str, found: object, samples: list[Sample], *width: int) -> Stream:
         """FunctionError unless there is a number (`width` of them) for each loss token of the samples."""

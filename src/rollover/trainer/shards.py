@@ -15,7 +15,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -27,10 +26,10 @@ from torch.distributed.tensor import DTensor
 from rollover.trainer.stored_tensors import StoredTensors
 
 
-def save_shards(tensors: Mapping[str, torch.Tensor], folder: str | Path, group: ProcessGroup | None = None) -> None:
+def save_shards(tensors: Mapping[str, torch.Tensor], folder: str | Path) -> None:
     """Write `tensors` (`<kind>/<name>` -> DTensor) below `folder`, each rank the slices that it holds.
 
-    Every rank of `group` (None: all) calls this with the same names at the same time. A folder for each kind: only
+    Every rank calls this with the same names at the same time. A folder for each kind: only
     the slices of one are copied in memory at a time. Of a tensor that is no DTensor, any rank's is written. An error
     of one rank is raised on all of them: OSError where its disk is at fault.
     """
@@ -38,7 +37,7 @@ def save_shards(tensors: Mapping[str, torch.Tensor], folder: str | Path, group: 
         of_kind = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{kind}/")}
         try:
             writer = HuggingFaceStorageWriter(os.path.join(folder, kind), save_distributed=True)
-            save(of_kind, storage_writer=writer, process_group=group)
+            save(of_kind, storage_writer=writer)
         except CheckpointException as failed:  # a BaseException, whose text is a traceback of each rank
             raise _cause(failed) from None
 

@@ -69,30 +69,6 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return whole
 
 
-class _Part(Mapping[str, torch.Tensor]):
-    """Those of `tensors` whose name begins with `prefix`, by the rest of it. None is read for that."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], prefix: str) -> None:
-        self._tensors, self._prefix = tensors, prefix
-
-    def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix(self._prefix) for name in self._tensors if name.startswith(self._prefix))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def shape(self, name: str) -> torch.Size:
-        return shape_of(self._tensors, self._prefix + name)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._tensors[self._prefix + name]
-
-
-def part_of(tensors: Mapping[str, torch.Tensor], prefix: str) -> Mapping[str, torch.Tensor]:
-    """Those of `tensors` whose name begins with `prefix`, by the rest of it, each read when it is asked for."""
-    return _Part(tensors, prefix)
-
-
 def shape_of(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Size:
     """The shape of one of them, which is not read for that where it is stored."""
-    return tensors.shape(name) if isinstance(tensors, StoredTensors | _Part) else tensors[name].shape
+    return tensors.shape(name) if isinstance(tensors, StoredTensors) else tensors[name].shape

@@ -45,13 +45,13 @@ def load_teacher(config: Config, policy: LoadedModel) -> LoadedModel:
 
 def load_teacher_outline(config: Config, policy: LoadedModel) -> LoadedModel:
     """Tokenizer and shapes of the model of distill.teacher, whose weights are elsewhere. Errors as `load_teacher`."""
-    return _beside("distill.teacher", config.distill.model_path, policy, config, load_outline)
+    return load_other("distill.teacher", config.distill.model_path, policy, config, load_outline)
 
 
 def load_teacher_in_float32(config: Config, policy: LoadedModel, *, with_weights: bool) -> LoadedModel:
     """The model of distill.teacher as ranks spread it: without weights, its shapes. Errors as `load_teacher`."""
     load = load_model if with_weights else partial(load_outline, filled_later=True)
-    return _beside("distill.teacher", config.distill.model_path, policy, config, load)
+    return load_other("distill.teacher", config.distill.model_path, policy, config, load)
 
 
 def load_beside(
@@ -59,20 +59,27 @@ def load_beside(
 ) -> LoadedModel:
     """The model that the option `key` names by `path`, in compute dtype, which scores the policy's tokens. ValueError
     where it cannot be loaded, or where its token ids mean other tokens than the policy's."""
-    return _beside(key, path, policy, config, lambda cfg: load_model(cfg, dtype=dtype_of(config), device=device))
+    return load_other(key, path, policy, config, lambda cfg: load_model(cfg, dtype=dtype_of(config), device=device))
 
 
-def _beside(
-    key: str, path: str, policy: LoadedModel, config: Config, load: Callable[[ModelConfig], LoadedModel]
+def load_other(
+    key: str,
+    path: str,
+    policy: LoadedModel,
+    config: Config,
+    load: Callable[[ModelConfig], LoadedModel],
+    use: str = "It scores",
 ) -> LoadedModel:
+    """The model that the option `key` names by `path`, as `load` makes it. `use`: in messages, what it does with ids.
+    ValueError where it cannot be loaded, or where its token ids mean other tokens than the policy's."""
     try:
         loaded = load(config.model.model_copy(update={"path": path, "revision": ""}))
     except ValueError as error:
         raise ValueError(str(error).replace("model.path", key)) from error
     if why := other_vocabulary(policy.tokenizer, loaded.tokenizer):
         raise ValueError(
-            f"{key} = {path!r} has another vocabulary than the policy, {policy.path!r}: {why}. It scores the ids that"
-            " the policy sampled: choose a model of the policy's family, with the same tokenizer"
+            f"{key} = {path!r} has another vocabulary than the policy, {policy.path!r}: {why}. {use} the ids"
+            " that the policy sampled: choose a model of the policy's family, with the same tokenizer"
         )
     return loaded
 

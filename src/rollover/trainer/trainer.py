@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rollover.config import AlgorithmConfig, CriticConfig, DistillConfig, TrainConfig
+from rollover.config import AlgorithmConfig, Config
 from rollover.models.team import Team
 from rollover.track.token_stats import TokenStats
 from rollover.trainer.backend import TEACHER, Stream, TrainerBackend, Version, reference_of
@@ -23,12 +23,11 @@ from rollover.trainer.critic import beyond, estimate
 from rollover.trainer.distill import Divergence, distilled, teachers
 from rollover.trainer.objective import Counts, rate_scale, start_kl, step_metrics
 from rollover.trainer.packing import split_groups
-from rollover.trainer.rejection import rejections, restricted, rewritten, why_none_is_left
 from rollover.trainer.reward_kl import RewardKL
 from rollover.trainer.tally import Tally, totals_of
 from rollover.trainer.token_estimates import LOGPROB, STATISTICS, estimate_tokens, sampling_logprobs
 from rollover.trainer.token_stats import TokenWatch
-from rollover.trainer.token_weights import weights_of_step
+from rollover.trainer.token_weights import rejections, restricted, rewritten, weights_of_step, why_none_is_left
 from rollover.trainer.updates import Computed, Update, updates_of
 from rollover.types import Sample
 
@@ -37,29 +36,18 @@ class Trainer:
     """Steps of one run on `backend`, which holds all that a checkpoint needs, but for the coefficient of `reward_kl`:
     between two steps nothing else is held here than what `accumulate` was given, `token_stats` and `trained`.
 
-    `team`: the CPU threads that the backend computes with, shared with the engine (run/overlap.py). `seed`: by which
-    the minibatches of further epochs are drawn. `tells_tokens`: whether `token_stats` are wanted.
+    `team`: the CPU threads that the backend computes with, shared with the engine (run/overlap.py).
     """
 
-    def __init__(
-        self,
-        backend: TrainerBackend,
-        train: TrainConfig,
-        algorithm: AlgorithmConfig,
-        team: Team,
-        distill: DistillConfig | None = None,
-        seed: int = 0,
-        critic: CriticConfig | None = None,
-        tells_tokens: bool = False,
-    ) -> None:
-        self.backend, self.config, self.algorithm = backend, train, algorithm
-        self.team, self.distill, self.seed = team, distill or DistillConfig(), seed
-        self.critic = critic or CriticConfig()
-        self.reward_kl = RewardKL(backend, algorithm) if algorithm.kl_in_reward else None
+    def __init__(self, backend: TrainerBackend, config: Config, team: Team) -> None:
+        self.backend, self.team, self.config, self.algorithm = backend, team, config.train, config.algorithm
+        self.distill, self.critic = config.distill, config.critic
+        self.seed = config.run.seed  # by which the minibatches of further epochs are drawn
+        self.reward_kl = RewardKL(backend, config.algorithm) if config.algorithm.kl_in_reward else None
         self.token_stats: Mapping[str, TokenStats] = {}  # rollout_id -> of its tokens, in the newest step
         self.computed = Computed(backend)
         self.trained: list[Sample] = []  # as the newest step's loss had them: final advantages, no rejected tokens
-        self._watch = TokenWatch(tells_tokens)
+        self._watch = TokenWatch(config.tells_tokens)
         self.in_update = False  # from a step's first change of the weights to its end: there is no state to go on from
         self._accumulated: dict[str, Sample] = {}  # rollout_id -> sample of the step to come whose gradient is there
         self._given: dict[str, np.ndarray] = {}  # rollout_id -> the advantages that those samples came with

@@ -9,31 +9,14 @@ Owns the moments. Schedule, clipping and the masters themselves are the Optimize
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from rollover.config import TrainConfig
+
 # What the rules keep for a weight: each a tensor, which a checkpoint has as `<slot>/<name of the weight>`.
 _SLOTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2", "absmax1", "absmax2")
-
-
-class UpdateOptions(Protocol):
-    """What [train] says of its update rule. Whatever else is trained says the same, and reads it when it steps."""
-
-    @property
-    def optimizer(self) -> str: ...
-    @property
-    def learning_rate(self) -> float: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def adam_beta1(self) -> float: ...
-    @property
-    def adam_beta2(self) -> float: ...
-    @property
-    def adam_eps(self) -> float: ...
-    @property
-    def momentum(self) -> float: ...
 
 
 class UpdateRule:
@@ -43,9 +26,7 @@ class UpdateRule:
     Weight decay is for what has two dimensions or more. ValueError where a package is missing.
     """
 
-    def __init__(
-        self, masters: Mapping[str, torch.Tensor], options: UpdateOptions, tables: Collection[str] = ()
-    ) -> None:
+    def __init__(self, masters: Mapping[str, torch.Tensor], options: TrainConfig, tables: Collection[str] = ()) -> None:
         self.kind, self._names = options.optimizer, {id(m): name for name, m in masters.items()}
         chosen = {name for name, m in masters.items() if _suits(self.kind, m, name in tables)}
         matrices = [m for name, m in masters.items() if name in chosen]
@@ -79,13 +60,14 @@ class UpdateRule:
                     steps[name] = float(kept["step"])
         return tensors, steps
 
-    def load_state(self, tensors: Mapping[str, torch.Tensor], steps: Mapping[str, float]) -> None:
-        """Replace all of it by what `state` gave; a weight that has nothing there begins anew."""
+    def load_state(self, tensors: Mapping[str, torch.Tensor], steps: Mapping[str, float], prefix: str = "") -> None:
+        """Replace all of it by what `state` gave, under names with `prefix`; a weight that has nothing there begins
+        anew."""
         for rule in self._rules:
             rule.state.clear()
             for group in rule.param_groups:
                 for master in group["params"]:
-                    self._load(rule, master, tensors, steps)
+                    self._load(rule, master, tensors, steps, prefix)
 
     def _load(
         self,
@@ -93,10 +75,12 @@ class UpdateRule:
         master: torch.Tensor,
         tensors: Mapping[str, torch.Tensor],
         steps: Mapping[str, float],
+        prefix: str,
     ) -> None:
         name = self._names[id(master)]
+        places = {slot: f"{prefix}{slot}/{name}" for slot in _SLOTS}
         found: dict[str, Any] = {
-            slot: tensors[f"{slot}/{name}"].to(master.device).clone() for slot in _SLOTS if f"{slot}/{name}" in tensors
+            slot: tensors[place].to(master.device).clone() for slot, place in places.items() if place in tensors
         }
         if not found:
             return
@@ -129,7 +113,7 @@ def table_names(module: torch.nn.Module) -> set[str]:
     return {name for name, parameter in module.named_parameters() if id(parameter) in tables}
 
 
-def _by_decay(masters: Iterable[torch.Tensor], options: UpdateOptions) -> list[dict[str, Any]]:
+def _by_decay(masters: Iterable[torch.Tensor], options: TrainConfig) -> list[dict[str, Any]]:
     masters = list(masters)
     groups = [
         {"params": [m for m in masters if m.ndim >= 2], "weight_decay": options.weight_decay},
@@ -138,7 +122,7 @@ def _by_decay(masters: Iterable[torch.Tensor], options: UpdateOptions) -> list[d
     return [group for group in groups if group["params"]]
 
 
-def _adam_options(options: UpdateOptions) -> dict[str, Any]:
+def _adam_options(options: TrainConfig) -> dict[str, Any]:
     return {
         "lr": options.learning_rate,
         "betas": (options.adam_beta1, options.adam_beta2),
@@ -146,11 +130,11 @@ def _adam_options(options: UpdateOptions) -> dict[str, Any]:
     }
 
 
-def _adamw(masters: list[torch.Tensor], options: UpdateOptions) -> torch.optim.Optimizer:
+def _adamw(masters: list[torch.Tensor], options: TrainConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(_by_decay(masters, options), **_adam_options(options), fused=True)
 
 
-def _adamw_8bit(masters: list[torch.Tensor], options: UpdateOptions) -> torch.optim.Optimizer:
+def _adamw_8bit(masters: list[torch.Tensor], options: TrainConfig) -> torch.optim.Optimizer:
     """Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861). Weights of less than
     4096 numbers have moments of 32 bits."""
     try:
@@ -162,7 +146,7 @@ def _adamw_8bit(masters: list[torch.Tensor], options: UpdateOptions) -> torch.op
     return AdamW8bit(_by_decay(masters, options), **_adam_options(options))
 
 
-def _muon(masters: list[torch.Tensor], options: UpdateOptions) -> torch.optim.Optimizer:
+def _muon(masters: list[torch.Tensor], options: TrainConfig) -> torch.optim.Optimizer:
     """Jordan 2024, "Muon: An optimizer for hidden layers in neural networks", each update scaled by
     0.2 sqrt(max(rows, columns)): to the size of AdamW's, so that its learning rates hold (Liu et al. 2025,
     arXiv 2502.16982, section 2.2)."""
@@ -175,7 +159,7 @@ def _muon(masters: list[torch.Tensor], options: UpdateOptions) -> torch.optim.Op
     )
 
 
-def _sgd(masters: list[torch.Tensor], options: UpdateOptions) -> torch.optim.Optimizer:
+def _sgd(masters: list[torch.Tensor], options: TrainConfig) -> torch.optim.Optimizer:
     """Weight decay is added to the gradient, as torch does it."""
     return torch.optim.SGD(_by_decay(masters, options), lr=options.learning_rate, momentum=options.momentum)
 

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Any
 
-from rollover.weights.protocol import NamedTensors, Parcel, TransportSetup
+from rollover.weights.protocol import NamedTensors, Parcel
 
 if TYPE_CHECKING:
     import torch
@@ -29,13 +29,13 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SharedFile:
-    """A WeightTransport: tensors at fixed offsets, each written in place again with every version.
+    """Tensors at fixed offsets, each written in place again with every version.
 
     The file has no name, and vanishes with its last holder. `files`: descriptors that the child inherits under the same
     numbers; the message names the one with the weights.
     """
 
-    def __init__(self, setup: TransportSetup) -> None:
+    def __init__(self) -> None:
         self._folders = [*([_MEMORY] if os.path.isdir(_MEMORY) else []), tempfile.gettempdir()]  # tried in turn
         self._places: list[tuple[str, IO[bytes]]] = []
         for folder in self._folders:
@@ -51,20 +51,25 @@ class SharedFile:
         return [file.fileno() for _, file in self._places]
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """See WeightTransport. ValueError if there is no room anywhere."""
+        """Take room for tensors of these bytes, so that no later `send` lacks it. ValueError if there is none."""
         self._reserve(sum(map(_aligned, sizes)))
 
     def send(self, version: int, tensors: NamedTensors) -> Parcel:
-        """See WeightTransport. What no longer fits into memory is moved to a disk, with all that was sent before."""
+        """Hand over weights of `version`: all of the model's, or those that have changed.
+
+        What no longer fits into memory is moved to a disk, with all that was sent before.
+        """
         sizes = {name: self._write(name, tensor) for name, tensor in tensors}
         self._version = version
         return self._parcel(sizes, sum(sizes.values()))
 
     def everything(self) -> Parcel | None:
+        """All that was ever sent, in its last state, for a process that begins anew; None: nothing was."""
         return self._parcel(self._table, 0) if self._table else None
 
     @staticmethod
     def receive(message: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a parcel, in the child. They are views: whoever keeps one beyond the next `send` copies it."""
         import torch
 
         memory = mmap.mmap(message["file"], 0, access=mmap.ACCESS_COPY)  # unmapped with its last view
@@ -78,7 +83,7 @@ class SharedFile:
 
     def _parcel(self, names: Iterable[str], num_bytes: int) -> Parcel:
         tensors = [[name, *self._table[name]] for name in names]
-        message = {"transport": "shared_file", "version": self._version, "file": self.files[0], "tensors": tensors}
+        message = {"version": self._version, "file": self.files[0], "tensors": tensors}
         return Parcel(self._version, num_bytes, message)
 
     def _reserve(self, num_bytes: int) -> None:

@@ -21,17 +21,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO
 
 from rollover.files import local_path
 from rollover.weights import remover
 from rollover.weights.one_by_one import WholeFile, mapped
-from rollover.weights.protocol import NamedTensors, Parcel, TransportSetup
-
-if TYPE_CHECKING:
-    import torch
+from rollover.weights.protocol import NamedTensors, Parcel
 
 logger = logging.getLogger(__name__)
 
@@ -99,27 +95,22 @@ def not_written(folder: Path, why: object) -> ValueError:
 
 
 class WeightsFile:
-    """A WeightTransport through `setup.folder`; without one, in memory where there is room, else on a disk.
+    """Whole weights in `folder`; without one, in memory where there is room, else on a disk.
 
     The message has the file's `path` and `sha256`.
     """
 
-    def __init__(self, setup: TransportSetup) -> None:
-        self._folder = OwnFolder(setup.folder)
-        self._reserved = self._num_sent = 0
+    def __init__(self, folder: str = "") -> None:
+        self._folder = OwnFolder(folder)
+        self._num_sent = 0
         self._last: Parcel | None = None
         self._files: list[Path] = []
 
-    def reserve(self, sizes: Iterable[int]) -> None:
-        """See WeightTransport: of the files that are kept, and the one that is written. ValueError without room."""
-        self._reserved = sum(sizes)
-        self._path()
-
     def send(self, version: int, tensors: NamedTensors) -> Parcel:
-        """See WeightTransport. ValueError if there is no room for the file."""
+        """Hand over weights of `version`: all of the model's, or those that have changed. ValueError without room."""
         from safetensors.torch import save_file
 
-        folder = self._path()
+        folder = self._folder.path(0)
         new = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors}
         self._num_sent += 1
         path = folder / f"{version}.{self._num_sent}.safetensors"
@@ -140,23 +131,17 @@ class WeightsFile:
         for old in self._files[:-KEPT]:
             old.unlink(missing_ok=True)
         self._files = self._files[-KEPT:]
-        message = {"transport": "weights_file", "version": version, "path": str(path), "sha256": digest}
+        message = {"version": version, "path": str(path), "sha256": digest}
         self._last = Parcel(version, 0, message)
         return Parcel(version, sum(tensor.nbytes for tensor in new.values()), message)
 
     def everything(self) -> Parcel | None:
+        """All that was ever sent, for a server that begins anew; None: nothing was."""
         return self._last
-
-    @staticmethod
-    def receive(message: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        return mapped(message["path"])
 
     def close(self) -> None:
         """Remove the folder."""
         self._folder.close()
-
-    def _path(self) -> Path:
-        return self._folder.path((KEPT + 1) * self._reserved)
 
 
 def _linked(path: Path, link: Path) -> bool:

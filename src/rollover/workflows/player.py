@@ -51,7 +51,7 @@ class Host(Protocol):
 
 
 class Calls(Protocol):
-    """See EpisodeCalls."""
+    """See EpisodeCalls (episodes.py)."""
 
     def add(self, player: Player, trajectory: EpisodeTrajectory, /) -> None: ...
 

@@ -58,21 +58,10 @@ def test_effective_sample_size_is_a_share_and_knows_no_scale(seed: int, level, s
 
 
 def test_ess_step_scale_by_hand() -> None:
-    for ess, reference, rule, expected in (
-        (0.25, 1.0, "sqrt", 0.5),
-        (0.25, 1.0, "linear", 0.25),
-        (0.18, 0.5, "sqrt", 0.6),
-        (0.9, 0.5, "sqrt", 1.0),
-        (0.9, 0.5, "linear", 1.0),
-        (0.0, 1.0, "sqrt", 0.0),
-    ):
-        assert float(ess_step_scale(ess, reference=reference, rule=rule)) == pytest.approx(expected)  # type: ignore[arg-type]
+    for ess, expected in ((0.25, 0.5), (0.36, 0.6), (1.0, 1.0), (1.8, 1.0), (0.0, 0.0)):
+        assert float(ess_step_scale(ess)) == pytest.approx(expected)
     share = effective_sample_size(torch.tensor([[1.0], [3.0]]), torch.ones(2, 1), level="sequence")
     assert float(ess_step_scale(share)) == pytest.approx(math.sqrt(0.8))
-    with pytest.raises(ValueError, match="reference"):
-        ess_step_scale(0.5, reference=0.0)
-    with pytest.raises(ValueError, match="rule"):
-        ess_step_scale(0.5, rule="cubic")  # type: ignore[arg-type]
 
 
 def test_interpolated_proximal_by_hand() -> None:
@@ -81,9 +70,6 @@ def test_interpolated_proximal_by_hand() -> None:
     got = interpolated_proximal(behavior, current.requires_grad_(True), torch.tensor([[0, 1, 2, 4, 3]]), mask_BT=mask)
     torch.testing.assert_close(got, torch.tensor([[-1.0, -1.0, -2.0, -2.5, 0.0]]))
     assert not got.requires_grad
-    alpha = torch.tensor([[0.0, 1.0, 0.5, 0.25, 7.0]])
-    by_alpha = interpolated_proximal(behavior, current, mask_BT=mask, alpha_BT=alpha)
-    torch.testing.assert_close(by_alpha, torch.tensor([[-3.0, -1.0, -2.0, -2.5, 0.0]]))
     old = interpolated_proximal(behavior, current, torch.full((1, 5), 10**6), mask_BT=mask)
     torch.testing.assert_close(old, torch.where(mask.bool(), current.detach(), 0.0), rtol=1e-5, atol=1e-5)
 
@@ -97,13 +83,6 @@ def test_interpolated_proximal_splits_the_whole_ratio() -> None:
     torch.testing.assert_close(weights * rest, torch.where(mask, (current - behavior).exp(), 0.0))
 
 
-def test_interpolated_proximal_errors() -> None:
-    ones = torch.ones(2, 3)
-    for arguments in ({}, {"staleness_BT": ones, "alpha_BT": ones}):
-        with pytest.raises(ValueError, match="exactly one"):
-            interpolated_proximal(BEHAVIOR, PROXIMAL, mask_BT=MASK, **arguments)
+def test_interpolated_proximal_refuses_a_negative_staleness() -> None:
     with pytest.raises(ValueError, match="staleness_BT is negative"):
-        interpolated_proximal(BEHAVIOR, PROXIMAL, -ones, mask_BT=MASK)
-    for alpha in (-0.1, 1.1, float("nan")):
-        with pytest.raises(ValueError, match="alpha_BT"):
-            interpolated_proximal(BEHAVIOR, PROXIMAL, mask_BT=MASK, alpha_BT=alpha * ones)
+        interpolated_proximal(BEHAVIOR, PROXIMAL, -torch.ones(2, 3), mask_BT=MASK)

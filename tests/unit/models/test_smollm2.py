@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, EngineConfig, ModelConfig, TrainConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models import smollm2
 from rollover.models.load import LoadedModel, cast_parameters, load_model, stop_token_ids
-from rollover.trainer.build import local_trainer
 from rollover.types import Prompt, Sample, SamplingParams, rollout_seed
 
 # Not importorskip: importing the package needs its own dependencies, and only its GGUF file is used.

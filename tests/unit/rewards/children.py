@@ -13,7 +13,6 @@ import pytest
 
 import virtual_time
 from rollover.process_tree import has_ended
-from rollover.rewards import client
 from rollover.rewards import worker as reward_worker
 from rollover.workers import worker
 
@@ -40,7 +39,7 @@ def skipping(work: Coroutine[Any, Any, _T], sign: str = "hangs") -> _T:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, virtual_time.SkippingLoop)
         with pytest.MonkeyPatch.context() as patch:
-            for module in (client, reward_worker, worker):
+            for module in (reward_worker, worker):
                 patch.setattr(module, "time", loop)
             skips = asyncio.create_task(loop.skip_where_it_hangs(Path(sign), 150))
             try:

@@ -16,7 +16,7 @@ from rollover.config.load import load_config
 from rollover.plugins.sandbox.cases import code_of
 from rollover.rewards.answers import RULES, answer_of
 from rollover.rewards.built_in import BUILT_IN, BY_DATA_SOURCE, NOT_BUILT_IN, made, parsed, shown, spec_of
-from rollover.rewards.chosen import spec_for
+from rollover.rewards.chosen import chosen_for
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.registry import load_reward
@@ -209,7 +209,7 @@ def test_column_returns_the_number_of_the_task() -> None:
 
 def several(*rows: dict[str, Any], folder: str = ".") -> LoadedSum:
     source = TaskSourceConfig(kind="dataset", path="x.jsonl")
-    reward = loaded(spec_for(source, RewardsConfig(functions=rows)), folder)  # type: ignore[arg-type]
+    reward = loaded(chosen_for(source, RewardsConfig(functions=rows)).spec, folder)  # type: ignore[arg-type]
     assert isinstance(reward, LoadedSum)
     return reward
 

@@ -7,7 +7,7 @@ import pytest
 
 from rollover.config import RewardsConfig, TaskSourceConfig
 from rollover.rewards.answers import answer_of
-from rollover.rewards.chosen import spec_for
+from rollover.rewards.chosen import chosen_for
 from rollover.rewards.registry import load_reward, to_result, with_signature
 from rollover.track.metrics import validate
 
@@ -60,17 +60,17 @@ def test_what_is_not_a_score_is_an_error(value, error):
 def test_spec_falls_back_from_the_source_to_the_table_to_the_kind():
     gym, file = TaskSourceConfig(kind="reasoning_gym", name="chain_sum"), TaskSourceConfig(kind="dataset", path="a.csv")
     none, some = RewardsConfig(), RewardsConfig(function="a:b")
-    assert spec_for(gym, none, "boxed") == "reasoning_gym/boxed"
-    assert spec_for(file, none) == "exact_match/last_number"
-    assert spec_for(gym, some) == "a:b"
-    assert spec_for(gym.model_copy(update={"reward": "exact_match", "answer_rule": "full_text"}), some) == (
+    assert chosen_for(gym, none, "boxed").spec == "reasoning_gym/boxed"
+    assert chosen_for(file, none).spec == "exact_match/last_number"
+    assert chosen_for(gym, some).spec == "a:b"
+    assert chosen_for(gym.model_copy(update={"reward": "exact_match", "answer_rule": "full_text"}), some).spec == (
         "exact_match/full_text"
     )
-    assert spec_for(file.model_copy(update={"reward": "x.py:f"}), some) == "x.py:f"
+    assert chosen_for(file.model_copy(update={"reward": "x.py:f"}), some).spec == "x.py:f"
     with pytest.raises(ValueError, match="did you mean 'exact_match'"):
-        spec_for(file.model_copy(update={"reward": "exactmatch"}), none)
+        chosen_for(file.model_copy(update={"reward": "exactmatch"}), none)
     with pytest.raises(ValueError, match="cannot score the dataset"):
-        spec_for(file.model_copy(update={"reward": "reasoning_gym"}), none)
+        chosen_for(file.model_copy(update={"reward": "reasoning_gym"}), none)
 
 
 def test_trl_gets_lists_and_messages_for_chat(tmp_path):
@@ -82,7 +82,7 @@ def test_trl_gets_lists_and_messages_for_chat(tmp_path):
         "    assert columns['extra'] == [None, 'e'] and columns['completion_ids'] == [[1], [1]], columns\n"
         "    return [float(a) for a in answer]\n",
     )
-    assert reward.kind == "trl" and not reward.per_sample
+    assert reward.kind == "trl" and reward.whole_groups
     chat = item("5", prompt=[{"role": "user", "content": "q"}], answer="9", extra="e")
     assert [r["score"] for r in reward.score_all([item("4", answer="8"), chat])] == [8, 9]
 
@@ -147,7 +147,7 @@ def test_verl_gets_its_four_arguments(tmp_path):
         "    return {'score': 1, 'acc': True}\n",
     )
     columns = {"data_source": "gsm", "reward_model": {"ground_truth": "8"}, "extra_info": {"split": "t"}}
-    assert reward.kind == "verl" and reward.per_sample
+    assert reward.kind == "verl" and not reward.whole_groups
     assert reward.score_one(item(**columns)) == {"score": 1.0, "extras": {"acc": 1.0}}
 
 
@@ -175,7 +175,7 @@ def test_verl_without_a_ground_truth_says_what_to_set(tmp_path):
 def test_a_column_that_is_not_there_is_named_beside_those_that_are(tmp_path, code, message):
     reward = load(tmp_path, code)
     with pytest.raises(ValueError) as error:
-        if reward.per_sample:
+        if not reward.whole_groups:
             asyncio.run(reward.score_async(item(answer="8", level=1)))
         else:
             reward.score_all([item(answer="8", level=1)])
@@ -255,7 +255,7 @@ def rewarded(function: Any, *columns: dict[str, Any]) -> list[Any]:
         for i, of in enumerate(columns)
     ]
     loaded = with_signature("own.py:f", function)
-    if loaded.per_sample:
+    if not loaded.whole_groups:
         return [loaded.score_one(item) for item in items]
     return loaded.score_all(items)
 

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from rollover.config import RewardsConfig
-from rollover.rewards.client import results_of
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
+from rollover.rewards.worker import results_of
 from rollover.types import Task
 from rollover.workers.framing import BadMessage
 

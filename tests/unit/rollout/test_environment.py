@@ -10,6 +10,7 @@ import pytest
 
 import virtual_time
 from fake_engine import FakeEngine
+from local_trainer import build_batch
 from rollover.config import Config
 from rollover.config.algorithm import AlgorithmConfig
 from rollover.config.workflow import WorkflowConfig
@@ -17,7 +18,6 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.envs.build import EnvironmentSetup, OwnEnvironment, build_environment
 from rollover.envs.protocol import Environment, written
 from rollover.rollout.lifecycle import EventKind
-from rollover.trainer.batch import build_batch
 from rollover.types import DropReason, Reward, Rollout, RolloutState, Segment, StopReason
 from unit.rollout.dialogue import SAID, Dialogue, TurnEngine, said
 from unit.rollout.hanging import steps

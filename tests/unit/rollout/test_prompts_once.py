@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from local_trainer import build_batch
 from rollover.config import AlgorithmConfig, ReplayConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.engine.process.messages import requests_from_json, requests_to_json
@@ -18,7 +19,6 @@ from rollover.rollout.requests import Requests
 from rollover.track.recorded import read_records, read_rollouts
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.tracker import RecordedGroup
-from rollover.trainer.batch import build_batch
 from rollover.trainer.replay_buffer import Kept, ReplayBuffer
 from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, StopReason, Task
 from unit.rollout.world import make_segment, through_json

@@ -6,11 +6,12 @@ import math
 
 import pytest
 
+from local_trainer import build_batch
 from rollover.config import AlgorithmConfig
 from rollover.run.batch_metrics import reward_metrics, rollout_metrics, speed_metrics, staleness_metrics, waste_metrics
 from rollover.track.health import Health
 from rollover.track.metrics import aggregate, validate
-from rollover.trainer.batch import Batch, build_batch
+from rollover.trainer.batch import Batch
 from rollover.types import Group
 from samples import group, rollout, segment
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from local_trainer import build_batch
 from rollover import Played, ready_episodes
 from rollover.algorithms.grouping import Grouping
 from rollover.config import AlgorithmConfig, Config, ReplayConfig, WorkflowConfig
 from rollover.run.batch_metrics import mask_metrics, reward_metrics, role_metrics, turn_metrics
 from rollover.track.metrics import validate
-from rollover.trainer.batch import build_batch
 from rollover.trainer.replay_buffer import ReplayBuffer
 from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.types import Group, Reward, StopReason, Task

@@ -4,8 +4,10 @@ import json
 import datasets
 import pytest
 
+from rollover.config import TaskSourceConfig
 from rollover.tasks.dataset import DatasetSource
 from rollover.tasks.rows import Table
+from rollover.tasks.source import SourceSetup
 
 CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "2 + 2"}]
 
@@ -15,8 +17,10 @@ def jsonl(tmp_path, *rows, name="data.jsonl"):
     return name
 
 
-def make(tmp_path, path, **options):
-    return DatasetSource(Table(path, base_dir=tmp_path), label="data", reward="exact_match/last_number", **options)
+def make(tmp_path, path, needs_answer=False, chat=True, **columns):
+    reward = "exact_match/last_number" if needs_answer else "own.py:score"
+    setup = SourceSetup(TaskSourceConfig(**columns), "data", reward, 0, chat=chat)
+    return DatasetSource(setup, Table(path, base_dir=tmp_path))
 
 
 def test_trl_layout(tmp_path):

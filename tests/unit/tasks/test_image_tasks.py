@@ -38,7 +38,11 @@ def folder(tmp_path, monkeypatch):
 
 def source(folder, *rows, **options):
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return DatasetSource(Table("data.jsonl", base_dir=folder), label="data", reward="exact_match", **options)
+    return of_table(Table("data.jsonl", base_dir=folder), **options)
+
+
+def of_table(table, chat=True, **columns):
+    return DatasetSource(SourceSetup(TaskSourceConfig(**columns), "data", "own.py:score", 0, chat=chat), table)
 
 
 def task(folder, row, **options):
@@ -180,7 +184,7 @@ def geometry():
 def test_parquet_with_bytes(folder, streaming):
     geometry().to_parquet(folder / "data.parquet")
     table = Table("data.parquet", streaming=streaming, base_dir=folder)
-    found = DatasetSource(table, label="data", reward="exact_match").problem(1)
+    found = of_table(table).problem(1)
     assert shown(found) == [[BLUE, "Find y."]]
     assert found.columns["answer"] == "2"
     with open(found.images[0], "rb") as file:
@@ -196,7 +200,7 @@ def test_bytes_in_parts_of_parquet(folder):
     ]
     rows = datasets.Dataset.from_dict({"prompt": [[{"role": "user", "content": content}]]}, features=features)
     rows.to_parquet(folder / "data.parquet")
-    found = DatasetSource(Table("data.parquet", base_dir=folder), label="data", reward="exact_match").problem(0)
+    found = of_table(Table("data.parquet", base_dir=folder)).problem(0)
     assert shown(found) == [[BLUE, "What?"]]
 
 
@@ -210,7 +214,7 @@ def test_live_rows_with_images_of_pillow(folder):
 
 def test_looking_at_all_rows_writes_no_image(folder):
     geometry().to_parquet(folder / "data.parquet")
-    rows = DatasetSource(Table("data.parquet", base_dir=folder), label="data", reward="exact_match")
+    rows = of_table(Table("data.parquet", base_dir=folder))
     looked = list(problems_of(rows))
     assert not (folder / "media").exists()
     assert looked == [rows.problem(i) for i in (0, 1)]

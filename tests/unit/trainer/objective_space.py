@@ -28,9 +28,8 @@ from rollover.trainer.backend import Stream
 from rollover.trainer.batch import BatchBuilder
 from rollover.trainer.critic import Critic, beyond, estimate
 from rollover.trainer.objective import Counts, Objective, Streams, rate_scale
-from rollover.trainer.rejection import rejections, restricted, rewritten
 from rollover.trainer.token_estimates import estimate_tokens
-from rollover.trainer.token_weights import mean_weight, token_weights
+from rollover.trainer.token_weights import mean_weight, rejections, restricted, rewritten, token_weights
 from rollover.types import (
     Group,
     Prompt,

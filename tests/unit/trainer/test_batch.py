@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from local_trainer import build_batch
 from rollover.algorithms.filters import mask_overlong, mask_truncated
 from rollover.config import AlgorithmConfig
 from rollover.run.batch_metrics import mask_metrics
-from rollover.trainer.batch import BatchBuilder, build_batch
+from rollover.trainer.batch import BatchBuilder
 from rollover.types import Reward, StopReason
 from samples import group, rollout, segment
 

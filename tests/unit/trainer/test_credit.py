@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny
+from local_trainer import local_trainer
 from rollover import Played, TrajectoryGroup, ready_episodes
 from rollover import live_objects as live
 from rollover.config import AlgorithmConfig, TrainConfig, WorkflowConfig
 from rollover.config.traits import LOSSES, Aggregation
 from rollover.trainer.batch import Batch, BatchBuilder
-from rollover.trainer.build import local_trainer
 from rollover.trainer.objective import Counts
 from rollover.trainer.packing import micro_batches
 from rollover.trainer.trainer import Trainer

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import tiny
+from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, CriticConfig, TrainConfig
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import local_trainer
 from rollover.trainer.critic import Critic, beyond, estimate
 from rollover.trainer.objective import step_metrics
 from rollover.trainer.trainer import Trainer

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 import tiny
+from local_trainer import local_trainer
 from plain_critic import PlainCritic
 from rollover.config import AlgorithmConfig, Config, CriticConfig, ModelConfig, TrainConfig
 from rollover.models.load import LoadedModel
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import build_trainer, local_trainer
+from rollover.trainer.build import build_trainer
 from rollover.trainer.critic import Critic
 from rollover.trainer.packing import split_groups
 from rollover.trainer.trainer import Trainer

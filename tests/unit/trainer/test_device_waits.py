@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
+from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.models import kernels
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import local_trainer
 from rollover.trainer.tally import Tally, totals_of
 from samples import random_samples
 

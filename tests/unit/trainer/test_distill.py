@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import tiny
+from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, DistillConfig, LoraConfig, TrainConfig
 from rollover.trainer.backend import TEACHER, Stream
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import local_trainer
 from rollover.trainer.distill import Divergence, distilled, later_sums, teachers
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample

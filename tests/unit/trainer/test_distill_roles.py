@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tiny
+from local_trainer import local_trainer
 from rollover import Played, distilled, ready_episodes
 from rollover.api.settings import Arguments
 from rollover.config import Config, ReplayConfig
@@ -19,7 +20,6 @@ from rollover.rollout.build import Grouping
 from rollover.tasks.prompts import encode_prompt
 from rollover.trainer.backend import TEACHER
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import local_trainer
 from rollover.trainer.replay_buffer import ReplayBuffer
 from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.trainer.teacher import TeacherPrompts, encoder

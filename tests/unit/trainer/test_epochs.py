@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import tiny
+from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, Config, TrainConfig
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import local_trainer
 from rollover.trainer.objective import Counts
 from rollover.trainer.packing import split_groups
 from rollover.trainer.tally import Tally

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import tiny
+from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, LoraConfig, ModelConfig, TrainConfig
 from rollover.models.load import LoadedModel, load_model
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import local_trainer
 from rollover.trainer.lora import ADAPTER, add_lora, read_adapter
 from rollover.trainer.objective import Counts
 from rollover.trainer.trainer import Trainer

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tiny
+from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, Config, EngineConfig, LoraConfig, ModelConfig, RunConfig, TrainConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
@@ -18,7 +19,6 @@ from rollover.models.adapters import names
 from rollover.models.load import cast_parameters, load_model
 from rollover.run.eval_parts import EvalParts
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import local_trainer
 from rollover.trainer.trainer import Trainer
 from rollover.types import Prompt, Sample, SamplingParams
 from samples import random_samples

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import tiny
+from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, Config, EngineConfig, LoraConfig, ModelConfig, TrainConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
@@ -23,7 +24,6 @@ from rollover.models.adapters import names
 from rollover.models.load import LoadedModel
 from rollover.trainer.backend import Stream
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import local_trainer
 from rollover.trainer.lora import ADAPTER, add_lora, load_with_adapter, read_adapter
 from rollover.trainer.trainer import Trainer
 from rollover.types import Prompt, Sample, SamplingParams

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import tiny
+from local_trainer import local_trainer
 from rollover.algorithms import correction
 from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.models.logprobs import Head, chunked_logprobs
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import local_trainer
 from rollover.trainer.objective import Counts, Objective, Streams, rate_scale
 from rollover.trainer.tally import Tally
 from rollover.trainer.trainer import Trainer

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 import tiny
+from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, DistillConfig, TrainConfig
 from rollover.models.load import LoadedModel
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import local_trainer
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
 

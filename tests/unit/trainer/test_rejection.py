@@ -13,7 +13,7 @@ from tiny_trainer import trainer, weights
 from rollover.algorithms.correction import rejection_mask
 from rollover.config import AlgorithmConfig
 from rollover.trainer.batch import Batch
-from rollover.trainer.rejection import rejections
+from rollover.trainer.token_weights import rejections
 from rollover.types import Sample
 from samples import random_samples
 

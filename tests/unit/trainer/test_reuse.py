@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import tiny
+from local_trainer import local_trainer
 from rollover import Played, ready_episodes
 from rollover.config import AlgorithmConfig, Config, TrainConfig
 from rollover.run.batch_metrics import staleness_metrics
 from rollover.tasks.reroll import Reroll
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import local_trainer
 from rollover.trainer.reuse import Reuse
 from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.types import Group, Reward, StopReason, Task

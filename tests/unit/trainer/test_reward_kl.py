@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import tiny
+from local_trainer import local_trainer
 from rollover import Played, ready_episodes
 from rollover.algorithms.filters import rollout_filters
 from rollover.algorithms.kl import AdaptiveKL
 from rollover.config import AlgorithmConfig, FiltersConfig, TrainConfig, WorkflowConfig
 from rollover.config.traits import ADVANTAGES
 from rollover.trainer.batch import Batch, BatchBuilder
-from rollover.trainer.build import local_trainer
 from rollover.trainer.reward_kl import Penalties, RewardKL
 from rollover.types import Group, Reward, Sample, SamplingParams, Segment, StopReason, Task
 

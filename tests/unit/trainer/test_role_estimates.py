@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import tiny
+from local_trainer import local_trainer
 from rollover import Played, ready_episodes
 from rollover.algorithms.grouping import Grouping
 from rollover.algorithms.shaping import Shaping
 from rollover.config import AlgorithmConfig, RewardsConfig, TrainConfig, WorkflowConfig
 from rollover.run.batch_metrics import role_metrics
 from rollover.trainer.batch import BatchBuilder
-from rollover.trainer.build import local_trainer
 from rollover.trainer.trainer import Trainer
 from rollover.types import Group, Reward, Sample, StopReason, Task
 from unit.rollout.world import make_segment

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import tiny
+from local_trainer import build_batch
 from rollover.config import AlgorithmConfig, Config
 from rollover.functions import FunctionError
 from rollover.tasks.prompts import encode_prompt
-from rollover.trainer.batch import Batch, build_batch
+from rollover.trainer.batch import Batch
 from rollover.trainer.build import build_trainer
 from rollover.trainer.replay_buffer import ReplayBuffer
 from rollover.trainer.step_batch import StepBatchBuilder

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import tiny
+from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, CriticConfig, TrainConfig
 from rollover.track.token_stats import TokenStats
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import local_trainer
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
 from samples import random_samples

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import tiny
+from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.models import logprobs
 from rollover.models.logprobs import Head, chunked_logprobs
 from rollover.models.packed import ShiftedHead, float32_product
 from rollover.trainer import passes
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import local_trainer
 from samples import random_samples
 
 STEPS = 3

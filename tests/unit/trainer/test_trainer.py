@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
+from local_trainer import build_batch, local_trainer
 from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.models.load import LoadedModel
 from rollover.trainer import passes
-from rollover.trainer.batch import Batch, build_batch
-from rollover.trainer.build import local_trainer
+from rollover.trainer.batch import Batch
 from rollover.trainer.objective import Counts
 from rollover.trainer.packing import Packed, micro_batches, pack
 from rollover.trainer.trainer import Trainer

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import tiny
+from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import local_trainer
 from rollover.trainer.optimizer import Optimizer
 from rollover.trainer.trainer import Trainer
 from rollover.trainer.update_rule import UpdateRule, table_names

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 import tiny
+from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, TrainConfig
-from rollover.trainer.build import local_trainer
 from rollover.trainer.trainer import Trainer
 
 

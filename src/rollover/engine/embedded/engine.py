@@ -224,7 +224,9 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def prompt_logprobs(self, token_ids: Seq[int]) -> tuple[list[float], list[int], list[float]]:
-        """See ServedEngine. Computed at once, between two steps; nothing of it is cached."""
+        """Of every token but the first: its log-prob after those before it, at temperature 1; the likeliest token
+        there; the log-prob of that. Computed at once, between two steps; nothing of it is cached. ValueError for what
+        the model cannot be given."""
         self._limits.check("prompt", tuple(token_ids), ())
         return self._runner.prompt_logprobs(list(token_ids))
 
@@ -259,7 +261,7 @@ class EmbeddedEngine:
     async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
         started = time.perf_counter()
         with torch.no_grad():
-            num_bytes = self._runner.load_weights(version, tensors)
+            num_bytes = self._runner.load_weights(tensors)
         if self._vision is not None and self._tower_changes:
             self._vision.forget()
         synchronize(self._device)  # the seconds below are those of the copies

@@ -31,8 +31,7 @@ from rollover.models.logprobs import Head
 from rollover.models.operations import TorchOperations
 from rollover.models.packed import float32_product
 from rollover.models.vision import ImageTokens, RowImages, Vision, joined_positions
-from rollover.weights.build import build_transport
-from rollover.weights.protocol import TransportSetup
+from rollover.weights.in_place import InPlace
 
 # Heads of a multiple of so many numbers fill the kernel's vectors. It computes others number by number, for which
 # prefill, unlike decode, has a better way (80 numbers, 2,048 tokens: 592 ms a layer, padded 81).
@@ -320,7 +319,7 @@ class Runner:
             self.kernels = None  # whose attention has none
         self.head = Head.of(model).precise(rows)
         holders = [self.adapters, *([self.decoder] if self.decoder is not None else [])]
-        self.weights = build_transport("in_place", TransportSetup(model=model, holders=holders))
+        self.weights = InPlace(model, holders)
 
     @property
     def flops(self) -> float:
@@ -337,9 +336,9 @@ class Runner:
             return self.decoder.hidden_states(input_ids_N, position_ids, attention, images)
         return hidden_states(self.model, input_ids_N, position_ids, attention, images)
 
-    def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Replace weights and adapters, then the copies made of them. Returns the bytes written."""
-        num_bytes = self.weights.send(version, tensors).num_bytes
+        num_bytes = self.weights.send(tensors)
         self.head = Head.of(self.model).precise(self.rows)
         return num_bytes
 

@@ -17,7 +17,7 @@ from rollover.engine.process.messages import requests_from_json, segments_to_jso
 from rollover.models.allocator import keep_few_shapes, keep_freed_memory
 from rollover.models.devices import dtype_of, engine_device
 from rollover.models.load import load_model
-from rollover.weights.build import received as received_weights
+from rollover.weights.shared_file import SharedFile
 from rollover.workers.child import Calls
 
 
@@ -80,12 +80,8 @@ class _Worker:
                 self.extends[value].cancel()
             case "interrupt" | "release" | "use_threads":
                 getattr(self.engine, op)(value)
-            case "load_weights":
-                await self._reply(call, self._load(value))
-            case "progress":
-                await self._reply(call, self._progress(value))
-            case "queued":
-                await self._reply(call, self._queued(value))
+            case "load_weights" | "progress" | "queued":
+                await self._reply(call, getattr(self, f"_{op}")(value))
 
     async def _reply(self, call: int, value: Awaitable[Any], **about: Any) -> None:
         try:
@@ -99,8 +95,8 @@ class _Worker:
     async def _segments(self, request: Any) -> list[Any]:
         return segments_to_json(await self.engine.extend(request))
 
-    async def _load(self, message: dict[str, Any]) -> None:
-        await self.engine.load_weights(message["version"], received_weights(message))
+    async def _load_weights(self, message: dict[str, Any]) -> None:
+        await self.engine.load_weights(message["version"], SharedFile.receive(message))
 
     async def _progress(self, ids: list[str]) -> dict[str, list[Any]]:
         return {rollout_id: segments_to_json(of) for rollout_id, of in (await self.engine.progress(ids)).items()}

@@ -23,7 +23,6 @@ from rollover.engine.process.client import EngineClient
 from rollover.engine.process.messages import segments_from_json
 from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad
 from rollover.types import Segment
-from rollover.weights.protocol import TransportSetup
 from rollover.weights.shared_file import SharedFile
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class ProcessEngine:
         self._failures = 0  # processes that died since the last answer
         self._calls: set[_Call] = set()
         self._counts: dict[str, float] = {}  # of processes that have ended
-        self._weights = SharedFile(TransportSetup())
+        self._weights = SharedFile()
         self._loading = asyncio.Lock()  # weights are being sent, or received by a process
         self._client = EngineClient(config, threads, self._weights.files)
         self._said: dict[str, Any] | None = None  # the first process's hello

@@ -12,6 +12,7 @@ import asyncio
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,11 +27,11 @@ from rollover.engine.remote.generation import Generation
 from rollover.engine.remote.hosts import Host, hosts_of, longest_rollout
 from rollover.engine.remote.media import content_parts
 from rollover.engine.remote.routing import Router
-from rollover.engine.remote.server import Attempt, Counts, Server
+from rollover.engine.remote.server import COUNTS, Attempt, Server
 from rollover.engine.remote.wire import ServerFailed, label_of, without
 from rollover.types import Segment, StopReason
-from rollover.weights.build import build_transport
-from rollover.weights.protocol import NamedTensors, Parcel, TransportSetup
+from rollover.weights.protocol import NamedTensors, Parcel
+from rollover.weights.weights_file import WeightsFile
 
 if TYPE_CHECKING:
     import torch
@@ -73,10 +74,10 @@ class RemoteEngine:
         clears = config.rollout.kv_on_resume == "recompute"
         # A server that keeps its encoder cache at a weight update computes a trained tower's image again for a new id.
         self._new_image_ids = config.model.vision == "trained" and not clears
-        self._counts = Counts()
+        self._counts: Counter[str] = Counter()
         self._running: dict[str, Generation] = {}
         self._num_requests = time.time_ns() // 1_000_000  # no number comes twice, nor after a restart
-        self._weights = build_transport("weights_file", TransportSetup(folder=config.engine.weights_dir))
+        self._weights = WeightsFile(config.engine.weights_dir)
         self._beginning = asyncio.Lock()
         self._longest: int | None = None
         self._closing = threading.Event()
@@ -158,7 +159,7 @@ class RemoteEngine:
                 finally:
                     self._fleet.leave(server)
             except ServerFailed:
-                self._counts.lost_requests += 1
+                self._counts["engine/lost_requests"] += 1
                 avoid.add(server.name)
                 serves = await self._fleet.checked(server)
                 fruitless = fruitless + 1 if serves and len(generation.tokens) == num else 0
@@ -228,24 +229,14 @@ class RemoteEngine:
         """Ignored: it computes nothing here."""
 
     def stats(self) -> dict[str, float]:
-        counts = self._counts
         return {
-            "engine/decode_steps": float(counts.tokens),
-            "engine/prefill_tokens": float(counts.prefill_tokens),
-            "engine/reprefill_tokens": float(counts.reprefill_tokens),
+            **{name: float(self._counts[name]) for name in COUNTS},
             "engine/preemptions": 0.0,
-            "kv/stale_prefix_tokens": float(counts.stale_tokens),
-            "kv/kept_tokens": float(counts.kept_tokens),
-            "kv/shared_prompt_tokens": float(counts.shared_tokens),
             "kv/bytes": 0.0,
             "engine/servers": float(len(self._fleet.serving)),
             "engine/ejections": float(self._fleet.num_ejections),
-            "engine/lost_requests": float(counts.lost_requests),
-            "engine/abandoned_requests": float(counts.abandoned_requests),
             "engine/resumed_in_place": float(self._router.num_in_place),
             "engine/resumed_elsewhere": float(self._router.num_elsewhere),
-            "engine/surplus_tokens": float(counts.surplus_tokens),
-            "engine/span_mismatches": float(counts.span_mismatches),
             "engine/refused_weights": float(self._deliveries.num_refused),
             "engine/weights_paused_s": self._deliveries.paused_s,
         }

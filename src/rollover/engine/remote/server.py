@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,20 +52,12 @@ class Server:
             attempt.resumed_with(version, cleared=cleared)
 
 
-@dataclass
-class Counts:
-    """What happened to requests, over all servers."""
-
-    tokens: int = 0
-    prefill_tokens: int = 0
-    reprefill_tokens: int = 0
-    stale_tokens: int = 0
-    shared_tokens: int = 0
-    kept_tokens: int = 0
-    surplus_tokens: int = 0
-    span_mismatches: int = 0
-    lost_requests: int = 0
-    abandoned_requests: int = 0
+COUNTS = (
+    *(f"engine/{what}" for what in ("decode_steps", "prefill_tokens", "reprefill_tokens", "surplus_tokens")),
+    *(f"engine/{what}" for what in ("span_mismatches", "lost_requests", "abandoned_requests")),
+    *(f"kv/{what}" for what in ("stale_prefix_tokens", "kept_tokens", "shared_prompt_tokens")),
+)
+"""What is counted of requests, over all servers."""
 
 
 class Attempt:
@@ -75,7 +68,7 @@ class Attempt:
         generation: Generation,
         server: Server,
         request_id: str,
-        counts: Counts,
+        counts: Counter[str],
         *,
         run: str,
         grace_s: float,
@@ -106,9 +99,9 @@ class Attempt:
         request = self.generation.request
         num = len(request.prompt) + len(request.generated_ids) + len(self.generation.tokens) - 1
         if cleared:
-            self.counts.reprefill_tokens += num
+            self.counts["engine/reprefill_tokens"] += num
         else:
-            self.counts.stale_tokens += num
+            self.counts["kv/stale_prefix_tokens"] += num
 
     def lose(self, why: str) -> None:
         """Its server is given up: it ends at once, with the tokens that there are."""
@@ -128,9 +121,9 @@ class Attempt:
         body = request_body(request, self.request_id, generation.tokens, asked, self._salt, self._images)
         self._to_check = body["token_ids"] if self._images else None
         if self._again:
-            self.counts.reprefill_tokens += len(body["token_ids"])
+            self.counts["engine/reprefill_tokens"] += len(body["token_ids"])
         else:
-            self.counts.prefill_tokens += len(body["token_ids"])
+            self.counts["engine/prefill_tokens"] += len(body["token_ids"])
         reading = self._reading = asyncio.ensure_future(self._read(body))
         ending = asyncio.ensure_future(generation.end.wait())
         self.server.attempts.add(self)
@@ -171,15 +164,15 @@ class Attempt:
             check_expansion(self.generation.request.media, self._to_check, shown.token_ids, shown.images)
             self._to_check = None
         logprobs, why_invalid = usable(chunk.token_ids, chunk.logprobs, self._vocab_size)
-        self.counts.tokens += len(logprobs)
+        self.counts["engine/decode_steps"] += len(logprobs)
         surplus = self.generation.num_surplus
         self.generation.add(chunk.token_ids[: len(logprobs)], logprobs, self.version)
-        self.counts.surplus_tokens += self.generation.num_surplus - surplus
+        self.counts["engine/surplus_tokens"] += self.generation.num_surplus - surplus
         if chunk.cached_tokens is not None:
             if self._again:
-                self.counts.kept_tokens += chunk.cached_tokens
+                self.counts["kv/kept_tokens"] += chunk.cached_tokens
             else:
-                self.counts.shared_tokens += chunk.cached_tokens
+                self.counts["kv/shared_prompt_tokens"] += chunk.cached_tokens
         if chunk.spans is not None:
             self._compare(chunk.spans)
         if why_invalid:
@@ -187,7 +180,7 @@ class Attempt:
 
     def _compare(self, spans: tuple[Span, ...]) -> None:
         if self.generation.restamp(self._first, spans, self._run):
-            self.counts.span_mismatches += 1
+            self.counts["engine/span_mismatches"] += 1
 
     async def _abort(self, reading: asyncio.Future[None]) -> None:
         """Tell the server to end it until it does: one abort may overtake the request, or get lost."""
@@ -206,7 +199,7 @@ class Attempt:
                 await asyncio.wait([reading, telling], return_when=asyncio.FIRST_COMPLETED)
             _forget(telling)
         if not reading.done():
-            self.counts.abandoned_requests += 1
+            self.counts["engine/abandoned_requests"] += 1
             reading.cancel()
             await asyncio.wait([reading])
 

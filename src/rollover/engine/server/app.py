@@ -26,11 +26,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import rollover
-from rollover.engine.server import metrics
 from rollover.engine.server.requests import GenerateBody, choice, flag, text_field
 from rollover.engine.server.service import TAGS, Service
 from rollover.engine.server.stream import Chunk, Stream
-from rollover.engine.server.texts import AbortedWithClient, TextEndpoints, refused
+from rollover.engine.server.texts import AbortedWithClient, TextEndpoints
 from rollover.http_server import body_of
 from rollover.openai_wire import DONE, Refusal, checked, event, finite, json_of, model_list, usage
 
@@ -44,9 +43,10 @@ def make_app(service: Service, texts: TextEndpoints | None = None) -> Starlette:
     posts, gets = endpoints.posts(), endpoints.gets()
     return Starlette(
         routes=[
-            *(Route(path, _refusing(answer), methods=["POST"]) for path, answer in posts.items()),
-            *(Route(path, _refusing(answer), methods=["GET"]) for path, answer in gets.items()),
-        ]
+            *(Route(path, answer, methods=["POST"]) for path, answer in posts.items()),
+            *(Route(path, answer, methods=["GET"]) for path, answer in gets.items()),
+        ],
+        exception_handlers={Refusal: _refused},
     )
 
 
@@ -165,7 +165,7 @@ class _Endpoints:
         return JSONResponse({"success": self.service.drop_kv(of_running=of_running)})
 
     async def _metrics(self, request: Request) -> Response:
-        return PlainTextResponse(await metrics.text(self.service), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(await _metrics_text(self.service), media_type="text/plain; version=0.0.4")
 
     def _model_list(self) -> dict[str, Any]:
         return model_list([self.service.model_name], max_model_len=self.service.engine.max_tokens)
@@ -239,14 +239,33 @@ def _usage(stream: Stream) -> dict[str, int]:
     return usage(len(stream.body.token_ids), stream.num_tokens)
 
 
-def _refusing(answer: _Answer) -> _Answer:
-    async def answer_or_refuse(request: Request) -> Response:
-        try:
-            return await answer(request)
-        except Refusal as error:
-            return refused(error)
+async def _metrics_text(service: Service) -> str:
+    """Return the figures in Prometheus' format: those that vLLM's dashboards read, and our own counters."""
+    under_way = list(service.streams)
+    waiting = len(await service.engine.queued(under_way))
+    stats = service.engine.stats()
+    num_generated = service.num_ended_tokens + sum(s.num_tokens for s in service.streams.values())
+    lines = [
+        *_metric("vllm:num_requests_running", "gauge", len(under_way) - waiting, service),
+        *_metric("vllm:num_requests_waiting", "gauge", waiting, service),
+        *_metric("vllm:generation_tokens_total", "counter", num_generated, service),
+        *_metric("vllm:prompt_tokens_total", "counter", service.num_prompt_tokens, service),
+        *_metric("vllm:num_preemptions_total", "counter", stats["engine/preemptions"], service),
+        *_metric("rollover:weight_updates_total", "counter", service.num_updates, service),
+    ]
+    for key, value in sorted(stats.items()):
+        lines += _metric(f"rollover:{key.replace('/', '_')}", "untyped", value, service)
+    return "\n".join(lines) + "\n"
 
-    return answer_or_refuse
+
+def _metric(name: str, kind: str, value: float, service: Service) -> list[str]:
+    model = service.model_name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return [f"# TYPE {name} {kind}", f'{name}{{model_name="{model}"}} {float(value):.17g}']
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return JSONResponse(error.as_json(), status_code=error.status)
 
 
 def _of_json(answer: Callable[[Any], Awaitable[Response]]) -> _Answer:

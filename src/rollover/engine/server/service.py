@@ -15,59 +15,61 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from rollover.engine.protocol import Engine, ExtendRequest
-from rollover.engine.server.images import CheckedImages
-from rollover.engine.server.requests import GenerateBody
+from rollover.engine.protocol import ExtendRequest
+from rollover.engine.server.requests import GenerateBody, ImagePart
 from rollover.engine.server.stream import Stream
 from rollover.openai_wire import Refusal
-from rollover.types import Segment, StopReason
+from rollover.types import Media
 from rollover.weights.verified import Verifier, shapes_of
 
 if TYPE_CHECKING:
     import torch
 
+    from rollover.engine.embedded.engine import EmbeddedEngine
     from rollover.models.vision import Pixels
 
 NO_UPDATE_YET = "default"
 TAGS = ("weights", "kv_cache")
 _LOAD_S = 60.0  # to map a verified file
+_MOST_IMAGES = 10_000  # that are known to be right
 _DRAIN_S = 1.0  # a client that does not read must not hold up the others' weights
 
 
-class ServedEngine(Engine, Protocol):
-    """An engine that can be served. `may_step`: while it is cleared no token is sampled, and what is asked waits."""
+class CheckedImages:
+    """The images of requests: stored, and checked before the engine sees them, where one that is wrong would fail all.
 
-    may_step: asyncio.Event
+    `processor`: of the model; None: it takes text alone.
+    """
 
-    async def extend(
-        self,
-        request: ExtendRequest,
-        on_token: Callable[[int, float, StopReason | None], None] | None = None,
-        cache_salt: str = "",
-    ) -> list[Segment]:
-        """See Engine. `on_token` hears of each token, its log-prob and, with the last one, why it is the last.
-        Rollouts of another `cache_salt` share no KV with it. What cannot be begun raises ValueError before it waits."""
-        ...
+    def __init__(self, processor: Pixels | None) -> None:
+        self._processor = processor
+        self._storing = asyncio.Lock()
+        self._known: dict[Media, None] = {}  # in order, offset apart
 
-    def drop_kv(self) -> None:
-        """Compute everyone's KV again before their next token."""
-        ...
+    async def of(self, parts: Sequence[ImagePart]) -> tuple[Media, ...]:
+        """The media of these parts. Refusal of what is no image, or not the one that the client made the prompt of."""
+        if self._processor is None:
+            raise Refusal("content_parts: this model takes text alone", "content_parts")
+        try:
+            async with self._storing:  # siblings bring the same image at once
+                media = await asyncio.to_thread(lambda: tuple(part.stored() for part in parts))
+            for image in media:
+                self._check(self._processor, image)
+        except ValueError as error:
+            raise Refusal(f"content_parts: {error}", "content_parts") from error
+        return media
 
-    def free_weights(self, *, keep: bool) -> Callable[[], None]:
-        """Free the memory of the weights. Returns what allocates it again: with their values where `keep` copied them
-        to the CPU, else they have to be loaded anew."""
-        ...
-
-    def prompt_logprobs(self, token_ids: Sequence[int]) -> tuple[list[float], list[int], list[float]]:
-        """Of every token but the first: its log-prob after those before it, at temperature 1; the likeliest token
-        there; the log-prob of that. ValueError for what the model cannot be given."""
-        ...
-
-    def why_not_loadable(self, shapes: Mapping[str, Sequence[int]]) -> str:
-        """Why weights of these names and shapes are not those of the whole model; "" if they are."""
-        ...
+    def _check(self, processor: Pixels, image: Media) -> None:
+        """In the event loop, as the engine: processors are not made for several threads."""
+        if (key := replace(image, offset=0)) in self._known:
+            return
+        processor.pixels(image)
+        self._known[key] = None
+        if len(self._known) > _MOST_IMAGES:
+            self._known.pop(next(iter(self._known)))
 
 
 class Service:
@@ -79,7 +81,7 @@ class Service:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: EmbeddedEngine,
         *,
         model_name: str,
         eos: Collection[int],

@@ -187,13 +187,5 @@ class AbortedWithClient(Response):
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
-        try:
-            answer = await self.whole()
-        except Refusal as error:
-            answer = refused(error)
+        answer = await self.whole()
         await answer(scope, receive, send)
-
-
-def refused(error: Refusal) -> Response:
-    """The answer that a request was refused."""
-    return JSONResponse(error.as_json(), status_code=error.status)

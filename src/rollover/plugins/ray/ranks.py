@@ -16,7 +16,7 @@ from typing import Any
 from rollover.plugins.ray.hosted import CALL_S, Actor, Actors, Gone, check_weights_dir
 from rollover.plugins.ray.roles import RankRole
 from rollover.trainer.backend import BackendLost
-from rollover.trainer.ranks.group import Answers, Collecting, Meeting, meet
+from rollover.trainer.ranks.group import Answers, Collecting, meet
 
 _LOOK_EVERY_S = 0.5
 _END_S = 5.0
@@ -28,7 +28,7 @@ def start_actor_ranks(actors: Actors, devices: list[str], threads: int) -> Actor
     timeout_s = actors.config.backend.rank_timeout_s
     ranks = ActorRanks(actors, len(devices), timeout_s)
     try:
-        meet(ranks, Meeting(ranks.host, devices, threads, timeout_s))
+        meet(ranks, ranks.host, devices, threads, timeout_s)
     except BaseException:
         ranks.close()
         raise

@@ -32,10 +32,10 @@ from rollover.processes import brief_waiting
 from rollover.trainer.backend import TEACHER, BackendSetup, ShardedState, Stream, Version
 from rollover.trainer.local_backend import answers_under, write_folder
 from rollover.trainer.objective import Counts
-from rollover.trainer.ranks.group import Meeting, Ranks, meet
+from rollover.trainer.packing import row_tokens
+from rollover.trainer.ranks.group import Ranks, meet
 from rollover.trainer.ranks.local import HOST, LocalRanks
-from rollover.trainer.ranks.spread import spread
-from rollover.trainer.ranks.wire import counts_to_json, samples_to_json, streams_of
+from rollover.trainer.ranks.wire import to_plain
 from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.tally import Tally
 from rollover.trainer.teacher import load_teacher_outline
@@ -59,7 +59,7 @@ def start_ranks(config: Config, logs: Path | None = None) -> LocalRanks:
     ranks = LocalRanks(num, config.backend.rank_timeout_s, brief_waiting(config.run), logs)
     try:
         threads = max(1, most_threads(config) // num)
-        meet(ranks, Meeting(HOST, devices, threads, config.backend.rank_timeout_s))
+        meet(ranks, HOST, devices, threads, config.backend.rank_timeout_s)
     except BaseException:
         ranks.close()
         raise
@@ -104,15 +104,13 @@ class RanksBackend(ShardedState):
         return sum(self._flops.values())
 
     def compute_logprobs(self, samples: list[Sample], version: Version | None = None) -> Stream:
-        parts = self._spread(samples, self._teacher_limits if version == TEACHER else self._limits)
-        found = self._call("compute_logprobs", [{"samples": samples_to_json(p), "version": version} for p in parts])
-        return {key: values for answer in found for key, values in answer["stream"].items()}
+        limits = self._teacher_limits if version == TEACHER else self._limits
+        parts = [{"samples": part, "version": version} for part in self._spread(samples, limits)]
+        return _merged(self._call("compute_logprobs", parts))
 
     def compute_statistics(self, samples: list[Sample]) -> Stream:
-        found = self._call(
-            "compute_statistics", [{"samples": samples_to_json(p)} for p in self._spread(samples, self._limits)]
-        )
-        return {key: values for answer in found for key, values in answer["stream"].items()}
+        parts = [{"samples": part} for part in self._spread(samples, self._limits)]
+        return _merged(self._call("compute_statistics", parts))
 
     def compute_values(self, samples: list[Sample]) -> Stream:
         raise ValueError('there is no value head: backend.type = "ranks" has none')
@@ -121,22 +119,17 @@ class RanksBackend(ShardedState):
         self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream] = MappingProxyType({})
     ) -> Tally:
         parts = self._spread(samples, self._limits)
-        values = [
-            {"samples": samples_to_json(p), "counts": counts_to_json(counts), "known": streams_of(p, known)}
-            for p in parts
-        ]
+        values = [{"samples": part, "counts": counts, "known": _streams_of(part, known)} for part in parts]
         sums = Tally()
-        for answer in self._call("forward_backward", values):
-            sums.absorb(Tally.of(answer["sums"], answer["tokens"]))
+        for found in self._call("forward_backward", values):
+            sums.absorb(Tally.of(found["sums"], found["tokens"]))
         return sums
 
     def optim_step(self, rate_scale: float = 1.0, *, divisor: float = 1.0, ends_step: bool = True) -> dict[str, float]:
-        values = {"rate_scale": rate_scale, "divisor": divisor, "ends_step": ends_step}
-        first, *_ = self._call("optim_step", [values] * self.ranks.num)
-        return first["update"]
+        return self._call_all("optim_step", rate_scale=rate_scale, divisor=divisor, ends_step=ends_step)
 
     def forget_gradients(self) -> None:
-        self._call("forget_gradients", [{}] * self.ranks.num)
+        self._call_all("forget_gradients")
 
     async def publish(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Views of a file, which rank 0 has written: a WholeFile."""
@@ -148,12 +141,12 @@ class RanksBackend(ShardedState):
 
     def save_shards(self) -> tuple[FolderWriter, dict[str, Any]]:
         def write(folder: str) -> None:
-            self._call("write_state", [{"folder": folder}] * self.ranks.num)
+            self._call_all("write_state", folder=folder)
 
-        return write, self._call("state_meta", [{}] * self.ranks.num)[0]["meta"]
+        return write, self._call_all("state_meta")
 
     def load_shards(self, stored: StoredTensors, meta: dict[str, Any]) -> None:
-        self._call("read_state", [{"paths": stored.paths, "meta": meta}] * self.ranks.num)
+        self._call_all("read_state", paths=stored.paths, meta=meta)
 
     def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """As `save_shards`, for programs without a run: all of it, in this process."""
@@ -175,7 +168,7 @@ class RanksBackend(ShardedState):
 
     def start_profile(self) -> None:
         """Every rank profiles itself from now on."""
-        self._call("start_profile", [{}] * self.ranks.num)
+        self._call_all("start_profile")
 
     def stop_profile(self, path: Path) -> None:
         """Every rank writes its profile beside `path`, with its number in the name."""
@@ -197,21 +190,25 @@ class RanksBackend(ShardedState):
                 limits.check(s.rollout_id, s.prompt_ids, s.token_ids)
         return spread(samples, self.ranks.num)
 
-    def _call(self, verb: str, values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _call(self, verb: str, values: Sequence[Mapping[str, Any]]) -> list[Any]:
         """What each rank found, in their order."""
-        asked = {rank: {**of_rank, "backend": self._number} for rank, of_rank in enumerate(values)}
+        asked = {rank: to_plain({**of_rank, "backend": self._number}) for rank, of_rank in enumerate(values)}
         answers = self.ranks.call(verb, asked)
         for rank, answer in answers.items():
             self._flops[rank] = answer["flops"]
         self.policy_version = answers[0]["policy_version"]
-        return [answers[rank] for rank in sorted(answers)]
+        return [answers[rank]["found"] for rank in sorted(answers)]
+
+    def _call_all(self, verb: str, **values: Any) -> Any:
+        """What rank 0 found, of a call that is the same for all."""
+        return self._call(verb, [values] * self.ranks.num)[0]
 
     def _gathered(self, *, buffers: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
         """All weights in compute dtype, as views of a file of their own; `buffers`: and what else the model's files
         hold."""
         sizes = sum(p.numel() for p in self.loaded.model.parameters()) * dtype_of(self.config).itemsize
         path = self._folder.path(2 * sizes) / f"published.{next(_numbers)}.safetensors"
-        failed = self._call("write_weights", [{"path": str(path), "buffers": buffers}] * self.ranks.num)[0]["failed"]
+        failed = self._call_all("write_weights", path=str(path), buffers=buffers)
         if failed:
             path.unlink(missing_ok=True)
             raise not_written(path.parent, failed)
@@ -219,3 +216,35 @@ class RanksBackend(ShardedState):
             self._published.unlink(missing_ok=True)
         self._published = path
         return WholeFile(path)
+
+
+def spread(samples: list[Sample], num_ranks: int) -> list[list[Sample]]:
+    """The samples of each rank, whole groups in the order in which they came, with about as many tokens each.
+
+    Pure. A group is never cut: its siblings share the copy of their prompt in a row. The largest group first, to the
+    rank that has the fewest tokens so far (Graham 1969, "Bounds on Multiprocessing Timing Anomalies": at most 4/3 of
+    the best spread). What has no loss token costs nothing, and goes with its group.
+    """
+    tokens: dict[int, int] = {}
+    groups: dict[int, list[Sample]] = {}
+    for s in samples:
+        groups.setdefault(s.group_id, []).append(s)
+    for group_id, group in groups.items():
+        tokens[group_id] = row_tokens([s for s in group if s.mask.any()])
+    loads = [0] * num_ranks
+    rank_of: dict[int, int] = {}
+    for group_id in sorted(groups, key=lambda g: -tokens[g]):  # equal ones in their order
+        rank = loads.index(min(loads))
+        rank_of[group_id] = rank
+        loads[rank] += tokens[group_id]
+    return [[s for s in samples if rank_of[s.group_id] == rank] for rank in range(num_ranks)]
+
+
+def _merged(streams: Sequence[Stream]) -> Stream:
+    return {key: values for stream in streams for key, values in stream.items()}
+
+
+def _streams_of(samples: list[Sample], known: Mapping[str, Stream]) -> dict[str, Stream]:
+    """Of streams of a whole minibatch those of these samples."""
+    ids = {s.rollout_id for s in samples}
+    return {name: {key: values for key, values in stream.items() if key in ids} for name, stream in known.items()}

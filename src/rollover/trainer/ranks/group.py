@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollover.functions import FunctionError
@@ -42,52 +41,24 @@ class Ranks(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Where and how ranks meet. `host`: an address of rank 0's machine, at which it listens for the others. `devices`:
-    of each rank. `threads`: that each computes with. `timeout_s`: the longest that one waits for another."""
+def meet(ranks: Ranks, host: str, devices: list[str], threads: int, timeout_s: float) -> None:
+    """Make one process group of the ranks. Errors as of `Ranks.call`.
 
-    host: str
-    devices: list[str]
-    threads: int
-    timeout_s: float
-
-
-def meet(ranks: Ranks, meeting: Meeting) -> None:
-    """Make one process group of the ranks. Errors as of `Ranks.call`."""
-    port = ranks.call("listen", {0: {"host": meeting.host}})[0]["port"]
-    common = {"host": meeting.host, "port": port, "threads": meeting.threads, "timeout_s": meeting.timeout_s}
-    places = {
-        rank: common | {"rank": rank, "num_ranks": ranks.num, "device": meeting.devices[rank]}
-        for rank in range(ranks.num)
-    }
-    ranks.call("join", places)
+    `host`: an address of rank 0's machine, at which it listens for the others. `devices`: of each rank. `threads`: that
+    each computes with. `timeout_s`: the longest that one waits for another.
+    """
+    port = ranks.call("listen", {0: {"host": host}})[0]["port"]
+    common = {"host": host, "port": port, "threads": threads, "timeout_s": timeout_s, "num_ranks": ranks.num}
+    ranks.call("join", {rank: common | {"rank": rank, "device": device} for rank, device in enumerate(devices)})
 
 
-@dataclass(frozen=True)
-class Failure:
-    """What a rank raised. `said`: in words for whoever called. `error`: what to raise where all ranks refuse alike;
-    None where nobody foresaw it."""
-
-    rank: int
-    said: str
-    error: Exception | None
-
-    @classmethod
-    def in_answer(cls, rank: int, answer: Mapping[str, Any]) -> Failure | None:
-        """None where the answer is no error."""
-        if "error" not in answer:
-            return None
-        said = answer["error"]
-        error: Exception | None = None
-        match answer["kind"]:
-            case process.VALUE:
-                error = ValueError(said)
-            case process.FUNCTION:
-                error = FunctionError(said)
-            case process.DISK:
-                error = OSError(answer["errno"], said)
-        return cls(rank, said, error)
+def _refusal(answer: Mapping[str, Any]) -> Exception | None:
+    """What to raise where all ranks give this answer, an error; None where nobody foresaw it."""
+    said, kind = answer["error"], answer["kind"]
+    if kind == process.DISK:
+        return OSError(answer["errno"], said)
+    known = {process.VALUE: ValueError, process.FUNCTION: FunctionError}
+    return known[kind](said) if kind in known else None
 
 
 class Collecting:
@@ -99,7 +70,7 @@ class Collecting:
     ) -> None:
         self._waiting, self._timeout_s, self._limited, self._lost = set(ranks), timeout_s, limited, lost
         self._answers: Answers = {}
-        self._failures: list[Failure] = []
+        self._refused: tuple[int, str, Exception] | None = None  # the first: its rank, words and error
         self._deadline: float | None = None
         self._given_up = False
 
@@ -116,29 +87,28 @@ class Collecting:
     def take(self, rank: int, answer: Mapping[str, Any]) -> None:
         """The answer of a rank, as process.py gives it. BackendLost for an error that nobody foresaw."""
         self._waiting.discard(rank)
-        if (failure := Failure.in_answer(rank, answer)) is None:
+        if "error" not in answer:
             self._answers[rank] = answer["found"]
-        elif failure.error is not None:
-            self._failures.append(failure)
+        elif (error := _refusal(answer)) is None:
+            raise self._lost(rank, f"failed ({answer['error']})")
         else:
-            raise self._lost(rank, f"failed ({failure.said})")
-        if self._failures:
+            self._refused = self._refused or (rank, answer["error"], error)
+        if self._refused:
             self._deadline = time.monotonic() + min(self._timeout_s, _SAME_S)
         elif self._limited:
             self._deadline = time.monotonic() + self._timeout_s
 
     def late(self) -> None:
         """No answer came within `left_s`. BackendLost where that means a loss."""
-        if not self._failures:
+        if not self._refused:
             raise self._lost(min(self._waiting), f"did not answer within {self._timeout_s:g} s")
         self._given_up = True
 
     def found(self) -> Answers:
         """All answers. Raises what all refused, or one: then all are ended, as the others are in another state."""
-        if not self._failures:
+        if not self._refused:
             return self._answers
-        first = self._failures[0]
-        assert first.error is not None
+        rank, said, error = self._refused
         if self._waiting or self._answers:
-            self._lost(first.rank, f"failed ({first.said})")
-        raise first.error
+            self._lost(rank, f"failed ({said})")
+        raise error

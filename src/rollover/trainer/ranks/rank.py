@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -25,14 +25,18 @@ from rollover.models.flops import ModelFlops
 from rollover.models.load import LoadedModel, load_model, load_outline, stored_buffers
 from rollover.models.norms import compile_norms
 from rollover.models.team import Team
+from rollover.trainer.backend import BackendSetup
 from rollover.trainer.local_backend import LocalBackend
 from rollover.trainer.profile import new_profile
+from rollover.trainer.ranks import wire
 from rollover.trainer.ranks.sharded import shard, spread_like, whole_weights
-from rollover.trainer.ranks.wire import counts_from_json, samples_from_json
 from rollover.trainer.reference import load_reference
 from rollover.trainer.shards import RankTensors, save_shards
+from rollover.trainer.tally import Tally
 from rollover.trainer.teacher import load_teacher_in_float32
 from rollover.weights.one_by_one import write_one_by_one
+
+_OF_THE_PROCESS = ("listen", "join", "load", "build")  # the other verbs are methods of a RankBackend
 
 
 @dataclass(frozen=True)
@@ -40,45 +44,28 @@ class Loaded:
     """What a rank begins with: models with weights at rank 0, and their shapes at the others.
 
     `reference`: the weights of algorithm.reference_path, at rank 0. `teacher`: the model that distill.teacher names.
-    `max_staleness`: as of LocalBackend.
     """
 
-    config: Config
-    policy: LoadedModel
-    max_staleness: int
+    setup: BackendSetup
     reference: Mapping[str, torch.Tensor] | None
     teacher: LoadedModel | None
 
 
 class RankBackend(LocalBackend):
-    """The part of one rank. `flops`, `teacher_flops`: of the whole models. All ranks make theirs together."""
+    """The part of one rank. `flops`: of the whole model, then of the teacher's. All ranks make theirs together."""
 
-    def __init__(
-        self, loaded: Loaded, flops: ModelFlops, teacher_flops: ModelFlops | None, device: torch.device
-    ) -> None:
-        config, policy, reference, teacher = loaded.config, loaded.policy, loaded.reference, loaded.teacher
+    def __init__(self, loaded: Loaded, flops: list[ModelFlops], device: torch.device) -> None:
+        config, policy, reference, teacher = loaded.setup.config, loaded.setup.loaded, loaded.reference, loaded.teacher
         self.dtype = dtype_of(config)
-        sharded, sharded_teacher = shard(policy.model, flops, self.dtype, device, policy.processor), None
-        if teacher is not None and teacher_flops is not None:
+        sharded, sharded_teacher = shard(policy.model, flops[0], self.dtype, device, policy.processor), None
+        if teacher is not None:
             frozen = teacher.model.requires_grad_(False)
-            sharded_teacher = shard(frozen, teacher_flops, self.dtype, device, teacher.processor)
+            sharded_teacher = shard(frozen, flops[1], self.dtype, device, teacher.processor)
             compile_norms(teacher.model, self.dtype)
         if config.algorithm.needs_reference and config.algorithm.reference_path:
             reference = spread_like(policy.model, reference, self.dtype)
         super().__init__(
-            policy,
-            config.train,
-            config.algorithm,
-            dtype=self.dtype,
-            max_new_tokens=config.rollout.max_new_tokens,
-            max_staleness=loaded.max_staleness,
-            team=Team(),
-            distill=config.distill,
-            teacher=teacher,
-            reference=reference,
-            sharded=sharded,
-            sharded_teacher=sharded_teacher,
-            tells_tokens=config.tells_tokens,
+            loaded.setup, teacher=teacher, reference=reference, sharded=sharded, sharded_teacher=sharded_teacher
         )
         self._profile: torch.profiler.profile | None = None
 
@@ -87,15 +74,15 @@ class RankBackend(LocalBackend):
         self._profile = new_profile()
         self._profile.start()
 
-    def stop_profile(self, path: Path) -> None:
+    def stop_profile(self, path: str) -> None:
         """Write what `start_profile` began. On another machine the folder may have to be made."""
         if (profile := self._profile) is not None:
             self._profile = None
             profile.stop()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            profile.export_chrome_trace(str(path))
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(path)
 
-    def write_weights(self, path: Path, buffers: bool) -> str:
+    def write_weights(self, path: str, buffers: bool) -> str:
         """Rank 0 writes all weights, in compute dtype, into a safetensors file. Why it could not, "" if it could.
 
         `buffers`: and after them what else a model's files hold, as it is.
@@ -107,12 +94,16 @@ class RankBackend(LocalBackend):
         failed = ""
         if dist.get_rank() == 0:
             try:
-                write_one_by_one(path, shapes, weights)
+                write_one_by_one(Path(path), shapes, weights)
             except OSError as error:
                 failed = str(error)
         for _ in weights:  # to the end: all ranks gather each of them
             pass
         return failed
+
+    def state_meta(self) -> dict[str, Any]:
+        """What JSON can hold of `save_state`."""
+        return self.save_state()[1]
 
     def write_state(self, folder: str) -> None:
         """All ranks write what `save_state` gives, each its own slices. OSError, on all of them, where a disk was at
@@ -134,21 +125,23 @@ class Rank:
         self._listening: socket.socket | None = None
 
     def answer(self, verb: str, values: dict[str, Any]) -> dict[str, Any]:
-        """What the verb gives, as `wire` sends it. Errors as of the verb."""
+        """What the verb gives, as `wire.to_plain` makes it. Errors as of the verb."""
         if verb in _OF_THE_PROCESS:
-            return _OF_THE_PROCESS[verb](self, **values) or {}
+            return wire.call(self, verb, values) or {}
         backend = self._backends[values.pop("backend")]
-        found = _VERBS[verb](backend, **values) or {}
-        return found | {"flops": backend.flops, "policy_version": backend.policy_version}
+        found = wire.call(backend, verb, values)
+        if isinstance(found, Tally):
+            found = {"sums": found.vectors(), "tokens": found.take_tokens()}
+        return {"found": found, "flops": backend.flops, "policy_version": backend.policy_version}
 
     # Calls of the process
 
-    def _listen(self, host: str) -> dict[str, Any]:
+    def listen(self, host: str) -> dict[str, Any]:
         """Rank 0: where the others will find it."""
         self._listening = socket.create_server((host, 0))
         return {"port": self._listening.getsockname()[1]}
 
-    def _join(
+    def join(
         self, rank: int, num_ranks: int, host: str, port: int, device: str, threads: int, timeout_s: float
     ) -> None:
         """Meet the other ranks."""
@@ -173,7 +166,7 @@ class Rank:
         dist.init_process_group(kind, store=store, rank=rank, world_size=num_ranks, timeout=timeout, device_id=bound)
         dist.barrier()
 
-    def _load(self, backend: int, config: Mapping[str, Any], max_staleness: int, places: list[str]) -> dict[str, Any]:
+    def load(self, backend: int, config: Mapping[str, Any], max_staleness: int, places: list[str]) -> dict[str, Any]:
         """The models as this rank begins with them. Rank 0 has the weights, and counts what passes over them cost.
         `places`: where modules are looked for, too."""
         sys.path += [place for place in places if place not in sys.path]
@@ -182,62 +175,10 @@ class Rank:
         policy = load_model(checked.model) if is_first else load_outline(checked.model, filled_later=True)
         reference = load_reference(checked, policy) if is_first else None
         teacher = load_teacher_in_float32(checked, policy, with_weights=is_first) if has_teacher else None
-        self._loaded[backend] = Loaded(checked, policy, max_staleness, reference, teacher)
-        if not is_first:
-            return {}
-        return {"flops": _to_json(policy), "teacher_flops": None if teacher is None else _to_json(teacher)}
+        self._loaded[backend] = Loaded(BackendSetup(checked, policy, Team(), max_staleness), reference, teacher)
+        models = [policy, *filter(None, [teacher])]
+        return {"flops": [ModelFlops.of(each.model) for each in models]} if is_first else {}
 
-    def _build(self, backend: int, flops: Mapping[str, Any], teacher_flops: Mapping[str, Any] | None) -> None:
-        of_teacher = None if teacher_flops is None else _flops_of(teacher_flops)
-        self._backends[backend] = RankBackend(self._loaded.pop(backend), _flops_of(flops), of_teacher, self._device)
-
-
-def _to_json(loaded: LoadedModel) -> dict[str, Any]:
-    flops = vars(ModelFlops.of(loaded.model))
-    return {**flops, "widths": list(flops["widths"].items())}
-
-
-def _flops_of(values: Mapping[str, Any]) -> ModelFlops:
-    return ModelFlops(**{**values, "widths": dict(values["widths"])})
-
-
-_OF_THE_PROCESS: dict[str, Callable[..., dict[str, Any] | None]] = {
-    "listen": Rank._listen, "join": Rank._join, "load": Rank._load, "build": Rank._build,
-}  # fmt: skip
-
-
-# Verbs: of a backend and what the loop's process sent
-
-
-def _compute_logprobs(backend: RankBackend, samples: list[dict[str, Any]], version: Any) -> dict[str, Any]:
-    return {"stream": backend.compute_logprobs(samples_from_json(samples), version)}
-
-
-def _compute_statistics(backend: RankBackend, samples: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"stream": backend.compute_statistics(samples_from_json(samples))}
-
-
-def _forward_backward(
-    backend: RankBackend, samples: list[dict[str, Any]], counts: dict[str, Any], known: dict[str, Any]
-) -> dict[str, Any]:
-    sums = backend.forward_backward(samples_from_json(samples), counts_from_json(counts), known)
-    return {"sums": sums.vectors(), "tokens": sums.take_tokens()}
-
-
-def _optim_step(backend: RankBackend, rate_scale: float, **options: Any) -> dict[str, Any]:
-    return {"update": backend.optim_step(rate_scale, **options)}
-
-
-_VERBS: dict[str, Callable[..., dict[str, Any] | None]] = {
-    "compute_logprobs": _compute_logprobs,
-    "compute_statistics": _compute_statistics,
-    "forward_backward": _forward_backward,
-    "optim_step": _optim_step,
-    "forget_gradients": lambda backend: backend.forget_gradients(),
-    "write_weights": lambda backend, path, buffers: {"failed": backend.write_weights(Path(path), buffers)},
-    "state_meta": lambda backend: {"meta": backend.save_state()[1]},
-    "write_state": lambda backend, folder: backend.write_state(folder),
-    "start_profile": lambda backend: backend.start_profile(),
-    "stop_profile": lambda backend, path: backend.stop_profile(Path(path)),
-    "read_state": lambda backend, paths, meta: backend.read_state(paths, meta),
-}
+    def build(self, backend: int, flops: list[ModelFlops]) -> None:
+        """Make the backend of what `load` gave; `flops` is that of rank 0."""
+        self._backends[backend] = RankBackend(self._loaded.pop(backend), flops, self._device)

@@ -16,7 +16,7 @@ from rollover.config import AlgorithmConfig
 from rollover.config.load import load_config
 from rollover.plugins.convert.verl.script import options_of_script
 from rollover.plugins.convert.verl.values import older_veto
-from rollover.trainer.rejection import kept_tokens
+from rollover.trainer.token_weights import kept_tokens
 from samples import random_samples
 
 SCRIPT = """#!/usr/bin/env bash

@@ -16,7 +16,7 @@ from rollover.plugins.sandbox import guarantees
 from rollover.plugins.sandbox.cases import cases_of
 from rollover.plugins.sandbox.guarantees import Found, chosen
 from rollover.rewards.built_in import made, statements
-from rollover.rewards.chosen import spec_for
+from rollover.rewards.chosen import chosen_for
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.worker import RewardProbeError, RewardWorker
 from rollover.tasks.stream import TaskStream
@@ -135,7 +135,7 @@ def test_what_holds_is_stated() -> None:
 
 def test_verls_sources_of_programs_have_it() -> None:
     source = TaskSourceConfig.model_validate({"kind": "dataset", "path": "x", "reward": "code"})
-    assert spec_for(source, RewardsConfig.model_validate({})) == "code"
+    assert chosen_for(source, RewardsConfig.model_validate({})).spec == "code"
 
 
 def test_the_problems_of_the_recipe_are_held_out_as_problems() -> None:

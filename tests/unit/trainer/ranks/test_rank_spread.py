@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollover.trainer.packing import row_tokens
-from rollover.trainer.ranks.spread import spread
+from rollover.trainer.ranks.backend import spread
 from rollover.types import Sample
 from samples import random_samples
 

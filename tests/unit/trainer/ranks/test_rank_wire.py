@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rollover.models.flops import ModelFlops
+from rollover.trainer.backend import Stream
 from rollover.trainer.objective import Counts
 from rollover.trainer.ranks import wire
-from rollover.types import Media
+from rollover.types import Media, Sample
 from rollover.workers.framing import Channel, encode
 from samples import random_samples
 
@@ -42,16 +44,9 @@ def test_samples_counts_and_streams_arrive_as_they_were(ends: tuple[Channel, Cha
     samples[0] = dataclasses.replace(samples[0], **more, media=(Media("a.png", "ab" * 32, (8, 6), 1, 2),))
     counts = dataclasses.replace(Counts.of(samples), divided=False)
     known = {"proximal": {s.rollout_id: s.behavior_logprobs[s.mask] for s in samples}}
-    (message,) = passed(
-        ends,
-        {
-            "samples": wire.samples_to_json(samples),
-            "counts": wire.counts_to_json(counts),
-            "known": wire.streams_of(samples[:4], known),
-        },
-    )
-    assert wire.counts_from_json(message["counts"]) == counts
-    for ours, theirs in zip(wire.samples_from_json(message["samples"]), samples, strict=True):
+    (message,) = passed(ends, wire.to_plain({"samples": samples, "counts": counts, "known": known}))
+    assert wire.from_plain(Counts, message["counts"]) == counts
+    for ours, theirs in zip(wire.from_plain(list[Sample], message["samples"]), samples, strict=True):
         for field in dataclasses.fields(theirs):
             a, b = getattr(ours, field.name), getattr(theirs, field.name)
             assert type(a) is type(b), field.name
@@ -59,9 +54,23 @@ def test_samples_counts_and_streams_arrive_as_they_were(ends: tuple[Channel, Cha
                 assert a.dtype == b.dtype and a.tobytes() == b.tobytes(), field.name
             else:
                 assert a == b, field.name
-    assert message["known"]["proximal"].keys() == {s.rollout_id for s in samples[:4]}
-    for rollout_id, values in message["known"]["proximal"].items():
+    streams = wire.from_plain(Mapping[str, Stream], message["known"])
+    assert streams["proximal"].keys() == known["proximal"].keys()
+    for rollout_id, values in streams["proximal"].items():
         assert values.tobytes() == known["proximal"][rollout_id].tobytes()
+
+
+class Target:
+    def sizes(self, flops: list[ModelFlops], meta: dict[str, Any], limit: int | None = None) -> dict[str, Any]:
+        return {"flops": flops, "meta": meta, "limit": limit}
+
+
+def test_a_method_is_called_with_what_was_sent(ends: tuple[Channel, Channel]) -> None:
+    flops, meta = [ModelFlops(1.0, 2.0, 3.0, 4.0, {None: 5, 7: 6})], {"deep": {"list": [1]}}
+    (message,) = passed(ends, wire.to_plain({"flops": flops, "meta": meta}))
+    (found,) = passed(ends, wire.call(Target(), "sizes", message))
+    assert wire.from_plain(list[ModelFlops], found.pop("flops")) == flops
+    assert found == {"meta": meta, "limit": None}
 
 
 def test_large_and_empty_arrays_arrive_between_others(ends: tuple[Channel, Channel]) -> None:

@@ -20,9 +20,9 @@ from typing import TypeVar
 
 from rollover.config import Config
 from rollover.models.team import most_threads
-from rollover.run.blocked_warning import BlockedWarning
+from rollover.run import blocked_warning
+from rollover.run.context import RunContext
 from rollover.run.metrics_row import Rows
-from rollover.run.parts import Parts
 from rollover.run.streaming import collect_and_accumulate
 from rollover.types import Group
 
@@ -53,14 +53,14 @@ class Overlap:
     `is_on`: whether rollouts are generated while the trainer trains. `rows` counts the trainer's seconds.
     """
 
-    def __init__(self, config: Config, parts: Parts, rows: Rows, blocked: BlockedWarning) -> None:
-        self.config, self.parts, self.rows, self.blocked = config, parts, rows, blocked
+    def __init__(self, context: RunContext, rows: Rows) -> None:
+        self.config, self.parts, self.rows = context.config, context.parts, rows
         self.is_on = rows.overlaps
-        self.shares = Shares.of(config)
+        self.shares = Shares.of(self.config)
         # One thread for all steps: it keeps its own team of torch's threads.
         self._thread = ThreadPoolExecutor(1, "trainer")
         if self.is_on:
-            parts.trainer.team.before = self._take_cores
+            self.parts.trainer.team.before = self._take_cores
 
     async def collect(self, version: int) -> list[Group] | None:
         """As `Driver.collect`; with train.streaming_min_groups the trainer works on what is ready meanwhile."""
@@ -92,12 +92,12 @@ class Overlap:
     def training(self, version: int) -> Iterator[None]:
         """Count the block as training for the step at trainer `version`, and warn if it does not end."""
         what, limit_s = f"the training of step {version + 1}", self.config.watchdog.train_timeout_s
-        with self.rows.timed("train"), self.blocked.over_work(what, "begun", limit_s):
+        with self.rows.timed("train"), blocked_warning.over_work(what, "begun", limit_s):
             yield
 
     def event_loop_watched(self, doing: Callable[[], str]) -> AbstractContextManager[None]:
         """Warn if the engine holds up the event loop in the block. `doing` says what the run does."""
-        return self.blocked.over_event_loop(doing, self.config.watchdog.rollout_timeout_s)
+        return blocked_warning.over_event_loop(doing, self.config.watchdog.rollout_timeout_s)
 
     def close(self) -> None:
         """End the trainer's thread."""

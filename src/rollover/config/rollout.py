@@ -275,18 +275,14 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("rollout.overlap", "rollout.on_stale"),
         lambda c: c.rollout.overlap and c.rollout.on_stale == "drop",
-        lambda c: (
-            'rollout.overlap with rollout.on_stale = "drop": generation waits rather than that anything gets too old.'
-            ' Set rollout.on_stale = "finish_first"'
-        ),
+        'rollout.overlap with rollout.on_stale = "drop": generation waits rather than that anything gets too old.'
+        ' Set rollout.on_stale = "finish_first"',
     ),
     Refused(
         ("rollout.overlap", "rollout.interrupt"),
         lambda c: c.rollout.interrupt == "on_weight_update" and not c.rollout.overlap,
-        lambda c: (
-            'rollout.interrupt = "on_weight_update" without rollout.overlap: nothing is generated while weights are'
-            " updated. Set rollout.overlap = true"
-        ),
+        'rollout.interrupt = "on_weight_update" without rollout.overlap: nothing is generated while weights are'
+        " updated. Set rollout.overlap = true",
     ),
     Refused(
         ("rollout.interrupt", "rollout.token_budget"),
@@ -331,9 +327,7 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("rollout.temperature",),
         lambda c: c.rollout.temperature == 0,
-        lambda c: (
-            "rollout.temperature = 0: greedy rollouts of a task are all the same and are never trained. Set it above 0"
-            " (eval.temperature = 0 makes the evaluation greedy)"
-        ),
+        "rollout.temperature = 0: greedy rollouts of a task are all the same and are never trained. Set it above 0"
+        " (eval.temperature = 0 makes the evaluation greedy)",
     ),
 )

@@ -76,16 +76,13 @@ async def answers_to_all(config: Config, model: str | None) -> Answers:
     from rollover.run.evaluate import answers_of, held_out_tasks
     from rollover.tasks.prompts import encoder
 
-    parts = await EvalParts.build(config, model)
-    try:
+    async with await EvalParts.build(config, model) as parts:
         assert parts.environment is not None
         encode = encoder(parts.tokenizer, parts.environment, parts.processor)
         held_out = held_out_tasks(config, encode, parts.engine.max_tokens)
         return await answers_of(
             held_out, parts.engine, parts.environment, parts.tokenizer, config, parts.stop_token_ids
         )
-    finally:
-        await parts.close()
 
 
 def tasks_line(config: Config) -> str:

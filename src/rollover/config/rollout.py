@@ -13,6 +13,7 @@ from rollover.config import logits
 from rollover.config.logits import LogitsConfig
 from rollover.config.table import Inert, Refused, Rule, Table, option
 from rollover.config.traits import with_estimator
+from rollover.types import SamplingParams
 
 # The function of an `EnvironmentSetup` that makes each, loaded when it is called.
 ENVIRONMENTS = {"single_turn": "rollover.envs.build:single_turn"}
@@ -119,6 +120,11 @@ class RolloutConfig(Table):
     stop: list[str] = option([], "Strings that end a rollout (kept in its text).")
     stop_token_ids: list[int] = option([], "Token ids that end a rollout, besides EOS.")
     logits: LogitsConfig = Field(default_factory=LogitsConfig, description="What is done to logits before a draw.")
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The distribution that training's tokens are drawn from, before `logits`."""
+        return SamplingParams(self.temperature, self.top_p, self.top_k, self.min_p)
 
     @property
     def rollouts_per_group(self) -> int:

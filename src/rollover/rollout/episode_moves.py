@@ -32,7 +32,7 @@ def open_rollout(lifecycle: Lifecycle, rollout: Rollout) -> Rollout:
     group = lifecycle.cache.groups[rollout.group_id]
     held = lifecycle.cache.open(rollout)
     if held is rollout:
-        lifecycle.ledger.on_open()
+        lifecycle.ledger.admitted_rollouts += 1
     rollout_opened(lifecycle.scheduler, held, joins=held is rollout)
     _tell(lifecycle, Event(EventKind.OPEN, group, held))
     return held
@@ -44,7 +44,7 @@ def restart_episode(lifecycle: Lifecycle, group: Group, sibling: int) -> Rollout
     first = Rollout(group.group_id, sibling, group.task, greedy=leaving[0].greedy, prompt=group.prompt)
     unfinished = sum(r.state not in _FINISHED for r in leaving)
     lifecycle.cache.replace(leaving, first)
-    lifecycle.ledger.on_open()
+    lifecycle.ledger.admitted_rollouts += 1
     lifecycle.ledger.on_leave(leaving, DropReason.RESTARTED)
     rollouts_replaced(lifecycle.scheduler, leaving, unfinished, first)
     _tell(lifecycle, Event(EventKind.RESTART, group, first, reason=DropReason.RESTARTED))
@@ -71,7 +71,8 @@ def cut_rollout(lifecycle: Lifecycle, rollout: Rollout, num_tokens: int) -> Roll
         lifecycle.ledger.on_leave([left], DropReason.RESTARTED)
         rollout_left(lifecycle.scheduler, left)
     else:
-        lifecycle.ledger.on_cut(rollout.num_sampled_tokens - left.num_sampled_tokens, DropReason.RESTARTED)
+        restarted = lifecycle.ledger.dropped[DropReason.RESTARTED]
+        restarted.tokens += rollout.num_sampled_tokens - left.num_sampled_tokens
     _tell(lifecycle, Event(EventKind.CUT, lifecycle.cache.groups[rollout.group_id], left, reason=DropReason.RESTARTED))
     return left
 

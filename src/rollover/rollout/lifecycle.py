@@ -122,7 +122,7 @@ class Lifecycle:
         self.cache.start(rollout.rollout_id)
         self.scheduler.on_start(rollout, version)
         if resumed:
-            self.ledger.on_resume()
+            self.ledger.resumed_rollouts += 1
         group = self.cache.groups[rollout.group_id]
         self._emit(EventKind.RESUME if resumed else EventKind.START, group, rollout, version=version)
 
@@ -220,7 +220,7 @@ class Lifecycle:
         oldest = self.config.oldest_in_loss(version)
         for group in groups:
             self.cache.give_back(group)
-            self.ledger.on_give_back(group, oldest)
+            self.ledger.on_consume(group, oldest, times=-1)
             self.scheduler.hold_again(group, version)
             self._emit(EventKind.GIVE_BACK, group, version=version)
 
@@ -229,7 +229,7 @@ class Lifecycle:
         group = self.cache.drop(group_id, reason)
         self.ledger.on_drop(group, reason)
         if reason is DropReason.FILTERED:
-            self.ledger.on_filtered(filter)
+            self.ledger.filtered[filter] += 1
         self.scheduler.on_leave(group)
         self._emit(EventKind.DROP, group, reason=reason, filter=filter)
         return group

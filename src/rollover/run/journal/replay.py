@@ -54,7 +54,7 @@ class Replay:
         self.trace_bytes = parts.history.trace_bytes
         self.taken: dict[int, Group] = {}
         self.tokens = RunningTokens()
-        self._of_kind: dict[str, Callable[[dict[str, Any], bytes], None]] = {
+        self._of_kind: dict[str, Callable[[dict[str, Any], bytes], object]] = {
             EventKind.ADMIT.value: self._admit,
             EventKind.BEGIN.value: lambda meta, _: begin_acting(self.lifecycle, self._rollout(meta)),
             EventKind.OPEN.value: lambda meta, data: _open(self.lifecycle, meta, data),

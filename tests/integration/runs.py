@@ -16,7 +16,7 @@ from launcher import environment as environment
 
 import tiny
 from rollover.config.describe import toml_value
-from rollover.track.trace import TRACE, TraceEvent, read_trace
+from rollover.track.trace import TRACE, TraceEvent, trace_events
 
 REWARD = '''
 def reward(prompts, completions, **columns):
@@ -94,7 +94,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 
 def trace(run_dir: Path) -> list[TraceEvent]:
     """The run's trace, after a check that every event is there once, in order, and that none is told twice."""
-    events = read_trace(run_dir / TRACE)
+    events = list(trace_events(run_dir / TRACE))
     assert [e.seconds for e in events] == sorted(e.seconds for e in events)
     once = Counter((e.kind, e.group, e.sibling) for e in events if e.kind in ("admit", "ready", "consume"))
     once.update(("published", e.version, None) for e in events if e.kind == "publish")

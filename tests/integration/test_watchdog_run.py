@@ -23,12 +23,12 @@ import virtual_time
 from rollover import cli
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.rewards.worker import RewardWorker
-from rollover.run import restart as restart_module
-from rollover.run.blocked_warning import BlockedWarning
+from rollover.run import blocked_warning
 from rollover.track.metrics import validate
 from rollover.trainer.trainer import Trainer
 
 # Warnings come soon: one too many does no harm. What is ended for taking too long has all the time that it needs.
+OVER_LOOP = blocked_warning.over_loop
 SOON_S = 0.2
 LIMITS = {
     "rollout_timeout_s": 100.0,
@@ -63,11 +63,10 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     logger = logging.getLogger("rollover.run.blocked_warning")
     logger.addHandler(collector)
 
-    class Soon(BlockedWarning):
-        def over_loop(self, text: Any, limit_s: float, call_later: Any) -> AbstractContextManager[None]:
-            return super().over_loop(text, min(limit_s, SOON_S), call_later)
+    def over_loop_soon(text: Any, limit_s: float, call_later: Any) -> AbstractContextManager[None]:
+        return OVER_LOOP(text, min(limit_s, SOON_S), call_later)
 
-    monkeypatch.setattr(restart_module, "BlockedWarning", Soon)
+    monkeypatch.setattr(blocked_warning, "over_loop", over_loop_soon)
     yield lines
     logger.removeHandler(collector)
 
@@ -180,7 +179,7 @@ def test_what_hangs_is_named_and_the_run_goes_on(
     counts = [last[f"watchdog/{name}"] for name in ("stalled_rollouts", "stalled_rewards", "redispatched")]
     assert counts == [1, 1, 2] and last["dropped/stalled/groups"] == 0
 
-    monkeypatch.setattr(restart_module, "BlockedWarning", BlockedWarning)
+    monkeypatch.setattr(blocked_warning, "over_loop", OVER_LOOP)
     words = ["--watchdog.weights_timeout_s", "1000", "--watchdog.train_timeout_s", "1000"]
     code, text = run(capsys, "train", recipe, "--resume", "--train.num_steps", "5", *words)
     assert code == 0 and "watchdog: " not in text

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from rollover.api.settings import Arguments, Layer
 from rollover.config import Config
-from rollover.run.answer_prompt import Answered, answer_prompt
+from rollover.run.answer_prompt import answer_prompt
 from rollover.run.eval_parts import EvalParts
 from rollover.types import StopReason
 
@@ -102,7 +102,7 @@ class Engine:
         parts = self._parts
         assert parts is not None
         answers = await asyncio.gather(*(answer_prompt(prompt, num, parts, self.config) for prompt in prompts))
-        return [_completion(p, answer) for p, of_one in zip(prompts, answers, strict=True) for answer in of_one]
+        return [Completion(p, **vars(answer)) for p, of_one in zip(prompts, answers, strict=True) for answer in of_one]
 
     def _ask(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         if self._loop.is_closed():
@@ -124,7 +124,3 @@ def _listed(prompts: str | Sequence[Prompt]) -> Sequence[Prompt]:
         ):
             raise ValueError(f"a prompt is a {type(prompt).__name__}: expected a text, or a list of chat messages")
     return prompts
-
-
-def _completion(prompt: Prompt, answer: Answered) -> Completion:
-    return Completion(prompt, answer.text, answer.token_ids, answer.logprobs, answer.stop_reason)

@@ -146,7 +146,7 @@ class RemoteWriter(CheckpointWriter):
             try:
                 self._delete(entry)
             except self._errors as error:
-                warnings.warn(f"{entry}, which was replaced, could not be deleted: {error}", stacklevel=4)
+                warnings.warn(f"{entry}, which was replaced, could not be deleted: {error}", stacklevel=3)
 
     def abort(self) -> None:
         with contextlib.suppress(*self._errors):

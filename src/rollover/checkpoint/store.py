@@ -10,24 +10,23 @@ this also catches a file swapped for another.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from rollover.checkpoint.content import FileWriter, FolderWriter
-from rollover.checkpoint.entries import checkpoint_name, checkpoint_step
+from rollover.checkpoint.entries import checkpoint_name, checkpoint_step, is_plain_name
 from rollover.checkpoint.local import LocalStorage
 from rollover.checkpoint.mirror import Mirror
 from rollover.checkpoint.reading import Damaged, read_checkpoint
 from rollover.checkpoint.remote import RemoteStorage
 from rollover.checkpoint.storage import Storage, existing
-from rollover.checkpoint.writing import COMMITTED, PendingCheckpoint
+from rollover.checkpoint.writing import COMMITTED, MANIFEST, CheckpointWriter
 
 Names = list[str]  # inside CheckpointStore `list` is its method
 
@@ -112,27 +111,36 @@ class CheckpointStore:
 
     # Writing
 
-    def begin(self, name: str) -> PendingCheckpoint:
-        """Begin a checkpoint, whose files are added one by one and then committed; the oldest beyond `keep` go then.
-
-        An existing checkpoint of that name is replaced. Raises CheckpointWriteError, as what it returns does, after
-        removing what was written, if the disk is full or anything else in writing fails.
-        """
-        checkpoint_step(name)
-        with self._write_errors(name, lambda: None):
-            writer = self._storage.begin(name)
-        return PendingCheckpoint(writer, lambda undo: self._write_errors(name, undo), lambda: self._prune(name))
-
     def write(
         self, name: str, files: Mapping[str, FileWriter], folders: Sequence[tuple[str, FolderWriter]] = ()
     ) -> None:
-        """Begin a checkpoint, add these files and those of `folders` (as `add_folder` wants them), and commit it."""
-        pending = self.begin(name)
-        for file, content in files.items():
-            pending.add(file, content)
-        for prefix, content in folders:
-            pending.add_folder(prefix, content)
-        pending.commit()
+        """Write a checkpoint of these files and of those in `folders` (CheckpointWriter.add_folder), and commit it; the
+        oldest beyond `keep` go then. A file is its bytes, or a function that writes it at the local path it is given.
+
+        Until it is committed, earlier checkpoints, one of the same name included, are what readers see. An existing
+        checkpoint of that name is replaced. Raises CheckpointWriteError, after removing what was written, if the disk
+        is full or anything else in writing fails; an error of `folders` that is not one of the disk is passed on.
+        """
+        checkpoint_step(name)
+        for file in files:
+            assert is_plain_name(file) and file not in (MANIFEST, COMMITTED), f"bad file name: {file!r}"
+        writer: CheckpointWriter | None = None
+        try:
+            writer = self._storage.begin(name)
+            for file, content in files.items():
+                writer.add(file, content)
+            for prefix, write in folders:
+                writer.add_folder(prefix, write)
+            writer.commit()
+        except BaseException as error:
+            if writer is not None:
+                writer.abort()
+                if error is writer.not_of_disk:
+                    raise
+            if isinstance(error, self._storage.write_errors):
+                raise CheckpointWriteError(self._describe_failure(name, error)) from error
+            raise
+        self._prune(name)
 
     def discard_after(self, name: str) -> None:
         """Delete the checkpoints of later steps: a run that goes on from `name` writes those steps again."""
@@ -151,17 +159,6 @@ class CheckpointStore:
         self._kept = name
         if names := self.list():
             self._prune(names[-1])
-
-    @contextlib.contextmanager
-    def _write_errors(self, name: str, undo: Callable[[], None]) -> Iterator[None]:
-        """A write that fails is undone, and is an error of one line."""
-        try:
-            yield
-        except BaseException as error:
-            undo()
-            if isinstance(error, self._storage.write_errors):
-                raise CheckpointWriteError(self._describe_failure(name, error)) from error
-            raise
 
     def _prune(self, newest: str) -> None:
         """Delete committed checkpoints beyond `keep`, counted back from `newest`; later steps are not ours to judge."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,16 +75,13 @@ async def answers_to_all(config: Config, model: str | None) -> Answers:
     from rollover.run.evaluate import answers_of, held_out_tasks
     from rollover.tasks.prompts import encoder
 
-    parts = await EvalParts.build(config, model)
-    try:
+    async with await EvalParts.build(config, model) as parts:
         assert parts.environment is not None
         encode = encoder(parts.tokenizer, parts.environment, parts.processor)
         held_out = held_out_tasks(config, encode, parts.engine.max_tokens)
         return await answers_of(
             held_out, parts.engine, parts.environment, parts.tokenizer, config, parts.stop_token_ids
         )
-    finally:
-        await parts.close()
 
 
 def tasks_line(config: Config) -> str:
@@ -104,21 +100,18 @@ def print_eval(result: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from rollover.track.figures import decimal
+    from rollover.track.figures import with_interval
     from rollover.track.shown import new_console, shown
-    from rollover.track.statistics import parts_of
+    from rollover.track.statistics import PER_K, parts_of
 
     console = new_console()
     rows = [*parts_of(result).items(), ("all", result)]
-    names = list(dict.fromkeys(k for _, row in reversed(rows) for k in row if re.fullmatch(r"(pass|maj)@\d+", k)))
+    names = list(dict.fromkeys(k for _, row in reversed(rows) for k in row if PER_K.fullmatch(k)))
     table = Table("source", "tasks", "mean reward", *names)
     for source, row in rows:
-        interval = f" [{row['ci'][0]:.3f}, {row['ci'][1]:.3f}]" if row["ci"] else ""
-        cells = []
-        for name in names:
-            ci = row.get(f"{name}_ci")
-            cells.append(decimal(row.get(name)) + (f" [{ci[0]:.3f}, {ci[1]:.3f}]" if ci else ""))
-        table.add_row(Text(shown(source, console)), str(row["tasks"]), decimal(row["mean"]) + interval, *cells)
+        cells = [with_interval(row.get(name), row.get(f"{name}_ci")) for name in names]
+        mean = with_interval(row["mean"], row["ci"])
+        table.add_row(Text(shown(source, console)), str(row["tasks"]), mean, *cells)
     console.print(table)
     if result.get("left_out"):
         console.print(Text(f"{result['left_out']} more tasks are left out: their prompts are too long"))

@@ -136,11 +136,8 @@ async def answers(config: Config, prompt: str, num: int) -> list[Answered]:
     from rollover.run.answer_prompt import answer_prompt
     from rollover.run.eval_parts import EvalParts
 
-    parts = await EvalParts.build(config, None, with_rewards=False)
-    try:
+    async with await EvalParts.build(config, None, with_rewards=False) as parts:
         return await answer_prompt(prompt, num, parts, config)
-    finally:
-        await parts.close()
 
 
 async def episodes(config: Config, prompt: str | None, given: dict[str, Any], num: int) -> list[str]:
@@ -154,22 +151,15 @@ async def episodes(config: Config, prompt: str | None, given: dict[str, Any], nu
     from rollover.run.transcript import transcript
     from rollover.tasks.prompts import encoder
     from rollover.trajectories import episodes_of
-    from rollover.types import SamplingParams
 
     task, rollout = task_of(config, prompt, given), config.rollout
-    parts = await EvalParts.build(config, None)
-    try:
+    async with await EvalParts.build(config, None) as parts:
         assert parts.environment is not None
-        sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
         seed, stops = config.run.seed, parts.stop_token_ids
         encoded = encoder(parts.tokenizer, parts.environment, parts.processor)(task)
-        [group] = await play_groups(
-            [(task, encoded)], parts.engine, parts.environment, config, stops, sampling, seed, num
-        )
+        [group] = await play_groups([(task, encoded)], parts.engine, parts.environment, config, stops, seed, num)
         decode = answer_decoder(parts.tokenizer, rollout.keep_special_tokens)
         return [transcript(episode, decode) for episode in episodes_of(group)]
-    finally:
-        await parts.close()
 
 
 def task_of(config: Config, prompt: str | None, given: dict[str, Any]) -> Task:

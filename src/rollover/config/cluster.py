@@ -147,23 +147,19 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("cluster.colocate", "rollout.overlap"),
         lambda c: c.cluster.colocate and c.rollout.overlap,
-        lambda c: (
-            "cluster.colocate with rollout.overlap: servers sleep while the trainer trains. Remove one of the two; with"
-            ' rollout.interrupt = "when_enough" unfinished rollouts are continued after the step'
-        ),
+        "cluster.colocate with rollout.overlap: servers sleep while the trainer trains. Remove one of the two; with"
+        ' rollout.interrupt = "when_enough" unfinished rollouts are continued after the step',
     ),
     Refused(
         ("cluster.colocate", "train.streaming_min_groups"),
         lambda c: c.cluster.colocate and c.train.streaming_min_groups > 0,
-        lambda c: "cluster.colocate with train.streaming_min_groups, which trains while servers generate. Remove one",
+        "cluster.colocate with train.streaming_min_groups, which trains while servers generate. Remove one",
     ),
     Refused(
         ("cluster.colocate", "engine.urls"),
         lambda c: c.cluster.colocate and bool(c.engine.urls),
-        lambda c: (
-            "cluster.colocate with engine.urls: those servers were started by others, on GPUs of their own. Remove"
-            " engine.urls, and set engine.num_servers"
-        ),
+        "cluster.colocate with engine.urls: those servers were started by others, on GPUs of their own. Remove"
+        " engine.urls, and set engine.num_servers",
     ),
     Refused(
         ("cluster.num_nodes", "engine.num_servers", "engine.weights_dir"),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rollover.alike import did_you_mean
 from rollover.config.logits import LogitsConfig
-from rollover.config.table import Inert, Refused, Rule, value_of
+from rollover.config.table import Inert, Refused, Rule, value_of, wrong
 from rollover.functions import is_number
 
 Correction = Literal[
@@ -147,10 +147,8 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("algorithm.correction_normalize", "algorithm.loss"),
         lambda c: c.algorithm.correction_normalize and c.algorithm.loss == "vespo",
-        lambda c: (
-            'algorithm.correction_normalize with algorithm.loss = "vespo": its weights are inside of a function, not a'
-            " factor that a mean could divide. Set it to false"
-        ),
+        'algorithm.correction_normalize with algorithm.loss = "vespo": its weights are inside of a function, not a'
+        " factor that a mean could divide. Set it to false",
     ),
     Inert(
         ("algorithm.proximal",),
@@ -184,13 +182,12 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.algorithm.weight == "none" and c.algorithm.proximal_policy != "behavior",
         'with algorithm.correction = "none": all weights are 1',
     ),
-    Refused(
+    wrong(
         ("algorithm.rejection",),
-        lambda c: any(_wrong_bound(name, bound) for name, bound in c.algorithm.rejection.items()),
         lambda c: "\n".join(
-            f"algorithm.rejection.{name} = {bound!r}: {_wrong_bound(name, bound)}"
+            f"algorithm.rejection.{name} = {bound!r}: {why}"
             for name, bound in c.algorithm.rejection.items()
-            if _wrong_bound(name, bound)
+            if (why := _wrong_bound(name, bound))
         ),
     ),
     Inert(
@@ -253,10 +250,8 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("algorithm.proximal", "run.train_on_recorded"),
         lambda c: c.algorithm.proximal == "snapshot" and bool(c.run.train_on_recorded),
-        lambda c: (
-            'algorithm.proximal = "snapshot" with run.train_on_recorded: the weights that sampled recorded rollouts are'
-            ' not kept. Set algorithm.proximal = "step_start"'
-        ),
+        'algorithm.proximal = "snapshot" with run.train_on_recorded: the weights that sampled recorded rollouts are'
+        ' not kept. Set algorithm.proximal = "step_start"',
     ),
     Refused(
         ("algorithm.proximal", "rollout.max_staleness", "replay.size"),

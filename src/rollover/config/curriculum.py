@@ -97,18 +97,14 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("tasks.curriculum.by", "tasks.sources"),
         lambda c: _on(c) and c.tasks.curriculum.by == "source" and sum(bool(s.weight) for s in c.tasks.sources) == 1,
-        lambda c: (
-            'tasks.curriculum.by = "source" with one source that is trained: there is nothing to choose. Add another'
-            " [[tasks.sources]], one for each difficulty, say"
-        ),
+        'tasks.curriculum.by = "source" with one source that is trained: there is nothing to choose. Add another'
+        " [[tasks.sources]], one for each difficulty, say",
     ),
     Refused(
         ("tasks.curriculum.by", "tasks.curriculum.prior_column"),
         lambda c: c.tasks.curriculum.by == "source" and bool(c.tasks.curriculum.prior_column),
-        lambda c: (
-            'tasks.curriculum.prior_column with tasks.curriculum.by = "source": a source has no columns. Remove it, or'
-            ' set by = "task"'
-        ),
+        'tasks.curriculum.prior_column with tasks.curriculum.by = "source": a source has no columns. Remove it, or'
+        ' set by = "task"',
     ),
     Refused(
         ("tasks.curriculum.easy_from", "tasks.curriculum.hard_to"),

@@ -168,10 +168,8 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("distill.teacher", "distill.mix", "algorithm.advantage"),
         lambda c: bool(c.distill.teacher) and c.distill.mix == "replace" and c.algorithm.needs_critic,
-        lambda _: (
-            'algorithm.advantage = "gae" with distill.mix = "replace": a critic would learn from rewards that have no'
-            ' part in the training. Set distill.mix = "add", or another algorithm.advantage'
-        ),
+        'algorithm.advantage = "gae" with distill.mix = "replace": a critic would learn from rewards that have no'
+        ' part in the training. Set distill.mix = "add", or another algorithm.advantage',
     ),
     Refused(
         ("distill.teacher", "algorithm.loss"),
@@ -184,9 +182,7 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("distill.teacher", "replay.size"),
         lambda c: bool(c.distill.teacher) and c.replay.size > 0,
-        lambda _: (
-            "replay.size with distill.teacher: the teacher has a signal for every group, so that none is replaced."
-            " Remove replay.size"
-        ),
+        "replay.size with distill.teacher: the teacher has a signal for every group, so that none is replaced."
+        " Remove replay.size",
     ),
 )

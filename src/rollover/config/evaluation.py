@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rollover.config.rewards import shaping_terms
-from rollover.config.table import Inert, Refused, Rule, Table, option
+from rollover.config.table import Inert, Refused, Rule, Table, option, wrong
 
 _POWERS = (1, 2, 4, 8, 16, 32, 64)
 _MOST_VOTES = 16  # of which subsets are counted exactly (track/majority.py)
@@ -189,7 +189,7 @@ RULES: tuple[Rule, ...] = (
         "as no setting has 3 samples or more for each task",
         "Set eval.samples_per_task",
     ),
-    Refused(("eval.settings",), lambda c: any(_wrong_settings(c)), lambda c: next(_wrong_settings(c), "")),
+    wrong(("eval.settings",), lambda c: next(_wrong_settings(c), "")),
     Refused(
         ("eval.metric", "eval.settings", "eval.samples_per_task"),
         lambda c: c.eval.num_tasks > 0 and bool(_wrong_metric(c)),
@@ -198,9 +198,7 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("checkpoint.save_best_model", "backend.type"),
         lambda c: c.checkpoint.save_best_model and c.backend.type == "tinker",
-        lambda c: (
-            'checkpoint.save_best_model with backend.type = "tinker": the service has the weights, and keeps those of'
-            " a checkpoint. Set checkpoint.keep_best = true in its place"
-        ),
+        'checkpoint.save_best_model with backend.type = "tinker": the service has the weights, and keeps those of'
+        " a checkpoint. Set checkpoint.keep_best = true in its place",
     ),
 )

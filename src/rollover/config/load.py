@@ -21,7 +21,7 @@ from rollover.config.recipes import located
 from rollover.config.schema import Config, choices_of, default_of, expected, field_at, leaves, takes_text
 from rollover.config.settle import Layers, Values, derive, notices_of_ratio, refuse, settle, shown
 from rollover.config.suggest import unknown_key, unknown_table
-from rollover.config.table import UNSETTLED, ConfigError, Layer, Table, row_of, table_of
+from rollover.config.table import UNSETTLED, ConfigError, Layer, Table, put, row_of, table_of, value_of
 from rollover.config.toml_file import read_toml
 from rollover.config.trust import OfRun
 from rollover.config.workflow import PER_STEP, PER_STEP_IS
@@ -168,9 +168,8 @@ def _dotted(values: Mapping[str, Any], label: str) -> Values:
             _check_plain(key, value, label)
             out[key] = value
             continue
-        nested: Any = value
-        for part in reversed(key.split(".")):
-            nested = {part: nested}
+        nested: Values = {}
+        put(nested, key, value)
         for name, flat in _flatten(nested, Config, "", label):
             both = isinstance(flat, dict) and isinstance(out.get(name), dict)  # two keys of one free table
             out[name] = {**out[name], **flat} if both else flat
@@ -240,11 +239,7 @@ def _wrong_value(key: str, value: Any, label: str) -> str:
 def _validate(layers: Layers) -> Config:
     nested: Values = {}
     for key, value in layers.values.items():
-        *tables, name = key.split(".")
-        place = nested
-        for table in tables:
-            place = place.setdefault(table, {})
-        place[name] = value
+        put(nested, key, value)
     try:
         return Config.model_validate(nested, strict=True, context=UNSETTLED)
     except ValidationError as error:
@@ -260,12 +255,6 @@ def _validate(layers: Layers) -> Config:
                 messages[key] = f"{layers.label(key)}: {key} is missing: expected {expected(info)}"
             else:
                 infinite |= {key} if problem["type"] == "finite_number" else set()
-                messages[key] = _wrong_value(key, _at(nested, parts), layers.label(key))
+                messages[key] = _wrong_value(key, value_of(nested, key), layers.label(key))
                 messages[key] += ". Numbers must be finite" if key in infinite else ""
         raise ConfigError("\n".join(messages.values())) from None
-
-
-def _at(nested: Any, parts: list[str]) -> Any:
-    for part in parts:
-        nested = nested[int(part)] if isinstance(nested, list) else nested[part]
-    return nested

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollover.config.table import Inert, Refused, Rule, Table, option
+from rollover.config.table import Inert, Refused, Rule, Table, option, wrong
 
 _MOST_BIAS = 100.0  # as in OpenAI's and vLLM's APIs; a server takes no more
 
@@ -177,7 +177,7 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("rollout.logits.banned_token_ids", "rollout.logits.forced_token_ids"),
         lambda c: any(token < 0 for t in (c.rollout.logits,) for token in (*t.banned_token_ids, *t.forced_token_ids)),
-        lambda c: "rollout.logits: a token's id is 0 or more. Remove the negative one",
+        "rollout.logits: a token's id is 0 or more. Remove the negative one",
     ),
     Refused(
         ("rollout.logits.min_new_tokens", "rollout.max_new_tokens"),
@@ -210,15 +210,9 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("rollout.logits.json_schema", "rollout.logits.regex"),
         lambda c: bool(c.rollout.logits.json_schema and c.rollout.logits.regex),
-        lambda c: (
-            "rollout.logits.json_schema with rollout.logits.regex: an answer has one structure. Remove one of the two"
-        ),
+        "rollout.logits.json_schema with rollout.logits.regex: an answer has one structure. Remove one of the two",
     ),
-    Refused(
-        ("rollout.logits.json_schema",),
-        lambda c: not _no_bias(c) and bool(_no_schema(c)),
-        _no_schema,
-    ),
+    wrong(("rollout.logits.json_schema",), lambda c: "" if _no_bias(c) else _no_schema(c)),
     Inert(
         ("rollout.logits.forced_token_ids",),
         ("rollout.logits.json_schema", "rollout.logits.regex"),

@@ -82,19 +82,15 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("algorithm.kl_kind", "algorithm.kl_coef", "algorithm.kl_in"),
         _is_k1_in_loss,
-        lambda _: (
-            'algorithm.kl_kind = "k1" in the loss: the gradient of that estimate is 0 on average. Set'
-            ' algorithm.kl_kind = "k3", "k2" or "k1+" (its value, with the gradient of k2),'
-            ' algorithm.kl_bias_correction = true, or algorithm.kl_in = "reward"'
-        ),
+        'algorithm.kl_kind = "k1" in the loss: the gradient of that estimate is 0 on average. Set'
+        ' algorithm.kl_kind = "k3", "k2" or "k1+" (its value, with the gradient of k2),'
+        ' algorithm.kl_bias_correction = true, or algorithm.kl_in = "reward"',
     ),
     Refused(
         ("algorithm.kl_reward_coef", "algorithm.kl_in"),
         lambda c: _in_reward(c) and c.algorithm.reward_kl_coef == 0,
-        lambda _: (
-            'algorithm.kl_in = "both" with algorithm.kl_reward_coef = 0: there is no KL in the reward. Set'
-            ' algorithm.kl_reward_coef, or algorithm.kl_in = "loss"'
-        ),
+        'algorithm.kl_in = "both" with algorithm.kl_reward_coef = 0: there is no KL in the reward. Set'
+        ' algorithm.kl_reward_coef, or algorithm.kl_in = "loss"',
     ),
     Refused(
         ("algorithm.kl_kind", "algorithm.kl_in"),
@@ -159,10 +155,8 @@ RULES: tuple[Rule, ...] = (
         lambda c: (
             c.model.lora.rank > 0 and bool(c.algorithm.reference_path) and c.algorithm.reference_refresh_steps > 0
         ),
-        lambda _: (
-            "algorithm.reference_refresh_steps with algorithm.reference_path and adapters: the model without adapters"
-            " cannot take any. Remove algorithm.reference_path"
-        ),
+        "algorithm.reference_refresh_steps with algorithm.reference_path and adapters: the model without adapters"
+        " cannot take any. Remove algorithm.reference_path",
     ),
     Refused(
         ("algorithm.reference_mixup", "algorithm.reference_refresh_steps", "model.lora.rank"),
@@ -176,10 +170,8 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("distill.teacher", "algorithm.reference_path", "algorithm.reference_refresh_steps"),
         lambda c: c.distill.teacher == "initial" and c.algorithm.own_reference,
-        lambda _: (
-            'distill.teacher = "initial" with a reference of other weights (algorithm.reference_path,'
-            " algorithm.reference_refresh_steps): one copy of weights is kept for both. Set distill.teacher to the path"
-            " of the model, or leave the reference at the initial weights"
-        ),
+        'distill.teacher = "initial" with a reference of other weights (algorithm.reference_path,'
+        " algorithm.reference_refresh_steps): one copy of weights is kept for both. Set distill.teacher to the path"
+        " of the model, or leave the reference at the initial weights",
     ),
 )

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from rollover.config.schema import Config, default_of, expected, field_at, leaves, renamed
 from rollover.config.suggest import unknown_key
-from rollover.config.table import ConfigError
+from rollover.config.table import ConfigError, put
 from rollover.live_objects import is_live, is_same_but_for_code
 
 
@@ -241,7 +241,7 @@ def check_in_run(config: Config, key: str, value: Any) -> None:
         how = f"it is fixed: {rule.why}" if rule else "leave the session, and give it where you go on (resume=...)"
         raise ConfigError(f"{key} cannot change while a run goes on ({', '.join(IN_RUN)} can): {how}")
     data = config.model_dump()
-    _put(data, key, value)
+    put(data, key, value)
     try:
         Config.model_validate(data, strict=True)
     except ValidationError as error:
@@ -254,8 +254,3 @@ def change_in_run(config: Config, key: str, value: Any) -> None:
     """Change a checked value in the one table that all who hold the configuration read it from."""
     table, _, name = key.rpartition(".")
     vars(getattr(config, table))[name] = value
-
-
-def _put(data: dict[str, Any], key: str, value: Any) -> None:
-    table, _, name = key.rpartition(".")
-    data[table][name] = value

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from rollover.config.table import MOST_GB, Inert, Refused, Rule, Table, memory_rules, option
+from rollover.config.table import MOST_GB, Inert, Refused, Rule, Table, memory_rules, option, wrong
 from rollover.system import cores
 
 CODE_TIMEOUT_S = 10.0  # of the reward code, where its parameters do not say
@@ -223,7 +223,7 @@ def _slow_code(config: Any) -> str:
 
 
 RULES: tuple[Rule, ...] = (
-    Refused(
+    wrong(
         (
             "rewards.timeout_s",
             "rewards.function",
@@ -232,7 +232,6 @@ RULES: tuple[Rule, ...] = (
             "rewards.by_data_source",
             "tasks.sources",
         ),
-        lambda c: bool(_slow_code(c)),
         _slow_code,
     ),
     Inert(
@@ -255,7 +254,7 @@ RULES: tuple[Rule, ...] = (
             " remove one of the two"
         ),
     ),
-    Refused(("rewards.functions",), lambda c: bool(_wrong_row(c)), _wrong_row),
+    wrong(("rewards.functions",), _wrong_row),
     Refused(
         ("rewards.by_data_source",),
         lambda c: not all(isinstance(spec, str) for spec in c.rewards.by_data_source.values()),
@@ -290,10 +289,8 @@ RULES: tuple[Rule, ...] = (
         lambda c: (
             c.workflow.credit == "turn_returns" and (c.rewards.running_norm != "none" or bool(c.rewards.clip_range))
         ),
-        lambda _: (
-            'workflow.credit = "turn_returns" with rewards.running_norm or rewards.clip_range: these are of the score,'
-            " and a turn has rewards of its own beside it. Remove one of the two"
-        ),
+        'workflow.credit = "turn_returns" with rewards.running_norm or rewards.clip_range: these are of the score,'
+        " and a turn has rewards of its own beside it. Remove one of the two",
     ),
     Inert(
         ("rewards.overlong_buffer_tokens", "rewards.repetition_penalty", "rewards.running_norm", "rewards.clip_range"),

@@ -13,6 +13,7 @@ from rollover.config import logits
 from rollover.config.logits import LogitsConfig
 from rollover.config.table import Inert, Refused, Rule, Table, option
 from rollover.config.traits import with_estimator
+from rollover.types import SamplingParams
 
 # The function of an `EnvironmentSetup` that makes each, loaded when it is called.
 ENVIRONMENTS = {"single_turn": "rollover.envs.build:single_turn"}
@@ -119,6 +120,11 @@ class RolloutConfig(Table):
     stop: list[str] = option([], "Strings that end a rollout (kept in its text).")
     stop_token_ids: list[int] = option([], "Token ids that end a rollout, besides EOS.")
     logits: LogitsConfig = Field(default_factory=LogitsConfig, description="What is done to logits before a draw.")
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The distribution that training's tokens are drawn from, before `logits`."""
+        return SamplingParams(self.temperature, self.top_p, self.top_k, self.min_p)
 
     @property
     def rollouts_per_group(self) -> int:
@@ -275,18 +281,14 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("rollout.overlap", "rollout.on_stale"),
         lambda c: c.rollout.overlap and c.rollout.on_stale == "drop",
-        lambda c: (
-            'rollout.overlap with rollout.on_stale = "drop": generation waits rather than that anything gets too old.'
-            ' Set rollout.on_stale = "finish_first"'
-        ),
+        'rollout.overlap with rollout.on_stale = "drop": generation waits rather than that anything gets too old.'
+        ' Set rollout.on_stale = "finish_first"',
     ),
     Refused(
         ("rollout.overlap", "rollout.interrupt"),
         lambda c: c.rollout.interrupt == "on_weight_update" and not c.rollout.overlap,
-        lambda c: (
-            'rollout.interrupt = "on_weight_update" without rollout.overlap: nothing is generated while weights are'
-            " updated. Set rollout.overlap = true"
-        ),
+        'rollout.interrupt = "on_weight_update" without rollout.overlap: nothing is generated while weights are'
+        " updated. Set rollout.overlap = true",
     ),
     Refused(
         ("rollout.interrupt", "rollout.token_budget"),
@@ -331,9 +333,7 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("rollout.temperature",),
         lambda c: c.rollout.temperature == 0,
-        lambda c: (
-            "rollout.temperature = 0: greedy rollouts of a task are all the same and are never trained. Set it above 0"
-            " (eval.temperature = 0 makes the evaluation greedy)"
-        ),
+        "rollout.temperature = 0: greedy rollouts of a task are all the same and are never trained. Set it above 0"
+        " (eval.temperature = 0 makes the evaluation greedy)",
     ),
 )

@@ -297,7 +297,7 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("track.artifacts", "backend.type"),
         lambda c: "model" in c.track.artifacts and c.backend.type == "tinker",
-        lambda c: 'track.artifacts has model, and backend.type = "tinker": the service has the weights. Leave it out',
+        'track.artifacts has model, and backend.type = "tinker": the service has the weights. Leave it out',
     ),
     Inert(
         ("plan.tool_s", "plan.tool_tokens"),

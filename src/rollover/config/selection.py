@@ -210,10 +210,8 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("replay.size", "rollout.group_size"),
         lambda c: c.replay.size > 0 and c.rollout.group_size < 2,
-        lambda c: (
-            "replay.size with rollout.group_size = 1: a group's score is 0 without a spread of its rewards, so that"
-            " none is kept. Set rollout.group_size to 2 or more, or remove replay.size"
-        ),
+        "replay.size with rollout.group_size = 1: a group's score is 0 without a spread of its rewards, so that"
+        " none is kept. Set rollout.group_size to 2 or more, or remove replay.size",
     ),
     Refused(
         ("reroll.max_groups", "rollout.groups_per_step"),

@@ -12,7 +12,7 @@ from typing import Any
 from rollover.config.cluster import planned_devices
 from rollover.config.correction import OF_RATIO, ratio_is_one
 from rollover.config.schema import REFUSED, Config, default_of, field_at, rules_of
-from rollover.config.table import UNSETTLED, ConfigError, Inert, Refused, row_of, value_of
+from rollover.config.table import UNSETTLED, ConfigError, Inert, Refused, put, row_of, value_of
 from rollover.config.tasks import NO_SOURCES
 
 Values = dict[str, Any]
@@ -73,7 +73,7 @@ def settle(config: Config, layers: Layers) -> tuple[Config, list[str], list[str]
 def refuse(config: Config, layers: Layers, problems: list[str], require_sources: bool) -> None:
     """ConfigError with these `problems` and every refused combination, if there is one."""
     refused: tuple[Refused, ...] = (NO_SOURCES, *REFUSED) if require_sources else REFUSED
-    messages = [*problems, *(f"{_source(r.keys, layers)}{r.message(config)}" for r in refused if r.when(config))]
+    messages = [*problems, *(f"{_source(r.keys, layers)}{why}" for r in refused if (why := r.problem(config)))]
     if messages:
         raise ConfigError("\n".join(messages))
 
@@ -91,11 +91,7 @@ def _layer_of(key: str, layers: Layers) -> int:
 def _replace(config: Config, key: str, value: Any) -> Config:
     """A copy of `config` with one value changed."""
     data = config.model_dump()
-    *path, name = key.split(".")
-    place: Any = data
-    for part in path:
-        place = place[int(part)] if isinstance(place, list) else place[part]
-    place[name] = value
+    put(data, key, value)
     return Config.model_validate(data, strict=True, context=UNSETTLED)
 
 

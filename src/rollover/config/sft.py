@@ -90,10 +90,8 @@ def rules(algorithm: type[Table], others: tuple[str, ...]) -> tuple[Rule, ...]:
         Refused(
             ("algorithm.loss", "sft.path", "sft.rollouts"),
             lambda c: _on(c) and not (c.sft.path or c.sft.rollouts),
-            lambda _: (
-                "there are no examples to train on: set sft.path to a file of them, or sft.rollouts to the directory of"
-                " a run whose rollouts shall be trained"
-            ),
+            "there are no examples to train on: set sft.path to a file of them, or sft.rollouts to the directory of"
+            " a run whose rollouts shall be trained",
         ),
         Refused(
             ("algorithm.preset", "algorithm.loss"),
@@ -135,8 +133,6 @@ def rules(algorithm: type[Table], others: tuple[str, ...]) -> tuple[Rule, ...]:
         Refused(
             ("algorithm.loss", "cluster.colocate"),
             lambda c: _on(c) and c.cluster.colocate,
-            lambda _: (
-                "cluster.colocate with supervised training: no servers take turns with the trainer. Set it to false"
-            ),
+            "cluster.colocate with supervised training: no servers take turns with the trainer. Set it to false",
         ),
     )

@@ -147,7 +147,18 @@ class Refused:
 
     keys: tuple[str, ...]
     when: Callable[[Any], bool]
-    message: Callable[[Any], str]
+    message: str | Callable[[Any], str]
+
+    def problem(self, config: Any) -> str:
+        """Return the message; "" where `config` has no such combination."""
+        if not self.when(config):
+            return ""
+        return self.message if isinstance(self.message, str) else self.message(config)
+
+
+def wrong(keys: tuple[str, ...], why: Callable[[Any], str]) -> Refused:
+    """Return the rule that refuses `keys` where `why(config)` gives a message, and not ""."""
+    return Refused(keys, lambda c: bool(why(c)), why)
 
 
 Rule = Inert | Refused
@@ -239,7 +250,7 @@ def _known(key: str, kind: str, default: Any) -> Refused:
         lines = [(json.dumps(name), registry.why_unknown(kind, name)) for name in names]
         return "\n".join(f"{key} = {name} {why}" for name, why in lines if why)
 
-    return Refused((key,), lambda c: bool(problems(c)), problems)
+    return wrong((key,), problems)
 
 
 def refuse(config: Any, rules: Iterable[Rule], keys: Collection[str]) -> None:
@@ -250,8 +261,8 @@ def refuse(config: Any, rules: Iterable[Rule], keys: Collection[str]) -> None:
         if isinstance(rule, Inert):
             for key in rule.without_effect(config, keys):
                 inert.setdefault(key, rule.message(key, config))
-        elif rule.when(config):
-            refused.append(rule.message(config))
+        elif message := rule.problem(config):
+            refused.append(message)
     if problems := [*inert.values(), *refused]:
         raise ValueError("\n".join(problems))
 
@@ -291,11 +302,23 @@ def alone(table: str, rules: Iterable[Rule]) -> list[Rule]:
 
 
 def value_of(config: Any, key: str) -> Any:
-    """The value behind a dotted key; `tasks.sources.0.kind` is one of a list of tables."""
+    """The value behind a dotted key of a configuration, or of its `model_dump()`; `tasks.sources.0.kind` is one of a
+    list of tables."""
     value: Any = config
     for part in key.split("."):
-        value = value[int(part)] if isinstance(value, list) else getattr(value, part)
+        if isinstance(value, list):
+            value = value[int(part)]
+        else:
+            value = value[part] if isinstance(value, Mapping) else getattr(value, part)
     return value
+
+
+def put(data: Any, key: str, value: Any) -> None:
+    """Set the value behind a dotted key of nested dicts and lists; missing tables are made."""
+    *path, name = key.split(".")
+    for part in path:
+        data = data[int(part)] if isinstance(data, list) else data.setdefault(part, {})
+    data[name] = value
 
 
 def neutral_values(config: Any, key: str) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from pydantic import Field
 from rollover.config import curriculum
 from rollover.config.curriculum import CurriculumConfig
 from rollover.config.rollout import GENERATION
-from rollover.config.table import Inert, Refused, Rule, Table, option
+from rollover.config.table import Inert, Refused, Rule, Table, option, wrong
 from rollover.registry import PLUGINS, why_unknown
 
 AnswerRule = Literal["last_number", "last_line", "answer_tag", "boxed", "full_text"]
@@ -229,8 +229,8 @@ def source_rules(sources: list[TaskSourceConfig]) -> list[Inert]:
     return rules
 
 
-def _no_source(config: Any) -> str | None:
-    """What is wrong with the first source that is none; None if all are."""
+def _no_source(config: Any) -> str:
+    """What is wrong with the first source that is none; "" if all are."""
     one_of = "one of " + ", ".join(map(json.dumps, SOURCES)) + ", or a function (module:function or path.py:function)"
     for i, source in enumerate(config.tasks.sources):
         key = f"tasks.sources.{i}"
@@ -240,7 +240,7 @@ def _no_source(config: Any) -> str | None:
             return f'{key}.kind = "{source.kind}" {why}'
         if missing := source.missing:
             return f'{key}.{missing} is missing: a source of kind "{source.kind}" needs it'
-    return None
+    return ""
 
 
 def _first(config: Any, like: Callable[[TaskSourceConfig], bool]) -> str:
@@ -275,10 +275,8 @@ def _streamed_in_order(config: Any) -> str:
 NO_SOURCES = Refused(
     ("tasks.sources",),
     lambda c: not c.tasks.sources and not (c.algorithm.supervised and not c.eval.num_tasks),
-    lambda c: (
-        "tasks.sources is empty: there is nothing to train on. Add a [[tasks.sources]] table, for instance with"
-        ' kind = "reasoning_gym" and name = "chain_sum"'
-    ),
+    "tasks.sources is empty: there is nothing to train on. Add a [[tasks.sources]] table, for instance with"
+    ' kind = "reasoning_gym" and name = "chain_sum"',
 )
 
 RULES: tuple[Rule, ...] = (
@@ -384,9 +382,5 @@ RULES: tuple[Rule, ...] = (
             " (eval_path, eval_split), or none"
         ),
     ),
-    Refused(
-        ("tasks.sources",),
-        lambda c: _no_source(c) is not None,
-        lambda c: _no_source(c) or "",
-    ),
+    wrong(("tasks.sources",), _no_source),
 )

@@ -118,9 +118,9 @@ def without_functions(table: _T, prefix: str) -> tuple[_T, list[Named]]:
     return table.model_copy(update=update), found
 
 
-def text_options(table: type[Table], prefix: str = "") -> Iterator[str]:
+def text_options(table: type[Table]) -> Iterator[str]:
     """Yield the options that may hold any text, as the lists above name them."""
-    for name, info in _fields(table, prefix):
+    for name, info in _fields(table):
         if _holds_text(info.annotation):
             yield name
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from rollover.config.table import MOST_GB, Inert, Refused, Rule, Table, memory_rules, option, value_of
+from rollover.config.table import MOST_GB, Inert, Refused, Rule, Table, memory_rules, option, value_of, wrong
 from rollover.config.traits import estimator
 from rollover.registry import why_unknown
 
@@ -252,11 +252,7 @@ _TURNS = ("workflow.credit",)
 _BY_TURNS = 'workflow.credit = "turn_returns"'
 
 RULES: tuple[Rule, ...] = (
-    Refused(
-        ("workflow.roles",),
-        lambda c: bool(_unknown(c)),
-        _unknown,
-    ),
+    wrong(("workflow.roles",), _unknown),
     Refused(
         ("workflow.roles",),
         lambda c: bool(_impossible(c)),
@@ -269,7 +265,7 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("workflow.roles",),
         lambda c: bool(c.workflow.roles) and not any(role.trained for role in c.workflow.roles.values()),
-        lambda _: "workflow.roles: no role is trained. Set trained = true for one",
+        "workflow.roles: no role is trained. Set trained = true for one",
     ),
     Refused(
         ("workflow.roles", "algorithm.advantage"),
@@ -287,10 +283,8 @@ RULES: tuple[Rule, ...] = (
             any(estimator(name).greedy for name in _advantages(c))
             and bool(_other(c)) and not c.rollout.greedy_baseline
         ),
-        lambda _: (
-            'workflow.roles with advantage = "remax" without rollout.greedy_baseline: there is no greedy rollout to'
-            " compare with. Set rollout.greedy_baseline = true"
-        ),
+        'workflow.roles with advantage = "remax" without rollout.greedy_baseline: there is no greedy rollout to'
+        " compare with. Set rollout.greedy_baseline = true",
     ),
     Inert(
         ("workflow.own_advantages",),
@@ -301,10 +295,8 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("workflow.own_advantages", "algorithm.advantage", "workflow.roles"),
         lambda c: c.workflow.own_advantages == "auto" and any(map(_over_tokens, _advantages(c))),
-        lambda _: (
-            'workflow.own_advantages = "auto" with an estimator over tokens: its samples hold rewards until the step,'
-            " and cannot hold advantages beside them. Use another algorithm.advantage, such as grpo"
-        ),
+        'workflow.own_advantages = "auto" with an estimator over tokens: its samples hold rewards until the step,'
+        " and cannot hold advantages beside them. Use another algorithm.advantage, such as grpo",
     ),
     Refused(
         ("algorithm.after_scoring", "algorithm.advantage", "workflow.roles", "workflow.own_advantages"),
@@ -312,10 +304,8 @@ RULES: tuple[Rule, ...] = (
             bool(c.algorithm.after_scoring)
             and ("precomputed" in _advantages(c) or c.workflow.own_advantages == "auto")
         ),
-        lambda _: (
-            "algorithm.after_scoring changes one advantage a rollout, and precomputed ones may be one a token. Remove"
-            " it"
-        ),
+        "algorithm.after_scoring changes one advantage a rollout, and precomputed ones may be one a token. Remove"
+        " it",
     ),
     *(
         Refused(
@@ -404,17 +394,13 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("tasks.sources", "workflow.verifiers"),
         lambda c: any(s.kind == "verifiers" and s.name != c.workflow.verifiers for s in c.tasks.sources),
-        lambda _: (
-            'tasks.sources.kind = "verifiers" is what workflow.verifiers makes by itself: set workflow.verifiers, and'
-            " remove the source"
-        ),
+        'tasks.sources.kind = "verifiers" is what workflow.verifiers makes by itself: set workflow.verifiers, and'
+        " remove the source",
     ),
     Refused(
         ("workflow.environment", "tasks.chat"),
         lambda c: bool(c.workflow.environment) and not c.tasks.chat,
-        lambda c: (
-            "workflow.environment with tasks.chat = false: the turns of an episode are chat messages. Set tasks.chat ="
-            " true"
-        ),
+        "workflow.environment with tasks.chat = false: the turns of an episode are chat messages. Set tasks.chat ="
+        " true",
     ),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
+from rollover.rollout.lifecycle import EventKind, Lifecycle
 from rollover.rollout.scheduler import rollout_acts_again, rollout_left, rollout_opened, rollouts_replaced
 from rollover.types import DropReason, Group, Rollout, RolloutState
 
@@ -23,7 +23,7 @@ def begin_acting(lifecycle: Lifecycle, rollout: Rollout) -> None:
     call comes."""
     lifecycle.cache.begin_acting(rollout.rollout_id)
     lifecycle.scheduler.on_park(rollout)
-    _tell(lifecycle, Event(EventKind.BEGIN, lifecycle.cache.groups[rollout.group_id], rollout))
+    lifecycle.emit(EventKind.BEGIN, lifecycle.cache.groups[rollout.group_id], rollout)
 
 
 def open_rollout(lifecycle: Lifecycle, rollout: Rollout) -> Rollout:
@@ -32,9 +32,9 @@ def open_rollout(lifecycle: Lifecycle, rollout: Rollout) -> Rollout:
     group = lifecycle.cache.groups[rollout.group_id]
     held = lifecycle.cache.open(rollout)
     if held is rollout:
-        lifecycle.ledger.on_open()
+        lifecycle.ledger.admitted_rollouts += 1
     rollout_opened(lifecycle.scheduler, held, joins=held is rollout)
-    _tell(lifecycle, Event(EventKind.OPEN, group, held))
+    lifecycle.emit(EventKind.OPEN, group, held)
     return held
 
 
@@ -44,10 +44,10 @@ def restart_episode(lifecycle: Lifecycle, group: Group, sibling: int) -> Rollout
     first = Rollout(group.group_id, sibling, group.task, greedy=leaving[0].greedy, prompt=group.prompt)
     unfinished = sum(r.state not in _FINISHED for r in leaving)
     lifecycle.cache.replace(leaving, first)
-    lifecycle.ledger.on_open()
+    lifecycle.ledger.admitted_rollouts += 1
     lifecycle.ledger.on_leave(leaving, DropReason.RESTARTED)
     rollouts_replaced(lifecycle.scheduler, leaving, unfinished, first)
-    _tell(lifecycle, Event(EventKind.RESTART, group, first, reason=DropReason.RESTARTED))
+    lifecycle.emit(EventKind.RESTART, group, first, reason=DropReason.RESTARTED)
     return first
 
 
@@ -59,7 +59,7 @@ def act_again(lifecycle: Lifecycle, rollout: Rollout) -> None:
     finished = rollout.state in _FINISHED
     lifecycle.cache.act_again(rollout.rollout_id)
     rollout_acts_again(lifecycle.scheduler, rollout, finished=finished)
-    _tell(lifecycle, Event(EventKind.AGAIN, lifecycle.cache.groups[rollout.group_id], rollout))
+    lifecycle.emit(EventKind.AGAIN, lifecycle.cache.groups[rollout.group_id], rollout)
 
 
 def cut_rollout(lifecycle: Lifecycle, rollout: Rollout, num_tokens: int) -> Rollout:
@@ -71,17 +71,13 @@ def cut_rollout(lifecycle: Lifecycle, rollout: Rollout, num_tokens: int) -> Roll
         lifecycle.ledger.on_leave([left], DropReason.RESTARTED)
         rollout_left(lifecycle.scheduler, left)
     else:
-        lifecycle.ledger.on_cut(rollout.num_sampled_tokens - left.num_sampled_tokens, DropReason.RESTARTED)
-    _tell(lifecycle, Event(EventKind.CUT, lifecycle.cache.groups[rollout.group_id], left, reason=DropReason.RESTARTED))
+        restarted = lifecycle.ledger.dropped[DropReason.RESTARTED]
+        restarted.tokens += rollout.num_sampled_tokens - left.num_sampled_tokens
+    lifecycle.emit(EventKind.CUT, lifecycle.cache.groups[rollout.group_id], left, reason=DropReason.RESTARTED)
     return left
 
 
 def keep(lifecycle: Lifecycle, group_id: int, sibling: int, name: str, value: Any) -> None:
     """An Episode of a held group keeps this JSON value over a kill, in the place of what it had under the name."""
     lifecycle.cache.keep(group_id, sibling, name, value)
-    _tell(lifecycle, Event(EventKind.KEEP, lifecycle.cache.groups[group_id], kept=(sibling, name, value)))
-
-
-def _tell(lifecycle: Lifecycle, event: Event) -> None:
-    if lifecycle.on_event is not None:
-        lifecycle.on_event(event)
+    lifecycle.emit(EventKind.KEEP, lifecycle.cache.groups[group_id], kept=(sibling, name, value))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rollover.rollout.cache import RolloutCache
@@ -32,18 +32,18 @@ class Account:
         self.tokens += times * sum(r.num_sampled_tokens for r in group.rollouts)
 
 
+@dataclass
 class Ledger:
     """Cumulative counters since the first step of the run. Told of every event by whoever changes the cache."""
 
-    def __init__(self) -> None:
-        self.generated_tokens = 0
-        self.environment_tokens = 0  # in no account: nobody sampled them
-        self.admitted_groups = 0
-        self.admitted_rollouts = 0
-        self.resumed_rollouts = 0
-        self.trained = Account()
-        self.dropped = {reason: Account() for reason in DropReason}
-        self.filtered: Counter[str] = Counter()  # by the filter's name: the groups in dropped(filtered)
+    generated_tokens: int = 0
+    environment_tokens: int = 0  # in no account: nobody sampled them
+    admitted_groups: int = 0
+    admitted_rollouts: int = 0
+    resumed_rollouts: int = 0  # times that a parked rollout was started again
+    trained: Account = field(default_factory=Account)
+    dropped: dict[DropReason, Account] = field(default_factory=lambda: {reason: Account() for reason in DropReason})
+    filtered: Counter[str] = field(default_factory=Counter)  # by the filter's name: the groups in dropped(filtered)
 
     def on_admit(self, group: Group) -> None:
         self.admitted_groups += 1
@@ -56,23 +56,12 @@ class Ledger:
             else:
                 self.environment_tokens += segment.num_tokens
 
-    def on_resume(self) -> None:
-        """A parked rollout was started again."""
-        self.resumed_rollouts += 1
-
-    def on_consume(self, group: Group, oldest_in_loss: int = EVERY_VERSION) -> None:
-        """The group leaves for training.
+    def on_consume(self, group: Group, oldest_in_loss: int = EVERY_VERSION, times: int = 1) -> None:
+        """The group leaves for training. `times` = -1 undoes that: it was not trained after all.
 
         Its tokens count as trained, but for those of a greedy baseline, dropped(baseline), those of a rollout with a
         call that was given up, dropped(abandoned), and those of versions below `oldest_in_loss`, dropped(masked).
         """
-        self._add_trained(group, oldest_in_loss, 1)
-
-    def on_give_back(self, group: Group, oldest_in_loss: int = EVERY_VERSION) -> None:
-        """Undo `on_consume`: the group was not trained after all."""
-        self._add_trained(group, oldest_in_loss, -1)
-
-    def _add_trained(self, group: Group, oldest_in_loss: int, times: int) -> None:
         self.trained.add(group, times)
         sampled = [r for r in group.rollouts if not r.greedy]
         baseline = sum(r.num_sampled_tokens for r in group.rollouts if r.greedy)
@@ -91,24 +80,12 @@ class Ledger:
     def on_drop(self, group: Group, reason: DropReason) -> None:
         self.dropped[reason].add(group)
 
-    def on_open(self) -> None:
-        """A rollout joined a held group."""
-        self.admitted_rollouts += 1
-
     def on_leave(self, rollouts: Iterable[Rollout], reason: DropReason) -> None:
         """These rollouts left their group, which is held on."""
         account = self.dropped[reason]
         for rollout in rollouts:
             account.rollouts += 1
             account.tokens += rollout.num_sampled_tokens
-
-    def on_cut(self, num_tokens: int, reason: DropReason) -> None:
-        """So many sampled tokens left a rollout that is held on."""
-        self.dropped[reason].tokens += num_tokens
-
-    def on_filtered(self, name: str) -> None:
-        """The filter `name` matched a group, which is dropped."""
-        self.filtered[name] += 1
 
     def held(self, cache: RolloutCache) -> dict[RolloutState, Account]:
         """Rollouts and tokens of the held groups by state (`groups` stays 0: siblings may be in different states)."""
@@ -158,23 +135,11 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        return {
-            "generated_tokens": self.generated_tokens,
-            "environment_tokens": self.environment_tokens,
-            "admitted_groups": self.admitted_groups,
-            "admitted_rollouts": self.admitted_rollouts,
-            "resumed_rollouts": self.resumed_rollouts,
-            "trained": asdict(self.trained),
-            "dropped": {reason.value: asdict(account) for reason, account in self.dropped.items()},
-            "filtered": dict(self.filtered),
-        }
+        state = vars(self) | {"trained": asdict(self.trained), "filtered": dict(self.filtered)}
+        return state | {"dropped": {reason.value: asdict(account) for reason, account in self.dropped.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generated_tokens = state["generated_tokens"]
-        self.environment_tokens = state.get("environment_tokens", 0)  # absent in a checkpoint of an earlier version
-        self.admitted_groups = state["admitted_groups"]
-        self.admitted_rollouts = state["admitted_rollouts"]
-        self.resumed_rollouts = state["resumed_rollouts"]
+        vars(self).update(state)  # a checkpoint of an earlier version has no environment_tokens
         self.trained = Account(**state["trained"])
         # A reason that is newer than the checkpoint starts at zero.
         self.dropped = {reason: Account(**state["dropped"].get(reason.value, {})) for reason in DropReason}

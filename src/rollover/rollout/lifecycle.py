@@ -108,7 +108,7 @@ class Lifecycle:
         group = self.cache.admit(task, prompt, self.config.group_size, self.config.greedy_baseline)
         self.scheduler.on_admit(group, version)
         self.ledger.on_admit(group)
-        self._emit(EventKind.ADMIT, group, version=version)
+        self.emit(EventKind.ADMIT, group, version=version)
         return group
 
     def start(self, version: int) -> list[Rollout]:
@@ -124,9 +124,9 @@ class Lifecycle:
         self.cache.start(rollout.rollout_id)
         self.scheduler.on_start(rollout, version)
         if resumed:
-            self.ledger.on_resume()
+            self.ledger.resumed_rollouts += 1
         group = self.cache.groups[rollout.group_id]
-        self._emit(EventKind.RESUME if resumed else EventKind.START, group, rollout, version=version)
+        self.emit(EventKind.RESUME if resumed else EventKind.START, group, rollout, version=version)
 
     def append(self, rollout: Rollout, segments: Sequence[Segment], *, acts: bool = False) -> Group | None:
         """What a running rollout's extension returned, or what the environment of an acting one wrote: it is parked, or
@@ -151,10 +151,10 @@ class Lifecycle:
         group = self.cache.groups[rollout.group_id]
         if acts:
             self.scheduler.on_park(rollout)
-            self._emit(EventKind.ACT, group, rollout)
+            self.emit(EventKind.ACT, group, rollout)
             return None
         complete = self.scheduler.on_finish(rollout)
-        self._emit(EventKind.FINISH, group, rollout, written=written)
+        self.emit(EventKind.FINISH, group, rollout, written=written)
         return group if complete else None
 
     def park(self, rollout: Rollout, written: tuple[Segment, ...] = ()) -> None:
@@ -162,7 +162,7 @@ class Lifecycle:
         kind = EventKind.ANSWER if rollout.state is _ACTING else EventKind.PARK
         self.cache.park(rollout.rollout_id)
         self.scheduler.on_park(rollout)
-        self._emit(kind, self.cache.groups[rollout.group_id], rollout, written=written)
+        self.emit(kind, self.cache.groups[rollout.group_id], rollout, written=written)
 
     def set_rewards(
         self, group: Group, rewards: Sequence[Reward], rollouts: Sequence[Rollout] | None = None
@@ -195,13 +195,13 @@ class Lifecycle:
     def scored(self, group: Group, rollouts: Sequence[Rollout]) -> None:
         """These rollouts of the group have got their rewards."""
         for rollout in rollouts:
-            self._emit(EventKind.SCORE, group, rollout)
+            self.emit(EventKind.SCORE, group, rollout)
         if group.ready:
             self.scheduler.on_ready(group)
 
     def ready(self, group: Group) -> None:
         """The group has all its rewards, and is kept."""
-        self._emit(EventKind.READY, group)
+        self.emit(EventKind.READY, group)
 
     def consume(self, version: int, stream_ended: bool = False) -> list[Group]:
         """The groups of the step at trainer `version` leave for training, in group-id order."""
@@ -214,7 +214,7 @@ class Lifecycle:
         group = self.cache.consume(group_id)
         self.ledger.on_consume(group, self.config.oldest_in_loss(version))
         self.scheduler.on_leave(group)
-        self._emit(EventKind.CONSUME, group, version=version)
+        self.emit(EventKind.CONSUME, group, version=version)
         return group
 
     def give_back(self, groups: Sequence[Group], version: int) -> None:
@@ -222,18 +222,18 @@ class Lifecycle:
         oldest = self.config.oldest_in_loss(version)
         for group in groups:
             self.cache.give_back(group)
-            self.ledger.on_give_back(group, oldest)
+            self.ledger.on_consume(group, oldest, times=-1)
             self.scheduler.hold_again(group, version)
-            self._emit(EventKind.GIVE_BACK, group, version=version)
+            self.emit(EventKind.GIVE_BACK, group, version=version)
 
     def drop(self, group_id: int, reason: DropReason, filter: str = "", why: str = "") -> Group:
         """The whole group leaves untrained. `filter`: the name of the one that matched it; `why`: in words."""
         group = self.cache.drop(group_id, reason)
         self.ledger.on_drop(group, reason)
         if reason is DropReason.FILTERED:
-            self.ledger.on_filtered(filter)
+            self.ledger.filtered[filter] += 1
         self.scheduler.on_leave(group)
-        self._emit(EventKind.DROP, group, reason=reason, filter=filter, why=why)
+        self.emit(EventKind.DROP, group, reason=reason, filter=filter, why=why)
         return group
 
     def on_new_version(self, version: int) -> list[Group]:
@@ -267,6 +267,11 @@ class Lifecycle:
         self.ledger.load_state_dict(state["ledger"])
         self.stream_ended = state.get("stream_ended", False)  # absent in a checkpoint of an earlier version
 
+    def emit(self, kind: EventKind, group: Group, rollout: Rollout | None = None, **more: Any) -> None:
+        """Report what happened to a group or a rollout. `more`: further fields of the Event."""
+        if self.on_event is not None:
+            self.on_event(Event(kind, group, rollout, **more))
+
     # Private
 
     def _why_dropped(self, group: Group) -> tuple[DropReason, str] | None:
@@ -280,10 +285,6 @@ class Lifecycle:
             return DropReason.STALE, ""
         match = self.group_filter(group) if self.group_filter is not None else None
         return None if match is None else (DropReason.FILTERED, match[0])
-
-    def _emit(self, kind: EventKind, group: Group, rollout: Rollout | None = None, **more: Any) -> None:
-        if self.on_event is not None:
-            self.on_event(Event(kind, group, rollout, **more))
 
 
 def acting_in(groups: Iterable[Group]) -> list[Rollout]:

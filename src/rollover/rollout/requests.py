@@ -24,7 +24,7 @@ class Requests:
         self, config: RolloutConfig, run_seed: int, stop_token_ids: Iterable[int] = (), *, may_go_on: bool = False
     ) -> None:
         self.config, self.run_seed, self.may_go_on = config, run_seed, may_go_on
-        self._sampling = SamplingParams(config.temperature, config.top_p, config.top_k, config.min_p)
+        self._sampling = config.sampling
         self._processing = config.logits.processing()
         self._stop_token_ids = frozenset(stop_token_ids) | frozenset(config.stop_token_ids)
 

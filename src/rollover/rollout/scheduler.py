@@ -35,7 +35,6 @@ class Scheduler:
     def __init__(self, config: RolloutConfig, max_running: int | None = None) -> None:
         self.config = config
         self.max_running = max_running
-        self.finish_first = config.finish_first
         self.lengths = LengthEstimate()
         self.in_flight_groups = config.first_in_flight
         self.next_version = 0  # the trainer's at the step that is generated for
@@ -76,12 +75,12 @@ class Scheduler:
         slots = self._slots
         if slots.round_is_over and not self._held.num_scoring:
             slots.next_round()
-        if not slots.num_queued:
+        if not slots.queue:
             return []
-        free = slots.num_queued if self.max_running is None else self.max_running - len(slots.running)
+        free = len(slots.queue) if self.max_running is None else self.max_running - len(slots.running)
         if free <= 0:
             return []
-        return slots.take(free, self._held.urgencies(version) if self.finish_first else {})
+        return slots.take(free, self._held.urgencies(version) if self.config.finish_first else {})
 
     def to_consume(self, version: int, stream_ended: bool = False) -> list[int] | None:
         """Ids of the groups that the step at trainer version `version` takes, oldest first; None: not enough yet.
@@ -98,9 +97,9 @@ class Scheduler:
         waits_for_all = config.interrupt == "never" and not config.overlap
         if not all_ready and (waits_for_all or slots.must_finish):
             return None
-        if config.interrupt == "token_budget" and (slots.running or slots.num_queued or held.num_scoring):
+        if config.interrupt == "token_budget" and (slots.running or slots.queue or held.num_scoring):
             return None
-        if self.finish_first and not held.leaves_a_feasible_rest(version, self.lag):
+        if self.config.finish_first and not held.leaves_a_feasible_rest(version, self.lag):
             return None
         return [i for _, i in held.next_taken()]
 
@@ -111,7 +110,7 @@ class Scheduler:
         left; [] if there are not that many yet. No group that is due in this step may lose its place to them.
         """
         places = self.config.groups_per_step - len(self._held.reserved)
-        chosen = self._held.next_reserved(version, in_bound=self.finish_first)
+        chosen = self._held.next_reserved(version, in_bound=self.config.finish_first)
         if not chosen or len(chosen) < min(at_least, places):
             return []
         self._held.reserve(chosen)

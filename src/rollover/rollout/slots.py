@@ -25,6 +25,7 @@ class Slots:
     """Slots for the rollouts of the groups in `held`, by group id, which the scheduler keeps up to date.
 
     `running`: the rollouts that have a slot. `must_finish`: ids of those among them that may not be interrupted again.
+    `queue`: the rollouts that may start.
     """
 
     def __init__(self, config: RolloutConfig, held: Mapping[int, Held]) -> None:
@@ -32,44 +33,37 @@ class Slots:
         self.running: set[Rollout] = set()
         self.must_finish: set[str] = set()
         self._order = load_order(config.order)
-        self._has_budget = config.interrupt == "token_budget"
-        self._by_deadline = config.finish_first
-        self._max_continuations = config.max_continuations
-        self._queue = StartQueue()
+        self.queue = StartQueue()
         self._spent: dict[str, Rollout] = {}  # by id: those that have used up their token budget of this round
         self._parked_since: dict[str, int] = {}  # by rollout id: the number of its last parking
         self._next_parking = 0
 
     @property
-    def num_queued(self) -> int:
-        return len(self._queue)
-
-    @property
     def round_is_over(self) -> bool:
         """Whether some rollouts have used up their token budget, and no other one runs or may start."""
-        return bool(self._spent) and not (self.running or self._queue)
+        return bool(self._spent) and not (self.running or self.queue)
 
     def enqueue(self, rollout: Rollout) -> None:
         """Queue a rollout that may start, or move it to the place that its group's new deadline gives it."""
         waiting = rollout.state is _WAITING
         key = (rollout.group_id, rollout.sibling) if waiting else self._order(self._view(rollout))
-        deadline = self.held[rollout.group_id].deadline if self._by_deadline else NO_DEADLINE
-        if was_continued_enough(rollout, self._max_continuations):
+        deadline = self.held[rollout.group_id].deadline if self.config.finish_first else NO_DEADLINE
+        if was_continued_enough(rollout, self.config.max_continuations):
             deadline = _MUST_FINISH
-        self._queue.put(rollout, deadline, key, waiting)
+        self.queue.put(rollout, deadline, key, waiting)
 
     def on_new_deadline(self, group: Group) -> None:
         for sibling in group.rollouts:
-            if sibling.rollout_id in self._queue:
+            if sibling.rollout_id in self.queue:
                 self.enqueue(sibling)
 
     def take(self, num: int, urgency: Mapping[float, int]) -> list[Rollout]:
         """The first `num` that may start: by the urgency of their group's deadline, the parked ones before the waiting
         ones, and then by the order's key."""
         not_urgent = self.config.max_staleness + 1
-        ranks = {deadline: urgency.get(deadline, not_urgent) for deadline in self._queue.deadlines}
+        ranks = {deadline: urgency.get(deadline, not_urgent) for deadline in self.queue.deadlines}
         ranks[_MUST_FINISH] = -1
-        return self._queue.take(num, ranks)
+        return self.queue.take(num, ranks)
 
     def next_round(self) -> None:
         """Every rollout has its whole token budget again."""
@@ -80,10 +74,10 @@ class Slots:
     # What was done
 
     def on_start(self, rollout: Rollout) -> None:
-        self._queue.discard(rollout.rollout_id)
+        self.queue.discard(rollout.rollout_id)
         self._spent.pop(rollout.rollout_id, None)
         self.running.add(rollout)
-        if was_continued_enough(rollout, self._max_continuations):
+        if was_continued_enough(rollout, self.config.max_continuations):
             self.must_finish.add(rollout.rollout_id)
 
     def on_park(self, rollout: Rollout) -> None:
@@ -91,11 +85,11 @@ class Slots:
         longer act, and is parked."""
         self.on_finish(rollout)
         if rollout.state is _ACTING:
-            self._queue.discard(rollout.rollout_id)  # one that had not started, where an agent is at work first
+            self.queue.discard(rollout.rollout_id)  # one that had not started, where an agent is at work first
             return
         self._parked_since[rollout.rollout_id] = self._next_parking
         self._next_parking += 1
-        if self._has_budget:
+        if self.config.interrupt == "token_budget":
             self._spent[rollout.rollout_id] = rollout
         else:
             self.enqueue(rollout)
@@ -106,7 +100,7 @@ class Slots:
 
     def forget(self, rollout: Rollout) -> None:
         """It starts no more, for now or for good. It does not run."""
-        self._queue.discard(rollout.rollout_id)
+        self.queue.discard(rollout.rollout_id)
         self._spent.pop(rollout.rollout_id, None)
         self._parked_since.pop(rollout.rollout_id, None)
 
@@ -115,7 +109,7 @@ class Slots:
         for rollout in held.group.rollouts:
             self._parked_since.pop(rollout.rollout_id, None)
             if held.unfinished:
-                self._queue.discard(rollout.rollout_id)
+                self.queue.discard(rollout.rollout_id)
                 self._spent.pop(rollout.rollout_id, None)
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from rollover.run.playing import together
 from rollover.tasks.image_parts import with_images_of_program
 from rollover.tasks.prompts import encode_prompt
 from rollover.tasks.stream import decorated
-from rollover.types import SamplingParams, Segment, StopReason, Task, rollout_seed
+from rollover.types import Segment, StopReason, Task, rollout_seed
 
 _numbers = itertools.count()  # of the rollouts of prompts, over all calls: an engine knows each by its id
 
@@ -53,7 +53,7 @@ async def answer_prompt(
             generated_ids=(),
             max_new_tokens=rollout.max_new_tokens,
             seed=rollout_seed(config.run.seed, seeded, 0, i),
-            sampling=SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p),
+            sampling=rollout.sampling,
             stop_token_ids=parts.stop_token_ids | frozenset(rollout.stop_token_ids),
             stop_strings=tuple(rollout.stop),
             processing=rollout.logits.processing(),

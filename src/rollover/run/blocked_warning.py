@@ -17,78 +17,77 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
-class BlockedWarning:
-    """Logs in threads of its own."""
+def over_work(what: str, state: str, limit_s: float) -> AbstractContextManager[object]:
+    """Warn when the work of a block takes longer than `limit_s` (0: never). `state`: what is being done with it."""
 
-    def over_work(self, what: str, state: str, limit_s: float) -> AbstractContextManager[object]:
-        """Warn when the work of a block takes longer than `limit_s` (0: never). `state`: what is being done with it."""
+    def text(seconds: float) -> str:
+        return f"{what} ({state} {seconds:.3g} s ago): it cannot be ended from here, so the run waits"
 
-        def text(seconds: float) -> str:
-            return f"{what} ({state} {seconds:.3g} s ago): it cannot be ended from here, so the run waits"
+    return over(text, limit_s)
 
-        return self.over(text, limit_s)
 
-    def over_event_loop(self, doing: Callable[[], str], limit_s: float) -> AbstractContextManager[None]:
-        """Warn when one step of the running event loop takes longer than `limit_s`, as then no watchdog can look."""
+def over_event_loop(doing: Callable[[], str], limit_s: float) -> AbstractContextManager[None]:
+    """Warn when one step of the running event loop takes longer than `limit_s`, as then no watchdog can look."""
 
-        def text(seconds: float) -> str:
-            return (
-                f"the event loop has stood still for {seconds:.3g} s while {doing()}:"
-                " nothing can be ended from here, so the run waits"
-            )
+    def text(seconds: float) -> str:
+        return (
+            f"the event loop has stood still for {seconds:.3g} s while {doing()}:"
+            " nothing can be ended from here, so the run waits"
+        )
 
-        return self.over_loop(text, limit_s, asyncio.get_running_loop().call_later)
+    return over_loop(text, limit_s, asyncio.get_running_loop().call_later)
 
-    @contextmanager
-    def over(self, text: Callable[[float], str], limit_s: float) -> Iterator[Callable[[], None]]:
-        """Say `text(seconds)` when the block takes longer than `limit_s` (0: never), and again at doubling times.
 
-        Gives a function: each call of it starts the time anew.
-        """
-        if limit_s == 0:
-            yield lambda: None
-            return
-        restarted, ended = threading.Event(), threading.Event()
-        watch = (text, limit_s, restarted, ended)
-        threading.Thread(target=self._watch, args=watch, daemon=True, name="blocked-warning").start()
+@contextmanager
+def over(text: Callable[[float], str], limit_s: float) -> Iterator[Callable[[], None]]:
+    """Say `text(seconds)` when the block takes longer than `limit_s` (0: never), and again at doubling times.
+
+    Gives a function: each call of it starts the time anew.
+    """
+    if limit_s == 0:
+        yield lambda: None
+        return
+    restarted, ended = threading.Event(), threading.Event()
+    watch = (text, limit_s, restarted, ended)
+    threading.Thread(target=_watch, args=watch, daemon=True, name="blocked-warning").start()
+    try:
+        yield restarted.set
+    finally:
+        ended.set()
+        restarted.set()
+
+
+@contextmanager
+def over_loop(
+    text: Callable[[float], str], limit_s: float, call_later: Callable[[float, Callable[[], None]], Any]
+) -> Iterator[None]:
+    """As `over`, for an event loop that stands still, whose `call_later` it is. Waiting alone does not count."""
+    handle: Any = None
+
+    def beat() -> None:
+        nonlocal handle
+        restart()
+        handle = call_later(limit_s / 4, beat)
+
+    with over(text, limit_s) as restart:
+        if limit_s:
+            beat()
         try:
-            yield restarted.set
+            yield
         finally:
-            ended.set()
-            restarted.set()
+            if handle is not None:
+                handle.cancel()
 
-    @contextmanager
-    def over_loop(
-        self, text: Callable[[float], str], limit_s: float, call_later: Callable[[float, Callable[[], None]], Any]
-    ) -> Iterator[None]:
-        """As `over`, for an event loop that stands still, whose `call_later` it is. Waiting alone does not count."""
-        handle: Any = None
 
-        def beat() -> None:
-            nonlocal handle
-            restart()
-            handle = call_later(limit_s / 4, beat)
-
-        with self.over(text, limit_s) as restart:
-            if limit_s:
-                beat()
-            try:
-                yield
-            finally:
-                if handle is not None:
-                    handle.cancel()
-
-    def _watch(
-        self, text: Callable[[float], str], limit_s: float, restarted: threading.Event, ended: threading.Event
-    ) -> None:
-        since, wait = time.monotonic(), limit_s
-        while True:
-            anew = restarted.wait(min(wait, threading.TIMEOUT_MAX))
-            if ended.is_set():
-                return
-            if anew:
-                restarted.clear()
-                since, wait = time.monotonic(), limit_s
-            else:
-                wait = time.monotonic() - since  # the next time at the double
-                logger.warning(f"watchdog: {text(wait)}")
+def _watch(text: Callable[[float], str], limit_s: float, restarted: threading.Event, ended: threading.Event) -> None:
+    since, wait = time.monotonic(), limit_s
+    while True:
+        anew = restarted.wait(min(wait, threading.TIMEOUT_MAX))
+        if ended.is_set():
+            return
+        if anew:
+            restarted.clear()
+            since, wait = time.monotonic(), limit_s
+        else:
+            wait = time.monotonic() - since  # the next time at the double
+            logger.warning(f"watchdog: {text(wait)}")

@@ -1,6 +1,6 @@
 """When a checkpoint is written, and what becomes of the journal then. The way back is resume.py's business.
 
-    begin ──▶ on_event, on_row (journal) ──▶ checkpoint (the journal begins anew) ──▶ ...        error ──▶ rescue
+    begin ──▶ steps (journal) ──▶ checkpoint (the journal begins anew) ──▶ ...        error ──▶ rescue
 
 Owns which checkpoint is the newest, and whether anything happened since. Never generates and never trains.
 """
@@ -10,16 +10,12 @@ from __future__ import annotations
 import logging
 
 from rollover.checkpoint.store import CheckpointWriteError, checkpoint_name
-from rollover.config import Config
-from rollover.rollout.lifecycle import Event
-from rollover.run.directory import RunDirectory
+from rollover.run.context import RunContext
 from rollover.run.journal.journaling import Journaling
 from rollover.run.overlap import Overlap
-from rollover.run.parts import Parts
 from rollover.run.records import Records
 from rollover.run.snapshot import Snapshot
 from rollover.run.stateful import StatefulPart
-from rollover.run.stop import Stop
 from rollover.types import Group
 
 logger = logging.getLogger(__name__)
@@ -29,43 +25,30 @@ class Checkpointing:
     """Writes the checkpoints of one run, whose state is that of its `stateful` parts.
 
     `taken`: the groups of the step that is being trained. `saved_version`: of the newest checkpoint, -1 without one.
-    `resume_command`: what to type to go on with this run.
+    `changed`: whether anything happened to a rollout since the newest checkpoint.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts that a checkpoint saves
+    def __init__(
         self,
-        config: Config,
-        parts: Parts,
+        context: RunContext,
         stateful: list[StatefulPart],
-        directory: RunDirectory,
         journaling: Journaling,
         overlap: Overlap,
         records: Records,
-        stop: Stop,
-        resume_command: str,
     ) -> None:
-        self.config, self.parts, self.stateful, self.directory = config, parts, stateful, directory
+        self.context, self.config, self.parts = context, context.config, context.parts
+        self.directory, self.stateful = context.directory, stateful
         self.journaling, self.overlap, self.records = journaling, overlap, records
-        self.trackers, self.stop, self.resume_command = directory.trackers, stop, resume_command
         self.taken: list[Group] = []
         self.saved_version = -1
-        self.changed = False  # whether anything happened to a rollout since the newest checkpoint
-
-    def on_event(self, event: Event) -> None:
-        """For Lifecycle.on_event."""
-        self.changed = True
-        self.journaling.on_event(event)
-
-    def on_row(self) -> None:
-        """The row of the newest step is written."""
-        self.journaling.on_row(self.parts.trainer.policy_version)
+        self.changed = False
 
     async def begin(self) -> None:
         """From now on the journal is written, if it is on. It begins at a checkpoint, or with the run."""
         journaling = self.journaling
         if not self.directory.resume:
-            journaling.discard()
-        if journaling.is_on and not journaling.writes:
+            journaling.journal.discard()
+        if journaling.is_on and not journaling.journal.writes:
             if self.parts.lifecycle.cache.num_admitted or self.parts.trainer.policy_version:
                 self.changed = True
             else:
@@ -79,7 +62,7 @@ class Checkpointing:
         """Whether a checkpoint must be written after the step that was just told."""
         config, step = self.config.checkpoint, self.parts.trainer.policy_version
         due = config.every_steps > 0 and step % config.every_steps == 0
-        return due or self.journaling.num_bytes > config.journal_max_gb * 1e9
+        return due or self.journaling.journal.num_bytes > config.journal_max_gb * 1e9
 
     async def checkpoint(self) -> None:
         """Write one, if anything happened since the last."""
@@ -87,7 +70,7 @@ class Checkpointing:
         await self.overlap.interrupt_all()
         if version == self.saved_version and not self.changed:
             return
-        self.trackers.on_phase("writing a checkpoint")
+        self.directory.trackers.on_phase("writing a checkpoint")
         self.records.tell(version, [], None)
         with self.overlap.rows.timed("checkpoint"):
             mark = journaling.cut(checkpoint_name(version))
@@ -97,12 +80,13 @@ class Checkpointing:
             snapshot.write(self.directory.store)
             self.directory.on_checkpoint()  # before the journal goes, from which a run without a checkpoint goes on
             if mark is not None:
-                journaling.committed(mark)
+                journaling.journal.commit(mark)
             else:
-                journaling.discard()
+                journaling.journal.discard()
         self.saved_version, self.changed = version, False
-        if version < self.config.train.num_steps and not self.stop.requested:
-            logger.info(f"checkpoint {snapshot.name}; if this run ends early, continue with: {self.resume_command}")
+        if version < self.config.train.num_steps and not self.context.stop.requested:
+            command = self.context.resume_command
+            logger.info(f"checkpoint {snapshot.name}; if this run ends early, continue with: {command}")
 
     async def keep_best(self, step: int | None) -> None:
         """With checkpoint.keep_best that of `step`, the best evaluation's, stays whatever comes later. It is written
@@ -139,5 +123,5 @@ class Checkpointing:
             await self.checkpoint()
         except Exception as failure:
             newest = next(reversed(self.directory.store.list()), "the start")
-            journal = " and its journal" if self.journaling.num_bytes else ""
+            journal = " and its journal" if self.journaling.journal.num_bytes else ""
             logger.warning(f"that checkpoint could not be written ({failure}): --resume goes on from {newest}{journal}")

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from rollover.checkpoint.journal import holds_data
-from rollover.checkpoint.mirror import METRICS
 from rollover.checkpoint.store import CheckpointStore, checkpoint_name
 from rollover.config import Config
 from rollover.config import resume as resume_rules
@@ -42,6 +41,7 @@ from rollover.files import (
 from rollover.run.best import why_enough
 from rollover.run.evaluation_files import EvaluationFiles
 from rollover.run.lock import LOCK, DirectoryLock
+from rollover.run.run_files import CONFIG, EVALUATIONS, FINISHED, METRICS, RESUME
 from rollover.track.build import build_trackers
 from rollover.track.sinks import EvalFile, MetricsFile
 from rollover.track.trace import TRACE
@@ -49,12 +49,9 @@ from rollover.track.tracker import Cut
 
 logger = logging.getLogger(__name__)
 
-_CONFIG = "config.resolved.json"
 _CHECKPOINTED = "checkpointed"
-_FINISHED = "finished"
-_RESUME = "resume.json"
 _SHARED = "on_their_way"  # files of remote checkpoints, where ranks on other machines see them
-_FILES = (_CONFIG, "metrics.jsonl", "metrics.parquet", "eval.jsonl", TRACE, LOCK, _CHECKPOINTED, _FINISHED, _RESUME)
+_FILES = (CONFIG, METRICS, "metrics.parquet", EVALUATIONS, TRACE, LOCK, _CHECKPOINTED, FINISHED, RESUME)
 
 
 class RunDirectory:
@@ -85,7 +82,7 @@ class RunDirectory:
                     " run writes a file of that name. Remove it, or give another run.dir"
                 )
         self.of_evaluations = EvaluationFiles(self.path)
-        metrics = self.path / "metrics.jsonl"
+        metrics = self.path / METRICS
         shared = self.path / _SHARED if config.backend.type == "ranks" else None
         self.store = CheckpointStore(
             config.checkpoint.dir or str(self.path / "checkpoints"), config.checkpoint.keep, shared
@@ -150,7 +147,7 @@ class RunDirectory:
             lock.release()
 
     def _refuse_other_runs(self) -> None:
-        metrics = self.path / "metrics.jsonl"
+        metrics = self.path / METRICS
         if (metrics.exists() and metrics.stat().st_size > 0) or holds_data(self.journal):
             raise ValueError(f"run.dir = {str(self.path)!r} holds a run already: add --resume, or give another run.dir")
         if names := self.store.list():
@@ -199,11 +196,11 @@ class RunDirectory:
         """The run is finished at `step`, its files are whole. `used_up`: what ran out before the last step, or "".
         `enough`: why it ended before that by eval.patience, or ""."""
         end = {"step": step, "used_up": used_up, **({"enough": enough} if enough else {})}
-        atomic_write_text(self.path / _FINISHED, json.dumps(end) + "\n")
+        atomic_write_text(self.path / FINISHED, json.dumps(end) + "\n")
 
     def why_finished(self) -> str | None:
         """What to tell who resumes a run that is finished, and whose configuration asks for no more; else None."""
-        path = self.path / _FINISHED
+        path = self.path / FINISHED
         if not path.exists():
             return None
         with _optional():
@@ -238,7 +235,7 @@ class RunDirectory:
                     " file, or delete it to go on without the rows up to there"
                 )
             logger.warning(f"{path} is missing or empty: the rows of steps 1 to {step} are lost")
-        (self.path / _FINISHED).unlink(missing_ok=True)
+        (self.path / FINISHED).unlink(missing_ok=True)
         if step >= 0:
             # Before the rows of their steps go: a checkpoint that the metrics do not reach cannot be resumed.
             self.store.discard_after(checkpoint_name(step))
@@ -250,7 +247,7 @@ class RunDirectory:
 
         `replace`: that of this start is replaced, as the run goes on with other settings.
         """
-        path = self.path / _CONFIG
+        path = self.path / CONFIG
         if path.exists() and self.resume and not replace:
             if not self.changes:
                 return
@@ -263,11 +260,11 @@ class RunDirectory:
         """Write resume.json: what to type to go on (`resume_command`), and in which folder, for whoever sees a run that
         was killed."""
         told = {"command": command, "folder": start_folder()}
-        atomic_write_text(self.path / _RESUME, json.dumps(told, indent=2) + "\n")
+        atomic_write_text(self.path / RESUME, json.dumps(told, indent=2) + "\n")
 
     def _earlier_config(self) -> dict[str, Any]:
         """The settings of the start before this one; {} if their file is gone."""
-        path = self.path / _CONFIG
+        path = self.path / CONFIG
         with _optional():
             return read_tables(path) if path.exists() else {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,6 @@ from rollover.config.backend import is_tinker
 from rollover.config.cluster import check_is_here
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine
-from rollover.envs.build import EnvironmentSetup
 from rollover.envs.protocol import Environment
 from rollover.models.devices import dtype_of, engine_device
 from rollover.models.load import load_outline, stop_token_ids
@@ -20,7 +18,6 @@ from rollover.models.processor import Processor
 from rollover.models.team import most_threads, prepare_process
 from rollover.rewards.build import build_rewarder
 from rollover.rewards.protocol import Rewarder
-from rollover.rewards.scorer import make_scorer
 from rollover.run.environment import start_environment
 from rollover.trainer.lora import load_with_adapter
 from rollover.workflows.build import EpisodeServer
@@ -64,11 +61,7 @@ class EvalParts:
             environment = rewarder = server = None
             if with_rewards:
                 rewarder = build_rewarder(config, training=False)
-                scorer = make_scorer(rewarder, loaded.tokenizer, config)
-                singly = rewarder.rewarder.scores_singly
-                setup = EnvironmentSetup(config, loaded.tokenizer, scorer, singly, loaded.vocab_size, loaded.processor)
-                longest = await asyncio.to_thread(lambda: engine.max_tokens)  # a Ctrl-C ends the wait for an engine
-                environment, server = await start_environment(setup, rewarder, longest, on_error)
+                environment, server = await start_environment(config, loaded, rewarder, engine, on_error)
             parts = cls(
                 config=config,
                 tokenizer=loaded.tokenizer,
@@ -81,6 +74,12 @@ class EvalParts:
             )
             on_error.pop_all()
         return parts
+
+    async def __aenter__(self) -> EvalParts:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         async with AsyncExitStack() as parts:

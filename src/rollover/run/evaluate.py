@@ -23,7 +23,7 @@ from rollover.tasks.prompts import Encode, prompt_limit, shortened_to
 from rollover.tasks.stream import TaskStream
 from rollover.track.answers import Answer, RoleScore, summary_of
 from rollover.trajectories import Episode, episodes_of
-from rollover.types import Group, Prompt, Reward, SamplingParams, StopReason, Task
+from rollover.types import Group, Prompt, Reward, StopReason, Task
 from rollover.workflows.episodes import Episodes
 from rollover.workflows.player import MODEL
 
@@ -136,16 +136,16 @@ async def answers_of(
     ends: Counter[str] = Counter()
     for setting in config.eval.every_setting:
         limit = config.eval.tokens_of(setting, config.rollout.max_new_tokens)
-        limited = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_new_tokens": limit})})
+        drawn = {"max_new_tokens": limit, "temperature": setting.temperature, "top_p": setting.top_p}
+        rollout = config.rollout.model_copy(update={**drawn, "top_k": 0, "min_p": 0.0})
         # Agents of training are at work meanwhile: these are counted apart.
         apart = environment.apart() if isinstance(environment, Episodes) else environment
         groups = await play_groups(
             list(zip(held_out.tasks, held_out.prompts, strict=True)),
             engine,
             apart,
-            limited,
+            config.model_copy(update={"rollout": rollout}),
             stop_token_ids,
-            SamplingParams(temperature=setting.temperature, top_p=setting.top_p),
             config.eval.seed,
             setting.samples_per_task,
         )

@@ -9,7 +9,7 @@ scored, and no environment answers: it goes on to the end of the present turn.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from rollover.run.playing import together
 from rollover.run.run_files import FINISHED
 from rollover.track.recorded import media_of, prompt_of
 from rollover.trainer.stored_tensors import StoredTensors
-from rollover.types import SamplingParams, Segment, rollout_seed
+from rollover.types import Segment, rollout_seed
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Place:
             generated_ids=tuple(self.token_ids),
             max_new_tokens=budget,
             seed=rollout_seed(config.run.seed, record["task_id"], record["attempt"], sibling),
-            sampling=SamplingParams(temperature, rollout.top_p, rollout.top_k, rollout.min_p),
+            sampling=replace(rollout.sampling, temperature=temperature),
             stop_token_ids=stop_token_ids | frozenset(rollout.stop_token_ids),
             stop_strings=tuple(rollout.stop),
             text_start=start,
@@ -137,8 +137,7 @@ def checkpoints_of(config: Config, directory: Path) -> str:
 
 async def go_on(place: Place, num: int, weights: Weights, config: Config, directory: Path) -> list[GoneOn]:
     """What comes after `place`, `num` times, of an engine that is built for it alone."""
-    parts = await EvalParts.build(config, weights.model, with_rewards=False)
-    try:
+    async with await EvalParts.build(config, weights.model, with_rewards=False) as parts:
         requests = [place.request(config, parts.stop_token_ids, number) for number in range(num)]
         if weights.checkpoint:
             files = CheckpointStore(checkpoints_of(config, directory), 1).open(weights.checkpoint)
@@ -150,8 +149,6 @@ async def go_on(place: Place, num: int, weights: Weights, config: Config, direct
         parts.engine.release([request.rollout_id for request in requests])
         keep = config.rollout.keep_special_tokens
         return [_gone_on(place, segments, parts.tokenizer, keep) for segments in answers]
-    finally:
-        await parts.close()
 
 
 def _gone_on(place: Place, segments: list[Segment], tokenizer: Any, keep_special_tokens: bool) -> GoneOn:

@@ -11,31 +11,19 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from rollover.config import Config
 from rollover.engine.protocol import Sleeper
-from rollover.run.blocked_warning import BlockedWarning
-from rollover.run.hooks import Hooks
+from rollover.run import blocked_warning
+from rollover.run.context import RunContext
 from rollover.run.journal.journaling import Journaling
 from rollover.run.metrics_row import Rows
-from rollover.run.parts import Parts
 
 
 class HandOver:
     """Hands over the weights of one run. `needed`: whether anyone generates with the engine, but for evaluations."""
 
-    def __init__(
-        self,
-        config: Config,
-        parts: Parts,
-        rows: Rows,
-        journaling: Journaling,
-        hooks: Hooks,
-        blocked: BlockedWarning,
-        *,
-        needed: bool,
-    ) -> None:
-        self.config, self.parts, self.rows, self.journaling, self.hooks = config, parts, rows, journaling, hooks
-        self.blocked, self.needed = blocked, needed
+    def __init__(self, context: RunContext, rows: Rows, journaling: Journaling, *, needed: bool) -> None:
+        self.config, self.parts, self.hooks = context.config, context.parts, context.hooks
+        self.rows, self.journaling, self.needed = rows, journaling, needed
         self._in_engine: int | None = None  # version of the weights that were handed over last
 
     async def hand_over_if_due(self) -> int:
@@ -57,7 +45,7 @@ class HandOver:
         """The engine samples under the trainer's present weights from now on. Returns their bytes."""
         version, limit_s = self.parts.trainer.policy_version, self.config.watchdog.weights_timeout_s
         what, state = f"the weights of policy version {version}", "being handed to the engine, begun"
-        with self.blocked.over_work(what, state, limit_s):
+        with blocked_warning.over_work(what, state, limit_s):
             weights = await self.parts.trainer.backend.publish()
             load = await self.parts.engine.load_weights(version, weights)
         self._in_engine = version
@@ -89,4 +77,4 @@ class HandOver:
         return self.parts.engine
 
     def _watched(self, doing: str) -> AbstractContextManager[object]:
-        return self.blocked.over_work("the servers", doing, self.config.watchdog.weights_timeout_s)
+        return blocked_warning.over_work("the servers", doing, self.config.watchdog.weights_timeout_s)

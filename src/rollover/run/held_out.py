@@ -9,16 +9,12 @@ import logging
 import time
 from typing import Any
 
-from rollover.config import Config
 from rollover.run.best import best_of, check_metric, why_enough
-from rollover.run.directory import RunDirectory
+from rollover.run.context import RunContext
 from rollover.run.evaluate import EvalTasks, answers_of, check_roles, held_out_tasks, summarised
 from rollover.run.hand_over import HandOver
-from rollover.run.hooks import Hooks
 from rollover.run.model_card import write_model_card
 from rollover.run.overlap import Overlap
-from rollover.run.parts import Parts
-from rollover.run.stop import Stop
 from rollover.track.answers import write_answers
 
 logger = logging.getLogger(__name__)
@@ -28,21 +24,10 @@ class HeldOut:
     """Evaluates with the run's engine. `is_possible`: whether that has the trainer's weights; of recorded rollouts it
     does not."""
 
-    def __init__(
-        self,
-        config: Config,
-        parts: Parts,
-        directory: RunDirectory,
-        overlap: Overlap,
-        hand_over: HandOver,
-        hooks: Hooks,
-        stop: Stop,
-        *,
-        is_possible: bool,
-    ) -> None:
-        self.config, self.parts, self.directory, self.overlap, self.hooks = config, parts, directory, overlap, hooks
-        self.stop, self.trackers, self.is_possible = stop, directory.trackers, is_possible
-        self.hand_over = hand_over
+    def __init__(self, context: RunContext, overlap: Overlap, hand_over: HandOver, *, is_possible: bool) -> None:
+        self.config, self.parts, self.directory = context.config, context.parts, context.directory
+        self.hooks, self.stop, self.trackers = context.hooks, context.stop, context.directory.trackers
+        self.overlap, self.hand_over, self.is_possible = overlap, hand_over, is_possible
         self._tasks: EvalTasks | None = None
 
     async def evaluate(self) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from typing import Any
 from rollover.alike import did_you_mean
 from rollover.config import Config
 from rollover.functions import FunctionError, OwnFunction, own_function
-from rollover.run.blocked_warning import BlockedWarning
+from rollover.run import blocked_warning
 from rollover.run.stop import Stop
 from rollover.track.tracker import RunInfo
 
@@ -43,8 +43,8 @@ class Hooks:
     none, or one that does not take what it is called with.
     """
 
-    def __init__(self, config: Config, stop: Stop, blocked: BlockedWarning) -> None:
-        self.spec, self.watchdog, self.stop, self.blocked = config.run.hooks, config.watchdog, stop, blocked
+    def __init__(self, config: Config, stop: Stop) -> None:
+        self.spec, self.watchdog, self.stop = config.run.hooks, config.watchdog, stop
         self._hooks: dict[str, OwnFunction] = {}
         if not self.spec:
             return
@@ -68,7 +68,7 @@ class Hooks:
         if hook is None:
             return
         what, grace_s = f"{_KEY} = {self.spec!r}: its {name}", self.watchdog.grace_s
-        with self.blocked.over_work(what, "called", self.watchdog.rollout_timeout_s):
+        with blocked_warning.over_work(what, "called", self.watchdog.rollout_timeout_s):
             if not await self.stop.within(hook.awaited(value), grace_s):
                 logger.warning(
                     f"{what} was cancelled, as it went on for {grace_s:g} s"

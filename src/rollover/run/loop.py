@@ -20,28 +20,24 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from rollover.config import Config
 from rollover.models.allocator import return_freed_memory
 from rollover.rollout.lifecycle import Event
 from rollover.run.checkpointing import Checkpointing
-from rollover.run.directory import RunDirectory, view_command
+from rollover.run.context import RunContext
+from rollover.run.directory import view_command
 from rollover.run.estimate import estimate_of
 from rollover.run.first_look import look_at_tasks
 from rollover.run.hand_over import HandOver
 from rollover.run.held_out import HeldOut
-from rollover.run.hooks import Hooks
 from rollover.run.journal.journaling import Journaling
-from rollover.run.losses import Losses
 from rollover.run.metrics_row import Rows
 from rollover.run.model_card import write_model_card
 from rollover.run.option_changes import OptionChanges
 from rollover.run.overlap import Overlap
 from rollover.run.own_metrics import own_metrics
-from rollover.run.parts import Parts
 from rollover.run.producer import build_producer
 from rollover.run.resume import Resume
 from rollover.run.stateful import stateful_parts
-from rollover.run.stop import Stop
 from rollover.run.supervised import HeldOutLoss, SupervisedExamples
 from rollover.run.tracking import Tracking, step_progress, write_tokenizer
 from rollover.track.live import LiveView
@@ -67,52 +63,36 @@ class Step:
 class Run:
     """One run of the loop, in its directory: `begin`, then `steps`, then `close`.
 
-    `changes`: the options that the user changes between two steps. `losses`: what the run had to bear so far.
-    `resume_command`: what to type to go on with it.
+    `changes`: the options that the user changes between two steps.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        parts: Parts,
-        directory: RunDirectory,
-        hooks: Hooks,
-        stop: Stop,
-        changes: OptionChanges,
-        losses: Losses,
-        resume_command: str,
-    ) -> None:
-        self.config, self.parts, self.directory, self.hooks, self.stop = config, parts, directory, hooks, stop
-        self.changes = changes
-        trackers = self.trackers = directory.trackers
+    def __init__(self, context: RunContext, changes: OptionChanges) -> None:
+        self.context, self.changes = context, changes
+        config, parts = self.config, self.parts = context.config, context.parts
+        self.directory, self.hooks, self.stop = context.directory, context.hooks, context.stop
+        trackers = self.trackers = self.directory.trackers
         self.enough = ""  # why training ends before its last step, by eval.patience
         self.ended = False  # `steps` came to its end: all that is left to do is done, or a stop was requested
-        self.blocked = hooks.blocked
         self.producer = build_producer(
-            config, parts.loaded, parts.engine, stop, lambda version: self.overlap.collect(version), parts.examples
+            config, parts.loaded, parts.engine, self.stop, lambda version: self.overlap.collect(version), parts.examples
         )
         self.held_out_loss = HeldOutLoss(config, parts.examples, parts.batches) if parts.examples else None
         needs_weights, overlaps = self.producer.uses_engine, config.rollout.overlap and self.producer.generates
         self.stateful = stateful_parts(parts, self.producer)
-        self.journaling = Journaling(config, parts, directory, self.producer)
+        self.journaling = Journaling(context, self.producer)
         trackers.the(LiveView).watch(step_progress(config, parts), config.train.num_steps)
-        self.rows = Rows(config, parts, self.journaling, trackers, losses, overlaps=overlaps)
+        self.rows = Rows(context, self.journaling, overlaps=overlaps)
         self.own_metrics = own_metrics(config.track.metrics)
-        self.overlap = Overlap(config, parts, self.rows, self.blocked)
-        self.hand_over = HandOver(config, parts, self.rows, self.journaling, hooks, self.blocked, needed=needs_weights)
-        self.held_out = HeldOut(
-            config, parts, directory, self.overlap, self.hand_over, hooks, stop,
-            is_possible=needs_weights or config.algorithm.supervised,
-        )  # fmt: skip
-        self.tracking = Tracking(config, parts, trackers, recorded=not needs_weights)
-        self.checkpointing = Checkpointing(
-            config, parts, self.stateful, directory, self.journaling, self.overlap, self.tracking.records, stop,
-            resume_command,
-        )  # fmt: skip
+        self.overlap = Overlap(context, self.rows)
+        self.hand_over = HandOver(context, self.rows, self.journaling, needed=needs_weights)
+        is_possible = needs_weights or config.algorithm.supervised
+        self.held_out = HeldOut(context, self.overlap, self.hand_over, is_possible=is_possible)
+        self.tracking = Tracking(context, recorded=not needs_weights)
+        self.checkpointing = Checkpointing(context, self.stateful, self.journaling, self.overlap, self.tracking.records)
         parts.lifecycle.on_event = self.on_event
-        stop.on_stop = parts.driver.interrupt_for_good
+        self.stop.on_stop = parts.driver.interrupt_for_good
         # What is ended without its tokens is in the journal with those that it had: that is not taken back.
-        parts.driver.on_abandon = self.journaling.halt
+        parts.driver.on_abandon = self.journaling.journal.halt
 
     async def begin(self) -> Step | None:
         """Check the rewards, go on where an earlier process ended, or the backend was lost, and listen to signals.
@@ -124,9 +104,8 @@ class Run:
             await look_at_tasks(self.config, self.parts.rewarder, self.trackers, self.parts.batches.teacher_prompts)
         if self.directory.resume:
             resume = Resume(
-                self.config, self.parts, self.stateful, self.directory, self.journaling, self.hand_over, self.rows,
-                self.tracking, self.own_metrics,
-            )  # fmt: skip
+                self.context, self.stateful, self.journaling, self.hand_over, self.rows, self.tracking, self.own_metrics
+            )
             self.checkpointing.saved_version = await resume.restore()
             if self.parts.again and (groups := resume.newest_groups) is not None:
                 newest = Step(self.parts.trainer.policy_version, groups, self.directory.metrics.last_row)
@@ -136,7 +115,7 @@ class Run:
         self.checkpointing.hold_best(self.held_out.best_step)  # before one is written, and others go
         await self.checkpointing.begin()
         self.directory.write_config()
-        self.directory.write_resume(self.checkpointing.resume_command)
+        self.directory.write_resume(self.context.resume_command)
         if self.config.track.rollouts:
             write_tokenizer(self.parts.loaded.tokenizer, self.directory.path)
         self.directory.on_begun()
@@ -206,7 +185,7 @@ class Run:
         finally:  # the step was trained, whatever becomes of its weights
             row = self.rows.of_step(groups, batch, trained, version, num_bytes)
             self.tracking.on_step(row, groups, batch)
-            self.checkpointing.on_row()
+            self.journaling.on_row_written(trainer.policy_version)
         await self.hooks.call("on_step_end", dict(row))
         return Step(trainer.policy_version, groups, row)
 
@@ -219,7 +198,8 @@ class Run:
     def on_event(self, event: Event) -> None:
         """For Lifecycle.on_event."""
         self.tracking.on_event(event)
-        self.checkpointing.on_event(event)
+        self.checkpointing.changed = True
+        self.journaling.on_event(event)
         if event.reason is DropReason.FILTERED:
             self.parts.reuse.on_filtered(event.group)
 
@@ -291,8 +271,7 @@ class Run:
         """What is left to do when `steps` ends: say how to go on, or save the model."""
         step = self.parts.trainer.policy_version
         if self.stop.requested:
-            command = self.checkpointing.resume_command
-            logger.info(f"stopped after step {step}; continue with:\n  {command}")
+            logger.info(f"stopped after step {step}; continue with:\n  {self.context.resume_command}")
             return
         if self.config.checkpoint.save_final_model:
             self.trackers.on_phase("saving the model")

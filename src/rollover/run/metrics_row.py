@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from rollover.algorithms.grouping import Grouping
-from rollover.config import Config
 from rollover.envs.protocol import HoldsObjects
 from rollover.rollout.lifecycle import acting_in
 from rollover.run.batch_metrics import (
@@ -28,13 +27,11 @@ from rollover.run.batch_metrics import (
     turn_metrics,
     waste_metrics,
 )
+from rollover.run.context import RunContext
 from rollover.run.device_use import DeviceUse
 from rollover.run.journal.journaling import Journaling
-from rollover.run.losses import Losses
 from rollover.run.mfu import Utilization
-from rollover.run.parts import Parts
 from rollover.track.metrics import is_counter, is_of_engine
-from rollover.track.tracker import Trackers
 from rollover.trainer.batch import Batch
 from rollover.types import Group
 
@@ -52,28 +49,19 @@ _OF_ROLLOUTS = (
 class Rows:
     """Makes the rows of one run. `overlaps`: whether rollouts are generated while the trainer trains."""
 
-    def __init__(
-        self,
-        config: Config,
-        parts: Parts,
-        journaling: Journaling,
-        trackers: Trackers,
-        losses: Losses,
-        *,
-        overlaps: bool,
-    ) -> None:
-        self.config, self.parts, self.journaling, self.overlaps = config, parts, journaling, overlaps
-        self.trackers, self.losses = trackers, losses
-        self.grouping = Grouping(config.workflow)
-        self.utilization, self.device_use = Utilization(config, overlaps), DeviceUse()
+    def __init__(self, context: RunContext, journaling: Journaling, *, overlaps: bool) -> None:
+        self.config, self.parts, self.losses = context.config, context.parts, context.losses
+        self.trackers, self.journaling, self.overlaps = context.directory.trackers, journaling, overlaps
+        self.grouping = Grouping(self.config.workflow)
+        self.utilization, self.device_use = Utilization(self.config, overlaps), DeviceUse()
         self._seconds: dict[str, float] = {}
         self._counted: dict[str, float] = {}
         self._carried: dict[str, float] = {}  # counters of engine and rewards, of the processes before this one
         self._left_out: set[str] = set()  # of what the engine reports
         self._partly: set[str] = set()  # roles whose groups brought advantages in part
         # What engine, rewards and trackers had counted before this run took another one's place.
-        self._before = {k: v for k, v in self._kept_counters().items() if is_counter(k)} if parts.again else {}
-        if parts.again:
+        self._before = {k: v for k, v in self._kept_counters().items() if is_counter(k)} if self.parts.again else {}
+        if self.parts.again:
             self.engine_growth()
         self._started = time.perf_counter()
 
@@ -236,11 +224,10 @@ class Rows:
 
     def _journal(self) -> dict[str, float]:
         """What the journal cost in this step, if there is one."""
-        journaling = self.journaling
-        if not journaling.is_on or not journaling.num_bytes:
+        num_bytes = self.journaling.journal.num_bytes
+        if not self.journaling.is_on or not num_bytes:
             return {}
-        seconds = self._since_last("journal", journaling.seconds)
-        return {"journal/time_s": seconds, "journal/bytes": journaling.num_bytes}
+        return {"journal/time_s": self._since_last("journal", self.journaling.seconds), "journal/bytes": num_bytes}
 
     def _owners_counters(self) -> dict[str, float]:
         """Counters and gauges of rewards, engine and driver; counters go on where a resumed run had ended."""

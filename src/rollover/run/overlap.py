@@ -3,6 +3,7 @@
     sync        collect ──▶ train                        both in the event loop's thread, each with all cores
     overlap     collect ──▶ train in the trainer's thread, while the driver generates for later steps
     streaming   collect, while the trainer's thread adds up the gradient of groups that are READY ──▶ train the rest
+                      └─ reserve ──▶ groups with a signal ──▶ trainer.accumulate
 
 Owns the trainer's thread and the shares of the cores. Never decides what is generated or trained.
 """
@@ -15,15 +16,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 from rollover.config import Config
 from rollover.models.team import most_threads
-from rollover.run.blocked_warning import BlockedWarning
+from rollover.run import blocked_warning
+from rollover.run.context import RunContext
 from rollover.run.metrics_row import Rows
-from rollover.run.parts import Parts
-from rollover.run.streaming import collect_and_accumulate
 from rollover.types import Group
 
 Result = TypeVar("Result")
@@ -53,23 +52,22 @@ class Overlap:
     `is_on`: whether rollouts are generated while the trainer trains. `rows` counts the trainer's seconds.
     """
 
-    def __init__(self, config: Config, parts: Parts, rows: Rows, blocked: BlockedWarning) -> None:
-        self.config, self.parts, self.rows, self.blocked = config, parts, rows, blocked
+    def __init__(self, context: RunContext, rows: Rows) -> None:
+        self.config, self.parts, self.rows = context.config, context.parts, rows
         self.is_on = rows.overlaps
-        self.shares = Shares.of(config)
+        self.shares = Shares.of(self.config)
         # One thread for all steps: it keeps its own team of torch's threads.
         self._thread = ThreadPoolExecutor(1, "trainer")
         if self.is_on:
-            parts.trainer.team.before = self._take_cores
+            self.parts.trainer.team.before = self._take_cores
 
     async def collect(self, version: int) -> list[Group] | None:
         """As `Driver.collect`; with train.streaming_min_groups the trainer works on what is ready meanwhile."""
-        parts, min_groups = self.parts, self.config.train.streaming_min_groups
+        min_groups = self.config.train.streaming_min_groups
         with self.event_loop_watched(self._generating):
             if not min_groups:
-                return await parts.driver.collect(version)
-            beside = partial(self._accumulate, version)
-            return await collect_and_accumulate(parts.driver, parts.batches, parts.trainer, version, min_groups, beside)
+                return await self.parts.driver.collect(version)
+            return await self._collect_and_accumulate(version, min_groups)
 
     async def train(self, work: Callable[[], Result], version: int, *, goes_on: bool = False) -> Result:
         """What `work`, the training step at trainer `version` or a part of it, returns; with overlap generation goes on
@@ -92,12 +90,12 @@ class Overlap:
     def training(self, version: int) -> Iterator[None]:
         """Count the block as training for the step at trainer `version`, and warn if it does not end."""
         what, limit_s = f"the training of step {version + 1}", self.config.watchdog.train_timeout_s
-        with self.rows.timed("train"), self.blocked.over_work(what, "begun", limit_s):
+        with self.rows.timed("train"), blocked_warning.over_work(what, "begun", limit_s):
             yield
 
     def event_loop_watched(self, doing: Callable[[], str]) -> AbstractContextManager[None]:
         """Warn if the engine holds up the event loop in the block. `doing` says what the run does."""
-        return self.blocked.over_event_loop(doing, self.config.watchdog.rollout_timeout_s)
+        return blocked_warning.over_event_loop(doing, self.config.watchdog.rollout_timeout_s)
 
     def close(self) -> None:
         """End the trainer's thread."""
@@ -105,9 +103,38 @@ class Overlap:
 
     # Private
 
-    async def _accumulate(self, version: int, work: Callable[[], None]) -> None:
-        with self.training(version):
-            await self._beside_generation(work)
+    async def _collect_and_accumulate(self, version: int, min_groups: int) -> list[Group] | None:
+        """`driver.collect(version)`; meanwhile the trainer's work on every `min_groups` groups that are ready.
+
+        Weights change once, when all gradients of the step are there, so no token gets staler by this. Which groups
+        come first depends on the order of arrival; the sum of their gradients is the same up to rounding. After a stop
+        (None) or an error nothing of it is left: the groups stay in the cache, the gradient is forgotten.
+        """
+        driver, batches, trainer = self.parts.driver, self.parts.batches, self.parts.trainer
+        lifecycle = driver.lifecycle
+        collected, collecting = None, asyncio.ensure_future(driver.collect(version))
+        try:
+            while not collecting.done():
+                reserved = lifecycle.scheduler.reserve(version, min_groups)
+                groups = [lifecycle.cache.groups[group_id] for group_id in reserved]
+                if groups:
+                    samples = batches.with_signal(groups, version)
+                    with self.training(version):
+                        await self._beside_generation(lambda samples=samples: trainer.accumulate(samples))
+                else:
+                    arrival = asyncio.ensure_future(driver.next_ready())
+                    await asyncio.wait([collecting, arrival], return_when=asyncio.FIRST_COMPLETED)
+                    arrival.cancel()
+            collected = collecting.result()
+        except BaseException:
+            collecting.cancel()
+            await asyncio.wait([collecting])
+            raise
+        finally:
+            if collected is None:
+                lifecycle.scheduler.forget_reserved()
+                trainer.forget_accumulated()
+        return collected
 
     async def _beside_generation(self, work: Callable[[], Result]) -> Result:
         """The trainer's work in its thread, while the engine goes on with the cores that are left to it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -19,7 +18,6 @@ from rollover.config import Config
 from rollover.config.backend import needs_weights_here
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine
-from rollover.envs.build import EnvironmentSetup
 from rollover.envs.protocol import Environment, HoldsObjects
 from rollover.models import kernels
 from rollover.models.devices import engine_device, pick_device
@@ -28,10 +26,9 @@ from rollover.models.team import most_threads, prepare_process
 from rollover.rewards.build import build_rewarder
 from rollover.rewards.observer import RewardObserver
 from rollover.rewards.protocol import ScoringPool
-from rollover.rewards.scorer import make_scorer
-from rollover.rollout.build import build_driver
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
+from rollover.rollout.watchdog import Watchdog
 from rollover.run.environment import start_environment
 from rollover.run.supervised import Examples, load_examples
 from rollover.tasks.prompts import PromptSource, build_prompts, encoder, prompt_limit
@@ -164,19 +161,24 @@ class Parts:
             examples = load_examples(config, loaded) if config.algorithm.supervised else None
             trainer = build_trainer(config, loaded, engine, logs, kept.cluster.own_ranks)
             on_error.callback(trainer.close)
-            scorer = make_scorer(observed, loaded.tokenizer, config)
             pool = observed.rewarder
-            setup = EnvironmentSetup(
-                config, loaded.tokenizer, scorer, pool.scores_singly, loaded.vocab_size, loaded.processor
-            )
-            longest = await asyncio.to_thread(lambda: engine.max_tokens)  # a Ctrl-C ends the wait for an engine
-            environment, server = await start_environment(setup, observed, longest, on_error)
+            environment, server = await start_environment(config, loaded, observed, engine, on_error)
             if isinstance(environment, HoldsObjects) and environment.notice:
                 logger.warning(environment.notice)
             encode = encoder(loaded.tokenizer, environment, loaded.processor)
-            prompts = prompts_for(encode, prompt_limit(config, longest))
+            prompts = prompts_for(encode, prompt_limit(config, engine.max_tokens))
             reroll = Reroll(config.reroll, config.train.num_steps, prompts)
-            driver = build_driver(config, engine, reroll, environment, group_filter, stops)
+            lifecycle = Lifecycle(
+                config.rollout,
+                config.engine.max_running,
+                config.min_valid_rewards,
+                group_filter=group_filter,
+                max_filtered_steps=config.filters.give_up_after_steps,
+                num_valid=Grouping(config.workflow, config.distill).most_valid,
+            )
+            watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(config.rollout.rollouts_per_group))
+            seed, workflow = config.run.seed, config.workflow
+            driver = Driver(lifecycle, engine, reroll, environment, seed, stops, watchdog, workflow)
             reuse = Reuse(config, reroll, prompts.curriculum)
             history = history or RunHistory()
             history.go_on()
@@ -186,7 +188,7 @@ class Parts:
                 again=again,
                 loaded=loaded,
                 trainer=trainer,
-                lifecycle=driver.lifecycle,
+                lifecycle=lifecycle,
                 prompts=prompts,
                 engine=engine,
                 rewarder=pool,

@@ -10,15 +10,18 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from rollover.config import Config
-from rollover.config.rollout import RolloutConfig
+from rollover.config.rollout import SAMPLING, RolloutConfig
 from rollover.engine.protocol import Engine
 from rollover.envs.protocol import Environment
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
 from rollover.rollout.watchdog import Watchdog
-from rollover.types import FIRST_EVAL_GROUP, Group, Prompt, SamplingParams, Task
+from rollover.types import FIRST_EVAL_GROUP, Group, Prompt, Task
 
 _Result = TypeVar("_Result")
+
+# The options of [rollout] that say how an answer is drawn; the others are about steps, of which there are none.
+_DRAWN = (*SAMPLING, "max_new_tokens", "stop", "stop_token_ids", "logits")
 
 
 async def play_groups(
@@ -27,28 +30,17 @@ async def play_groups(
     environment: Environment,
     config: Config,
     stop_token_ids: frozenset[int],
-    sampling: SamplingParams,
     seed: int,
     num_siblings: int,
 ) -> list[Group]:
     """A group of `num_siblings` episodes of each task, in the order of the tasks, with their rewards.
 
-    Tokens are drawn as `sampling` and `seed` say; `stop_token_ids` (EOS) add to those of the config. Where the
+    Tokens are drawn as config.rollout and `seed` say; `stop_token_ids` (EOS) add to those of the config. Where the
     environment fails, or takes too long, the reward says so. ValueError where a rollout stalls ([watchdog]), or the
     engine fails at it again and again: an answer that is missing would make the mean another one.
     """
-    rollout = RolloutConfig(
-        groups_per_step=len(tasks),
-        group_size=num_siblings,
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        stop=config.rollout.stop,
-        stop_token_ids=config.rollout.stop_token_ids,
-        logits=config.rollout.logits,
-    )
+    drawn = {name: getattr(config.rollout, name) for name in _DRAWN}
+    rollout = RolloutConfig(groups_per_step=len(tasks), group_size=num_siblings, **drawn)
     lifecycle = Lifecycle(rollout, min_valid_rewards=0, on_event=_refuse_drops, first_group_id=FIRST_EVAL_GROUP)
     once = config.watchdog.model_copy(update={"max_stalls": 1})  # an evaluation is not worth a second try
     watchdog = Watchdog(once, config.rewards.allowed_s(num_siblings))

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 
 class Producer(Protocol):
+    """Where the groups of a step come from. Without a state of its own, its groups follow from the step, or are in the
+    cache."""
+
     source: str
     """What is used up when it returns []."""
     generates: bool
@@ -61,11 +64,10 @@ class Producer(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: what a checkpoint holds of it."""
-        ...
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`; {} is that of a checkpoint without one."""
-        ...
 
 
 Collect = Callable[[int], Awaitable[list[Group] | None]]
@@ -90,17 +92,7 @@ def build_producer(
     return Generation(collect)
 
 
-class _Stateless:
-    """A producer that needs no state: its groups follow from the step alone, or are in the cache."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
-
-
-class Generation(_Stateless):
+class Generation(Producer):
     """The driver's groups. `collect(version)` as `Driver.collect`."""
 
     source, generates, uses_engine = "tasks", True, True
@@ -112,7 +104,7 @@ class Generation(_Stateless):
         return await self._collect(version)
 
 
-class RecordedRollouts(_Stateless):
+class RecordedRollouts(Producer):
     """The groups of one recorded step after the other; [] at the end. Steps that trained nothing are left out.
 
     `vocab_size`: every token id of the model is below it.
@@ -142,7 +134,7 @@ class RecordedRollouts(_Stateless):
         return groups
 
 
-class OwnProducer:
+class OwnProducer(Producer):
     """The user's class, made by `Class(config, tokenizer, engine)`; its `produce(step, version)` may be `async def`.
 
     It may generate with the run's engine, which gets the new weights every train.publish_every steps, or bring groups

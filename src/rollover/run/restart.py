@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from rollover.config import Config
 from rollover.config.backend import is_tinker
 from rollover.models.devices import decide_dtype
-from rollover.run.blocked_warning import BlockedWarning
+from rollover.run.context import RunContext
 from rollover.run.directory import RunDirectory
 from rollover.run.hooks import Hooks
 from rollover.run.loop import Run, Step
@@ -52,7 +52,7 @@ async def running(
         trackers.on_start(info)
         if decided:
             logger.info(decided)
-        hooks = Hooks(config, stop, BlockedWarning())
+        hooks = Hooks(config, stop)
         run = LastingRun(config, directory, hooks, stop, resume_command)
         try:
             await run.begin()
@@ -236,10 +236,10 @@ class LastingRun:
         parts = await Parts.build(self.config, history, logs, self._kept)
         self._kept = parts.kept
         try:
-            run = Run(
-                self.config, parts, self.directory, self.hooks, self.stop, self.changes, self.losses,
-                self.resume_command,
-            )  # fmt: skip
+            context = RunContext(
+                self.config, parts, self.directory, self.hooks, self.stop, self.losses, self.resume_command
+            )
+            run = Run(context, self.changes)
         except BaseException:
             await parts.close(keep=True)
             raise

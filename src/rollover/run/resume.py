@@ -13,10 +13,9 @@ from __future__ import annotations
 import logging
 
 from rollover.checkpoint.journal import Part
-from rollover.config import Config
 from rollover.config import resume as resume_rules
 from rollover.rollout.restored import check_restored
-from rollover.run.directory import RunDirectory
+from rollover.run.context import RunContext
 from rollover.run.hand_over import HandOver
 from rollover.run.journal.journaling import Journaling
 from rollover.run.journal.replay import Replay
@@ -24,7 +23,6 @@ from rollover.run.journal.roll_back import RollBack
 from rollover.run.journal.scribe import ROLL_BACK, STEP
 from rollover.run.metrics_row import Rows
 from rollover.run.own_metrics import OwnMetrics
-from rollover.run.parts import Parts
 from rollover.run.snapshot import load_snapshot
 from rollover.run.stateful import StatefulPart
 from rollover.run.tracking import Tracking
@@ -38,22 +36,20 @@ logger = logging.getLogger(__name__)
 class Resume:
     """Takes one run to where its earlier process ended, or had to begin again. Its parts have not done anything yet."""
 
-    def __init__(  # noqa: PLR0913 - the parts that a resume restores
+    def __init__(
         self,
-        config: Config,
-        parts: Parts,
+        context: RunContext,
         stateful: list[StatefulPart],
-        directory: RunDirectory,
         journaling: Journaling,
         hand_over: HandOver,
         rows: Rows,
         tracking: Tracking,
         own_metrics: OwnMetrics,
     ) -> None:
-        self.config, self.parts, self.stateful, self.directory = config, parts, stateful, directory
+        self.config, self.parts, self.directory = context.config, context.parts, context.directory
+        self.stateful, self.own_metrics = stateful, own_metrics
         self.journaling, self.hand_over, self.rows, self.tracking = journaling, hand_over, rows, tracking
-        self.own_metrics = own_metrics
-        self.trackers = directory.trackers
+        self.trackers = self.directory.trackers
         # Of the newest step that was trained again: what its row is made of.
         self._trained_again: tuple[list[Group], Batch, dict[str, float], int] | None = None
 
@@ -77,11 +73,11 @@ class Resume:
             saved_version = parts.trainer.policy_version
         # A journal continues the newest checkpoint, or the start of the run. It says nothing of an older checkpoint.
         usable = journaling.is_possible and (name is None or (mark is not None and directory.is_newest(name)))
-        files = journaling.read(mark) if usable else []
+        files = journaling.journal.read(mark) if usable else []
         if name is None and not files:
             num_steps = directory.metrics.path.read_bytes().count(b"\n")
             directory.truncate(Cut(-1))
-            journaling.discard()
+            journaling.journal.discard()
             lost = f", and no journal tells of its {num_steps} steps, which are lost" if num_steps else ""
             logger.warning(f"the run ended before its first checkpoint{lost}: it begins again")
             if parts.again and self.hand_over.needed:  # the engine may have the weights of steps that are lost
@@ -101,9 +97,9 @@ class Resume:
             journaling.roll_back(files[-1])
         self._cut_files(version, replay)
         if files and mark is not None:
-            journaling.committed(mark)  # the process that wrote the checkpoint may have died before that
+            journaling.journal.commit(mark)  # the process that wrote the checkpoint may have died before that
         if len(files) == 1 and not replay.num_records and journaling.is_on:
-            journaling.go_on(files[0])
+            journaling.journal.go_on(files[0])
         if self.hand_over.needed:
             parts.driver.on_new_version(version)
         self._log(name, replay)

@@ -14,10 +14,10 @@ from rollover.config import Config
 from rollover.envs.answer_text import answer_decoder
 from rollover.files import atomic_write_text
 from rollover.rollout.lifecycle import Event
+from rollover.run.context import RunContext
 from rollover.run.parts import Parts
 from rollover.run.records import Records
 from rollover.track.live import Progress
-from rollover.track.tracker import Trackers
 from rollover.trainer.batch import Batch
 from rollover.types import Group
 
@@ -27,10 +27,11 @@ TOKENIZER = "tokenizer.json"
 class Tracking:
     """Tells the trackers of one run. `recorded`: its groups are from the record of another run, so no bound holds."""
 
-    def __init__(self, config: Config, parts: Parts, trackers: Trackers, *, recorded: bool) -> None:
-        self.config, self.parts, self.trackers, self.recorded = config, parts, trackers, recorded
+    def __init__(self, context: RunContext, *, recorded: bool) -> None:
+        config, parts = self.config, self.parts = context.config, context.parts
+        self.trackers, self.recorded = context.directory.trackers, recorded
         self.records = Records(
-            trackers,
+            self.trackers,
             answer_decoder(parts.loaded.tokenizer, config.rollout.keep_special_tokens),
             lambda sample: not (config.algorithm.estimates_tokens or config.distill.replaces_for(sample.role)),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from rollover.track.tracker import Row
 
@@ -34,6 +35,11 @@ def count(value: float | None) -> str:
 
 def decimal(value: float | None, digits: int = 3) -> str:
     return DASH if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def with_interval(value: float | None, interval: Sequence[float] | None) -> str:
+    """`0.512 [0.488, 0.536]`; without an interval the value alone."""
+    return decimal(value) + (f" [{decimal(interval[0])}, {decimal(interval[1])}]" if interval else "")
 
 
 def percent(share: float | None) -> str:

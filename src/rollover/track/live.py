@@ -155,9 +155,6 @@ class LiveView(Tracker):
         left = max(0, self._num_steps - int(self._row.get("step") or 0))
         return left * sum(self._step_times) / len(self._step_times)
 
-    def _get(self, key: str) -> float | None:
-        return self._row.get(key)
-
     def _say_still(self, seconds: float) -> None:
         """In a thread: a line of what has taken so long already."""
         made = self._made()
@@ -213,7 +210,7 @@ class LiveView(Tracker):
         return grid
 
     def _progress(self) -> RenderableType:
-        step = int(self._get("step") or 0)
+        step = int(self._row.get("step") or 0)
         grid = Table.grid(padding=(0, 2), expand=True)
         grid.add_column(no_wrap=True)
         grid.add_column(ratio=1)
@@ -229,7 +226,7 @@ class LiveView(Tracker):
     def _reward(self, width: int) -> Text:
         known = self._trend is not None and self._previous_trend is not None
         change = self._trend - self._previous_trend if known else None  # type: ignore[operator]
-        text = Text.assemble((decimal(self._get("reward/mean")), "bold"), f"   trend {decimal(self._trend)} ")
+        text = Text.assemble((decimal(self._row.get("reward/mean")), "bold"), f"   trend {decimal(self._trend)} ")
         if change is not None:
             arrow, colour = ("▲", "green") if change > 0 else ("▼", "red") if change < 0 else ("=", "dim")
             text.append(f"{arrow} {change:+.3f}", colour)

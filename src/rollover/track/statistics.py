@@ -9,11 +9,13 @@ from the spread of per-task values.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rollover.track.majority import majority_at_k
 
+PER_K = re.compile(r"(pass|maj)@\d+")  # figures of an evaluation by the number of samples
 Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
 

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollover.track.figures import count, decimal, duration, percent
+from rollover.track.figures import count, decimal, duration, percent, with_interval
 from rollover.track.metrics import aggregate
 from rollover.track.shown import excerpt, new_console, shown, shown_lines
-from rollover.track.statistics import parts_of
+from rollover.track.statistics import PER_K, parts_of
 from rollover.track.waits import Verdict, verdict
 
 _DROPPED_TOKENS = re.compile(r"dropped/(.+)/tokens")
@@ -172,7 +172,7 @@ def _eval_rows(summary: RunSummary) -> list[list[str]]:
     if before is None and after is None:
         return []
     rows = [["mean reward", _with_ci(before), _with_ci(after), _change(before, after, "mean")]]
-    keys = dict.fromkeys(k for e in (before, after) if e for k in e if re.fullmatch(r"(pass|maj)@\d+", k))
+    keys = dict.fromkeys(k for e in (before, after) if e for k in e if PER_K.fullmatch(k))
     for key in keys:
         rows.append([key, _number(before, key), _number(after, key), _change(before, after, key)])
     parts = [parts_of(e) if e else {} for e in (before, after)]
@@ -191,11 +191,7 @@ def _number(evaluation: Mapping[str, Any] | None, key: str) -> str:
 
 
 def _with_ci(evaluation: Mapping[str, Any] | None) -> str:
-    text = _number(evaluation, "mean")
-    if evaluation and evaluation.get("ci"):
-        low, high = evaluation["ci"]
-        text += f" [{decimal(low)}, {decimal(high)}]"
-    return text
+    return with_interval(evaluation.get("mean"), evaluation.get("ci")) if evaluation else decimal(None)
 
 
 def _change(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, key: str) -> str:

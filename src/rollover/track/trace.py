@@ -83,8 +83,8 @@ class Trace:
     `clock` gives seconds since the start of the run. `version` is the trainer's, as RunHistory tells it.
     """
 
-    def __init__(self, clock: Callable[[], float], version: int = 0) -> None:
-        self.clock, self.version = clock, version
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock, self.version = clock, 0
         self.events: list[TraceEvent] = []
         self._segments_before: dict[str, int] = {}  # of what runs
 
@@ -172,11 +172,6 @@ class TraceFile:
                 if num_bytes is not None and num_bytes < self.num_bytes:
                     file.truncate(num_bytes)
                 os.fsync(file.fileno())
-
-
-def read_trace(path: str | Path) -> list[TraceEvent]:
-    """All of `trace_events`."""
-    return list(trace_events(path))
 
 
 def trace_events(path: str | Path) -> Iterator[TraceEvent]:

@@ -28,8 +28,7 @@ def build_episodes(setup: EnvironmentSetup, max_tokens: int, rewarder: Rewarder)
     """`max_tokens`: the longest rollout, prompt included, that the engine takes. `rewarder` scores what a program
     answers without a reward. ValueError where the workflow, the chat template or what it needs does not fit."""
     config, workflow, rollout = setup.config, setup.config.workflow, setup.config.rollout
-    sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
-    plays = build_workflow(workflow, sampling, rewarder, partial(trainer_state, config))
+    plays = build_workflow(workflow, rollout.sampling, rewarder, partial(trainer_state, config))
     chats = Chats(
         setup.tokenizer,
         vocab_size=setup.vocab_size,
@@ -50,7 +49,7 @@ def build_episodes(setup: EnvironmentSetup, max_tokens: int, rewarder: Rewarder)
         stop=tuple(rollout.stop),
         image_urls=config.tasks.allow_image_urls,
     )
-    episodes = Episodes(plays, chats, limits, sampling, resumes=workflow.resume != "restart")
+    episodes = Episodes(plays, chats, limits, rollout.sampling, resumes=workflow.resume != "restart")
     if plays.over_http:
         _require_extra(plays)
     return episodes

@@ -11,7 +11,6 @@ import fsspec
 import pytest
 
 from rollover.checkpoint.store import CheckpointStore, CheckpointWriteError
-from rollover.checkpoint.writing import PendingCheckpoint
 from scripted import output_of
 
 OLD, NEW = {"a": b"old", "folder/b": b"older"}, {"a": b"new", "folder/b": b"newer", "c": b"newest"}
@@ -34,38 +33,28 @@ def contents(store: CheckpointStore) -> dict[str, dict[str, bytes]]:
     return {name: {file: Path(path).read_bytes() for file, path in reader.open(name).items()} for name in reader.list()}
 
 
-def added(pending: PendingCheckpoint) -> PendingCheckpoint:
-    for file, content in NEW.items():
-        pending.add(file, content)
-    return pending
-
-
 @pytest.mark.parametrize("name", ["step-000010", "step-000020"], ids=["replaced", "another"])
 def test_until_it_is_committed_nobody_sees_it(store: CheckpointStore, name: str) -> None:
-    pending = store.begin(name)
-    assert contents(store) == {"step-000010": OLD}
-    added(pending)
-    assert contents(store) == {"step-000010": OLD}
-    pending.commit()
+    seen = []
+
+    def looked_at(content: bytes) -> Callable[[str], None]:
+        def write(path: str) -> None:
+            seen.append(contents(store))
+            Path(path).write_bytes(content)
+
+        return write
+
+    store.write(name, {file: looked_at(content) for file, content in NEW.items()})
+    assert seen == [{"step-000010": OLD}] * len(NEW)
     assert contents(store) == {"step-000010": OLD} | {name: NEW}
 
 
-@pytest.mark.parametrize("name", ["step-000010", "step-000020"], ids=["replaced", "another"])
-def test_what_was_begun_and_never_committed_is_gone_after_the_next(store: CheckpointStore, name: str) -> None:
-    added(store.begin(name))  # the process dies here
-    later = CheckpointStore(store.dir, keep=2)
-    later.write("step-000030", NEW)
-    assert contents(store) == {"step-000010": OLD, "step-000030": NEW}
-
-
 def test_a_failing_file_takes_back_what_was_added(store: CheckpointStore) -> None:
-    pending = added(store.begin("step-000020"))
-
     def fail(path: str) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(CheckpointWriteError, match="step-000020 could not be written.*No space left"):
-        pending.add("d", fail)
+        store.write("step-000020", {**NEW, "d": fail})
     assert contents(store) == {"step-000010": OLD}
     files = fsspec.core.url_to_fs(store.dir)[0].find(store.dir)
     assert not [file for file in files if "step-000020" in file], "what was added lies there still"
@@ -132,7 +121,7 @@ def test_files_of_a_remote_store_lie_on_their_way_where_all_machines_see_them(tm
 def test_names_that_would_leave_the_checkpoint_are_refused(store: CheckpointStore) -> None:
     for file in ("../a", "/a", "manifest.json", "COMMITTED", ""):
         with pytest.raises(AssertionError, match="bad file name"):
-            store.begin("step-000020").add(file, b"")
+            store.write("step-000020", {file: b""})
 
 
 KILLED_BETWEEN_ANY_TWO_WRITES = '''

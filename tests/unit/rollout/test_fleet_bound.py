@@ -138,7 +138,7 @@ def test_the_bound_holds_while_one_half_lags(mode: str, staleness: int, lag: int
     steps(run, 8, rng)
     metrics = run.lifecycle.metrics()
     assert metrics["dropped/failed/groups"] == 0 and not run.said
-    if run.lifecycle.scheduler.finish_first:
+    if run.lifecycle.scheduler.config.finish_first:
         assert metrics["groups/dropped"] == 0
 
 

@@ -44,7 +44,7 @@ def test_accounts_and_metrics() -> None:
     }
     ledger.on_consume(cache.consume(2))
     ledger.on_drop(cache.drop(1, DropReason.STALE), DropReason.STALE)
-    ledger.on_resume()
+    ledger.resumed_rollouts += 1
     ledger.check(cache)
     assert ledger.metrics(cache) == {
         "tokens/generated": 18,
@@ -128,7 +128,7 @@ def test_a_drop_reason_newer_than_the_checkpoint_starts_at_zero() -> None:
 
 def test_filtered_groups_are_counted_by_filter_and_as_one_reason() -> None:
     cache, ledger = books()
-    ledger.on_filtered("pass_rate")
+    ledger.filtered["pass_rate"] += 1
     with pytest.raises(AssertionError, match=r"'filtered groups': \(1, 0\)"):
         ledger.check(cache)
     ledger.on_drop(cache.drop(2, DropReason.FILTERED), DropReason.FILTERED)
@@ -148,5 +148,5 @@ def test_a_checkpoint_from_before_there_were_filters_is_read() -> None:
     restored = Ledger()
     restored.load_state_dict(state)
     restored.check(cache)
-    restored.on_filtered("custom")
+    restored.filtered["custom"] += 1
     assert restored.filtered == {"custom": 1}

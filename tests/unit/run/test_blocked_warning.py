@@ -10,7 +10,6 @@ import pytest
 import virtual_time
 from heard import hear
 from rollover.run import blocked_warning as warning_module
-from rollover.run.blocked_warning import BlockedWarning
 
 
 class Heard(list):
@@ -41,7 +40,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> virtual_time.ThreadClock:
 
 def test_warns_in_time_and_at_doubling_times(clock: virtual_time.ThreadClock) -> None:
     heard = hear(Heard())
-    with BlockedWarning().over(text, 5):
+    with warning_module.over(text, 5):
         clock.let_pass(4.9)
         assert heard == []
         clock.let_pass(50)
@@ -52,11 +51,11 @@ def test_warns_in_time_and_at_doubling_times(clock: virtual_time.ThreadClock) ->
 
 def test_is_silent_when_nothing_takes_long_and_when_it_is_off(clock: virtual_time.ThreadClock) -> None:
     heard = hear(Heard())
-    with BlockedWarning().over(text, 5):
+    with warning_module.over(text, 5):
         clock.let_pass(1)
     clock.let_pass(100)
     assert len(clock.threads) == 1 and clock.num_alive == 0
-    with BlockedWarning().over(text, 0) as restart:
+    with warning_module.over(text, 0) as restart:
         restart()
         clock.let_pass(100)
     assert heard == [] and len(clock.threads) == 1, "what is off has no thread"
@@ -64,7 +63,7 @@ def test_is_silent_when_nothing_takes_long_and_when_it_is_off(clock: virtual_tim
 
 def test_a_sign_of_life_starts_the_time_anew(clock: virtual_time.ThreadClock) -> None:
     heard = hear(Heard())
-    with BlockedWarning().over(text, 5) as restart:
+    with warning_module.over(text, 5) as restart:
         for _ in range(8):
             clock.let_pass(4)
             restart()
@@ -83,7 +82,7 @@ def test_an_event_loop_that_waits_is_no_reason_one_that_stands_still_is(clock: v
     async def go() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, virtual_time.VirtualLoop)
-        with BlockedWarning().over_loop(text, 8, loop.call_later):
+        with warning_module.over_loop(text, 8, loop.call_later):
             await asyncio.sleep(100)
             assert heard == []
             loop.let_pass(20)  # a step of the engine that does not end
@@ -91,7 +90,7 @@ def test_an_event_loop_that_waits_is_no_reason_one_that_stands_still_is(clock: v
             await asyncio.sleep(100)
             assert len(heard) == 2
         await asyncio.sleep(100)
-        with BlockedWarning().over_loop(text, 0, loop.call_later):
+        with warning_module.over_loop(text, 0, loop.call_later):
             loop.let_pass(100)
 
     virtual_time.run(go(), clock.let_pass)
@@ -100,7 +99,7 @@ def test_an_event_loop_that_waits_is_no_reason_one_that_stands_still_is(clock: v
 
 def test_an_error_ends_it_too(clock: virtual_time.ThreadClock) -> None:
     heard = hear(Heard())
-    with pytest.raises(RuntimeError), BlockedWarning().over(text, 5):
+    with pytest.raises(RuntimeError), warning_module.over(text, 5):
         raise RuntimeError
     clock.let_pass(100)
     assert heard == [] and clock.num_alive == 0
@@ -116,7 +115,7 @@ def test_in_real_time() -> None:
             spoken.set()
 
     hear(say)
-    with BlockedWarning().over(text, 0.01):
+    with warning_module.over(text, 0.01):
         assert spoken.wait(120)
     first, second = (float(line.split()[-2]) for line in heard[:2])
     assert first >= 0.01 and second >= 2 * first - 0.02 and heard.threads == {"blocked-warning"}

@@ -19,8 +19,8 @@ from rollover.track.trace import (
     acts,
     busy_share,
     engine_visits,
-    read_trace,
     spans,
+    trace_events,
 )
 from rollover.types import DropReason
 from unit.track.traced import MODES, TracedRun, stopped_in_the_middle, traced
@@ -92,18 +92,18 @@ def test_round_trip_through_the_file(tmp_path: Path) -> None:
     file = TraceFile(tmp_path / "trace.jsonl")
     file.write(events[:40])
     file.write(events[40:])
-    assert read_trace(file.path) == events
+    assert list(trace_events(file.path)) == events
     assert file.num_bytes / len(events) < 45, "compact"
 
 
 def test_half_a_line_is_no_event_and_a_wrong_one_is_named(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('["publish",1.5,3]\n["park",2.0,3,0,1,0,5,[[3,')
-    assert read_trace(path) == [TraceEvent("publish", 1.5, 3)]
+    assert list(trace_events(path)) == [TraceEvent("publish", 1.5, 3)]
     for wrong in ('{"kind":"park"}', '["park",2.0]', "[", '["park",2.0,3,0,1,0,5,[3]]'):
         path.write_text(f'["publish",1.5,3]\n{wrong}\n')
         with pytest.raises(ValueError, match="trace.jsonl:2: not a trace event"):
-            read_trace(path)
+            list(trace_events(path))
 
 
 def test_a_file_is_cut_back_and_one_that_is_off_grows_no_more(tmp_path: Path) -> None:
@@ -116,9 +116,9 @@ def test_a_file_is_cut_back_and_one_that_is_off_grows_no_more(tmp_path: Path) ->
     file.write([second])
     off = TraceFile(file.path, enabled=False)
     off.write([second])
-    assert read_trace(file.path) == [first, second]
+    assert list(trace_events(file.path)) == [first, second]
     off.truncate(kept)
-    assert read_trace(file.path) == [first]
+    assert list(trace_events(file.path)) == [first]
     off.truncate(kept + 1000)
     assert file.num_bytes == kept, "a shorter file is not filled with zeros"
 
@@ -138,7 +138,7 @@ def test_a_resumed_run_writes_the_trace_of_an_uninterrupted_one(tmp_path: Path, 
     file.truncate(second.history.trace_bytes)
     second.steps(5)
     second.history.flush()
-    assert read_trace(file.path) == straight.trace
+    assert list(trace_events(file.path)) == straight.trace
 
 
 @pytest.mark.parametrize("after_events", [3, 17, 40])
@@ -154,7 +154,7 @@ def test_a_checkpoint_in_the_middle_of_a_step(tmp_path: Path, after_events: int)
     file.truncate(second.history.trace_bytes)
     second.steps(4)
     second.history.flush()
-    events = read_trace(file.path)
+    events = list(trace_events(file.path))
     assert [e.seconds for e in events] == sorted(e.seconds for e in events), "the clock goes on"
     assert sum(e.tokens for e in events if e.kind in ("park", "finish")) == second.ledger.generated_tokens
     finished = Counter((e.group, e.sibling) for e in events if e.kind == "finish")

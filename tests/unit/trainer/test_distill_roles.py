@@ -12,11 +12,11 @@ import pytest
 import tiny
 from local_trainer import local_trainer
 from rollover import Played, distilled, ready_episodes
+from rollover.algorithms.grouping import Grouping
 from rollover.api.settings import Arguments
 from rollover.config import Config, ReplayConfig
 from rollover.config.load import ConfigError, load_config
 from rollover.functions import load_function
-from rollover.rollout.build import Grouping
 from rollover.tasks.prompts import encode_prompt
 from rollover.trainer.backend import TEACHER
 from rollover.trainer.batch import Batch

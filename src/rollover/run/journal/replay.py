@@ -54,14 +54,18 @@ class Replay:
         self.trace_bytes = parts.history.trace_bytes
         self.taken: dict[int, Group] = {}
         self.tokens = RunningTokens()
-        self._of_kind: dict[str, Callable[[dict[str, Any], bytes], None]] = {
+        self._of_kind: dict[str, Callable[[dict[str, Any], bytes], object]] = {
             EventKind.ADMIT.value: self._admit,
             EventKind.BEGIN.value: lambda meta, _: begin_acting(self.lifecycle, self._rollout(meta)),
             EventKind.OPEN.value: lambda meta, data: _open(self.lifecycle, meta, data),
-            EventKind.RESTART.value: lambda meta, _: _restart(self.lifecycle, meta),
+            EventKind.RESTART.value: lambda meta, _: restart_episode(
+                self.lifecycle, self._group(meta), meta["sibling"]
+            ),
             EventKind.AGAIN.value: lambda meta, _: act_again(self.lifecycle, self._rollout(meta)),
-            EventKind.CUT.value: lambda meta, _: _cut(self.lifecycle, meta),
-            EventKind.KEEP.value: lambda meta, _: _keep(self.lifecycle, meta),
+            EventKind.CUT.value: lambda meta, _: cut_rollout(self.lifecycle, self._rollout(meta), meta["num_tokens"]),
+            EventKind.KEEP.value: lambda meta, _: keep(
+                self.lifecycle, meta["group"], meta["sibling"], meta["name"], meta["value"]
+            ),
             EventKind.START.value: self._run,
             EventKind.RESUME.value: self._run,
             TOKENS: self._tokens,
@@ -209,18 +213,3 @@ def _open(lifecycle: Lifecycle, meta: dict[str, Any], data: bytes) -> None:
         turn_key=meta.get("key"),  # absent in journals of before
     )
     open_rollout(lifecycle, rollout)
-
-
-def _restart(lifecycle: Lifecycle, meta: dict[str, Any]) -> None:
-    """An Episode began again."""
-    restart_episode(lifecycle, lifecycle.cache.groups[meta["group"]], meta["sibling"])
-
-
-def _cut(lifecycle: Lifecycle, meta: dict[str, Any]) -> None:
-    """What an agent did not ask for again left."""
-    cut_rollout(lifecycle, lifecycle.cache.rollout(meta["rollout"]), meta["num_tokens"])
-
-
-def _keep(lifecycle: Lifecycle, meta: dict[str, Any]) -> None:
-    """An Episode keeps something over a kill."""
-    keep(lifecycle, meta["group"], meta["sibling"], meta["name"], meta["value"])

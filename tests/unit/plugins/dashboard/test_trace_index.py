@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollover.plugins.dashboard.trace_index import PARKED, RESUMED, TraceIndex
-from rollover.track.trace import TRACE, TraceEvent, TraceFile, acts, engine_visits, read_trace, spans
+from rollover.track.trace import TRACE, TraceEvent, TraceFile, acts, engine_visits, spans, trace_events
 
 EVENTS = [
     TraceEvent("generate_start", 0.0, 0),
@@ -234,7 +234,7 @@ def test_it_agrees_with_the_trace_that_is_read_at_once(tmp_path: Path) -> None:
             running.add(rollout)
             events.append(TraceEvent(rng.choice(("start", "resume")), now, 3, *rollout))
     index = index_of(tmp_path / TRACE, events)
-    visits = engine_visits(read_trace(index.path))
+    visits = engine_visits(list(trace_events(index.path)))
     expected = [(v.group, v.slot, *bar) for v in visits for bar in v.bars()]
     names = "group", "slot", "version", "tokens", "start", "end"
     assert [tuple(bar[name].item() for name in names) for bar in index.bars()] == expected

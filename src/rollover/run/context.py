@@ -1,0 +1,26 @@
+"""The objects that the components of one run share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollover.config import Config
+from rollover.run.directory import RunDirectory
+from rollover.run.hooks import Hooks
+from rollover.run.losses import Losses
+from rollover.run.parts import Parts
+from rollover.run.stop import Stop
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """Everything a run is given: its settings, its parts, and the objects that outlive a lost backend."""
+
+    config: Config
+    parts: Parts
+    directory: RunDirectory
+    hooks: Hooks
+    stop: Stop
+    losses: Losses
+    resume_command: str
+    """The command that continues the run."""

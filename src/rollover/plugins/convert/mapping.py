@@ -69,8 +69,8 @@ class Row:
 
     keys: ours; none = no counterpart. to(value, options): values of ours; without it the value is that of the one key.
     It raises Unanswered for a value that has no counterpart. default: the other system's, which is written out where a
-    file says nothing (None: nothing is). example: a value that changes the resolved run, beside those of `beside`
-    (None: any value is asked about, and the keys answer it).
+    file says nothing (None: nothing is). example: a value that changes the resolved run, with other options where it
+    needs them (None: any value is asked about, and the keys answer it).
     note: what is different, or why there is no counterpart. neutral: values without which as much is learned; None of
     a row without keys: all are (the option changes no result). secret: its value may be a credential, and is not shown.
     """
@@ -80,7 +80,6 @@ class Row:
     to: To | None = None
     default: Any = None
     example: Any = None
-    beside: Mapping[str, Any] = field(default_factory=dict)
     also: tuple[str, ...] = ()
     note: str = ""
     neutral: tuple[Any, ...] | None = None

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from options_beside import BESIDE
 from rollover.config.load import load_config
 from rollover.config.schema import field_at
 from rollover.config.table import value_of
@@ -28,7 +29,7 @@ def resolved(system: System, options: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(("system", "row"), WITH_OURS)
 def test_each_of_our_names_exists_and_changes_the_resolved_run(system: System, row: Row) -> None:
-    base = dict(system.base) | dict(row.beside)
+    base = dict(system.base) | BESIDE.get((system.name, row.option), {})
     if row.example is None:
         assert convert(system, base | {row.option: "some value"}).questions[row.option]
         assert all(field_at(key) is not None for key in row.keys)

@@ -50,8 +50,7 @@ def trl_row(option: str, **changed: Any) -> Row:
         theirs = Options({field: item for field, item in given.items() if item is not None}, TRL.rows)
         return dict(row.values(value, theirs))
 
-    beside = {names[field]: value for field, value in row.beside.items()}
-    values = {"default": row.default, "example": row.example, "beside": beside, "note": row.note} | changed
+    values = {"default": row.default, "example": row.example, "note": row.note} | changed
     return Row(option, row.keys, to, **values)
 
 

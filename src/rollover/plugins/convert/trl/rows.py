@@ -11,11 +11,6 @@ from rollover.plugins.convert.shown import where
 from rollover.plugins.convert.trl import data
 from rollover.plugins.convert.trl import values as to
 
-_EVALUATED = {"eval_dataset": "held_out.jsonl", "eval_strategy": "steps", "eval_steps": 5}
-_SYNCED = {"beta": 0.04, "sync_ref_model": True}
-_VLLM = {"use_vllm": True}
-_SHOWN_IN = {"report_to": ["wandb"]}
-_TWO = {"reward_funcs": ["mine.py:right", "mine.py:short"]}
 _PER_STEP = ("rollout.groups_per_step", "train.minibatches_per_step")
 _EVAL = ("eval.num_tasks", "eval.every_steps")
 
@@ -95,7 +90,7 @@ ROWS = (
         note="TRL puts messages through the chat template, and leaves texts as they are"),
     Row("model", ("model.path",), example="another"),
     Row("model_init_kwargs", ("model.revision",), data.model_options, example={"revision": "v1"},
-        beside={"model": "me/mine"}, note="`dtype`: master weights are float32 in any case. What else"
+        note="`dtype`: master weights are float32 in any case. What else"
         " changes a model is asked about"),
     Row("trust_remote_code", ("model.trust_remote_code",), example=True),
     Row("peft_config", ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules"), data.lora,
@@ -103,9 +98,9 @@ ROWS = (
         " and v_proj, peft's own for most models"),
     Row("reward_funcs", ("rewards.function", "rewards.functions"), data.rewards, example=["mine.py:reward"],
         note="a model's name: the reward `reward_model`"),
-    Row("reward_weights", ("rewards.functions",), data.rewards, example=[1.0, 0.5], beside=_TWO),
+    Row("reward_weights", ("rewards.functions",), data.rewards, example=[1.0, 0.5]),
     Row("multi_objective_aggregation", ("algorithm.advantage", "algorithm.reward_weights"), to.advantage,
-        "sum_then_normalize", "normalize_then_sum", _TWO, note="`normalize_then_sum`: `gdpo`"),
+        "sum_then_normalize", "normalize_then_sum", note="`normalize_then_sum`: `gdpo`"),
     Row("num_processes", _PER_STEP, to.groups, 1, 2, note="accelerate's: processes have a batch each"),
     Row("per_device_train_batch_size", _PER_STEP, to.groups, 8, 16,
         note="samples; a step here is what is generated at once"),
@@ -114,7 +109,7 @@ ROWS = (
         note="minibatches have whole groups, where TRL shuffles their rollouts among them"),
     Row("generation_batch_size", _PER_STEP, to.groups, example=32),
     Row("num_generations", ("rollout.group_size",), default=8, example=4),
-    Row("num_generations_eval", ("eval.samples_per_task",), data.evaluation, example=2, beside=_EVALUATED),
+    Row("num_generations_eval", ("eval.samples_per_task",), data.evaluation, example=2),
     Row("max_steps", ("train.num_steps",), to.steps, example=20, note="TRL counts updates"),
     Row("max_prompt_length", ("tasks.max_prompt_tokens", "tasks.truncation"), data.prompt_limit, 0, 128,
         note="of earlier releases; without it no prompt is too long"),
@@ -134,8 +129,7 @@ ROWS = (
     Row("shuffle_dataset", ("tasks.shuffle",), default=True, example=False),
     Row("learning_rate", ("train.learning_rate",), default=1e-6, example=1e-5),
     Row("lr_scheduler_type", ("train.schedule",), to.schedule, "linear", "cosine"),
-    Row("lr_scheduler_kwargs", ("train.min_lr_ratio",), to.schedule, example={"min_lr_rate": 0.1},
-        beside={"lr_scheduler_type": "cosine_with_min_lr"}),
+    Row("lr_scheduler_kwargs", ("train.min_lr_ratio",), to.schedule, example={"min_lr_rate": 0.1}),
     Row("warmup_steps", ("train.warmup_steps", "train.warmup_ratio"), to.warmup, example=10,
         note="below 1: a share. The first update has 1/n of the rate, in TRL 0"),
     Row("warmup_ratio", ("train.warmup_ratio",), to.warmup, example=0.1, note="of earlier releases"),
@@ -156,30 +150,27 @@ ROWS = (
     Row("loss_type", ("algorithm.loss", "algorithm.aggregation"), to.loss, "dapo", "sapo",
         note="`bnpo` divides by the tokens of a micro-batch, `dapo` by those of the step: here both are the latter"),
     Row("importance_sampling_level", ("algorithm.loss",), to.loss, "token", "sequence", note="`gspo`"),
-    *(Row(name, ("algorithm.loss_options",), to.loss, default, example, {"loss_type": loss})
-      for name, loss, default, example in (
-          ("sapo_temperature_pos", "sapo", 1.0, 2.0), ("sapo_temperature_neg", "sapo", 1.05, 2.0),
-          ("vespo_k_pos", "vespo", 2.0, 1.0), ("vespo_lambda_pos", "vespo", 3.0, 1.0),
-          ("vespo_k_neg", "vespo", 3.0, 1.0), ("vespo_lambda_neg", "vespo", 2.0, 1.0))),
+    *(Row(name, ("algorithm.loss_options",), to.loss, default, example)
+      for name, default, example in (
+          ("sapo_temperature_pos", 1.0, 2.0), ("sapo_temperature_neg", 1.05, 2.0), ("vespo_k_pos", 2.0, 1.0),
+          ("vespo_lambda_pos", 3.0, 1.0), ("vespo_k_neg", 3.0, 1.0), ("vespo_lambda_neg", 2.0, 1.0))),
     Row("scale_rewards", ("algorithm.advantage", "algorithm.advantage_std"), to.advantage, "group", "batch",
         note="`none`: `dr_grpo`"),
     Row("use_vllm", ("algorithm.correction",), to.correction, False, True,
         note="TRL corrects for vLLM's log-probs alone. What generates is `[engine]`"),
-    Row("vllm_importance_sampling_correction", ("algorithm.correction",), to.correction, True, False, _VLLM),
-    Row("vllm_importance_sampling_mode", ("algorithm.correction",), to.correction, "sequence_mask", "token_truncate",
-        _VLLM),
-    Row("vllm_importance_sampling_clip_max", ("algorithm.correction_cap",), to.correction, 3.0, 2.0, _VLLM),
-    Row("vllm_importance_sampling_clip_min", ("algorithm.correction_floor",), to.correction, example=0.5, beside=_VLLM),
-    Row("vllm_importance_sampling_cap", ("algorithm.correction_cap",), to.correction, example=2.0, beside=_VLLM,
+    Row("vllm_importance_sampling_correction", ("algorithm.correction",), to.correction, True, False),
+    Row("vllm_importance_sampling_mode", ("algorithm.correction",), to.correction, "sequence_mask", "token_truncate"),
+    Row("vllm_importance_sampling_clip_max", ("algorithm.correction_cap",), to.correction, 3.0, 2.0),
+    Row("vllm_importance_sampling_clip_min", ("algorithm.correction_floor",), to.correction, example=0.5),
+    Row("vllm_importance_sampling_cap", ("algorithm.correction_cap",), to.correction, example=2.0,
         note="of earlier releases"),
     Row("beta", ("algorithm.kl_coef",), to.with_beta("algorithm.kl_coef"), 0.0, 0.04),
     Row("use_bias_correction_kl", ("algorithm.kl_bias_correction",), to.with_beta("algorithm.kl_bias_correction"),
-        True, False, {"beta": 0.04}),
-    Row("sync_ref_model", ("algorithm.reference_refresh_steps",), to.sync, False, True, {"beta": 0.04}),
-    Row("ref_model_sync_steps", ("algorithm.reference_refresh_steps",),
-        to.synced("algorithm.reference_refresh_steps"), 512, 64, _SYNCED),
-    Row("ref_model_mixup_alpha", ("algorithm.reference_mixup",), to.synced("algorithm.reference_mixup"), 0.6, 0.9,
-        _SYNCED),
+        True, False),
+    Row("sync_ref_model", ("algorithm.reference_refresh_steps",), to.sync, False, True),
+    Row("ref_model_sync_steps", ("algorithm.reference_refresh_steps",), to.synced("algorithm.reference_refresh_steps"),
+        512, 64),
+    Row("ref_model_mixup_alpha", ("algorithm.reference_mixup",), to.synced("algorithm.reference_mixup"), 0.6, 0.9),
     Row("top_entropy_quantile", ("algorithm.top_entropy_share",), default=1.0, example=0.2),
     Row("entropy_coef", ("algorithm.entropy_coef",), default=0.0, example=0.01),
     Row("mask_truncated_completions", ("filters.mask_truncated",), default=False, example=True,
@@ -192,15 +183,15 @@ ROWS = (
     Row("report_to", ("track.trackers",), data.trackers, example=["wandb"],
         note="`wandb`, `tensorboard`, `trackio`, `mlflow` and `swanlab` (docs/trackers.md)"),
     Row("project", ("track.project",), where(data.tools, "track.project", of=("trackio",)), example="mine",
-        beside={"report_to": ["trackio"]}, note="of trackio alone there"),
-    Row("log_completions", ("track.tracker_rollouts",), data.completions, False, True, _SHOWN_IN,
+        note="of trackio alone there"),
+    Row("log_completions", ("track.tracker_rollouts",), data.completions, False, True,
         note="four of each step, where TRL sends all"),
-    Row("eval_strategy", _EVAL, data.evaluation, "no", "steps", {"eval_dataset": "held_out.jsonl", "eval_steps": 5},
+    Row("eval_strategy", _EVAL, data.evaluation, "no", "steps",
         note="with an `eval_dataset`. One more evaluation comes at the end"),
-    Row("eval_steps", _EVAL[1:], data.evaluation, example=20, beside=_EVALUATED, note="not set: `logging_steps`"),
-    Row("eval_on_start", ("eval.at_start",), data.evaluation, False, True, _EVALUATED),
+    Row("eval_steps", _EVAL[1:], data.evaluation, example=20, note="not set: `logging_steps`"),
+    Row("eval_on_start", ("eval.at_start",), data.evaluation, False, True),
     Row("load_best_model_at_end", ("checkpoint.keep_best", "checkpoint.save_best_model"), data.best, False, True,
-        _EVALUATED | {"metric_for_best_model": "eval_reward"}, note="`model/` is the last one, `best_model/` the best"),
+        note="`model/` is the last one, `best_model/` the best"),
     Row("save_strategy", ("checkpoint.every_steps",), data.saves, "steps", "no"),
     Row("save_steps", ("checkpoint.every_steps",), data.saves, 500, 20),
     Row("save_total_limit", ("checkpoint.keep",), data.given("checkpoint.keep"), example=5,

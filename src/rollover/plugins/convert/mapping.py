@@ -73,6 +73,7 @@ class Row:
     needs them (None: any value is asked about, and the keys answer it).
     note: what is different, or why there is no counterpart. neutral: values without which as much is learned; None of
     a row without keys: all are (the option changes no result). secret: its value may be a credential, and is not shown.
+    when(options): whether the option has an effect beside the others; without it, always.
     """
 
     option: str
@@ -84,6 +85,7 @@ class Row:
     note: str = ""
     neutral: tuple[Any, ...] | None = None
     secret: bool = False
+    when: Callable[[Options], Any] | None = None
 
     @property
     def only_shows(self) -> bool:
@@ -96,6 +98,8 @@ class Row:
 
     def values(self, value: Any, options: Options) -> Mapping[str, Any]:
         """Values of ours, by dotted key."""
+        if self.when is not None and not self.when(options):
+            return {}
         return self.to(value, options) if self.to else {self.keys[0]: value}
 
 

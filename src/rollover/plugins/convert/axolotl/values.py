@@ -124,10 +124,6 @@ def evaluates(options: Options) -> bool:
     return bool(options("test_datasets") or options("val_set_size"))
 
 
-def eval_steps(value: Any, options: Options) -> dict[str, Any]:
-    return every("eval.every_steps")(value, options) if evaluates(options) else {}
-
-
 def held_out(value: Any, options: Options) -> dict[str, Any]:
     if not value:
         return {} if options("test_datasets") else {"tasks.eval_fraction": 0.0}
@@ -258,13 +254,9 @@ def _alters_sampling(options: Options) -> bool:
     return (top_p or 1.0) < 1 or (top_k or 0) > 0 or (min_p or 0) > 0 or penalty != 1 or regex
 
 
-def workers(value: Any, options: Options) -> dict[str, Any]:
-    return {"rewards.num_workers": max(1, int(value))} if is_asynchronous(options) else {}
-
-
 def streaming(value: Any, options: Options) -> dict[str, Any]:
     """Its groups are scored, and their gradient is computed, as they come."""
-    if not is_asynchronous(options) or not options("trl.streaming_partial_batch"):
+    if not options("trl.streaming_partial_batch"):
         return {}
     least = int(options("trl.streaming_min_groups") or 1)
     try:
@@ -274,13 +266,8 @@ def streaming(value: Any, options: Options) -> dict[str, Any]:
     return {"rewards.streaming": True} | ({} if whole else {"train.streaming_min_groups": least})
 
 
-def with_producer(key: str) -> Any:
-    """Of Axolotl's own trainer alone."""
-    return lambda value, options: {key: value} if is_asynchronous(options) else {}
-
-
 def replay(value: Any, options: Options) -> dict[str, Any]:
-    if not value or not is_asynchronous(options):
+    if not value:
         return {}
     bound = overlap(None, options).get("rollout.max_staleness", 0) + 4
     return {"replay.size": value, "replay.max_staleness": bound}
@@ -288,7 +275,7 @@ def replay(value: Any, options: Options) -> dict[str, Any]:
 
 def reroll(value: Any, options: Options) -> dict[str, Any]:
     start = options("trl.reroll_start_fraction")
-    if start >= 1 or not is_asynchronous(options):
+    if start >= 1:
         return {}
     values = {"reroll.start_fraction": start, "reroll.max_groups": options("trl.reroll_max_groups")}
     return values | {"reroll.failed_at_most": "equal_zero"}
@@ -311,10 +298,6 @@ def warmup(value: Any, options: Options) -> dict[str, Any]:
     return {"train.warmup_ratio": 0.03 if share is None else share}
 
 
-def min_lr(value: Any, options: Options) -> dict[str, Any]:
-    return {"train.min_lr_ratio": value} if options("lr_scheduler") == "cosine" else {}
-
-
 def optimizer(value: Any, options: Options) -> dict[str, Any]:
     if value not in _OPTIMIZERS:
         raise Unanswered(f"{value} is no optimizer that there is here: {', '.join(sorted(set(_OPTIMIZERS.values())))}")
@@ -322,12 +305,12 @@ def optimizer(value: Any, options: Options) -> dict[str, Any]:
     return {"train.optimizer": name} | ({"train.momentum": 0.0} if name == "sgd" else {})
 
 
-def with_adam(key: str) -> Any:
-    return lambda value, options: {} if options("optimizer") == "sgd" else {key: value}
+def has_adam(options: Options) -> bool:
+    return options("optimizer") != "sgd"
 
 
-def lora(key: str) -> Any:
-    return lambda value, options: {key: value} if options("adapter") == "lora" else {}
+def has_lora(options: Options) -> bool:
+    return options("adapter") == "lora"
 
 
 def adapter(value: Any, options: Options) -> dict[str, Any]:
@@ -340,8 +323,6 @@ def adapter(value: Any, options: Options) -> dict[str, Any]:
 
 
 def targets(value: Any, options: Options) -> dict[str, Any]:
-    if options("adapter") != "lora":
-        return {}
     named = options("lora_target_modules") or []
     if options("lora_target_linear") or named == "all-linear":
         return {"model.lora.target_modules": ["all-linear"]}

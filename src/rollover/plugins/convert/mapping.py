@@ -6,7 +6,7 @@ configuration: who calls does, and finds out what does not go together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -101,6 +101,11 @@ class Row:
         if self.when is not None and not self.when(options):
             return {}
         return self.to(value, options) if self.to else {self.keys[0]: value}
+
+
+def without(note: str, *options: str, neutral: tuple[Any, ...] | None = None) -> Iterator[Row]:
+    """Rows of options without a counterpart. note, neutral: as in `Row`."""
+    return (Row(option, note=note, neutral=neutral) for option in options)
 
 
 @dataclass(frozen=True)

@@ -5,53 +5,10 @@ from __future__ import annotations
 
 from rollover.config.run import TOOLS
 from rollover.plugins.convert.lightrft import values as to
-from rollover.plugins.convert.mapping import SHOWN, WHERE, Row, System
+from rollover.plugins.convert.mapping import SHOWN, WHERE, Row, System, without
 from rollover.plugins.convert.shown import where
 
 # fmt: off
-_VISION = "it is of the vision part of the model"
-NO_RESULT = {
-    WHERE: (
-        "micro_train_batch_size", "micro_rollout_batch_size", "engine_type", "engine_tp_size", "engine_mem_util",
-        "enable_engine_sleep", "disable_engine_sleep", "packing_samples", "sp_size", "fsdp", "fsdp_cpu_offload",
-        "zero_stage", "zpg", "adam_offload", "actor_init_on_gpu", "flash_attn", "grad_accum_dtype", "overlap_comm",
-        "gradient_checkpointing_use_reentrant", "disable_fast_tokenizer", "disable_logprobs_flashattn", "meta_init",
-        "initial_model_shard_size", "local_rank", "rm_use_engine", "rm_engine_cudagraph", "fused_linear_logprob",
-        "chunk_size", "use_ms",
-    ),
-    SHOWN: (
-        "save_trajectories", "num_trajectories_to_save", "mark_high_entropy_tokens", "trajectory_analysis",
-        "print_replay_buffer_stats", "logging_steps", "save_hf_ckpt", "disable_ds_ckpt", "max_ckpt_mem",
-        "load_checkpoint", "save_value_network", "log_dir", "plot_every", "ckpt_path",
-    ),
-    _VISION: ("limit_mm_image_per_prompt", "mixed_mm_data", "no_shard_vit"),
-    "rows with images show them": ("text_only",),
-    "its examples choose a reward by it": ("label_key",),
-    "goes with `use_gspo`": ("normalize_advantages", "use_sequence_rewards"),
-    "goes with `pretrain_data`": ("ptx_coef", "pretrain_data_probs", "pretrain_split"),
-    "deprecated there": ("max_len",),
-    "a name in its checkpoints": ("value_head_prefix",),
-}
-# Flag -> why it has no counterpart, and the values without which as much is learned.
-_NOT_THERE = {
-    "loss_agg_mode": ("none of its trainers reads it, and the loss is the mean of each answer's mean: set"
-                      " `algorithm.aggregation`", ("seq-mean-token-mean",)),
-    "use_gspo": ("none of its trainers reads it: set `algorithm.loss = \"gspo\"`", (False,)),
-    "use_cpg_loss": ("there is no CPGD", (False,)),
-    "dynamic_sampling": ("it takes groups of equal rewards out of the loss, and generates none in their place: set"
-                         " `filters.zero_variance`, which does", (False,)),
-    "advantages_norm": ("it normalises every micro-batch besides the whole batch, which alone is here", (False,)),
-    "advantage_clip": ("advantages are not clipped", (0, 0.0)),
-    "normalize_reward_for_critic": ("a critic's rewards are those of the policy", (False,)),
-    "enable_ema": ("there is no mean of weights over time", (False,)),
-    "aux_loss_coef": ("there is no loss of balance between experts", (0, 0.0)),
-    "load_in_4bit": ("weights of 4 bits are not there", (False,)),
-    "pretrain_data": ("there is no loss of pretraining beside", ()),
-    "remote_rm_url": ("a reward is a function, which may ask a server (docs/rewards.md)", ()),
-    "input_template": ("the model's own template is used", ()),
-    "max_samples": ("give a file of so many rows", (1000000,)),
-}
-
 ROWS = (
     Row("prompt_data", ("tasks.sources", "tasks.eval_fraction"), to.data, example="other",
         note="several, with commas, are several sources"),
@@ -165,8 +122,39 @@ ROWS = (
     Row("save_steps", ("checkpoint.every_steps",), lambda v, o: {"checkpoint.every_steps": max(int(v), 0)}, -1, 20),
     Row("max_ckpt_num", ("checkpoint.keep",), None, 3, 5),
     Row("seed", ("run.seed",), None, 42, 7),
-    *(Row(name, note=note) for note, names in NO_RESULT.items() for name in names),
-    *(Row(name, note=note, neutral=neutral) for name, (note, neutral) in _NOT_THERE.items()),
+    *without(WHERE, "micro_train_batch_size", "micro_rollout_batch_size", "engine_type", "engine_tp_size",
+        "engine_mem_util", "enable_engine_sleep", "disable_engine_sleep", "packing_samples", "sp_size", "fsdp",
+        "fsdp_cpu_offload", "zero_stage", "zpg", "adam_offload", "actor_init_on_gpu", "flash_attn", "grad_accum_dtype",
+        "overlap_comm", "gradient_checkpointing_use_reentrant", "disable_fast_tokenizer", "disable_logprobs_flashattn",
+        "meta_init", "initial_model_shard_size", "local_rank", "rm_use_engine", "rm_engine_cudagraph",
+        "fused_linear_logprob", "chunk_size", "use_ms"),
+    *without(SHOWN, "save_trajectories", "num_trajectories_to_save", "mark_high_entropy_tokens", "trajectory_analysis",
+        "print_replay_buffer_stats", "logging_steps", "save_hf_ckpt", "disable_ds_ckpt", "max_ckpt_mem",
+        "load_checkpoint", "save_value_network", "log_dir", "plot_every", "ckpt_path"),
+    *without("it is of the vision part of the model", "limit_mm_image_per_prompt", "mixed_mm_data", "no_shard_vit"),
+    *without("rows with images show them", "text_only"),
+    *without("its examples choose a reward by it", "label_key"),
+    *without("goes with `use_gspo`", "normalize_advantages", "use_sequence_rewards"),
+    *without("goes with `pretrain_data`", "ptx_coef", "pretrain_data_probs", "pretrain_split"),
+    *without("deprecated there", "max_len"),
+    *without("a name in its checkpoints", "value_head_prefix"),
+    *without("none of its trainers reads it, and the loss is the mean of each answer's mean: set"
+        " `algorithm.aggregation`", "loss_agg_mode", neutral=("seq-mean-token-mean",)),
+    *without("none of its trainers reads it: set `algorithm.loss = \"gspo\"`", "use_gspo", neutral=(False,)),
+    *without("there is no CPGD", "use_cpg_loss", neutral=(False,)),
+    *without("it takes groups of equal rewards out of the loss, and generates none in their place: set"
+        " `filters.zero_variance`, which does", "dynamic_sampling", neutral=(False,)),
+    *without("it normalises every micro-batch besides the whole batch, which alone is here", "advantages_norm",
+        neutral=(False,)),
+    *without("advantages are not clipped", "advantage_clip", neutral=(0, 0.0)),
+    *without("a critic's rewards are those of the policy", "normalize_reward_for_critic", neutral=(False,)),
+    *without("there is no mean of weights over time", "enable_ema", neutral=(False,)),
+    *without("there is no loss of balance between experts", "aux_loss_coef", neutral=(0, 0.0)),
+    *without("weights of 4 bits are not there", "load_in_4bit", neutral=(False,)),
+    *without("there is no loss of pretraining beside", "pretrain_data", neutral=()),
+    *without("a reward is a function, which may ask a server (docs/rewards.md)", "remote_rm_url", neutral=()),
+    *without("the model's own template is used", "input_template", neutral=()),
+    *without("give a file of so many rows", "max_samples", neutral=(1000000,)),
 )
 BASE = {
     "pretrain": "smollm2-135m", "prompt_data": "train", "advantage_estimator": "group_norm", "use_kl_loss": True,

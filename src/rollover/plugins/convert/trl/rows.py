@@ -6,7 +6,7 @@ the installed TRL. `num_processes` is accelerate's; `prompts` says what the data
 
 from __future__ import annotations
 
-from rollover.plugins.convert.mapping import SHOWN, WHERE, Row, System
+from rollover.plugins.convert.mapping import SHOWN, WHERE, Row, System, without
 from rollover.plugins.convert.shown import where
 from rollover.plugins.convert.trl import data
 from rollover.plugins.convert.trl import values as to
@@ -14,74 +14,7 @@ from rollover.plugins.convert.trl import values as to
 _PER_STEP = ("rollout.groups_per_step", "train.minibatches_per_step")
 _EVAL = ("eval.num_tasks", "eval.every_steps")
 
-# No result depends on these: they say where and how fast something is computed, or what is shown of it.
-_HUB = "nothing is uploaded: `model/` of the run is a folder as `from_pretrained` reads it"
-_OTHERS = "of other trainers: GRPOTrainer does not read it"
-_ADAPTIVE = "goes with `use_adaptive_entropy`"
-
 # fmt: off
-_NO_RESULT = (
-    *((name, WHERE) for name in (
-        "per_device_eval_batch_size", "eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object",
-        "batch_eval_metrics", "activation_checkpointing", "activation_checkpointing_kwargs",
-        "gradient_checkpointing_kwargs", "torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32",
-        "bf16_full_eval", "fp16_full_eval", "use_liger_kernel", "liger_kernel_config", "use_cache",
-        "torch_empty_cache_steps", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
-        "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order", "ddp_*", "fsdp",
-        "fsdp_config", "deepspeed", "accelerator_config", "parallelism_config", "average_tokens_across_devices",
-        "local_rank", "ds3_gather_for_generation", "pad_to_multiple_of", "cache_implementation", "vllm_mode",
-        "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_server_*", "vllm_group_port",
-        "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size",
-        "use_transformers_continuous_batching", "transformers_continuous_batching_config", "use_transformers_paged",
-        "enable_jit_checkpoint", "save_on_each_node", "skip_memory_metrics", "debug",
-    )),
-    *((name, SHOWN) for name in (
-        "logging_*", "log_level", "log_level_replica", "log_on_each_node", "log_multimodal", "log_unique_prompts",
-        "log_completions_hub_repo", "disable_tqdm", "trackio_*", "include_num_input_tokens_seen",
-        "include_for_metrics", "num_completions_to_print",
-    )),
-    *((name, _HUB) for name in ("push_to_hub", "hub_*")),
-    *((name, _OTHERS) for name in (
-        "label_smoothing_factor", "label_names", "train_sampling_strategy", "length_column_name", "data_seed",
-        "do_train", "do_eval", "do_predict", "prediction_loss_only",
-    )),
-    ("remove_unused_columns", "a reward is given the columns that it names"),
-    ("dataloader_drop_last", "a step has all its groups, from the next epoch where one ends"),
-    ("full_determinism", "the same seed gives the same run, with a number of `run.threads`"),
-    ("disable_dropout", "a model's dropout is always off; of adapters it is `model.lora.dropout`"),
-    ("eval_delay", "evaluations come every `eval.every_steps` steps"),
-    ("greater_is_better", "the best evaluation is that of the highest mean reward"),
-    ("metric_for_best_model", "goes with `load_best_model_at_end`"),
-    ("save_only_model", "a checkpoint has all that a run goes on from"),
-    ("num_train_epochs", "how many steps that is depends on the rows: `train.num_steps` says it"),
-)
-_ASKED = (
-    ("fp16", (False,), "there is no float16: `model.dtype` is bfloat16 or float32"),
-    ("use_adaptive_entropy", (False,), "the weight of the entropy bonus is fixed: `algorithm.entropy_coef`"),
-    ("cast_lm_head_to_fp32", (False,), "logits are computed in `model.dtype`, and log-probs of them in float32"),
-    ("router_aux_loss_coef", (None, 0, 0.0), "there is no load-balancing loss of experts"),
-    ("optim_args", (None,), "there are no further arguments of an optimizer"),
-    ("optim_target_modules", (None,), "there is no GaLore: layers are chosen by `model.lora.target_modules`"),
-    ("neftune_noise_alpha", (None, 0), "there is no noise on embeddings"),
-    ("auto_find_batch_size", (False,), "GRPOTrainer refuses it, too; `train.micro_batch_tokens` bounds the memory"),
-    ("resume_from_checkpoint", (None, False, ""), "`--resume` goes on with a run"),
-    ("ignore_data_skip", (False,), "a run that goes on takes the tasks that were not trained yet"),
-    ("restore_callback_states_from_checkpoint", (False,), "the state of hooks (docs/trainer.md) is their own"),
-    ("max_tool_calling_iterations", (None,), "goes with `tools`"),
-    ("tools", (None, []), "tools are methods of a class (`workflow.environment`, docs/agents.md)"),
-    ("environment_factory", (None,), "an environment is a class (`workflow.environment`, docs/agents.md)"),
-    ("rollout_func", (None,), "rollouts of your own are a workflow (docs/agents.md) or `tasks.producer`"),
-    ("callbacks", (None, []), "a class whose methods a run calls: `run.hooks` (docs/trainer.md)"),
-    ("optimizers", (None, (None, None)), "the optimizer is `train.optimizer`, the schedule `train.schedule`"),
-    ("quantization_config", (None,), "there are no weights of 4 or 8 bits"),
-    ("args", (None,), "it is the `GRPOConfig`, whose fields are these rows"),
-    ("rows", (None,), "the rows of a data set are those of its file"),
-    ("processing_class", (None,), "the tokenizer is that of the model's folder"),
-    ("reward_processing_classes", (None, []), "the tokenizer of a reward model is that of its folder"),
-)
-
-
-
 ROWS = (
     Row("train_dataset", ("tasks.sources", "tasks.eval_fraction"), data.sources, example="other.jsonl",
         note="a file, a folder or a data set of the hub. Without `eval_dataset` no row is held out"),
@@ -199,10 +132,67 @@ ROWS = (
     Row("save_steps", ("checkpoint.every_steps",), data.saves, 500, 20),
     Row("save_total_limit", ("checkpoint.keep",), data.given("checkpoint.keep"), example=5,
         note="not set: two, where TRL keeps all"),
-    *(Row(name, note=why) for name, why in _NO_RESULT),
-    *(Row(name, note=_ADAPTIVE) for name in
-      ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")),
-    *(Row(name, note=why, neutral=neutral) for name, neutral, why in _ASKED),
+    *without(WHERE, "per_device_eval_batch_size", "eval_accumulation_steps", "eval_do_concat_batches",
+        "eval_use_gather_object", "batch_eval_metrics", "activation_checkpointing", "activation_checkpointing_kwargs",
+        "gradient_checkpointing_kwargs", "torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32",
+        "bf16_full_eval", "fp16_full_eval", "use_liger_kernel", "liger_kernel_config", "use_cache",
+        "torch_empty_cache_steps", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
+        "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order", "ddp_*", "fsdp",
+        "fsdp_config", "deepspeed", "accelerator_config", "parallelism_config", "average_tokens_across_devices",
+        "local_rank", "ds3_gather_for_generation", "pad_to_multiple_of", "cache_implementation", "vllm_mode",
+        "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_server_*", "vllm_group_port", "vllm_gpu_memory_utilization",
+        "vllm_max_model_length", "vllm_tensor_parallel_size", "use_transformers_continuous_batching",
+        "transformers_continuous_batching_config", "use_transformers_paged", "enable_jit_checkpoint",
+        "save_on_each_node", "skip_memory_metrics", "debug"),
+    *without(SHOWN, "logging_*", "log_level", "log_level_replica", "log_on_each_node", "log_multimodal",
+        "log_unique_prompts", "log_completions_hub_repo", "disable_tqdm", "trackio_*", "include_num_input_tokens_seen",
+        "include_for_metrics", "num_completions_to_print"),
+    *without("nothing is uploaded: `model/` of the run is a folder as `from_pretrained` reads it", "push_to_hub",
+        "hub_*"),
+    *without("of other trainers: GRPOTrainer does not read it", "label_smoothing_factor", "label_names",
+        "train_sampling_strategy", "length_column_name", "data_seed", "do_train", "do_eval", "do_predict",
+        "prediction_loss_only"),
+    *without("a reward is given the columns that it names", "remove_unused_columns"),
+    *without("a step has all its groups, from the next epoch where one ends", "dataloader_drop_last"),
+    *without("the same seed gives the same run, with a number of `run.threads`", "full_determinism"),
+    *without("a model's dropout is always off; of adapters it is `model.lora.dropout`", "disable_dropout"),
+    *without("evaluations come every `eval.every_steps` steps", "eval_delay"),
+    *without("the best evaluation is that of the highest mean reward", "greater_is_better"),
+    *without("goes with `load_best_model_at_end`", "metric_for_best_model"),
+    *without("a checkpoint has all that a run goes on from", "save_only_model"),
+    *without("how many steps that is depends on the rows: `train.num_steps` says it", "num_train_epochs"),
+    *without("goes with `use_adaptive_entropy`", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta",
+        "entropy_target"),
+    *without("there is no float16: `model.dtype` is bfloat16 or float32", "fp16", neutral=(False,)),
+    *without("the weight of the entropy bonus is fixed: `algorithm.entropy_coef`", "use_adaptive_entropy",
+        neutral=(False,)),
+    *without("logits are computed in `model.dtype`, and log-probs of them in float32", "cast_lm_head_to_fp32",
+        neutral=(False,)),
+    *without("there is no load-balancing loss of experts", "router_aux_loss_coef", neutral=(None, 0, 0.0)),
+    *without("there are no further arguments of an optimizer", "optim_args", neutral=(None,)),
+    *without("there is no GaLore: layers are chosen by `model.lora.target_modules`", "optim_target_modules",
+        neutral=(None,)),
+    *without("there is no noise on embeddings", "neftune_noise_alpha", neutral=(None, 0)),
+    *without("GRPOTrainer refuses it, too; `train.micro_batch_tokens` bounds the memory", "auto_find_batch_size",
+        neutral=(False,)),
+    *without("`--resume` goes on with a run", "resume_from_checkpoint", neutral=(None, False, "")),
+    *without("a run that goes on takes the tasks that were not trained yet", "ignore_data_skip", neutral=(False,)),
+    *without("the state of hooks (docs/trainer.md) is their own", "restore_callback_states_from_checkpoint",
+        neutral=(False,)),
+    *without("goes with `tools`", "max_tool_calling_iterations", neutral=(None,)),
+    *without("tools are methods of a class (`workflow.environment`, docs/agents.md)", "tools", neutral=(None, [])),
+    *without("an environment is a class (`workflow.environment`, docs/agents.md)", "environment_factory",
+        neutral=(None,)),
+    *without("rollouts of your own are a workflow (docs/agents.md) or `tasks.producer`", "rollout_func",
+        neutral=(None,)),
+    *without("a class whose methods a run calls: `run.hooks` (docs/trainer.md)", "callbacks", neutral=(None, [])),
+    *without("the optimizer is `train.optimizer`, the schedule `train.schedule`", "optimizers",
+        neutral=(None, (None, None))),
+    *without("there are no weights of 4 or 8 bits", "quantization_config", neutral=(None,)),
+    *without("it is the `GRPOConfig`, whose fields are these rows", "args", neutral=(None,)),
+    *without("the rows of a data set are those of its file", "rows", neutral=(None,)),
+    *without("the tokenizer is that of the model's folder", "processing_class", neutral=(None,)),
+    *without("the tokenizer of a reward model is that of its folder", "reward_processing_classes", neutral=(None, [])),
 )
 # fmt: on
 TRL = System("trl", ROWS, {"train_dataset": "train.jsonl", "prompts": "messages", "max_steps": 10}, "max_steps")

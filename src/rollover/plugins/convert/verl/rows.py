@@ -13,7 +13,7 @@ from rollover.plugins.convert.verl.without import WITHOUT
 # fmt: off
 _OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 _OLDER = ("reward_model.overlong_buffer", "custom_reward_function.overlong_buffer",
-          "reward_model.reward_kwargs.overlong_buffer_cfg")  # fmt: skip
+          "reward_model.reward_kwargs.overlong_buffer_cfg")
 
 
 def _older(name: str) -> tuple[str, ...]:

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from docs_conversions import in_document
 
 from options_beside import BESIDE
 from rollover.config.load import load_config
 from rollover.config.schema import field_at
 from rollover.config.table import value_of
 from rollover.plugins.convert.mapping import Row, System, convert
-from rollover.plugins.convert.systems import SYSTEMS
-from rollover.plugins.convert.table import in_document
+from rollover.plugins.convert.read import SYSTEMS
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "coming-from.md"
 ROWS = [(system, row) for system in SYSTEMS.values() for row in system.rows]
@@ -56,4 +56,4 @@ def test_the_document_holds_the_tables_of_the_mappings() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     assert all(f"<!-- table: {name} -->" in text for name in SYSTEMS)
     assert "<!-- table: differences -->" in text
-    assert in_document(DOCUMENT) == text, "run: python -m rollover.plugins.convert.table docs/coming-from.md"
+    assert in_document(DOCUMENT) == text, "run: python scripts/docs_conversions.py docs/coming-from.md"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from options_beside import BESIDE
 from rollover.plugins.convert.lightrft.script import options_of_flags
 from rollover.plugins.convert.mapping import Unread, convert
-from rollover.plugins.convert.systems import SYSTEMS
+from rollover.plugins.convert.read import SYSTEMS
 from rollover.plugins.convert.trl.flags import options_of_trl_command
 from rollover.plugins.convert.verl.script import options_of_script
 

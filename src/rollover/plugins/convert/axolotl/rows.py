@@ -5,7 +5,6 @@ Most of `trl:` is handed on to TRL, whose rows (trl/rows.py) hold. One process i
 
 from __future__ import annotations
 
-from rollover.plugins.convert.axolotl import shown
 from rollover.plugins.convert.axolotl import values as to
 from rollover.plugins.convert.axolotl.values import trl_row
 from rollover.plugins.convert.mapping import SHOWN, WHERE, Row, System, without
@@ -122,21 +121,21 @@ ROWS = (
         note="updates, or a share of `max_steps`"),
     Row("save_total_limit", ("checkpoint.keep",), None, 4, 8),
     Row("output_dir", ("run.dir",), example="folder"),
-    *(Row(f"use_{name}", ("track.trackers",), shown.trackers, example=True)
+    *(Row(f"use_{name}", ("track.trackers",), to.trackers, example=True)
       for name in ("wandb", "tensorboard", "trackio", "mlflow")),
     Row("use_comet", note="there is no Comet: docs/trackers.md has the tools that there are"),
-    Row("wandb_mode", ("track.trackers",), shown.trackers, example="disabled",
+    Row("wandb_mode", ("track.trackers",), to.trackers, example="disabled",
         note="`offline` is W&B's own variable `WANDB_MODE`"),
-    *(Row(name, ("track.project", "track.trackers"), shown.project, example="mine",
+    *(Row(name, ("track.project", "track.trackers"), to.project, example="mine",
           note="a project switches its tool on") for name in
       ("wandb_project", "mlflow_experiment_name", "trackio_project_name")),
-    *(Row(name, ("run.name",), shown.name, example="mine")
+    *(Row(name, ("run.name",), to.run_name, example="mine")
       for name in ("wandb_name", "wandb_run_id", "mlflow_run_name", "trackio_run_name")),
-    Row("wandb_entity", ("track.entity",), shown.entity, example="us"),
-    Row("wandb_log_model", ("track.artifacts",), shown.artifacts, example="end", note="the model of the end"),
-    Row("hf_mlflow_log_artifacts", ("track.artifacts",), shown.artifacts, example=True,
+    Row("wandb_entity", ("track.entity",), to.entity, example="us"),
+    Row("wandb_log_model", ("track.artifacts",), to.artifacts, example="end", note="the model of the end"),
+    Row("hf_mlflow_log_artifacts", ("track.artifacts",), to.artifacts, example=True,
         note="the model of the end, no checkpoints"),
-    Row("trl.log_completions", ("track.tracker_rollouts",), shown.completions, False, True,
+    Row("trl.log_completions", ("track.tracker_rollouts",), to.completions, False, True,
         note="four of each step, where TRL sends all"),
     Row("seed", ("run.seed",), None, 42, 7),
     *without(WHERE, "trl.vllm_mode", "trl.vllm_server_host", "trl.vllm_server_port", "trl.vllm_server_timeout",

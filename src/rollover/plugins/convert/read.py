@@ -42,14 +42,13 @@ class Form:
     """A form that the files of a system have. content: the tables of a YAML, the text of any other file.
 
     holds: whether content is of it, by what no other system has. options: those of content that is; ValueError where
-    there are none, or for what cannot be read. by_path: `options` takes the file's path, too.
+    there are none, or for what cannot be read.
     """
 
     system: str
     suffixes: tuple[str, ...]
     holds: Callable[[Any], bool]
-    options: Callable[..., dict[str, Any]]
-    by_path: bool = False
+    options: Callable[[Any, Path], dict[str, Any]]
 
 
 def _is_verl(tables: Mapping[str, Any]) -> bool:
@@ -60,7 +59,7 @@ def _is_axolotl(tables: Mapping[str, Any]) -> bool:
     return any(name in tables for name in ("base_model", "trl", "rl", "micro_batch_size", "adapter"))
 
 
-def _options_of_axolotl(tables: Mapping[str, Any]) -> dict[str, Any]:
+def _options_of_axolotl(tables: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """The options that are set (`key:` alone sets none), nested ones as `trl.beta`."""
     kind = tables.get("rl")
     if kind not in ("grpo", "gdpo"):
@@ -73,13 +72,13 @@ def _holds_overrides(text: str) -> bool:
 
 
 FORMS = (
-    Form("verl", _YAML, _is_verl, options_of_yaml, by_path=True),
+    Form("verl", _YAML, _is_verl, options_of_yaml),
     Form("axolotl", _YAML, _is_axolotl, _options_of_axolotl),
-    Form("trl", _YAML, is_trl_yaml, options_of_trl_flags),
-    Form("trl", (".py",), calls_grpo_trainer, options_of_trl_script, by_path=True),
-    Form("trl", _SCRIPTS, is_trl_command, options_of_trl_command, by_path=True),
-    Form("verl", _SCRIPTS, _holds_overrides, options_of_script, by_path=True),
-    Form("lightrft", _SCRIPTS, is_lightrft, options_of_flags, by_path=True),
+    Form("trl", _YAML, is_trl_yaml, lambda tables, path: options_of_trl_flags(tables)),
+    Form("trl", (".py",), calls_grpo_trainer, options_of_trl_script),
+    Form("trl", _SCRIPTS, is_trl_command, options_of_trl_command),
+    Form("verl", _SCRIPTS, _holds_overrides, options_of_script),
+    Form("lightrft", _SCRIPTS, is_lightrft, options_of_flags),
 )
 
 
@@ -91,7 +90,7 @@ def read(path: Path, system: str = "") -> tuple[System, dict[str, Any]]:
         content = tables_of(text) if path.suffix in _YAML else text
         called, why = _called(text, path) if path.suffix in _SCRIPTS else ("", "")
         form = _form(path.suffix, f"{content}\n{called}" if called else content, system, why)
-        options = form.options(content, *([path] if form.by_path else []))
+        options = form.options(content, path)
         return RLLM if form.system == "verl" and is_rllm(options) else SYSTEMS[form.system], options
     except (ValueError, ImportError) as error:
         raise ValueError(f"{path}: {error}") from error

@@ -5,6 +5,7 @@ Most of `trl:` is handed on to TRL, whose rows (trl/rows.py) hold. One process i
 
 from __future__ import annotations
 
+from rollover.plugins.convert import shown
 from rollover.plugins.convert.axolotl import values as to
 from rollover.plugins.convert.axolotl.values import trl_row
 from rollover.plugins.convert.mapping import SHOWN, WHERE, Row, System, without
@@ -131,11 +132,11 @@ ROWS = (
       ("wandb_project", "mlflow_experiment_name", "trackio_project_name")),
     *(Row(name, ("run.name",), to.run_name, example="mine")
       for name in ("wandb_name", "wandb_run_id", "mlflow_run_name", "trackio_run_name")),
-    Row("wandb_entity", ("track.entity",), to.entity, example="us"),
+    Row("wandb_entity", ("track.entity",), shown.where(to.tools, "track.entity", of=("wandb",)), example="us"),
     Row("wandb_log_model", ("track.artifacts",), to.artifacts, example="end", note="the model of the end"),
     Row("hf_mlflow_log_artifacts", ("track.artifacts",), to.artifacts, example=True,
         note="the model of the end, no checkpoints"),
-    Row("trl.log_completions", ("track.tracker_rollouts",), to.completions, False, True,
+    Row("trl.log_completions", ("track.tracker_rollouts",), shown.completions(to.tools), False, True,
         note="four of each step, where TRL sends all"),
     Row("seed", ("run.seed",), None, 42, 7),
     *without(WHERE, "trl.vllm_mode", "trl.vllm_server_host", "trl.vllm_server_port", "trl.vllm_server_timeout",

@@ -387,15 +387,6 @@ def run_name(value: Any, options: Options) -> dict[str, Any]:
     return {"run.name": named[0]} if named else {}
 
 
-def entity(value: Any, options: Options) -> dict[str, Any]:
-    return shown.where(tools, "track.entity", of=("wandb",))(value, options)
-
-
-def completions(value: Any, options: Options) -> dict[str, Any]:
-    """Texts go to a tool where they went there before."""
-    return {} if value else shown.where(tools, "track.tracker_rollouts")(0, options)
-
-
 def artifacts(value: Any, options: Options) -> dict[str, Any]:
     """The model, which a tool is given once, at the end."""
     on = options("wandb_log_model") in ("end", "checkpoint") and "wandb" in tools(options)

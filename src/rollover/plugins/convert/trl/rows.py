@@ -7,7 +7,7 @@ the installed TRL. `num_processes` is accelerate's; `prompts` says what the data
 from __future__ import annotations
 
 from rollover.plugins.convert.mapping import SHOWN, WHERE, Row, System, without
-from rollover.plugins.convert.shown import where
+from rollover.plugins.convert.shown import completions, where
 from rollover.plugins.convert.trl import data
 from rollover.plugins.convert.trl import values as to
 
@@ -120,7 +120,7 @@ ROWS = (
         note="`wandb`, `tensorboard`, `trackio`, `mlflow` and `swanlab` (docs/trackers.md)"),
     Row("project", ("track.project",), where(data.tools, "track.project", of=("trackio",)), example="mine",
         note="of trackio alone there"),
-    Row("log_completions", ("track.tracker_rollouts",), data.completions, False, True,
+    Row("log_completions", ("track.tracker_rollouts",), completions(data.tools), False, True,
         note="four of each step, where TRL sends all"),
     Row("eval_strategy", _EVAL, data.evaluation, "no", "steps",
         note="with an `eval_dataset`. One more evaluation comes at the end"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollover.plugins.convert.mapping import convert
-from rollover.plugins.convert.systems import SYSTEMS
+from rollover.plugins.convert.read import SYSTEMS
 from rollover.plugins.convert.verl.config import flat
 
 verl = pytest.importorskip("verl")

@@ -6,7 +6,7 @@ configuration: who calls does, and finds out what does not go together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -69,10 +69,11 @@ class Row:
 
     keys: ours; none = no counterpart. to(value, options): values of ours; without it the value is that of the one key.
     It raises Unanswered for a value that has no counterpart. default: the other system's, which is written out where a
-    file says nothing (None: nothing is). example: a value that changes the resolved run, beside those of `beside`
-    (None: any value is asked about, and the keys answer it).
+    file says nothing (None: nothing is). example: a value that changes the resolved run, with other options where it
+    needs them (None: any value is asked about, and the keys answer it).
     note: what is different, or why there is no counterpart. neutral: values without which as much is learned; None of
     a row without keys: all are (the option changes no result). secret: its value may be a credential, and is not shown.
+    when(options): whether the option has an effect beside the others; without it, always.
     """
 
     option: str
@@ -80,11 +81,11 @@ class Row:
     to: To | None = None
     default: Any = None
     example: Any = None
-    beside: Mapping[str, Any] = field(default_factory=dict)
     also: tuple[str, ...] = ()
     note: str = ""
     neutral: tuple[Any, ...] | None = None
     secret: bool = False
+    when: Callable[[Options], Any] | None = None
 
     @property
     def only_shows(self) -> bool:
@@ -97,7 +98,14 @@ class Row:
 
     def values(self, value: Any, options: Options) -> Mapping[str, Any]:
         """Values of ours, by dotted key."""
+        if self.when is not None and not self.when(options):
+            return {}
         return self.to(value, options) if self.to else {self.keys[0]: value}
+
+
+def without(note: str, *options: str, neutral: tuple[Any, ...] | None = None) -> Iterator[Row]:
+    """Rows of options without a counterpart. note, neutral: as in `Row`."""
+    return (Row(option, note=note, neutral=neutral) for option in options)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rollover.plugins.convert.python_changes import EVERY, Sharing, bound, changed
 
@@ -20,26 +20,31 @@ class Block:
     last: int
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a statement stands. block: what it depends on. scope: its function. at_import: whether importing the file
+    runs it."""
+
+    block: Block | None = None
+    scope: Function | None = None
+    at_import: bool = True
+
+
 @dataclass
 class Assigned:
-    """A name's value from a line on; None if it is not known. block: what it depends on. scope: its function."""
+    """A name's value from a line on; None if it is not known."""
 
     line: int
     value: ast.expr | None
-    block: Block | None
-    scope: Function | None
+    place: Place
 
 
 @dataclass
-class Attribute:
-    """An assignment to an attribute of a name, or to EVERY one. value: None if it is not known."""
+class Attribute(Assigned):
+    """An assignment to an attribute of a name, or to EVERY one."""
 
     name: str
     attribute: str
-    value: ast.expr | None
-    line: int
-    block: Block | None
-    scope: Function | None
 
 
 @dataclass
@@ -59,51 +64,44 @@ class Definitions:
 
     def __post_init__(self) -> None:
         self.sharing = Sharing(self.tree)
-        self._collect(self.tree.body, None, at_import=True, scope=None)
+        self._collect(self.tree.body, Place())
 
-    def _collect(self, body: list[ast.stmt], block: Block | None, *, at_import: bool, scope: Function | None) -> None:  # noqa: C901 - one case for each statement
+    def _collect(self, body: list[ast.stmt], place: Place) -> None:  # noqa: C901 - one case for each statement
         for statement in body:
             if isinstance(statement, Function):
                 self.functions[statement.name] = statement
-                self._collect(statement.body, None, at_import=False, scope=statement)
+                self._collect(statement.body, Place(scope=statement, at_import=False))
             elif isinstance(statement, ast.ClassDef):
                 self.classes[statement.name] = statement
             elif isinstance(statement, ast.ImportFrom | ast.Import):
-                self._import(statement, block, scope)
+                self._import(statement, place)
             elif isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
-                self._collect(statement.body, block, at_import=False, scope=scope)
-                self._branches(statement, [statement.orelse], at_import=at_import, scope=scope)
+                self._collect(statement.body, replace(place, at_import=False))
+                self._branches(statement, [statement.orelse], place)
             elif isinstance(statement, ast.With | ast.AsyncWith):
                 for item in statement.items:
-                    self._changes(item, statement.lineno, block, scope)
-                self._collect(statement.body, block, at_import=at_import, scope=scope)
+                    self._changes(item, statement.lineno, place)
+                self._collect(statement.body, place)
             elif isinstance(statement, ast.Try | ast.TryStar):
                 if all(handler.body and isinstance(handler.body[-1], ast.Raise) for handler in statement.handlers):
-                    self._collect([*statement.body, *statement.orelse], block, at_import=at_import, scope=scope)
+                    self._collect([*statement.body, *statement.orelse], place)
                     bodies = []
                 else:
                     bodies = [statement.body, statement.orelse]
                 for handler in statement.handlers:
                     names = [handler.name] if handler.name else []
-                    self._forget(names, handler.lineno, None, scope)
+                    self._forget(names, handler.lineno, replace(place, block=None))
                     bodies.append(handler.body)
-                self._branches(statement, bodies, at_import=at_import, scope=scope)
-                self._collect(statement.finalbody, block, at_import=at_import, scope=scope)
+                self._branches(statement, bodies, place)
+                self._collect(statement.finalbody, place)
             elif isinstance(statement, ast.If | ast.For | ast.AsyncFor | ast.While | ast.Match):
-                self._compound(statement, block, at_import=at_import, scope=scope)
+                self._compound(statement, place)
             else:
-                self._statement(statement, block, scope)
-                if at_import:
+                self._statement(statement, place)
+                if place.at_import:
                     self.called_at_import |= {name_of(call) for call in calls(statement)}
 
-    def _compound(
-        self,
-        statement: ast.If | ast.For | ast.AsyncFor | ast.While | ast.Match,
-        block: Block | None,
-        *,
-        at_import: bool,
-        scope: Function | None,
-    ) -> None:
+    def _compound(self, statement: ast.If | ast.For | ast.AsyncFor | ast.While | ast.Match, place: Place) -> None:
         """Collect what branches and loops assign, and their conditions."""
         if isinstance(statement, ast.Match):
             heads: list[ast.AST] = [
@@ -116,57 +114,55 @@ class Definitions:
             heads = [statement.target, statement.iter] if loops else [statement.test]
             bodies = [statement.body, statement.orelse]
         for head in heads:
-            self._changes(head, statement.lineno, block, scope)
-        self._branches(statement, bodies, at_import=at_import, scope=scope)
+            self._changes(head, statement.lineno, place)
+        self._branches(statement, bodies, place)
 
-    def _branches(
-        self, statement: ast.stmt, bodies: list[list[ast.stmt]], *, at_import: bool, scope: Function | None
-    ) -> None:
+    def _branches(self, statement: ast.stmt, bodies: list[list[ast.stmt]], place: Place) -> None:
         for body in bodies:
             if body:
                 inner = Block(statement.lineno, body[0].lineno, body[-1].end_lineno or body[-1].lineno)
-                self._collect(body, inner, at_import=at_import, scope=scope)
+                self._collect(body, replace(place, block=inner))
 
-    def _import(self, statement: ast.Import | ast.ImportFrom, block: Block | None, scope: Function | None) -> None:
+    def _import(self, statement: ast.Import | ast.ImportFrom, place: Place) -> None:
         names = [(a.asname or a.name).partition(".")[0] for a in statement.names]
         if isinstance(statement, ast.ImportFrom):
             self.imported |= {a.asname or a.name: f"{statement.module}:{a.name}" for a in statement.names}
-        self._forget(list(self.names) if names == ["*"] else names, statement.lineno, block, scope)
+        self._forget(list(self.names) if names == ["*"] else names, statement.lineno, place)
 
-    def _statement(self, statement: ast.stmt, block: Block | None, scope: Function | None) -> None:
+    def _statement(self, statement: ast.stmt, place: Place) -> None:
         if isinstance(statement, ast.Global | ast.Nonlocal):
             self.anywhere |= dict.fromkeys(statement.names, statement.lineno)
         if any(isinstance(c.func, ast.Name) and c.func.id in ("exec", "globals") for c in calls(statement)):
             self.anywhere[EVERY] = statement.lineno
         if not isinstance(statement, ast.Assign | ast.AnnAssign):
-            self._changes(statement, statement.lineno, block, scope)
+            self._changes(statement, statement.lineno, place)
             return
         value = statement.value
         if value is not None:
-            self._changes(value, statement.lineno, block, scope)
+            self._changes(value, statement.lineno, place)
         for target in statement.targets if isinstance(statement, ast.Assign) else [statement.target]:
             items = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
             exact = not any(isinstance(item, ast.Starred | ast.Tuple | ast.List) for item in items)
             for i, item in enumerate(items):
                 one = value if item is target or value is None else item_of(value, i) if exact else None
                 if isinstance(item, ast.Name):
-                    self.names.setdefault(item.id, []).append(Assigned(statement.lineno, one, block, scope))
+                    self.names.setdefault(item.id, []).append(Assigned(statement.lineno, one, place))
                 elif isinstance(item, ast.Attribute) and isinstance(item.value, ast.Name) and item.attr != "__dict__":
-                    self.attributes.append(Attribute(item.value.id, item.attr, one, statement.lineno, block, scope))
+                    self.attributes.append(Attribute(statement.lineno, one, place, item.value.id, item.attr))
                 else:
-                    self._changes(item, statement.lineno, block, scope)
+                    self._changes(item, statement.lineno, place)
 
-    def _changes(self, node: ast.AST, line: int, block: Block | None, scope: Function | None) -> None:
+    def _changes(self, node: ast.AST, line: int, place: Place) -> None:
         """Forget what an expression or statement may assign."""
-        self._forget(bound(node), line, block, scope)
+        self._forget(bound(node), line, place)
         for name, attribute in changed(node):
-            self.attributes.append(Attribute(name, attribute, None, line, block, scope))
+            self.attributes.append(Attribute(line, None, place, name, attribute))
             if attribute == EVERY:
-                self._forget([name], line, block, scope)
+                self._forget([name], line, place)
 
-    def _forget(self, names: Iterable[str], line: int, block: Block | None, scope: Function | None) -> None:
+    def _forget(self, names: Iterable[str], line: int, place: Place) -> None:
         for name in names:
-            self.names.setdefault(name, []).append(Assigned(line, None, block, scope))
+            self.names.setdefault(name, []).append(Assigned(line, None, place))
 
 
 def item_of(value: ast.expr, index: int) -> ast.expr:

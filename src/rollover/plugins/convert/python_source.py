@@ -160,7 +160,7 @@ class PythonSource(Definitions):
             raise NotRead(f"`{node.id}` may be changed at any time by line {line}")
         scopes = self.scopes(node)
         for scope in scopes:
-            found = [one for one in self.names.get(node.id, []) if one.scope is scope]
+            found = [one for one in self.names.get(node.id, []) if one.place.scope is scope]
             before = [one for one in found if one.line < node.lineno]
             if not before and scope is not None and node.id in _parameters(scope):
                 return self.resolved(self._argument(scope, node))
@@ -173,9 +173,9 @@ class PythonSource(Definitions):
     def _last(self, node: ast.Name, before: list[Assigned]) -> ast.expr:
         if not before or before[-1].value is None or self._left < 0:
             raise self.not_read(node)
-        last = before[-1]
-        if last.block is not None and not last.block.first <= node.lineno <= last.block.last:
-            raise NotRead(f"`{node.id}` depends on the condition of line {last.block.line}")
+        last, block = before[-1], before[-1].place.block
+        if block is not None and not block.first <= node.lineno <= block.last:
+            raise NotRead(f"`{node.id}` depends on the condition of line {block.line}")
         return self.resolved(last.value) if last.value is not None else node
 
     def scopes(self, node: ast.expr) -> list[Function | None]:
@@ -188,7 +188,7 @@ class PythonSource(Definitions):
         names = self.sharing.names(node.id)
         self._left -= (len(names) + len(self.attributes)) // 20
         for one in self.attributes:
-            own = one.name == node.id and one.scope is self.scopes(node)[0]
+            own = one.name == node.id and one.place.scope is self.scopes(node)[0]
             if one.name in names and (one.attribute in (attribute, EVERY) if attribute else not own):
                 return f"`{node.id}{f'.{attribute}' if attribute else ''}` is changed in line {one.line}"
         return self.sharing.changes(node.id)

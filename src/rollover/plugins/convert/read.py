@@ -1,6 +1,6 @@
 """Reads another system's file: whose it is, by its content, and its options by name. Nothing in it is run.
 
-Add a system: its `Form` here, its rows in systems.py.
+Add a system: its rows in SYSTEMS, its `Form` in FORMS.
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollover.plugins.convert.axolotl.file import is_axolotl, options_of_axolotl
+from rollover.plugins.convert.axolotl.rows import AXOLOTL
 from rollover.plugins.convert.bash.script import read_script
 from rollover.plugins.convert.files import tables_of, text_of
+from rollover.plugins.convert.lightrft.rows import LIGHTRFT
 from rollover.plugins.convert.lightrft.script import is_lightrft, options_of_flags
 from rollover.plugins.convert.mapping import System
-from rollover.plugins.convert.systems import SYSTEMS
 from rollover.plugins.convert.trl.flags import is_trl_command, is_trl_yaml, options_of_trl_command, options_of_trl_flags
+from rollover.plugins.convert.trl.rows import TRL
 from rollover.plugins.convert.trl.script import calls_grpo_trainer, options_of_trl_script
-from rollover.plugins.convert.verl.config import options_of_yaml
+from rollover.plugins.convert.verl.config import flat, options_of_yaml
 from rollover.plugins.convert.verl.programs import is_rllm
 from rollover.plugins.convert.verl.rllm import RLLM
+from rollover.plugins.convert.verl.rows import VERL
 from rollover.plugins.convert.verl.script import options_of_script
 from rollover.text import one_line
 
+SYSTEMS: dict[str, System] = {"verl": VERL, "trl": TRL, "axolotl": AXOLOTL, "lightrft": LIGHTRFT}
 _YAML = (".yaml", ".yml")
 _SCRIPTS = (".sh", ".sbatch", ".slurm", ".txt", "")
 _OVERRIDE = re.compile(
@@ -39,18 +42,29 @@ class Form:
     """A form that the files of a system have. content: the tables of a YAML, the text of any other file.
 
     holds: whether content is of it, by what no other system has. options: those of content that is; ValueError where
-    there are none, or for what cannot be read. by_path: `options` takes the file's path, too.
+    there are none, or for what cannot be read.
     """
 
     system: str
     suffixes: tuple[str, ...]
     holds: Callable[[Any], bool]
-    options: Callable[..., dict[str, Any]]
-    by_path: bool = False
+    options: Callable[[Any, Path], dict[str, Any]]
 
 
 def _is_verl(tables: Mapping[str, Any]) -> bool:
     return any(name in tables for name in ("actor_rollout_ref", "critic", "reward_model", "algorithm", "trainer"))
+
+
+def _is_axolotl(tables: Mapping[str, Any]) -> bool:
+    return any(name in tables for name in ("base_model", "trl", "rl", "micro_batch_size", "adapter"))
+
+
+def _options_of_axolotl(tables: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The options that are set (`key:` alone sets none), nested ones as `trl.beta`."""
+    kind = tables.get("rl")
+    if kind not in ("grpo", "gdpo"):
+        raise ValueError(f"rl: {kind} trains on no rollouts of the policy; rl: grpo and rl: gdpo can be converted")
+    return {name: value for name, value in flat(tables, whole="kwargs").items() if value is not None}
 
 
 def _holds_overrides(text: str) -> bool:
@@ -58,13 +72,13 @@ def _holds_overrides(text: str) -> bool:
 
 
 FORMS = (
-    Form("verl", _YAML, _is_verl, options_of_yaml, by_path=True),
-    Form("axolotl", _YAML, is_axolotl, options_of_axolotl),
-    Form("trl", _YAML, is_trl_yaml, options_of_trl_flags),
-    Form("trl", (".py",), calls_grpo_trainer, options_of_trl_script, by_path=True),
-    Form("trl", _SCRIPTS, is_trl_command, options_of_trl_command, by_path=True),
-    Form("verl", _SCRIPTS, _holds_overrides, options_of_script, by_path=True),
-    Form("lightrft", _SCRIPTS, is_lightrft, options_of_flags, by_path=True),
+    Form("verl", _YAML, _is_verl, options_of_yaml),
+    Form("axolotl", _YAML, _is_axolotl, _options_of_axolotl),
+    Form("trl", _YAML, is_trl_yaml, lambda tables, path: options_of_trl_flags(tables)),
+    Form("trl", (".py",), calls_grpo_trainer, options_of_trl_script),
+    Form("trl", _SCRIPTS, is_trl_command, options_of_trl_command),
+    Form("verl", _SCRIPTS, _holds_overrides, options_of_script),
+    Form("lightrft", _SCRIPTS, is_lightrft, options_of_flags),
 )
 
 
@@ -76,7 +90,7 @@ def read(path: Path, system: str = "") -> tuple[System, dict[str, Any]]:
         content = tables_of(text) if path.suffix in _YAML else text
         called, why = _called(text, path) if path.suffix in _SCRIPTS else ("", "")
         form = _form(path.suffix, f"{content}\n{called}" if called else content, system, why)
-        options = form.options(content, *([path] if form.by_path else []))
+        options = form.options(content, path)
         return RLLM if form.system == "verl" and is_rllm(options) else SYSTEMS[form.system], options
     except (ValueError, ImportError) as error:
         raise ValueError(f"{path}: {error}") from error

@@ -24,6 +24,11 @@ def trackers(names: Sequence[str]) -> dict[str, Any]:
     return values
 
 
+def completions(tools: Callable[[Options], Sequence[str]]) -> Any:
+    """The function of a row that switches texts on: they go to a tool where they went there before."""
+    return lambda value, options: {} if value else where(tools, "track.tracker_rollouts")(0, options)
+
+
 def where(tools: Callable[[Options], Sequence[str]], key: str, of: Sequence[str] = TOOLS) -> Any:
     """The function of a row: the option is `key` where one of the tools `of` is named, and has no effect elsewhere."""
 

@@ -113,9 +113,11 @@ class RayCluster:
             self.end(name)
         self._leave()
 
-    # Roles: see Actors
+    # Roles
 
     def start(self, name: str, role: type[Role], *arguments: Any) -> RayActor:
+        """Start an actor of `role(place, *arguments)` on a node that has room; one of that name ends before. Gone if
+        there is no such node."""
         self.end(name)
         node = self._node_of(name, self._there())
         gpus = {SERVER: self._seats.needs.server_gpus, RANK: self._seats.needs.rank_gpus}.get(name.partition(" ")[0], 0)
@@ -127,14 +129,17 @@ class RayCluster:
         return self._actors[name]
 
     def end(self, name: str) -> None:
+        """End the actor of this name at once, if there is one."""
         if (actor := self._actors.pop(name, None)) is not None:
             actor.kill()
 
     def address_of(self, name: str) -> str:
+        """Return the address of the node that the role was last on. Gone if that is gone."""
         alive = self._there()
         return alive[self._node_of(name, alive)]["NodeManagerAddress"]
 
     def is_elsewhere(self, name: str) -> bool:
+        """Return whether that is another machine than the controller's. Gone."""
         return self.address_of(name) != self._address
 
     def _node_of(self, name: str, alive: Mapping[str, Mapping[str, Any]]) -> str:
@@ -292,7 +297,8 @@ def _threads_kept() -> Iterator[None]:
 
 
 class RayActor:
-    """An Actor, which ends with this object's `kill`, or with its node. `resident`: bytes that it had at last."""
+    """A role in a process of some node, which ends with this object's `kill`, or with its node. `resident`: bytes of
+    memory that it had when that was last told."""
 
     def __init__(self, role: type[Role], arguments: tuple[Any, ...], node: str, gpus: int) -> None:
         self.resident = 0
@@ -304,6 +310,7 @@ class RayActor:
             raise Gone(_first_line(error)) from error
 
     def ask(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
+        """Return what the method returns, in any thread but that of an event loop. Gone."""
         try:
             return ray.get(getattr(self._handle, method).remote(*arguments), timeout=limit_s)
         except ray.exceptions.GetTimeoutError as error:
@@ -312,6 +319,7 @@ class RayActor:
             raise _gone(error) from error
 
     async def answer(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
+        """Return what the method returns. Gone; a call that is cancelled is cancelled there."""
         reference = None
         try:
             reference = getattr(self._handle, method).remote(*arguments)
@@ -326,6 +334,7 @@ class RayActor:
             raise _gone(error) from error
 
     async def look(self) -> None:
+        """Gone if it does not answer."""
         self.resident = await self.answer(CALL_S, "look")
 
     def kill(self) -> None:

@@ -1,6 +1,6 @@
 """One rewarder over several nodes, each with a RewardPool of its own: scorings go to whichever has room.
 
-    score(group | rollout) ──▶ waits for a place, in order of arrival ──▶ RewardNode.score ──▶ Reward per request
+    score(group | rollout) ──▶ waits for a place, in order of arrival ──▶ ActorRewardNode.score ──▶ Reward per request
                                    └── its node is lost: again elsewhere, before what came later; none left: it waits
 
 Owns which call is at which node; workers/pool.py starts the nodes again. A call whose node is lost has no rewards, so
@@ -15,9 +15,10 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from rollover.config import RewardsConfig
+from rollover.plugins.ray.hosted import ActorRewardNode, Gone
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.registry import Mode
 from rollover.rewards.worker import COUNTERS
@@ -31,47 +32,11 @@ _LOOK_EVERY_S = 5.0
 Result = TypeVar("Result")
 
 
-class NodeLost(Exception):
-    """A node, or the way to it, is gone: what it was asked for is not known, and is asked for elsewhere."""
-
-
-class RewardNode(Protocol):
-    """A RewardPool somewhere else. `name` is for messages. `num_workers`, `counters` are those of the pool that runs
-    now, as it last told them, and `modes` how it calls each reward function that it has loaded."""
-
-    name: str
-    num_workers: int
-    counters: dict[str, float]
-    modes: dict[str, Mode]
-
-    async def start(self) -> None:
-        """A new pool, with counters of 0. NodeLost if there can be none now."""
-        ...
-
-    async def score(self, requests: list[ScoreRequest]) -> list[Reward]:
-        """See RewardPool. NodeLost."""
-        ...
-
-    async def probe(self, task: Task) -> None:
-        """See RewardPool. NodeLost."""
-        ...
-
-    async def look(self) -> None:
-        """NodeLost if it does not answer."""
-        ...
-
-    async def discard(self) -> None:
-        """The pool is given up, if there is one: it works no more."""
-        ...
-
-    async def close(self) -> None: ...
-
-
 @dataclass(eq=False)
 class _Serving:
     """A node from one start to its loss. `free`: calls that it has room for."""
 
-    node: RewardNode
+    node: ActorRewardNode
     free: int
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     why: str = ""
@@ -87,7 +52,7 @@ class SpreadPool:
     def __init__(
         self,
         rewards: RewardsConfig,
-        nodes: Sequence[RewardNode],
+        nodes: Sequence[ActorRewardNode],
     ) -> None:
         self.config, self.nodes = rewards, nodes
         self._serving: list[_Serving] = []
@@ -139,7 +104,7 @@ class SpreadPool:
 
     # Calls
 
-    async def _somewhere(self, work: Callable[[RewardNode], Awaitable[Result]]) -> Result:
+    async def _somewhere(self, work: Callable[[ActorRewardNode], Awaitable[Result]]) -> Result:
         if not self._pool.started:
             self._pool.start()
         number = self._queue.number()
@@ -154,7 +119,7 @@ class SpreadPool:
                     result = await work(serving.node)
                     self._modes |= serving.node.modes
                     return result
-                except NodeLost as error:
+                except Gone as error:
                     self._num_lost += 1
                     serving.lose(str(error))
                     self._remove(serving)
@@ -177,11 +142,11 @@ class SpreadPool:
 
     # Nodes
 
-    async def _life(self, node: RewardNode, works: Callable[[], None]) -> str:
+    async def _life(self, node: ActorRewardNode, works: Callable[[], None]) -> str:
         """Start it, and look at it until it is lost. Returns why."""
         try:
             await node.start()
-        except NodeLost as error:
+        except Gone as error:
             return str(error)
         serving = _Serving(node, node.num_workers)
         works()
@@ -192,7 +157,7 @@ class SpreadPool:
         self._num_losses += 1
         return why
 
-    async def _on_failure(self, node: RewardNode, why: str, is_news: bool) -> None:
+    async def _on_failure(self, node: ActorRewardNode, why: str, is_news: bool) -> None:
         if is_news:
             left = "" if self._serving else "; scorings wait for it, as there is no other"
             logger.warning(f"the reward node {node.name} is lost ({why}), and is started again{left}")
@@ -203,7 +168,7 @@ class SpreadPool:
         while not await set_within(serving.lost, _LOOK_EVERY_S):
             try:
                 await serving.node.look()
-            except NodeLost as error:
+            except Gone as error:
                 return str(error)
         return serving.why
 

@@ -155,7 +155,7 @@ class Teller:
     def _rollouts(self, step: int, rows: list[dict[str, Any]]) -> None:
         if self._is_open and self.tool is not None and rows:
             self._sampled.add(step)
-            self.tool.on_rollouts(step, rows)
+            self.tool.show("rollouts", step, rows)
 
     def _artifacts(self, names: list[str]) -> None:
         """Hand the files over. Each failure is said, and is not worth the next one."""
@@ -198,7 +198,7 @@ class Teller:
         file = self._about.directory / "evaluations" / f"step-{row['step']:06d}.jsonl"
         if self.num_shown and file.exists():
             answers = [{key: _cell(of.get(key)) for key in _ANSWER} for of in read_rows(file)[: self.num_shown]]
-            self.tool.on_answers(row["step"], answers)
+            self.tool.show("answers", row["step"], answers)
 
     def _close(self, failed: bool) -> None:
         """What a failure held up is told for a last time, if that is possible."""

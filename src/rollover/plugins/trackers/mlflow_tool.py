@@ -14,8 +14,8 @@ from typing import Any
 from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
 from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
-from rollover.plugins.trackers.tool import About, Newest, Tool, as_paths, flat, numbers_of, numbers_of_eval
-from rollover.track.tracker import Cut, Row
+from rollover.plugins.trackers.tool import About, Newest, Tool, as_paths, flat
+from rollover.track.tracker import Cut
 
 _ID = "rollover.id"
 _MOST_METRICS, _MOST_PARAMS, _MOST_CHARS, _MOST_NAME = 1000, 100, 500, 250  # of a request; of a value, a name
@@ -47,17 +47,17 @@ class MLflow(Tool):
         client.log_dict(self._run, dict(self.about.config), "config.json")
         self.place = f"{client.tracking_uri}, run {self._run}"
 
-    def on_step(self, row: Row) -> None:
-        self._log(row["step"], numbers_of(row))
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        assert self._client is not None
+        now = int(time.time() * 1000)
+        metrics = [Metric(key, value, now, step) for key, value in as_paths(numbers, _MOST_NAME).items()]
+        for start in range(0, len(metrics), _MOST_METRICS):
+            self._client.log_batch(self._run, metrics=metrics[start : start + _MOST_METRICS])
 
-    def on_eval(self, row: Mapping[str, Any]) -> None:
-        self._log(row["step"], numbers_of_eval(row))
-
-    def on_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._table(f"rollouts/step-{step:06d}.json", rows)
-
-    def on_answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._table(f"answers/step-{step:06d}.json", rows)
+    def show(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        assert self._client is not None
+        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}  # as MLflow's own
+        self._client.log_dict(self._run, table, f"{name}/step-{step:06d}.json")
 
     def on_artifact(self, name: str, files: Mapping[str, Path]) -> None:
         assert self._client is not None
@@ -78,18 +78,6 @@ class MLflow(Tool):
         for start in range(0, len(params), _MOST_PARAMS):
             client.log_batch(run, params=params[start : start + _MOST_PARAMS])
         return run
-
-    def _log(self, step: Any, numbers: Mapping[str, float]) -> None:
-        assert self._client is not None
-        now = int(time.time() * 1000)
-        metrics = [Metric(key, value, now, step) for key, value in as_paths(numbers, _MOST_NAME).items()]
-        for start in range(0, len(metrics), _MOST_METRICS):
-            self._client.log_batch(self._run, metrics=metrics[start : start + _MOST_METRICS])
-
-    def _table(self, file: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        assert self._client is not None
-        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}  # as MLflow's own
-        self._client.log_dict(self._run, table, file)
 
 
 def _is_torn(client: MlflowClient, run: Any, kind: str, last: int) -> bool:

@@ -17,8 +17,8 @@ from typing import Any
 
 import swanlab  # pyright: ignore[reportMissingImports]
 
-from rollover.plugins.trackers.tool import About, Newest, Tool, numbers_of, numbers_of_eval
-from rollover.track.tracker import Cut, Row
+from rollover.plugins.trackers.tool import About, Newest, Tool
+from rollover.track.tracker import Cut
 
 
 class SwanLab(Tool):
@@ -50,17 +50,11 @@ class SwanLab(Tool):
         self._is_open, self.newest = True, Newest()
         self.place = f"{self._folder} (for swanlab sync)" if here else f"project {project} of SwanLab"
 
-    def on_step(self, row: Row) -> None:
-        swanlab.log(numbers_of(row), step=row["step"])
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        swanlab.log(numbers, step=step)
 
-    def on_eval(self, row: Mapping[str, Any]) -> None:
-        swanlab.log(numbers_of_eval(row), step=row["step"])
-
-    def on_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        swanlab.log({"rollouts": [_text(row) for row in rows]}, step=step)
-
-    def on_answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        swanlab.log({"answers": [_text(row) for row in rows]}, step=step)
+    def show(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        swanlab.log({name: [_text(row) for row in rows]}, step=step)
 
     def on_artifact(self, name: str, files: Mapping[str, Path]) -> None:
         for file in files.values():

@@ -21,8 +21,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore  (ge
 from tensorboard.plugins.text.summary_v2 import text_pb  # pyright: ignore[reportMissingImports]
 from tensorboard.summary.writer.event_file_writer import EventFileWriter  # pyright: ignore[reportMissingImports]
 
-from rollover.plugins.trackers.tool import About, Newest, Tool, numbers_of, numbers_of_eval
-from rollover.track.tracker import Cut, Row
+from rollover.plugins.trackers.tool import About, Newest, Tool
+from rollover.track.tracker import Cut
 
 
 class TensorBoard(Tool):
@@ -46,26 +46,17 @@ class TensorBoard(Tool):
             self._text("config", -1, json.dumps(self.about.config, indent=2))
         writer.flush()
 
-    def on_step(self, row: Row) -> None:
-        self._scalars(row["step"], numbers_of(row))
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()]
+        self._add(step, summary=Summary(value=values))
 
-    def on_eval(self, row: Mapping[str, Any]) -> None:
-        self._scalars(row["step"], numbers_of_eval(row))
-
-    def on_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._text("rollouts", step, "\n\n".join(_record(row) for row in rows))
-
-    def on_answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._text("answers", step, "\n\n".join(_record(row) for row in rows))
+    def show(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._text(name, step, "\n\n".join(_record(row) for row in rows))
 
     def close(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
-
-    def _scalars(self, step: Any, numbers: Mapping[str, float]) -> None:
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()]
-        self._add(step, summary=Summary(value=values))
 
     def _text(self, tag: str, step: int, text: str) -> None:
         """As a block of code: what is in it is neither markdown nor HTML."""

@@ -70,11 +70,19 @@ class Tool(Tracker):
     def truncate(self, cut: Cut) -> None:
         raise NotImplementedError
 
-    def on_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A sample of the rollouts that left the run with `step`; all have the same keys."""
+    def on_step(self, row: Row) -> None:
+        self.log(row["step"], numbers_of(row))
 
-    def on_answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A sample of the answers of the evaluation after `step`; all have the same keys."""
+    def on_eval(self, row: Mapping[str, Any]) -> None:
+        self.log(row["step"], numbers_of_eval(row))
+
+    def log(self, step: Any, numbers: Mapping[str, float]) -> None:
+        """What was measured in a step, or in the evaluation after it."""
+        raise NotImplementedError
+
+    def show(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A sample, of rows that have the same keys. name: "rollouts", which left the run with `step`, or "answers" of
+        the evaluation after it. A tool that shows no texts does nothing."""
 
     def on_artifact(self, name: str, files: Mapping[str, Path]) -> None:
         """What the finished run leaves as `name` (track.artifacts): its files by their paths in it. Once they are where

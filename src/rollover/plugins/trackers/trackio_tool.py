@@ -15,8 +15,8 @@ from typing import Any
 import trackio  # pyright: ignore[reportMissingImports]
 from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
 
-from rollover.plugins.trackers.tool import About, Newest, Tool, numbers_of, numbers_of_eval
-from rollover.track.tracker import Cut, Row
+from rollover.plugins.trackers.tool import About, Newest, Tool
+from rollover.track.tracker import Cut
 
 _RENAMED = {"time": "time_"}  # trackio has a time of its own
 
@@ -53,18 +53,12 @@ class Trackio(Tool):
             self.newest = Newest(last, last)
         self.place = f"project {self._project} of {remote}" if remote else f"trackio show --project {self._project}"
 
-    def on_step(self, row: Row) -> None:
-        numbers = numbers_of(row)
-        self._run.log({_RENAMED.get(key, key): value for key, value in numbers.items()}, step=row["step"])
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log({_RENAMED.get(key, key): value for key, value in numbers.items()}, step=step)
 
-    def on_eval(self, row: Mapping[str, Any]) -> None:
-        self._run.log(numbers_of_eval(row), step=row["step"])
-
-    def on_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._run.log({"rollouts": [_trace(row, "completion") for row in rows]}, step=step)
-
-    def on_answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._run.log({"answers": [_trace(row, "answer") for row in rows]}, step=step)
+    def show(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        answer = "completion" if name == "rollouts" else "answer"
+        self._run.log({name: [_trace(row, answer) for row in rows]}, step=step)
 
     def on_artifact(self, name: str, files: Mapping[str, Path]) -> None:
         artifact = trackio.Artifact(f"{self.about.file_name}-{name}", type="records" if name == "records" else "model")

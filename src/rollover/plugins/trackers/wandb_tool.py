@@ -17,8 +17,8 @@ from typing import Any
 
 import wandb  # pyright: ignore[reportMissingImports]
 
-from rollover.plugins.trackers.tool import About, Newest, Tool, numbers_of, numbers_of_eval
-from rollover.track.tracker import Cut, Row
+from rollover.plugins.trackers.tool import About, Newest, Tool
+from rollover.track.tracker import Cut
 
 
 class Wandb(Tool):
@@ -50,17 +50,12 @@ class Wandb(Tool):
         self._run, self.place = run, run.url or ""
         self.newest = Newest(run.step - 1, run.step - 1) if run.step else Newest()
 
-    def on_step(self, row: Row) -> None:
-        self._run.log(numbers_of(row), step=row["step"])
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(numbers, step=step)
 
-    def on_eval(self, row: Mapping[str, Any]) -> None:
-        self._run.log(numbers_of_eval(row), step=row["step"])
-
-    def on_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._run.log({"rollouts": _table(rows)}, step=step)
-
-    def on_answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._run.log({"answers": _table(rows)}, step=step)
+    def show(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows], allow_mixed_types=True)
+        self._run.log({name: table}, step=step)
 
     def on_artifact(self, name: str, files: Mapping[str, Path]) -> None:
         artifact = wandb.Artifact(f"{self.about.file_name}-{name}", type="records" if name == "records" else "model")
@@ -93,7 +88,3 @@ class Wandb(Tool):
         if self._run is not None:
             self._run.finish(exit_code=code)
             self._run = None
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
-    return wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows], allow_mixed_types=True)

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from docs_conversions import in_document
 
+from options_beside import BESIDE
 from rollover.config.load import load_config
 from rollover.config.schema import field_at
 from rollover.config.table import value_of
 from rollover.plugins.convert.mapping import Row, System, convert
-from rollover.plugins.convert.systems import SYSTEMS
-from rollover.plugins.convert.table import in_document
+from rollover.plugins.convert.read import SYSTEMS
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "coming-from.md"
 ROWS = [(system, row) for system in SYSTEMS.values() for row in system.rows]
@@ -28,7 +29,7 @@ def resolved(system: System, options: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(("system", "row"), WITH_OURS)
 def test_each_of_our_names_exists_and_changes_the_resolved_run(system: System, row: Row) -> None:
-    base = dict(system.base) | dict(row.beside)
+    base = dict(system.base) | BESIDE.get((system.name, row.option), {})
     if row.example is None:
         assert convert(system, base | {row.option: "some value"}).questions[row.option]
         assert all(field_at(key) is not None for key in row.keys)
@@ -55,4 +56,4 @@ def test_the_document_holds_the_tables_of_the_mappings() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     assert all(f"<!-- table: {name} -->" in text for name in SYSTEMS)
     assert "<!-- table: differences -->" in text
-    assert in_document(DOCUMENT) == text, "run: python -m rollover.plugins.convert.table docs/coming-from.md"
+    assert in_document(DOCUMENT) == text, "run: python scripts/docs_conversions.py docs/coming-from.md"

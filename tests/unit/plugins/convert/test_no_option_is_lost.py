@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from options_beside import BESIDE
 from rollover.plugins.convert.lightrft.script import options_of_flags
 from rollover.plugins.convert.mapping import Unread, convert
-from rollover.plugins.convert.systems import SYSTEMS
+from rollover.plugins.convert.read import SYSTEMS
 from rollover.plugins.convert.trl.flags import options_of_trl_command
 from rollover.plugins.convert.verl.script import options_of_script
 
@@ -192,7 +193,7 @@ def test_no_option_is_lost_without_a_question(system: str, data: st.DataObject) 
 
 def _is_idle(system: str, name: str) -> bool:
     """Whether it is an option that is read, and only matters beside another."""
-    return any(row.names(name) and row.beside for row in SYSTEMS[system].rows)
+    return (system, name) in BESIDE
 
 
 @settings(max_examples=60, deadline=None)

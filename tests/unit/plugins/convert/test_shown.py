@@ -11,7 +11,7 @@ import pytest
 from rollover import cli
 from rollover.config.load import load_config
 from rollover.plugins.convert.mapping import convert
-from rollover.plugins.convert.systems import SYSTEMS
+from rollover.plugins.convert.read import SYSTEMS
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 

@@ -18,7 +18,6 @@ from rollover.engine.remote.wire import ServerFailed
 from rollover.http_guard import TOKEN_VARIABLE
 from rollover.plugins.ray.hosted import ActorHost, ActorRewardNode, Gone
 from rollover.plugins.ray.roles import request_of, request_to_json
-from rollover.plugins.ray.spread import NodeLost
 from rollover.rewards.built_in import several_of
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.trl_arguments import TrainerState
@@ -137,7 +136,7 @@ def test_a_probe_says_what_is_wrong_and_a_lost_actor_is_a_lost_node() -> None:
     async def work() -> None:
         answers: dict[str, Any] = {"num_workers": 1, "look": None}
         node = ActorRewardNode(actors := FakeActors(answers), 0)
-        with pytest.raises(NodeLost):
+        with pytest.raises(Gone):
             await node.score([ScoreRequest(task(), "x")])
         await node.start()
         answers["probe"] = json.dumps({"error": "it returns None", "counters": {}, "modes": {}})
@@ -145,10 +144,10 @@ def test_a_probe_says_what_is_wrong_and_a_lost_actor_is_a_lost_node() -> None:
             await node.probe(task())
         answers["score"] = answers["look"] = Gone("the actor died")
         for call in (node.score([ScoreRequest(task(), "x")]), node.look(), node.start()):
-            with pytest.raises(NodeLost, match="the actor died"):
+            with pytest.raises(Gone, match="the actor died"):
                 await call
         answers["start"] = Gone("no node has room for it")
-        with pytest.raises(NodeLost, match="no node has room"):
+        with pytest.raises(Gone, match="no node has room"):
             await node.start()
         await node.discard()
         assert actors.ended == ["reward 0"]

@@ -10,7 +10,8 @@ import pytest
 import virtual_time
 from heard import hear
 from rollover.config import RewardsConfig
-from rollover.plugins.ray.spread import NodeLost, SpreadPool
+from rollover.plugins.ray.hosted import Gone
+from rollover.plugins.ray.spread import SpreadPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.registry import Mode
 from rollover.rewards.worker import RewardProbeError
@@ -38,7 +39,7 @@ class Node:
 
     async def start(self) -> None:
         if not self.may_start:
-            raise NodeLost("it is down")
+            raise Gone("it is down")
         self._dead = asyncio.Event()
         self.counters, self.hangs = {}, False
         self.starts += 1
@@ -56,7 +57,7 @@ class Node:
             self.counters = {"rewards/errors": self.counters.get("rewards/errors", 0) + 1}
             self.modes = {requests[0].task.reward: "each"}
             return [Reward(float(len(r.completion))) for r in requests]
-        raise NodeLost("it was killed")
+        raise Gone("it was killed")
 
     async def probe(self, task: Task) -> None:
         if task.task_id == "t13":
@@ -65,7 +66,7 @@ class Node:
 
     async def look(self) -> None:
         if self._dead.is_set() or self.hangs:
-            raise NodeLost("it does not answer")
+            raise Gone("it does not answer")
 
     async def discard(self) -> None:
         self.kill()

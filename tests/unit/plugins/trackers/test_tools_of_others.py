@@ -80,7 +80,7 @@ class Kept(Tool):
     def on_eval(self, row):
         self.tell("eval", row["step"], row["mean"])
 
-    def on_rollouts(self, step, rows):
+    def show(self, name, step, rows):
         self.tell("rollouts", step, rows)
 
     def on_artifact(self, name, files):

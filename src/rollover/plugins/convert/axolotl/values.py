@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from rollover.plugins.convert import shown
 from rollover.plugins.convert.mapping import Options, Row, Unanswered
 from rollover.plugins.convert.trl.rows import TRL
 
@@ -38,6 +39,9 @@ _OPTIMIZERS = {name: "adamw" for name in (
     "flash_adamw",
 )} | {name: "adamw_8bit" for name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")} | {"sgd": "sgd"}  # fmt: skip
 _SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+# Naming a project for a tool switches it on.
+_PROJECTS = {"wandb": "wandb_project", "mlflow": "mlflow_experiment_name", "trackio": "trackio_project_name"}
+_NAMES = {"wandb": ("wandb_name", "wandb_run_id"), "mlflow": ("mlflow_run_name",), "trackio": ("trackio_run_name",)}
 
 
 def trl_row(option: str, **changed: Any) -> Row:
@@ -50,8 +54,7 @@ def trl_row(option: str, **changed: Any) -> Row:
         theirs = Options({field: item for field, item in given.items() if item is not None}, TRL.rows)
         return dict(row.values(value, theirs))
 
-    beside = {names[field]: value for field, value in row.beside.items()}
-    values = {"default": row.default, "example": row.example, "beside": beside, "note": row.note} | changed
+    values = {"default": row.default, "example": row.example, "note": row.note} | changed
     return Row(option, row.keys, to, **values)
 
 
@@ -123,10 +126,6 @@ def every(key: str) -> Any:
 
 def evaluates(options: Options) -> bool:
     return bool(options("test_datasets") or options("val_set_size"))
-
-
-def eval_steps(value: Any, options: Options) -> dict[str, Any]:
-    return every("eval.every_steps")(value, options) if evaluates(options) else {}
 
 
 def held_out(value: Any, options: Options) -> dict[str, Any]:
@@ -259,13 +258,9 @@ def _alters_sampling(options: Options) -> bool:
     return (top_p or 1.0) < 1 or (top_k or 0) > 0 or (min_p or 0) > 0 or penalty != 1 or regex
 
 
-def workers(value: Any, options: Options) -> dict[str, Any]:
-    return {"rewards.num_workers": max(1, int(value))} if is_asynchronous(options) else {}
-
-
 def streaming(value: Any, options: Options) -> dict[str, Any]:
     """Its groups are scored, and their gradient is computed, as they come."""
-    if not is_asynchronous(options) or not options("trl.streaming_partial_batch"):
+    if not options("trl.streaming_partial_batch"):
         return {}
     least = int(options("trl.streaming_min_groups") or 1)
     try:
@@ -275,13 +270,8 @@ def streaming(value: Any, options: Options) -> dict[str, Any]:
     return {"rewards.streaming": True} | ({} if whole else {"train.streaming_min_groups": least})
 
 
-def with_producer(key: str) -> Any:
-    """Of Axolotl's own trainer alone."""
-    return lambda value, options: {key: value} if is_asynchronous(options) else {}
-
-
 def replay(value: Any, options: Options) -> dict[str, Any]:
-    if not value or not is_asynchronous(options):
+    if not value:
         return {}
     bound = overlap(None, options).get("rollout.max_staleness", 0) + 4
     return {"replay.size": value, "replay.max_staleness": bound}
@@ -289,7 +279,7 @@ def replay(value: Any, options: Options) -> dict[str, Any]:
 
 def reroll(value: Any, options: Options) -> dict[str, Any]:
     start = options("trl.reroll_start_fraction")
-    if start >= 1 or not is_asynchronous(options):
+    if start >= 1:
         return {}
     values = {"reroll.start_fraction": start, "reroll.max_groups": options("trl.reroll_max_groups")}
     return values | {"reroll.failed_at_most": "equal_zero"}
@@ -312,10 +302,6 @@ def warmup(value: Any, options: Options) -> dict[str, Any]:
     return {"train.warmup_ratio": 0.03 if share is None else share}
 
 
-def min_lr(value: Any, options: Options) -> dict[str, Any]:
-    return {"train.min_lr_ratio": value} if options("lr_scheduler") == "cosine" else {}
-
-
 def optimizer(value: Any, options: Options) -> dict[str, Any]:
     if value not in _OPTIMIZERS:
         raise Unanswered(f"{value} is no optimizer that there is here: {', '.join(sorted(set(_OPTIMIZERS.values())))}")
@@ -323,12 +309,12 @@ def optimizer(value: Any, options: Options) -> dict[str, Any]:
     return {"train.optimizer": name} | ({"train.momentum": 0.0} if name == "sgd" else {})
 
 
-def with_adam(key: str) -> Any:
-    return lambda value, options: {} if options("optimizer") == "sgd" else {key: value}
+def has_adam(options: Options) -> bool:
+    return options("optimizer") != "sgd"
 
 
-def lora(key: str) -> Any:
-    return lambda value, options: {key: value} if options("adapter") == "lora" else {}
+def has_lora(options: Options) -> bool:
+    return options("adapter") == "lora"
 
 
 def adapter(value: Any, options: Options) -> dict[str, Any]:
@@ -341,8 +327,6 @@ def adapter(value: Any, options: Options) -> dict[str, Any]:
 
 
 def targets(value: Any, options: Options) -> dict[str, Any]:
-    if options("adapter") != "lora":
-        return {}
     named = options("lora_target_modules") or []
     if options("lora_target_linear") or named == "all-linear":
         return {"model.lora.target_modules": ["all-linear"]}
@@ -367,3 +351,44 @@ def completion_limit(value: Any, options: Options) -> dict[str, Any]:
     if not value:
         raise Unanswered("it is not set, and TRL then has no limit: set --rollout.max_new_tokens")
     return {"rollout.max_new_tokens": value}
+
+
+# Where it is shown
+
+
+def tools(options: Options) -> list[str]:
+    """The tools that are switched on."""
+    named = [name for name in ("wandb", "tensorboard", "trackio", "mlflow") if _is_on(name, options)]
+    return [name for name in named if name != "wandb" or options("wandb_mode") != "disabled"]
+
+
+def _is_on(name: str, options: Options) -> bool:
+    return bool(options(f"use_{name}") or (name in _PROJECTS and options(_PROJECTS[name])))
+
+
+def trackers(value: Any, options: Options) -> dict[str, Any]:
+    return shown.trackers(tools(options))
+
+
+def project(value: Any, options: Options) -> dict[str, Any]:
+    """Of the first tool that names one."""
+    named = [options(_PROJECTS[tool]) for tool in tools(options) if tool in _PROJECTS]
+    named = [name for name in named if name]
+    values = {**trackers(value, options), **({"track.project": named[0]} if named else {})}
+    if value and value not in named[:1]:
+        raise Unanswered(f"all tools have one project, {named[0]}" if named else "its tool is switched off", values)
+    return values
+
+
+def run_name(value: Any, options: Options) -> dict[str, Any]:
+    """Of the first tool that names one."""
+    options_of = [option for tool in tools(options) for option in _NAMES.get(tool, ())]
+    named = [options(option) for option in options_of if options(option)]
+    return {"run.name": named[0]} if named else {}
+
+
+def artifacts(value: Any, options: Options) -> dict[str, Any]:
+    """The model, which a tool is given once, at the end."""
+    on = options("wandb_log_model") in ("end", "checkpoint") and "wandb" in tools(options)
+    on |= bool(options("hf_mlflow_log_artifacts")) and "mlflow" in tools(options)
+    return {"track.artifacts": ["model"]} if on else {}

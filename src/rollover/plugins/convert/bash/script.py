@@ -35,7 +35,7 @@ def read_script(text: str, path: str = "", environment: Mapping[str, str] = os.e
     names = {name: plain(value) for name, value in {"HOME": "~", **environment, "PWD": "."}.items()}
     names["IFS"] = plain(BLANKS)
     script = Script()
-    _Run(text, State(environment, names, exported=names.keys() - {"IFS"}), script, Budget(), path).all()
+    Run(text, State(environment, names, exported=names.keys() - {"IFS"}), script, Budget(), path).all()
     return script
 
 
@@ -60,7 +60,7 @@ def _parsed(source: bytes, first_line: int) -> tuple[Any, bytes]:
     return root, source
 
 
-class _Run:
+class Run:
     """One text, evaluated in a state. line: of the text in the file."""
 
     def __init__(
@@ -258,7 +258,7 @@ class _Run:
                 state.names[name] = Text((piece,))
             source += f"${{{name}}}" if piece.why else piece.text
         state.names.setdefault("PWD", plain("."))
-        run = _Run(source, state, self.script, self.budget, path or self.path, line, self._depth + 1)
+        run = Run(source, state, self.script, self.budget, path or self.path, line, self._depth + 1)
         running = self.script.running
         running.append(self.path)
         try:

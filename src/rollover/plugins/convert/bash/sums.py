@@ -4,30 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rollover.plugins.convert.bash.names import missing, unread
 from rollover.plugins.convert.bash.text import Piece, Text, arithmetic, joined, plain, unknown
 
-
-class Words(Protocol):
-    """What expands the operands."""
-
-    def source(self, node: Any) -> str:
-        """The text of a node."""
-        ...
-
-    def between(self, start: int, end: int) -> str:
-        """The text between two places."""
-        ...
-
-    def named(self, name: str) -> Text | None:
-        """The value of a name."""
-        ...
-
-    def value(self, node: Any) -> Text:
-        """The value of a node."""
-        ...
+if TYPE_CHECKING:
+    from rollover.plugins.convert.bash.words import Words
 
 
 def sum_of(words: Words, node: Any) -> Text:

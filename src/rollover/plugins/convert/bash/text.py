@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 MOST_CHARS = 1 << 16  # of one value: names of names multiply
@@ -139,8 +140,8 @@ def _value_of(node: ast.AST) -> int:
         value = node.value
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
         value = _value_of(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
-    elif isinstance(node, ast.BinOp):
-        value = _operated(node.op, _value_of(node.left), _value_of(node.right))
+    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        value = _OPERATORS[type(node.op)](_value_of(node.left), _value_of(node.right))
     else:
         raise ValueError("it is not an integer expression")
     if not -_LARGEST <= value < _LARGEST:
@@ -148,19 +149,17 @@ def _value_of(node: ast.AST) -> int:
     return value
 
 
-def _operated(operator: ast.operator, left: int, right: int) -> int:
-    if isinstance(operator, ast.Add):
-        return left + right
-    if isinstance(operator, ast.Sub):
-        return left - right
-    if isinstance(operator, ast.Mult):
-        return left * right
-    if isinstance(operator, ast.Div):  # bash rounds towards zero, Python down
-        return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
-    if isinstance(operator, ast.Mod):
-        return left - right * _operated(ast.Div(), left, right)
-    if isinstance(operator, ast.Pow):
-        if not 0 <= right < 64:
-            raise ValueError(f"{left}**{right} is beyond bash's whole numbers")
-        return left**right
-    raise ValueError("it is not an integer expression")
+def _divided(left: int, right: int) -> int:  # bash rounds towards zero, Python down
+    return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
+
+
+def _power(left: int, right: int) -> int:
+    if not 0 <= right < 64:
+        raise ValueError(f"{left}**{right} is beyond bash's whole numbers")
+    return left**right
+
+
+_OPERATORS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: _divided,
+    ast.Mod: lambda left, right: left - right * _divided(left, right), ast.Pow: _power,
+}  # fmt: skip

@@ -44,24 +44,18 @@ def has_critic(options: Options) -> bool:
     return options("advantage_estimator") == "gae"
 
 
-def with_critic(*keys: str) -> Any:
-    return lambda value, options: dict.fromkeys(keys, value) if has_critic(options) else {}
-
-
 def critic_model(value: Any, options: Options) -> dict[str, Any]:
     same = value == options("pretrain")
-    return {"critic.model": "policy" if same else value} if has_critic(options) else {}
+    return {"critic.model": "policy" if same else value}
 
 
 def critic_rate(value: Any, options: Options) -> dict[str, Any]:
-    if not has_critic(options):
-        return {}
     own = {"critic.learning_rate": value} if options("critic_pretrain") else {}
     return own | {"critic.head_learning_rate": value, "critic.schedule": "cosine", "critic.min_lr_ratio": 0.1}
 
 
-def over_tokens(key: str) -> Any:
-    return lambda value, options: {key: value} if options("advantage_estimator") in _OVER_TOKENS else {}
+def over_tokens(options: Options) -> bool:
+    return options("advantage_estimator") in _OVER_TOKENS
 
 
 def kl(value: Any, options: Options) -> dict[str, Any]:
@@ -79,7 +73,7 @@ def kl(value: Any, options: Options) -> dict[str, Any]:
             raise Unanswered("kl_target steers the KL of a reward alone here: set --algorithm.kl_target 0", values)
         return values
     values |= {"algorithm.kl_in": "reward"}
-    if options("advantage_estimator") not in _OVER_TOKENS:
+    if not over_tokens(options):
         raise Unanswered(
             "there a KL is taken off when rewards have been compared with their siblings', here before that: set"
             " --algorithm.kl_in reward or loss",
@@ -120,8 +114,6 @@ def truncated(value: Any, options: Options) -> dict[str, Any]:
 
 
 def partial(value: Any, options: Options) -> dict[str, Any]:
-    if not options("use_partial"):
-        return {}
     values: dict[str, Any] = {
         "rollout.interrupt": "token_budget",
         "rollout.complete_fraction": options("partial_percent"),
@@ -140,10 +132,6 @@ def partial(value: Any, options: Options) -> dict[str, Any]:
             values,
         )
     return values | {"rollout.token_budget": budget}
-
-
-def budget(value: Any, options: Options) -> dict[str, Any]:
-    return {"rollout.token_budget": int(value)} if options("use_partial") else {}
 
 
 def sources(value: Any, options: Options) -> dict[str, Any]:
@@ -183,8 +171,6 @@ def data(value: Any, options: Options) -> dict[str, Any]:
 
 
 def overlong(value: Any, options: Options) -> dict[str, Any]:
-    if not options("overlong_buffer"):
-        return {}
     factor = options("overlong_buffer_penalty_factor")
     return {"rewards.overlong_buffer_tokens": options("overlong_buffer_len"), "rewards.overlong_penalty": factor}
 
@@ -194,7 +180,7 @@ def before_comparing(make: Any) -> Any:
 
     def to(value: Any, options: Options) -> dict[str, Any]:
         values = make(value, options)
-        if values and options("advantage_estimator") not in _OVER_TOKENS:
+        if values and not over_tokens(options):
             raise Unanswered(
                 "there it is done when rewards have been compared with their siblings', here before", values
             )
@@ -213,13 +199,8 @@ def clip_range(value: Any, options: Options) -> dict[str, Any]:
     return {"rewards.clip_range": [-float(value), float(value)]} if value else {}
 
 
-def lora(key: str) -> Any:
-    def to(value: Any, options: Options) -> dict[str, Any]:
-        if not options("lora_rank"):
-            return {}
-        return {key: [value] if isinstance(value, str) else value}
-
-    return to
+def has_lora(options: Options) -> bool:
+    return bool(options("lora_rank"))
 
 
 def tools(options: Options) -> list[str]:

@@ -159,10 +159,5 @@ def trackers(value: Any, options: Options) -> dict[str, Any]:
     return shown.trackers(tools(options))
 
 
-def completions(value: Any, options: Options) -> dict[str, Any]:
-    """Texts go to a tool where they went there before."""
-    return {} if value else shown.where(tools, "track.tracker_rollouts")(0, options)
-
-
 def given(key: str) -> Any:
     return lambda value, options: {} if value is None else {key: value}

@@ -129,9 +129,9 @@ class _Script:
         names, scopes = self.source.sharing.names(node.id), self.source.scopes(node)
         for one in [one for one in self.source.attributes if one.name in names]:
             name = "args" if one.attribute == EVERY else one.attribute
-            if one.block is not None:
-                options[name] = Unread(f"line {one.line} depends on the condition of line {one.block.line}")
-            elif one.value is None or one.name != node.id or one.scope not in scopes:
+            if one.place.block is not None:
+                options[name] = Unread(f"line {one.line} depends on the condition of line {one.place.block.line}")
+            elif one.value is None or one.name != node.id or one.place.scope not in scopes:
                 options[name] = Unread(f"line {one.line} may change `{node.id}`: it is not evaluated")
             else:
                 options[name] = self.source.or_unread(one.value, self.value)

@@ -172,21 +172,8 @@ def advantage(value: Any, options: Options) -> dict[str, Any]:
     return {"algorithm.advantage": "grpo", "algorithm.advantage_std": std}
 
 
-def with_beta(key: str) -> Any:
-    return lambda value, options: {key: value} if options("beta") else {}
-
-
-def synced(key: str) -> Any:
-    def to(value: Any, options: Options) -> dict[str, Any]:
-        if not (options("beta") and options("sync_ref_model")):
-            return {}
-        return {key: in_steps(value, options) if key.endswith("_steps") else value}
-
-    return to
-
-
-def sync(value: Any, options: Options) -> dict[str, Any]:
-    return synced("algorithm.reference_refresh_steps")(options("ref_model_sync_steps"), options)
+def syncs_reference(options: Options) -> bool:
+    return bool(options("beta") and options("sync_ref_model"))
 
 
 # Off-policy correction: TRL corrects for vLLM's log-probs alone
@@ -253,8 +240,8 @@ def optimizer(value: Any, options: Options) -> dict[str, Any]:
     return {"train.optimizer": ours} | ({"train.momentum": 0.0} if ours == "sgd" else {})
 
 
-def of_adam(key: str) -> Any:
-    return lambda value, options: {} if _OPTIMIZERS.get(options("optim")) == "sgd" else {key: value}
+def has_adam(options: Options) -> bool:
+    return _OPTIMIZERS.get(options("optim")) != "sgd"
 
 
 def schedule(value: Any, options: Options) -> dict[str, Any]:

@@ -119,14 +119,9 @@ def groups(options: Options) -> int:
     return options("data.train_batch_size")
 
 
-def only_async(values: Any) -> Any:
-    """A row's function that gives values to a run of the asynchronous trainer alone."""
-    return lambda value, options: values(value, options) if mode_of(options) == ASYNC else {}
-
-
-def not_async(values: Any) -> Any:
-    """A row's function of an option that the asynchronous trainer does not read."""
-    return lambda value, options: {} if mode_of(options) == ASYNC else values(value, options)
+def is_async(options: Options) -> bool:
+    """Whether the asynchronous trainer trains, which reads options of its own in the place of some of PPO's."""
+    return mode_of(options) == ASYNC
 
 
 def ahead(value: Any, options: Options) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollover.plugins.convert.mapping import Options, Row, System, Unanswered
 from rollover.plugins.convert.verl.rows import VERL
-from rollover.plugins.convert.verl.values import ACTOR, IS, RLLM_SWITCH, ROLLOUT, advantage, bound, sources
+from rollover.plugins.convert.verl.values import ACTOR, IS, RLLM_SWITCH, ROLLOUT, advantage, sources
 
 # fmt: off
 # verl's option -> rLLM's names of it.
@@ -62,8 +62,7 @@ def _population(value: Any, options: Options) -> dict[str, Any]:
 def _clip_low(value: Any, options: Options) -> dict[str, Any]:
     """The upper bound is the lower one, unless it is set."""
     high = options(f"{ACTOR}.clip_ratio_high")
-    of_high = dict(bound("algorithm.clip_high")(value, options)) if high is None else {}
-    return dict(bound("algorithm.clip_low")(value, options)) | of_high
+    return {"algorithm.clip_low": value} | ({"algorithm.clip_high": value} if high is None else {})
 
 
 def _data(value: Any, options: Options) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def _unclipped(options: Options) -> bool:
     return bypass(options) and options(f"{IS}.loss_type") == "reinforce"
 
 
-def critic(options: Options) -> bool:
+def has_critic(options: Options) -> bool:
     return options("algorithm.adv_estimator") == "gae"
 
 
@@ -60,13 +60,8 @@ def advantage(value: Any, options: Options) -> dict[str, Any]:
     return {"algorithm.advantage": name}
 
 
-def bound(ours: str) -> Any:
-    def to(value: Any, options: Options) -> dict[str, Any]:
-        if not LOSSES[loss(options)].bounds:
-            return {}
-        return {ours: value}
-
-    return to
+def has_bounds(options: Options) -> bool:
+    return bool(LOSSES[loss(options)].bounds)
 
 
 def loss_values(value: Any, options: Options) -> dict[str, Any]:
@@ -154,15 +149,13 @@ def minibatches(options: Options) -> int:
     return num // size
 
 
-def _has_older_correction(options: Options) -> bool:
+def has_older_correction(options: Options) -> bool:
     """Return whether verl 0.6.0 applies its weights: without `rollout_is` it only measures them."""
     return options(f"{OLDER_IS}_threshold") not in _OFF and bool(options(OLDER_IS))
 
 
 def older_correction(value: Any, options: Options) -> dict[str, Any]:
     """Convert verl 0.6.0's names of the rollout correction. The mode `mask` sets weights out of bounds to 0."""
-    if not _has_older_correction(options):
-        return {}
     cap, level, mode = (
         float(options(f"{OLDER_IS}_threshold")),
         options(f"{OLDER_IS}_level") or "token",
@@ -181,7 +174,7 @@ def older_correction(value: Any, options: Options) -> dict[str, Any]:
 
 def older_veto(value: Any, options: Options) -> dict[str, Any]:
     """Convert verl 0.6.0's veto: it leaves out a sequence if the ratio of one of its tokens is below the bound."""
-    if not _has_older_correction(options) or value in _OFF or not float(value):
+    if value in _OFF or not float(value):
         return {}
     # Logarithms of ratios are bounded to +-20: that is no bound of the ratio from above.
     return {"algorithm.rejection": {"sequence_max_k1": [-20.0, round(-math.log(float(value)), 6)]}}
@@ -232,7 +225,7 @@ def uncorrected(value: Any, options: Options) -> dict[str, Any]:
     """verl trains what was sampled with top_p or top_k or under older weights, and losses without a ratio, without a
     correction."""
     clipped = bypass(options) and not _unclipped(options)
-    if options(f"{IS}.rollout_is") not in _OFF or _has_older_correction(options) or clipped:
+    if options(f"{IS}.rollout_is") not in _OFF or has_older_correction(options) or clipped:
         return {}
     truncated = options(f"{ROLLOUT}.top_p") < 1 or int(options(f"{ROLLOUT}.top_k")) > 0
     without_ratio = loss(options) == "reinforce" and updates(options) > 1
@@ -313,12 +306,10 @@ def overlong(value: Any, options: Options) -> dict[str, Any]:
     return {
         "rewards.overlong_buffer_tokens": options(f"{prefix}.len"),
         "rewards.overlong_penalty": options(f"{prefix}.penalty_factor"),
-    } | ({"eval.shaped": True} if eval_tasks(-1, options) else {})
+    } | ({"eval.shaped": True} if evaluates(options) else {})
 
 
 def metric(value: Any, options: Options) -> dict[str, Any]:
-    if not options("algorithm.filter_groups.enable"):
-        return {}
     if value == "seq_final_reward" and kl_in_reward(options):
         raise Unanswered("the score less the KL: set --filters.metric shaped_score, which has the KL not in it")
     names = {"seq_reward": "shaped_score", "seq_final_reward": "shaped_score", "reward": "score"}
@@ -327,8 +318,6 @@ def metric(value: Any, options: Options) -> dict[str, Any]:
 
 
 def give_up(value: Any, options: Options) -> dict[str, Any]:
-    if not options("algorithm.filter_groups.enable"):
-        return {}
     if not value or value < 0:
         return {"filters.give_up_after_steps": 0}
     share = (options("data.gen_batch_size") or groups(options)) / groups(options)
@@ -349,27 +338,20 @@ def warmup_ratio(value: Any, options: Options) -> dict[str, Any]:
 
 
 def critic_warmup_steps(value: Any, options: Options) -> dict[str, Any]:
-    above = critic(options) and (value or 0) > 0
-    return {"critic.warmup_steps": value * updates(options)} if above else {}
+    return {"critic.warmup_steps": value * updates(options)} if (value or 0) > 0 else {}
 
 
 def optimizer(value: Any, options: Options) -> dict[str, Any]:
     return {"train.optimizer": of({"AdamW": "adamw", "adam": "adamw", "AdamW8bit": "adamw_8bit"}, value, "optimizer")}
 
 
-def with_critic(key: str) -> Any:
-    return lambda value, options: {key: value} if critic(options) else {}
-
-
 def critic_model(value: Any, options: Options) -> dict[str, Any]:
     same = value == options(f"{MODEL}.path")
-    return {"critic.model": "policy" if same else value} if critic(options) else {}
+    return {"critic.model": "policy" if same else value}
 
 
 def critic_warmup(value: Any, options: Options) -> dict[str, Any]:
-    if not critic(options) or value < 2:
-        return {}
-    return {"critic.policy_waits_steps": value - 1}
+    return {} if value < 2 else {"critic.policy_waits_steps": value - 1}
 
 
 def adam(value: Any, options: Options) -> dict[str, Any]:
@@ -409,14 +391,16 @@ def megatron_lora(value: Any, options: Options) -> dict[str, Any]:
 
 
 def eval_temperature(value: Any, options: Options) -> dict[str, Any]:
-    if not eval_tasks(-1, options):
-        return {}
     sampled = options(f"{ROLLOUT}.val_kwargs.do_sample")
     return {"eval.temperature": float(options(f"{ROLLOUT}.val_kwargs.temperature")) if sampled else 0.0}
 
 
-def eval_top_p(value: Any, options: Options) -> dict[str, Any]:
-    return {"eval.top_p": value} if eval_temperature(None, options).get("eval.temperature") else {}
+def samples_evaluations(options: Options) -> bool:
+    return evaluates(options) and bool(eval_temperature(None, options)["eval.temperature"])
+
+
+def evaluates(options: Options) -> bool:
+    return bool(eval_tasks(-1, options))
 
 
 def eval_tasks(value: Any, options: Options) -> dict[str, Any]:
@@ -430,14 +414,12 @@ def schedule(value: Any, options: Options) -> dict[str, Any]:
     return {"train.schedule": of({"constant": "constant", "cosine": "cosine"}, value, "schedule")}
 
 
-def reshuffle(value: Any, options: Options) -> dict[str, Any]:
-    several = options(f"{ACTOR}.ppo_epochs") > 1 and minibatches(options) > 1
-    return {"train.reshuffle": value} if several else {}
+def reshuffles(options: Options) -> bool:
+    return options(f"{ACTOR}.ppo_epochs") > 1 and minibatches(options) > 1
 
 
-def gamma(value: Any, options: Options) -> dict[str, Any]:
-    with_gamma = options("algorithm.adv_estimator") in ("gae", "reinforce_plus_plus")
-    return {"algorithm.gamma": value} if with_gamma else {}
+def has_gamma(options: Options) -> bool:
+    return options("algorithm.adv_estimator") in ("gae", "reinforce_plus_plus")
 
 
 def group_size(value: Any, options: Options) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The tables of docs/coming-from.md, from the mappings and docs/differences.toml.
 
-`python -m rollover.plugins.convert.table docs/coming-from.md` writes them.
+`python scripts/docs_conversions.py docs/coming-from.md` writes them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rollover.files import atomic_write_text
 from rollover.plugins.convert.mapping import Row, System
-from rollover.plugins.convert.systems import SYSTEMS
+from rollover.plugins.convert.read import SYSTEMS
 
 
 def as_markdown(system: System) -> str:

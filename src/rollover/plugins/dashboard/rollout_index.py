@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -55,12 +55,12 @@ class Seen:
 class RolloutIndex:
     """Of the folder `rollouts/` of a run. It may not be there (yet), and grow.
 
-    `patience`: seconds of `clock` that a look at it may take; it reads one new file at least, and `share` says how many
+    `patience`: seconds that a look at it may take; it reads one new file at least, and `share` says how many
     of the files that makes. Those of early steps come first.
     """
 
-    def __init__(self, dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self.dir, self.patience, self.share, self._clock = dir, float("inf"), 1.0, clock
+    def __init__(self, dir: Path) -> None:
+        self.dir, self.patience, self.share = dir, float("inf"), 1.0
         self.words = Words()  # "trained", "dropped:stale", "eos", names of sources
         self._files: list[StepFile] = []
         self._seen: dict[Path, Seen] = {}
@@ -72,12 +72,12 @@ class RolloutIndex:
 
         ValueError for a file that is damaged.
         """
-        files, until = step_files(self.dir), self._clock() + self.patience
+        files, until = step_files(self.dir), time.monotonic() + self.patience
         before, read, skipped = self._seen, False, 0
         seen: dict[Path, Seen] = {}
         for file in files:
             known = file.path in before
-            if not known and read and self._clock() >= until:
+            if not known and read and time.monotonic() >= until:
                 skipped += 1  # what is known is still looked at
                 continue
             if (of := self._look(file)) is not None:

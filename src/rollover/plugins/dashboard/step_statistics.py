@@ -43,7 +43,7 @@ def reward_intervals(index: RolloutIndex, untrained: Collection[str] = ()) -> di
     return {"steps": steps.tolist(), "low": numbers(mean - half), "high": numbers(mean + half)}
 
 
-def staleness_map(index: RolloutIndex, columns: int = MOST_COLUMNS) -> dict[str, Any]:
+def staleness_map(index: RolloutIndex) -> dict[str, Any]:
     """Of the trained rollouts that were recorded: "counts" [level][column], where a column is the steps from "first" to
     "last", and a level the stalenesses from "low" to "high" (of the oldest token of a rollout, in policy versions).
     Where there are more steps than columns, or more stalenesses than levels, consecutive ones are one."""
@@ -53,7 +53,7 @@ def staleness_map(index: RolloutIndex, columns: int = MOST_COLUMNS) -> dict[str,
     if not len(steps):
         return {"first": [], "last": [], "low": [], "high": [], "counts": [], "read": index.share}
     begin, end = int(steps.min()), int(steps.max())
-    width = -(-(end - begin + 1) // max(1, min(columns, MOST_COLUMNS)))
+    width = -(-(end - begin + 1) // MOST_COLUMNS)
     of_level = -(-(int(ages.max()) + 1) // MOST_LEVELS)
     first = np.arange(begin, end + 1, width)
     low = np.arange(0, int(ages.max()) + 1, of_level)

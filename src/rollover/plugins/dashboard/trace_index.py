@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +79,12 @@ class TraceIndex:
     """Of the file at `path`, which may not be there (yet), and grow. Call `look` before anything else is asked.
 
     `seconds`: of the last event. `siblings`, `reasons`: the words that numbers stand for. `consumed`: the groups that
-    left for training. `patience`: seconds of `clock` that a look may take; it takes in one chunk of the file at least,
+    left for training. `patience`: seconds that a look may take; it takes in one chunk of the file at least,
     and `share` says how much of the file that makes.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self.path, self.patience, self._clock = path, float("inf"), clock
+    def __init__(self, path: Path) -> None:
+        self.path, self.patience = path, float("inf")
         self._forget()
 
     def _forget(self) -> None:
@@ -102,7 +102,7 @@ class TraceIndex:
 
     def look(self) -> None:
         """Read what was written since, as far as patience goes. ValueError names a line that is no event."""
-        until = self._clock() + self.patience
+        until = time.monotonic() + self.patience
         try:
             with open_regular(self.path) as file:
                 file.seek(self._end - len(self._last))
@@ -115,7 +115,7 @@ class TraceIndex:
                     if newline:
                         self._add_lines(whole)
                     check_line(left, self.path, MOST_ROW_BYTES)
-                    if self._clock() >= until and len(chunk) == _CHUNK:
+                    if time.monotonic() >= until and len(chunk) == _CHUNK:
                         whole_file = False
                         break
                 size = file.seek(0, 2)

@@ -1,4 +1,4 @@
-"""Statistics over steps: how sure the reward of a step is; every trained rollout is in one cell of the staleness map."""
+"""Statistics over steps: how sure the reward of a step is, and the cells of trained rollouts in the staleness map."""
 
 from __future__ import annotations
 

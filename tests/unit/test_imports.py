@@ -58,7 +58,7 @@ MAY_ASYNCIO = (
     "functions.py",
     "workers/",
     "http_server.py",
-    "plugins/dashboard/serving.py",
+    "plugins/dashboard/app.py",
     "trainer/local_backend.py",
     "trainer/ranks/backend.py",
     "plugins/tinker/",

@@ -137,7 +137,7 @@ names = [m.name for m in pkgutil.walk_packages(rollover.__path__, "rollover.") i
 for name in names:
     # Servers, for which the extras `agents` and `remote` are, a class of verifiers, for which that is, and Ray.
     server = *(f"rollover.engine.server.{name}" for name in ("app", "embedded", "texts")), "rollover.http_server"
-    server += "rollover.plugins.dashboard.app", "rollover.plugins.dashboard.serving"
+    server += "rollover.plugins.dashboard.app",
     tools = tuple(f"rollover.plugins.trackers.{tool}_tool" for tool in TOOLS)  # each for an extra of its own
     others = "rollover.workflows.gateway.", "rollover.plugins.verifiers.harness", "rollover.plugins.ray.cluster"
     if not name.startswith((*others, *server, *tools)):

@@ -19,19 +19,9 @@ class Estimation:
         return self.advantage_traits.critic
 
     @property
-    def estimates_tokens(self: Any) -> bool:
-        """Whether the training step estimates advantages of tokens: until then samples carry rewards in their place."""
-        return self.advantage_traits.over_tokens
-
-    @property
     def needs_statistics(self: Any) -> bool:
         """Whether statistics of the policy's distribution at each token are asked for, at the start of a step."""
         return self.advantage_traits.statistics or self.top_entropy_share < 1
-
-    @property
-    def compares_siblings(self: Any) -> bool:
-        """Whether a group of equal rewards teaches nothing."""
-        return self.advantage_traits.compares_siblings
 
 
 def _never_negative(config: Any) -> bool:
@@ -71,7 +61,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Refused(
         ("rollout.group_size", "algorithm.advantage"),
-        lambda c: c.rollout.group_size < 2 and c.algorithm.compares_siblings and not c.distill.replaces,
+        lambda c: (
+            c.rollout.group_size < 2 and c.algorithm.advantage_traits.compares_siblings and not c.distill.replaces
+        ),
         lambda c: (
             f'rollout.group_size = {c.rollout.group_size} with algorithm.advantage = "{c.algorithm.advantage}": a'
             " baseline needs at least 2 sibling rollouts. Set rollout.group_size to 2 or more"
@@ -81,7 +73,7 @@ RULES: tuple[Rule, ...] = (
         ("rewards.min_valid", "rollout.group_size"),
         lambda c: (
             c.min_valid_rewards > c.rollout.group_size
-            and (c.rollout.group_size >= 2 or not c.algorithm.compares_siblings)
+            and (c.rollout.group_size >= 2 or not c.algorithm.advantage_traits.compares_siblings)
         ),
         lambda c: (
             f"rewards.min_valid = {c.rewards.min_valid} is above rollout.group_size = {c.rollout.group_size}: every"
@@ -90,7 +82,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Refused(
         ("rewards.min_valid", "algorithm.advantage"),
-        lambda c: 0 < c.min_valid_rewards < 2 and c.algorithm.compares_siblings,
+        lambda c: 0 < c.min_valid_rewards < 2 and c.algorithm.advantage_traits.compares_siblings,
         lambda c: (
             f'rewards.min_valid = {c.rewards.min_valid} with algorithm.advantage = "{c.algorithm.advantage}": one'
             " reward has no sibling to be compared with. Set rewards.min_valid to 2 or more"

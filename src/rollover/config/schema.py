@@ -100,7 +100,7 @@ class Config(Table):
     @property
     def equal_scores_teach_nothing(self) -> bool:
         """Whether a group of equal scores has no advantage that is not 0."""
-        return self.algorithm.compares_siblings and not self.distill.teacher
+        return self.algorithm.advantage_traits.compares_siblings and not self.distill.teacher
 
     @property
     def min_valid_rewards(self) -> int:

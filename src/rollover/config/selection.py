@@ -201,7 +201,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Refused(
         ("replay.size", "algorithm.advantage"),
-        lambda c: c.replay.size > 0 and c.algorithm.estimates_tokens,
+        lambda c: c.replay.size > 0 and c.algorithm.advantage_traits.over_tokens,
         lambda c: (
             f'replay.size with algorithm.advantage = "{c.algorithm.advantage}": whether a group has a signal is known'
             " once the step has estimated its tokens. Remove replay.size"

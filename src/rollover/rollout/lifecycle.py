@@ -187,7 +187,7 @@ class Lifecycle:
         if not group.ready:
             return False
         if why is None:
-            self.ready(group)
+            self.emit(EventKind.READY, group)
             return True
         self.drop(group.group_id, *why)
         return why[0]
@@ -198,10 +198,6 @@ class Lifecycle:
             self.emit(EventKind.SCORE, group, rollout)
         if group.ready:
             self.scheduler.on_ready(group)
-
-    def ready(self, group: Group) -> None:
-        """The group has all its rewards, and is kept."""
-        self.emit(EventKind.READY, group)
 
     def consume(self, version: int, stream_ended: bool = False) -> list[Group]:
         """The groups of the step at trainer `version` leave for training, in group-id order."""

@@ -33,7 +33,9 @@ class Tracking:
         self.records = Records(
             self.trackers,
             answer_decoder(parts.loaded.tokenizer, config.rollout.keep_special_tokens),
-            lambda sample: not (config.algorithm.estimates_tokens or config.distill.replaces_for(sample.role)),
+            lambda sample: (
+                not (config.algorithm.advantage_traits.over_tokens or config.distill.replaces_for(sample.role))
+            ),
         )
 
     def on_event(self, event: Event) -> None:

@@ -106,7 +106,7 @@ class BatchBuilder:
             for r in sampled
             if r.num_tokens
         ]
-        if self.algorithm.estimates_tokens:
+        if self.algorithm.advantage_traits.over_tokens:
             samples = [
                 replace(s, advantages=_token_rewards(s.advantages, s.mask, of_tokens.get(s.rollout_id)))
                 for s in samples

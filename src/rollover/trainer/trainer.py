@@ -109,7 +109,7 @@ class Trainer:
 
     def accumulate(self, samples: list[Sample]) -> None:
         """Add the gradient of whole groups of the step to come, before the rest of it is known (`train_step`)."""
-        assert self.config.updates_per_step == 1 and not self.algorithm.estimates_tokens
+        assert self.config.updates_per_step == 1 and not self.algorithm.advantage_traits.over_tokens
         given = {s.rollout_id: s.advantages for s in samples}
         ((samples,), known) = self._reject([samples], {})
         ((samples,), known) = self._distill([samples], known)
@@ -210,7 +210,7 @@ class Trainer:
             with self._timed("logprobs"):
                 known[STATISTICS] = self.backend.compute_statistics(samples)
         if not self.algorithm.needs_critic:
-            if self.algorithm.estimates_tokens:
+            if self.algorithm.advantage_traits.over_tokens:
                 samples = estimate_tokens(self.algorithm, samples, known.get(STATISTICS, {}), batch.roles)
             return samples, known
         with self._timed("values"):

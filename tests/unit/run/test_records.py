@@ -14,7 +14,7 @@ import pytest
 from rollover.algorithms.shaping import Shaping
 from rollover.config import AlgorithmConfig, RewardsConfig, WorkflowConfig
 from rollover.plugins.dashboard.rollout_index import RolloutIndex
-from rollover.plugins.dashboard.stale import staleness_map
+from rollover.plugins.dashboard.step_statistics import staleness_map
 from rollover.plugins.dashboard.why import why
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.lifecycle import Event, EventKind

@@ -89,7 +89,7 @@ def test_a_figure_that_is_passed_over_is_no_cause_of_another_either() -> None:
     rows = [{"step": i, "grad_norm": 1e-5, "groups/zero_variance": 1.0} for i in range(1, 3 * PATIENCE)]
     (warning,) = [warning for row in rows for warning in health.look(row)]
     assert warning.startswith("grad_norm = ") and "learning_rate" in warning
-    assert [name for name in ADVANTAGES if not AlgorithmConfig(advantage=name).compares_siblings] == [
+    assert [name for name in ADVANTAGES if not AlgorithmConfig(advantage=name).advantage_traits.compares_siblings] == [
         "remax", "reinforce_plus_plus", "precomputed", "gae", "reinforce_plus_plus_tokens"
     ]  # fmt: skip
 

@@ -313,7 +313,7 @@ def objective_of(config: Config, seed: int = 0, behavior_shift: float = 0.0, bef
             values[s.rollout_id] = np.append(values[s.rollout_id], np.full(num_more, 0.4, np.float32))
         samples, of_critic = estimate(algorithm, samples, values)
         known |= of_critic
-    elif algorithm.estimates_tokens:
+    elif algorithm.advantage_traits.over_tokens:
         samples = estimate_tokens(algorithm, samples, _statistics(samples, policies))
     objective = Objective(algorithm, 16)
     start = {s.rollout_id: log_probs(s, "snapshot" if algorithm.proximal == "snapshot" else "start") for s in samples}

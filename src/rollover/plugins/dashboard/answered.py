@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rollover.plugins.dashboard.found import EXCERPT
-from rollover.plugins.dashboard.not_there import NotThere
 from rollover.plugins.dashboard.numbers import number
-from rollover.plugins.dashboard.query import Query, count, real
+from rollover.plugins.dashboard.query import NotThere, Query, count, real
 from rollover.run.run_files import EVALUATED
 from rollover.track.against import read_recorded
 from rollover.track.recorded import step_of

@@ -13,6 +13,7 @@ the page, which is public, takes it from the end of its address, which a browser
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollover.plugins.dashboard.not_there import NotThere
+from rollover.http_server import HttpServer, end_of_service
 from rollover.plugins.dashboard.parts import CONTENT_TYPES, page_files
+from rollover.plugins.dashboard.query import NotThere
 from rollover.plugins.dashboard.run_data import RunData
 from rollover.plugins.dashboard.several import Several
 
@@ -119,6 +121,20 @@ class _Front:
         else:
             answer = self._page if is_of_page(scope["path"]) else self._api
         await answer(scope, receive, with_headers)
+
+
+async def serve(runs: Sequence[RunData], host: str, port: int, token: str, ready: Callable[[str], None]) -> int:
+    """0 by SIGTERM, 130 by Ctrl-C. `ready` gets the URL when it answers. ValueError where the port cannot be had."""
+    server = HttpServer(make_app(runs), port, host, "--port", token=token, is_public=is_of_page)
+    told = end_of_service()
+    await server.start()
+    ready(server.url)
+    for run in runs:
+        threading.Thread(target=run.read_ahead, name="read_ahead", daemon=True).start()
+    try:
+        return await told
+    finally:
+        await server.close()
 
 
 def _json(value: Any) -> Response:

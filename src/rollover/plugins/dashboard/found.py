@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from rollover.plugins.dashboard.numbers import number
-from rollover.plugins.dashboard.query import Query, count, names_in, real
+from rollover.plugins.dashboard.query import NotThere, Query, count, names_in, real
 from rollover.plugins.dashboard.rollout_index import NO_VERSION, RolloutIndex, rollout_id, staleness, versions
 from rollover.plugins.dashboard.text_search import TextSearch
 from rollover.types import content_text
 
-MOST_ROWS = 500
+MOST_ROWS, MOST_CONTEXTS = 500, 500
 _BLOCK = 1000
 _SEARCH_S = 1.0
 EXCERPT = 200
@@ -219,3 +219,28 @@ def _bounds(given: Query, end: str) -> dict[str, float]:
     """Of each number that has one at this end ("from", "to")."""
     found = {name: real(given, f"{name}_{end}") for name in NUMBERS}
     return {name: bound for name, bound in found.items() if bound is not None}
+
+
+def episode(index: RolloutIndex, step: int, group: int, sibling: int) -> dict[str, Any]:
+    """Episode `sibling` of the group that left with this step: "contexts" in the order of trajectories and contexts,
+    each as in a list of rollouts, with its "role" and the rewards of its "turns"; "of": how many there are. KeyError
+    where there is none."""
+    entries = index.entries()
+    of_episode = (entries["step"] == step) & (entries["group_id"] == group) & (entries["sibling"] == sibling)
+    places = np.flatnonzero(of_episode)
+    if not len(places):
+        raise NotThere(f"no episode {group}-{sibling} left the run with step {step}")
+    places = places[np.lexsort((entries["context"][places], entries["trajectory"][places]))]
+    contexts, shown = [], entries[places[:MOST_CONTEXTS]]
+    for entry, record in zip(shown, index.records_of(shown), strict=True):
+        contexts.append(
+            {
+                **row_of(index, entry, record),
+                "trajectory": int(entry["trajectory"]),
+                "context": int(entry["context"]),
+                "role": record.get("role") or "",
+                "turns": record.get("turns"),
+                "error": record.get("error"),
+            }
+        )
+    return {"group": group, "sibling": sibling, "step": step, "of": len(places), "contexts": contexts}

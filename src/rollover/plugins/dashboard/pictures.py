@@ -12,7 +12,7 @@ from typing import Any
 
 from rollover.images import digest_of, read_image
 from rollover.plugins.dashboard.indexed_run import IndexedRun
-from rollover.plugins.dashboard.not_there import NotThere
+from rollover.plugins.dashboard.query import NotThere
 from rollover.plugins.dashboard.rollout_index import find
 from rollover.types import Media
 

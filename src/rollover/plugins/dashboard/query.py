@@ -9,6 +9,11 @@ Query = Mapping[str, str]
 MOST_KEYS = 500
 
 
+class NotThere(KeyError):
+    """What a question asks for is not there: a matter of the question, and of no file of the run. Its one argument is
+    the message."""
+
+
 def names_in(text: str) -> list[str]:
     """Names, separated by commas. In a name a comma is %2C, and % is %25, as page/words.js writes them."""
     return [unquote(name) for name in text.split(",") if name]

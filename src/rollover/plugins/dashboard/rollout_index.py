@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from rollover.files import line_of, lines_of, open_regular
+from rollover.plugins.dashboard.numbers import Words, structured
 from rollover.track.recorded import StepFile, not_recorded, own_of, records_of, shared_of, step_files
 from rollover.track.rollout_table import read_columns, read_table_rows
 
@@ -35,7 +36,6 @@ ENTRY = np.dtype(
         ("role", "i2"),
     ]
 )  # fmt: skip
-_FIELDS = ENTRY.names or ()
 _COLUMNS = (
     "step", "group_id", "sibling", "trajectory", "context", "num_tokens", "segments", "score", "advantage", "outcome",
     "source", "stop_reason", "role",
@@ -55,14 +55,13 @@ class Seen:
 class RolloutIndex:
     """Of the folder `rollouts/` of a run. It may not be there (yet), and grow.
 
-    `patience`: seconds of `clock` that a look at it may take; it reads one new file at least, and `share` says how many
+    `patience`: seconds that a look at it may take; it reads one new file at least, and `share` says how many
     of the files that makes. Those of early steps come first.
     """
 
-    def __init__(self, dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self.dir, self.patience, self.share, self._clock = dir, float("inf"), 1.0, clock
-        self.words: list[str] = []  # "trained", "dropped:stale", "eos", names of sources
-        self._word_at: dict[str, int] = {}
+    def __init__(self, dir: Path) -> None:
+        self.dir, self.patience, self.share = dir, float("inf"), 1.0
+        self.words = Words()  # "trained", "dropped:stale", "eos", names of sources
         self._files: list[StepFile] = []
         self._seen: dict[Path, Seen] = {}
         self._entries: np.ndarray | None = None
@@ -73,12 +72,12 @@ class RolloutIndex:
 
         ValueError for a file that is damaged.
         """
-        files, until = step_files(self.dir), self._clock() + self.patience
+        files, until = step_files(self.dir), time.monotonic() + self.patience
         before, read, skipped = self._seen, False, 0
         seen: dict[Path, Seen] = {}
         for file in files:
             known = file.path in before
-            if not known and read and self._clock() >= until:
+            if not known and read and time.monotonic() >= until:
                 skipped += 1  # what is known is still looked at
                 continue
             if (of := self._look(file)) is not None:
@@ -148,12 +147,7 @@ class RolloutIndex:
             if before is not None and before.stamp == stamp:
                 return before
             rows = _table_heads(file.path) if file.path.suffix == ".parquet" else _line_heads(file.path)
-            # As floats first, which all of these numbers are exactly: it takes a third of the time.
-            values = np.array([self._entry(*row) for row in rows], np.float64).reshape(-1, len(_FIELDS))
-            entries = np.zeros(len(values), ENTRY)
-            for place, name in enumerate(_FIELDS):
-                entries[name] = values[:, place]
-            return Seen(stamp, entries)
+            return Seen(stamp, structured([self._entry(*row) for row in rows], ENTRY))
         except FileNotFoundError:
             return None
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -169,15 +163,9 @@ class RolloutIndex:
             0, place, head, record["step"], record["group_id"], record["sibling"], record.get("trajectory") or 0,
             record.get("context") or 0, record["num_tokens"], len(record["segments"]), min(sampled), max(sampled),
             np.nan if score is None else score, np.nan if advantage is None else advantage,
-            self._number(record["outcome"]), self._number(record["source"]),
-            self._number(record["stop_reason"] or UNFINISHED), self._number(record.get("role") or ""),
+            self.words.number(record["outcome"]), self.words.number(record["source"]),
+            self.words.number(record["stop_reason"] or UNFINISHED), self.words.number(record.get("role") or ""),
         )  # fmt: skip
-
-    def _number(self, word: str) -> int:
-        if word not in self._word_at:
-            self._word_at[word] = len(self.words)
-            self.words.append(word)
-        return self._word_at[word]
 
 
 def rollout_id(entry: np.void) -> str:

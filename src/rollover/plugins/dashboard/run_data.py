@@ -20,20 +20,17 @@ from typing import Any, Literal, get_args
 
 from rollover.plugins.dashboard.answered import answer, answers
 from rollover.plugins.dashboard.balance import ledger
-from rollover.plugins.dashboard.episodes import episode
-from rollover.plugins.dashboard.found import Wanted, choices, page
+from rollover.plugins.dashboard.found import Wanted, choices, episode, page
 from rollover.plugins.dashboard.indexed_run import IndexedRun
-from rollover.plugins.dashboard.intervals import reward_intervals
 from rollover.plugins.dashboard.lanes import window
-from rollover.plugins.dashboard.not_there import NotThere
 from rollover.plugins.dashboard.numbers import number
 from rollover.plugins.dashboard.pace import seconds_a_step
 from rollover.plugins.dashboard.pictures import picture
 from rollover.plugins.dashboard.pieces import RunTokens
 from rollover.plugins.dashboard.planned import plan_of
-from rollover.plugins.dashboard.query import Query, count, integer, keys_in, seconds
+from rollover.plugins.dashboard.query import NotThere, Query, count, integer, keys_in, seconds
 from rollover.plugins.dashboard.series import keys_of, series
-from rollover.plugins.dashboard.stale import staleness_map
+from rollover.plugins.dashboard.step_statistics import reward_intervals, staleness_map
 from rollover.plugins.dashboard.told import Pieces, told
 from rollover.plugins.dashboard.warnings import Warned
 from rollover.run.run_files import EVALUATIONS, METRICS

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollover.plugins.dashboard.compare import curves, differences, evaluations
-from rollover.plugins.dashboard.not_there import NotThere
-from rollover.plugins.dashboard.query import count, keys_in
+from rollover.plugins.dashboard.query import NotThere, count, keys_in
 from rollover.plugins.dashboard.run_data import RunData
 
 _POINTS = 400

@@ -14,8 +14,8 @@ import numpy as np
 
 from rollover.plugins.dashboard.found import row_of
 from rollover.plugins.dashboard.indexed_run import IndexedRun
-from rollover.plugins.dashboard.not_there import NotThere
 from rollover.plugins.dashboard.numbers import numbers
+from rollover.plugins.dashboard.query import NotThere
 from rollover.plugins.dashboard.rollout_index import find, staleness
 from rollover.plugins.dashboard.why import why
 from rollover.track.token_stats import KEYS, by_token

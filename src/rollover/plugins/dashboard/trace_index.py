@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rollover.files import MOST_ROW_BYTES, check_line, open_regular
+from rollover.plugins.dashboard.numbers import Words, structured
 from rollover.rollout.lifecycle import EventKind
 from rollover.track.trace import BEGINS_VISIT, ENDS_VISIT, PUBLISH, Acts, Span, Spans, TraceEvent, Visits, bars_of
 
@@ -70,11 +71,7 @@ class _Numbers:
 
     def _close_block(self) -> None:
         if self._new:
-            # As floats first, which all of these numbers are exactly: it takes a third of the time.
-            values, block = np.array(self._new, np.float64), np.zeros(len(self._new), self._dtype)
-            for place, name in enumerate(self._dtype.names or ()):
-                block[name] = values[:, place]
-            self._blocks.append(block)
+            self._blocks.append(structured(self._new, self._dtype))
             self._new = []
 
 
@@ -82,22 +79,19 @@ class TraceIndex:
     """Of the file at `path`, which may not be there (yet), and grow. Call `look` before anything else is asked.
 
     `seconds`: of the last event. `siblings`, `reasons`: the words that numbers stand for. `consumed`: the groups that
-    left for training. `patience`: seconds of `clock` that a look may take; it takes in one chunk of the file at least,
+    left for training. `patience`: seconds that a look may take; it takes in one chunk of the file at least,
     and `share` says how much of the file that makes.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self.path, self.patience, self._clock = path, float("inf"), clock
+    def __init__(self, path: Path) -> None:
+        self.path, self.patience = path, float("inf")
         self._forget()
 
     def _forget(self) -> None:
         self._end, self._last, self._number = 0, b"", 0
         self.seconds, self.share = 0.0, 1.0
-        self.siblings: list[str] = []
-        self.reasons: list[str] = []
+        self.siblings, self.reasons = Words(), Words()
         self.consumed: set[int] = set()
-        self._sibling_at: dict[int | str, int] = {}
-        self._reason_at: dict[str, int] = {}
         self._bars, self._acts = _Numbers(BAR), _Numbers(ACT)
         self._drops, self._published = _Numbers(DROP), _Numbers(PUBLISHED)
         self._of_loop: list[Span] = []
@@ -108,7 +102,7 @@ class TraceIndex:
 
     def look(self) -> None:
         """Read what was written since, as far as patience goes. ValueError names a line that is no event."""
-        until = self._clock() + self.patience
+        until = time.monotonic() + self.patience
         try:
             with open_regular(self.path) as file:
                 file.seek(self._end - len(self._last))
@@ -121,7 +115,7 @@ class TraceIndex:
                     if newline:
                         self._add_lines(whole)
                     check_line(left, self.path, MOST_ROW_BYTES)
-                    if self._clock() >= until and len(chunk) == _CHUNK:
+                    if time.monotonic() >= until and len(chunk) == _CHUNK:
                         whole_file = False
                         break
                 size = file.seek(0, 2)
@@ -253,18 +247,11 @@ class TraceIndex:
             self._acts.add((act.start, act.end, event.group, self._sibling(event.sibling), act.lane))
         if event.kind == _DROP:
             self._visits.give_up(event.group)
-            reason = self._reason_at.setdefault(event.reason, len(self.reasons))
-            if reason == len(self.reasons):
-                self.reasons.append(event.reason)
-            self._drops.add((event.seconds, event.group, reason, event.tokens))
+            self._drops.add((event.seconds, event.group, self.reasons.number(event.reason), event.tokens))
 
     def _sibling(self, sibling: int | str | None) -> int:
         """The place of its name."""
-        number = self._sibling_at.get(sibling or 0)
-        if number is None:
-            number = self._sibling_at[sibling or 0] = len(self.siblings)
-            self.siblings.append(str(sibling or 0))
-        return number
+        return self.siblings.number(str(sibling or 0))
 
 
 def _of_group(text: bytes, group: int) -> Iterator[TraceEvent]:

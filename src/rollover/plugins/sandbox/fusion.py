@@ -96,8 +96,7 @@ class FusionJudge:
         """Run all tests at a time. ServiceFailed: there is no verdict."""
         run = {"stdin": self._text, "calls": self._call, "tests": self._test}[cases.kind]
         ends = await asyncio.gather(*(run(code, cases, index) for index in range(len(cases))))
-        detail = next((f"{end}: {text}" if text else end for end, text in ends if end != "passed"), "")
-        return Verdict(tuple(end for end, _ in ends), detail)
+        return Verdict.of(ends)
 
     async def _text(self, code: str, cases: Cases, index: int) -> tuple[str, str]:
         result = await self._client.run(code, cases.inputs[index])

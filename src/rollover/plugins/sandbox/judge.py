@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 from rollover.plugins.sandbox.cases import Cases, same_text, same_value
 from rollover.plugins.sandbox.inside.values import to_json
@@ -38,9 +39,6 @@ class Limits:
     memory_bytes: int = 1 << 30
     output_bytes: int = 1 << 20
 
-    def as_json(self) -> dict[str, Any]:
-        return {"seconds": self.seconds, "memory_bytes": self.memory_bytes, "output_bytes": self.output_bytes}
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -48,6 +46,12 @@ class Verdict:
 
     ends: tuple[str, ...]
     detail: str = ""
+
+    @classmethod
+    def of(cls, ends: Sequence[tuple[str, str]]) -> Self:
+        """Of the end of each test, and what is to be said of it."""
+        detail = next((f"{end}: {text}" if text else end for end, text in ends if end != "passed"), "")
+        return cls(tuple(end for end, _ in ends), detail)
 
     @property
     def share(self) -> float:
@@ -70,24 +74,19 @@ class Judge:
 
     def judge(self, code: str, cases: Cases) -> Verdict:
         """Run the program against the tests. SandboxFailed and BrokenTests: there is no verdict."""
-        ends: list[tuple[str, str]] = []
         self._used = 2 if cases.kind == "tests" else 1
         sandboxes = self._take(self._used)
-        until = time.monotonic() + self._limits.seconds + _GRACE_S
+        trial = _Trial(code, cases, self._limits, self._stop)
         try:
-            if cases.kind == "tests":
-                _converse(sandboxes, code, cases, self._limits, ends, until, self._stop)
-            else:
-                _compare(sandboxes[0], code, cases, self._limits, ends, until, self._stop)
-            self._check_template(ends)
+            trial.converse(*sandboxes) if cases.kind == "tests" else trial.compare(*sandboxes)
+            self._check_template(trial.ends)
         finally:
             for sandbox in sandboxes:
                 sandbox.kill()
             if self._ahead:
                 with contextlib.suppress(SandboxFailed):  # the next call will say so
                     self.start_ahead()
-        detail = next((f"{end}: {text}" if text else end for end, text in ends if end != "passed"), "")
-        return Verdict(tuple(end for end, _ in ends), detail)
+        return Verdict.of(trial.ends)
 
     def close(self) -> None:
         """End the sandboxes that wait, and what makes them."""
@@ -132,30 +131,79 @@ class Judge:
         return taken
 
 
-def _compare(
-    sandbox: Sandbox,
-    code: str,
-    cases: Cases,
-    limits: Limits,
-    ends: list[tuple[str, str]],
-    until: float,
-    stop: bool,
-) -> None:
-    calls = cases.kind == "calls"
-    inputs = [list(map(to_json, each)) for each in cases.inputs] if calls else list(cases.inputs)
-    request = {"mode": cases.kind, "code": code, "name": cases.name, "inputs": inputs, "limits": limits.as_json()}
-    sandbox.say(request, until)
-    for expected in cases.outputs:
-        said = sandbox.hear(until)
-        if said is None or said.get("test") != len(ends):
-            break
-        end, detail = _end_of(said)
-        if end == "passed" and not _is_right(said, expected, calls):
-            end, detail = "wrong", ""
-        ends.append((end, detail))
-        if stop and end != "passed":
-            break
-    _fill(ends, len(cases), until, stop)
+class _Trial:
+    """A program against its tests: how each of them ended so far."""
+
+    def __init__(self, code: str, cases: Cases, limits: Limits, stop_at_failure: bool) -> None:
+        self._code, self._cases, self._limits, self._stop = code, cases, asdict(limits), stop_at_failure
+        self._until = time.monotonic() + limits.seconds + _GRACE_S
+        self.ends: list[tuple[str, str]] = []
+
+    def compare(self, sandbox: Sandbox) -> None:
+        """Give the inputs, and compare what comes out."""
+        cases, calls = self._cases, self._cases.kind == "calls"
+        inputs = [list(map(to_json, each)) for each in cases.inputs] if calls else list(cases.inputs)
+        request = {"mode": cases.kind, "code": self._code, "name": cases.name, "inputs": inputs}
+        sandbox.say({**request, "limits": self._limits}, self._until)
+        for expected in cases.outputs:
+            said = sandbox.hear(self._until)
+            if said is None or said.get("test") != len(self.ends):
+                break
+            end, detail = _end_of(said)
+            if end == "passed" and not _is_right(said, expected, calls):
+                end, detail = "wrong", ""
+            self.ends.append((end, detail))
+            if self._is_over:
+                break
+        self._fill()
+
+    def converse(self, program: Sandbox, tests: Sandbox) -> None:
+        """Carry what the tests ask to the program, and what it answers back."""
+        cases, until = self._cases, self._until
+        program.say({"mode": "serve", "code": self._code, "limits": self._limits}, until)
+        request = {"mode": "tests", "code": cases.setup, "tests": list(cases.tests), "name": cases.name}
+        tests.say({**request, "limits": self._limits}, until)
+        last: tuple[str, str] | None = None
+        loaded = False
+        while len(self.ends) < len(cases):
+            said = tests.hear(until)
+            if said is None:
+                break
+            if "ask" in said:
+                # Not before it says so: what comes earlier is read by its parent.
+                answer = {} if loaded else _answer(program, until, "loaded")
+                loaded = True
+                if "ended" not in answer:
+                    program.say(said["ask"], until)
+                    answer = _answer(program, until)
+                if "ended" in answer:  # it asks no more: the program is gone
+                    end, detail = _end_of(answer)
+                    last = ("error", detail or "it ended before its tests did") if end == "passed" else (end, detail)
+                    break
+                tests.say(answer, until)
+            elif "broken" in said:
+                raise BrokenTests(f"the tests of the task cannot be run: {str(said['broken'])[:300]}")
+            elif said.get("test") == len(self.ends):
+                self.ends.append(_end_of(said))
+                if self._is_over:
+                    break
+            elif "ended" in said:
+                end, detail = _end_of(said)
+                last = ("error", "the tests ended early") if end == "passed" else (end, detail)
+                break
+        self._fill(last)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether no further test is run, as one failed."""
+        return self._stop and bool(self.ends) and self.ends[-1][0] != "passed"
+
+    def _fill(self, last: tuple[str, str] | None = None) -> None:
+        """The tests that nothing was said of: out of time, or the sandbox is no more."""
+        left = self.ends[-1] if self._is_over else last
+        if left is None:
+            left = ("timeout", "") if time.monotonic() >= self._until else ("died", "the sandbox ended")
+        self.ends += [left] * (len(self._cases) - len(self.ends))
 
 
 def _is_right(said: dict[str, Any], expected: Any, calls: bool) -> bool:
@@ -169,59 +217,6 @@ def _end_of(said: dict[str, Any]) -> tuple[str, str]:
     end = said.get("ended")
     end = "passed" if end == "ok" else end
     return (end if end in ENDS else "died"), str(said.get("detail", ""))[:300]
-
-
-def _fill(ends: list[tuple[str, str]], num: int, until: float, stop: bool, last: tuple[str, str] | None = None) -> None:
-    """The tests that nothing was said of: out of time, or the sandbox is no more."""
-    left = ends[-1] if stop and ends and ends[-1][0] != "passed" else last
-    if left is None:
-        left = ("timeout", "") if time.monotonic() >= until else ("died", "the sandbox ended")
-    ends += [left] * (num - len(ends))
-
-
-def _converse(
-    sandboxes: list[Sandbox],
-    code: str,
-    cases: Cases,
-    limits: Limits,
-    ends: list[tuple[str, str]],
-    until: float,
-    stop: bool,
-) -> None:
-    """Carry what the tests ask to the program, and what it answers back."""
-    program, tests = sandboxes
-    program.say({"mode": "serve", "code": code, "limits": limits.as_json()}, until)
-    request = {"mode": "tests", "code": cases.setup, "tests": list(cases.tests), "name": cases.name}
-    tests.say({**request, "limits": limits.as_json()}, until)
-    last: tuple[str, str] | None = None
-    loaded = False
-    while len(ends) < len(cases):
-        said = tests.hear(until)
-        if said is None:
-            break
-        if "ask" in said:
-            # Not before it says so: what comes earlier is read by its parent.
-            answer = {} if loaded else _answer(program, until, "loaded")
-            loaded = True
-            if "ended" not in answer:
-                program.say(said["ask"], until)
-                answer = _answer(program, until)
-            if "ended" in answer:  # it asks no more: the program is gone
-                end, detail = _end_of(answer)
-                last = ("error", detail or "it ended before its tests did") if end == "passed" else (end, detail)
-                break
-            tests.say(answer, until)
-        elif "broken" in said:
-            raise BrokenTests(f"the tests of the task cannot be run: {str(said['broken'])[:300]}")
-        elif said.get("test") == len(ends):
-            ends.append(_end_of(said))
-            if stop and ends[-1][0] != "passed":
-                break
-        elif "ended" in said:
-            end, detail = _end_of(said)
-            last = ("error", "the tests ended early") if end == "passed" else (end, detail)
-            break
-    _fill(ends, len(cases), until, stop, last)
 
 
 def _answer(program: Sandbox, until: float, *keys: str) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from rollover.models.tokenizer_files import save_tokenizer
 from rollover.plugins.tinker.engine import TinkerEngine
 from rollover.staleness import staleness
 from rollover.trainer.backend import TEACHER, BackendSetup, Stream, Version
+from rollover.trainer.local_backend import answers_under
 from rollover.trainer.objective import Counts, Objective, Streams
 from rollover.trainer.optimizer import learning_rate
 from rollover.trainer.packing import padded
@@ -133,9 +134,7 @@ class TinkerBackend:
 
     async def sample(self, requests: Sequence[ExtendRequest]) -> list[list[Segment]]:
         """By the engine of the service, which gets the current weights first if it has others."""
-        if self.engine.oldest_version != self.policy_version:
-            await self.engine.load_weights(self.policy_version, await self.publish())
-        return list(await asyncio.gather(*(self.engine.extend(request) for request in requests)))
+        return await answers_under(self, self.engine, requests)
 
     def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         meta = {"policy_version": self.policy_version, "step_count": self.step_count, "path": self._saved("state")}

@@ -12,14 +12,11 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from rollover.engine.build import EngineSetup
 from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad, WrongAnswer
-from rollover.engine.stop import last_of, stop_reason
+from rollover.engine.remote.generation import Generation
 from rollover.engine.validate import usable
 from rollover.models.limits import Limits
 from rollover.plugins.tinker.service import Service
@@ -34,32 +31,12 @@ _STATS = (
 )  # fmt: skip
 
 
-@dataclass(slots=True, eq=False)
-class _Sequence:
+class _Sequence(Generation):
     """One running `extend`: its whole chunks so far."""
 
-    request: ExtendRequest
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
     version: int | None = None
     """Of the chunk that is being sampled: by `call`."""
     call: asyncio.Future[Any] | None = None
-
-    def segments(self, stop_reason: StopReason) -> list[Segment]:
-        """One per policy version met, the last with `stop_reason`; one empty if there is no token."""
-        if not self.tokens:
-            return self.request.nothing()
-        out, start = [], len(self.request.generated_ids)
-        for version in (of := dict.fromkeys(self.versions)):
-            at = [i for i, v in enumerate(self.versions) if v == version]
-            ids = np.array([self.tokens[i] for i in at], dtype=np.int32)
-            logprobs = np.array([self.logprobs[i] for i in at], dtype=np.float32)
-            reason = stop_reason if version == next(reversed(of)) else StopReason.PAUSED
-            out.append(Segment(ids, logprobs, version, self.request.sampling, reason, start=start))
-            start += len(at)
-        return out
 
 
 class TinkerEngine:
@@ -86,7 +63,7 @@ class TinkerEngine:
                 f"rollouts show images ({request.media[0].source}), and engines over a Tinker service take text"
                 ' alone: train with backend.type = "local", or take tasks without images'
             )
-        sequence = self._running[request.rollout_id] = _Sequence(request)
+        sequence = self._running[request.rollout_id] = _Sequence(request, self._decode_text)
         try:
             reason = None
             while reason is None:
@@ -99,7 +76,7 @@ class TinkerEngine:
     def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:
         for rollout_id in list(self._running) if rollout_ids is None else rollout_ids:
             if rollout_id in self._running:
-                self._running[rollout_id].stop.set()
+                self._running[rollout_id].interrupt()
 
     async def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
         running = [i for i in rollout_ids if i in self._running]
@@ -137,13 +114,12 @@ class TinkerEngine:
 
     async def _chunk(self, sequence: _Sequence) -> StopReason | None:
         """Sample one more chunk, unless it is interrupted before its end. Returns why the rollout ends, if it does."""
-        if sequence.stop.is_set():
+        if sequence.interrupted:
             return StopReason.PAUSED
-        request, num = sequence.request, len(sequence.tokens)
         asked = self._size(sequence)
         sequence.version = version = self._version
         work = sequence.call = asyncio.ensure_future(self._sample(sequence, asked))
-        interrupted = asyncio.ensure_future(sequence.stop.wait())
+        interrupted = asyncio.ensure_future(sequence.end.wait())
         try:
             await asyncio.wait([work, interrupted], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -159,23 +135,16 @@ class TinkerEngine:
         given, why_invalid = usable(ids, [float(x) for x in logprobs], None)
         if why_invalid:
             raise WrongAnswer(f"the service {why_invalid}")
-        sequence.tokens += (int(t) for t in ids)
-        sequence.logprobs += given
-        sequence.versions += [version] * len(ids)
-        for end in range(num + 1, len(sequence.tokens) + 1):
-            reason = stop_reason(request, end, last_of(request, sequence.tokens[:end]), self._decode_text)
-            if reason is not None:
-                del sequence.tokens[end:], sequence.logprobs[end:], sequence.versions[end:]
-                return reason
-        if answer.stop_reason == "stop":
+        sequence.add([int(t) for t in ids], given, version)
+        if sequence.reason is None and answer.stop_reason == "stop":
             raise WrongAnswer("the service ended an answer without one of the stop tokens that it was given")
-        return None
+        return sequence.reason
 
     def _size(self, sequence: _Sequence) -> int:
         """Tokens of the next call: up to the next multiple of chunk_tokens, wherever the rollout was interrupted."""
-        request, num, chunk = sequence.request, len(sequence.tokens), self.service.config.chunk_tokens
-        left = request.max_new_tokens if not request.pause_after else min(request.max_new_tokens, request.pause_after)
-        return min(chunk - (len(request.generated_ids) + num) % chunk, left - num)
+        chunk = self.service.config.chunk_tokens
+        done = len(sequence.request.generated_ids) + len(sequence.tokens)
+        return min(chunk - done % chunk, sequence.left)
 
     async def _sample(self, sequence: _Sequence, num_tokens: int) -> Any:
         """One sequence of the service's."""

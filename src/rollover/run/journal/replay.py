@@ -1,6 +1,6 @@
 """The journal read back: what it tells happens again, in order, without an engine, a reward or a decision.
 
-    records ──▶ Lifecycle.admit, run, append, score, ready, take, drop ...     step ──▶ the same groups are trained
+    records ──▶ Lifecycle.admit, run, append, score, take, drop ...     step ──▶ the same groups are trained
 
 The tokens of a rollout come in pieces while it runs (running_tokens.py); it gets them when it is parked or finished, or
 its turn is, as from an engine; and what its environment wrote as from that. Owns the groups that were taken for a step.
@@ -74,7 +74,7 @@ class Replay:
             EventKind.ANSWER.value: self._stop,
             EventKind.FINISH.value: self._stop,
             EventKind.SCORE.value: self._score,
-            EventKind.READY.value: lambda meta, _: self.lifecycle.ready(self._group(meta)),
+            EventKind.READY.value: lambda meta, _: self.lifecycle.emit(EventKind.READY, self._group(meta)),
             EventKind.DROP.value: self._drop,
             EventKind.CONSUME.value: self._consume,
             EventKind.GIVE_BACK.value: self._give_back,

@@ -12,8 +12,8 @@ from PIL import Image
 
 from recorded_run import group, recorded, write_run
 from rollover.images import digest_of
-from rollover.plugins.dashboard.not_there import NotThere
 from rollover.plugins.dashboard.pictures import MOST_PIXELS
+from rollover.plugins.dashboard.query import NotThere
 from rollover.plugins.dashboard.run_data import RunData
 from rollover.track.recorder import RolloutRecorder
 from rollover.types import Media, Prompt

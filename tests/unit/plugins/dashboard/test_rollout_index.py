@@ -10,7 +10,7 @@ import pytest
 from recorded_run import group, recorded, write_run
 from rollover.plugins.dashboard.found import Wanted, page
 from rollover.plugins.dashboard.rollout_index import RolloutIndex, rollout_id, staleness, versions
-from rollover.plugins.dashboard.stale import staleness_map
+from rollover.plugins.dashboard.step_statistics import staleness_map
 from rollover.track.recorded import read_records
 from rollover.track.recorder import Format, RolloutRecorder
 from rollover.track.tracker import Cut

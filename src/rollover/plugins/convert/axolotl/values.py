@@ -10,22 +10,11 @@ from rollover.plugins.convert.mapping import Options, Row, Unanswered
 from rollover.plugins.convert.trl.rows import TRL
 
 # Fields of TRL's GRPOConfig under the names that Axolotl hands them on by.
-TRL_FIELDS = {
-    "base_model": "model",
-    "trl.num_generations": "num_generations",
-    "trl.temperature": "temperature",
-    "trl.repetition_penalty": "repetition_penalty",
-    "trl.num_iterations": "num_iterations",
-    "trl.loss_type": "loss_type",
-    "trl.importance_sampling_level": "importance_sampling_level",
-    "trl.beta": "beta",
-    "trl.use_bias_correction_kl": "use_bias_correction_kl",
-    "trl.sync_ref_model": "sync_ref_model",
-    "trl.ref_model_sync_steps": "ref_model_sync_steps",
-    "trl.ref_model_mixup_alpha": "ref_model_mixup_alpha",
-    "trl.mask_truncated_completions": "mask_truncated_completions",
-    "trl.off_policy_mask_threshold": "off_policy_mask_threshold",
-}
+TRL_FIELDS = {"base_model": "model"} | {f"trl.{name}": name for name in (
+    "num_generations", "temperature", "repetition_penalty", "num_iterations", "loss_type",
+    "importance_sampling_level", "beta", "use_bias_correction_kl", "sync_ref_model", "ref_model_sync_steps",
+    "ref_model_mixup_alpha", "mask_truncated_completions", "off_policy_mask_threshold",
+)}  # fmt: skip
 # What the rows of these read besides.
 _BESIDE = {
     "use_vllm": "trl.use_vllm",

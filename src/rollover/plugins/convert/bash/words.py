@@ -9,11 +9,11 @@ from typing import Any
 
 from rollover.plugins.convert.bash.names import items_of, missing, named, unread
 from rollover.plugins.convert.bash.state import State
-from rollover.plugins.convert.bash.sums import sum_of, sum_of_text
 from rollover.plugins.convert.bash.text import (
     MOST_CHARS,
     Piece,
     Text,
+    arithmetic,
     joined,
     named_unknown,
     plain,
@@ -171,10 +171,10 @@ class Words:
         elif kind == "command_substitution":
             # Within `${NAME:-...}` the parser takes `$((...))` for a command.
             inner = re.fullmatch(r"\s*\$\(\((.*)\)\)", self.source(node), re.S)
-            text = sum_of_text(self, inner[1], self.source(node)) if inner else self._substitute(node)
+            text = _sum_of_text(self, inner[1], self.source(node)) if inner else self._substitute(node)
             yield from (Part(piece, quoted) for piece in text.pieces)
         elif kind == "arithmetic_expansion":
-            yield from (Part(piece, quoted=True) for piece in sum_of(self, node).pieces)
+            yield from (Part(piece, quoted=True) for piece in _sum_of(self, node).pieces)
             self.state.count(self.source(node))
         elif kind == "process_substitution":
             yield Part(Piece(self.source(node), "what a process prints is not known"), quoted=True)
@@ -323,3 +323,59 @@ def _ansi(text: str) -> str:
         found += text[end : match.start()].encode() + put(match)
         end = match.end()
     return (found + text[end:].encode()).partition(b"\0")[0].decode(errors="replace")
+
+
+# Integer arithmetic: `$((...))`
+
+
+def _sum_of(words: Words, node: Any) -> Text:
+    """The value of `$((...))`."""
+    source = words.source(node)
+    inner = [child for child in node.children if child.type not in ("$((", "))", "$[", "]")]
+    if not inner:
+        return unread(source)
+    parts: list[Piece] = []
+    _operands(words, inner, inner[0].start_byte, inner[-1].end_byte, parts)
+    return _summed(parts, source)
+
+
+def _sum_of_text(words: Words, text: str, source: str) -> Text:
+    """The value of an expression, whose operands are names."""
+    parts: list[Piece] = []
+    for name, other in re.findall(r"\$?\{?\b([A-Za-z_]\w*)\}?|(.)", text, re.S):
+        value = (words.named(name) or missing(name)) if name else plain(other)
+        parts += [_number(piece) if name else piece for piece in value.pieces]
+    return _summed(parts, source)
+
+
+def _summed(parts: list[Piece], source: str) -> Text:
+    without_value = [piece for piece in parts if piece.why and not piece.doubt]
+    if without_value:
+        return unknown(source, without_value[0].why)
+    try:
+        return joined(parts).like(str(arithmetic("".join(piece.text for piece in parts))))
+    except ValueError as error:
+        return unknown(source, f"{source}: {error}")
+
+
+def _operands(words: Words, nodes: Sequence[Any], start: int, end: int, parts: list[Piece]) -> None:
+    for node in nodes:
+        parts.append(Piece(words.between(start, node.start_byte)))
+        if node.type in ("simple_expansion", "expansion", "command_substitution"):
+            parts += [_number(piece) for piece in words.value(node).pieces]
+        elif node.type == "variable_name":
+            value = words.named(words.source(node)) or missing(words.source(node))
+            parts += [_number(piece) for piece in value.pieces]
+        elif node.children:
+            _operands(words, node.children, node.start_byte, node.end_byte, parts)
+        else:
+            parts.append(Piece(words.source(node)))
+        start = node.end_byte
+    parts.append(Piece(words.between(start, end)))
+
+
+def _number(piece: Piece) -> Piece:
+    """An operand; one that is no integer has a value in bash that is rarely meant."""
+    if (piece.why and not piece.doubt) or re.fullmatch(r"\s*-?\d+\s*|", piece.text):
+        return piece
+    return Piece(piece.text, f"{piece.text[:40]} is not an integer")

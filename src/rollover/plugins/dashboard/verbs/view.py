@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     runs = opened(args.run_dirs, PATIENCE_S)
     asked = token() or ("" if is_loopback(args.host) else secrets.token_urlsafe(24))
     try:
-        from rollover.plugins.dashboard.serving import serve
+        from rollover.plugins.dashboard.app import serve
     except ModuleNotFoundError as error:
         if error.name not in ("starlette", "uvicorn"):
             raise

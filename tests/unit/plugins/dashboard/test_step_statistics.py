@@ -1,16 +1,17 @@
-"""How sure the reward of a step is."""
+"""Statistics over steps: how sure the reward of a step is, and the cells of trained rollouts in the staleness map."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from recorded_run import group, recorded
-from rollover.plugins.dashboard.intervals import reward_intervals
+from recorded_run import group, recorded, write_run
 from rollover.plugins.dashboard.rollout_index import RolloutIndex
 from rollover.plugins.dashboard.run_data import RunData
+from rollover.plugins.dashboard.step_statistics import MOST_COLUMNS, MOST_LEVELS, reward_intervals, staleness_map
 from rollover.track.recorder import FORMATS, RolloutRecorder
 from rollover.track.statistics import mean_interval
 from rollover.types import DropReason, Group, Rollout
@@ -54,5 +55,32 @@ def test_a_trajectory_counts_once_and_a_role_that_is_not_trained_not_at_all(tmp_
         assert (found["low"], found["high"]) == (pytest.approx([low], abs=1e-6), pytest.approx([high], abs=1e-6))
 
 
-def test_nothing_recorded(tmp_path: Path) -> None:
+def test_nothing_recorded_has_no_interval(tmp_path: Path) -> None:
     assert reward_intervals(RolloutIndex(tmp_path)) == {"steps": [], "low": [], "high": []}
+
+
+def test_each_trained_rollout_is_in_the_cell_of_its_step_and_staleness(tmp_path: Path) -> None:
+    recorder = RolloutRecorder(tmp_path)
+    recorder.write(3, [recorded(group(1, [1.0, 0.0], [2])), recorded(group(2, [1.0], [0]))])
+    recorder.write(4, [recorded(group(3, [1.0], [1, 3])), recorded(group(4, [1.0], [0]), DropReason.STALE)])
+    told = staleness_map(RolloutIndex(tmp_path))
+    assert (told["first"], told["last"], told["low"], told["high"]) == ([3, 4], [3, 4], [0, 1, 2], [0, 1, 2])
+    assert told["counts"] == [[2, 0], [0, 0], [1, 1]] and told["read"] == 1
+
+
+def test_many_steps_and_versions_are_put_together_and_none_is_lost(tmp_path: Path) -> None:
+    recorder, steps = RolloutRecorder(tmp_path), [*range(1, 1000, 3), 1000]
+    for step in steps:
+        recorder.write(step, [recorded(group(step, [1.0], [max(0, step - 1 - step % 40)]))])
+    told = staleness_map(RolloutIndex(tmp_path))
+    counts = np.array(told["counts"])
+    assert counts.shape == (len(told["low"]), len(told["first"])) and counts.sum() == len(steps)
+    assert len(told["first"]) <= MOST_COLUMNS and len(told["low"]) <= MOST_LEVELS
+    assert told["first"][0] == 1 and told["last"][-1] == 1000
+    assert all(a + 1 == b for a, b in zip(told["last"], told["first"][1:], strict=False))
+    assert all(a + 1 == b for a, b in zip(told["high"], told["low"][1:], strict=False))
+
+
+def test_nothing_recorded_is_an_empty_map(tmp_path: Path) -> None:
+    assert staleness_map(RolloutIndex(tmp_path / "none"))["counts"] == []
+    assert len(staleness_map(RolloutIndex(write_run(tmp_path) / "rollouts"))["first"]) == 3

@@ -8,6 +8,7 @@ python experiments/sandbox_speed.py [calls]
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import resource
@@ -52,7 +53,7 @@ def sandbox_cpu(name: str, num: int) -> str:
     code, columns = ROWS[name]
     cases, policy = cases_of(columns), Launch("process", namespaces=False).policy()
     rows = [list(map(to_json, row)) for row in cases.inputs] if cases.kind == "calls" else list(cases.inputs)
-    request = {"mode": cases.kind, "code": code, "name": cases.name, "inputs": rows, "limits": Limits().as_json()}
+    request = {"mode": cases.kind, "code": code, "name": cases.name, "inputs": rows, "limits": dataclasses.asdict(Limits())}
     line = json.dumps(request).encode() + b"\n"
     _run_in_sandbox(line, policy)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

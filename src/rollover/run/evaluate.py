@@ -24,8 +24,8 @@ from rollover.tasks.stream import TaskStream
 from rollover.track.answers import Answer, RoleScore, summary_of
 from rollover.trajectories import Episode, episodes_of
 from rollover.types import Group, Prompt, Reward, StopReason, Task
+from rollover.workflows.agent_run import MODEL
 from rollover.workflows.episodes import Episodes
-from rollover.workflows.player import MODEL
 
 logger = logging.getLogger(__name__)
 

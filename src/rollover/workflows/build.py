@@ -15,11 +15,11 @@ from rollover.rewards.protocol import Rewarder, ScoreRequest
 from rollover.rewards.scorer import trainer_state
 from rollover.rewards.trl_arguments import TrainerState
 from rollover.types import Reward, SamplingParams, Task
+from rollover.workflows.agent_run import Limits
 from rollover.workflows.command import WorkflowCommand
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episodes import Episodes
 from rollover.workflows.function import KEY, RETURNS, WorkflowFunction, is_async
-from rollover.workflows.player import Limits
 from rollover.workflows.pool import WorkflowPool
 from rollover.workflows.protocol import Workflow
 

@@ -22,6 +22,7 @@ from rollover.envs.protocol import TurnOptions
 from rollover.functions import Causes
 from rollover.images import Places, stored
 from rollover.types import Prompt, Reward, Rollout, SamplingParams, Segment, Task, episode_name
+from rollover.workflows.agent_run import AgentRun, EpisodePlace, Host, Limits
 from rollover.workflows.calls import MODEL, Call, Reply, UnknownKey, UnknownModel
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episode import EpisodeTrajectory
@@ -29,7 +30,6 @@ from rollover.workflows.lanes import Lane
 from rollover.workflows.large_calls import LargeCalls, with_stored_images
 from rollover.workflows.matching import Break
 from rollover.workflows.once import Once
-from rollover.workflows.player import EpisodePlace, Host, Limits, Player
 from rollover.workflows.protocol import Workflow
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Episodes:
         self.make_client: Callable[[str], Any] = lambda api_key: None
         self.on_kept: Callable[[EpisodePlace, str, Any], None] = lambda place, name, value: None
         self.counts: Counter[str] = Counter()
-        self._players: dict[EpisodePlace, Player] = {}
+        self._agent_runs: dict[EpisodePlace, AgentRun] = {}
         self._failures: Counter[EpisodePlace] = Counter()
         self._once: dict[EpisodePlace, Once] = {}
         self._said = Causes()
@@ -111,60 +111,60 @@ class Episodes:
         again is answered from these.
         """
         place = rollout.group_id, rollout.sibling
-        if place in self._players:
-            self._players.pop(place).cancel()
+        if place in self._agent_runs:
+            self._agent_runs.pop(place).cancel()
         once = self._once.setdefault(place, Once(partial(self._keep, place)))
         once.know(kept or {})
         if recorded:
             self.counts["episodes/replayed"] += 1
-        self._players[place] = Player(self, place, rollout.task, rollout.prompt, once, recorded)
+        self._agent_runs[place] = AgentRun(self, place, rollout.task, rollout.prompt, once, recorded)
 
     def unasked(self, place: EpisodePlace) -> Mapping[str, int]:
-        """Of an Episode that has ended: what was on record and was not asked for again, see Player."""
-        return self._players[place].unasked if place in self._players else {}
+        """Of an Episode that has ended: what was on record and was not asked for again, see AgentRun."""
+        return self._agent_runs[place].unasked if place in self._agent_runs else {}
 
     def close(self, place: EpisodePlace) -> None:
         """What was not asked for again has gone."""
-        if place in self._players:
-            self._players[place].close()
+        if place in self._agent_runs:
+            self._agent_runs[place].close()
 
     @property
     def num_at_work(self) -> int:
         """Episodes that have not ended."""
-        return sum(not player.over for player in self._players.values())
+        return sum(not run.over for run in self._agent_runs.values())
 
     def has(self, place: EpisodePlace) -> bool:
         """Whether somebody plays the Episode, or has played it to its end."""
-        return place in self._players and not self._players[place].lost
+        return place in self._agent_runs and not self._agent_runs[place].lost
 
     def end_all(self) -> None:
         """As `end`, of every group."""
-        self.end({place[0] for place in self._players})
+        self.end({place[0] for place in self._agent_runs})
 
     def end(self, group_ids: Iterable[int]) -> None:
         """These groups have left: what still runs of their episodes is cancelled."""
         groups = set(group_ids)
-        for place in [place for place in self._players if place[0] in groups]:
-            self._players.pop(place).cancel()
+        for place in [place for place in self._agent_runs if place[0] in groups]:
+            self._agent_runs.pop(place).cancel()
             del self._failures[place]
             self._once.pop(place, None)
 
     async def next(self, rollout: Rollout) -> Segment | None:
         """The turn goes to the agent that asked for it; what comes back begins its next call. None: the end."""
-        return await self._players[rollout.group_id, rollout.sibling].next(rollout)
+        return await self._agent_runs[rollout.group_id, rollout.sibling].next(rollout)
 
     async def score(self, rollouts: list[Rollout], /) -> list[Reward]:
         """Each gets the reward of its trajectory."""
-        return [self._players[rollout.group_id, rollout.sibling].reward_of(rollout) for rollout in rollouts]
+        return [self._agent_runs[rollout.group_id, rollout.sibling].reward_of(rollout) for rollout in rollouts]
 
     def scores_singly(self, task: Task, /) -> bool:
         return True
 
     def options(self, rollout: Rollout) -> TurnOptions:
         """Of the call that the Rollout's present turn answers."""
-        return self._players[rollout.group_id, rollout.sibling].turns.options[rollout.rollout_id]
+        return self._agent_runs[rollout.group_id, rollout.sibling].turns.options[rollout.rollout_id]
 
-    # The players' side
+    # The agents' side
 
     def arguments(self, api_key: str) -> Mapping[str, Any]:
         return {"client": self.make_client(api_key)} if "client" in self.function.wanted else {}
@@ -183,7 +183,7 @@ class Episodes:
     # Private
 
     def _keep(self, place: EpisodePlace, name: str, value: Any) -> None:
-        if place in self._players:
+        if place in self._agent_runs:
             self.on_kept(place, name, value)
 
 
@@ -195,7 +195,7 @@ class EpisodeCalls:
     def __init__(self, tokenizer: Any, sampling: SamplingParams) -> None:
         self.sampling, self._tokenizer = sampling, tokenizer
         self.undelivered: Callable[[str], Sequence[Reply]] = lambda api_key: ()
-        self._of_key: dict[str, tuple[Player, EpisodeTrajectory]] = {}
+        self._of_key: dict[str, tuple[AgentRun, EpisodeTrajectory]] = {}
 
     def models(self) -> Sequence[str]:
         return [MODEL]
@@ -209,29 +209,29 @@ class EpisodeCalls:
 
     async def call(self, key: str, model: str, call: Call) -> Reply:
         self.find(key, model)
-        player, trajectory = self._of_key[key]
+        run, trajectory = self._of_key[key]
         role = model.partition("/")[2]
-        call = await with_stored_images(call, partial(_stored, player))
-        return await player.ask(player.of_model(trajectory, role) if role else trajectory, call)
+        call = await with_stored_images(call, partial(_stored, run))
+        return await run.ask(run.of_model(trajectory, role) if role else trajectory, call)
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         return [self._tokenizer.decode([token_id]) for token_id in token_ids]
 
-    def add(self, player: Player, trajectory: EpisodeTrajectory) -> None:
-        """From now on calls with the key of the trajectory are this player's."""
-        self._of_key[trajectory.api_key] = player, trajectory
+    def add(self, run: AgentRun, trajectory: EpisodeTrajectory) -> None:
+        """From now on calls with the key of the trajectory are of this run."""
+        self._of_key[trajectory.api_key] = run, trajectory
 
-    def close(self, player: Player) -> set[str]:
+    def close(self, run: AgentRun) -> set[str]:
         """No more. Returns the ids of Rollouts with an answer that did not reach its client."""
         ids: set[str] = set()
-        for trajectory in player.trajectories:
+        for trajectory in run.trajectories:
             if self._of_key.pop(trajectory.api_key, None) is not None:
                 ids |= {reply.reply_id.partition("/")[0] for reply in self.undelivered(trajectory.api_key)}
         return ids
 
 
-def _stored(player: Player, value: Any) -> tuple[str, str]:
+def _stored(run: AgentRun, value: Any) -> tuple[str, str]:
     """Store an image of a call over HTTP. An agent may name images of its task by their paths, and no other file."""
-    if isinstance(value, str) and value in player.task.images:
+    if isinstance(value, str) and value in run.task.images:
         return stored(value, Places(Path("/")))
-    return stored(value, Places(None, player.around.limits.image_urls))
+    return stored(value, Places(None, run.around.limits.image_urls))

@@ -4,7 +4,7 @@
                        death, MemoryError, an end from outside (time-out, stop) ──▶ killed; a fresh process next time
 
 A worker plays one Episode at a time, and many one after the other: what the function keeps in its module stays there.
-Owns the workers. What a failure costs, the Player knows.
+Owns the workers. What a failure costs, AgentRun knows.
 """
 
 from __future__ import annotations

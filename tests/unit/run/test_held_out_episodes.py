@@ -15,11 +15,11 @@ from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
 from rollover.run.evaluate import Answers, EvalTasks, answers_of, check_roles, summarised
 from rollover.types import SamplingParams, Segment, Task
+from rollover.workflows.agent_run import Limits
 from rollover.workflows.calls import BudgetUsedUp
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episodes import Episodes
 from rollover.workflows.function import WorkflowFunction
-from rollover.workflows.player import Limits
 from unit.envs import templates
 
 TOKENIZER = templates.tokenizer(templates.CHATML)

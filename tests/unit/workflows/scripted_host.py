@@ -11,11 +11,11 @@ import numpy as np
 
 from heard import hear
 from rollover.types import Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
+from rollover.workflows.agent_run import Limits
 from rollover.workflows.build import EpisodeServer
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episodes import Episodes
 from rollover.workflows.function import WorkflowFunction
-from rollover.workflows.player import Limits
 from rollover.workflows.protocol import Workflow
 from unit.envs import templates
 

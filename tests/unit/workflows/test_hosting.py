@@ -21,11 +21,11 @@ from fake_engine import FakeEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.rollout.lifecycle import EventKind
 from rollover.types import DropReason, Group, Rollout, RolloutState, SamplingParams, Segment, StopReason
+from rollover.workflows.agent_run import Limits
 from rollover.workflows.calls import BudgetUsedUp
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episodes import Episodes
 from rollover.workflows.function import WorkflowFunction
-from rollover.workflows.player import Limits
 from unit.envs import templates
 from unit.rollout.run import PARTIAL, Run
 

@@ -1,7 +1,7 @@
 """The controller's side of roles in actors: a Host of each server, an ActorRewardNode of each reward pool.
 
 Owns which actor is the present one of a role. An actor that ends is started again by who uses it (Fleet, SpreadPool),
-through `ready` and `start`. cluster.py starts the actors.
+through `ready` and `start`. Knows no cluster: cluster.py starts the actors.
 """
 
 from __future__ import annotations
@@ -9,23 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from rollover.config import Config
 from rollover.engine.remote.client import ServerClient
 from rollover.engine.remote.hosts import new_token
 from rollover.engine.remote.server import Server
 from rollover.engine.remote.wire import ServerFailed
 from rollover.live_objects import is_live
-from rollover.plugins.ray.roles import RewardRole, ServerRole, request_to_json
+from rollover.plugins.ray.roles import RewardRole, Role, ServerRole, request_to_json
 from rollover.rewards.built_in import specs_in
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.registry import Mode
 from rollover.rewards.travel import packed
 from rollover.rewards.worker import RewardProbeError
 from rollover.types import Reward, Task
-
-if TYPE_CHECKING:
-    from rollover.plugins.ray.cluster import RayActor, RayCluster
 
 CALL_S = 60.0
 """A role that answers a small question no sooner is lost."""
@@ -39,7 +37,48 @@ class Gone(Exception):
     """An actor, or its node, is gone, or does not answer."""
 
 
-def check_weights_dir(cluster: RayCluster, role: str, otherwise: str) -> None:
+class Actor(Protocol):
+    """A role in a process of some node. `resident`: bytes of memory that it had when that was last told."""
+
+    resident: int
+
+    def ask(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
+        """What the method returns, for any thread but that of an event loop. Gone."""
+        ...
+
+    async def answer(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
+        """What the method returns. Gone; a call that is cancelled is cancelled there."""
+        ...
+
+    async def look(self) -> None:
+        """Gone if it does not answer."""
+        ...
+
+
+class Actors(Protocol):
+    """Starts and ends actors, by the name of the role that they are."""
+
+    config: Config
+
+    def start(self, name: str, role: type[Role], *arguments: Any) -> Actor:
+        """An actor of `role(place, *arguments)`, on a node that has room; one of that name ends before. Gone if there
+        is no such node."""
+        ...
+
+    def end(self, name: str) -> None:
+        """The actor of this name ends at once, if there is one."""
+        ...
+
+    def address_of(self, name: str) -> str:
+        """Of the node that the role was last on: where others can ask what listens there. Gone if that is gone."""
+        ...
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether that is another machine than the controller's. Gone."""
+        ...
+
+
+def check_weights_dir(cluster: Actors, role: str, otherwise: str) -> None:
     """ValueError where `role` is on another machine than the controller, and weights have no folder that both see.
     Gone."""
     if cluster.is_elsewhere(role) and not cluster.config.engine.weights_dir:
@@ -51,17 +90,17 @@ def check_weights_dir(cluster: RayCluster, role: str, otherwise: str) -> None:
 class ActorHost:
     """A Host: server number `number`, in a child of an actor."""
 
-    def __init__(self, cluster: RayCluster, number: int) -> None:
+    def __init__(self, cluster: Actors, number: int) -> None:
         self.name, self.token = f"{cluster.config.engine.server} server {number}", new_token()
         self._cluster, self._number, self._role = cluster, number, f"server {number}"
         self._limit_s = cluster.config.engine.give_up_s
         self._looking: asyncio.Task[None] | None = None
-        self._actor: RayActor | None = None
+        self._actor: Actor | None = None
         self._ended = False  # before it could say where it is
         with contextlib.suppress(Gone):  # whoever asks for it tries again
             self._actor = self._start()
 
-    def _start(self) -> RayActor:
+    def _start(self) -> Actor:
         cluster, config = self._cluster, self._cluster.config
         check_weights_dir(cluster, self._role, "servers are on other machines than the trainer")
         address = cluster.address_of(self._role)
@@ -107,7 +146,7 @@ class ActorHost:
                 await self._actor.answer(_END_S, "end")
         await self.discard()
 
-    async def _look(self, actor: RayActor) -> None:
+    async def _look(self, actor: Actor) -> None:
         """For the metrics: whether the server answers, others see."""
         with contextlib.suppress(Gone):
             while True:
@@ -125,12 +164,12 @@ class ActorRewardNode:
     """A RewardPool in an actor. `name` is for messages. `num_workers`, `counters` are those of the pool that runs now,
     as it last told them, and `modes` how it calls each reward function that it has loaded. Its methods raise Gone."""
 
-    def __init__(self, cluster: RayCluster, number: int) -> None:
+    def __init__(self, cluster: Actors, number: int) -> None:
         self.name, self.num_workers = str(number), 0
         self.counters: dict[str, float] = {}
         self.modes: dict[str, Mode] = {}
         self._cluster, self._role = cluster, f"reward {number}"
-        self._actor: RayActor | None = None
+        self._actor: Actor | None = None
         self._sent: set[str] = set()  # names of functions whose content it has
 
     async def start(self) -> None:

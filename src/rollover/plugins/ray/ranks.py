@@ -11,21 +11,18 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rollover.plugins.ray.hosted import CALL_S, Gone, check_weights_dir
+from rollover.plugins.ray.hosted import CALL_S, Actor, Actors, Gone, check_weights_dir
 from rollover.plugins.ray.roles import RankRole
 from rollover.trainer.backend import BackendLost
 from rollover.trainer.ranks.group import Answers, Collecting, meet
-
-if TYPE_CHECKING:
-    from rollover.plugins.ray.cluster import RayActor, RayCluster
 
 _LOOK_EVERY_S = 0.5
 _END_S = 5.0
 
 
-def start_actor_ranks(actors: RayCluster, devices: list[str], threads: int) -> ActorRanks:
+def start_actor_ranks(actors: Actors, devices: list[str], threads: int) -> ActorRanks:
     """Ranks that have met. `threads`: of each. ValueError where weights could not come back; BackendLost where no node
     has room for one of them, after backend.rank_timeout_s."""
     timeout_s = actors.config.backend.rank_timeout_s
@@ -42,7 +39,7 @@ class ActorRanks:
     """See `Ranks`. `timeout_s`: when one rank has answered a call that long ago, the others must have; and how long
     nodes with room for all of them are waited for."""
 
-    def __init__(self, actors: RayCluster, num: int, timeout_s: float) -> None:
+    def __init__(self, actors: Actors, num: int, timeout_s: float) -> None:
         self.num, self._actors, self._timeout_s = num, actors, timeout_s
         self._calling, self._ending = threading.Lock(), threading.Lock()
         self._why = ""  # nothing can be asked any more
@@ -50,9 +47,7 @@ class ActorRanks:
         self._threads = ThreadPoolExecutor(num, "rank-call")
         deadline = time.monotonic() + timeout_s
         try:
-            self._ranks: list[RayActor] = list(
-                self._threads.map(lambda rank: self._started(rank, deadline), range(num))
-            )
+            self._ranks: list[Actor] = list(self._threads.map(lambda rank: self._started(rank, deadline), range(num)))
         except BaseException as error:
             self._end(str(error))
             self._threads.shutdown()
@@ -82,7 +77,7 @@ class ActorRanks:
 
     # Private
 
-    def _started(self, rank: int, deadline: float) -> RayActor:
+    def _started(self, rank: int, deadline: float) -> Actor:
         config, name = self._actors.config, _name(rank)
         while not self._why:  # another one cannot be started
             try:

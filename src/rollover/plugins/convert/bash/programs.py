@@ -6,15 +6,12 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from rollover.plugins.convert.bash.builtins import builtin
 from rollover.plugins.convert.bash.state import State
 from rollover.plugins.convert.bash.text import Piece, Text, joined, plain, unknown
-from rollover.plugins.convert.bash.written import Command, Target, called, sourced, write, write_of
-
-if TYPE_CHECKING:
-    from rollover.plugins.convert.bash.script import Run
+from rollover.plugins.convert.bash.written import Command, Script, Target, called, sourced, write, write_of
 
 _SHELLS = ("bash", "sh", "zsh", "dash")
 _PRINTING = ("echo", "printf", "cat", "tee", "grep", "sed", "awk")
@@ -34,6 +31,20 @@ _HOLDS_COMMAND = re.compile(r"\S\s.*\b(?:python[\d.]*|torchrun|accelerate|trl|ba
 _ENVIRONMENT_FLAG = re.compile(r"(?:-e|--env)(?:=(.*))?", re.S)
 _UNSET = re.compile(r"(?:-u|--unset=)(\w+)")  # of env
 _ENVIRONMENT_FILE = re.compile(r"--(?:env-file|runtime-env|runtime-env-json|export|export-file)(?:=(?!ALL$).*)?", re.S)
+
+
+class Run(Protocol):
+    """What evaluates a script."""
+
+    state: State
+    script: Script
+    path: str
+
+    def call(self, body: Any, arguments: list[Text], line: int) -> None:
+        """Evaluate a function."""
+
+    def within(self, text: Text, state: State, line: int, path: str = "") -> None:
+        """Evaluate another text as a script. path: of its file, if that is another one."""
 
 
 def start(run: Run, words: list[Text], line: int, heredoc: Text | None, target: Target | None) -> None:

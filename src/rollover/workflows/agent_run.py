@@ -53,9 +53,9 @@ class Host(Protocol):
 class Calls(Protocol):
     """See EpisodeCalls (episodes.py)."""
 
-    def add(self, player: Player, trajectory: EpisodeTrajectory, /) -> None: ...
+    def add(self, run: AgentRun, trajectory: EpisodeTrajectory, /) -> None: ...
 
-    def close(self, player: Player, /) -> set[str]: ...
+    def close(self, run: AgentRun, /) -> set[str]: ...
 
 
 class Surroundings(Protocol):
@@ -102,7 +102,7 @@ class _Waiting:
     answer: asyncio.Future[Segment | None]
 
 
-class Player:
+class AgentRun:
     """`task_prompt`: the task's own prompt. `once`: the Episode's, over all its runs; `recorded`: copies of the
     Rollouts of an earlier one. `over`: the function has ended, or nobody waits for it. `lost`: it was cancelled from
     outside, as when an event loop ends. `unasked`: after the end, the Rollouts on record with turns that were not asked

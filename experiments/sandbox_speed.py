@@ -53,7 +53,8 @@ def sandbox_cpu(name: str, num: int) -> str:
     code, columns = ROWS[name]
     cases, policy = cases_of(columns), Launch("process", namespaces=False).policy()
     rows = [list(map(to_json, row)) for row in cases.inputs] if cases.kind == "calls" else list(cases.inputs)
-    request = {"mode": cases.kind, "code": code, "name": cases.name, "inputs": rows, "limits": dataclasses.asdict(Limits())}
+    limits = dataclasses.asdict(Limits())
+    request = {"mode": cases.kind, "code": code, "name": cases.name, "inputs": rows, "limits": limits}
     line = json.dumps(request).encode() + b"\n"
     _run_in_sandbox(line, policy)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -54,8 +54,8 @@ from rollover.rewards.pool import RewardPool  # noqa: E402
 from rollover.rewards.scorer import make_scorer  # noqa: E402
 from rollover.rollout.driver import Driver  # noqa: E402
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle  # noqa: E402
-from rollover.rollout.restored import check_restored  # noqa: E402
 from rollover.rollout.watchdog import Watchdog  # noqa: E402
+from rollover.run.resume import check_restored  # noqa: E402
 from rollover.staleness import group_staleness  # noqa: E402
 from rollover.types import Group, Prompt, Rollout, RolloutState, SamplingParams, StopReason, Task, rollout_seed  # noqa: E402
 

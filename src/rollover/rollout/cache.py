@@ -7,13 +7,15 @@ Illegal calls are bugs of the caller and fail an assertion.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from rollover.rollout.group_state import groups_from_state, groups_to_state
-from rollover.rollout.members import Members, move
+from rollover.trajectories import up_to
 from rollover.types import DropReason, Group, Prompt, Reward, Rollout, RolloutState, Segment, StopReason, Task
 
 STATE_FORMAT = 2
@@ -22,7 +24,20 @@ _READABLE = (1, STATE_FORMAT)
 _RUNNING = RolloutState.RUNNING  # needed at every transition, and a member of an Enum class is slow to look up
 
 
-class RolloutCache(Members):
+_LEGAL = {
+    RolloutState.WAITING: {RolloutState.RUNNING, RolloutState.ACTING, RolloutState.DROPPED},
+    RolloutState.RUNNING: {RolloutState.WAITING, RolloutState.PARKED, RolloutState.ACTING, RolloutState.SCORING},
+    RolloutState.ACTING: {RolloutState.WAITING, RolloutState.PARKED, RolloutState.SCORING, RolloutState.DROPPED},
+    RolloutState.PARKED: {RolloutState.RUNNING, RolloutState.DROPPED},
+    RolloutState.SCORING: {RolloutState.READY, RolloutState.DROPPED},
+    RolloutState.READY: {RolloutState.CONSUMED, RolloutState.DROPPED},
+    RolloutState.CONSUMED: set(),
+    RolloutState.DROPPED: set(),
+}
+_HELD = {state for state, after in _LEGAL.items() if after}
+
+
+class RolloutCache:
     """Held groups by id. `max_new_tokens` is the cumulative budget of a rollout over all its segments.
 
     `first_group_id`: of the first group that is admitted; below 0 in an evaluation.
@@ -32,7 +47,9 @@ class RolloutCache(Members):
     def __init__(self, max_new_tokens: int, first_group_id: int = 0) -> None:
         assert max_new_tokens >= 1
         self.max_new_tokens, self.first_group_id = max_new_tokens, first_group_id
-        super().__init__()
+        self._groups: dict[int, Group] = {}
+        self.groups: Mapping[int, Group] = MappingProxyType(self._groups)
+        self._rollouts: dict[str, Rollout] = {}
         self._next_group_id = first_group_id
 
     @property
@@ -71,7 +88,7 @@ class RolloutCache(Members):
         """WAITING or PARKED -> RUNNING."""
         rollout = self._rollouts[rollout_id]
         assert rollout.num_tokens < self.max_new_tokens, f"rollout {rollout_id} has no budget left"
-        move(rollout, _RUNNING)
+        _move(rollout, _RUNNING)
 
     def append(self, rollout_id: str, segments: Sequence[Segment]) -> None:
         """Add what `extend` returned to a RUNNING rollout, or what the environment wrote to an ACTING one.
@@ -99,20 +116,20 @@ class RolloutCache(Members):
         assert rollout.num_tokens < self.max_new_tokens, (
             f"rollout {rollout_id} is out of budget: it stopped, it is not parked"
         )
-        move(rollout, RolloutState.PARKED if rollout.segments else RolloutState.WAITING)
+        _move(rollout, RolloutState.PARKED if rollout.segments else RolloutState.WAITING)
         rollout.stop_reason = None
 
     def finish(self, rollout_id: str, stop_reason: StopReason, *, acts: bool = False) -> None:
         """RUNNING or ACTING -> SCORING: the generation stopped. RUNNING -> ACTING (`acts`): its turn did."""
         assert stop_reason is not StopReason.PAUSED, "PAUSED belongs to a segment, never to a stopped rollout"
         rollout = self._rollouts[rollout_id]
-        move(rollout, RolloutState.ACTING if acts else RolloutState.SCORING)
+        _move(rollout, RolloutState.ACTING if acts else RolloutState.SCORING)
         rollout.stop_reason = stop_reason
 
     def set_reward(self, rollout_id: str, reward: Reward) -> None:
         """SCORING -> READY. A missing reward is a result too: the rollout stays in its group and is masked later."""
         rollout = self._rollouts[rollout_id]
-        move(rollout, RolloutState.READY)
+        _move(rollout, RolloutState.READY)
         rollout.reward = reward
 
     def take_reward_back(self, rollout_id: str) -> None:
@@ -140,6 +157,62 @@ class RolloutCache(Members):
         """The whole group leaves untrained, with a reason. None of its rollouts may be running. Returns it."""
         assert isinstance(reason, DropReason)
         return self._remove(group_id, RolloutState.DROPPED)
+
+    # Of an Episode, whose rollouts come and go with the calls of its agent
+
+    def begin_acting(self, rollout_id: str) -> None:
+        """WAITING, without a token, -> ACTING: the agent of its Episode is at work, before its first call."""
+        rollout = self._rollouts[rollout_id]
+        assert not rollout.segments, f"rollout {rollout_id} has tokens: its Episode has begun"
+        _move(rollout, RolloutState.ACTING)
+
+    def open(self, rollout: Rollout) -> Rollout:
+        """`rollout` joins its group, WAITING. Where there is one of this id, it must be without a token: it gets the
+        prompt and the role, and is WAITING again. Returns the one that is held."""
+        assert rollout.state is RolloutState.WAITING and rollout.prompt
+        held = self._rollouts.get(rollout.rollout_id)
+        if held is None:
+            self._join(rollout)
+            return rollout
+        assert not held.segments, f"rollout {rollout.rollout_id} is open already"
+        held.prompt, held.role, held.turn_key = rollout.prompt, rollout.role, rollout.turn_key
+        if held.state is not RolloutState.WAITING:
+            _move(held, RolloutState.WAITING)
+        return held
+
+    def act_again(self, rollout_id: str) -> None:
+        """The agent of its Episode was lost, and another one is at work: ACTING, whatever it did. Without a stop reason
+        its turn has not ended. It does not run. (Not in `_LEGAL`: nothing else may do this.)"""
+        rollout = self._rollouts[rollout_id]
+        assert rollout.state in _HELD and rollout.state is not RolloutState.RUNNING, f"{rollout_id} runs, or is gone"
+        if rollout.stop_reason is not None:  # that of its turn: the agent may have given it up
+            rollout.stop_reason = up_to(rollout, rollout.num_tokens).stop_reason
+        rollout.state, rollout.reward = RolloutState.ACTING, None
+
+    def cut(self, rollout_id: str, num_tokens: int) -> Rollout:
+        """What comes after so many tokens of an ACTING rollout leaves, and the rollout with it where those are none and
+        its Episode has others. Returns the rollout that left, or the shorter one that is held in its place."""
+        rollout = self._rollouts[rollout_id]
+        group = self._groups[rollout.group_id]
+        assert rollout.state is RolloutState.ACTING, f"rollout {rollout_id} is {rollout.state.value}"
+        if not num_tokens and sum(r.sibling == rollout.sibling for r in group.rollouts) > 1:
+            self._leave(rollout)
+            return rollout
+        shorter = up_to(rollout, num_tokens)
+        group.rollouts[group.rollouts.index(rollout)] = self._rollouts[rollout_id] = shorter
+        return shorter
+
+    def keep(self, group_id: int, sibling: int, name: str, value: Any) -> None:
+        """An Episode of the group keeps this over a kill."""
+        self._groups[group_id].kept.setdefault(sibling, {})[name] = value
+
+    def replace(self, leaving: Sequence[Rollout], by: Rollout) -> None:
+        """These rollouts of one group leave, DROPPED; `by` takes their place."""
+        for rollout in leaving:
+            self._leave(rollout)
+        self._join(by)
+
+    # Snapshots
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """(JSON-able meta, arrays): every held group, exactly.
@@ -173,14 +246,40 @@ class RolloutCache(Members):
                     )
             self._hold(group)
 
+    # Private
+
     def _remove(self, group_id: int, state: RolloutState) -> Group:
         group = self._groups[group_id]
         for rollout in group.rollouts:
             if rollout.state is RolloutState.ACTING:
                 rollout.stop_reason = None  # that was of its turn
-            move(rollout, state)
+            _move(rollout, state)
         del self._groups[group_id]
         for rollout in group.rollouts:
             del self._rollouts[rollout.rollout_id]
         group.kept.clear()  # nothing of it goes on after a kill, and a replay buffer may hold the group for long
         return group
+
+    def _leave(self, rollout: Rollout) -> None:
+        _move(rollout, RolloutState.DROPPED)
+        rollout.stop_reason = rollout.stop_reason if rollout.reward is not None else None
+        self._groups[rollout.group_id].rollouts.remove(rollout)
+        del self._rollouts[rollout.rollout_id]
+
+    def _join(self, rollout: Rollout) -> None:
+        group = self._groups[rollout.group_id]
+        rollout.greedy = rollout.greedy or any(r.greedy for r in group.rollouts if r.sibling == rollout.sibling)
+        insort(group.rollouts, rollout, key=lambda r: (r.sibling, r.trajectory, r.context))
+        self._rollouts[rollout.rollout_id] = rollout
+
+    def _hold(self, group: Group) -> None:
+        self._groups[group.group_id] = group
+        self._rollouts.update((r.rollout_id, r) for r in group.rollouts)
+
+
+def _move(rollout: Rollout, state: RolloutState) -> None:
+    """Into another state. AssertionError where that is no legal transition."""
+    assert state in _LEGAL[rollout.state], (
+        f"rollout {rollout.rollout_id}: {rollout.state.value} -> {state.value} is not a legal transition"
+    )
+    rollout.state = state

@@ -16,14 +16,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from rollover.rollout.episode_moves import (
-    act_again,
-    begin_acting,
-    cut_rollout,
-    keep,
-    open_rollout,
-    restart_episode,
-)
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.rollout.turn import as_shown
 from rollover.types import Group, Rollout, RolloutState
@@ -85,7 +77,7 @@ class EpisodeRunner:
             if group is None:
                 continue
             if rollout is not None:
-                open_rollout(self.lifecycle, rollout)
+                self.lifecycle.open(rollout)
             else:
                 self._begin(group, place)
         finished = []
@@ -131,7 +123,7 @@ class EpisodeRunner:
             self._begin(group, place)
             return
         for rollout in rollouts:
-            act_again(self.lifecycle, rollout)
+            self.lifecycle.act_again(rollout)
         first = Rollout(*place, group.task, prompt=group.prompt)
         self.episodes.begin(first, group.kept.get(place[1]), [as_shown(rollout) for rollout in rollouts])
 
@@ -140,9 +132,9 @@ class EpisodeRunner:
         first = rollouts[0]
         if not _has_just_begun(rollouts, group):
             self._forget([r.rollout_id for r in rollouts])
-            first = restart_episode(self.lifecycle, group, place[1])
+            first = self.lifecycle.restart_episode(group, place[1])
         if first.state is RolloutState.WAITING:
-            begin_acting(self.lifecycle, first)
+            self.lifecycle.begin_acting(first)
         self.episodes.begin(first, group.kept.get(place[1]))
 
     def _cut(self, place: EpisodePlace) -> list[Rollout]:
@@ -152,14 +144,14 @@ class EpisodeRunner:
         unasked = list(self.episodes.unasked(place).items())
         for rollout_id, num_tokens in reversed(unasked):  # the first one stays where nothing else does
             self._forget([rollout_id])
-            shorter = cut_rollout(self.lifecycle, self.lifecycle.cache.rollout(rollout_id), num_tokens)
+            shorter = self.lifecycle.cut(self.lifecycle.cache.rollout(rollout_id), num_tokens)
             left += [shorter] if num_tokens else []
         self.episodes.close(place)
         return left
 
     def _keep(self, place: EpisodePlace, name: str, value: Any) -> None:
         if place[0] in self.lifecycle.cache.groups:
-            keep(self.lifecycle, *place, name, value)
+            self.lifecycle.keep(*place, name, value)
 
 
 def _of(group: Group, place: EpisodePlace) -> list[Rollout]:

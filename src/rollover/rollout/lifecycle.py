@@ -3,6 +3,12 @@
     admit -> start -> append (parks or finishes) -> set_rewards (READY, or dropped) -> consume | drop
                         └ or its turn ended, and it acts -> append (parks or finishes)
 
+    of an Episode:
+    WAITING ── begin_acting ──▶ ACTING, its agent is at work ── open ──▶ WAITING, with a call's prompt
+    any but RUNNING ── restart_episode ──▶ DROPPED (restarted), and a WAITING one comes in their place
+    any but RUNNING ── act_again ──▶ ACTING: its agent was lost, and is at work again ── cut ──▶ what the agent did not
+    ask for again leaves (restarted)
+
 The driver carries this out on an engine, the planner under a virtual clock, the tests at random: the same rules for
 all. Pure: no clock, no event loop, no torch. Owns nothing but its three owners and the calls of `on_event`.
 """
@@ -25,6 +31,7 @@ from rollover.types import DropReason, Group, Prompt, Reward, Rollout, RolloutSt
 
 # Asked at every transition, and a member of an Enum class is slow to look up.
 _PARKED, _ACTING, _PAUSED = RolloutState.PARKED, RolloutState.ACTING, StopReason.PAUSED
+_FINISHED = (RolloutState.SCORING, RolloutState.READY)
 
 
 class EventKind(enum.Enum):
@@ -52,7 +59,7 @@ class EventKind(enum.Enum):
 class Event:
     """Something that just happened: `rollout` for START, RESUME, PARK, ACT, ANSWER, FINISH, SCORE; `reason` for DROP.
 
-    BEGIN, OPEN, RESTART, AGAIN, CUT, KEEP: as episode_moves.py has them; `rollout` of RESTART is the new one, that of
+    BEGIN, OPEN, RESTART, AGAIN, CUT, KEEP: of Episodes; `rollout` of RESTART is the new one, that of
     CUT is DROPPED where it left; `kept`: (sibling, name, value) of KEEP. ACT: its turn ended, and
     its environment is at work. ANSWER: that has `written`, and the rollout may go on; with FINISH it is the last that
     it wrote. `version`: the trainer's that ADMIT, START, RESUME, CONSUME and GIVE_BACK were
@@ -238,6 +245,69 @@ class Lifecycle:
         self.scheduler.on_new_version()
         return dropped
 
+    # Rollouts of an Episode, which come and go while their group is held
+
+    def begin_acting(self, rollout: Rollout) -> None:
+        """The first rollout of an Episode, WAITING without a token: its agent is at work, and it takes no slot until a
+        call comes."""
+        self.cache.begin_acting(rollout.rollout_id)
+        self.scheduler.on_park(rollout)
+        self.emit(EventKind.BEGIN, self.cache.groups[rollout.group_id], rollout)
+
+    def open(self, rollout: Rollout) -> Rollout:
+        """A call opens `rollout` in its held group. Where the group has one of this id, without a token, that one gets
+        the prompt and the role. Returns the one that is held, which may start."""
+        group = self.cache.groups[rollout.group_id]
+        held = self.cache.open(rollout)
+        if held is rollout:
+            self.ledger.admitted_rollouts += 1
+        self.scheduler.on_open(held, joins=held is rollout)
+        self.emit(EventKind.OPEN, group, held)
+        return held
+
+    def restart_episode(self, group: Group, sibling: int) -> Rollout:
+        """All rollouts of the Episode leave, and one without a token comes. None of them runs. Returns the new one."""
+        leaving = [r for r in group.rollouts if r.sibling == sibling]
+        first = Rollout(group.group_id, sibling, group.task, greedy=leaving[0].greedy, prompt=group.prompt)
+        unfinished = sum(r.state not in _FINISHED for r in leaving)
+        self.cache.replace(leaving, first)
+        self.ledger.admitted_rollouts += 1
+        self.ledger.on_leave(leaving, DropReason.RESTARTED)
+        self.scheduler.on_restart(leaving, unfinished, first)
+        self.emit(EventKind.RESTART, group, first, reason=DropReason.RESTARTED)
+        return first
+
+    def act_again(self, rollout: Rollout) -> None:
+        """A rollout, which does not run, of an Episode whose agent was lost: another agent is at work, and continues it
+        when it asks for that turn again."""
+        if rollout.state is RolloutState.ACTING:
+            return
+        finished = rollout.state in _FINISHED
+        self.cache.act_again(rollout.rollout_id)
+        self.scheduler.on_act_again(rollout, finished=finished)
+        self.emit(EventKind.AGAIN, self.cache.groups[rollout.group_id], rollout)
+
+    def cut(self, rollout: Rollout, num_tokens: int) -> Rollout:
+        """Drop the tokens after the first `num_tokens` of an ACTING rollout (restarted): its agent, at work again, did
+        not ask for them. The whole rollout leaves where `num_tokens` is 0 and its Episode has others. Returns what is
+        held in its place, or the one that left."""
+        left = self.cache.cut(rollout.rollout_id, num_tokens)
+        if left.state is RolloutState.DROPPED:
+            self.ledger.on_leave([left], DropReason.RESTARTED)
+            self.scheduler.on_rollout_left(left)
+        else:
+            restarted = self.ledger.dropped[DropReason.RESTARTED]
+            restarted.tokens += rollout.num_sampled_tokens - left.num_sampled_tokens
+        self.emit(EventKind.CUT, self.cache.groups[rollout.group_id], left, reason=DropReason.RESTARTED)
+        return left
+
+    def keep(self, group_id: int, sibling: int, name: str, value: Any) -> None:
+        """An Episode of a held group keeps this JSON value over a kill, in the place of what it had under the name."""
+        self.cache.keep(group_id, sibling, name, value)
+        self.emit(EventKind.KEEP, self.cache.groups[group_id], kept=(sibling, name, value))
+
+    # What is held
+
     def check(self) -> None:
         """AssertionError unless every task and token is in exactly one account."""
         self.ledger.check(self.cache)
@@ -295,4 +365,4 @@ def num_valid_rewards(group: Group) -> int:
 
 def is_complete(group: Group) -> bool:
     """Whether every rollout of the group is finished."""
-    return all(r.state in (RolloutState.SCORING, RolloutState.READY) for r in group.rollouts)
+    return all(r.state in _FINISHED for r in group.rollouts)

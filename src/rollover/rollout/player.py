@@ -25,7 +25,6 @@ from rollover.envs.protocol import AS_CONFIGURED, BeginAgain, Environment, Holds
 from rollover.rollout.asker import Asker, ExtendFailed
 from rollover.rollout.cancelled_tasks import CancelledTasks
 from rollover.rollout.env_tasks import Answering, EnvironmentFailed, EnvTasks
-from rollover.rollout.episode_moves import keep, restart_episode
 from rollover.rollout.episode_runner import EpisodeRunner
 from rollover.rollout.failure_limit import FailureLimit
 from rollover.rollout.lifecycle import Lifecycle, acting_in, is_complete
@@ -317,11 +316,11 @@ class Player:
             self._objects.states.num_restarted += rollout.group_id >= 0
         if group.kept.get(rollout.sibling, {}).get(KEPT_AS) is not None:
             self._keep_state(place, None)
-        restart_episode(self.lifecycle, group, rollout.sibling)
+        self.lifecycle.restart_episode(group, rollout.sibling)
 
     def _keep_state(self, place: tuple[int, int], state: Mapping[str, Any] | None) -> None:
         if place[0] in self.lifecycle.cache.groups:
-            keep(self.lifecycle, *place, KEPT_AS, state)
+            self.lifecycle.keep(*place, KEPT_AS, state)
 
     # Scorings
 

@@ -162,6 +162,31 @@ class Scheduler:
         self._slots.on_finish(rollout)
         return self._held.finish(rollout)
 
+    def on_open(self, rollout: Rollout, *, joins: bool) -> None:
+        """A rollout of a held group that is not READY may start, and is WAITING. `joins`: the group had not had it."""
+        if joins:
+            self._held.join(rollout.group_id)
+        self._slots.enqueue(rollout)
+
+    def on_restart(self, leaving: Sequence[Rollout], unfinished: int, by: Rollout) -> None:
+        """These rollouts of a group left it, so many of them unfinished, for one that may start. None of them runs."""
+        self._held.join(by.group_id)
+        self._held.leave(by.group_id, len(leaving), unfinished)
+        for rollout in leaving:  # before the new one is queued: it has the id of the first of them
+            self._slots.forget(rollout)
+        self._slots.enqueue(by)
+
+    def on_act_again(self, rollout: Rollout, *, finished: bool) -> None:
+        """A rollout of a group that is not READY does not start, as its agent is at work. `finished`: it was."""
+        if finished:
+            self._held.unfinish(rollout.group_id)
+        self._slots.forget(rollout)
+
+    def on_rollout_left(self, rollout: Rollout) -> None:
+        """An unfinished rollout left its group, which has others. It does not run."""
+        self._held.leave(rollout.group_id, 1, 1)
+        self._slots.forget(rollout)
+
     def on_ready(self, group: Group) -> None:
         """All rollouts of the group have their rewards."""
         self._held.set_ready(self._held.groups[group.group_id])
@@ -207,32 +232,3 @@ class Scheduler:
         for group in groups:
             self.hold_again(group, state["admitted_at"][str(group.group_id)])
         self.lengths.load_state_dict(state.get("lengths", {}))
-
-
-def rollout_opened(scheduler: Scheduler, rollout: Rollout, *, joins: bool) -> None:
-    """A rollout of a held group that is not READY may start, and is WAITING. `joins`: the group had not had it."""
-    if joins:
-        scheduler._held.join(rollout.group_id)
-    scheduler._slots.enqueue(rollout)
-
-
-def rollouts_replaced(scheduler: Scheduler, leaving: Sequence[Rollout], unfinished: int, by: Rollout) -> None:
-    """These rollouts of a group left it, so many of them unfinished, for one that may start. None of them runs."""
-    scheduler._held.join(by.group_id)
-    scheduler._held.leave(by.group_id, len(leaving), unfinished)
-    for rollout in leaving:  # before the new one is queued: it has the id of the first of them
-        scheduler._slots.forget(rollout)
-    scheduler._slots.enqueue(by)
-
-
-def rollout_acts_again(scheduler: Scheduler, rollout: Rollout, *, finished: bool) -> None:
-    """A rollout of a group that is not READY does not start, as its agent is at work. `finished`: it was."""
-    if finished:
-        scheduler._held.unfinish(rollout.group_id)
-    scheduler._slots.forget(rollout)
-
-
-def rollout_left(scheduler: Scheduler, rollout: Rollout) -> None:
-    """An unfinished rollout left its group, which has others. It does not run."""
-    scheduler._held.leave(rollout.group_id, 1, 1)
-    scheduler._slots.forget(rollout)

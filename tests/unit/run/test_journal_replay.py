@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from rollover.checkpoint.journal import Record
 from rollover.config.rollout import RolloutConfig
-from rollover.rollout.episode_moves import open_rollout
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle, is_complete
-from rollover.rollout.restored import check_restored
 from rollover.run.journal.replay import Replay
 from rollover.run.journal.roll_back import RollBack
 from rollover.run.journal.scribe import Scribe
+from rollover.run.resume import check_restored
 from rollover.staleness import rolled_back, staleness
 from rollover.track.history import RunHistory
 from rollover.types import DropReason, Group, Media, Prompt, Rollout, RolloutState, StopReason
@@ -319,6 +318,6 @@ def test_a_rollout_that_a_call_opened_comes_back_with_its_media() -> None:
     lifecycle, _, journal, rollout = running()
     picture = Media("a.png", "ab" * 32, (8, 8), 1, 2)
     prompt = Prompt((4, 5, 5), (picture,))
-    open_rollout(lifecycle, Rollout(0, 0, rollout.task, prompt=prompt, trajectory=1))
+    lifecycle.open(Rollout(0, 0, rollout.task, prompt=prompt, trajectory=1))
     lifecycle.park(rollout)
     assert read_back(journal, rollout_id="0-0.1.0").prompt == prompt

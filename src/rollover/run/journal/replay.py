@@ -16,14 +16,6 @@ from typing import Any
 import numpy as np
 
 from rollover.checkpoint.journal import Record
-from rollover.rollout.episode_moves import (
-    act_again,
-    begin_acting,
-    cut_rollout,
-    keep,
-    open_rollout,
-    restart_episode,
-)
 from rollover.rollout.lifecycle import EventKind, Lifecycle
 from rollover.run.journal.running_tokens import RunningTokens
 from rollover.run.journal.scribe import PUBLISH, ROLL_BACK, ROW, STEP, TOKENS, digest_of, pieces
@@ -56,15 +48,13 @@ class Replay:
         self.tokens = RunningTokens()
         self._of_kind: dict[str, Callable[[dict[str, Any], bytes], object]] = {
             EventKind.ADMIT.value: self._admit,
-            EventKind.BEGIN.value: lambda meta, _: begin_acting(self.lifecycle, self._rollout(meta)),
+            EventKind.BEGIN.value: lambda meta, _: self.lifecycle.begin_acting(self._rollout(meta)),
             EventKind.OPEN.value: lambda meta, data: _open(self.lifecycle, meta, data),
-            EventKind.RESTART.value: lambda meta, _: restart_episode(
-                self.lifecycle, self._group(meta), meta["sibling"]
-            ),
-            EventKind.AGAIN.value: lambda meta, _: act_again(self.lifecycle, self._rollout(meta)),
-            EventKind.CUT.value: lambda meta, _: cut_rollout(self.lifecycle, self._rollout(meta), meta["num_tokens"]),
-            EventKind.KEEP.value: lambda meta, _: keep(
-                self.lifecycle, meta["group"], meta["sibling"], meta["name"], meta["value"]
+            EventKind.RESTART.value: lambda meta, _: self.lifecycle.restart_episode(self._group(meta), meta["sibling"]),
+            EventKind.AGAIN.value: lambda meta, _: self.lifecycle.act_again(self._rollout(meta)),
+            EventKind.CUT.value: lambda meta, _: self.lifecycle.cut(self._rollout(meta), meta["num_tokens"]),
+            EventKind.KEEP.value: lambda meta, _: self.lifecycle.keep(
+                meta["group"], meta["sibling"], meta["name"], meta["value"]
             ),
             EventKind.START.value: self._run,
             EventKind.RESUME.value: self._run,
@@ -212,4 +202,4 @@ def _open(lifecycle: Lifecycle, meta: dict[str, Any], data: bytes) -> None:
         context=meta["context"],
         turn_key=meta.get("key"),  # absent in journals of before
     )
-    open_rollout(lifecycle, rollout)
+    lifecycle.open(rollout)

@@ -6,7 +6,7 @@ import pytest
 
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Lifecycle
-from rollover.rollout.restored import check_restored
+from rollover.run.resume import check_restored
 from rollover.types import Prompt, Rollout, SamplingParams, Segment, StopReason
 from unit.rollout.world import make_segment, make_task, through_json
 

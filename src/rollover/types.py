@@ -499,9 +499,14 @@ FIRST_EVAL_GROUP = -(1 << 31)
 """The id of an evaluation's first group. Groups with ids below 0 are never trained, nor counted with those that are."""
 
 
+def group_name(group_id: int) -> str:
+    """How a Group is named in messages: of an evaluation by the number of its task."""
+    return str(group_id) if group_id >= 0 else f"eval-{group_id - FIRST_EVAL_GROUP}"
+
+
 def episode_name(group_id: int, sibling: int) -> str:
-    """How an Episode is known, and its first Rollout."""
-    return f"{group_id}-{sibling}" if group_id >= 0 else f"eval-{group_id - FIRST_EVAL_GROUP}-{sibling}"
+    """How an Episode is named, and its first Rollout."""
+    return f"{group_name(group_id)}-{sibling}"
 
 
 def rollout_seed(run_seed: int, task_id: str, attempt: int, sibling: int | str) -> int:

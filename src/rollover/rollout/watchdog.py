@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from rollover.config import WatchdogConfig
 from rollover.engine.validate import why_no_continuation
-from rollover.types import Segment, StopReason
+from rollover.types import Segment, StopReason, group_name
 
 OFF = WatchdogConfig(rollout_timeout_s=0, reward_timeout_s=0)  # the other limits are not the watchdog's
 _LOOKS_PER_LIMIT = 4
@@ -75,8 +75,9 @@ class Stall:
         """Who stalls, its state, age and last token."""
         age = f"{self.state}, begun {_seconds(self.age_s)} ago"
         if self.is_scoring:
-            whose = f"s of group {self.group_id}" if self.rollout_id is None else f" of rollout {self.rollout_id}"
-            return f"the reward{whose} ({age})"
+            if self.rollout_id is None:
+                return f"the rewards of group {group_name(self.group_id)} ({age})"
+            return f"the reward of rollout {self.rollout_id} ({age})"
         return f"rollout {self.rollout_id} ({age}, {self.num_tokens} tokens, none for {_seconds(self.token_age_s)})"
 
     def __str__(self) -> str:
@@ -159,14 +160,19 @@ class _Scorings:
             self._oldest_since = now
 
 
+class GivenUp(Exception):
+    """Nothing that is in flight is worth waiting for."""
+
+
 class Watchdog:
     """Watches the rollouts and scorings in flight. `scoring_s`: how long a group's scoring may take by its own limits.
+    `patient`: whether a stall is acted on; else the first one raises GivenUp.
 
     Counters, cumulative: see `stats`.
     """
 
-    def __init__(self, config: WatchdogConfig = OFF, scoring_s: float = 0.0) -> None:
-        self.config = config
+    def __init__(self, config: WatchdogConfig = OFF, scoring_s: float = 0.0, *, patient: bool = True) -> None:
+        self.config, self.patient = config, patient
         self._extends: dict[str, _Extend] = {}
         self._stalls: dict[str, int] = {}  # by rollout id: in a row, without a token in between
         self._scorings = _Scorings(config.reward_timeout_s and config.reward_timeout_s + scoring_s)
@@ -248,7 +254,7 @@ class Watchdog:
         queued: Collection[str] = (),
         scoring: Collection[int | str] | None = (),
     ) -> list[Stall]:
-        """What stalls, and what to do about it: that counts as done.
+        """What stalls, and what to do about it: that counts as done. GivenUp at the first stall, unless `patient`.
 
         `progress`: of every `extend` still under way, its segments so far; `queued`: those of them that wait for room.
         What an engine says of others is of no account. `scoring`: the groups, and single rollouts, whose scoring is
@@ -263,6 +269,8 @@ class Watchdog:
         # A sibling of what is dropped is interrupted with it: there is nothing else to say about it.
         stalls = [s for s in stalls if s.group_id not in self._dropping or s.action is not Action.CONTINUE]
         stalls += self._scorings.look(scoring, now)
+        if stalls and not self.patient:
+            raise GivenUp(f"watchdog: {'; '.join(stall.what for stall in stalls)}")
         self._counts["stalled_rewards"] += sum(s.is_scoring for s in stalls)
         self._counts["redispatched"] += sum(s.action in (Action.CONTINUE, Action.RESCORE) for s in stalls)
         return stalls

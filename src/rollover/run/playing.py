@@ -15,7 +15,7 @@ from rollover.engine.protocol import Engine
 from rollover.envs.protocol import Environment
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
-from rollover.rollout.watchdog import Watchdog
+from rollover.rollout.watchdog import GivenUp, Watchdog
 from rollover.types import FIRST_EVAL_GROUP, Group, Prompt, Task
 
 _Result = TypeVar("_Result")
@@ -36,14 +36,21 @@ async def play_groups(
     """A group of `num_siblings` episodes of each task, in the order of the tasks, with their rewards.
 
     Tokens are drawn as config.rollout and `seed` say; `stop_token_ids` (EOS) add to those of the config. Where the
-    environment fails, or takes too long, the reward says so. ValueError where a rollout stalls ([watchdog]), or the
-    engine fails at it again and again: an answer that is missing would make the mean another one.
+    environment fails, or takes too long, the reward says so. ValueError at the first stall ([watchdog]), and where the
+    engine fails at a rollout again and again: an answer that is missing would make the mean another one.
     """
     drawn = {name: getattr(config.rollout, name) for name in _DRAWN}
     rollout = RolloutConfig(groups_per_step=len(tasks), group_size=num_siblings, **drawn)
-    lifecycle = Lifecycle(rollout, min_valid_rewards=0, on_event=_refuse_drops, first_group_id=FIRST_EVAL_GROUP)
-    once = config.watchdog.model_copy(update={"max_stalls": 1})  # an evaluation is not worth a second try
-    watchdog = Watchdog(once, config.rewards.allowed_s(num_siblings))
+    admitted: list[Group] = []
+
+    def on_event(event: Event) -> None:
+        if event.kind is EventKind.ADMIT:
+            admitted.append(event.group)
+        elif event.kind is EventKind.DROP:
+            raise GivenUp(event.why)
+
+    lifecycle = Lifecycle(rollout, min_valid_rewards=0, on_event=on_event, first_group_id=FIRST_EVAL_GROUP)
+    watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(num_siblings), patient=False)
     waiting = iter(tasks)
     driver = Driver(
         lifecycle,
@@ -55,7 +62,13 @@ async def play_groups(
         watchdog,
         config.workflow,
     )
-    groups = await driver.collect(engine.oldest_version)
+    try:
+        groups = await driver.collect(engine.oldest_version)
+    except BaseException as error:
+        driver.player.release(admitted)
+        if isinstance(error, GivenUp):
+            raise ValueError(f"{error}: the evaluation is given up") from error
+        raise
     assert groups is not None
     return groups
 
@@ -68,8 +81,3 @@ async def together(work: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Result
     finally:
         for task in tasks:
             task.cancel()
-
-
-def _refuse_drops(event: Event) -> None:
-    if event.kind is EventKind.DROP:
-        raise ValueError(f"the evaluation is given up: {event.why}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import pytest
@@ -52,13 +53,14 @@ TOKENIZER = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
 SINGLE_TURN = SingleTurn(make_scorer(Rewarder(), TOKENIZER, Config()))
 
 
-def answers(engine: FakeEngine, said: list[str], environment: Environment = SINGLE_TURN) -> list[Answer]:
-
+def answers(
+    engine: FakeEngine, said: list[str], environment: Environment = SINGLE_TURN, config: Config = CONFIG
+) -> list[Answer]:
     hear(said)
 
     async def go() -> list[Answer]:
         try:
-            found = await answers_of(TASKS, engine, environment, TOKENIZER, CONFIG, frozenset())
+            found = await answers_of(TASKS, engine, environment, TOKENIZER, config, frozenset())
             return found.answers
         finally:
             for _ in range(5):
@@ -79,6 +81,33 @@ def test_an_engine_that_fails_again_and_again_is_named_and_nothing_is_left_runni
         answers(Failing(99), [])
 
 
+class HangingBeside(Failing):
+    """Another rollout hangs, whatever interrupts it."""
+
+    def __init__(self) -> None:
+        super().__init__(99)
+        self.asked: set[str] = set()
+        self.released: set[str] = set()
+
+    async def extend(self, request: ExtendRequest) -> list[Segment]:
+        self.asked.add(request.rollout_id)
+        if request.rollout_id == "eval-2-0":
+            await asyncio.get_running_loop().create_future()
+        return await super().extend(request)
+
+    def release(self, rollout_ids: Iterable[str]) -> None:
+        self.released |= set(rollout_ids := list(rollout_ids))
+        super().release(rollout_ids)
+
+
+def test_an_evaluation_that_fails_waits_for_nothing_and_leaves_nothing_in_the_engine() -> None:
+    off = CONFIG.watchdog.model_copy(update={"rollout_timeout_s": 0, "reward_timeout_s": 0})
+    engine = HangingBeside()
+    with pytest.raises(ValueError, match="failed 3 times in a row at rollout eval-1-0"):
+        answers(engine, [], config=CONFIG.model_copy(update={"watchdog": off}))
+    assert len(engine.asked) == 6 and engine.released == engine.asked
+
+
 class Twice:
     """Tells the policy a token after each of its first two turns; a rollout is worth what it was told, in tokens."""
 
@@ -91,6 +120,21 @@ class Twice:
 
     def scores_singly(self, task: Task, /) -> bool:
         return False
+
+
+class SlowScore(Twice):
+    async def score(self, rollouts: list[Rollout], /) -> list[Reward]:
+        if rollouts[0].task.task_id == "t1":
+            await asyncio.get_running_loop().create_future()
+        return await super().score(rollouts)
+
+
+def test_the_first_stall_of_a_rollout_or_a_scoring_ends_the_evaluation() -> None:
+    patient = CONFIG.watchdog.model_copy(update={"rollout_timeout_s": 5, "max_failures": 1000})
+    with pytest.raises(ValueError, match="watchdog: .*rollout eval-2-0 .*: the evaluation is given up"):
+        answers(HangingBeside(), [], config=CONFIG.model_copy(update={"watchdog": patient}))
+    with pytest.raises(ValueError, match="watchdog: the rewards of group eval-1 .*: the evaluation is given up"):
+        answers(FakeEngine(lambda seed: 5), [], SlowScore())
 
 
 class Broken(Twice):

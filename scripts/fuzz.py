@@ -174,7 +174,7 @@ class Fuzz:
         if self.snapshot is not None and rng.random() < 0.1:
             self.snapshot = None
         rollout = self.config.rollout
-        self.lifecycle = Lifecycle(rollout, self.config.engine.max_running, on_event=self._on_event)
+        self.lifecycle = Lifecycle(rollout, self.config.engine.max_running, listeners=[self._on_event])
         self.version, self.trained, self.dropped = 0, set(), set()
         if self.snapshot is not None:
             saved = copy.deepcopy(self.snapshot)
@@ -184,7 +184,7 @@ class Fuzz:
                 self.version, self.trained, self.dropped = saved.version, saved.trained, saved.dropped
             except ValueError:  # another mode, whose bound what is held has passed
                 self.snapshot = None
-                self.lifecycle = Lifecycle(rollout, self.config.engine.max_running, on_event=self._on_event)
+                self.lifecycle = Lifecycle(rollout, self.config.engine.max_running, listeners=[self._on_event])
         self.engine = ProcessEngine(self.config, 1)
         self.pool = RewardPool(self.config.rewards)
         self.driver = Driver(

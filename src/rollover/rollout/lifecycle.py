@@ -10,7 +10,7 @@
     ask for again leaves (restarted)
 
 The driver carries this out on an engine, the planner under a virtual clock, the tests at random: the same rules for
-all. Pure: no clock, no event loop, no torch. Owns nothing but its three owners and the calls of `on_event`.
+all. Pure: no clock, no event loop, no torch. Owns nothing but its three owners, and who is told of events.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Lifecycle:
 
     `max_running`: rollouts that may run at once; None means no limit. A group with fewer than `min_valid_rewards`, as
     `num_valid` counts them, is dropped, and so is one for which `group_filter` answers (the filter's name, what is the
-    matter); `max_filtered_steps` steps' worth of those in a row are too many (failure_limit.py). `on_event` is called
-    after each event. `first_group_id`: see RolloutCache.
+    matter); `max_filtered_steps` steps' worth of those in a row are too many (failure_limit.py). `listeners` are
+    called after each event, in their order. `first_group_id`: see RolloutCache.
 
     `start`, `set_rewards`, `consume` and `on_new_version` decide, and carry out what they decided by the others: `run`,
     `score`, `take`, `drop`. Those decide nothing: what a journal tells can so happen again (run/journal/replay.py).
@@ -94,7 +94,7 @@ class Lifecycle:
         config: RolloutConfig,
         max_running: int | None = None,
         min_valid_rewards: int = 2,
-        on_event: Callable[[Event], None] | None = None,
+        listeners: Iterable[Callable[[Event], None]] = (),
         group_filter: Callable[[Group], tuple[str, str] | None] | None = None,
         max_filtered_steps: int = 10,
         num_valid: Callable[[Group], int] | None = None,
@@ -104,7 +104,7 @@ class Lifecycle:
         self.min_valid_rewards, self.num_valid = min_valid_rewards, num_valid or num_valid_rewards
         self.group_filter = group_filter
         self.max_filtered_steps = max_filtered_steps
-        self.on_event = on_event
+        self.listeners = list(listeners)
         self.cache = RolloutCache(config.max_new_tokens, first_group_id)
         self.scheduler = Scheduler(config, max_running)
         self.ledger = Ledger()
@@ -335,8 +335,10 @@ class Lifecycle:
 
     def emit(self, kind: EventKind, group: Group, rollout: Rollout | None = None, **more: Any) -> None:
         """Report what happened to a group or a rollout. `more`: further fields of the Event."""
-        if self.on_event is not None:
-            self.on_event(Event(kind, group, rollout, **more))
+        if self.listeners:
+            event = Event(kind, group, rollout, **more)
+            for listener in self.listeners:
+                listener(event)
 
     # Private
 

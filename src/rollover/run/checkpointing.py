@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 
 from rollover.checkpoint.store import CheckpointWriteError, checkpoint_name
+from rollover.rollout.lifecycle import Event
 from rollover.run.context import RunContext
 from rollover.run.journal.journaling import Journaling
 from rollover.run.overlap import Overlap
@@ -42,6 +43,10 @@ class Checkpointing:
         self.taken: list[Group] = []
         self.saved_version = -1
         self.changed = False
+
+    def on_event(self, event: Event) -> None:
+        """A listener of Lifecycle."""
+        self.changed = True
 
     async def begin(self) -> None:
         """From now on the journal is written, if it is on. It begins at a checkpoint, or with the run."""

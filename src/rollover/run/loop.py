@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollover.models.allocator import return_freed_memory
-from rollover.rollout.lifecycle import Event
 from rollover.run.checkpointing import Checkpointing
 from rollover.run.context import RunContext
 from rollover.run.directory import view_command
@@ -45,7 +44,7 @@ from rollover.track.summary import RunSummary, run_summary
 from rollover.trainer.batch import Batch
 from rollover.trainer.profile import profiled
 from rollover.trainer.reward_kl import Penalties
-from rollover.types import DropReason, Group
+from rollover.types import Group
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +88,13 @@ class Run:
         self.held_out = HeldOut(context, self.overlap, self.hand_over, is_possible=is_possible)
         self.tracking = Tracking(context, recorded=not needs_weights)
         self.checkpointing = Checkpointing(context, self.stateful, self.journaling, self.overlap, self.tracking.records)
-        parts.lifecycle.on_event = self.on_event
+        parts.lifecycle.listeners = [
+            parts.history.on_event,
+            self.tracking.records.on_event,
+            self.checkpointing.on_event,
+            self.journaling.on_event,
+            parts.reuse.on_event,
+        ]
         self.stop.on_stop = parts.driver.interrupt_for_good
         # What is ended without its tokens is in the journal with those that it had: that is not taken back.
         parts.driver.on_abandon = self.journaling.journal.halt
@@ -194,14 +199,6 @@ class Run:
         row = await self.held_out.evaluate()
         await self._keep_best()
         return row
-
-    def on_event(self, event: Event) -> None:
-        """For Lifecycle.on_event."""
-        self.tracking.on_event(event)
-        self.checkpointing.changed = True
-        self.journaling.on_event(event)
-        if event.reason is DropReason.FILTERED:
-            self.parts.reuse.on_filtered(event.group)
 
     def summary(self) -> RunSummary:
         """The summary of the whole run, all its processes together."""

@@ -49,7 +49,7 @@ async def play_groups(
         elif event.kind is EventKind.DROP:
             raise GivenUp(event.why)
 
-    lifecycle = Lifecycle(rollout, min_valid_rewards=0, on_event=on_event, first_group_id=FIRST_EVAL_GROUP)
+    lifecycle = Lifecycle(rollout, min_valid_rewards=0, listeners=[on_event], first_group_id=FIRST_EVAL_GROUP)
     watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(num_siblings), patient=False)
     waiting = iter(tasks)
     driver = Driver(

@@ -32,7 +32,7 @@ class Records:
         self.dropped: list[tuple[Group, DropReason]] = []
 
     def on_event(self, event: Event) -> None:
-        """For Lifecycle.on_event."""
+        """A listener of Lifecycle."""
         if event.kind is EventKind.DROP and event.reason is not None and self.wanted:
             self.dropped.append((event.group, event.reason))
 

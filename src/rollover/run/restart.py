@@ -255,6 +255,6 @@ class LastingRun:
 
 async def _close(run: Run) -> None:
     """What is kept goes on. An event of what still winds down is none of the run's that comes next."""
-    run.parts.lifecycle.on_event = lambda event: None
+    run.parts.lifecycle.listeners.clear()
     run.stop.on_stop = lambda: None
     await run.close(keep=True)

@@ -13,7 +13,6 @@ from typing import Any
 from rollover.config import Config
 from rollover.envs.answer_text import answer_decoder
 from rollover.files import atomic_write_text
-from rollover.rollout.lifecycle import Event
 from rollover.run.context import RunContext
 from rollover.run.parts import Parts
 from rollover.run.records import Records
@@ -37,11 +36,6 @@ class Tracking:
                 not (config.algorithm.advantage_traits.over_tokens or config.distill.replaces_for(sample.role))
             ),
         )
-
-    def on_event(self, event: Event) -> None:
-        """Something happened to a group or a rollout: see Lifecycle.on_event."""
-        self.parts.history.on_event(event)
-        self.records.on_event(event)
 
     def on_step(self, row: dict[str, float], groups: list[Group], batch: Batch) -> None:
         """A step trained `batch` of `groups`; `row` is its row of metrics.jsonl."""

@@ -122,8 +122,8 @@ class Simulation:
         self.fleet = Fleet(plan, slots_per_engine)
         self.outcome = Outcome(slots=plan.engines * slots_per_engine)
         self._num_tasks, self._stream_ended = num_tasks, False
-        emit = None if on_event is None else lambda event: on_event(event, self.now)
-        self.lifecycle = Lifecycle(config, plan.engines * slots_per_engine, min_valid_rewards=1, on_event=emit)
+        listeners = () if on_event is None else [lambda event: on_event(event, self.now)]
+        self.lifecycle = Lifecycle(config, plan.engines * slots_per_engine, min_valid_rewards=1, listeners=listeners)
         self._resolution_s = self.fleet.step_s[1] / 4 if plan.engines > 1 else 0.0
         self._recompute = config.kv_on_resume == "recompute"
         self._prompt = Prompt((0,) * plan.prompt_tokens)

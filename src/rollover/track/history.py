@@ -41,7 +41,7 @@ class RunHistory(Tracker):
         self._origin, self._stands_at = self._clock() - self.seconds(), None
 
     def on_event(self, event: Event) -> None:
-        """Record what happened to a group or a rollout (for Lifecycle.on_event), at one moment for all records."""
+        """Record what happened to a group or a rollout (a listener of Lifecycle), at one moment for all records."""
         now = self.seconds()
         self.lifetimes.on_event(event, self.trace.version, now)
         self.trace.on_event(event, now)

@@ -1,6 +1,6 @@
 """The trace of a run: what happened to every rollout and when. docs/trace.md describes trace.jsonl line by line.
 
-    Lifecycle.on_event ──▶ Trace.on_event ────────────TraceEvent──▶ TraceFile             (trace.jsonl)
+    Lifecycle ──▶ Trace.on_event ────────────TraceEvent──▶ TraceFile             (trace.jsonl)
     the loop ──▶ Trace.span, Trace.on_published ────┘         └──▶ engine_visits, spans  (picture, Perfetto, summary)
 
 Owns the events, their lines, and how they are paired up again. The clock is passed in: a run's, or a planner's virtual
@@ -89,7 +89,7 @@ class Trace:
         self._segments_before: dict[str, int] = {}  # of what runs
 
     def on_event(self, event: Event, now: float) -> None:
-        """For Lifecycle.on_event. `now`: seconds, as of `clock`."""
+        """A listener of Lifecycle. `now`: seconds, as of `clock`."""
         kind, group, rollout = event.kind.value, event.group, event.rollout
         if event.kind in (EventKind.SCORE, EventKind.KEEP):
             return  # scores are told with the group: ready, or drop

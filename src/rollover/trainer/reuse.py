@@ -22,12 +22,13 @@ from rollover.algorithms.shaping import metric_of
 from rollover.config import Config
 from rollover.rewards.built_in import parts_of
 from rollover.rollout.group_state import Arrays
+from rollover.rollout.lifecycle import Event
 from rollover.tasks.curriculum import Curriculum
 from rollover.tasks.reroll import Reroll
 from rollover.trainer.batch import Batch
 from rollover.trainer.replay_buffer import Kept, ReplayBuffer, signal
 from rollover.trajectories import TrajectoryGroup
-from rollover.types import Group, Reward
+from rollover.types import DropReason, Group, Reward
 
 
 class Reuse:
@@ -63,10 +64,12 @@ class Reuse:
         if self.curriculum is not None:
             self.curriculum.on_roll_back(held_again)
 
-    def on_filtered(self, group: Group) -> None:
-        """A filter dropped a scored group: its task may have failed, too, and has a pass rate."""
-        self.reroll.look(group)
-        self._tell_curriculum(group)
+    def on_event(self, event: Event) -> None:
+        """A listener of Lifecycle. The task of a scored group that a filter dropped may have failed, too, and has a
+        pass rate."""
+        if event.reason is DropReason.FILTERED:
+            self.reroll.look(event.group)
+            self._tell_curriculum(event.group)
 
     def metrics(self) -> dict[str, float]:
         """The metrics of what is switched on."""

@@ -54,7 +54,7 @@ class Run:
         self.engine = engine or FakeEngine(lengths)
         self.events: list[Event] = []
         self.lifecycle = Lifecycle(
-            self.config, max_running, on_event=self.events.append, group_filter=group_filter, max_filtered_steps=3
+            self.config, max_running, listeners=[self.events.append], group_filter=group_filter, max_filtered_steps=3
         )
         self.scheduler, self.cache, self.ledger = (
             self.lifecycle.scheduler,

@@ -69,7 +69,7 @@ def test_request_stop_during_generation(mode: dict, delay: int) -> None:
 
 def test_stop_requested_before_the_extensions_have_begun() -> None:
     run = Run(lengths=lambda seed: 2000, max_new_tokens=1000)
-    run.lifecycle.on_event = lambda event: run.driver.interrupt_for_good() if event.kind is EventKind.START else None
+    run.lifecycle.listeners = [lambda event: run.driver.interrupt_for_good() if event.kind is EventKind.START else None]
     assert asyncio.run(run.driver.collect(0)) is None
     run.check()
     assert run.ledger.generated_tokens < 100, "the extensions were not interrupted"

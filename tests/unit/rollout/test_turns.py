@@ -93,7 +93,7 @@ def erratic(mode: Mapping[str, object], seed: int, workflow: WorkflowConfig, wat
         workflow=workflow,
         **{"max_new_tokens": 60, "group_size": 3, **mode},
     )  # type: ignore[arg-type]
-    run.lifecycle.on_event = watched.on_event
+    run.lifecycle.listeners = [watched.on_event]
     return run
 
 

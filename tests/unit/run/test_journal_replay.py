@@ -52,7 +52,7 @@ class JournaledWorld(World):
         self.left_until_kill = kill_after
         self.journal = Memory()
         self.scribe = Scribe(self.journal, lambda: 1.5, lambda: self.version)  # pyright: ignore[reportArgumentType]
-        self.lifecycle.on_event = self.on_event
+        self.lifecycle.listeners = [self.on_event]
         self.taken: dict[int, Group] = {}
 
     def on_event(self, event: Event) -> None:
@@ -95,7 +95,7 @@ class Parts:
             self.lifecycle.load_state_dict(through_json(meta), arrays)
         self.history = RunHistory(clock=lambda: 0.0)
         self.history.load_state_dict({}, self.lifecycle.cache.groups.values(), version)
-        self.lifecycle.on_event = self.history.on_event
+        self.lifecycle.listeners = [self.history.on_event]
         self.trainer = SimpleNamespace(policy_version=version)
         self.prompts = SimpleNamespace(version=version)
         self.num_tasks = next_task
@@ -177,7 +177,7 @@ class Continued(World):
         super().__init__(dead.config, random.Random(seed), dead.adversary, dead.max_running, dead.failure_rate)
         self.publish_every = dead.publish_every
         self.lifecycle = parts.lifecycle
-        self.lifecycle.on_event = None
+        self.lifecycle.listeners = []
         self.version = self.engine_version = parts.trainer.policy_version
         self.next_task = parts.num_tasks
         self.lengths = dead.lengths
@@ -257,7 +257,7 @@ def running(world_tokens: int = 3) -> tuple[Lifecycle, Scribe, Memory, Any]:
     config = RolloutConfig(group_size=1, groups_per_step=1, max_new_tokens=20)
     lifecycle, journal = Lifecycle(config, None, MIN_VALID), Memory()
     scribe = Scribe(journal, lambda: 1.5, lambda: 0)  # pyright: ignore[reportArgumentType]
-    lifecycle.on_event = scribe.on_event
+    lifecycle.listeners = [scribe.on_event]
     lifecycle.admit(make_task(0), Prompt((1, 2, 3)), 0)
     (rollout,) = lifecycle.start(0)
     lifecycle.append(rollout, [make_segment(world_tokens, 0)])

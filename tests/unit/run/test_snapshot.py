@@ -126,7 +126,7 @@ def new_run(folder: Path, version: int = 0, seconds: float = 0.0) -> Run:
     clock.now = seconds
     return Run(
         trainer=Trainer(version),
-        lifecycle=Lifecycle(RolloutConfig.model_validate(CONFIG.rollout.model_dump()), on_event=history.on_event),
+        lifecycle=Lifecycle(RolloutConfig.model_validate(CONFIG.rollout.model_dump()), listeners=[history.on_event]),
         prompts=Prompts(),
         directory=SimpleNamespace(store=store, metrics=Sink(store), evals=Sink(store)),
         history=history,

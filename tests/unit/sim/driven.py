@@ -74,7 +74,7 @@ def driver_over(
         i = next(tasks, None)
         return None if i is None else (make_task(i), Prompt((1, 2, 3)))
 
-    lifecycle = Lifecycle(config, max_running, 1, on_event)
+    lifecycle = Lifecycle(config, max_running, 1, [on_event])
     if turns is not None:
         tools = Tools(workload, turns)
         return Driver(lifecycle, make_engine(tools), next_task, tools, run_seed=0)

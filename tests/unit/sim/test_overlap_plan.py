@@ -110,7 +110,7 @@ def driven(config, max_running: int, seed: int, publish_every: int, num_tasks: i
                     await driver.drain()
                 await engine.load_weights(version + 1, ())
             driver.on_new_version(version + 1)
-        driver.lifecycle.on_event = None
+        driver.lifecycle.listeners = []
         await driver.abandon()
 
     asyncio.run(run())

@@ -30,7 +30,7 @@ class TracedRun(Run):
         super().__init__(**options)  # type: ignore[arg-type]
         self.now = 0
         self.history = RunHistory(file, clock=lambda: float(self.now))
-        self.lifecycle.on_event = self._tick
+        self.lifecycle.listeners = [self._tick]
         self.rows: list[dict[str, float]] = []
 
     def _tick(self, event: Event) -> None:
@@ -81,7 +81,7 @@ def stopped_in_the_middle(run: TracedRun, after_events: int) -> None:
         if next(counter) == after_events:
             run.driver.interrupt_for_good()
 
-    run.lifecycle.on_event = stop
+    run.lifecycle.listeners = [stop]
 
     async def until_stopped() -> None:
         while await run.step() is not None:

@@ -1,6 +1,6 @@
 """The scribe: writes what happens to rollouts into the journal, as facts. docs/checkpoint-format.md has every record.
 
-    Lifecycle.on_event ──▶ on_event ──record──▶ Journal          Engine.progress ──▶ progress (new tokens of what runs)
+    Lifecycle ──▶ on_event ──record──▶ Journal          Engine.progress ──▶ progress (new tokens of what runs)
     the loop ──▶ on_step, on_row, on_published ────┘
 
 Owns how much of every running rollout the journal has. Never decides what happens, and never reads: replay.py does.
@@ -62,7 +62,7 @@ class Scribe:
             self.seconds += time.perf_counter() - started
 
     def on_event(self, event: Event) -> None:
-        """Write what happened to a group or a rollout: see Lifecycle.on_event."""
+        """Write what happened to a group or a rollout: a listener of Lifecycle."""
         if not self.journal.writes:
             return
         started = time.perf_counter()

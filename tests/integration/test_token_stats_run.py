@@ -19,7 +19,7 @@ from rollover.api.settings import settings_of_run
 from rollover.cli import main
 from rollover.config.load import load_config
 from rollover.plugins.dashboard.run_data import RunData
-from rollover.run.go_on import Place
+from rollover.run.branch import BranchPoint
 from rollover.track.recorded import read_records
 from rollover.track.token_stats import KEYS, by_token
 
@@ -183,7 +183,7 @@ def test_a_greedy_rollout_goes_on_greedily(run: Path) -> None:
     for segment in greedy["segments"]:
         segment["sampling"]["temperature"] = 0.0
     config = load_config([settings_of_run(run, "--from")], [], require_sources=False).config
-    warm, cold = (Place(of, 3).request(config, frozenset(), 0).sampling.temperature for of in (record, greedy))
+    warm, cold = (BranchPoint(of, 3).request(config, frozenset(), 0).sampling.temperature for of in (record, greedy))
     assert (warm, cold) == (config.rollout.temperature, 0.0)
 
 

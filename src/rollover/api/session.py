@@ -29,7 +29,7 @@ from rollover.images import media_kept_in
 from rollover.logs import terminal
 from rollover.run.directory import RunDirectory
 from rollover.run.loop import Step
-from rollover.run.restart import LastingRun, running
+from rollover.run.restart import RestartableRun, running
 from rollover.run.stop import Stop, signals_to, take_signals
 from rollover.track.health import why_nothing_was_trained
 from rollover.track.sinks import read_rows
@@ -81,7 +81,7 @@ class Session:
         except BaseException:
             settings.release()
             raise
-        self._run: LastingRun | None = None  # inside the block
+        self._run: RestartableRun | None = None  # inside the block
         self._resume_command = self._directory.resume_command(command)
         self._restores_signals = command is None  # the command line's process ends with its run
 
@@ -187,7 +187,7 @@ class Session:
             self._open_run()
             return await anext(steps, None)
 
-    def _open_run(self) -> LastingRun:
+    def _open_run(self) -> RestartableRun:
         if self._run is None:
             raise RuntimeError("the session is not open: use it inside `async with rollover.Session(...) as session:`")
         return self._run

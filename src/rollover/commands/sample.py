@@ -16,7 +16,7 @@ from rollover.commands.verb import Overrides, Verb, load, positive
 if TYPE_CHECKING:
     from rollover.config import Config
     from rollover.run.answer_prompt import Answered
-    from rollover.run.go_on import GoneOn, Place
+    from rollover.run.branch import BranchPoint, Continuation
     from rollover.types import Task
 
 logger = logging.getLogger(__name__)
@@ -80,32 +80,32 @@ def run_from(args: argparse.Namespace, overrides: Overrides) -> int:
     from rollover.files import local_path
     from rollover.images import media_kept_in
     from rollover.processes import prepare_libraries
-    from rollover.run.go_on import Weights, go_on, newest_weights
+    from rollover.run.branch import Weights, continue_from, newest_weights
 
     if args.prompt is not None or args.columns is not None:
         raise ValueError("--from has the prompt of its rollout: leave --prompt and --columns out")
     directory = Path(args.place[0]).expanduser()
-    place = place_of(directory, args.place[1])
+    place = branch_point_of(directory, args.place[1])
     of_run = OfRun(settings_of_run(directory, "--from"), str(directory), args.trust, "--from", "--trust", {}, UNUSED)
     config = load_config([of_run, *args.files], overrides, require_sources=False).config
     prepare_libraries(config.run)
     weights = Weights(args.model, args.model) if args.model else newest_weights(config, directory)
     logger.info(f"with {weights.said}, after {place.kept} of {place.record['num_tokens']} tokens")
     with media_kept_in(local_path(directory) / "media"):
-        found = run_bounded(go_on(place, args.num, weights, config, directory), config.watchdog.grace_s)
+        found = run_bounded(continue_from(place, args.num, weights, config, directory), config.watchdog.grace_s)
     if args.json:
         print(json.dumps([asdict(of) for of in found]))
         return 0
     for number, of in enumerate(found):
         if args.num > 1:
             print(f"--- {number + 1} of {args.num}")
-        print_gone_on(of, place.kept)
+        print_continuation(of, place.kept)
     return 0
 
 
-def place_of(directory: Path, text: str) -> Place:
+def branch_point_of(directory: Path, text: str) -> BranchPoint:
     """The rollout that STEP/ID[:TOKEN] names. ValueError where there is none."""
-    from rollover.run.go_on import Place
+    from rollover.run.branch import BranchPoint
     from rollover.run.run_files import RunFiles
     from rollover.track.recorded import records_of, step_files
 
@@ -117,10 +117,10 @@ def place_of(directory: Path, text: str) -> Place:
     found = next((record for record in records if record["rollout_id"] == match[2]), None)
     if found is None:
         raise ValueError(f"--from: no rollout {match[2]} left the run in {directory} with step {match[1]}")
-    return Place(found, int(match[3] or 0))
+    return BranchPoint(found, int(match[3] or 0))
 
 
-def print_gone_on(found: GoneOn, kept: int) -> None:
+def print_continuation(found: Continuation, kept: int) -> None:
     """The text that stays, that which came, and each token of it."""
     from rollover.text import printable_lines
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from rollover.config import Config
 from rollover.run.directory import RunDirectory
 from rollover.run.hooks import Hooks
-from rollover.run.losses import Losses
 from rollover.run.parts import Parts
+from rollover.run.restart_budget import RestartBudget
 from rollover.run.stop import Stop
 
 
@@ -21,6 +21,6 @@ class RunContext:
     directory: RunDirectory
     hooks: Hooks
     stop: Stop
-    losses: Losses
+    restart_budget: RestartBudget
     resume_command: str
     """The command that continues the run."""

@@ -1,6 +1,6 @@
-"""The one loop: take READY groups -> build Batch -> step -> hand over weights -> release slots.
+"""The one loop: collect groups, build the batch, step, sync weights, log.
 
-    producer.produce ─groups─▶ batches.build ▶ trainer.train_step ──▶ hand_over: engine.load_weights
+    producer.produce ─groups─▶ batches.build ▶ trainer.train_step ──▶ weight_sync: engine.load_weights
           ▲                                                                      │
           └── driver.on_new_version (stale drops) ◀── version + 1 ───────────────┘
                          │
@@ -8,8 +8,8 @@
 
 Sync, partial and asynchronous training are settings of the scheduler, not other loops. Between two generation phases
 nothing runs (with rollout.overlap: after `Overlap.interrupt_all`), so a checkpoint there is a consistent cut. Whoever
-trains (the command line, `rollover.train`, a loop of the user's own) does it through api/session.py, which walks
-through the steps of a `LastingRun` (restart.py): of one `Run`, and of another one where the trainer's backend was lost.
+trains (the command line, `rollover.train`, a loop of the user's own) does it through api/session.py, which takes the
+steps of a `RestartableRun` (restart.py): of one `Run`, and of another one where the trainer's backend was lost.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from rollover.run.checkpointing import Checkpointing
 from rollover.run.context import RunContext
 from rollover.run.directory import view_command
 from rollover.run.estimate import estimate_of
-from rollover.run.first_look import look_at_tasks
-from rollover.run.hand_over import HandOver
-from rollover.run.held_out import HeldOut
+from rollover.run.evaluator import Evaluator
 from rollover.run.journal.journaling import Journaling
 from rollover.run.metrics_row import Rows
 from rollover.run.model_card import write_model_card
 from rollover.run.option_changes import OptionChanges
 from rollover.run.overlap import Overlap
 from rollover.run.own_metrics import own_metrics
+from rollover.run.preflight import check_tasks
 from rollover.run.producer import build_producer
 from rollover.run.resume import Resume
 from rollover.run.stateful import stateful_parts
 from rollover.run.supervised import HeldOutLoss, SupervisedExamples
 from rollover.run.tracking import Tracking, step_progress, write_tokenizer
+from rollover.run.weight_sync import WeightSync
 from rollover.track.live import LiveView
 from rollover.track.summary import RunSummary, run_summary
 from rollover.trainer.batch import Batch
@@ -83,9 +83,9 @@ class Run:
         self.rows = Rows(context, self.journaling, overlaps=overlaps)
         self.own_metrics = own_metrics(config.track.metrics)
         self.overlap = Overlap(context, self.rows)
-        self.hand_over = HandOver(context, self.rows, self.journaling, needed=needs_weights)
+        self.weight_sync = WeightSync(context, self.rows, self.journaling, needed=needs_weights)
         is_possible = needs_weights or config.algorithm.supervised
-        self.held_out = HeldOut(context, self.overlap, self.hand_over, is_possible=is_possible)
+        self.evaluator = Evaluator(context, self.overlap, self.weight_sync, is_possible=is_possible)
         self.tracking = Tracking(context, recorded=not needs_weights)
         self.checkpointing = Checkpointing(context, self.stateful, self.journaling, self.overlap, self.tracking.records)
         parts.lifecycle.listeners = [
@@ -106,18 +106,24 @@ class Run:
         """
         newest = None
         if self.producer.generates and not self.parts.again:
-            await look_at_tasks(self.config, self.parts.rewarder, self.trackers, self.parts.batches.teacher_prompts)
+            await check_tasks(self.config, self.parts.rewarder, self.trackers, self.parts.batches.teacher_prompts)
         if self.directory.resume:
             resume = Resume(
-                self.context, self.stateful, self.journaling, self.hand_over, self.rows, self.tracking, self.own_metrics
+                self.context,
+                self.stateful,
+                self.journaling,
+                self.weight_sync,
+                self.rows,
+                self.tracking,
+                self.own_metrics,
             )
             self.checkpointing.saved_version = await resume.restore()
             if self.parts.again and (groups := resume.newest_groups) is not None:
                 newest = Step(self.parts.trainer.policy_version, groups, self.directory.metrics.last_row)
-        if self.config.model.lora.path and not self.parts.trainer.policy_version and self.hand_over.needed:
-            await self.hand_over.hand_over_weights()  # the engine began with the model alone
-        await self.hand_over.wake()  # the backend may have been lost while the servers slept
-        self.checkpointing.hold_best(self.held_out.best_step)  # before one is written, and others go
+        if self.config.model.lora.path and not self.parts.trainer.policy_version and self.weight_sync.needed:
+            await self.weight_sync.sync()  # the engine began with the model alone
+        await self.weight_sync.wake()  # the backend may have been lost while the servers slept
+        self.checkpointing.hold_best(self.evaluator.best_step)  # before one is written, and others go
         await self.checkpointing.begin()
         self.directory.write_config()
         self.directory.write_resume(self.context.resume_command)
@@ -138,7 +144,7 @@ class Run:
         if config.eval.at_start if version == 0 else every and version % every == 0:
             await self._evaluate()  # a stop may have cut off the evaluation of the last step
         elif version == 0:
-            self.held_out.look_at_tasks()
+            self.evaluator.check_tasks()
         self.rows.begin()
         while trainer.policy_version < config.train.num_steps and not (self.stop.requested or self.enough):
             await self.changes.make(self.checkpointing)
@@ -167,7 +173,7 @@ class Run:
         if not groups:
             return None
         return_freed_memory()
-        await self.hand_over.sleep()
+        await self.weight_sync.sleep()
         self.trackers.on_phase("training")
         self.checkpointing.taken = groups
         with self.overlap.training(version):
@@ -185,7 +191,7 @@ class Run:
         return_freed_memory()
         num_bytes = 0
         try:
-            num_bytes = await self.hand_over.hand_over_if_due()
+            num_bytes = await self.weight_sync.sync_if_due()
             parts.driver.on_new_version(trainer.policy_version)
         finally:  # the step was trained, whatever becomes of its weights
             row = self.rows.of_step(groups, batch, trained, version, num_bytes)
@@ -195,8 +201,8 @@ class Run:
         return Step(trainer.policy_version, groups, row)
 
     async def evaluate(self) -> dict[str, Any] | None:
-        """See HeldOut.evaluate."""
-        row = await self.held_out.evaluate()
+        """See Evaluator.evaluate."""
+        row = await self.evaluator.evaluate()
         await self._keep_best()
         return row
 
@@ -226,17 +232,17 @@ class Run:
 
     async def _evaluate(self) -> None:
         """If that is wanted and was not done; then training may have to end (`enough`)."""
-        await self.held_out.evaluate_if_wanted()
+        await self.evaluator.evaluate_if_wanted()
         await self._keep_best()
         if not self.enough and self.parts.trainer.policy_version < self.config.train.num_steps:
-            if enough := self.held_out.why_enough:
+            if enough := self.evaluator.why_enough:
                 self.enough = enough
                 logger.info(f"training ends here: {enough}")
 
     async def _keep_best(self) -> None:
         """The weights of the best evaluation stay: as a checkpoint, as a model."""
-        self.held_out.save_best_model()
-        await self.checkpointing.keep_best(self.held_out.best_step)
+        self.evaluator.save_best_model()
+        await self.checkpointing.keep_best(self.evaluator.best_step)
 
     async def _produce(self, version: int) -> list[Group] | None:
         """The groups of the step at trainer `version`; none where it says that there are no more, or is stopped."""
@@ -273,6 +279,6 @@ class Run:
         if self.config.checkpoint.save_final_model:
             self.trackers.on_phase("saving the model")
             self.parts.trainer.backend.save_model(self.directory.model)
-            write_model_card(self.directory.model, self.config, step, self.held_out.newest())
+            write_model_card(self.directory.model, self.config, step, self.evaluator.newest())
         finished = step >= self.config.train.num_steps or bool(self.enough)
         self.directory.end(step, "" if finished else self.producer.source, self.enough)

@@ -50,7 +50,7 @@ class Rows:
     """Makes the rows of one run. `overlaps`: whether rollouts are generated while the trainer trains."""
 
     def __init__(self, context: RunContext, journaling: Journaling, *, overlaps: bool) -> None:
-        self.config, self.parts, self.losses = context.config, context.parts, context.losses
+        self.config, self.parts, self.restart_budget = context.config, context.parts, context.restart_budget
         self.trackers, self.journaling, self.overlaps = context.directory.trackers, journaling, overlaps
         self.grouping = Grouping(self.config.workflow)
         self.utilization, self.device_use = Utilization(self.config, overlaps), DeviceUse()
@@ -84,7 +84,7 @@ class Rows:
         self._since_last("dropped", row.get("tokens/dropped", 0))
         self._since_last("admitted", row.get("groups/admitted", 0))
         self._since_last("rerolled", row.get("reroll/given", 0))
-        self.losses.total = max(self.losses.total, int(row.get("train/restarts", 0)))
+        self.restart_budget.total = max(self.restart_budget.total, int(row.get("train/restarts", 0)))
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -126,7 +126,7 @@ class Rows:
             "staleness/bound": self.config.staleness_bound,
             **trained,
             **parts.trainer.seconds,
-            "train/restarts": self.losses.total,
+            "train/restarts": self.restart_budget.total,
             **ledger,
             **reuse,
             "tokens/step_generated": self._since_last("generated", ledger["tokens/generated"]),

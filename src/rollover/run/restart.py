@@ -23,9 +23,9 @@ from rollover.run.context import RunContext
 from rollover.run.directory import RunDirectory
 from rollover.run.hooks import Hooks
 from rollover.run.loop import Run, Step
-from rollover.run.losses import Losses
 from rollover.run.option_changes import OptionChanges
 from rollover.run.parts import Kept, Parts
+from rollover.run.restart_budget import RestartBudget
 from rollover.run.stop import Stop
 from rollover.track.history import RunHistory
 from rollover.track.summary import RunSummary
@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 @asynccontextmanager
 async def running(
     config: Config, directory: RunDirectory, stop: Stop, resume_command: str
-) -> AsyncIterator[LastingRun]:
+) -> AsyncIterator[RestartableRun]:
     """Set up a run in its directory and (--resume) go on with it before the block, and close all of it after the block.
 
     An error in the block is followed by a checkpoint of what there is, and so is the end of a block that took not all
@@ -53,7 +53,7 @@ async def running(
         if decided:
             logger.info(decided)
         hooks = Hooks(config, stop)
-        run = LastingRun(config, directory, hooks, stop, resume_command)
+        run = RestartableRun(config, directory, hooks, stop, resume_command)
         try:
             await run.begin()
             async with hooks.training(info):
@@ -68,7 +68,7 @@ async def running(
             await run.close()
 
 
-class LastingRun:
+class RestartableRun:
     """A run in its directory, over losses of its backend: `begin`, then what is wanted of it, then `close`.
 
     Everything but `begin`, `rescue` and `close` goes on where the backend is lost; BackendLost after
@@ -78,7 +78,7 @@ class LastingRun:
     def __init__(self, config: Config, directory: RunDirectory, hooks: Hooks, stop: Stop, resume_command: str) -> None:
         self.config, self.directory, self.hooks, self.stop = config, directory, hooks, stop
         self.trackers, self.resume_command = directory.trackers, resume_command
-        self.changes, self.losses = OptionChanges(config), Losses(config.cluster.max_restarts)
+        self.changes, self.restart_budget = OptionChanges(config), RestartBudget(config.cluster.max_restarts)
         self._kept: Kept | None = None
         self._run: Run | None = None  # None: there is none any more
         self._walks: list[AsyncGenerator[Step, None]] = []  # through the steps of the present run
@@ -119,7 +119,7 @@ class LastingRun:
 
         try:
             while (step := await self._lasting(following)) is not None:
-                self.losses.on_step(step.number)
+                self.restart_budget.on_step(step.number)
                 self._newest = max(self._newest, step.number)
                 yield step
         finally:
@@ -131,7 +131,7 @@ class LastingRun:
         await self._lasting(lambda run: run.checkpointing.checkpoint())
 
     async def evaluate(self) -> dict[str, Any] | None:
-        """See HeldOut.evaluate."""
+        """See Evaluator.evaluate."""
         return await self._lasting(lambda run: run.evaluate())
 
     async def end(self) -> None:
@@ -179,8 +179,9 @@ class LastingRun:
     async def _restart(self, why: str) -> None:
         """The backend was lost. Afterwards there is a run again, or none if a stop is requested. BackendLost after too
         many losses."""
+        budget = self.restart_budget
         while True:
-            self.losses.on_loss()
+            budget.on_loss()
             logger.warning(f"the trainer's backend is lost: {why}")
             await self._part()
             if self.stop.requested:
@@ -188,14 +189,14 @@ class LastingRun:
                     f"stopped without a checkpoint, as there is no backend; continue with:\n  {self.resume_command}"
                 )
                 return
-            if self.losses.too_many:
+            if budget.too_many:
                 raise BackendLost(
-                    f"the trainer's backend was lost {self.losses.in_a_row} times without a step in between"
-                    f" (cluster.max_restarts = {self.losses.most}), the last time: {why}. Mend that, and continue with:"
+                    f"the trainer's backend was lost {budget.in_a_row} times without a step in between"
+                    f" (cluster.max_restarts = {budget.most}), the last time: {why}. Mend that, and continue with:"
                     f"\n  {self.resume_command}"
                 )
             logger.info(
-                f"restart {self.losses.in_a_row} of {self.losses.most} without a step in between: the run goes on from"
+                f"restart {budget.in_a_row} of {budget.most} without a step in between: the run goes on from"
                 " what is on the disk, with the same engine and reward workers"
             )
             try:
@@ -237,7 +238,7 @@ class LastingRun:
         self._kept = parts.kept
         try:
             context = RunContext(
-                self.config, parts, self.directory, self.hooks, self.stop, self.losses, self.resume_command
+                self.config, parts, self.directory, self.hooks, self.stop, self.restart_budget, self.resume_command
             )
             run = Run(context, self.changes)
         except BaseException:

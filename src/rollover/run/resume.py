@@ -16,16 +16,16 @@ from rollover.checkpoint.journal import Part
 from rollover.config import resume as resume_rules
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.run.context import RunContext
-from rollover.run.hand_over import HandOver
 from rollover.run.journal.journaling import Journaling
 from rollover.run.journal.replay import Replay
 from rollover.run.journal.roll_back import RollBack
-from rollover.run.journal.scribe import ROLL_BACK, STEP
+from rollover.run.journal.writer import ROLL_BACK, STEP
 from rollover.run.metrics_row import Rows
 from rollover.run.own_metrics import OwnMetrics
 from rollover.run.snapshot import load_snapshot
 from rollover.run.stateful import StatefulPart
 from rollover.run.tracking import Tracking
+from rollover.run.weight_sync import WeightSync
 from rollover.staleness import beyond_bound
 from rollover.track.tracker import Cut
 from rollover.trainer.batch import Batch
@@ -42,14 +42,14 @@ class Resume:
         context: RunContext,
         stateful: list[StatefulPart],
         journaling: Journaling,
-        hand_over: HandOver,
+        weight_sync: WeightSync,
         rows: Rows,
         tracking: Tracking,
         own_metrics: OwnMetrics,
     ) -> None:
         self.config, self.parts, self.directory = context.config, context.parts, context.directory
         self.stateful, self.own_metrics = stateful, own_metrics
-        self.journaling, self.hand_over, self.rows, self.tracking = journaling, hand_over, rows, tracking
+        self.journaling, self.weight_sync, self.rows, self.tracking = journaling, weight_sync, rows, tracking
         self.trackers = self.directory.trackers
         # Of the newest step that was trained again: what its row is made of.
         self._trained_again: tuple[list[Group], Batch, dict[str, float], int] | None = None
@@ -81,17 +81,17 @@ class Resume:
             journaling.journal.discard()
             lost = f", and no journal tells of its {num_steps} steps, which are lost" if num_steps else ""
             logger.warning(f"the run ended before its first checkpoint{lost}: it begins again")
-            if parts.again and self.hand_over.needed:  # the engine may have the weights of steps that are lost
-                await self.hand_over.hand_over_weights()
+            if parts.again and self.weight_sync.needed:  # the engine may have the weights of steps that are lost
+                await self.weight_sync.sync()
             return -1
         held = bool(parts.lifecycle.cache.groups or sum(file.num_records for file in files) > 1)
         resume_rules.refuse(directory.changes, held=held)
         parts.lifecycle.stream_ended &= not directory.tasks_changed  # there may be more of them now
         replay = self._replay(files, from_start=name is None)
         version = parts.trainer.policy_version
-        if self.hand_over.needed:
+        if self.weight_sync.needed:
             check_restored(parts.lifecycle, version, parts.engine.max_tokens)
-            await self.hand_over.hand_over_weights()
+            await self.weight_sync.sync()
             if replay.unpublished:
                 parts.history.on_published(version)
         if isinstance(replay, RollBack):  # before rows are cut: no later start, with whatever settings, trains them
@@ -101,7 +101,7 @@ class Resume:
             journaling.journal.commit(mark)  # the process that wrote the checkpoint may have died before that
         if len(files) == 1 and not replay.num_records and journaling.is_on:
             journaling.journal.go_on(files[0])
-        if self.hand_over.needed:
+        if self.weight_sync.needed:
             parts.driver.on_new_version(version)
         self._log(name, replay)
         return saved_version

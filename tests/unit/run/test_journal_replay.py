@@ -16,7 +16,7 @@ from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle, is_complete
 from rollover.run.journal.replay import Replay
 from rollover.run.journal.roll_back import RollBack
-from rollover.run.journal.scribe import Scribe
+from rollover.run.journal.writer import JournalWriter
 from rollover.run.resume import check_restored
 from rollover.staleness import rolled_back, staleness
 from rollover.track.history import RunHistory
@@ -30,7 +30,7 @@ class Killed(BaseException):
 
 
 class Memory:
-    """As much of a journal as the scribe asks for."""
+    """As much of a journal as the writer asks for."""
 
     writes = True
 
@@ -51,12 +51,12 @@ class JournaledWorld(World):
         super().__init__(*args, **kwargs)
         self.left_until_kill = kill_after
         self.journal = Memory()
-        self.scribe = Scribe(self.journal, lambda: 1.5, lambda: self.version)  # pyright: ignore[reportArgumentType]
+        self.writer = JournalWriter(self.journal, lambda: 1.5, lambda: self.version)  # pyright: ignore[reportArgumentType]
         self.lifecycle.listeners = [self.on_event]
         self.taken: dict[int, Group] = {}
 
     def on_event(self, event: Event) -> None:
-        self.scribe.on_event(event)
+        self.writer.on_event(event)
         if event.kind is EventKind.CONSUME:
             self.taken[event.group.group_id] = event.group
         elif event.kind is EventKind.GIVE_BACK:
@@ -69,12 +69,12 @@ class JournaledWorld(World):
             raise Killed
 
     def trained(self) -> None:
-        self.scribe.on_step(self.version)
+        self.writer.on_step(self.version)
         self.taken.clear()
 
     def step(self) -> list[Group]:
         consumed = super().step()
-        self.scribe.on_row(self.version, 0)
+        self.writer.on_row(self.version, 0)
         return consumed
 
     def run_until_killed(self) -> None:
@@ -252,17 +252,17 @@ def test_weights_that_are_lost_cannot_be_asked_for_log_probs() -> None:
     assert kept[True] < kept[False] and not kept[True] & replay.of_lost_versions
 
 
-def running(world_tokens: int = 3) -> tuple[Lifecycle, Scribe, Memory, Any]:
-    """(a lifecycle with one running rollout that has `world_tokens` of an earlier run, its scribe, ...)."""
+def running(world_tokens: int = 3) -> tuple[Lifecycle, JournalWriter, Memory, Any]:
+    """(a lifecycle with one running rollout that has `world_tokens` of an earlier run, its writer, ...)."""
     config = RolloutConfig(group_size=1, groups_per_step=1, max_new_tokens=20)
     lifecycle, journal = Lifecycle(config, None, MIN_VALID), Memory()
-    scribe = Scribe(journal, lambda: 1.5, lambda: 0)  # pyright: ignore[reportArgumentType]
-    lifecycle.listeners = [scribe.on_event]
+    writer = JournalWriter(journal, lambda: 1.5, lambda: 0)  # pyright: ignore[reportArgumentType]
+    lifecycle.listeners = [writer.on_event]
     lifecycle.admit(make_task(0), Prompt((1, 2, 3)), 0)
     (rollout,) = lifecycle.start(0)
     lifecycle.append(rollout, [make_segment(world_tokens, 0)])
     lifecycle.start(0)
-    return lifecycle, scribe, journal, rollout
+    return lifecycle, writer, journal, rollout
 
 
 def read_back(journal: Memory, num_records: int | None = None, rollout_id: str = "0-0") -> Any:
@@ -276,11 +276,11 @@ def read_back(journal: Memory, num_records: int | None = None, rollout_id: str =
 
 
 def test_tokens_of_a_running_rollout_are_told_once_and_joined_again() -> None:
-    lifecycle, scribe, journal, rollout = running()
+    lifecycle, writer, journal, rollout = running()
     first, second = make_segment(4, 0, first=3), make_segment(2, 1, first=7)
     for tokens in (make_segment(2, 0, first=3), first, first):
-        scribe.progress({i: [tokens] for i in scribe.running})
-    scribe.progress({i: [first, second] for i in scribe.running})
+        writer.progress({i: [tokens] for i in writer.running})
+    writer.progress({i: [first, second] for i in writer.running})
     told = [r.meta["segments"] for r in journal.records if r.meta["kind"] == "tokens"]
     assert [[s["num_tokens"] for s in of] for of in told] == [[2], [2], [2]]
     killed = read_back(journal)
@@ -291,26 +291,26 @@ def test_tokens_of_a_running_rollout_are_told_once_and_joined_again() -> None:
 
 
 def test_what_a_failed_engine_had_told_does_not_count_when_it_was_asked_again() -> None:
-    lifecycle, scribe, journal, rollout = running()
-    scribe.progress({i: [make_segment(4, 0, first=3)] for i in scribe.running})
-    scribe.progress({i: [make_segment(2, 1, first=3)] for i in scribe.running})  # again, under other weights
+    lifecycle, writer, journal, rollout = running()
+    writer.progress({i: [make_segment(4, 0, first=3)] for i in writer.running})
+    writer.progress({i: [make_segment(2, 1, first=3)] for i in writer.running})  # again, under other weights
     assert read_back(journal).num_tokens == 7, "what it had is better than nothing, should the run be killed now"
-    scribe.progress({i: [make_segment(6, 1, first=3)] for i in scribe.running})
+    writer.progress({i: [make_segment(6, 1, first=3)] for i in writer.running})
     assert [s.policy_version for s in read_back(journal).segments] == [0, 1]
     lifecycle.append(rollout, [make_segment(8, 1, StopReason.EOS, first=3)])
     assert same_rollout(read_back(journal), rollout)
 
 
 def test_an_answer_that_was_refused_leaves_what_was_there_before() -> None:
-    lifecycle, scribe, journal, rollout = running()
-    scribe.progress({i: [make_segment(4, 0, first=3)] for i in scribe.running})
+    lifecycle, writer, journal, rollout = running()
+    writer.progress({i: [make_segment(4, 0, first=3)] for i in writer.running})
     lifecycle.park(rollout)
     assert same_rollout(read_back(journal), rollout) and rollout.num_tokens == 3
 
 
 def test_a_rollout_that_had_used_its_budget_keeps_room_to_stop() -> None:
-    _, scribe, journal, _ = running()
-    scribe.progress({i: [make_segment(17, 0, first=3)] for i in scribe.running})
+    _, writer, journal, _ = running()
+    writer.progress({i: [make_segment(17, 0, first=3)] for i in writer.running})
     assert read_back(journal).num_tokens == 19
 
 

@@ -1,9 +1,9 @@
 """The journal of a run: the one place where the run tells what happens, begins a new file, and reads the old ones.
 
-    what happens ──▶ Scribe ──records──▶ Journal          every checkpoint.journal_s: the new tokens of what runs
+    what happens ──▶ JournalWriter ──records──▶ Journal          every checkpoint.journal_s: the new tokens of what runs
     a checkpoint: cut ──▶ journal.commit                  --resume: journal.read ──▶ journal.go_on, or roll_back
 
-Owns when the journal is brought to the disk. What a record says is scribe.py's business, when a checkpoint is written
+Owns when the journal is brought to the disk. What a record says is writer.py's business, when a checkpoint is written
 is checkpointing.py's, and what the records of an earlier process mean is replay.py's.
 """
 
@@ -14,13 +14,13 @@ from contextlib import ExitStack
 from rollover.checkpoint.journal import Journal, Mark, Part
 from rollover.rollout.watchdog import salvaged
 from rollover.run.context import RunContext
-from rollover.run.journal.scribe import Scribe
 from rollover.run.journal.timer import Timer
+from rollover.run.journal.writer import JournalWriter
 from rollover.run.producer import Producer
 
 
-class Journaling(Scribe):
-    """The scribe of one run, with its journal and the timer of both.
+class Journaling(JournalWriter):
+    """The journal of one run, with its writer and its timer.
 
     `is_possible`: whether its groups come through the lifecycle, of which alone a journal tells; `is_on`: whether one
     is written, too (checkpoint.journal_s).

@@ -18,7 +18,7 @@ import numpy as np
 from rollover.checkpoint.journal import Record
 from rollover.rollout.lifecycle import EventKind, Lifecycle
 from rollover.run.journal.running_tokens import RunningTokens
-from rollover.run.journal.scribe import PUBLISH, ROLL_BACK, ROW, STEP, TOKENS, digest_of, pieces
+from rollover.run.journal.writer import PUBLISH, ROLL_BACK, ROW, STEP, TOKENS, digest_of, pieces
 from rollover.run.parts import Parts
 from rollover.types import DropReason, Group, Prompt, Reward, Rollout, SamplingParams, Segment, StopReason, Task
 

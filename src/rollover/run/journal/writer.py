@@ -1,4 +1,4 @@
-"""The scribe: writes what happens to rollouts into the journal, as facts. docs/checkpoint-format.md has every record.
+"""Writes what happens to rollouts into the journal. docs/checkpoint-format.md lists every record.
 
     Lifecycle ──▶ on_event ──record──▶ Journal          Engine.progress ──▶ progress (new tokens of what runs)
     the loop ──▶ on_step, on_row, on_published ────┘
@@ -35,7 +35,7 @@ class _Told:
     digest: int = 0
 
 
-class Scribe:
+class JournalWriter:
     """Writes to `journal`. `clock` gives the run's seconds; `task_version` the version that a new task was made for.
 
     `seconds`: spent on writing, cumulative.

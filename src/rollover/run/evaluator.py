@@ -12,22 +12,22 @@ from typing import Any
 from rollover.run.best import best_of, check_metric, why_enough
 from rollover.run.context import RunContext
 from rollover.run.evaluate import EvalTasks, answers_of, check_roles, held_out_tasks, summarised
-from rollover.run.hand_over import HandOver
 from rollover.run.model_card import write_model_card
 from rollover.run.overlap import Overlap
+from rollover.run.weight_sync import WeightSync
 from rollover.track.answers import write_answers
 
 logger = logging.getLogger(__name__)
 
 
-class HeldOut:
+class Evaluator:
     """Evaluates with the run's engine. `is_possible`: whether that has the trainer's weights; of recorded rollouts it
     does not."""
 
-    def __init__(self, context: RunContext, overlap: Overlap, hand_over: HandOver, *, is_possible: bool) -> None:
+    def __init__(self, context: RunContext, overlap: Overlap, weight_sync: WeightSync, *, is_possible: bool) -> None:
         self.config, self.parts, self.directory = context.config, context.parts, context.directory
         self.hooks, self.stop, self.trackers = context.hooks, context.stop, context.directory.trackers
-        self.overlap, self.hand_over, self.is_possible = overlap, hand_over, is_possible
+        self.overlap, self.weight_sync, self.is_possible = overlap, weight_sync, is_possible
         self._tasks: EvalTasks | None = None
 
     async def evaluate(self) -> dict[str, Any] | None:
@@ -59,7 +59,7 @@ class HeldOut:
         else:
             await self._told(row)
 
-    def look_at_tasks(self) -> None:
+    def check_tasks(self) -> None:
         """Report the tasks that are left out. ValueError as for an evaluation before the first step."""
         if self._is_wanted:
             self._held_out()
@@ -122,7 +122,7 @@ class HeldOut:
         await self.overlap.interrupt_all()
         self.trackers.on_phase("evaluating")
         with self.overlap.rows.timed("eval"), self.overlap.event_loop_watched(lambda: "evaluating"):
-            await self.hand_over.before_evaluation()
+            await self.weight_sync.before_evaluation()
             return await self._evaluated()
 
     async def _told(self, row: dict[str, Any] | None) -> dict[str, Any] | None:

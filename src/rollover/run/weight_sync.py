@@ -1,10 +1,10 @@
-"""The hand-over of new weights from the trainer to the engine, and who is told that they are live.
+"""Weight sync: brings new weights from the trainer to the engine, and reports that they are live.
 
     step trained ──▶ due? ──▶ (drain) ──▶ publish ──▶ engine.load_weights ──▶ history, journal, the user's hook
 
 With cluster.colocate the engine sleeps from a step's last rollout until these weights wake it.
 
-Never drops or admits anything: `Driver.on_new_version` does, after each step, whether weights were handed over or not.
+Never drops or admits anything: `Driver.on_new_version` does, after each step, whether weights were synced or not.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from rollover.run.journal.journaling import Journaling
 from rollover.run.metrics_row import Rows
 
 
-class HandOver:
-    """Hands over the weights of one run. `needed`: whether anyone generates with the engine, but for evaluations."""
+class WeightSync:
+    """Syncs the weights of one run. `needed`: whether anyone generates with the engine, but for evaluations."""
 
     def __init__(self, context: RunContext, rows: Rows, journaling: Journaling, *, needed: bool) -> None:
         self.config, self.parts, self.hooks = context.config, context.parts, context.hooks
         self.rows, self.journaling, self.needed = rows, journaling, needed
-        self._in_engine: int | None = None  # version of the weights that were handed over last
+        self._in_engine: int | None = None  # version of the weights of the last sync
 
-    async def hand_over_if_due(self) -> int:
-        """After a step: every train.publish_every of them. Returns the bytes that were handed over, 0 if none were."""
+    async def sync_if_due(self) -> int:
+        """Sync after every train.publish_every steps. Returns the bytes that were sent, 0 if none were."""
         parts, version = self.parts, self.parts.trainer.policy_version
         if not self.needed or version % self.config.train.publish_every:
             await self.wake()
@@ -35,14 +35,14 @@ class HandOver:
         if self.rows.overlaps and self.config.rollout.interrupt == "never":
             await parts.driver.drain()  # a wait for generation, which the driver counts as such
         with self.rows.timed("weights"):
-            num_bytes = await self.hand_over_weights()
+            num_bytes = await self.sync()
         parts.history.on_published(version)
         self.journaling.on_published(version)
         await self.hooks.call("on_publish", version)
         return num_bytes
 
-    async def hand_over_weights(self) -> int:
-        """The engine samples under the trainer's present weights from now on. Returns their bytes."""
+    async def sync(self) -> int:
+        """From now on the engine samples under the trainer's present weights. Returns their bytes."""
         version, limit_s = self.parts.trainer.policy_version, self.config.watchdog.weights_timeout_s
         what, state = f"the weights of policy version {version}", "being handed to the engine, begun"
         with blocked_warning.over_work(what, state, limit_s):
@@ -52,9 +52,9 @@ class HandOver:
         return load.num_bytes
 
     async def before_evaluation(self) -> None:
-        """Hand over the present weights, if the engine has them for evaluations alone."""
+        """Sync the present weights, if the engine has them for evaluations alone."""
         if not self.needed and self._in_engine != self.parts.trainer.policy_version:
-            await self.hand_over_weights()
+            await self.sync()
 
     # Of servers that have the trainer's GPUs in turns
 

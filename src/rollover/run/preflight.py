@@ -1,4 +1,4 @@
-"""What is looked at before a run takes its first step: every reward function, a teacher's prompts, what tasks are."""
+"""Checks before the first step of a run: every reward function, a teacher's prompts, the tasks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _LOOKED_AT = 100  # tasks of a source, for the rewards that their data_source gives them
 
 
-async def look_at_tasks(
+async def check_tasks(
     config: Config, rewarder: ScoringPool, trackers: Trackers, teacher_prompts: TeacherPrompts | None = None
 ) -> None:
     """Call every source's reward functions once, and distill.privileged, and say what the tasks are. RewardProbeError

@@ -1,11 +1,12 @@
-"""How often a run has lost its trainer's backend, and whether it goes on after one more loss. Owns these counts."""
+"""Counts the losses of a run's trainer backend, and decides whether the run continues after one more."""
 
 from __future__ import annotations
 
 
-class Losses:
-    """`most`: so many losses without a step in between are borne (cluster.max_restarts). A step that was made before,
-    and is made again, is none: a backend that is lost at the same step each time would go on for ever.
+class RestartBudget:
+    """`most`: the number of losses in a row, without a new step in between, after which the run continues
+    (cluster.max_restarts). A step that is repeated is not new: a backend that is lost at the same step each time would
+    otherwise be restarted for ever.
 
     `total`: over all processes of the run; `in_a_row`: since the run last came further.
     """

@@ -1,4 +1,4 @@
-"""A recorded rollout goes on from one of its tokens, with weights of its run, or of another model.
+"""A branch: a recorded rollout continues from one of its tokens, with weights of its run, or of another model.
 
     prompt + its first tokens, as they were sampled ──extend──▶ what comes instead
 
@@ -27,7 +27,7 @@ from rollover.types import Segment, rollout_seed
 
 
 @dataclass(frozen=True)
-class Place:
+class BranchPoint:
     """A recorded rollout (`Run.records`), of which the first `kept` tokens stay. ValueError where it cannot be."""
 
     record: Mapping[str, Any]
@@ -86,7 +86,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class GoneOn:
+class Continuation:
     """What came. `kept`: the text of the tokens that stay. `text`: of those that came; `pieces`: of each of them."""
 
     kept: str
@@ -135,7 +135,9 @@ def checkpoints_of(config: Config, directory: Path) -> str:
     return config.checkpoint.dir or str(directory / "checkpoints")
 
 
-async def go_on(place: Place, num: int, weights: Weights, config: Config, directory: Path) -> list[GoneOn]:
+async def continue_from(
+    place: BranchPoint, num: int, weights: Weights, config: Config, directory: Path
+) -> list[Continuation]:
     """What comes after `place`, `num` times, of an engine that is built for it alone."""
     async with await EvalParts.build(config, weights.model, with_rewards=False) as parts:
         requests = [place.request(config, parts.stop_token_ids, number) for number in range(num)]
@@ -151,10 +153,10 @@ async def go_on(place: Place, num: int, weights: Weights, config: Config, direct
         return [_gone_on(place, segments, parts.tokenizer, keep) for segments in answers]
 
 
-def _gone_on(place: Place, segments: list[Segment], tokenizer: Any, keep_special_tokens: bool) -> GoneOn:
+def _gone_on(place: BranchPoint, segments: list[Segment], tokenizer: Any, keep_special_tokens: bool) -> Continuation:
     decode = answer_decoder(tokenizer, keep_special_tokens)
     kept, ids = place.token_ids, [int(t) for s in segments for t in s.token_ids]
-    return GoneOn(
+    return Continuation(
         kept=decode(kept),
         text=decode(ids),
         pieces=[tokenizer.decode([of]) for of in ids],

@@ -32,9 +32,9 @@ def tasks_of(folder: Path, prompt: Any, reward: str, **options: Any) -> Task:
     (folder / "reward.py").write_text(REWARD)
     row = {"prompt": prompt, "answer": "12", **options.pop("columns", {})}
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(2)))
-    source = TaskSourceConfig(kind="dataset", path="rows.jsonl", reward=f"reward.py:{reward}")
+    source = TaskSourceConfig(kind="dataset", path=str(folder / "rows.jsonl"), reward=f"{folder}/reward.py:{reward}")
     config = TasksConfig(sources=[source], eval_fraction=1e-9, **options)
-    task = TaskStream(config, 0, "train", folder, rewards=RewardsConfig()).next()
+    task = TaskStream(config, 0, "train", rewards=RewardsConfig()).next()
     assert task is not None
     return task
 

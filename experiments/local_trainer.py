@@ -1,4 +1,4 @@
-"""A trainer, and a batch, of single tables of a configuration: for experiments, scripts and tests."""
+"""Builds a trainer, or a batch, from single tables of a configuration: for experiments, scripts and tests."""
 
 from __future__ import annotations
 
@@ -67,5 +67,5 @@ def build_batch(
     oldest_version: int = EVERY_VERSION,
     masks: Sequence[RolloutFilter] = (),
 ) -> Batch:
-    """A single batch, as a `BatchBuilder` makes it."""
+    """Build one batch with a `BatchBuilder`."""
     return BatchBuilder(algorithm, masks).build(groups, oldest_version)

@@ -123,9 +123,9 @@ def make_named(key: str, name: str, built_in: Mapping[str, str], setup: object, 
 
 
 class OwnObject:
-    """What `make_named` made of a function of the user's own: the option `key` names it as `spec`.
+    """Base of the wrappers around an engine or a backend of the user's own, which option `key` names as `spec`.
 
-    Subclasses have the members of its contract, and call them within `_calling`; the others can be read from here, too.
+    Subclasses call the members of its contract within `_calling`; other members are read through `__getattr__`.
     `_must`: what each member must be or do, to complete "it must ...". `_file`: where the contract is. `_passed_on`:
     errors of the contract itself.
     """

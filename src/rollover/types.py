@@ -500,12 +500,12 @@ FIRST_EVAL_GROUP = -(1 << 31)
 
 
 def group_name(group_id: int) -> str:
-    """How a Group is named in messages: of an evaluation by the number of its task."""
+    """Name of a Group in messages; eval-N for the group of task N of an evaluation."""
     return str(group_id) if group_id >= 0 else f"eval-{group_id - FIRST_EVAL_GROUP}"
 
 
 def episode_name(group_id: int, sibling: int) -> str:
-    """How an Episode is named, and its first Rollout."""
+    """Name of an Episode, and of its first Rollout."""
     return f"{group_name(group_id)}-{sibling}"
 
 

@@ -1,7 +1,7 @@
 """A checkpoint between begin and commit: its files come one by one.
 
-Never decides what is in a file. Where it lies a CheckpointWriter says (local.py, remote.py), which writes in an order
-that holds whatever moment the process dies at (docs/checkpoint-format.md).
+Never decides what is in a file. The CheckpointWriters (local.py, remote.py) decide where files lie, and write them in
+an order that survives the death of the process at any moment (docs/checkpoint-format.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CheckpointWriter(ABC):
         self.manifest: dict[str, dict[str, Any]] = {}
         """Size and hash of the files that were added so far."""
         self.not_of_disk: BaseException | None = None
-        """The error of a FolderWriter that is no error of the disk: a process that died must not be taken for that."""
+        """A FolderWriter's error that is not one of the disk: the death of a process must not read as a full disk."""
 
     @abstractmethod
     def add(self, file: str, content: FileWriter) -> None:

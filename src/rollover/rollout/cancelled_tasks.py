@@ -1,4 +1,4 @@
-"""Tasks that nobody waits for any more: cancelled, and kept only so that none is lost or complained about."""
+"""Cancelled tasks, kept until they end: asyncio may lose a task without a reference, and warns of unread errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 class CancelledTasks:
-    """Of one event loop."""
+    """The cancelled tasks of one event loop."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Future] = set()

@@ -1,4 +1,4 @@
-"""The rollouts whose turn has ended and whose environment is at work, each a future of what it writes.
+"""Tasks of environments: for each rollout whose turn has ended, one that returns what its environment writes.
 
     turn ended ──▶ begin ──▶ the environment's answer ──▶ end ──▶ appended
                      ├── it raises ──▶ asked again, workflow.retries times ──▶ end raises EnvironmentFailed
@@ -47,7 +47,7 @@ class _Act:
 
 
 class EnvTasks:
-    """Of one driver. It logs the first one that takes too long, or fails.
+    """The environment tasks of one driver. Logs the first one that takes too long, or fails.
 
     `num_ended`: rollouts that ended with an answer; `num_timed_out`: those among them that were given up; `num_failed`:
     those whose environment failed for good; `num_retried`: how often it was asked again.

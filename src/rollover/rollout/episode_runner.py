@@ -27,7 +27,7 @@ _UNOPENED = (RolloutState.WAITING, RolloutState.ACTING)
 
 
 class EpisodeRunner:
-    """Of one driver. `forget` is told the ids of rollouts that leave by themselves."""
+    """Runs the episodes of one driver. `forget` is told the ids of rollouts that leave by themselves."""
 
     def __init__(self, lifecycle: Lifecycle, episodes: Episodes, forget: Callable[[list[str]], None]) -> None:
         self.lifecycle, self.episodes, self._forget = lifecycle, episodes, forget

@@ -1,4 +1,4 @@
-"""The player: carries every rollout from its slot to its reward. Generate, environment, score: each is a task.
+"""The player: takes every rollout from its slot to its reward. Generation, environment and scoring are asyncio tasks.
 
     start ──▶ engine.extend ──▶ Lifecycle.append ──▶ environment.score ──▶ Lifecycle.set_rewards
                                      └── a turn ended ──▶ environment.next ──▶ Lifecycle.append
@@ -7,8 +7,8 @@ Owns the tasks, what is known of those that were cancelled, and which groups lea
 runs. Never decides what starts or stops (the scheduler does), and never waits for them (the driver does). What has
 arrived together is handled in order of (group id, sibling), so that results do not depend on the order of arrival.
 
-Beside them one task looks at intervals at what is under way, and does what the watchdog says. It ends as soon as it has
-done something about a stall, which wakes the driver: that waits for this task as it does for the others.
+One more task checks at intervals what is under way, and acts as the watchdog decides. It ends once it has acted on a
+stall, which wakes the driver: the driver waits for this task as it does for the others.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 Extending = asyncio.Future[list[Segment]]
 Scoring = asyncio.Future[list[Reward]]
 
-KEPT_AS = "environment"  # the name under which a group keeps the state of an object of the user's class (Group.kept)
+_KEPT_AS = "environment"  # the name under which a group keeps the state of an object of the user's class (Group.kept)
 _MAY_BE_LOST = (RolloutState.PARKED, RolloutState.ACTING, RolloutState.SCORING)
 
 
@@ -51,11 +51,11 @@ class Scored(NamedTuple):
 
 
 class Player:
-    """Of one driver, which gives it its parts.
+    """Plays the rollouts of one driver.
 
-    `extends`, `scorings`, `env_tasks`: what is under way, in the order in which it began. `cancelled`: what nobody
-    waits for any more. `arrival` is set when a group gets READY. `nobody_scores`: whether scorings wait for someone who
-    could do them.
+    `extends`, `scorings`, `env_tasks`: what is under way, in the order in which it began. `cancelled`: tasks that were
+    cancelled and have not ended. `arrival` is set when a group gets READY. `nobody_scores`: whether scorings wait for
+    someone who could do them.
     """
 
     def __init__(
@@ -104,21 +104,21 @@ class Player:
 
     @property
     def waited_for(self) -> list[asyncio.Future]:
-        """All tasks: when one of them ends there is something to handle."""
+        """All tasks; once one of them ends, `handle_done` has something to do."""
         agents = self.episode_runner.waited_for if self.episode_runner else ()
         return [*self.extends, *self.scorings, *self.env_tasks.waited_for, *agents]
 
     # What the driver does
 
     def start(self, rollout: Rollout) -> None:
-        """Ask the engine to go on with a rollout that has just begun to run."""
+        """Continue a rollout that has just got a slot."""
         turn = AS_CONFIGURED if self.episode_runner is None else self.episode_runner.episodes.options(rollout)
         request = self.requests.to_go_on(rollout, turn)
         self.extends[asyncio.ensure_future(self.asker.extend(request))] = rollout
         self.watchdog.on_start(rollout.rollout_id, rollout.group_id, rollout.num_tokens, now())
 
     def ask_for_all(self) -> None:
-        """Ask for everything that nobody is asked for: what acts, and what is to be scored, after a restart, say."""
+        """Start every task that is missing, after a restart say: environments of acting rollouts, and scorings."""
         cache = self.lifecycle.cache
         if self.episode_runner is not None:
             self.episode_runner.ask_for_all()
@@ -129,15 +129,15 @@ class Player:
             self._score(cache.groups[group_id])
 
     def handle_done(self) -> None:
-        """Take over what every extension, environment and scoring that is done has given."""
+        """Apply the results of every extension, environment and scoring that is done."""
         extends = [(r, t) for t, r in self.extends.items() if t.done()]
         for rollout, task in sorted(extends, key=lambda item: (item[0].group_id, item[0].sibling)):
             self._end_extend(task, self._answer(task, rollout))
         for rollout, answering in self.env_tasks.done():
             self._end_acting(rollout, answering)
         for rollout in [] if self.episode_runner is None else self.episode_runner.handle():
-            ending = [] if rollout.num_tokens else [self.requests.no_turn(rollout)]
-            self._on_stop(rollout, self.lifecycle.append(rollout, ending))
+            last = [] if rollout.num_tokens else [self.requests.no_turn(rollout)]
+            self._on_stop(rollout, self.lifecycle.append(rollout, last))
         scorings = [(scored.rollouts[0], task) for task, scored in self.scorings.items() if task.done()]
         for _, task in sorted(scorings, key=lambda item: (item[0].group_id, item[0].sibling)):
             self._end_scoring(task)
@@ -173,16 +173,16 @@ class Player:
         for rollout in self.lifecycle.cache.running():
             self.lifecycle.park(rollout)
 
-    # The look at intervals
+    # Stalls
 
     @property
     def watching(self) -> list[asyncio.Task[None]]:
-        """The task that looks, for whoever waits for it; none where the watchdog is off."""
+        """The task that checks for stalls; none where the watchdog is off."""
         return [] if self._watching is None else [self._watching]
 
     def watch(self) -> None:
-        """Look from now on. If it looks already, the time of the next look is chosen anew: what has been
-        interrupted has less time (watchdog.grace_s) than what runs, so the next look may be due earlier than it was."""
+        """Start the task that checks for stalls. A running one is replaced, which sets a new time for the next check:
+        what was interrupted has less time (watchdog.grace_s) than what runs, so that check may be due earlier."""
         self.stop_watching()
         self._watching = asyncio.ensure_future(self._watch_until_a_stall()) if self.watchdog.is_on else None
 
@@ -191,7 +191,7 @@ class Player:
             self._watching.cancel()
 
     def watch_again(self) -> None:
-        """Look again if the task has ended. An error that it ended with is raised."""
+        """Start the task again if it has ended. Raises the error that it ended with."""
         if self._watching is not None and self._watching.done():
             if not self._watching.cancelled():
                 self._watching.result()
@@ -301,7 +301,7 @@ class Player:
             if group.group_id in self._dropping:
                 continue
             for sibling, kept in group.kept.items():
-                if (state := kept.get(KEPT_AS)) is not None:
+                if (state := kept.get(_KEPT_AS)) is not None:
                     self._objects.states.recall((group.group_id, sibling), state)
             for rollout in [r for r in group.rollouts if r.state in _MAY_BE_LOST and r.rollout_id not in under_way]:
                 if self._objects.has_lost(rollout):
@@ -314,13 +314,13 @@ class Player:
         if self._objects is not None:
             self._objects.release([rollout])
             self._objects.states.num_restarted += rollout.group_id >= 0
-        if group.kept.get(rollout.sibling, {}).get(KEPT_AS) is not None:
+        if group.kept.get(rollout.sibling, {}).get(_KEPT_AS) is not None:
             self._keep_state(place, None)
         self.lifecycle.restart_episode(group, rollout.sibling)
 
     def _keep_state(self, place: tuple[int, int], state: Mapping[str, Any] | None) -> None:
         if place[0] in self.lifecycle.cache.groups:
-            self.lifecycle.keep(*place, KEPT_AS, state)
+            self.lifecycle.keep(*place, _KEPT_AS, state)
 
     # Scorings
 

@@ -161,12 +161,12 @@ class _Scorings:
 
 
 class GivenUp(Exception):
-    """Nothing that is in flight is worth waiting for."""
+    """Ends generation at once, without the tokens of what runs (an evaluation that cannot be complete)."""
 
 
 class Watchdog:
     """Watches the rollouts and scorings in flight. `scoring_s`: how long a group's scoring may take by its own limits.
-    `patient`: whether a stall is acted on; else the first one raises GivenUp.
+    `patient`: return an action for each stall. If False, the first stall raises GivenUp.
 
     Counters, cumulative: see `stats`.
     """

@@ -14,7 +14,7 @@ from rollover.run.stop import Stop
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """Everything a run is given: its settings, its parts, and the objects that outlive a lost backend."""
+    """The configuration, the parts and the directory of one run, and the objects that outlive a lost backend."""
 
     config: Config
     parts: Parts

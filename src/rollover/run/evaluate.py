@@ -136,9 +136,9 @@ async def answers_of(
     ends: Counter[str] = Counter()
     for setting in config.eval.every_setting:
         limit = config.eval.tokens_of(setting, config.rollout.max_new_tokens)
-        drawn = {"max_new_tokens": limit, "temperature": setting.temperature, "top_p": setting.top_p}
-        rollout = config.rollout.model_copy(update={**drawn, "top_k": 0, "min_p": 0.0})
-        # Agents of training are at work meanwhile: these are counted apart.
+        sampling = {"max_new_tokens": limit, "temperature": setting.temperature, "top_p": setting.top_p}
+        rollout = config.rollout.model_copy(update={**sampling, "top_k": 0, "min_p": 0.0})
+        # Agents of training may be at work: the evaluation has Episodes, and counts, of its own.
         apart = environment.apart() if isinstance(environment, Episodes) else environment
         groups = await play_groups(
             list(zip(held_out.tasks, held_out.prompts, strict=True)),
@@ -149,7 +149,7 @@ async def answers_of(
             config.eval.seed,
             setting.samples_per_task,
         )
-        found += _answers(setting, groups, decode, config)
+        found += _answers_in(setting, groups, decode, config)
         if isinstance(apart, Episodes):
             ends.update({how: apart.counts[f"episodes/{how}"] for how in _ENDS})
     if why := ", ".join(f"{ends[how]} ended with {how}" for how in ("timeout", "error") if ends[how]):
@@ -196,7 +196,7 @@ def text_of(episode: Episode, decode: Decode) -> str:
 # Private
 
 
-def _answers(setting: EvalSettingConfig, groups: list[Group], decode: Decode, config: Config) -> list[Answer]:
+def _answers_in(setting: EvalSettingConfig, groups: list[Group], decode: Decode, config: Config) -> list[Answer]:
     names, rule_of = held_out_names(config.tasks.sources), _answer_rules(config)
     shaped = ShapedScore(config.rewards, config.rollout.max_new_tokens) if config.eval.shaped else None
     answers = []

@@ -1,6 +1,6 @@
-"""Groups of held-out or sampled tasks, played to their end by a driver of their own.
+"""Plays held-out or sampled tasks with a driver of their own.
 
-Nothing of them is interrupted, filtered or trained, and no cache, ledger or record of the run knows them.
+Nothing is interrupted, filtered or trained, and the cache, ledger and records of the run do not contain it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rollover.types import FIRST_EVAL_GROUP, Group, Prompt, Task
 
 _Result = TypeVar("_Result")
 
-# The options of [rollout] that say how an answer is drawn; the others are about steps, of which there are none.
-_DRAWN = (*SAMPLING, "max_new_tokens", "stop", "stop_token_ids", "logits")
+# The options of [rollout] for sampling; the others are about training steps.
+_OF_SAMPLING = (*SAMPLING, "max_new_tokens", "stop", "stop_token_ids", "logits")
 
 
 async def play_groups(
@@ -33,14 +33,14 @@ async def play_groups(
     seed: int,
     num_siblings: int,
 ) -> list[Group]:
-    """A group of `num_siblings` episodes of each task, in the order of the tasks, with their rewards.
+    """Play `num_siblings` episodes of each task. Returns one group per task, in their order, with rewards.
 
-    Tokens are drawn as config.rollout and `seed` say; `stop_token_ids` (EOS) add to those of the config. Where the
-    environment fails, or takes too long, the reward says so. ValueError at the first stall ([watchdog]), and where the
-    engine fails at a rollout again and again: an answer that is missing would make the mean another one.
+    Sampling follows config.rollout and `seed`; `stop_token_ids` (EOS) add to those of the config. Where the environment
+    fails, or takes too long, the reward has the error. Raises ValueError at the first stall ([watchdog]), or where the
+    engine fails at a rollout watchdog.max_failures times in a row: a missing answer would change the mean.
     """
-    drawn = {name: getattr(config.rollout, name) for name in _DRAWN}
-    rollout = RolloutConfig(groups_per_step=len(tasks), group_size=num_siblings, **drawn)
+    sampling = {name: getattr(config.rollout, name) for name in _OF_SAMPLING}
+    rollout = RolloutConfig(groups_per_step=len(tasks), group_size=num_siblings, **sampling)
     admitted: list[Group] = []
 
     def on_event(event: Event) -> None:
@@ -74,7 +74,7 @@ async def play_groups(
 
 
 async def together(work: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Result]:
-    """The results of all. Where one fails the others are cancelled."""
+    """Return the results of all. If one fails the others are cancelled."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)

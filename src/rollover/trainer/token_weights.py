@@ -1,4 +1,4 @@
-"""How much each token counts in the policy loss of its step, as the other tokens of the step decide; and which do not.
+"""Weights and rejections of tokens that depend on the other tokens of their step.
 
     weight = 1 / mean importance weight of the step (algorithm.correction_normalize)
              x whether the token is of the top_entropy_share of its minibatch by entropy

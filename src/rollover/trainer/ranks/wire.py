@@ -1,4 +1,4 @@
-"""Dataclasses as JSON with arrays, which goes between the loop's process and a rank's, by their annotated types."""
+"""Encodes arguments and results of ranks as JSON with arrays, and decodes them by their annotated types."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEAVES = (np.ndarray, str, int, float)  # most values, and quickly told
 
 
 def to_plain(value: Any) -> Any:
-    """A dataclass as the list of its fields, also within others. A mapping without names as keys: a list of pairs."""
+    """Encode dataclasses, nested ones too, as lists of their fields, and mappings with other keys than str as pairs."""
     if isinstance(value, _LEAVES):
         return value
     if dataclasses.is_dataclass(value):
@@ -25,7 +25,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: Any, value: Any) -> Any:
-    """The value of type `kind` that `to_plain` was given; as it is for a union, or a type without dataclasses."""
+    """Decode what `to_plain` made of a value of type `kind`. Unions and types without dataclasses stay as they are."""
     if isinstance(value, _LEAVES):
         return value
     if dataclasses.is_dataclass(kind):
@@ -39,7 +39,7 @@ def from_plain(kind: Any, value: Any) -> Any:
 
 
 def call(target: object, method: str, values: Mapping[str, Any]) -> Any:
-    """Call a method of `target` with arguments by name as `to_plain` gives them; its result in the same form."""
+    """Call a method of `target` with encoded arguments, by name. Returns its encoded result."""
     function = getattr(target, method)
     types = get_type_hints(function)
     return to_plain(function(**{name: from_plain(types[name], value) for name, value in values.items()}))

@@ -10,8 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +20,6 @@ from rollover.config.load import load_config
 from rollover.processes import child_environment
 from rollover.types import Reward, Task
 from rollover.workflows.command import ProgramFailed, WorkflowCommand
-from rollover.workflows.lanes import Lane
 from unit.rewards.children import alive, wait_until_dead
 
 MESSAGES = ({"role": "user", "content": "What is 2+2?"},)
@@ -275,26 +272,3 @@ def test_nothing_is_left_over_where_the_run_is_killed() -> None:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def test_an_evaluation_does_not_wait_for_the_programs_of_training() -> None:
-    async def run() -> Any:
-        code = """
-import json, sys, time
-if json.load(sys.stdin)["columns"]["answer"] == "waits":
-    time.sleep(1000)
-print('{"reward": 0.5}')
-"""
-        command = python(code, at_once=1)
-        waits = asyncio.ensure_future(command(VALUES | {"task": replace(TASK, columns={"answer": "waits"})}))
-        await asyncio.sleep(0)
-        try:
-            answer = await asyncio.wait_for(command(VALUES, nullcontext, Lane.EVALUATION), 60)
-            assert not waits.done()
-        finally:
-            waits.cancel()
-            await asyncio.wait([waits])
-            await command.close()
-        return answer
-
-    assert asyncio.run(run()) == Reward(0.5)

@@ -25,76 +25,45 @@ def says(text: str) -> Any:
     return lambda before: text
 
 
-def test_the_return_value_is_the_reward_of_what_was_said():
-    async def solve(task: Any, episode: Any) -> float:
-        reply = await episode.trajectory().chat(task.messages)
-        return 1.0 if reply.text == "four" else 0.0
-
-    host = ScriptedHost(solve, says("four"))
-    assert host.run() == {"0-0": Reward(1.0)}
-    [rollout] = host.rollouts.values()
-    assert rollout.prompt == host.task_prompt and rollout.role == "policy"
-    assert host.episodes.counts == {"episodes/done": 1}
-
-
-def test_a_call_that_goes_on_continues_its_rollout_and_is_rendered_like_the_whole_conversation():
-    async def talk(episode: Any) -> None:
+def test_continuing_call_extends_its_rollout_as_the_template_renders():
+    async def talk(task: Any, episode: Any) -> float:
         trajectory = episode.trajectory()
-        first = await trajectory.chat([USER])
-        await trajectory.chat([USER, first.message, MORE])
-        trajectory.reward = 0.5
+        first = await trajectory.chat(task.messages)
+        await trajectory.chat([*task.messages, first.message, MORE])
+        return 0.5 if first.text == "four" else 0.0
 
     host = ScriptedHost(talk, says("four"))
     assert host.run() == {"0-0": Reward(0.5)}
     [rollout] = host.rollouts.values()
+    assert rollout.prompt == host.task_prompt and rollout.role == "policy"
     answer = {"role": "assistant", "content": "four"}
     whole = host.tokenizer.apply_chat_template([USER, answer, MORE, answer], tokenize=False)
     assert host.tokenizer.decode([*rollout.prompt.ids, *rollout.token_ids()]) == whole.removesuffix("\n")
     assert [segment.trainable for segment in rollout.segments] == [True, False, True]
-    assert host.episodes.counts["turns/continued"] == 1
+    assert host.episodes.counts == {"episodes/done": 1, "turns/continued": 1}
 
 
-def test_an_advantage_comes_with_the_reward_divided_among_the_contexts():
+def test_advantages_are_divided_among_the_contexts_with_the_reward():
     async def talk(episode: Any) -> float:
         solver, judge = episode.trajectory("solver"), episode.trajectory("judge")
         first = await solver.chat([USER])
         await solver.chat([USER, first.message, MORE])
         other = await solver.chat([MORE])
+        for wrong in ({"a": 1.0}, [object()], {1.0}):
+            with pytest.raises(ValueError, match="is a number, or a list with one for each turn"):
+                solver.advantage = wrong
         solver.advantage = [0.5, -1, [0.25] * len(other.token_ids)]
         assert solver.advantage == (0.5, -1, (0.25,) * len(other.token_ids))
         await judge.chat([MORE])
         judge.advantage, judge.reward = np.float32(0.5), 2.0
-        return 1.0
+        return {"solver": 1.0}
 
     host = ScriptedHost(talk, says("four"))
-    rewards = host.run()
-    assert rewards == {
+    assert host.run() == {
         "0-0": Reward(1.0, advantages=(0.5, -1)),
         "0-0.0.1": Reward(1.0, advantages=((0.25,) * host.rollouts["0-0.0.1"].num_tokens,)),
         "0-0.1.0": Reward(2.0, advantages=0.5),
     }
-
-
-@pytest.mark.parametrize("value", [{"a": 1.0}, [object()], {1.0}])
-def test_what_is_no_advantage_is_refused_where_it_is_set(value: Any):
-    async def talk(task: Any, episode: Any) -> float:
-        trajectory = episode.trajectory()
-        await trajectory.chat(task.messages)
-        with pytest.raises(ValueError, match="is a number, or a list with one for each turn"):
-            trajectory.advantage = value
-        return 1.0
-
-    assert ScriptedHost(talk, says("four")).run() == {"0-0": Reward(1.0)}
-
-
-def test_an_advantage_without_a_reward_is_missing_and_says_so():
-    async def talk(task: Any, episode: Any) -> None:
-        trajectory = episode.trajectory()
-        await trajectory.chat(task.messages)
-        trajectory.advantage = 1.0
-
-    [reward] = ScriptedHost(talk, says("four")).run().values()
-    assert reward.missing and "only an advantage: set the reward, too" in str(reward.error)
 
 
 @pytest.mark.parametrize("how", ["timeout", "length"])
@@ -116,52 +85,22 @@ def test_an_episode_that_was_cut_off_before_its_advantage_is_missing(how: str):
     assert reward.missing and "cut off before it had an advantage" in str(reward.error)
 
 
-def test_a_rewritten_history_opens_a_rollout_of_the_same_trajectory():
-    async def talk(episode: Any) -> float:
-        trajectory = episode.trajectory()
-        await trajectory.chat([USER])
-        await trajectory.chat([MORE])
-        return 1.0
+@pytest.mark.parametrize(
+    ("template", "keeps_history", "reason"),
+    [(templates.CHATML, False, "history"), (templates.QWEN3, True, "template")],
+)
+def test_broken_history_opens_a_rollout_of_the_same_trajectory(template: str, keeps_history: bool, reason: str):
+    """The history is rewritten, or its template drops reasoning."""
 
-    host = ScriptedHost(talk, says("four"))
-    assert host.run() == {"0-0": Reward(1.0), "0-0.0.1": Reward(1.0)}
-    assert host.episodes.counts["turns/breaks/history"] == 1
-
-
-def test_a_template_that_drops_reasoning_falls_back_to_new_rollouts():
     async def talk(episode: Any) -> float:
         trajectory = episode.trajectory()
         first = await trajectory.chat([USER])
-        await trajectory.chat([USER, first.message, MORE])
+        await trajectory.chat([USER, first.message, MORE] if keeps_history else [MORE])
         return 1.0
 
-    host = ScriptedHost(talk, says("four"), template=templates.QWEN3)
-    host.run()
-    assert list(host.rollouts) == ["0-0", "0-0.0.1"]
-    assert host.episodes.counts["turns/breaks/template"] == 1
-
-
-def test_parallel_roles_get_their_own_rewards_whoever_ends_first():
-    async def play(episode: Any) -> None:
-        async def solve(name: str, reward: float, wait_s: float) -> None:
-            trajectory = episode.trajectory("solver")
-            reply = await trajectory.chat([{"role": "user", "content": name}])
-            await asyncio.sleep(wait_s)
-            assert reply.text == f"to {name}"
-            trajectory.reward = reward
-
-        await asyncio.gather(solve("Ann", 1.0, 0.05), solve("Bob", 0.0, 0.0))
-        judge = episode.trajectory("judge")
-        await judge.chat([{"role": "user", "content": "Cid"}])
-        judge.reward = 0.25
-
-    host = ScriptedHost(play, lambda before: "to " + next(n for n in ("Ann", "Bob", "Cid") if n in before))
-    rewards = host.run()
-    heard = {name: r for r in host.rollouts.values() for name in ("Ann", "Bob", "Cid")
-             if name in host.tokenizer.decode(r.prompt.ids)}  # fmt: skip
-    assert [heard[n].role for n in ("Ann", "Bob", "Cid")] == ["solver", "solver", "judge"]
-    assert [rewards[heard[n].rollout_id].score for n in ("Ann", "Bob", "Cid")] == [1.0, 0.0, 0.25]
-    assert sorted(r.trajectory for r in heard.values()) == [0, 1, 2]
+    host = ScriptedHost(talk, says("four"), template=template)
+    assert host.run() == {"0-0": Reward(1.0), "0-0.0.1": Reward(1.0)}
+    assert host.episodes.counts[f"turns/breaks/{reason}"] == 1
 
 
 def test_errors_with_a_text_of_their_own_each_time_do_not_fill_the_log():
@@ -177,13 +116,44 @@ def test_errors_with_a_text_of_their_own_each_time_do_not_fill_the_log():
     assert host.said[0].endswith("it is run again; later ones are counted (episodes/restarted, episodes/error)")
 
 
-def test_an_exit_ends_its_episode_alone():
-    async def leave(task: Any, episode: Any) -> None:
-        await episode.trajectory().chat(task.messages)
-        raise SystemExit(3)
+async def leaves(episode: Any) -> None:
+    raise SystemExit(3)
 
-    [reward] = ScriptedHost(leave, says("four"), retries=0).run().values()
-    assert reward.missing and "SystemExit" in str(reward.error)
+
+async def quits(episode: Any) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(0)
+
+
+async def gives_infinity(episode: Any) -> None:
+    episode.trajectory().reward = float("inf")
+
+
+async def rewards_a_silent_role(episode: Any) -> Any:
+    episode.trajectory("judge")
+    return {"judge": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("fails", "why"),
+    [
+        (leaves, "SystemExit"),
+        (quits, ""),
+        (gives_infinity, "finite"),
+        (rewards_a_silent_role, "'judge', which made no call: solver did"),
+    ],
+)
+def test_failing_agent_is_restarted_then_missing(fails: Any, why: str):
+    async def talk(episode: Any) -> Any:
+        await episode.trajectory("solver").chat([USER])
+        return await fails(episode)
+
+    host = ScriptedHost(talk, says("four"), retries=1)
+    [reward] = host.run().values()
+    assert reward.missing and why in str(reward.error)
+    assert host.restarts == 1 and host.episodes.counts["episodes/error"] == 1
 
 
 @pytest.mark.parametrize(("on_timeout", "score"), [("missing", None), ("score", -0.5)])
@@ -270,16 +240,6 @@ def test_an_answer_by_roles_rewards_each_but_what_has_its_own():
     ]  # fmt: skip
 
 
-def test_a_reward_for_a_role_without_a_call_is_a_failure():
-    async def talk(episode: Any) -> Any:
-        episode.trajectory("judge")
-        await episode.trajectory("solver").chat([USER])
-        return {"judge": 1.0}
-
-    [reward] = ScriptedHost(talk, says("four"), retries=0).run().values()
-    assert reward.missing and "'judge', which made no call: solver did" in str(reward.error)
-
-
 def test_limits_of_a_call_are_kept():
     async def talk(task: Any, episode: Any) -> float:
         trajectory = episode.trajectory()
@@ -338,24 +298,6 @@ def test_an_agent_that_swallows_everything_leaves_the_event_loop_to_the_others()
     assert reward.missing and host.episodes.counts == {"episodes/timeout": 1} and len(refused) > 1
 
 
-def test_draws_do_not_depend_on_who_asks_first():
-    def keys(order: list[str]) -> dict[str, int | None]:
-        async def talk(episode: Any) -> float:
-            for role in order:
-                await episode.trajectory(role).chat([USER])
-            return 1.0
-
-        host = ScriptedHost(talk, says("four"))
-        seen: dict[str, int | None] = {}
-        options = host.episodes.options
-        host.episodes.options = lambda r: seen.setdefault(r.role, options(r).seed_key) and options(r) or options(r)  # type: ignore[method-assign]
-        host.run()
-        return seen
-
-    forth, back = keys(["policy", "a", "b"]), keys(["b", "a", "policy"])
-    assert forth == back and forth["policy"] is None and len(set(forth.values())) == 3
-
-
 def test_what_is_no_workflow_is_refused_with_the_fix():
     def plain(task: Any) -> None: ...
     async def strange(task: Any, dataset: Any) -> None: ...
@@ -380,28 +322,6 @@ def test_what_is_no_reward_is_refused():
         with pytest.raises(ValueError):
             as_answer(wrong)
 
-    async def set_it(task: Any, episode: Any) -> None:
-        trajectory = episode.trajectory()
-        await trajectory.chat(task.messages)
-        trajectory.reward = float("inf")
-
-    [reward] = ScriptedHost(set_it, says("four"), retries=0).run().values()
-    assert reward.missing and "finite" in str(reward.error)
-
-
-def test_calls_with_one_prompt_and_other_limits_have_draws_of_their_own() -> None:
-    async def talk(task: Any, episode: Any) -> float:
-        trajectory = episode.trajectory()
-        limits: list[dict[str, Any]] = [{}, {"max_tokens": 50}, {"max_tokens": 60}, {"stop": ["x"]}]
-        await asyncio.gather(*(trajectory.chat(task.messages, **of) for of in limits))
-        return 1.0
-
-    host, seen = ScriptedHost(talk, says("four")), []
-    options = host.episodes.options
-    host.episodes.options = lambda r: seen.append(options(r).seed_key) or options(r)  # type: ignore[method-assign]
-    host.run()
-    assert len(seen) == len(set(seen)) == 4 and seen.count(None) == 1
-
 
 def test_rewards_of_turns_go_to_the_contexts_that_have_the_turns() -> None:
     def of(reward: Reward) -> dict[str, Reward]:
@@ -420,19 +340,6 @@ def test_rewards_of_turns_go_to_the_contexts_that_have_the_turns() -> None:
     }
     wrong = of(Reward(1.0, turns=[0.1, 0.2]))
     assert all(r.missing and "2 rewards for 3 turns" in str(r.error) for r in wrong.values())
-
-
-def test_a_function_that_cancels_itself_failed():
-    async def quits(episode: Any) -> None:
-        await episode.trajectory().chat([USER])
-        task = asyncio.current_task()
-        assert task is not None
-        task.cancel()
-        await asyncio.sleep(0)
-
-    host = ScriptedHost(quits, says("four"), retries=1)
-    assert [reward.score for reward in host.run().values()] == [None]
-    assert host.restarts == 1 and host.episodes.counts["episodes/error"] == 1
 
 
 def test_a_chat_in_another_thread_is_refused():

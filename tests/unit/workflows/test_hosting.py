@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 import virtual_time
 from fake_engine import FakeEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.rollout.lifecycle import EventKind
-from rollover.types import DropReason, Group, Rollout, RolloutState, SamplingParams, Segment, StopReason
+from rollover.types import DropReason, Group, Rollout, RolloutState, SamplingParams, Segment
 from rollover.workflows.agent_run import Limits
 from rollover.workflows.calls import BudgetUsedUp
 from rollover.workflows.conversations import Chats
@@ -152,20 +151,6 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=4, deadline=None, phases=[Phase.explicit, Phase.generate])
-@given(seed=st.integers(0, 2**20), max_running=st.sampled_from([None, 3]), failing=st.sampled_from([0.0, 0.3]))
-def test_each_token_is_in_one_account_and_each_reward_is_of_its_own_tokens(
-    mode: str, seed: int, max_running: int | None, failing: float
-) -> None:
-    run = Hosted(Agents(seed, failing), max_running=max_running, **MODES[mode])
-    batches = run.steps(3)
-    assert all(len(batch) == 2 for batch in batches)
-    assert check_rewards([group for batch in batches for group in batch]) >= 12
-    restarted = run.ledger.dropped[DropReason.RESTARTED]
-    assert restarted.rollouts >= run.episodes.counts["episodes/restarted"] and restarted.groups == 0
-
-
 def killed_at_random(story: Sequence[tuple[str, int]], make: Callable[[], Hosted], steps: int) -> list[Hosted]:
     """A run that makes `steps` steps, and is cut off as the story says: how, and after so many turns of the event
     loop. Returns the processes, each with the `groups` that it trained."""
@@ -228,7 +213,7 @@ def for_many(num: int, **strategies: Any) -> Callable[[Callable[..., None]], Non
     return lambda check: cases(given(**strategies)(check))()
 
 
-FEW_OR_MANY = pytest.mark.parametrize("num", [2, pytest.param(60, marks=pytest.mark.slow)])
+FEW_OR_MANY = pytest.mark.parametrize("num", [3, pytest.param(60, marks=pytest.mark.slow)])
 
 
 @FEW_OR_MANY
@@ -263,15 +248,16 @@ def test_whatever_agents_do_after_a_kill_each_token_is_in_one_account(mode: str,
         erring=st.sampled_from([0.1, 1.0]),
         failing=st.sampled_from([0.0, 0.3]),
         pauses=st.sampled_from([(0, 1, 5), (0, 1, 5) * 4 + (1000,)]),
-        story=STORIES,
+        max_running=st.sampled_from([None, 3]),
+        story=STORIES | st.just([]),
     )
-    def check(seed: int, erring: float, failing: float, pauses: tuple[int, ...], story: list[tuple[str, int]]) -> None:
+    def check(seed: int, erring: float, failing: float, pauses: Any, max_running: int | None, story: Any) -> None:
         numbers = iter(range(seed, seed + 10))
 
         def make() -> Hosted:
             agents = Agents(seed, failing, erring, pauses)
             agents.tries = random.Random(next(numbers))
-            return Hosted(agents, timeout_s=5.0, retries=3, group_size=4, **MODES[mode])
+            return Hosted(agents, timeout_s=5.0, retries=3, group_size=4, max_running=max_running, **MODES[mode])
 
         runs = killed_at_random(story, make, 3)
         check_rewards([group for run in runs for group in run.groups])
@@ -338,8 +324,7 @@ class Counted(Turns):
 
 
 @pytest.mark.parametrize("fickle", [False, True])
-@pytest.mark.parametrize("turns", [40, 90, 150])
-def test_the_tokens_of_an_episode_are_bounded_over_a_kill_whatever_is_asked_again(turns: int, fickle: bool) -> None:
+def test_the_tokens_of_an_episode_are_bounded_over_a_kill_whatever_is_asked_again(fickle: bool) -> None:
     """It asks two equal questions at a time until there are no tokens left."""
     asked, sampled = 0, Counter[str]()
 
@@ -358,45 +343,10 @@ def test_the_tokens_of_an_episode_are_bounded_over_a_kill_whatever_is_asked_agai
     def make() -> Hosted:
         return Hosted(talkative, max_tokens=120, engine=Counted(sampled), **PARTIAL)
 
-    runs = killed_at_random([("interrupt", turns)], make, 2)
+    runs = killed_at_random([("interrupt", 90)], make, 2)
     trained = {f"{r.group_id}-{r.sibling}" for run in runs for g in run.groups for r in g.rollouts}
     assert runs[-1].episodes.counts["episodes/replayed"] > 0
     assert {sampled[episode] for episode in trained} == {120} and max(sampled.values()) == 120
-
-
-def test_an_agents_time_and_tries_begin_anew_after_a_kill() -> None:
-    """As its work does: what it did before is done again."""
-    failed: set[tuple[int, str]] = set()
-
-    async def slow(task: Any, episode: Any) -> float:
-        if (len(runs), episode.episode_id) not in failed:
-            failed.add((len(runs), episode.episode_id))
-            raise ValueError("once in every process")
-        trajectory = episode.trajectory()
-        first = await trajectory.chat([user("Hello")])
-        await asyncio.sleep(4)
-        await trajectory.chat([user("Hello"), first.message, user("More")])
-        return 1.0
-
-    def make() -> Hosted:
-        return Hosted(slow, timeout_s=5.0, retries=1)
-
-    runs = [make()]
-
-    async def cut_off() -> None:
-        training = asyncio.ensure_future(runs[0].step())
-        await asyncio.sleep(3)
-        runs[0].driver.interrupt_for_good()
-        await training
-
-    virtual_time.run(cut_off())
-    saved = runs[0].save()
-    runs.append(make())
-    runs[1].load(saved)
-    groups = virtual_time.run(runs[1].step())
-    assert groups and {r.reward and r.reward.score for g in groups for r in g.rollouts} == {1.0}
-    counts = runs[1].episodes.counts
-    assert counts["episodes/replayed"] and not counts["episodes/timeout"] and not counts["episodes/error"]
 
 
 def test_what_is_done_once_is_not_done_again() -> None:
@@ -454,46 +404,6 @@ def test_a_run_that_was_killed_begins_its_episodes_again() -> None:
     batches = again.steps(3)
     assert check_rewards([group for batch in batches for group in batch]) >= 12
     assert 0 < again.ledger.dropped[DropReason.RESTARTED].tokens <= unfinished
-
-
-def test_plain_calls_are_plain_rollouts() -> None:
-    """One call with the task's own prompt: the same tokens as without a workflow."""
-
-    async def one(task: Any, episode: Any) -> float:
-        reply = await episode.trajectory().chat([user("Hello")])
-        return float(reply.token_ids.sum())
-
-    run = Hosted(one)
-    ours = [r for g in run.steps(1)[0] for r in g.rollouts]
-    assert [r.rollout_id for r in ours] == ["0-0", "0-1", "1-0", "1-1"]
-    assert all(r.stop_reason in (StopReason.EOS, StopReason.LENGTH) for r in ours)
-    assert run.count(EventKind.OPEN) == 4
-
-
-def test_an_agent_that_asks_for_nothing_has_no_reward_and_holds_nothing_up() -> None:
-    async def idle(task: Any, episode: Any) -> float:
-        if episode.episode_id.endswith("-0"):
-            return 1.0
-        return float(len((await episode.trajectory().chat([user("Hello")])).token_ids))
-
-    run = Hosted(idle, group_size=3)
-    for group in run.steps(1)[0]:
-        first: Rollout = group.rollouts[0]
-        assert first.num_tokens == 0 and first.reward is not None and first.reward.missing
-        assert all(r.reward is not None and not r.reward.missing for r in group.rollouts[1:])
-
-
-def test_what_fails_again_and_again_has_no_reward_and_the_run_goes_on() -> None:
-    async def sometimes(task: Any, episode: Any) -> float:
-        reply = await episode.trajectory().chat([user("Hello")])
-        if episode.episode_id.endswith("-1"):
-            raise KeyError("planned")
-        return float(len(reply.token_ids))
-
-    run = Hosted(sometimes, group_size=3, retries=2)
-    for group in run.steps(1)[0]:
-        assert [r.reward is not None and r.reward.missing for r in group.rollouts] == [False, True, False]
-    assert run.ledger.dropped[DropReason.RESTARTED].rollouts == 4
 
 
 def test_a_stop_ends_every_agent() -> None:

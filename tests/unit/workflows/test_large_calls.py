@@ -84,26 +84,3 @@ def test_large_texts_are_tokenised_in_a_thread_as_in_the_loop(threads: list[str]
     assert written.token_ids.tolist() == list(host.chats.of(()).continuation(turn, [LONG]).ids)
     assert branch.prompt.ids[: len(continued.prompt)] == continued.prompt.ids
     assert host.episodes.counts["turns/continued"] == host.episodes.counts["turns/breaks/branch"] == 1
-
-
-def test_the_event_loop_goes_on_while_a_large_call_is_placed() -> None:
-    free, looked = threading.Event(), threading.Event()
-
-    async def talk(task: Any, episode: Any) -> float:
-        place_of = Conversations.place_of
-
-        def waits(self: Conversations, *args: Any):
-            looked.set()
-            assert free.wait(60)
-            return place_of(self, *args)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Conversations, "place_of", waits)
-            asking = asyncio.ensure_future(episode.trajectory().chat([LONG]))
-            while not looked.is_set():
-                await asyncio.sleep(0.001)
-            free.set()
-            await asking
-        return 1.0
-
-    assert list(ScriptedHost(talk, says("four"), max_prompt_tokens=10**6).run().values()) == [Reward(1.0)]

@@ -13,13 +13,6 @@ from rollover.workflows.matching import Break, Conversation, Match, canonical, m
 
 OPENING = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}]
 ANSWER = {"role": "assistant", "content": "4"}
-CALLING = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": [1, 2.5]}'}},
-    ],
-}
 MORE = {"role": "user", "content": "And 3+3?"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
@@ -28,57 +21,42 @@ def after(answer: dict[str, Any] = ANSWER, key: str = "0-0", tools: list[Any] | 
     return Conversation.opened(key, OPENING, tools or []).answered(answer)
 
 
-def test_the_first_call_of_a_trajectory_opens_a_rollout_without_a_reason():
-    assert match(OPENING, [], []) == Match()
-
-
-def test_a_call_that_goes_on_continues():
-    assert match([*OPENING, ANSWER, MORE], [], [after()]) == Match("0-0", (MORE,))
+GROWN = after().asked([*OPENING, ANSWER, MORE])
+GOES_ON = [*OPENING, ANSWER, MORE]
 
 
 @pytest.mark.parametrize(
-    ("messages", "reason"),
+    ("messages", "tools", "conversations", "expected"),
     [
-        ([{"role": "user", "content": "Other."}], Break.HISTORY),
-        ([*OPENING, {"role": "assistant", "content": "5"}, MORE], Break.HISTORY),
-        ([OPENING[1], ANSWER, MORE], Break.HISTORY),
-        ([*OPENING, ANSWER, MORE, {"role": "assistant", "content": "made up"}, MORE], Break.HISTORY),
-        (OPENING, Break.BRANCH),
-        ([*OPENING, ANSWER], Break.BRANCH),
+        (OPENING, [], [], Match()),
+        (GOES_ON, [], [after()], Match("0-0", (MORE,))),
+        (GOES_ON, [], [after(key="0-0"), after(key="0-0.1")], Match("0-0", (MORE,))),  # the oldest of equal ones
+        (GOES_ON, [TOOL], [after(tools=[copy.deepcopy(TOOL)])], Match("0-0", (MORE,))),
+        ([MORE], [], [after()], Match(reason=Break.HISTORY)),
+        ([*OPENING, {"role": "assistant", "content": "5"}, MORE], [], [after()], Match(reason=Break.HISTORY)),
+        ([*GOES_ON, {"role": "assistant", "content": "made up"}, MORE], [], [after()], Match(reason=Break.HISTORY)),
+        (OPENING, [], [after()], Match(reason=Break.BRANCH)),
+        ([*OPENING, ANSWER], [], [after()], Match(reason=Break.BRANCH)),
+        ([*OPENING, ANSWER, {"role": "user", "content": "Sure?"}], [], [GROWN], Match(reason=Break.BRANCH)),
+        (
+            [*OPENING, ANSWER, {"role": "user", "content": "?"}],
+            [],
+            [GROWN.answered(ANSWER)],
+            Match(reason=Break.BRANCH),
+        ),
+        (GOES_ON, [TOOL], [after()], Match(reason=Break.TOOLS)),
+        # The reason is that of the nearest conversation.
+        (GOES_ON, [], [after(tools=[TOOL]), Conversation.opened("far", [MORE], [])], Match(reason=Break.TOOLS)),
     ],
 )
-def test_why_a_call_opens_a_rollout(messages: list[Any], reason: Break):
-    assert match(messages, [], [after()]).reason is reason
+def test_match_of_a_call_and_conversations(messages: Any, tools: Any, conversations: Any, expected: Match):
+    assert match(messages, tools, conversations) == expected
 
 
-def test_the_later_of_two_extensions_is_a_branch():
-    grown = after().asked([*OPENING, ANSWER, MORE])
-    other = [*OPENING, ANSWER, {"role": "user", "content": "Sure?"}]
-    assert match(other, [], [grown]).reason is Break.BRANCH
-    assert match(other, [], [grown.answered({"role": "assistant", "content": "6"})]).reason is Break.BRANCH
-
-
-def test_a_turn_under_way_is_not_gone_on_from():
-    assert match([*OPENING, ANSWER], [], [Conversation.opened("0-0", OPENING, [])]).key is None
-
-
-def test_other_tools_open_a_rollout():
-    assert match([*OPENING, ANSWER, MORE], [TOOL], [after()]).reason is Break.TOOLS
-    assert match([*OPENING, ANSWER, MORE], [copy.deepcopy(TOOL)], [after(tools=[TOOL])]).key == "0-0"
-
-
-def test_a_template_that_cannot_follow_opens_a_rollout():
-    found = match([*OPENING, ANSWER, MORE], [], [after()], can_follow=lambda role: role != "user")
+def test_match_neither_follows_the_template_nor_an_unfinished_turn():
+    found = match(GOES_ON, [], [after()], can_follow=lambda role: role != "user")
     assert found == Match(reason=Break.TEMPLATE)
-
-
-def test_of_equal_rollouts_the_oldest_goes_on():
-    assert match([*OPENING, ANSWER, MORE], [], [after(key="0-0"), after(key="0-0.1")]).key == "0-0"
-
-
-def test_the_reason_is_that_of_the_nearest_rollout():
-    near, far = after(key="near", tools=[TOOL]), Conversation.opened("far", [MORE], []).answered(ANSWER)
-    assert match([*OPENING, ANSWER, MORE], [], [near, far]).reason is Break.TOOLS
+    assert match([*OPENING, ANSWER], [], [Conversation.opened("0-0", OPENING, [])]).key is None
 
 
 def rewritten(message: dict[str, Any]) -> dict[str, Any]:
@@ -135,15 +113,6 @@ def test_what_the_policy_did_not_say_is_another_history(said: dict[str, Any], se
     assert (found.key == "0-0") == (canonical([said]) == canonical([sent]))
     if found.key is None:
         assert found.reason is not None
-
-
-@given(st.integers(0, 3), st.integers(0, 3))
-def test_any_cut_of_the_history_opens_a_rollout(start: int, end: int):
-    turns = [*OPENING, ANSWER, MORE]
-    conversation = Conversation.opened("0-0", turns, []).answered(CALLING)
-    cut = [*turns, CALLING][start : 5 - end]
-    new = {"role": "tool", "content": "4"}
-    assert (match([*cut, new], [], [conversation]).key == "0-0") == (start == end == 0)
 
 
 def test_a_content_that_is_no_text_is_refused():

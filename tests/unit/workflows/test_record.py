@@ -93,22 +93,6 @@ def test_turns_are_served_and_the_unfinished_one_goes_on_from_its_tokens() -> No
     assert again.turns.record.unasked() == {} and not again.counts
 
 
-def test_branches_that_come_in_another_order_find_their_turns() -> None:
-    before = Run()
-    solver = before.trajectory()
-    first = before.say(solver, [user("Hi")], "four")
-    before.say(solver, [user("Hi"), first, user("a")], "to a")
-    before.say(solver, [user("Hi"), first, user("b")], "to b")  # a branch: the first one has grown
-    assert list(before.rollouts) == ["0-0", "0-0.0.1"]
-
-    again = Run(list(before.rollouts.values()))
-    solver = again.trajectory()
-    again.begin(solver, [user("Hi")])
-    assert served(again.begin(solver, [user("Hi"), first, user("b")])) == "to b"
-    assert served(again.begin(solver, [user("Hi"), first, user("a")])) == "to a"
-    assert again.turns.record.unasked() == {}
-
-
 def test_trajectories_that_come_in_another_order_are_found_by_role_and_prompt() -> None:
     before = Run()
     for role, text in (("a", "x"), ("b", "x"), ("a", "y")):
@@ -134,24 +118,6 @@ def test_equal_questions_are_served_once_each_and_others_have_draws_of_their_own
     assert texts == ["number 0", "number 1", "number 2"]
     fourth = again.begin(again.trajectory(), [user("Hi")])
     assert isinstance(fourth, Opened) and fourth.rollout.turn_key not in keys
-
-
-def test_the_tasks_own_question_is_the_siblings_own() -> None:
-    before = Run()
-    before.say(before.trajectory(), list(TASK.messages or ()), "four")
-    assert before.rollouts["0-0"].turn_key is None
-    again = Run(list(before.rollouts.values()))
-    assert served(again.begin(again.trajectory(), list(TASK.messages or ()))) == "four"
-
-
-@pytest.mark.parametrize("more", [{"max_tokens": 3}, {"stop": ("x",)}])
-def test_a_question_with_other_limits_is_another_one(more: dict[str, Any]) -> None:
-    before = Run()
-    before.say(before.trajectory(), [user("Hi")], "four")
-    again = Run(list(before.rollouts.values()))
-    turn = again.begin(again.trajectory(), [user("Hi")], **more)
-    assert isinstance(turn, Opened) and turn.rollout_id == "0-0.1.0"
-    assert again.turns.record.unasked() == {"0-0": 0}
 
 
 def test_what_is_not_asked_for_again_is_named_to_the_turn() -> None:
@@ -247,15 +213,3 @@ def test_a_rollout_without_a_key_of_a_checkpoint_of_before_is_not_found() -> Non
     again = Run([old])
     assert isinstance(again.begin(again.trajectory("a"), [user("Hi")]), Opened)
     assert again.turns.record.unasked() == {"0-0": 0}
-
-
-def test_a_turn_that_the_tokens_of_the_episode_ended_is_served() -> None:
-    before = Run(max_tokens=6)
-    trajectory = before.trajectory()
-    asked = [user("Hi"), before.say(trajectory, [user("Hi")], "four"), user("more")]
-    before.begin(trajectory, asked)
-    before.sample(before.rollouts["0-0"], "fi", StopReason.LENGTH)
-    again = Run(list(before.rollouts.values()), max_tokens=6)
-    trajectory = again.trajectory()
-    again.begin(trajectory, [user("Hi")])
-    assert served(again.begin(trajectory, asked)) == "fi"

@@ -17,7 +17,7 @@ from rollover.tasks.split import SplitName
 from rollover.tasks.stream import TaskStream
 from rollover.types import Task
 
-NUM_TRAINED, NUM_HELD_OUT = 400, 64
+NUM_TRAINED, NUM_HELD_OUT = 200, 64
 
 
 def of_the_hub(config: Config) -> list[str]:

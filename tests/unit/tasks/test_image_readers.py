@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from recorded_run import group, recorded, write_run
 from rollover import cli
@@ -24,8 +23,6 @@ from rollover.types import (
     Task,
     content_text,
 )  # fmt: skip
-from unit.envs.played import environment
-from unit.workflows.scripted_host import ScriptedHost
 
 CONTENT = [{"type": "image", "image": "/data/a.png", "sha256": "3c"}, {"type": "text", "text": "What?"}]
 MESSAGES = ({"role": "user", "content": CONTENT},)
@@ -43,23 +40,6 @@ class Own:
             a: a number
         """
         return str(a)
-
-
-def test_environment_of_a_text_model_refuses_images():
-    with (
-        environment(Own) as env,
-        pytest.raises(ValueError, match="shows the image .*a.png, and this model takes text alone"),
-    ):
-        env.prompt(TASK)
-
-
-def test_workflow_of_a_text_model_refuses_images():
-    async def agent(episode):
-        pass
-
-    host = ScriptedHost(agent, lambda text: "4")
-    with pytest.raises(ValueError, match="shows the image .*a.png, and this model takes text alone"):
-        host.episodes.prompt(TASK)
 
 
 def test_content_is_told_with_names():

@@ -8,17 +8,16 @@ import datasets
 import pytest
 from PIL import Image
 
-from rollover.config import Config, RewardsConfig, TasksConfig, TaskSourceConfig
+from rollover.config import TasksConfig, TaskSourceConfig
 from rollover.images import media_kept_in
 from rollover.tasks.build import build_source
 from rollover.tasks.dataset import DatasetSource
 from rollover.tasks.image_parts import with_images_of_program
 from rollover.tasks.live import LiveTable
-from rollover.tasks.report import tasks_line
 from rollover.tasks.rows import StoredRows, Table
 from rollover.tasks.same import problem_text
 from rollover.tasks.source import SourceSetup, problems_of
-from rollover.tasks.stream import TaskStream, decorated
+from rollover.tasks.stream import decorated
 from rollover.types import Task
 
 
@@ -191,19 +190,6 @@ def test_parquet_with_bytes(folder, streaming):
         assert file.read() == png("blue")  # as it was encoded
 
 
-def test_bytes_in_parts_of_parquet(folder):
-    part = {"type": datasets.Value("string"), "text": datasets.Value("string"), "image": datasets.Image()}
-    features = datasets.Features({"prompt": [{"role": datasets.Value("string"), "content": [part]}]})
-    content = [
-        {"type": "image", "image": {"bytes": png("blue"), "path": None}, "text": None},
-        {"type": "text", "text": "What?", "image": None},
-    ]
-    rows = datasets.Dataset.from_dict({"prompt": [[{"role": "user", "content": content}]]}, features=features)
-    rows.to_parquet(folder / "data.parquet")
-    found = of_table(Table("data.parquet", base_dir=folder)).problem(0)
-    assert shown(found) == [[BLUE, "What?"]]
-
-
 def test_live_rows_with_images_of_pillow(folder):
     rows = [{"prompt": "What?", "image": Image.new("RGB", (3, 3), "blue")}]
     for of in (LiveTable(rows), geometry()):
@@ -219,26 +205,6 @@ def test_looking_at_all_rows_writes_no_image(folder):
     assert not (folder / "media").exists()
     assert looked == [rows.problem(i) for i in (0, 1)]
     assert len(list((folder / "media").iterdir())) == 2
-
-
-def test_line_about_tasks_keeps_no_image(folder):
-    geometry().to_parquet(folder / "data.parquet")
-    tasks = {"sources": [{"kind": "dataset", "path": str(folder / "data.parquet")}], "eval_fraction": 0}
-    assert "data has 2 rows" in tasks_line(Config.model_validate({"tasks": tasks, "eval": {"num_tasks": 0}}))
-    assert not (folder / "media").exists()
-
-
-def test_stream_of_images_goes_on(folder):
-    geometry().to_parquet(folder / "data.parquet")
-    config = TasksConfig(
-        sources=[TaskSourceConfig(kind="dataset", path=str(folder / "data.parquet"), reward="exact_match")],
-        eval_fraction=0,
-    )
-    stream = TaskStream(config, 0, "train", rewards=RewardsConfig())
-    first = stream.next()
-    other = TaskStream(config, 0, "train", rewards=RewardsConfig())
-    other.load_state_dict(json.loads(json.dumps(stream.state_dict())))
-    assert first is not None and first.images and other.next() == stream.next()
 
 
 def test_messages_of_a_program(folder, monkeypatch):

@@ -11,7 +11,6 @@ import pytest
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.live_objects import hold, release
 from rollover.tasks.live import WINDOW, LiveStream, LiveTable, live_rows
-from rollover.tasks.report import tasks_line
 from rollover.tasks.stream import TaskStream
 
 ROWS = [{"prompt": f"count to {i}", "answer": str(i)} for i in range(100)]
@@ -51,29 +50,11 @@ def test_a_list_is_a_data_set_with_a_held_out_split(stream: Any) -> None:
     assert trained != sorted(trained, key=lambda p: int(p.split()[-1])), "shuffled"
 
 
-def test_a_data_set_of_datasets_is_read_as_it_is(stream: Any) -> None:
-    datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_list(ROWS)
-    assert prompts(stream(rows, epochs=1), 1000) == prompts(stream(ROWS, epochs=1), 1000)
-
-
 def test_rows_may_lack_what_others_have(stream: Any) -> None:
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2", "hint": "two"}]
     assert LiveTable(rows)[0] == {"prompt": "a", "answer": "1", "hint": None}
     tasks = {task.task_id: task.columns for task in iter(stream(rows, epochs=1, eval_fraction=0.001).next, None)}
     assert tasks == {"tasks/0": {"answer": "1", "hint": None}, "tasks/1": {"answer": "2", "hint": "two"}}
-
-
-def test_problem_key_and_fingerprint_hold_for_a_list(stream: Any) -> None:
-    rows = [{"prompt": f"{i} apples and {i % 5}", "key": i % 5} for i in range(50)]
-    source = {"problem_key": "key", "reward": "mine.py:f"}
-    train, held_out = (stream(rows, s, source=source, epochs=1, eval_fraction=0.5) for s in ("train", "eval"))
-    keys = [{t.columns["key"] for t in iter(side.next, None)} for side in (train, held_out)]
-    assert keys[0] and keys[1] and not keys[0] & keys[1]
-    state = stream(ROWS).state_dict()
-    changed = [{**row, "prompt": row["prompt"].upper()} for row in ROWS]
-    with pytest.raises(ValueError, match="the data of tasks.sources.0 is not what it was"):
-        stream(changed).load_state_dict(state)
 
 
 def test_an_iterable_is_passed_over_once_and_goes_on_where_it_was(stream: Any) -> None:
@@ -122,14 +103,6 @@ def test_what_was_looked_at_is_asked_for_again() -> None:
 def test_what_holds_no_rows_is_refused(stream: Any, rows: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         stream(rows)
-
-
-def test_the_line_about_tasks_knows_live_rows(stream: Any) -> None:
-    from rollover.config import Config
-
-    made = stream(ROWS)
-    config = Config.model_validate({"tasks": made.tasks, "eval": {"num_tasks": 3}})
-    assert tasks_line(config).startswith("tasks: tasks has 100 rows: ")
 
 
 def test_a_list_may_come_in_the_order_of_a_column_and_an_iterable_may_not(stream: Any) -> None:

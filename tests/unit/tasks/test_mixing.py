@@ -39,17 +39,9 @@ def stream(folder: Path, tasks: str = "", weights: tuple[float, ...] = (1, 1, 1)
     ],
 )
 def test_shares(tmp_path: Path, temperature: float, weights: tuple[float, ...], expected: tuple[float, ...]) -> None:
-    counts = Counter(t.source for t in stream(tmp_path, f"mixing_temperature = {temperature}", weights).take(4000))
+    counts = Counter(t.source for t in stream(tmp_path, f"mixing_temperature = {temperature}", weights).take(1500))
     for name, share in zip(SIZES, expected, strict=True):
-        assert counts[name] / 4000 == pytest.approx(share / sum(expected), abs=0.03), name
-
-
-def test_a_resumed_stream_goes_on_with_the_same_mixture(tmp_path: Path) -> None:
-    first = stream(tmp_path, "mixing_temperature = 2.0")
-    first.take(37)
-    other = stream(tmp_path, "mixing_temperature = 2.0")
-    other.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert [t.task_id for t in other.take(200)] == [t.task_id for t in first.take(200)]
+        assert counts[name] / 1500 == pytest.approx(share / sum(expected), abs=0.04), name
 
 
 GENERATOR = '[[tasks.sources]]\nkind = "reasoning_gym"\nname = "chain_sum"\n'

@@ -51,7 +51,7 @@ def test_drop_last_leaves_out_the_end_of_each_pass(tmp_path: Path) -> None:
     assert source.num_dropped_last == 4 and source() is None
 
 
-@pytest.mark.parametrize("given", [0, 1, 4, 7, 8, 9, 15, 16])
+@pytest.mark.parametrize("given", [0, 7, 8, 15])
 def test_drop_last_resumed_anywhere_gives_the_same_tasks(tmp_path: Path, given: int) -> None:
     whole = texts(rows(tmp_path, 10, "tasks.epochs=2"))
     source = rows(tmp_path, 10, "tasks.epochs=2")

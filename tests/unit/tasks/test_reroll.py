@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from rollover.config import RerollConfig
 from rollover.tasks.reroll import ATTEMPT, Reroll, has_failed
 from rollover.types import Group, Prompt, Reward, Rollout, Task, rollout_seed
-from unit.rollout.run import Run
 from unit.rollout.world import make_segment, make_task
 
 
@@ -126,34 +124,6 @@ def test_state_round_trip_in_the_middle_of_a_step() -> None:
     shorter = reroll(start_fraction=0.0)
     shorter.load_state_dict(state, max_prompt_tokens=2)
     assert len(shorter) == 0
-
-
-def test_the_driver_extends_a_task_given_again_as_any_other() -> None:
-    """Every answer fails: from half of the run on, one group of each step is a task of before."""
-
-    async def fail(rollouts: list[Rollout]) -> list[Reward]:
-        return [Reward(0.0)] * len(rollouts)
-
-    run = Run(scorer=fail, interrupt="when_enough", in_flight_groups=4, max_staleness=1)
-    r = Reroll(RerollConfig(max_groups=1, start_fraction=0.5), 8, run.next_task)
-    run.driver.next_task = r
-
-    async def steps() -> list[Group]:
-        trained: list[Group] = []
-        for version in range(8):
-            groups = await run.step() or []
-            r.on_step(groups, version + 1)
-            trained += groups
-        return trained
-
-    trained = asyncio.run(steps())
-    again = [g for g in trained if g.task.attempt >= ATTEMPT]
-    first = {g.task.task_id: g for g in trained if g.task.attempt == 0}
-    assert again and len({g.task.task_id for g in again}) == len(again) <= r.given <= 4
-    for g in again:
-        earlier = first[g.task.task_id]
-        assert earlier.group_id < g.group_id and g.prompt == earlier.prompt
-        assert [x.token_ids() for x in g.rollouts] != [x.token_ids() for x in earlier.rollouts]
 
 
 def test_a_filtered_group_counts_as_a_trained_one() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from huggingface_hub import constants
 from rollover.config import Config, RewardsConfig
 from rollover.tasks import rows as rows_module
 from rollover.tasks import text_rows
-from rollover.tasks.report import tasks_line
 from rollover.tasks.rows import Table, open_rows
 from rollover.tasks.stream import TaskStream
 from rollover.types import Task
@@ -159,18 +157,6 @@ def test_a_stream_gives_what_the_file_holds_shuffled_within_each_chunk(numbered:
     assert numbers(draw(stream(streamed, seed=1, epochs=1), 500)) != first
 
 
-def test_the_side_of_a_problem_does_not_depend_on_how_it_is_read(numbered: str) -> None:
-    def sides(streaming: bool) -> tuple[set[str], set[str]]:
-        source = {"path": numbered, "streaming": streaming}
-        trained = draw(stream(source, epochs=1, eval_fraction=0.3), 500)
-        held = stream(source, split="eval", seed=7, eval_fraction=0.3).take(500)
-        return {t.content for t in trained}, {t.content for t in held}
-
-    trained, held = sides(streaming=True)
-    assert (trained, held) == sides(streaming=False)
-    assert len(trained) + len(held) == 105 and not trained & held and len(held) > 15
-
-
 def test_another_stream_is_refused(numbered: str, tmp_path: Path) -> None:
     first = stream({"path": numbered, "streaming": True})
     draw(first, 3)
@@ -213,22 +199,6 @@ def test_a_stream_that_breaks_says_where(numbered: str, monkeypatch: pytest.Monk
         draw(tasks, 200)
 
 
-def test_an_empty_stream_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty.csv").write_text("prompt,answer\n")
-    assert "has no rows" in refusal(Table("empty.csv", streaming=True, base_dir=tmp_path))
-    (tmp_path / "bad.jsonl").write_text("{not json\n")
-    assert "tasks.sources.path = 'bad.jsonl' cannot be read" in refusal(
-        Table("bad.jsonl", streaming=True, base_dir=tmp_path)
-    )
-
-
-def test_the_line_before_a_run_says_that_a_stream_is_not_counted(numbered: str) -> None:
-    source = {"kind": "dataset", "path": numbered, "streaming": True}
-    config = Config.model_validate({"tasks": {"sources": [source], "eval_fraction": 0.3}, "eval": {"num_tasks": 4}})
-    line = tasks_line(config, num_drawn=20)
-    assert line.startswith("tasks: numbered is streamed, and not counted; 4 held-out tasks (numbered 4), of which 0 ")
-
-
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
@@ -257,14 +227,6 @@ def test_what_needs_no_row_of_a_stream_is_not(numbered: str, tmp_path: Path) -> 
     trained = {task.content for task in draw(stream(*sources, epochs=1), 500)}
     assert "user: problem 4" in trained
     assert "user: problem 3" not in trained, "also where it comes out of the stream"
-
-
-def test_nothing_of_the_network_is_needed_for_a_file(numbered: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(*_: object) -> None:
-        raise AssertionError("the network was asked")
-
-    monkeypatch.setattr(socket, "getaddrinfo", asked)
-    assert draw(stream({"path": numbered, "streaming": True}), 1)
 
 
 CARD = "---\nconfigs:\n- config_name: sums\n  data_files:\n  - split: train\n    path: a/*.jsonl\n---\n# Sums\n"

@@ -55,24 +55,17 @@ def texts(tasks):
     return {task.content for task in tasks}
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.integers(0, 2**31), st.integers(0, 2**31), st.floats(0.05, 0.9))
-def test_train_and_eval_never_overlap_in_a_tiny_space(train_seed, eval_seed, fraction):
-    held = stream(gym(), seed=eval_seed, split="eval", eval_fraction=fraction).take(20)
-    trained = draw(stream(gym(), seed=train_seed, eval_fraction=fraction), 1000)
-    assert len(trained) == 1000 and len(held) == len(texts(held)) > 0
-    assert not texts(trained) & texts(held)
+@pytest.mark.parametrize("fraction", [0.05, 0.1, 0.9])
+def test_sides_of_a_tiny_space_are_disjoint_and_all_of_it(fraction):
+    held = stream(gym(), seed=3, split="eval", eval_fraction=fraction).take(1000)
+    trained = texts(draw(stream(gym(), seed=4, eval_fraction=fraction), 2000))
+    assert len(held) == len(texts(held)), "as many as there are"
+    assert not trained & texts(held) and len(trained | texts(held)) == 200
 
 
-def test_the_two_sides_of_a_tiny_space_are_all_of_it():
-    held, trained = stream(gym(), split="eval").take(1000), draw(stream(gym()), 3000)
-    assert len(held) < 60  # as many as there are
-    assert len(texts(held) | texts(trained)) == 200
-
-
-def test_the_sides_do_not_depend_on_what_is_added_to_the_prompt():
-    plain = texts(stream(gym(), split="eval", chat=False).take(1000))
-    decorated = stream(gym(), split="eval", system_prompt="Be brief.", instruction="End with the number.").take(1000)
+def test_the_sides_do_not_depend_on_what_is_added_to_the_prompt(numbers):
+    plain = texts(stream(file(numbers), split="eval", chat=False).take(100))
+    decorated = stream(file(numbers), split="eval", system_prompt="Be brief.", instruction="Think.").take(100)
     assert {t.messages[-1]["content"].partition("\n")[0] for t in decorated} == plain
 
 
@@ -103,11 +96,6 @@ def test_epochs_end_and_count_attempts(numbers):
     assert len(held) + by_attempt[0] == 100 and not texts(held) & texts(tasks)
 
 
-def test_without_shuffle_rows_come_in_file_order(numbers):
-    rows = [int(t.task_id.rpartition("/")[2]) for t in draw(stream(file(numbers), epochs=1, shuffle=False), 100)]
-    assert rows == sorted(rows) and len(rows) > 50
-
-
 def test_sources_are_mixed_by_weight_and_the_rest_goes_on_when_one_ends(numbers):
     tasks = draw(stream(file(numbers, weight=1), gym(weight=3)), 1000)
     assert abs(sum(t.source == "chain_sum" for t in tasks) / 1000 - 0.75) < 0.05
@@ -121,20 +109,19 @@ def test_sources_of_one_name_keep_apart(numbers):
     assert len({t.task_id for t in tasks}) == len({(t.task_id, t.content) for t in tasks})
 
 
-@settings(max_examples=10, deadline=None)
-@given(seed=st.integers(0, 99), taken=st.integers(0, 150), split=st.sampled_from(["train", "eval"]))
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 99), taken=st.integers(0, 80), split=st.sampled_from(["train", "eval"]))
 def test_a_restored_stream_goes_on_exactly(numbers, seed, taken, split):
     def make():
         return stream(file(numbers, weight=2), gym(), seed=seed, split=split, epochs=2, eval_fraction=0.3)
 
-    whole = draw(make(), 300)
+    whole = draw(make(), 150)
     first = make()
     assert draw(first, taken) == whole[:taken]
     state = json.loads(json.dumps(first.state_dict()))
     second = make()
     second.load_state_dict(state)
-    assert draw(second, 300 - taken) == whole[taken:]
-    assert draw(first, 300 - taken) == whole[taken:]
+    assert draw(second, 150 - taken) == draw(first, 150 - taken) == whole[taken:]
 
 
 def test_the_train_state_stays_small():
@@ -146,11 +133,6 @@ def test_the_train_state_stays_small():
 def test_a_state_of_other_sources_is_refused(numbers):
     with pytest.raises(ValueError, match="chain_sum.*numbers.*use the same"):
         stream(gym()).load_state_dict(stream(file(numbers)).state_dict())
-
-
-def test_streams_depend_on_the_seed_only():
-    assert draw(stream(gym(), seed=1), 20) == draw(stream(gym(), seed=1), 20)
-    assert draw(stream(gym(), seed=1), 20) != draw(stream(gym(), seed=2), 20)
 
 
 def test_an_eval_file_is_the_split_and_its_problems_are_not_trained(tmp_path):
@@ -222,7 +204,7 @@ def test_saved_tasks_are_rewarded_again_but_for_before_produce(numbers):
 
 def test_the_split_is_the_documented_hash():
     same = same_of_generator("chain_sum")
-    for task in stream(gym(), split="eval", chat=False, eval_fraction=0.25).take(100):
+    for task in stream(gym(), split="eval", chat=False, eval_fraction=0.25).take(30):
         assert key_of(same(task)) / 2**64 < 0.25
 
 
@@ -321,15 +303,6 @@ def test_a_source_of_weight_0_is_evaluated_alone_and_its_problems_are_trained_fr
     again = stream(*sources, epochs=1)
     again.load_state_dict(tasks.state_dict())
     assert again.next() is None
-
-
-def test_a_split_of_weight_0_is_held_out(tmp_path):
-    for split, words in (("train", ["a", "b"]), ("test", ["b", "c"])):
-        write(tmp_path / f"{split}.jsonl", words)
-    sources = [file(tmp_path), file(tmp_path, split="test", weight=0.0, name="bench")]
-    held = stream(*sources, split="eval", eval_fraction=1e-9, chat=False).take(10)
-    assert {t.content for t in held} == {"b", "c"}
-    assert {t.content for t in draw(stream(*sources, epochs=1, eval_fraction=1e-9, chat=False), 9)} == {"a"}
 
 
 def test_a_run_that_trains_no_source_is_refused(tmp_path, numbers):

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from rollover.config import Config, RewardsConfig, TasksConfig, TaskSourceConfig
-from rollover.config.load import load_config
 from rollover.tasks import same
 from rollover.tasks.report import tasks_line
 from rollover.tasks.stream import TaskStream
@@ -93,15 +92,7 @@ def test_a_stream_is_read_ahead_for_evaluation_only(tmp_path: Path) -> None:
     assert "training tasks and 4 of 4 held-out tasks" in line_of([source], num_tasks=4, eval_fraction=0.3)
 
 
-def test_the_demo_holds_out_as_many_as_it_wants_and_none_has_a_twin() -> None:
-    config = load_config([RECIPES / "quickstart.toml"], []).config
-    line = tasks_line(config, num_drawn=1500, limit_s=math.inf)
-    assert line.startswith("tasks: 64 held-out tasks (")
-    assert "of which 0 have the words and the answer of one of 1,500 training tasks" in line
-
-
 def test_twins_are_seen_where_keys_are_too_fine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the test above could not fail."""
     monkeypatch.setattr(same, "UNORDERED", {})
     params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     source = {"kind": "reasoning_gym", "name": "products", "params": params}

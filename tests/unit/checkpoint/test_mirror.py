@@ -92,25 +92,6 @@ def test_files_of_the_journal_go_when_they_are_deleted(store: CheckpointStore, t
     assert len(objects(store)) == 2
 
 
-def test_a_copy_counts_when_it_is_whole_and_then_alone(
-    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second process has cut its files back, and its machine is lost in the middle of its first copying."""
-    first, second = tmp_path / "first", tmp_path / "second"
-    for folder, content in ((first, b"long"), (second, b"l")):
-        write(folder, "eval.jsonl", content)
-        write(folder, "metrics.jsonl", content)
-    mirror(store, first).copy()
-    copy = mirror(store, second)
-    with monkeypatch.context() as patched:
-        fail_at(patched, "metrics.jsonl")
-        copy.copy()
-    assert fetched(store, tmp_path / "a") == {"eval.jsonl": b"long", "metrics.jsonl": b"long"}
-    copy.copy()
-    assert fetched(store, tmp_path / "b") == {"eval.jsonl": b"l", "metrics.jsonl": b"l"}
-    assert not [name for name in objects(store) if not name.startswith("000002/")]
-
-
 def test_a_process_that_never_ran_leaves_the_copy_of_another_alone(store: CheckpointStore, tmp_path: Path) -> None:
     """Refused when it was resumed, say, since its files are older than those of the machine that went on."""
     write(tmp_path / "newer", "metrics.jsonl", b"newer")
@@ -151,22 +132,6 @@ def test_a_store_that_fails_is_said_once_counted_and_tried_again(
     assert copy.failed == 6 and len(SAID) == 2, "once for each time that it begins to fail"
     assert "the run's files cannot be copied to " in SAID[0] and "(TimeoutError: 503: try again)" in SAID[0]
     assert fetched(store, tmp_path / "other") == {"metrics.jsonl": b"12"}
-
-
-def test_the_journal_is_never_ahead_of_the_files_that_it_tells_of(
-    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = tmp_path / "run"
-    copy = mirror(store, run)
-    write(run, "metrics.jsonl", b"1")
-    write(run, "journal/000001.journal", b"1")
-    copy.copy()
-    write(run, "metrics.jsonl", b"2")
-    write(run, "journal/000001.journal", b"2")
-    with monkeypatch.context() as patched:
-        fail_at(patched, "metrics.jsonl")
-        copy.copy()
-    assert fetched(store, tmp_path / "other") == {"journal/000001.journal": b"1", "metrics.jsonl": b"1"}
 
 
 def test_a_store_that_hangs_holds_nothing_up(

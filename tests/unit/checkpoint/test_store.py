@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import subprocess
-import sys
 import uuid
 from pathlib import Path
 
@@ -37,15 +35,6 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(str(tmp_path / "checkpoints"), keep=2)
 
 
-def test_round_trip_of_bytes_and_writers(store: CheckpointStore) -> None:
-    def write(path: str) -> None:
-        Path(path).write_bytes(b"from a writer")
-
-    store.write("step-000010", {**FILES, "deep/er/file": write})
-    assert contents(store, "step-000010") == {**FILES, "deep/er/file": b"from a writer"}
-    assert sorted(os.listdir(store.dir)) == ["step-000010"]
-
-
 @pytest.mark.parametrize("dir", ["of/a/run/", "../here/of/a/run", "missing/../of/a/run"])
 def test_a_relative_place_is_one_in_the_directory_of_the_start(
     dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -57,11 +46,6 @@ def test_a_relative_place_is_one_in_the_directory_of_the_start(
     opened.write("step-000010", FILES)
     assert contents(opened, "step-000010") == FILES
     assert CheckpointStore(str(tmp_path / "here" / "of" / "a" / "run"), keep=2).list() == ["step-000010"]
-
-
-def test_list_is_empty_without_a_directory(store: CheckpointStore) -> None:
-    assert store.list() == []
-    assert not os.path.exists(store.dir)
 
 
 def test_keeps_the_newest_by_step(store: CheckpointStore) -> None:
@@ -102,19 +86,6 @@ def test_replaces_a_checkpoint_of_the_same_name(store: CheckpointStore) -> None:
     store.write("step-000010", {"a": b"new"})
     assert contents(store, "step-000010") == {"a": b"new"}
     assert os.listdir(store.dir) == ["step-000010"]
-
-
-def test_replacement_cut_between_its_two_renames(store: CheckpointStore) -> None:
-    """Killed with the old one set aside and the new one not yet in place: the old one is still read."""
-    store.write("step-000010", {"a": b"old"})
-    dead = dead_pid()
-    os.rename(f"{store.dir}/step-000010", f"{store.dir}/.old-step-000010-{dead}")
-    os.mkdir(f"{store.dir}/.tmp-step-000010-{dead}")
-    assert store.list() == ["step-000010"]
-    assert contents(store, "step-000010") == {"a": b"old"}
-    store.write("step-000020", {"a": b"next"})
-    assert contents(store, "step-000010") == {"a": b"old"}
-    assert sorted(os.listdir(store.dir)) == ["step-000010", "step-000020"]
 
 
 def dead_pid() -> int:
@@ -196,12 +167,6 @@ def test_no_changed_byte_goes_unnoticed(tmp_path_factory: pytest.TempPathFactory
         store.open("step-000010")
 
 
-def test_uncommitted_is_not_listed(store: CheckpointStore) -> None:
-    store.write("step-000010", FILES)
-    Path(store.dir, "step-000010", "COMMITTED").unlink()
-    assert store.list() == []
-
-
 def test_unknown_checkpoint_names_the_known(store: CheckpointStore) -> None:
     store.write("step-000010", FILES)
     with pytest.raises(ValueError, match=r"resume_from: there is no checkpoint 'step-000011'.*There are: step-000010"):
@@ -239,66 +204,19 @@ def test_names_are_steps() -> None:
 # ---- failing writes
 
 
-@pytest.mark.parametrize(
-    "error",
-    [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file")],
-)
-def test_a_failing_writer_leaves_the_earlier_checkpoints(store: CheckpointStore, error: Exception) -> None:
+def test_failing_writer_of_torch_leaves_the_earlier_checkpoints(store: CheckpointStore) -> None:
+    """It raises a RuntimeError where the disk is full."""
     store.write("step-000010", FILES)
 
     def fail(path: str) -> None:
         Path(path).write_bytes(b"half")
-        raise error
+        raise RuntimeError("PytorchStreamWriter failed writing file")
 
     with pytest.raises(CheckpointWriteError) as caught:
         store.write("step-000020", {"a": b"written", "b": fail})
     message = str(caught.value)
-    assert "step-000020" in message and store.dir in message and "bytes free" in message
-    assert ("No space left on device" in message) or ("PytorchStreamWriter" in message)
-    assert os.listdir(store.dir) == ["step-000010"]
-    assert contents(store, "step-000010") == FILES
-
-
-def test_a_failing_replacement_keeps_the_old_one(store: CheckpointStore) -> None:
-    store.write("step-000010", FILES)
-
-    def fail(path: str) -> None:
-        raise OSError(errno.EIO, "I/O error")
-
-    with pytest.raises(CheckpointWriteError):
-        store.write("step-000010", {"a": fail})
-    assert contents(store, "step-000010") == FILES
-
-
-def test_our_own_bugs_are_not_called_write_errors(store: CheckpointStore) -> None:
-    def fail(path: str) -> None:
-        raise KeyError("a bug")
-
-    with pytest.raises(KeyError):
-        store.write("step-000010", {"a": fail})
-    assert os.listdir(store.dir) == []
-
-
-WRITE_LIMITED = """
-import resource, sys
-from rollover.checkpoint.store import CheckpointStore, CheckpointWriteError
-store = CheckpointStore(sys.argv[1], keep=1)
-store.write("step-000010", {"a": b"x" * 1000})
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-try:
-    store.write("step-000020", {"small": b"y" * 1000, "big": b"z" * 1_000_000})
-except CheckpointWriteError as error:
-    print(error)
-    sys.exit(1)
-"""
-
-
-def test_a_file_size_limit_stands_in_for_a_full_disk(store: CheckpointStore) -> None:
-    done = subprocess.run([sys.executable, "-c", WRITE_LIMITED, store.dir], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 1, done.stderr
-    assert "File too large" in done.stdout and "Earlier checkpoints are untouched" in done.stdout
-    assert os.listdir(store.dir) == ["step-000010"]
-    assert contents(store, "step-000010") == {"a": b"x" * 1000}
+    assert all(part in message for part in ("step-000020", store.dir, "bytes free", "PytorchStreamWriter"))
+    assert os.listdir(store.dir) == ["step-000010"] and contents(store, "step-000010") == FILES
 
 
 # ---- remote
@@ -312,56 +230,6 @@ def remote() -> CheckpointStore:
 def behind(store: CheckpointStore) -> tuple[MemoryFileSystem, str]:
     """The file system of the store, and its folder there."""
     return url_to_fs(store.dir)
-
-
-def test_remote_round_trip_and_keep(remote: CheckpointStore) -> None:
-    assert remote.list() == []
-    for step in (10, 20, 30):
-        remote.write(checkpoint_name(step), {**FILES, "step": str(step).encode()})
-    assert remote.list() == ["step-000020", "step-000030"]
-    assert contents(remote, "step-000030") == {**FILES, "step": b"30"}
-    remote.write("step-000030", {"a": b"replaced"})
-    assert contents(remote, "step-000030") == {"a": b"replaced"}
-
-
-def test_remote_marker_is_uploaded_last(remote: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An upload cut off at any point is invisible, and removed by a later write."""
-    remote.write("step-000010", FILES)
-    fs, root = behind(remote)
-    assert fs.exists(f"{root}/step-000010/COMMITTED")
-    fs.rm_file(f"{root}/step-000010/COMMITTED")
-    assert remote.list() == []
-    with pytest.raises(CorruptCheckpointError, match="step-000010.*COMMITTED"):
-        remote.open("step-000010")
-    remote.write("step-000020", FILES)
-    assert not fs.exists(f"{root}/step-000010")
-
-    uploaded: list[str] = []
-    for method in ("put_file", "pipe_file"):
-        original = getattr(fs, method)
-
-        def record(*args, _original=original, **kwargs):
-            uploaded.extend(str(a) for a in args if str(a).startswith(root))
-            return _original(*args, **kwargs)
-
-        monkeypatch.setattr(type(fs), method, staticmethod(record))
-    remote.write("step-000030", FILES)
-    assert [path.rsplit("/", 1)[1] for path in uploaded][-2:] == ["manifest.json", "COMMITTED"]
-    assert len(uploaded) == len(FILES) + 2
-
-
-def test_remote_failure_leaves_the_earlier_ones(remote: CheckpointStore) -> None:
-    remote.write("step-000010", FILES)
-
-    def fail(path: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(CheckpointWriteError, match="No space left on device"):
-        remote.write("step-000020", {"a": b"uploaded", "b": fail})
-    assert remote.list() == ["step-000010"]
-    fs, root = behind(remote)
-    assert not fs.exists(f"{root}/step-000020")
-    assert contents(remote, "step-000010") == FILES
 
 
 def test_remote_replacement_that_fails_leaves_the_former(remote: CheckpointStore) -> None:
@@ -382,28 +250,6 @@ def test_remote_replacement_that_fails_leaves_the_former(remote: CheckpointStore
     remote.write("step-000030", FILES)
     remote.discard_after("step-000020")
     assert remote.list() == ["step-000020"]
-
-
-def test_remote_replacement_that_is_killed_leaves_the_former(
-    remote: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At the last moment: all files are uploaded, the marker is not."""
-    remote.write("step-000010", FILES)
-    plain = MemoryFileSystem.pipe_file
-
-    def killed(self: object, path: str, value: bytes) -> None:
-        if path.endswith("COMMITTED"):
-            monkeypatch.setattr(MemoryFileSystem, "rm", lambda *args, **options: None)
-            raise KeyboardInterrupt
-        plain(self, path, value)
-
-    monkeypatch.setattr(MemoryFileSystem, "pipe_file", killed)
-    with pytest.raises(KeyboardInterrupt):
-        remote.write("step-000010", {"a": b"new"})
-    monkeypatch.undo()
-    assert remote.list() == ["step-000010"] and contents(remote, "step-000010") == FILES
-    remote.write("step-000010", {"a": b"new"})
-    assert contents(remote, "step-000010") == {"a": b"new"}
 
 
 class Unavailable(Exception):

@@ -15,7 +15,7 @@ from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.config.load import load_config
 from rollover.plugins.sandbox.cases import code_of
 from rollover.rewards.answers import RULES, answer_of
-from rollover.rewards.built_in import BUILT_IN, BY_DATA_SOURCE, NOT_BUILT_IN, made, parsed, shown, spec_of
+from rollover.rewards.built_in import BUILT_IN, BY_DATA_SOURCE, NOT_BUILT_IN, parsed, shown, spec_of
 from rollover.rewards.chosen import chosen_for
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
@@ -103,10 +103,6 @@ def test_what_a_policy_repeats_for_ever_is_scored_in_time(unit: str) -> None:
             assert score(name, text, answer="C") <= 0, name
         assert code_of("```python\nx = 1\n```" + text) is not None
     assert time.process_time() - begun < 20
-
-
-def test_a_fraction_of_thousands_of_digits_is_wrong_and_no_error() -> None:
-    assert score("boxed", f"\\boxed{{{'1' * 5000}/2}}", answer="C") == 0
 
 
 def test_a_reference_without_a_letter_is_an_error() -> None:
@@ -268,13 +264,6 @@ def test_a_sum_that_is_too_large_is_no_score(tmp_path: Path) -> None:
         assert "score" in reward.score_one(item("-1.0")), more
 
 
-def test_one_member_of_a_group_that_is_too_large_costs_that_alone(tmp_path: Path) -> None:
-    (tmp_path / "r.py").write_text("def f(completions): return [int(text) for text in completions]")
-    reward = several({"function": "r.py:f"}, folder=str(tmp_path))
-    too_large, sound = reward.score_all([item("1" + "0" * 400), item("2")])
-    assert "not finite" in too_large["error"] and sound["score"] == 2.0
-
-
 def test_none_of_several_sees_what_another_did_to_its_arguments(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(
         "def one(solution_str, extra_info): return extra_info.pop('n')\n"
@@ -312,19 +301,13 @@ def rewards_of(folder: Path, *data_sources: Any, reward: str = "", **rewards: An
     return [task.reward for task in iter(stream.next, None)]
 
 
-def test_a_file_of_verls_is_scored_as_its_data_sources_say(tmp_path: Path) -> None:
-    assert rewards_of(tmp_path, "openai/gsm8k", "aime2024", "numina_cn_k12", None) == [
-        "gsm8k", "math_dapo", "math", "exact_match/last_number",
-    ]  # fmt: skip
-
-
 def test_a_data_source_that_nobody_knows_is_refused_as_verl_does(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data_source 'mine': .* rewards.by_data_source = \{ \"mine\" = "):
         rewards_of(tmp_path, "openai/gsm8k", "mine")
     assert rewards_of(tmp_path, "mine", function="exact_match") == ["exact_match/last_number"]
 
 
-@pytest.mark.parametrize("value", [1, 0, False, 1.5, ["openai/gsm8k"], {"name": "openai/gsm8k"}])
+@pytest.mark.parametrize("value", [1, False, ["openai/gsm8k"]])
 def test_a_data_source_that_is_no_text_is_refused(tmp_path: Path, value: Any) -> None:
     """It would be compared exactly, whatever rewards.by_data_source has for it."""
     with pytest.raises(ValueError, match="task d/0: its data_source, which chooses its reward, is .* and no text"):
@@ -362,11 +345,6 @@ def test_a_parquet_file_of_verls_layout_is_scored_in_the_pool(tmp_path: Path) ->
     assert [r.score for r in rewards[6:]] == [wrong[task.reward] for task in tasks]
 
 
-def test_a_named_reward_comes_before_data_sources(tmp_path: Path) -> None:
-    assert rewards_of(tmp_path, "openai/gsm8k", reward="json") == ["json"]
-    assert rewards_of(tmp_path, "openai/gsm8k", function="boxed") == ["boxed"]
-
-
 def test_the_own_table_comes_before_verls_and_names_all(tmp_path: Path) -> None:
     own = {"openai/gsm8k": "exact_match", "my_*": "a.py:f", "apps": "a.py:code"}
     assert rewards_of(tmp_path, "openai/gsm8k", "my_set", "apps", "aime", by_data_source=own) == [
@@ -382,9 +360,3 @@ def test_the_own_table_comes_before_verls_and_names_all(tmp_path: Path) -> None:
 def test_a_data_source_of_images_is_refused_without_a_reward_for_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'hiyouga/geometry3k' .it is of answers about images.*rewards.by_data_source"):
         rewards_of(tmp_path, "hiyouga/geometry3k")
-
-
-def test_the_function_is_made_with_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "s.json").write_text('{"type": "array"}')
-    pytest.importorskip("jsonschema")
-    assert made("json", {"schema": "s.json"}, str(tmp_path))(item("[]")) == 1.0

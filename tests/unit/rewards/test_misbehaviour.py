@@ -1,4 +1,4 @@
-"""Thousands of rewards of which one in a hundred misbehaves, with exact counts; and the speed of the rest."""
+"""Many rewards of which one in a hundred misbehaves, with exact counts; and the speed of the rest."""
 
 import asyncio
 import contextlib
@@ -93,9 +93,9 @@ async def score_all(groups, **options):
         await pool.close()
 
 
-def test_one_in_a_hundred_of_10_000_rewards_misbehaves_and_everything_is_counted():
+def test_one_in_a_hundred_rewards_misbehaves_and_is_counted():
     """Of a thousand: each kind once, and two groups of whose batch function one score is missing."""
-    num = 10_000
+    num = 2_000
     rng = random.Random(num)
     num_groups, num_of_kind = num // GROUP_SIZE, num // 1000
     texts = [[str(g * GROUP_SIZE + s) for s in range(GROUP_SIZE)] for g in range(num_groups)]

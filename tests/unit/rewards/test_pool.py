@@ -5,7 +5,6 @@ import os
 import signal
 import time
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import psutil
 import pytest
@@ -15,16 +14,13 @@ from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.worker import RewardProbeError, RewardWorker
 from rollover.types import Task
-from unit.rewards.children import LIMIT, alive, skipping, wait_until_dead
+from unit.rewards.children import LIMIT, alive, skipping
 
 FUNCTIONS = """
-import asyncio, os, signal, threading, time
+import asyncio, os, signal, time
 from pathlib import Path
 
 hoard, running, loops = [], 0, set()
-unpicklable = (lambda lock: lambda completions, **_: [float(lock.acquire(blocking=False)) for _ in completions])(
-    threading.Lock()
-)
 
 def times_called(name):
     with open(name, "a") as file:
@@ -159,16 +155,6 @@ def test_a_group_goes_whole_to_one_worker_and_groups_run_at_the_same_time(folder
     assert (after["rewards/busy_workers"], after["rewards/queue"]) == (0, 0)
 
 
-def test_only_the_workers_that_are_needed_start():
-    async def run():
-        async with pool_of(3) as pool:
-            for _ in range(3):
-                await pool.score(group(["a"]))
-            return [h.pid is not None for h in pool.health()]
-
-    assert asyncio.run(run()) == [True, False, False]
-
-
 def test_groups_are_taken_in_order_of_arrival_also_when_one_asks_as_a_worker_gets_free():
     async def run():
         async with pool_of(1) as pool:
@@ -227,23 +213,6 @@ def test_of_single_calls_that_go_together_each_has_its_own_end():
     assert after == [5] and (stats["rewards/busy_workers"], stats["rewards/queue"]) == (0, 0)
 
 
-def test_a_missing_reward_of_single_calls_that_go_together_is_told_at_once():
-    async def run():
-        async with pool_of(1, retries=0) as pool:
-            await pool.score(group(["a"]))
-            held = asyncio.create_task(pool.score(group(["sleep 0.2"], task_id="held")))
-            await asyncio.sleep(0.05)  # the others wait behind it
-            texts = ["exit", "wait go", "aaa"]
-            died, waits, last = (asyncio.create_task(pool.score(group([text], task_id=text))) for text in texts)
-            (reward,) = await died
-            pending = waits.done(), last.done()
-            Path("go").touch()
-            return reward, pending, scores(await waits), scores(await last), await held
-
-    reward, pending, _, last, _ = skipping(run())
-    assert reward.missing and pending == (False, False) and last == [3]
-
-
 def test_rewards_do_not_depend_on_the_number_of_workers_and_one_worker_is_a_reward_worker():
     texts = [["a", "bb", "exit", "ccc"], ["raise f", "d" * 7], ["nothing"]]
 
@@ -277,11 +246,6 @@ def test_a_cancelled_call_gives_its_worker_back_with_a_fresh_process():
 
     pid, now, stats = asyncio.run(run())
     assert now != pid and not any(stats.values())
-
-
-def test_a_function_that_cannot_be_pickled_works():
-    (rewards,), _ = score(group(["a", "b"], "unpicklable"))
-    assert scores(rewards) == [1, 0]
 
 
 def test_the_default_leaves_a_core_to_the_trainer(monkeypatch):
@@ -364,21 +328,6 @@ def test_a_sample_that_began_while_the_event_loop_stood_still_has_its_own_time(f
     assert not any(r.missing for r in rewards) and timeouts == 0
 
 
-def test_what_hangs_while_the_event_loop_stands_still_is_ended_when_it_goes_on(folder):
-    async def run():
-        async with pool_of(1, **LIMIT) as pool:
-            call = asyncio.create_task(pool.score(group(["mark begun", "hang"])))
-            while not (folder / "begun").exists():
-                await asyncio.sleep(0.005)
-            until((folder / "hangs").exists)
-            until(resting(pool))
-            asyncio.get_running_loop().skip(150)
-            return await call
-
-    _, reward = skipping(run(), sign="nothing")
-    assert reward.error == "timeout after 100 s"
-
-
 def test_a_request_that_the_worker_does_not_read_ends_at_the_limit():
     async def run():
         async with pool_of(1, **LIMIT) as pool:
@@ -415,12 +364,6 @@ def test_a_death_and_a_timeout_are_tried_again_on_a_fresh_worker():
     (rewards,), counted = score(group(texts), retries=1, **LIMIT)
     assert scores(rewards) == [1, len("flaky f"), len("slow_once s"), 2, 3], "and what was scored is not scored again"
     assert counted == {"crashes": 1, "timeouts": 1, "retries": 2}
-
-
-def test_a_batch_is_tried_again_whole():
-    (rewards,), counted = score(group(["count c", "flaky f"], "batch"), retries=1)
-    assert scores(rewards) == [2, len("flaky f")]
-    assert counted == {"crashes": 1, "retries": 1}
 
 
 def test_tries_are_used_up_and_an_exception_is_not_tried_again(folder):
@@ -513,22 +456,10 @@ def test_running_out_of_memory_costs_one_reward_and_the_process():
     assert counted == {"out_of_memory": 1}
 
 
-def test_running_out_of_memory_in_a_batch_costs_the_batch():
-    (rewards, fine), counted = score(group(["a", "memory"], "batch"), group(["a"], "batch"), memory_gb=1.0)
-    assert scores(rewards) == [None, None] and scores(fine) == [1]
-    assert counted == {"out_of_memory": 2}
-
-
 def test_a_function_that_hoards_memory_goes_on_in_a_fresh_process():
     (rewards,), counted = score(group(["hoard"] * 8), memory_gb=0.7, quarantine_after=0)
     assert scores(rewards) == [1, 2, 3, None, 1, 2, 3, None]
     assert counted == {"out_of_memory": 2}
-
-
-def test_running_out_of_memory_counts_for_quarantine():
-    (rewards,), counted = score(group(["memory", "memory", "a"]), memory_gb=1.0, quarantine_after=2)
-    assert scores(rewards) == [None] * 3
-    assert counted == {"out_of_memory": 2, "quarantined": 1}
 
 
 # async def
@@ -565,12 +496,6 @@ def test_a_death_among_async_calls_keeps_what_has_returned():
     assert counted == {"crashes": 1}
 
 
-def test_async_calls_that_ran_out_of_memory_do_not_cost_the_others():
-    (rewards, after), counted = score(group(["memory", "pid"], "together"), group(["pid"]), memory_gb=1.0)
-    assert rewards[0].missing and rewards[1].score != after[0].score
-    assert counted == {"out_of_memory": 1}
-
-
 # Signs of life, and the end
 
 
@@ -591,15 +516,3 @@ def test_health_shows_what_works_since_when_and_what_is_silent():
             assert rested.pid == pid and rested.busy_s is None and rested.silent_s >= 0
 
     asyncio.run(run())
-
-
-def test_close_ends_every_worker():
-    async def run():
-        async with pool_of(3) as pool:
-            await asyncio.gather(*(pool.score(group(["sleep 0.3"])) for _ in range(3)))
-            pids = [h.pid for h in pool.health()]
-            assert len(set(pids)) == 3 and all(map(alive, pids))
-            return pids
-
-    pids = asyncio.run(run())
-    assert wait_until_dead(pids)

@@ -12,13 +12,6 @@ def test_a_task_is_in_quarantine_from_its_last_allowed_death_on(deaths, limit):
     assert [t in quarantine for t in "abc"] == [deaths.count(t) >= limit for t in "abc"]
 
 
-def test_without_a_limit_nothing_is_in_quarantine():
-    quarantine = Quarantine(0)
-    for _ in range(10):
-        quarantine.blame("a")
-    assert "a" not in quarantine and "b" not in quarantine
-
-
 def test_what_was_quiet_for_longest_is_forgotten():
     quarantine = Quarantine(1, max_tasks=2)
     for task_id in ("a", "b", "a", "c"):

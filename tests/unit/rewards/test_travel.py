@@ -129,8 +129,3 @@ def test_one_that_cannot_be_copied_fails_with_the_cure() -> None:
         RewardProbeError, match=r"cannot travel to its worker process.*It uses lock \(lock\).*first called"
     ):
         scored(lambda completions, **_: [float(lock.locked()) for _ in completions], "x")
-
-
-def test_one_with_other_parameters_is_refused() -> None:
-    with pytest.raises(RewardProbeError, match=r"has the parameters \(x\); expected TRL's"):
-        scored(lambda x: 1.0, "x")

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 
@@ -12,7 +11,7 @@ from rollover.config import RewardsConfig
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.worker import RewardProbeError, RewardWorker
 from rollover.types import Task
-from unit.rewards.children import LIMIT, alive, skipping, wait_until_dead
+from unit.rewards.children import LIMIT, skipping
 
 FUNCTIONS = """
 import os, signal, sys, time
@@ -80,8 +79,6 @@ def per_sample(data_source, solution_str, ground_truth, extra_info):
         time.sleep(1000)
     if solution_str == "pid":
         return os.getpid()
-    if solution_str == "child":
-        return os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "100")
     return {"score": 1.0, "acc": 0.5}
 """
 
@@ -136,20 +133,6 @@ def test_a_failure_is_missing_with_its_text_and_the_worker_goes_on(name, error):
     assert stats == counts(errors=2)
 
 
-def test_a_dead_worker_is_missing_and_replaced():
-    (failed, fine), stats = score(("exits", ["4", "5"]), ("good", ["4", "5"]))
-    assert all(r.missing and "exit code 3" in r.error for r in failed)
-    assert [r.score for r in fine] == [1, 0]
-    assert stats["rewards/crashes"] == 1
-
-
-def test_an_endless_loop_is_killed_at_the_limit():
-    (failed, fine), stats = score(("loops", ["4", "5"]), ("good", ["4", "5"]))
-    assert [r.error for r in failed] == ["timeout after 100 s"] * 2
-    assert [r.score for r in fine] == [1, 0]
-    assert stats == counts(timeouts=1)
-
-
 def test_printing_and_reading_do_not_touch_the_protocol():
     (rewards, again), _ = score(("prints", ["4", "5"]), ("prints", ["4"]))
     assert [r.score for r in rewards + again] == [1, 1, 1]
@@ -173,6 +156,7 @@ def test_a_per_sample_failure_leaves_the_others_valid():
 def test_rewards_of_several_functions_keep_the_order_of_the_requests():
     async def run():
         worker = RewardWorker()
+        await worker.probe(task("good"))
         names = ["good", "per_sample", "good", "per_sample"]
         requests = [ScoreRequest(task(n), c) for n, c in zip(names, ["4", "raise", "5", "x"], strict=True)]
         rewards = await asyncio.gather(worker.score(requests), worker.score(requests[:1]))
@@ -218,58 +202,6 @@ def test_the_probe_names_the_function_and_the_fault(name, error):
             await worker.close()
 
     skipping(run())
-
-
-def test_the_probe_passes_a_good_function():
-    async def run():
-        worker = RewardWorker()
-        await worker.probe(task("good"))
-        await worker.close()
-
-    asyncio.run(run())
-
-
-def test_close_kills_the_worker_and_what_it_started():
-    async def run():
-        worker = RewardWorker()
-        rewards = await worker.score([ScoreRequest(task("per_sample"), c) for c in ("pid", "child")])
-        pids = [int(r.score) for r in rewards]
-        assert all(map(alive, pids))
-        await worker.close()
-        return pids
-
-    assert wait_until_dead(asyncio.run(run()))
-
-
-PARENT = """
-import asyncio
-from rollover.config import RewardsConfig
-from rollover.rewards.pool import RewardPool
-from rollover.rewards.protocol import ScoreRequest
-from rollover.types import Task
-
-async def main():
-    pool = RewardPool(RewardsConfig(num_workers=2))
-    task = Task("t", "s", "functions.py:per_sample", prompt="p", columns={"answer": "4"})
-    calls = [asyncio.create_task(pool.score([ScoreRequest(task, "loop")])) for _ in range(2)]
-    while not all(h.pid for h in pool.health()):
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.3)
-    print(*(h.pid for h in pool.health()), flush=True)
-    await asyncio.wait(calls)
-
-asyncio.run(main())
-"""
-
-
-def test_every_worker_dies_when_its_parent_is_killed_in_a_call(folder):
-    (folder / "json.py").unlink()  # the parent below has this directory on its path
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=environment) as parent:
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2 and all(map(alive, pids))
-        parent.send_signal(signal.SIGKILL)
-    assert wait_until_dead(pids)
 
 
 def test_the_worker_imports_nothing_heavy():

@@ -29,19 +29,6 @@ MESSAGES = ({"role": "user", "content": CONTENT},)
 TASK = Task("rows/0", "rows", "exact_match", messages=MESSAGES, columns={"answer": "1"})
 
 
-class Own:
-    def reset(self, **columns) -> str:
-        return ""
-
-    def add(self, a: int) -> str:
-        """Adds.
-
-        Args:
-            a: a number
-        """
-        return str(a)
-
-
 def test_content_is_told_with_names():
     assert content_text(CONTENT) == "[image: a.png]What?" and content_text("What?") == "What?"
     assert asked({"messages": list(MESSAGES), "prompt": None}) == "[image: a.png]What?"

@@ -5,10 +5,6 @@ from hypothesis import strategies as st
 
 from rollover.tasks.split import Split, key_of
 
-KEYS = st.integers(0, 2**64 - 1)
-FILES = st.frozensets(st.integers(0, 20))
-
-
 WHERE = ["hash", "train file", "eval file", "generator"]
 PROBLEM = st.tuples(st.integers(0, 4), st.integers(0, 4), st.sampled_from(WHERE))
 

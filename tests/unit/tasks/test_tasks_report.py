@@ -16,8 +16,6 @@ from rollover.tasks import same
 from rollover.tasks.report import tasks_line
 from rollover.tasks.stream import TaskStream
 
-RECIPES = Path(__file__).parents[3] / "configs"
-
 
 def line_of(sources: list[dict[str, Any]], num_tasks: int = 0, **tasks: Any) -> str:
     config = Config.model_validate({"tasks": {"sources": sources, **tasks}, "eval": {"num_tasks": num_tasks}})

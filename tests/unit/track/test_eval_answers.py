@@ -105,12 +105,6 @@ def test_each_part_counts_its_own_missing_rewards(capsys: pytest.CaptureFixture[
     assert "0" in row and "nan" not in row.lower()
 
 
-def test_without_data_sources_there_are_files_only() -> None:
-    assert set(parts_of(summary_of([answer(0), answer(1, source="sums")], 1.0, [1]))) == {"test", "sums"}
-    named = [answer(0, data_source="test"), answer(1, source="sums", data_source="sums")]
-    assert "data_sources" not in summary_of(named, 1.0, [1]), "they would say the same twice"
-
-
 def test_what_is_held_out_has_the_name_of_its_file() -> None:
     def file(path: str, **options: Any) -> TaskSourceConfig:
         return TaskSourceConfig(kind="dataset", path=path, **options)

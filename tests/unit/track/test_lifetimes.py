@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -17,7 +16,7 @@ from rollover.track.lifetimes import STATES, LengthBias, Lifetimes, wait_by_quar
 from rollover.track.statistics import censored_mean
 from rollover.types import Group, Prompt, RolloutState
 from samples import group, rollout, segment
-from unit.track.traced import MODES, TracedRun, stopped_in_the_middle, traced
+from unit.track.traced import MODES, TracedRun, traced
 
 every_mode = pytest.mark.parametrize("mode", MODES)
 
@@ -84,19 +83,6 @@ def test_a_restart_changes_no_metric(mode: str) -> None:
     assert [*first.rows[:4], *second.rows] == straight.rows
 
 
-def test_a_checkpoint_in_the_middle_of_a_step_loses_no_time() -> None:
-    first = traced("slots", 3)
-    stopped_in_the_middle(first, 11)
-    saved = first.save()
-    second = TracedRun(**MODES["slots"])
-    second.load(saved)
-    second.steps(5)
-    second.history.trace.events[:0] = first.trace
-    expected = lives_from_the_trace(second)[3:]
-    for row, life in zip(second.rows, expected, strict=True):
-        assert sum(row.get(f"state/{s.value}_s", 0.0) for s in STATES) == pytest.approx(life["whole"])
-
-
 def test_what_ran_in_a_snapshot_is_parked_after_it() -> None:
     run = TracedRun(**MODES["slots"])
     group = run.lifecycle.admit(run.next_task()[0], Prompt.of([1, 2]), 0)  # type: ignore[index]
@@ -109,16 +95,6 @@ def test_what_ran_in_a_snapshot_is_parked_after_it() -> None:
     (held,) = again.history.lifetimes.state_dict()["groups"].values()
     assert [state for state, *_ in held["lives"]] == [RolloutState.WAITING.value] * 2
     assert [seconds["running"] for *_, seconds in held["lives"]] == [8.0, 7.0]
-
-
-def test_a_checkpoint_without_history_begins_one() -> None:
-    run = traced("partial", 3)
-    (mine, _) = run.save()
-    again = TracedRun(**MODES["partial"])
-    again.load((mine, {}))
-    again.steps(4)
-    assert all(math.isfinite(row["bias/trained_vs_dispatched_length"]) for row in again.rows)
-    assert all(row["state/running_s"] >= 0 for row in again.rows)
 
 
 @every_mode
@@ -143,15 +119,6 @@ def versions_of(group: Group) -> set[int]:
 
 
 # Length bias
-
-
-def test_synchronous_training_has_no_bias() -> None:
-    assert all(row["bias/trained_vs_dispatched_length"] == pytest.approx(1.0) for row in traced("sync", 6).rows)
-
-
-def test_training_the_short_ones_first_is_seen() -> None:
-    row = traced("drop", 12).rows[-1]
-    assert row["bias/trained_vs_dispatched_length"] < 0.9
 
 
 @every_mode
@@ -180,22 +147,6 @@ def test_ratio_of_known_lengths() -> None:
     assert bias.ratio([7]) == pytest.approx(3 / (2 + 0.75 * 2 + 0.5 * 5))
     bias.cut[7] = 1
     assert bias.ratio([]) == pytest.approx(3 / (2 + 0.75 * 2 + 0.5 * 5)), "dropped unfinished counts alike"
-
-
-def test_unfinished_ones_do_not_bias_the_ratio() -> None:
-    """Lengths are drawn alike for all; some are seen only up to a moment that has nothing to do with them."""
-    rng = random.Random(0)
-    bias, unfinished, seen = LengthBias(), [], []
-    for _ in range(20_000):
-        length, limit = rng.randint(1, 100), rng.randint(1, 200)
-        if length <= limit:
-            bias.finished[length] += 1
-        else:
-            unfinished.append(limit)
-        seen.append(min(length, limit))
-    bias.trained_rollouts, bias.trained_tokens = 2, 101  # as in the population
-    assert bias.ratio(unfinished) == pytest.approx(1.0, abs=0.02)
-    assert 50.5 / np.mean(seen) > 1.15, "the mean of what is seen so far would be too small"
 
 
 def test_wait_by_quarter_of_length() -> None:

@@ -17,7 +17,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from rollover.track.figures import count, decimal, duration, percent, sparkline, time_split
-from rollover.track.live import LiveView, Mode, Progress
+from rollover.track.live import LiveView, Progress
 from rollover.track.metrics import validate
 from rollover.track.still import Still
 from rollover.track.tracker import RunInfo, Trackers
@@ -110,25 +110,6 @@ def test_panel_shows_everything_within_the_width(width: int) -> None:
     ):
         assert part in text, part
     assert "…" not in text, "something was cut off"
-
-
-@pytest.mark.parametrize("waits", [(80.0, 0.0, 9.0, 0.0), (80.0, 0.0, 11.0, 0.0), (1.0, 80.0, 0.0, 9.0)])
-def test_the_longest_verdicts_fit_80_columns(waits: tuple[float, ...]) -> None:
-    keys = ("time/generate_s", "time/score_s", "wait/engine_for_trainer_s", "wait/engine_for_rewards_s")
-    console = rich_console(80)
-    view = LiveView("rich", 100, "demo", console)
-    view.on_step({**ROW, "time/step_s": 99.9, **dict(zip(keys, waits, strict=True))})
-    text = "\n".join(panel(view, console))
-    assert "-bound: the trainer waited 80.0 of 99.9 s for r" in text and "try " in text and "…" not in text
-
-
-@pytest.mark.parametrize("width", [40, 80])
-def test_panel_before_the_first_step(width: int) -> None:
-    console = rich_console(width)
-    view = LiveView("rich", 0, console=console)
-    lines = panel(view, console)
-    assert {cell_len(line) for line in lines} == {width}
-    assert "starting (0:00)" in "\n".join(lines) and "ETA -" in "\n".join(lines)
 
 
 def test_rich_live_draws_messages_above_and_the_final_state() -> None:
@@ -251,15 +232,6 @@ def test_plain_lines_say_what_takes_long() -> None:
     assert output(console).count("\n") <= said.count("\n") + 1, "at most what was being said"
 
 
-@pytest.mark.parametrize("mode", ["rich", "off"])
-def test_nothing_is_said_where_the_panel_shows_it_or_nobody_wants_it(mode: Mode) -> None:
-    console = plain_console()
-    view = LiveView(mode, 100, console=console, still_s=0.01)
-    view.on_phase("evaluating")
-    time.sleep(0.1)
-    assert output(console) == ""
-
-
 def test_the_pauses_grow() -> None:
     said: list[float] = []
     still = Still(said.append, first_s=0.01)
@@ -276,15 +248,6 @@ def test_auto_is_rich_on_a_terminal_that_can_show_it(monkeypatch: pytest.MonkeyP
     assert LiveView("auto", 1, console=Console(file=ascii_file, force_terminal=True)).mode == "plain"
     monkeypatch.setenv("TERM", "dumb")
     assert LiveView("auto", 1, console=rich_console(80)).mode == "plain"
-
-
-def test_off_shows_only_messages() -> None:
-    console = rich_console(80)
-    with running(LiveView("off", 1, console=console)) as view:
-        view.on_phase("training")
-        view.on_step(ROW)
-        view.on_message("warning")
-    assert output(console) == "warning\n"
 
 
 def test_eta_uses_the_latest_steps() -> None:
@@ -316,19 +279,6 @@ def test_sparkline() -> None:
     assert sparkline([], 5) == ""
     assert sparkline([1, 1], 5) == "▁▁"
     assert sparkline([9, 0, 0.5, 1], 3) == "▁▅█"
-
-
-def test_evaluation_and_checkpoint_have_names_of_their_own() -> None:
-    row = {**ROW, "time/step_s": 20.0, "time/eval_s": 7.0, "time/checkpoint_s": 2.0}
-    console = plain_console()
-    LiveView("verbose", 100, console=console).on_step(row)
-    assert "generate 31% score 2% train 15% weights 1% checkpoint 10% eval 35% other 7% |" in output(console)
-    for width in (80, 120):
-        console = rich_console(width)
-        view = LiveView("rich", 100, console=console)
-        view.on_step(row)
-        text = "\n".join(panel(view, console))
-        assert "checkpoint 10%" in text and "eval 35%  other 7%" in text and "…" not in text
 
 
 @given(st.lists(st.floats(0, 5, allow_nan=False), min_size=4, max_size=4))

@@ -68,10 +68,6 @@ def test_values_are_numbers(value: object) -> None:
         validate({"loss": value})
 
 
-def test_valid_row() -> None:
-    validate({"step": 1, "loss": float("nan"), "reward/mean": None, "dropped/stale/groups": 0})
-
-
 def test_aggregate_by_kind() -> None:
     rows = [
         {
@@ -106,10 +102,6 @@ def test_aggregate_by_kind() -> None:
         "staleness/max": 3,
         "loss": None,
     }
-
-
-def test_aggregate_rate_without_its_parts() -> None:
-    assert aggregate([{"speed/trained_tokens_per_s": 5.0}]) == {"speed/trained_tokens_per_s": None}
 
 
 def test_a_name_in_a_key_may_be_any_text() -> None:

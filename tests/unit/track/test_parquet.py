@@ -17,8 +17,6 @@ from documents import ROOT
 from recorded_run import HOSTILE, group, recorded, row, segment, write_run
 from rollover import cli
 from rollover.config import Config
-from rollover.config.load import load_config
-from rollover.config.table import ConfigError
 from rollover.track.build import build_trackers
 from rollover.track.metrics_table import MetricsTable
 from rollover.track.recorded import read_records, read_rollouts, step_files
@@ -26,7 +24,7 @@ from rollover.track.recorder import FORMATS, Format, RolloutRecorder
 from rollover.track.rollout_table import METADATA, read_columns, schema
 from rollover.track.sinks import MetricsFile, read_rows
 from rollover.track.token_stats import KEYS
-from rollover.track.tracker import Cut, RecordedCredit, RecordedGroup
+from rollover.track.tracker import Cut, RecordedGroup
 from rollover.types import DropReason, Prompt, Reward, Rollout
 
 pandas = pytest.importorskip("pandas")
@@ -114,14 +112,6 @@ def test_pandas_reads_a_folder_of_steps(tmp_path: Path) -> None:
     assert frame["segments"][8][1]["policy_version"] == 1 and set(frame["outcome"]) == {"trained", "dropped:stale"}
 
 
-def test_a_step_that_is_told_twice_has_both(tmp_path: Path) -> None:
-    recorder = RolloutRecorder(tmp_path, formats=FORMATS)
-    recorder.write(1, [recorded(group(0, [1.0]))])
-    recorder.write(1, [recorded(group(1, [1.0]), DropReason.STALE)])
-    assert len(parquet.read_table(tmp_path / "step-000001.parquet")) == 2
-    assert len(read_rows(tmp_path / "step-000001.jsonl")) == 2
-
-
 def test_a_resumed_run_has_no_rollout_twice(tmp_path: Path) -> None:
     recorder = RolloutRecorder(tmp_path, formats=FORMATS)
     for step in (1, 2, 3):
@@ -173,14 +163,6 @@ def test_a_file_of_the_first_schema_is_read_and_goes_on_in_this_one(tmp_path: Pa
     recorder.write(1, [recorded(group(20, [1.0]))])
     assert [of["rollout_id"] for of in read_records(tmp_path)] == [*(of["rollout_id"] for of in before), "20-0"]
     assert parquet.ParquetFile(path).schema_arrow.metadata[METADATA] == b"rollouts/5"
-
-
-def test_pandas_reads_what_training_made_of_tokens(tmp_path: Path) -> None:
-    credit = RecordedCredit(0, 0.5, {"overlong": -0.5})
-    of = replace(recorded(group(0, [1.0, 0.0])), credits=[credit, None])
-    frame = pandas.read_parquet(RolloutRecorder(tmp_path, formats=["parquet"]).write(1, [of]))
-    assert frame["credit"][0]["reward"] == 0.5 and dict(frame["credit"][0]["terms"]) == {"overlong": -0.5}
-    assert frame["credit"][1] is None and frame["loss_mask"].isna().all()
 
 
 # ---- metrics
@@ -272,14 +254,6 @@ def test_the_option_says_what_is_written(tmp_path: Path, formats: list[str], wri
     files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     assert files - {"metrics.jsonl", "eval.jsonl"} == written
     assert [r["step"] for r in read_rows(tmp_path / "metrics.jsonl")] == [1]
-
-
-@pytest.mark.parametrize("value", ["[]", '["csv"]', '"parquet"'])
-def test_a_wrong_format_is_refused(tmp_path: Path, value: str) -> None:
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(f'[track]\nformat = {value}\n[[tasks.sources]]\nkind = "reasoning_gym"\nname = "chain_sum"\n')
-    with pytest.raises(ConfigError, match="track.format"):
-        load_config([recipe])
 
 
 def test_without_pyarrow_the_run_says_what_to_install(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -69,16 +69,6 @@ def test_resume_has_no_duplicate_step(
     assert rows(path) == [{"step": step} for step in range(before + after)]
 
 
-def test_truncate_goes_by_the_step(tmp_path: Path) -> None:
-    with JsonlSink(tmp_path / "eval.jsonl") as sink:
-        for step in (0, 4, 8):
-            sink.write({"step": step, "text": "one\u2028line"})
-        sink.truncate(Cut(5))
-        assert [row["step"] for row in sink.rows()] == [0, 4]
-        sink.truncate(Cut(-1))
-        assert sink.rows() == []
-
-
 def test_rows_names_the_file_of_a_line_that_is_not_json(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text("{}\n{\n")
     with (

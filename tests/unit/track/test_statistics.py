@@ -41,12 +41,6 @@ def test_wilson_interval_against_published_values():
         wilson_interval(1, 0)
 
 
-@given(st.integers(1, 300).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_wilson_interval_holds_the_rate(case):
-    low, high = wilson_interval(*case)
-    assert 0 <= low <= case[0] / case[1] + 1e-12 and case[0] / case[1] - 1e-12 <= high <= 1
-
-
 def test_mean_of_numbers_that_are_all_known_or_cut_short():
     assert censored_mean({3: 2, 9: 1}, {}) == 5
     assert math.isnan(censored_mean({}, {}))
@@ -104,12 +98,6 @@ def test_pass_at_k_of_equal_tasks_has_an_interval_with_a_width(k: int):
             low, high = summary[f"{name}_ci"]
             assert [low, high] == pytest.approx(list(wilson_interval(9 * summary[name], 9)))
             assert high - low > 0.25 and low <= summary[name] <= high
-
-
-def test_the_normal_interval_holds_between_0_and_1():
-    rows = [("a", str(i), [1.0] * (1 + i % 3) + [0.0] * (3 - i % 3)) for i in range(60)]
-    summary = summarise_eval(rows, 1.0)
-    assert summary["pass@1_ci"] == pytest.approx(summary["ci"]) and summary["ci"][1] < 1
 
 
 def test_the_intervals_of_clustered_samples_hold_the_truth_as_often_as_they_say():

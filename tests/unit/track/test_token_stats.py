@@ -116,10 +116,6 @@ def test_a_line_is_as_it_is_documented(tmp_path: Path) -> None:
     assert list(json.loads(line))[-len(KEYS) - 2 :] == ["token_ids", "logprobs", *KEYS]
 
 
-def test_a_record_of_an_earlier_version_has_none() -> None:
-    assert by_token({"num_tokens": 3}) is None
-
-
 def test_a_mask_of_another_length_is_said() -> None:
     with pytest.raises(ValueError, match="loss_mask is of 4 tokens, and there are 5"):
         by_token(stats().record() | {"num_tokens": 5})

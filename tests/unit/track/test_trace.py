@@ -19,7 +19,6 @@ from rollover.track.trace import (
     acts,
     busy_share,
     engine_visits,
-    spans,
     trace_events,
 )
 from rollover.types import DropReason
@@ -55,35 +54,6 @@ def test_segments_are_those_of_the_rollouts(mode: str) -> None:
                 assert traced_segments.get(rollout.rollout_id, []) == expected
                 checked += len(expected)
     assert checked >= 32
-
-
-@every_mode
-def test_no_slot_holds_two_rollouts_at_once(mode: str) -> None:
-    found = engine_visits(traced(mode, 8).trace)
-    by_slot: dict[int, list[EngineVisit]] = {}
-    for visit in found:
-        assert visit.start < visit.end
-        by_slot.setdefault(visit.slot, []).append(visit)
-    for of_slot in by_slot.values():
-        of_slot.sort(key=lambda s: s.start)
-        assert all(a.end <= b.start for a, b in zip(of_slot, of_slot[1:], strict=False))
-    running = most = 0
-    for event in traced(mode, 8).trace:
-        running += (event.kind in ("start", "resume")) - (event.kind in ("park", "finish"))
-        most = max(most, running)
-    assert sorted(by_slot) == list(range(most)), "greedy: as many slots as ever ran at once"
-    assert most == MODES[mode].get("max_running", most)
-
-
-def test_versions_steps_and_publications() -> None:
-    trace = traced("partial", 5).trace
-    assert [e.seconds for e in trace] == sorted(e.seconds for e in trace)
-    versions = [e.version for e in trace]
-    assert versions == sorted(versions) and versions[-1] == 5
-    assert [e.version for e in trace if e.kind == "publish"] == [1, 2, 3, 4, 5]
-    found = [(s.name, s.version) for s in spans(trace)]
-    assert found == [(name, v) for v in range(5) for name in ("generate", "train")]
-    assert all(s.start <= s.end for s in spans(trace))
 
 
 def test_round_trip_through_the_file(tmp_path: Path) -> None:
@@ -169,14 +139,6 @@ def test_a_stay_under_several_versions_is_cut_by_tokens() -> None:
     assert visit((3, 5)).bars() == [(3, 5, 10.0, 20.0)]
     assert visit((3, 5), (4, 3), (5, 2)).bars() == [(3, 5, 10.0, 15.0), (4, 3, 15.0, 18.0), (5, 2, 18.0, 20.0)]
     assert visit().bars() == [(7, 0, 10.0, 20.0)]
-
-
-def test_what_is_cut_off_is_left_out() -> None:
-    trace = traced("partial", 3).trace
-    last = max(i for i, e in enumerate(trace) if e.kind in ("start", "resume"))
-    assert len(engine_visits(trace[: last + 1])) < len(engine_visits(trace))
-    first_end = next(i for i, e in enumerate(trace) if e.kind == "finish")
-    assert engine_visits(trace[first_end:]) and spans(trace[1:])[0].name == "train"
 
 
 def test_busy_share() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-import tiny
 from rollover.envs.chat import Chat
 from rollover.models.chat_template import prompt_arguments
 from rollover.tasks.prompts import encode_prompt
@@ -60,7 +59,3 @@ def test_a_template_that_drops_it_is_refused() -> None:
     drops = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(ValueError, match="task 't' of s: the model's chat template refuses its messages"):
         encode_prompt(Task("t", "s", "r", messages=(USER, BEGUN)), tokenizer(drops))
-
-
-def test_the_tiny_template_closes_answers_that_are_whole() -> None:
-    assert "a:" in tiny.tokenizer().apply_chat_template([USER], add_generation_prompt=True, tokenize=False)

@@ -87,12 +87,6 @@ def test_names_and_pieces_are_those_of_files(family: str, tmp_path: Path) -> Non
         torch.testing.assert_close(tensor, saved[name])
 
 
-def test_a_plain_model_keeps_its_names() -> None:
-    model = tiny.model("qwen3")
-    weights = dict(model.named_parameters())
-    assert dict(as_in_files(model, weights.items())).keys() == weights.keys()
-
-
 def test_the_decoder_is_found_beside_a_tower_of_equal_depth() -> None:
     class Both(torch.nn.Module):
         def __init__(self) -> None:

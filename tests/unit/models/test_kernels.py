@@ -117,9 +117,7 @@ def _of_width(flags: tuple[str, ...]) -> kernels.Kernels:
 
 
 WIDTHS = pytest.mark.parametrize("flags", [(), ("-mno-avx512f",), ("-mno-avx",)], ids=["native", "AVX2", "SSE"])
-HEADS = pytest.mark.parametrize(
-    ("heads", "kv_heads", "size"), [(9, 3, 64), (4, 4, 16), (14, 2, 64), (5, 1, 128), (6, 2, 80), (3, 3, 96)]
-)
+HEADS = pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 64), (4, 4, 16), (5, 1, 128), (6, 2, 80)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -159,7 +157,7 @@ def test_prefill_attention_equals_torch(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocab", [100, 256, 1000, 49152])
+@pytest.mark.parametrize("vocab", [100, 1000, 49152])
 def test_draws_equal_the_sampler(dtype: torch.dtype, vocab: int) -> None:
     """The same tokens for the same uniform numbers, but where one falls onto a border; log-probs of what was drawn."""
     num = 300
@@ -193,7 +191,7 @@ TRUNCATIONS = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spread", [0.01, 1.0, 4.0, 30.0])
+@pytest.mark.parametrize("spread", [0.01, 4.0])
 @pytest.mark.parametrize("truncation", TRUNCATIONS.values(), ids=TRUNCATIONS)
 def test_truncated_draws_equal_the_sampler(dtype: torch.dtype, spread: float, truncation: dict) -> None:
     """Flat and steep distributions with many equal logits, beside rows that are greedy or not truncated."""
@@ -215,7 +213,7 @@ def test_truncated_draws_equal_the_sampler(dtype: torch.dtype, spread: float, tr
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("temperature", [1e-3, 1e-7, 1e-8, 1e-30])
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30])
 @pytest.mark.parametrize("truncation", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.05}], ids=str)
 def test_next_to_no_temperature_is_greedy(dtype: torch.dtype, temperature: float, truncation: dict) -> None:
     torch.manual_seed(0)
@@ -235,15 +233,6 @@ def test_what_is_not_a_number_gives_a_token_of_the_vocabulary(kind: dict) -> Non
     logits[3] = -float("inf")
     tokens, _ = sample(logits, [SamplingParams(**kind)] * 4, uniforms(range(4), [0] * 4), tiny.compiled_kernels())
     assert all(0 <= token < 300 for token in tokens)
-
-
-def test_draws_have_the_distribution() -> None:
-    logits = torch.tensor([0.0, 1.0, float("-inf"), 2.0, -1.0]).expand(20_000, -1).contiguous()
-    tokens, _ = sample(
-        logits, [SamplingParams()] * 20_000, uniforms(range(20_000), [0] * 20_000), tiny.compiled_kernels()
-    )
-    shares = torch.bincount(torch.tensor(tokens), minlength=5) / 20_000
-    assert torch.allclose(shares, torch.softmax(logits[0], -1), atol=0.015)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

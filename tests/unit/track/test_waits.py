@@ -54,7 +54,6 @@ def overlap(step: float, generate: float, score: float, trainer: float, rewards:
         (overlap(20, 12, 0, 7, 0), "generation",
             "generation-bound: the trainer waited 12.0 of 20.0 s for rollouts", AHEAD),
         (overlap(20, 7, 0, 12, 0), "trainer", "trainer-bound: the engine stood idle 12.0 of 20.0 s", AHEAD),
-        (overlap(20, 0, 3, 12, 0), "trainer", "trainer-bound: the engine stood idle 12.0 of 20.0 s", AHEAD),
         # More groups in flight would only wait for their rewards.
         (overlap(20, 0, 8, 5, 0), "reward",
             "reward-bound: the trainer waited 8.0 of 20.0 s for rewards", "more rewards.num_workers"),
@@ -75,14 +74,8 @@ def overlap(step: float, generate: float, score: float, trainer: float, rewards:
             "generation", "in turns: generation 18.0 of 20.0 s; overlap saves at most 2.0 s",
             "rollout.overlap with rollout.max_staleness = 1",
         ),
-        (
-            times(200, 20, 4, 150),
-            "trainer", "in turns: training 150 of 200 s; overlap saves at most 24.0 s",
-            "rollout.overlap with rollout.max_staleness = 1",
-        ),
         (times(0.2, 0, 0, 0.17), "trainer", "in turns: training 0.17 of 0.20 s", "a larger train.micro_batch_tokens"),
         (times(20, 1, 15, 0.5), "reward", "in turns: rewards 15.0 of 20.0 s", "more rewards.num_workers"),
-        (times(20, 0.9, 0, 19), "trainer", "in turns: training 19.0 of 20.0 s", "a larger train.micro_batch_tokens"),
         (times(20, 19, 0, 1), "generation", "in turns: generation 19.0 of 20.0 s",
             'a larger engine.max_running or rollout.interrupt = "when_enough"'),
     ],

@@ -68,17 +68,6 @@ def test_what_is_not_there_is_said(run: Path, path: str, status: int, says: str)
     assert answer.status_code == status and says in answer.json()["error"]["message"]
 
 
-def test_a_damaged_file_is_named(run: Path) -> None:
-    asked = client(run)
-    (run / "metrics.jsonl").write_text("no row\n")
-    assert "metrics.jsonl has a line that is not JSON" in asked.get("/api/runs/0/keys").json()["error"]["message"]
-
-
-def test_an_infinity_is_json_too(run: Path) -> None:
-    (run / "config.resolved.json").write_text('{"a": {"b": Infinity}}')
-    assert client(run).get("/api/runs/0/config").json() == {"a": {"b": None}}
-
-
 def test_nothing_can_be_changed(run: Path) -> None:
     asked = client(run)
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):

@@ -41,7 +41,7 @@ def check(columns: Columns, rows: list[dict[str, Any]]) -> None:
     assert list(columns.newest) == rows[-len(columns.newest) :] if rows else not columns.newest
 
 
-@pytest.mark.parametrize("count", [0, 1, 31, 287, 288, 600, 1300])
+@pytest.mark.parametrize("count", [0, 31, 288, 1300])
 def test_they_are_what_the_rows_say(tmp_path: Path, count: int) -> None:
     rows = made(count)
     write(tmp_path / "metrics.jsonl", rows)
@@ -66,7 +66,7 @@ def test_they_grow_and_are_cut_back_with_the_file(tmp_path: Path) -> None:
     assert len(columns) == 0
 
 
-@pytest.mark.parametrize("again", [899, 700, 512, 100, 1])
+@pytest.mark.parametrize("again", [899, 512, 1])
 def test_steps_that_were_made_again_are_there_once(tmp_path: Path, again: int) -> None:
     """Also where they were packed already."""
     path, rows = tmp_path / "metrics.jsonl", made(900)
@@ -80,15 +80,6 @@ def test_steps_that_were_made_again_are_there_once(tmp_path: Path, again: int) -
             columns.column(key), np.array([row.get(key) for row in expected], np.float64), err_msg=key
         )
     assert columns.last == expected[-1] and columns.cuts > 1
-
-
-def test_what_is_kept_of_a_step_is_a_few_numbers() -> None:
-    keys, steps = 40, 5000
-    columns = Columns.of(made(steps, keys))
-    rows, num_bytes = columns.kept
-    assert rows <= 256 + 32 and num_bytes < steps * keys * 8 * 1.1
-    constant = Columns.of([{"step": n, **{f"own/{k}": 0.0 for k in range(keys)}} for n in range(1, steps)])
-    assert constant.kept[1] < steps * keys
 
 
 @pytest.mark.parametrize("wrong", ["nonsense\n", "[1]\n", '{"loss": 1}\n', '{"step": 2, "loss": "low"}\n'])

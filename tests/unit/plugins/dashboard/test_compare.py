@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recorded_run import write_run
-from rollover.plugins.dashboard.compare import curves, differences, evaluations
+from rollover.plugins.dashboard.compare import differences, evaluations
 from rollover.plugins.dashboard.indexed_run import IndexedRun
 
 
@@ -35,16 +35,6 @@ def test_only_keys_that_differ() -> None:
     ]
     nested = config(1e-5) | {"train": {"learning_rate": 1e-5, "lora": {"rank": 16}}}
     assert differences([config(1e-5), nested]) == [{"key": "train.lora.rank", "values": ["8", "16"]}]
-
-
-def test_curves_over_one_axis(tmp_path: Path) -> None:
-    runs = [
-        run_at(tmp_path / name, config(1.0) | {"rollout": {"group_size": size}}) for name, size in (("a", 2), ("b", 4))
-    ]
-    found = curves(runs, ["reward/mean"], "samples", 100)
-    assert [of["x"] for of in found] == [[4, 8, 12], [8, 16, 24]]
-    with pytest.raises(ValueError, match="no axis"):
-        curves(runs, ["reward/mean"], "miles", 100)
 
 
 def test_evaluations_are_paired_by_task(tmp_path: Path) -> None:

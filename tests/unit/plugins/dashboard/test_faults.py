@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -105,23 +104,6 @@ def test_a_run_that_is_gone_is_no_stopped_one_and_comes_back(run: Path, tmp_path
     run.unlink()
     moved.rename(run)
     assert asked.get("/api/runs/0/state").json() == before
-
-
-def test_a_pipe_is_no_file(run: Path) -> None:
-    """Which nobody would ever end to write."""
-    os.mkfifo(run / "rollouts" / "step-000009.jsonl")
-    data = RunData(run)
-    assert {row["step"] for row in data.answer("rollouts", {})["rows"]} == {1, 2, 3}
-    (run / "metrics.jsonl").unlink()
-    os.mkfifo(run / "metrics.jsonl")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl is no file"):
-        data.answer("keys", {})
-
-
-def test_a_number_that_no_run_has(run: Path) -> None:
-    for number in ("9" * 5000, "-1", "1.0", "x"):
-        answer = client(run).get(f"/api/runs/{number}/state")
-        assert answer.status_code == 404 and "there is no run" in answer.json()["error"]["message"], number
 
 
 def test_a_report_of_a_damaged_run_says_which_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,15 +112,6 @@ def test_letters_of_any_alphabet_are_found_in_either_case(tmp_path: Path, of_for
     assert found(own, text="ECOLE") == ["1-0"]
 
 
-def test_pages_of_a_search_join_to_the_whole(index: RolloutIndex) -> None:
-    shown, offset, pages = [], 0, 0
-    while offset is not None:
-        of = page(index, Wanted(text="answer 1", offset=offset, limit=2, sort="score"))
-        shown += [row["id"] for row in of["rows"]]
-        offset, pages = of["next"], pages + 1
-    assert sorted(shown) == sorted(found(index, text="answer 1")) and len(set(shown)) == 6 and pages >= 3
-
-
 def test_a_search_whose_time_is_up_goes_on_where_it_stopped(tmp_path: Path, of_format: Format) -> None:
     recorder = RolloutRecorder(tmp_path, formats=(of_format,))
     many = [group(number, [0.0] * 1200) for number in range(2)]

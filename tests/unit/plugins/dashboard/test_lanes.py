@@ -110,13 +110,6 @@ def test_many_bars_are_cells_that_add_up(tmp_path: Path) -> None:
     assert cells["version"][20] == max(seconds, key=lambda version: seconds[version])
 
 
-def test_cells_that_are_alike_are_one(tmp_path: Path) -> None:
-    index = index_of(tmp_path, in_order(visit(0, 0.0, 10.0, [(3, 9)]), visit(1, 2.0, 4.0, [(3, 9)])))
-    cells = window(index, 0.0, 10.0, 10, most_bars=0)["cells"]
-    assert cells == {"columns": 10, "lane": [0, 1], "column": [0, 2], "length": [10, 2], "version": [3, 3],
-                     "busy": [20, 20]}  # fmt: skip
-
-
 def test_ten_thousand_steps_are_no_more_than_a_screen_has(tmp_path: Path) -> None:
     events = []
     for step in range(10_000):

@@ -33,7 +33,7 @@ def test_bytes_that_never_become_a_character_are_told_as_such() -> None:
     assert "".join(pieces(by_bytes, [])) == ""
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(3))
 def test_whatever_the_bytes_are_nothing_after_them_is_lost(seed: int) -> None:
     rng = random.Random(seed)
     ids = [rng.randrange(256) for _ in range(60)] + list(b" the end")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import subprocess
@@ -17,7 +16,6 @@ from rollover.config import Config
 from rollover.config.run import RunConfig
 from rollover.files import MOST_LINE_BYTES, lines_of, open_regular, read_regular
 from rollover.run.directory import RunDirectory
-from rollover.track.sinks import read_rows
 
 LIMIT_S, LIMIT_MB = 60, 2500  # of address space, so that a gigabyte of zeros does not fit twice
 FILES = (
@@ -110,9 +108,3 @@ def test_open_regular_takes_files_alone(tmp_path: Path) -> None:
     with open_regular(tmp_path / "file") as file, pytest.raises(ValueError, match="a line of more than 3 bytes"):
         list(lines_of(file, "file", 3))
     assert MOST_LINE_BYTES > 10**8
-
-
-def test_long_line_of_a_rollout_is_read(tmp_path: Path) -> None:
-    """The bound is far above what runs write."""
-    (tmp_path / "eval.jsonl").write_text(json.dumps({"step": 1, "text": "x" * 5_000_000}) + "\n{")
-    assert len(read_rows(tmp_path / "eval.jsonl")) == 1

@@ -13,7 +13,6 @@ from rollover import cli
 from rollover.plugins.dashboard.report import make_report
 from rollover.plugins.dashboard.run_data import RunData
 from rollover.track.recorder import RolloutRecorder
-from rollover.track.trace import TRACE, TraceEvent
 
 
 class Tags(HTMLParser):
@@ -92,27 +91,6 @@ def test_beginnings_of_texts_have_room_of_their_own(tmp_path: Path) -> None:
     text = make_report([RunData(tmp_path)], 350_000)
     (run,) = written(text)["runs"]
     assert 300_000 < len(text) <= 350_000 and run["left_out"] > 0
-
-
-def test_what_says_the_same_again_and_again_takes_little_room(tmp_path: Path) -> None:
-    recorder = RolloutRecorder(write_run(tmp_path) / "rollouts")
-    for step in range(4, 40):
-        recorder.write(step, [recorded(group(100 + step, [0.5, 1.0]), text=f"{step} " * 8000)])
-    text = make_report([RunData(tmp_path)], 400_000)
-    (run,) = written(text)["runs"]
-    assert len(text) <= 400_000 and len(run["records"]) == 87 and run["left_out"] == 0
-    assert all(len(run["records"][f"{step}/{100 + step}-0"]["completion"]) > 16_000 for step in range(4, 40))
-
-
-def test_the_lanes_can_be_looked_at_closely(tmp_path: Path) -> None:
-    """Short bars of a long run have a length, too, which a screen of the whole does not show."""
-    path = write_run(tmp_path)
-    events = [TraceEvent("start", 390.0, 0, 9, 0), TraceEvent("finish", 390.04, 0, 9, 0, 0, 1, ((0, 1),))]
-    with (path / TRACE).open("a") as trace:
-        trace.writelines(event.to_line() + "\n" for event in events)
-    (run,) = written(make_report([RunData(path)]))["runs"]
-    bars = run["lanes"][0]["bars"]
-    assert bars["end"][-1] - bars["start"][-1] == pytest.approx(0.04)
 
 
 def test_several_runs_share_the_room_and_are_compared(tmp_path: Path) -> None:

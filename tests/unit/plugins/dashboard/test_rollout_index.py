@@ -38,14 +38,6 @@ def test_an_entry_says_what_its_record_says(tmp_path: Path, formats: tuple[Forma
 
 
 @EITHER
-def test_what_siblings_share_is_in_each_record(tmp_path: Path, formats: tuple[Format, ...]) -> None:
-    index = RolloutIndex(write_run(tmp_path, formats=formats) / "rollouts")
-    second = index.record(index.entries()[1])
-    assert second["messages"] == [{"role": "user", "content": "3 + 1?"}]
-    assert (second["prompt_ids"], second["columns"], second["prompt"]) == ([7, 8], {}, None)
-
-
-@EITHER
 def test_files_that_come_grow_and_go_are_seen(tmp_path: Path, formats: tuple[Format, ...]) -> None:
     index, recorder = RolloutIndex(tmp_path / "rollouts"), RolloutRecorder(tmp_path / "rollouts", formats=formats)
 
@@ -95,14 +87,6 @@ def test_versions_before_the_first_are_versions(tmp_path: Path) -> None:
     assert [row["id"] for row in page(index, Wanted.of_query({"versions_from": "2"}))["rows"]] == ["1-0"]
 
 
-def test_a_file_that_did_not_change_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_run(tmp_path) / "rollouts"
-    index = RolloutIndex(folder)
-    before = index.entries()
-    monkeypatch.setattr("builtins.open", lambda *args, **more: pytest.fail(f"{args} is opened"))
-    assert index.entries() is before
-
-
 def test_a_name_among_extras_that_is_the_one_of_the_tokens(tmp_path: Path) -> None:
     """The short values of a line end where its tokens begin; what only looks like that is read whole."""
     path = RolloutRecorder(tmp_path).write(1, [recorded(group(0, [1.0]), text='x", "token_ids": [1')])
@@ -111,13 +95,6 @@ def test_a_name_among_extras_that_is_the_one_of_the_tokens(tmp_path: Path) -> No
     index = RolloutIndex(tmp_path)
     (entry,) = index.entries()
     assert entry["num_tokens"] == 3 and index.record(entry)["completion"] == 'x", "token_ids": [1 0'
-
-
-def test_half_a_line_at_the_end_is_no_rollout(tmp_path: Path) -> None:
-    path = RolloutRecorder(tmp_path).write(1, [recorded(group(0, [1.0, 0.0]))])
-    path.write_bytes(path.read_bytes()[:-40])
-    index = RolloutIndex(tmp_path)
-    assert len(index.entries()) == 1 and len(list(read_records(tmp_path))) == 1
 
 
 def test_a_damaged_line_names_file_and_line(tmp_path: Path) -> None:

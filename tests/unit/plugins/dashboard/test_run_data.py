@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recorded_run import HOSTILE, group, recorded, row, segment, write_run
+from recorded_run import group, recorded, row, segment, write_run
 from rollover.plugins.dashboard.indexed_run import IndexedRun
 from rollover.plugins.dashboard.pieces import pieces
 from rollover.plugins.dashboard.run_data import RunData
@@ -107,20 +106,6 @@ def test_a_rollout_with_its_segments_siblings_and_life(tmp_path: Path, of_format
     assert second["tokens"]["texts"] is None and second["prompt_tokens"] == 2
 
 
-def test_tokens_come_in_parts(tmp_path: Path) -> None:
-    RolloutRecorder(write_run(tmp_path) / "rollouts").write(4, [recorded(group(50, [1.0], num_tokens=100))])
-    asked_for: list[Sequence[int]] = []
-
-    def numbered(ids: Sequence[int]) -> list[str]:
-        asked_for.append(ids)
-        return [str(token) for token in ids]
-
-    part = asked(RunData(tmp_path, numbered), "rollout", step=4, id="50-0", first=60, count=3)["tokens"]
-    assert part["ids"] == [60, 61, 62] and part["texts"] == ["60", "61", "62"] and part["of"] == 100
-    assert len(asked_for[0]) < 40
-    assert asked(RunData(tmp_path, numbered), "rollout", step=4, id="50-0", first=200)["tokens"]["ids"] == []
-
-
 def test_a_part_may_end_amid_a_character(tmp_path: Path) -> None:
     """Which is told once, with the token that completes it."""
     of, text = group(50, [1.0]), "a\U0001f600b\U0001f600".encode()
@@ -178,15 +163,6 @@ def test_the_ledger_adds_up_in_tokens_and_seconds(tmp_path: Path) -> None:
     lengths = told["lengths"]
     assert {of: sum(counts) for of, counts in lengths["counts"].items()} == {"trained": 12, "dropped:stale": 3}
     assert lengths["means"] == {"trained": 4, "dropped:stale": 5} and lengths["edges"][-1] > 6
-
-
-@pytest.mark.parametrize("name", sorted(HOSTILE))
-def test_hostile_texts_are_texts(tmp_path: Path, of_format: Format, name: str) -> None:
-    write_run(tmp_path, formats=(of_format,), text=lambda step: HOSTILE[name])
-    data = RunData(tmp_path)
-    told = asked(data, "rollout", step=1, id="3-0")
-    assert told["completion"] == f"{HOSTILE[name]} 0".encode("utf-8", "replace").decode()
-    assert len(json.dumps(asked(data, "rollouts"))) < 20_000
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from recorded_run import row, write_run
 from rollover.config import Config
-from rollover.plugins.dashboard.accounts import Amount, accounts_of
+from rollover.plugins.dashboard.accounts import Amount
 from rollover.plugins.dashboard.indexed_run import IndexedRun
 from rollover.run.lock import DirectoryLock
 from rollover.track.build import build_trackers
@@ -33,12 +33,6 @@ def test_what_is_no_run_is_said(tmp_path: Path, what: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="is not the directory of a run"):
         IndexedRun(tmp_path / what)
-
-
-def test_a_folder_that_is_meant_is_named(tmp_path: Path) -> None:
-    write_run(tmp_path / "quickstart-1")
-    with pytest.raises(ValueError, match="Did you mean .*quickstart-1"):
-        IndexedRun(tmp_path / "quickstrat-1")
 
 
 def test_a_killed_run_with_half_lines(tmp_path: Path) -> None:
@@ -99,8 +93,3 @@ def test_a_figure_that_does_not_matter_in_this_run_is_no_warning(tmp_path: Path)
     one = {"rollout": {"group_size": 1}, "algorithm": {"advantage": "reinforce_plus_plus"}, "rewards": {"min_valid": 1}}
     (tmp_path / "config.resolved.json").write_text(json.dumps(one))
     assert files.warnings() == []
-
-
-def test_a_row_without_accounts_has_none() -> None:
-    assert accounts_of({"step": 1}) is None
-    assert accounts_of(row(1) | {"tokens/held": 0}).missing == Amount(0, 4)  # type: ignore[union-attr]

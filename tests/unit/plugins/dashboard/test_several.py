@@ -60,22 +60,3 @@ def test_a_question_waits_for_nobody_who_reads_something_else(tmp_path: Path) ->
         assert waiting.is_alive()
     waiting.join(60)
     assert not waiting.is_alive()
-
-
-def test_many_questions_at_a_time_are_all_answered(tmp_path: Path) -> None:
-    (run,) = runs(tmp_path, 1)
-    of_one = ("rollout", "episode", "answer", "state", "picture")
-    expected = {name: run.answer(name, {}) for name in run.questions if name not in of_one}
-    wrong: list[str] = []
-
-    def ask() -> None:
-        for name, answer in expected.items():
-            if run.answer(name, {}) != answer:
-                wrong.append(name)
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert wrong == []

@@ -69,23 +69,6 @@ def test_a_visit_of_several_versions_is_a_bar_for_each(tmp_path: Path) -> None:
     assert (running["group"], running["slot"], running["start"], running["end"]) == (11, 2, 0.4, 8.0)
 
 
-def test_the_loop_and_what_left(tmp_path: Path) -> None:
-    index = index_of(tmp_path / TRACE)
-    assert [(span.name, span.start, span.end) for span in index.spans()] == [("generate", 0, 2), ("train", 2, 3)]
-    assert [(span.name, span.start, span.end) for span in index.open_spans()] == [("train", 8, 8)]
-    assert index.published().tolist() == [(3.5, 1)]
-    (drop,) = index.drops()
-    assert (drop["group"], index.reasons[drop["reason"]], drop["seconds"]) == (11, "stale", 7.5)
-    assert index.consumed == {0} and index.seconds == 8.0
-
-
-def test_the_events_of_a_group_are_all_of_them(tmp_path: Path) -> None:
-    index = index_of(tmp_path / TRACE)
-    for group in (0, 11):
-        assert list(index.events_of(group)) == [event for event in EVENTS if event.group == group]
-    assert list(index.events_of(1)) == []
-
-
 def test_it_is_the_same_however_the_file_grew(tmp_path: Path) -> None:
     whole = told(index_of(tmp_path / "whole.jsonl"))
     text = (tmp_path / "whole.jsonl").read_bytes()
@@ -209,16 +192,6 @@ def test_a_damaged_line_is_named_each_time_it_is_looked_at(tmp_path: Path) -> No
         for _ in range(2):
             with pytest.raises(ValueError, match=rf"{TRACE}:{len(EVENTS) + 1}: not a trace event"):
                 index.look()
-
-
-def test_a_rollout_that_begins_twice_leaves_no_slot_behind(tmp_path: Path) -> None:
-    """As where a killed process did not tell how the first visit ended."""
-    events = [TraceEvent("start", 1.0, 0, 0, 0), TraceEvent("start", 1.1, 0, 0, 1)]
-    events += [TraceEvent("resume", 5.0, 0, 0, 0), TraceEvent("resume", 5.1, 0, 0, 1)]
-    events += [TraceEvent("finish", 6.0, 0, 0, of, segments=((0, 2),)) for of in (0, 1)]
-    index = index_of(tmp_path / TRACE, events)
-    assert index.bars()["slot"].tolist() == [0, 1] and index.bars()["start"].tolist() == [5.0, 5.1]
-    assert len(index.open_bars()) == 0
 
 
 def test_it_agrees_with_the_trace_that_is_read_at_once(tmp_path: Path) -> None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollover.config import RewardsConfig, TaskSourceConfig
+from rollover.config import RewardsConfig
 from rollover.config.load import load_config
 from rollover.config.recipes import recipe
 from rollover.plugins.sandbox import guarantees
 from rollover.plugins.sandbox.cases import cases_of
 from rollover.plugins.sandbox.guarantees import Found, chosen
 from rollover.rewards.built_in import made, statements
-from rollover.rewards.chosen import chosen_for
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.worker import RewardProbeError, RewardWorker
 from rollover.tasks.stream import TaskStream
@@ -133,11 +131,6 @@ def test_what_holds_is_stated() -> None:
     assert statements("gsm8k") == []
 
 
-def test_verls_sources_of_programs_have_it() -> None:
-    source = TaskSourceConfig.model_validate({"kind": "dataset", "path": "x", "reward": "code"})
-    assert chosen_for(source, RewardsConfig.model_validate({})).spec == "code"
-
-
 def test_the_problems_of_the_recipe_are_held_out_as_problems() -> None:
     config = load_config([recipe("code")]).config
     sides = {}
@@ -149,9 +142,3 @@ def test_the_problems_of_the_recipe_are_held_out_as_problems() -> None:
             assert each is not None and each.reward == "code"
             assert len(cases_of(json.loads(json.dumps(each.columns)))) == 8
     assert not sides["train"] & sides["eval"]
-
-
-def test_the_problems_of_the_recipe_can_be_solved(tmp_path: Path) -> None:
-    columns = {"tests": {"fn_name": "f", "inputs": ["3"], "outputs": ["10"]}}
-    (reward,) = scored("code", "def f(x):\n    return x + 7", **columns)
-    assert reward.score == 1

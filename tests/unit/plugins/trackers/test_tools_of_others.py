@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, quote_plus
 
-import psutil
 import pytest
 
 from heard import hear
@@ -219,17 +218,6 @@ def test_one_that_hangs_is_ended_after_its_time(tmp_path: Path) -> None:
     assert "fake had not taken" in line and "0.2 s after the end" in line
 
 
-def test_the_silence_of_one_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollover.plugins.trackers.tools._SILENT_S", 0.0)
-    (tmp_path / "hang").touch()
-    run = RunOf(tmp_path, finish_s=0.0)
-    run.trackers.truncate(Cut(-1))
-    for step in (1, 2, 3):
-        run.step(step)
-    run.end()
-    assert len([line for line in run.heard.lines if "has taken nothing for" in line]) == 1
-
-
 def test_one_that_fails_is_said_once_without_secrets_and_told_again(tmp_path: Path) -> None:
     (tmp_path / "raise").touch()
     run = RunOf(tmp_path)
@@ -295,16 +283,6 @@ def test_one_that_can_be_opened_at_the_end_only_is_told_all_then(tmp_path: Path)
     assert [what[:2] for what in again.told()] == [["row", 1], ["row", 2], ["close", -1], ["close", -1]]
 
 
-def test_one_that_is_never_opened_says_so_at_the_end(tmp_path: Path) -> None:
-    (tmp_path / "closed").touch()
-    run = RunOf(tmp_path)
-    run.trackers.truncate(Cut(-1))
-    run.step(1)
-    run.end()
-    assert run.trackers.stats()["trackers/failed"] == 2 and not run.told()
-    assert "nobody is there" in run.heard.lines[-1] and "again" not in run.heard.lines[-1]
-
-
 SECRET = "sk-ABCDEFGH/IJKL MNOP"
 
 
@@ -347,21 +325,6 @@ def test_prints_of_a_library_are_no_replies(tmp_path: Path) -> None:
     run.end()
     assert run.trackers.stats() == {"trackers/failed": 0, "trackers/lost": 0}
     assert run.told("row") == [["row", step, step / 3] for step in range(1, 4)] and run.told("close")
-
-
-def test_one_that_is_killed_while_it_has_nothing_to_do_is_said_and_counted(tmp_path: Path) -> None:
-    run = RunOf(tmp_path)
-    run.trackers.truncate(Cut(-1))
-    run.step(1)
-    until(lambda: run.told("row") and not run.tools.tools[0].under_way)
-    (keeper,) = (p for p in psutil.Process().children() if "rollover.plugins.trackers.child" in p.cmdline())
-    (child,) = keeper.children()
-    child.kill()
-    until(lambda: run.trackers.stats()["trackers/failed"])
-    run.step(2)
-    run.end()
-    assert run.trackers.stats() == {"trackers/failed": 1, "trackers/lost": 2}, "step 2, and the end"
-    assert any("its process ended" in line for line in run.heard.lines)
 
 
 def test_a_class_that_cannot_be_loaded_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,16 +422,6 @@ def test_artifacts_have_their_own_time_and_hold_the_end_up_no_longer(tmp_path: P
     assert "fake had not taken model 0.3 s later, and was ended" in ended and str(tmp_path) in ended
 
 
-def test_one_that_still_has_rows_to_take_gets_no_time_for_artifacts(tmp_path: Path) -> None:
-    (tmp_path / "hang").touch()
-    run = RunOf(tmp_path, artifacts=["model"], finish_s=0.2, artifacts_s=1e6)
-    run.trackers.truncate(Cut(-1))
-    run.step(1)
-    leave(tmp_path)
-    run.end()
-    assert any("0.2 s after the end (track.finish_s)" in line for line in run.heard.lines)
-
-
 def test_one_that_is_not_open_says_that_it_took_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(names.TOOLS, "fake", Named("fake_tool:Nothing", "json"))
     run = RunOf(tmp_path, artifacts=["model"])
@@ -564,16 +517,6 @@ def test_names_can_be_paths_of_files() -> None:
     }  # fmt: skip
 
 
-def test_rows_that_a_tool_does_not_take_keep_it_from_no_artifact(tmp_path: Path) -> None:
-    (tmp_path / "raise").touch()
-    run = RunOf(tmp_path, artifacts=["model"])
-    run.trackers.truncate(Cut(-1))
-    run.step(1)
-    leave(tmp_path)
-    run.end()
-    assert [what[0] for _, _, what in run.told("artifact")] == ["model"]
-
-
 def test_secrets_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_TOKEN", "abcdefgh")
     monkeypatch.setenv("SOME_PASSWORD", "true")
@@ -621,14 +564,6 @@ def test_a_tool_that_is_not_installed_is_refused_with_the_line_for_pip(
     said = 'track.trackers: tensorboard is not installed: pip install "rollover[tensorboard]"'
     with pytest.raises(ValueError, match=re.escape(said)):
         build_trackers(config, tmp_path)
-
-
-def test_a_folder_of_the_name_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "no_such_library").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(names.TOOLS, "wandb", Named("x:Y", "no_such_library"))
-    with pytest.raises(ValueError, match="wandb is not installed"):
-        names.check_installed("wandb")
 
 
 def test_each_tool_is_an_option_an_extra_and_a_short_file() -> None:

@@ -24,7 +24,7 @@ from rollover.models.vision import Vision, placeholder_ids, tower_modules
 from rollover.tasks.prompts import encode_prompt
 from rollover.trainer.lora import adapter_weights, add_lora
 from rollover.trainer.passes import Passes, set_training
-from rollover.types import Prompt, Sample, SamplingParams, Segment, StopReason, Task
+from rollover.types import Prompt, Sample, SamplingParams, Segment, Task
 from vision import families
 
 TOLERANCE = 1e-5
@@ -191,67 +191,12 @@ def engine(case: Case, **options: Any) -> EmbeddedEngine:
     return EmbeddedEngine(loaded.model.requires_grad_(False), config, processor=loaded.processor)
 
 
-def ask(name: str, prompt: Prompt, before: Sequence[int] = (), pause_after: int = 0) -> ExtendRequest:
-    return ExtendRequest(
-        name, prompt, tuple(before), NEW - len(before), seed=hash(prompt.ids) % 2**31, sampling=SamplingParams(),
-        pause_after=pause_after,
-    )  # fmt: skip
+def ask(name: str, prompt: Prompt) -> ExtendRequest:
+    return ExtendRequest(name, prompt, (), NEW, seed=hash(prompt.ids) % 2**31, sampling=SamplingParams())
 
 
 def tokens(segments: list[Segment]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([s.token_ids for s in segments]), np.concatenate([s.logprobs for s in segments])
-
-
-@pytest.mark.parametrize("chunk", [2048, 7], ids=["whole", "chunks of 7"])
-def test_what_the_engine_samples_has_the_trainers_log_probs(case: Case, chunk: int) -> None:
-    loaded = case.load()
-
-    async def generate() -> list[list[Segment]]:
-        under_test = engine(case, prefill_chunk_tokens=chunk)
-        asked = [ask(f"{g}-{s}", p) for g, p in enumerate(case.prompts) for s in range(2)]
-        out = await asyncio.gather(*map(under_test.extend, asked))
-        assert under_test.stats()["kv/shared_prompt_tokens"] > 0
-        await under_test.close()
-        return out
-
-    samples, sampled = [], {}
-    for index, segments in enumerate(asyncio.run(generate())):
-        ids, logprobs = tokens(segments)
-        assert not set(ids.tolist()) & set(placeholder_ids(loaded.model.config))
-        samples.append(sample(str(index), index // 2, case.prompts[index // 2], ids))
-        sampled[str(index)] = logprobs
-    got = Passes(loaded.model, Team(), 10_000, vision=vision(loaded)).logprobs(samples)
-    for name, logprobs in sampled.items():
-        np.testing.assert_allclose(got[name], logprobs, atol=TOLERANCE, rtol=0)
-
-
-@pytest.mark.parametrize("forget", [False, True], ids=["kept KV", "KV computed again"])
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(f, marks=[] if f in ("qwen2_5_vl", "gemma3") else pytest.mark.slow) for f in families.FAMILIES],
-)
-def test_interrupted_at_every_cut_equals_uninterrupted(tmp_path: Path, family: str, forget: bool) -> None:
-    case = make(family, tmp_path)
-
-    async def whole_and_cut() -> None:
-        under_test = engine(case)
-        for number, prompt in enumerate(case.prompts):
-            whole, whole_logprobs = tokens(await under_test.extend(ask(f"{number}-whole", prompt)))
-            for cut in range(1, NEW):
-                name = f"{number}-{cut}"
-                first = await under_test.extend(ask(name, prompt, pause_after=cut))
-                assert first[-1].stop_reason is StopReason.PAUSED
-                begun, _ = tokens(first)
-                if forget:
-                    under_test.drop_kv()
-                rest = await under_test.extend(ask(name, prompt, begun.tolist()))
-                ids, logprobs = tokens([*first, *rest])
-                np.testing.assert_array_equal(ids, whole)
-                np.testing.assert_allclose(logprobs, whole_logprobs, atol=TOLERANCE, rtol=0)
-                under_test.release([name])
-        await under_test.close()
-
-    asyncio.run(whole_and_cut())
 
 
 def test_a_model_of_text_refuses_an_image(case: Case) -> None:

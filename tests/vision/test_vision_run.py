@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -82,35 +81,6 @@ def test_a_trained_tower_is_trained_and_handed_over(tmp_path: Path, family: str)
     )
     before, after = loaded(tmp_path / "model"), loaded(tmp_path / "run" / "model")
     assert any(not torch.equal(before[name], after[name]) for name in before if "vision" in name or "visual" in name)
-
-
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(f, marks=[] if f in ("qwen3_vl", "gemma3") else pytest.mark.slow) for f in families.FAMILIES],
-)
-@pytest.mark.parametrize(
-    "place",
-    [
-        "rollover.checkpoint.journal:Journal.sync",
-        pytest.param("rollover.track.sinks:JsonlSink.write", marks=pytest.mark.slow),
-    ],
-)
-def test_a_killed_run_trains_what_it_would_have_trained(tmp_path: Path, family: str, place: str) -> None:
-    exact: dict[str, Any] = {
-        "rollout": SYNCHRONOUS,
-        "checkpoint": {"every_steps": 2, "journal_s": 0.01},
-    }
-    alone, killed = tmp_path / "alone", tmp_path / "killed"
-    assert main(["train", str(write(alone, family, steps=4, **exact))]) == 0
-    recipe = write(killed, family, steps=4, **exact)
-    ended = runs.rollover(place, 4, "train", recipe, script=KILLED_AT)
-    assert ended.returncode == -signal.SIGKILL
-    assert main(["train", str(recipe), "--resume"]) == 0
-    sampled = [[(r["rollout_id"], r["completion"]) for r in runs.records(f / "run")] for f in (alone, killed)]
-    assert sampled[0] == sampled[1] and len(sampled[0]) == 36
-    # Tokens that were decoded before are prefilled: that rounds otherwise.
-    expected, got = loaded(alone / "run" / "model"), loaded(killed / "run" / "model")
-    assert all(torch.allclose(got[name], weight, rtol=0, atol=1e-4) for name, weight in expected.items())
 
 
 def test_an_image_that_changed_ends_a_resumed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,25 +90,6 @@ def facts(group: Group) -> dict:
     }
 
 
-def test_round_trip(tmp_path: Path) -> None:
-    recorder = RolloutRecorder(tmp_path)
-    chat = group(0, [Reward(1.0, {"acc": 1.0}), Reward(None, error="timeout")])
-    plain = group(
-        1, [Reward(0.25), None], messages=None, prompt="Say x.", columns={"n": [1, {"deep": None}]}, attempt=3
-    )
-    stale = group(2, [None], first=[])
-    stale.rollouts[0].stop_reason = None
-    recorder.write(3, [recorded(chat), recorded(plain)])
-    recorder.write(4, [recorded(stale, DropReason.STALE)])
-
-    first, second = read_rollouts(tmp_path, include_dropped=True)
-    assert [facts(g) for g in first] == [facts(chat), facts(plain)]
-    assert [facts(g) for g in second] == [facts(stale)]
-    assert all(g.ready for g in first)
-    assert second[0].rollouts[0].state is RolloutState.DROPPED
-    assert [len(step) for step in read_rollouts(tmp_path)] == [2, 0]
-
-
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 json_leaves = st.none() | st.booleans() | st.integers() | floats | st.text(st.characters(codec="utf-8"))
 json_values = st.recursive(json_leaves, st.lists)

@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.tasks.split import Split, key_of
@@ -9,6 +9,7 @@ WHERE = ["hash", "train file", "eval file", "generator"]
 PROBLEM = st.tuples(st.integers(0, 4), st.integers(0, 4), st.sampled_from(WHERE))
 
 
+@settings(max_examples=40)
 @given(st.floats(0.1, 0.9), st.lists(PROBLEM, max_size=12))
 def test_problems_of_both_sides_share_neither_key_nor_text(fraction, drawn):
     """As the stream makes the rule, from the rows alone. The key of a generator's problem follows from its text."""

@@ -25,7 +25,7 @@ def says(text: str) -> Any:
     return lambda before: text
 
 
-def test_continuing_call_extends_its_rollout_as_the_template_renders():
+def test_continuing_call_extends_its_rollout_as_rendered():
     async def talk(task: Any, episode: Any) -> float:
         trajectory = episode.trajectory()
         first = await trajectory.chat(task.messages)
@@ -43,7 +43,7 @@ def test_continuing_call_extends_its_rollout_as_the_template_renders():
     assert host.episodes.counts == {"episodes/done": 1, "turns/continued": 1}
 
 
-def test_advantages_are_divided_among_the_contexts_with_the_reward():
+def test_advantages_are_divided_among_contexts_with_the_reward():
     async def talk(episode: Any) -> float:
         solver, judge = episode.trajectory("solver"), episode.trajectory("judge")
         first = await solver.chat([USER])

@@ -323,8 +323,8 @@ class Counted(Turns):
         return segments
 
 
-@pytest.mark.parametrize("fickle", [False, True])
-def test_the_tokens_of_an_episode_are_bounded_over_a_kill_whatever_is_asked_again(fickle: bool) -> None:
+@pytest.mark.parametrize(("turns", "fickle"), [(90, False), (150, True)])
+def test_tokens_of_an_episode_are_bounded_over_a_kill(turns: int, fickle: bool) -> None:
     """It asks two equal questions at a time until there are no tokens left."""
     asked, sampled = 0, Counter[str]()
 
@@ -343,7 +343,7 @@ def test_the_tokens_of_an_episode_are_bounded_over_a_kill_whatever_is_asked_agai
     def make() -> Hosted:
         return Hosted(talkative, max_tokens=120, engine=Counted(sampled), **PARTIAL)
 
-    runs = killed_at_random([("interrupt", 90)], make, 2)
+    runs = killed_at_random([("interrupt", turns)], make, 2)
     trained = {f"{r.group_id}-{r.sibling}" for run in runs for g in run.groups for r in g.rollouts}
     assert runs[-1].episodes.counts["episodes/replayed"] > 0
     assert {sampled[episode] for episode in trained} == {120} and max(sampled.values()) == 120

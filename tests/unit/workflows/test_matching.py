@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.types import Prompt
@@ -53,7 +53,7 @@ def test_match_of_a_call_and_conversations(messages: Any, tools: Any, conversati
     assert match(messages, tools, conversations) == expected
 
 
-def test_match_neither_follows_the_template_nor_an_unfinished_turn():
+def test_match_follows_neither_template_nor_unfinished_turn():
     found = match(GOES_ON, [], [after()], can_follow=lambda role: role != "user")
     assert found == Match(reason=Break.TEMPLATE)
     assert match([*OPENING, ANSWER], [], [Conversation.opened("0-0", OPENING, [])]).key is None
@@ -96,6 +96,7 @@ def assistants(draw: st.DrawFn) -> dict[str, Any]:
     return message
 
 
+@settings(max_examples=30)
 @given(st.lists(assistants(), min_size=1, max_size=4), st.data())
 def test_a_client_that_writes_messages_its_own_way_keeps_its_rollout(turns: list[Any], data: st.DataObject):
     conversation, messages = Conversation.opened("0-0", OPENING, []), list(OPENING)

@@ -104,9 +104,9 @@ class Heard(Tracker):
 
 
 class RunOf:
-    """The trackers of one process of a run in `folder`."""
+    """The trackers of one process of a run in `folder`, cut after the step `cut` (None: not yet)."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, cut: int | None = -1, **options: Any) -> None:
         self.folder, self.heard, self.trackers = folder, Heard(), Trackers()
         self.trackers.add("heard", self.heard)
         self.trackers.add("metrics", MetricsFile(folder / "metrics.jsonl"))
@@ -116,6 +116,8 @@ class RunOf:
         hear(self.trackers.on_message)
         self.trackers.add("tools", self.tools)
         self.trackers.on_start(RunInfo("demo", folder, {"run": {"name": "demo"}}, resumed=False))
+        if cut is not None:
+            self.trackers.truncate(Cut(cut))
 
     def step(self, step: int) -> None:
         self.trackers.on_step({"step": step, "loss": step / 3})
@@ -153,7 +155,6 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_is_told_all_in_order_and_closed(tmp_path: Path) -> None:
     run = RunOf(tmp_path)
-    run.trackers.truncate(Cut(-1))
     run.trackers.on_eval({"step": 0, "mean": 0.25})
     run.step(1)
     run.step(2)
@@ -169,15 +170,13 @@ def test_it_is_told_all_in_order_and_closed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [1, 3])
 def test_one_that_was_killed_is_told_what_it_missed_and_forgets_what_is_undone(tmp_path: Path, cut: int) -> None:
     first = RunOf(tmp_path)
-    first.trackers.truncate(Cut(-1))
     first.step(1)
     first.step(2)
     until(lambda: len(first.told("row")) == 2)
     first.kill()
     first.step(3)  # into the files alone
     first.trackers.on_eval({"step": 3, "mean": 0.5})
-    second = RunOf(tmp_path)
-    second.trackers.truncate(Cut(cut))
+    second = RunOf(tmp_path, cut=cut)
     for step in range(cut + 1, 5):
         second.step(step)
     second.end()
@@ -192,7 +191,6 @@ def test_one_that_hangs_is_not_waited_for_and_misses_nothing_in_the_end(
     monkeypatch.setattr(tool_process, "MOST_UNDER_WAY", 4)
     (tmp_path / "hang").touch()
     run = RunOf(tmp_path)
-    run.trackers.truncate(Cut(-1))
     for step in range(1, 21):
         run.step(step)
     lost = run.trackers.stats()["trackers/lost"]
@@ -210,7 +208,6 @@ def test_one_that_hangs_is_not_waited_for_and_misses_nothing_in_the_end(
 def test_one_that_hangs_is_ended_after_its_time(tmp_path: Path) -> None:
     (tmp_path / "hang").touch()
     run = RunOf(tmp_path, finish_s=0.2)
-    run.trackers.truncate(Cut(-1))
     run.step(1)
     run.end()
     assert run.tools.tools[0].wait(0), "its process is gone"
@@ -221,7 +218,6 @@ def test_one_that_hangs_is_ended_after_its_time(tmp_path: Path) -> None:
 def test_one_that_fails_is_said_once_without_secrets_and_told_again(tmp_path: Path) -> None:
     (tmp_path / "raise").touch()
     run = RunOf(tmp_path)
-    run.trackers.truncate(Cut(-1))
     run.step(1)
     run.step(2)
     until(lambda: run.trackers.stats()["trackers/failed"] == 2)
@@ -238,7 +234,6 @@ def test_one_that_fails_is_said_once_without_secrets_and_told_again(tmp_path: Pa
 def test_what_it_never_takes_does_not_keep_it_from_the_rest(tmp_path: Path) -> None:
     (tmp_path / "raise").touch()
     run = RunOf(tmp_path)
-    run.trackers.truncate(Cut(-1))
     for step in (1, 2, 3):
         run.step(step)
     until(lambda: run.trackers.stats()["trackers/failed"] == 3)
@@ -251,7 +246,6 @@ def test_what_it_never_takes_does_not_keep_it_from_the_rest(tmp_path: Path) -> N
 def test_one_that_stays_broken_is_opened_again_and_told_all(tmp_path: Path) -> None:
     """As a writer of files after its disk was full."""
     run = RunOf(tmp_path)
-    run.trackers.truncate(Cut(-1))
     run.step(1)
     until(lambda: run.told("row"))
     (tmp_path / "break").touch()
@@ -267,7 +261,6 @@ def test_one_that_stays_broken_is_opened_again_and_told_all(tmp_path: Path) -> N
 def test_one_that_can_be_opened_at_the_end_only_is_told_all_then(tmp_path: Path) -> None:
     (tmp_path / "closed").touch()
     run = RunOf(tmp_path)
-    run.trackers.truncate(Cut(-1))
     run.step(1)
     until(lambda: not run.tools.tools[0].under_way)
     (tmp_path / "closed").unlink()
@@ -275,8 +268,7 @@ def test_one_that_can_be_opened_at_the_end_only_is_told_all_then(tmp_path: Path)
     run.end()
     assert [step for _, step, _ in run.told("row")] == [1, 2] and run.told("close")
     (tmp_path / "closed").touch()
-    again = RunOf(tmp_path)  # of the finished run: there is nothing to undo
-    again.trackers.truncate(Cut(2))
+    again = RunOf(tmp_path, cut=2)  # of the finished run: there is nothing to undo
     until(lambda: again.trackers.stats()["trackers/failed"])
     (tmp_path / "closed").unlink()
     again.end()
@@ -304,7 +296,6 @@ def test_a_credential_is_in_no_line_in_whatever_form(text: str, monkeypatch: pyt
 
 def test_one_whose_process_ends_is_said_and_counted(tmp_path: Path) -> None:
     run = RunOf(tmp_path)
-    run.trackers.truncate(Cut(-1))
     run.step(1)
     until(lambda: run.told("row"))
     (tmp_path / "die").touch()
@@ -319,7 +310,6 @@ def test_one_whose_process_ends_is_said_and_counted(tmp_path: Path) -> None:
 def test_prints_of_a_library_are_no_replies(tmp_path: Path) -> None:
     (tmp_path / "chatter").touch()
     run = RunOf(tmp_path)
-    run.trackers.truncate(Cut(-1))
     for step in range(1, 4):
         run.step(step)
     run.end()
@@ -330,7 +320,6 @@ def test_prints_of_a_library_are_no_replies(tmp_path: Path) -> None:
 def test_a_class_that_cannot_be_loaded_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(names.TOOLS, "fake", Named("fake_tool:Nothing", "json"))
     run = RunOf(tmp_path)
-    run.trackers.truncate(Cut(-1))
     run.step(1)
     run.end()
     assert any("track.trackers: fake failed: AttributeError" in line for line in run.heard.lines)
@@ -358,7 +347,6 @@ def leave(folder: Path, *, finished: bool = True) -> None:
 
 def test_a_finished_run_leaves_its_artifacts_without_credentials(tmp_path: Path) -> None:
     run = RunOf(tmp_path, artifacts=["model", "best_model", "records"])
-    run.trackers.truncate(Cut(-1))
     run.step(1)
     until(lambda: not run.tools.tools[0].under_way)
     leave(tmp_path)
@@ -401,7 +389,6 @@ def test_a_credential_is_found_as_json_has_it(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(("finished", "phase"), [(False, "done"), (True, "stopped")])
 def test_a_run_that_is_not_finished_leaves_none(tmp_path: Path, finished: bool, phase: str) -> None:
     run = RunOf(tmp_path, artifacts=["model"])
-    run.trackers.truncate(Cut(-1))
     leave(tmp_path, finished=finished)
     run.trackers.on_phase(phase)
     run.trackers.close()
@@ -410,7 +397,6 @@ def test_a_run_that_is_not_finished_leaves_none(tmp_path: Path, finished: bool, 
 
 def test_artifacts_have_their_own_time_and_hold_the_end_up_no_longer(tmp_path: Path) -> None:
     run = RunOf(tmp_path, artifacts=["model"], finish_s=0.2, artifacts_s=0.3)
-    run.trackers.truncate(Cut(-1))
     run.step(1)
     until(lambda: not run.tools.tools[0].under_way)
     leave(tmp_path)
@@ -425,7 +411,6 @@ def test_artifacts_have_their_own_time_and_hold_the_end_up_no_longer(tmp_path: P
 def test_one_that_is_not_open_says_that_it_took_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(names.TOOLS, "fake", Named("fake_tool:Nothing", "json"))
     run = RunOf(tmp_path, artifacts=["model"])
-    run.trackers.truncate(Cut(-1))
     leave(tmp_path)
     run.end()
     assert any("it is not open, and model did not go there (track.artifacts)" in line for line in run.heard.lines)
@@ -443,7 +428,6 @@ def test_hostile_texts_arrive_as_text_and_long_ones_are_cut(tmp_path: Path) -> N
     of = group(1, [rollout(1, sibling, 0.5, [segment([1, 2])]) for sibling in range(len(texts))])
     run = RunOf(tmp_path, tracker_rollouts=len(texts))
     assert run.tools.wants_groups
-    run.trackers.truncate(Cut(-1))
     run.trackers.on_groups(1, [RecordedGroup(of, texts, [0.5] * len(texts))])
     run.end()
     ((_, step, rows),) = run.told("rollouts")
@@ -485,7 +469,7 @@ def test_rollouts_of_steps_that_are_told_from_files_are_told_too(tmp_path: Path)
 
     for step in (1, 2):
         RolloutRecorder(tmp_path / "rollouts").write(step, of(step))
-    run = RunOf(tmp_path)
+    run = RunOf(tmp_path, cut=None)
     for step in (1, 2):
         run.trackers.named["metrics"].on_step({"step": step, "loss": 0.5})
     run.trackers.truncate(Cut(2))
@@ -502,7 +486,7 @@ def test_rollouts_of_steps_that_are_told_from_files_are_told_too(tmp_path: Path)
 def test_a_damaged_record_is_said_and_costs_no_row(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "step-000001.jsonl").write_text("{}\n")
-    run = RunOf(tmp_path)
+    run = RunOf(tmp_path, cut=None)
     run.trackers.named["metrics"].on_step({"step": 1, "loss": 0.5})
     run.trackers.truncate(Cut(1))
     run.end()

@@ -37,6 +37,8 @@ def score(spec: str, completion: str, **columns: Any) -> float:
     ("spec", "completion", "answer", "expected"),
     [
         ("last_number", "It is 3, no: 4", "4", 1),
+        ("exact_match/last_number", "so it is 1,000", "1000", 1),
+        ("exact_match/last_number", "no idea", "1000", 0),
         ("boxed", r"so \boxed{\dfrac12}", r"\frac{1}{2}", 1),
         ("boxed", r"so \boxed{\dfrac12}", r"Thus \boxed{1/2}.", 1),
         ("boxed", r"\frac12", r"\frac12", 0),
@@ -105,10 +107,12 @@ def test_what_a_policy_repeats_for_ever_is_scored_in_time(unit: str) -> None:
     assert time.process_time() - begun < 20
 
 
-def test_a_reference_without_a_letter_is_an_error() -> None:
+def test_a_missing_or_useless_reference_is_an_error() -> None:
     for reference in ("Paris", 30, "Berlin"):
         with pytest.raises(ValueError, match="begins with none of the letters"):
             score("multiple_choice", "B", answer=reference)
+    with pytest.raises(ValueError, match="needs an answer"):
+        score("exact_match/last_number", "1", label="x")
 
 
 SCHEMA = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}
@@ -299,6 +303,12 @@ def rewards_of(folder: Path, *data_sources: Any, reward: str = "", **rewards: An
     tasks = TasksConfig(sources=[source], shuffle=False, epochs=1)
     stream = TaskStream(tasks, 0, "train", rewards=RewardsConfig(**rewards))
     return [task.reward for task in iter(stream.next, None)]
+
+
+def test_a_file_of_verls_is_scored_as_its_data_sources_say(tmp_path: Path) -> None:
+    assert rewards_of(tmp_path, "openai/gsm8k", "aime2024", "numina_cn_k12", None) == [
+        "gsm8k", "math_dapo", "math", "exact_match/last_number",
+    ]  # fmt: skip
 
 
 def test_a_data_source_that_nobody_knows_is_refused_as_verl_does(tmp_path: Path) -> None:

@@ -107,6 +107,10 @@ def test_what_a_policy_repeats_for_ever_is_scored_in_time(unit: str) -> None:
     assert time.process_time() - begun < 20
 
 
+def test_a_fraction_of_thousands_of_digits_is_wrong_and_no_error() -> None:
+    assert score("boxed", f"\\boxed{{{'1' * 5000}/2}}", answer="C") == 0
+
+
 def test_a_missing_or_useless_reference_is_an_error() -> None:
     for reference in ("Paris", 30, "Berlin"):
         with pytest.raises(ValueError, match="begins with none of the letters"):

@@ -22,6 +22,9 @@ def good(prompts, completions, answer, **columns):
 def raises(prompts, completions, **columns):
     raise KeyError("no such thing")
 
+def exits(prompts, completions, **columns):
+    os._exit(3)
+
 def sys_exits(prompts, completions, **columns):
     sys.exit(3)
 
@@ -111,6 +114,13 @@ def test_a_failure_is_missing_with_its_text_and_the_worker_goes_on(name, error):
     assert all(r.missing and error in r.error for r in failed)
     assert [r.score for r in fine] == [1, 0]
     assert stats == counts(errors=2)
+
+
+def test_a_dead_worker_is_missing_and_replaced():
+    (failed, fine), stats = score(("exits", ["4", "5"]), ("good", ["4", "5"]))
+    assert all(r.missing and "exit code 3" in r.error for r in failed)
+    assert [r.score for r in fine] == [1, 0]
+    assert stats["rewards/crashes"] == 1
 
 
 def test_printing_and_reading_do_not_touch_the_protocol():

@@ -97,6 +97,13 @@ def test_a_name_among_extras_that_is_the_one_of_the_tokens(tmp_path: Path) -> No
     assert entry["num_tokens"] == 3 and index.record(entry)["completion"] == 'x", "token_ids": [1 0'
 
 
+def test_half_a_line_at_the_end_is_no_rollout(tmp_path: Path) -> None:
+    path = RolloutRecorder(tmp_path).write(1, [recorded(group(0, [1.0, 0.0]))])
+    path.write_bytes(path.read_bytes()[:-40])
+    index = RolloutIndex(tmp_path)
+    assert len(index.entries()) == 1 and len(list(read_records(tmp_path))) == 1
+
+
 def test_a_damaged_line_names_file_and_line(tmp_path: Path) -> None:
     path = RolloutRecorder(tmp_path).write(1, [recorded(group(0, [1.0]))])
     path.write_bytes(path.read_bytes() + b'{"step": 1}\n')

@@ -44,6 +44,11 @@ def test_few_steps_are_all_there() -> None:
     assert found["columns"]["absent"] == [None] * 20
 
 
+def test_a_window_of_steps_has_only_these() -> None:
+    assert series(Columns.of(rows(20)), ["loss"], 40, first=5, last=7)["steps"] == [5, 6, 7]
+    assert series(Columns.of(rows(20)), ["loss"], 40, first=30)["columns"] == {"loss": []}
+
+
 @pytest.mark.parametrize("spike", [1, 4321, 9999, 10_000])
 @pytest.mark.parametrize("value", [1e6, -1e6])
 def test_of_many_steps_a_spike_of_one_is_left(spike: int, value: float) -> None:

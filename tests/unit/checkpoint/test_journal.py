@@ -228,6 +228,21 @@ def test_a_full_disk_is_said_once_and_leaves_whole_records(
     assert told(folder, cut) == [record(3)] and journal.failed == 1
 
 
+def test_a_disk_that_fails_to_sync_ends_the_journal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = open_journal(folder)
+    journal.begin(None)
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        journal.append(*record(0))
+        journal.sync()
+        journal.close()
+    assert journal.failed and "Input/output error" in SAID[0]
+
+
 def test_an_error_of_the_disk_is_noticed_though_nothing_was_appended_since(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

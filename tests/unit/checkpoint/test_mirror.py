@@ -92,6 +92,25 @@ def test_files_of_the_journal_go_when_they_are_deleted(store: CheckpointStore, t
     assert len(objects(store)) == 2
 
 
+def test_a_copy_counts_when_it_is_whole_and_then_alone(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second process has cut its files back, and its machine is lost in the middle of its first copying."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder, content in ((first, b"long"), (second, b"l")):
+        write(folder, "eval.jsonl", content)
+        write(folder, "metrics.jsonl", content)
+    mirror(store, first).copy()
+    copy = mirror(store, second)
+    with monkeypatch.context() as patched:
+        fail_at(patched, "metrics.jsonl")
+        copy.copy()
+    assert fetched(store, tmp_path / "a") == {"eval.jsonl": b"long", "metrics.jsonl": b"long"}
+    copy.copy()
+    assert fetched(store, tmp_path / "b") == {"eval.jsonl": b"l", "metrics.jsonl": b"l"}
+    assert not [name for name in objects(store) if not name.startswith("000002/")]
+
+
 def test_a_process_that_never_ran_leaves_the_copy_of_another_alone(store: CheckpointStore, tmp_path: Path) -> None:
     """Refused when it was resumed, say, since its files are older than those of the machine that went on."""
     write(tmp_path / "newer", "metrics.jsonl", b"newer")

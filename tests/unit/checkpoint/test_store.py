@@ -222,6 +222,15 @@ def test_failing_writer_of_torch_leaves_the_earlier_checkpoints(store: Checkpoin
 # ---- remote
 
 
+def test_our_own_bugs_are_not_called_write_errors(store: CheckpointStore) -> None:
+    def fail(path: str) -> None:
+        raise KeyError("a bug")
+
+    with pytest.raises(KeyError):
+        store.write("step-000010", {"a": fail})
+    assert os.listdir(store.dir) == []
+
+
 @pytest.fixture
 def remote() -> CheckpointStore:
     return CheckpointStore(f"memory://bucket-{uuid.uuid4().hex}/run", keep=2)
@@ -250,6 +259,28 @@ def test_remote_replacement_that_fails_leaves_the_former(remote: CheckpointStore
     remote.write("step-000030", FILES)
     remote.discard_after("step-000020")
     assert remote.list() == ["step-000020"]
+
+
+def test_remote_replacement_that_is_killed_leaves_the_former(
+    remote: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the last moment: all files are uploaded, the marker is not."""
+    remote.write("step-000010", FILES)
+    plain = MemoryFileSystem.pipe_file
+
+    def killed(self: object, path: str, value: bytes) -> None:
+        if path.endswith("COMMITTED"):
+            monkeypatch.setattr(MemoryFileSystem, "rm", lambda *args, **options: None)
+            raise KeyboardInterrupt
+        plain(self, path, value)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        remote.write("step-000010", {"a": b"new"})
+    monkeypatch.undo()
+    assert remote.list() == ["step-000010"] and contents(remote, "step-000010") == FILES
+    remote.write("step-000010", {"a": b"new"})
+    assert contents(remote, "step-000010") == {"a": b"new"}
 
 
 class Unavailable(Exception):

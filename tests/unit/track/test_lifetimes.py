@@ -97,6 +97,16 @@ def test_what_ran_in_a_snapshot_is_parked_after_it() -> None:
     assert [seconds["running"] for *_, seconds in held["lives"]] == [8.0, 7.0]
 
 
+def test_a_checkpoint_without_history_begins_one() -> None:
+    run = traced("partial", 3)
+    (mine, _) = run.save()
+    again = TracedRun(**MODES["partial"])
+    again.load((mine, {}))
+    again.steps(4)
+    assert all(math.isfinite(row["bias/trained_vs_dispatched_length"]) for row in again.rows)
+    assert all(row["state/running_s"] >= 0 for row in again.rows)
+
+
 @every_mode
 def test_in_flight_and_in_queue_are_the_staleness(mode: str) -> None:
     """Of every token: versions until its group is READY, and from then to its step."""

@@ -71,6 +71,14 @@ def test_ours_do_raise() -> None:
     assert trackers.stats() == {}, "there is none of the user's own"
 
 
+def test_groups_are_wanted_where_someone_does_something_with_them() -> None:
+    class Counting(Tracker):
+        def on_groups(self, step: int, groups: Any) -> None:
+            pass
+
+    assert guarded(Counting())[0].wants_groups and not guarded(Failing(ValueError()))[0].wants_groups
+
+
 def config(spec: str) -> Config:
     return load_config([], [("track.trackers", f'["{spec}"]')], require_sources=False).config
 

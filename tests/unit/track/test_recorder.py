@@ -255,6 +255,13 @@ def test_malformed_line(tmp_path: Path, line: bytes) -> None:
         list(read_rollouts(tmp_path))
 
 
+def test_a_missing_sibling_is_an_error(tmp_path: Path) -> None:
+    path = RolloutRecorder(tmp_path).write(1, [recorded(group(0, [Reward(1.0), Reward(0.0)]))])
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    with pytest.raises(ValueError, match=r"step-000001\.jsonl: group 0 has 1 of its 2 rollouts"):
+        list(read_rollouts(tmp_path))
+
+
 def test_no_recordings_is_an_error(tmp_path: Path) -> None:
     for dir in (tmp_path, tmp_path / "missing"):
         with pytest.raises(ValueError, match="run.train_on_recorded: .* has no step"):

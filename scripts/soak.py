@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "tests" / "integration")]
 
 import runs  # noqa: E402
-from test_journal_run import check_whole  # noqa: E402
+from runs import check_whole  # noqa: E402
 
 _MARK = "ROLLOVER_SOAK"
 # What the command line of each role holds; the first that fits.

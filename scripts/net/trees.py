@@ -59,6 +59,19 @@ class Tree:
             "TOKENIZERS_PARALLELISM": "false",
         }
 
+    def start(self, words: list[str], folder: Path, environment: dict[str, str], log: Path) -> Any:
+        """`rollover WORDS` in `folder`, with both outputs in `log`: a subprocess.Popen, or what has its methods."""
+        with log.open("w") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "rollover", *words],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
     def check(self) -> None:
         """Raise Failed where another tree's package would be imported."""
         words = [sys.executable, "-c", "import rollover; print(rollover.__file__)"]
@@ -91,16 +104,8 @@ class Process:
         self.run_dir, self.log = folder / "run", folder / f"log-{time.time_ns()}.txt"
         self.mark = uuid.uuid4().hex
         self.started = time.time()
-        with self.log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "rollover", "train", "recipe.toml", *words],
-                cwd=folder,
-                env={**tree.environment(), _MARK: self.mark},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        environment = {**tree.environment(), _MARK: self.mark}
+        self._process = tree.start(["train", "recipe.toml", *words], folder, environment, self.log)
 
     def ended(self) -> bool:
         return self._process.poll() is not None

@@ -81,7 +81,57 @@ class Reused(ProcessEngine):
         return {key: value - before[key] for key, value in super().stats().items()}
 
 
-def test_contract(model: Path, made: list[ProcessEngine]) -> None:
+SUBJECT = engine_contract.Subject(make_engine=lambda: None, prompts=PROMPTS)  # type: ignore[arg-type, return-value]
+
+
+async def check_the_bits_are_those_of_the_embedded_engine(engine: ProcessEngine, model: Path) -> None:
+    """Same weights, new weights in flight too."""
+    torch.set_num_threads(1)
+    changed = [(name, tensor * 1.05) for name, tensor in weights(model)]
+    loaded = load_model(config(model).model)
+    inline = EmbeddedEngine.over(loaded.model, loaded, config(model))
+    requests = [SUBJECT.request(i, SamplingParams(), max_new_tokens=12) for i in range(3)]
+
+    async def run(engine) -> list:
+        before = await asyncio.gather(*(engine.extend(r) for r in requests))
+        await engine.load_weights(3, changed)
+        after = await asyncio.gather(*(engine.extend(r) for r in requests))
+        return [segment for segments in [*before, *after] for segment in segments]
+
+    for ours, theirs in zip(await run(engine), await run(inline), strict=True):
+        np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
+        np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
+        assert ours.policy_version == theirs.policy_version and ours.stop_reason == theirs.stop_reason
+    await inline.close()
+
+
+async def check_a_cancelled_question_costs_nothing(engine: ProcessEngine, model: Path) -> None:
+    extending = asyncio.ensure_future(engine.extend(SUBJECT.request(0, max_new_tokens=60)))
+    await until_it_has_tokens(engine, SUBJECT.request(0).rollout_id)
+    for _ in range(3):
+        asking = asyncio.ensure_future(engine.progress([SUBJECT.request(0).rollout_id]))
+        await asyncio.sleep(0)
+        asking.cancel()
+    assert sum(map(len, await extending)) == 60 and engine.stats()["engine/restarts"] == 0
+
+
+async def check_errors_are_raised_here_and_it_goes_on(engine: ProcessEngine, model: Path) -> None:
+    with pytest.raises(ValueError, match="Lower rollout.max_new_tokens"):
+        await engine.extend(SUBJECT.request(0, max_new_tokens=10**7))
+    with pytest.raises(RuntimeError, match="the engine process failed in load_weights: .*no such weight"):
+        await engine.load_weights(1, [("no such weight", torch.zeros(3))])
+    segments = await engine.extend(SUBJECT.request(0, max_new_tokens=3))
+    assert sum(map(len, segments)) == 3 and segments[-1].stop_reason is StopReason.LENGTH
+
+
+OF_A_PROCESS = (
+    check_the_bits_are_those_of_the_embedded_engine,
+    check_a_cancelled_question_costs_nothing,
+    check_errors_are_raised_here_and_it_goes_on,
+)
+
+
+def test_contract_and_what_is_of_a_process(model: Path, made: list[ProcessEngine]) -> None:
     original = weights(model)
     engine = Reused(config(model), threads=1)
     made.append(engine)
@@ -95,41 +145,17 @@ def test_contract(model: Path, made: list[ProcessEngine]) -> None:
     )
 
     async def all_checks() -> None:
-        for check in engine_contract.CHECKS:
+        of_a_process = [(check, (engine.as_new(), model)) for check in OF_A_PROCESS]
+        for check, arguments in [*((check, (subject,)) for check in engine_contract.CHECKS), *of_a_process]:
             await engine.load_weights(0, original)
             try:
-                await asyncio.wait_for(check(subject), 120)
+                await asyncio.wait_for(check(*arguments), 120)
             except BaseException as error:
                 error.add_note(f"in {check.__name__}")
                 raise
         await ProcessEngine.close(engine)
 
     asyncio.run(all_checks())
-
-
-SUBJECT = engine_contract.Subject(make_engine=lambda: None, prompts=PROMPTS)  # type: ignore[arg-type, return-value]
-
-
-def test_it_samples_the_bits_that_the_embedded_engine_samples(model: Path, made: list[ProcessEngine]) -> None:
-    """Same weights, new weights in flight too."""
-    torch.set_num_threads(1)
-    changed = [(name, tensor * 1.05) for name, tensor in weights(model)]
-    loaded = load_model(config(model).model)
-    inline = EmbeddedEngine.over(loaded.model, loaded, config(model))
-    made.append(ProcessEngine(config(model), threads=1))
-    requests = [SUBJECT.request(i, SamplingParams(), max_new_tokens=12) for i in range(3)]
-
-    async def run(engine) -> list:
-        before = await asyncio.gather(*(engine.extend(r) for r in requests))
-        await engine.load_weights(3, changed)
-        after = await asyncio.gather(*(engine.extend(r) for r in requests))
-        await engine.close()
-        return [segment for segments in [*before, *after] for segment in segments]
-
-    for ours, theirs in zip(asyncio.run(run(made[0])), asyncio.run(run(inline)), strict=True):
-        np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
-        np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
-        assert ours.policy_version == theirs.policy_version and ours.stop_reason == theirs.stop_reason
 
 
 def uninterrupted(
@@ -202,9 +228,13 @@ def test_a_process_that_dies_is_started_again_with_the_last_weights(model: Path,
 
 def test_a_process_that_hangs_is_killed_and_started_again(model: Path, made: list[ProcessEngine]) -> None:
     """It is stopped, not dead: it answers nothing, and nothing tells its parent. It never reads the interruption.
-    The next one may take longer than that to load its model, as the first one did."""
+    The next one may take longer than that to load its model, as the first one did. The event loop goes on while weights
+    travel to one that hangs, and whoever asks for tokens meanwhile, and gives up, spoils nothing: the one after it has
+    the weights."""
     said: list[str] = hear([])
     goes_on, interrupted = (SUBJECT.request(i, max_new_tokens=400) for i in range(2))
+    request = SUBJECT.request(2, max_new_tokens=30)
+    changed = [(name, tensor * 1.05) for name, tensor in weights(model)]
     limits = config(model).watchdog.model_copy(update={"rollout_timeout_s": 2.0})
 
     async def run() -> list[list[int]]:
@@ -220,26 +250,9 @@ def test_a_process_that_hangs_is_killed_and_started_again(model: Path, made: lis
         assert 2 <= time.monotonic() - before < 60
         whole, (nothing,) = await asyncio.wait_for(asyncio.gather(*extends), 300)
         assert (len(nothing), nothing.stop_reason, nothing.start) == (0, StopReason.PAUSED, 0)
-        await engine.close()
-        return [tokens_of(whole)]
+        return [tokens_of(whole), await loaded_while_it_hangs(engine)]
 
-    assert asyncio.run(run()) == uninterrupted(model, (), goes_on)
-    assert said[0] == "watchdog: the engine process has not answered for 2 s: it is killed"
-    assert "exit code -9" in said[1] and "1 rollouts go on" in said[1]
-
-
-def test_the_event_loop_goes_on_while_weights_travel_to_a_process_that_hangs(
-    model: Path, made: list[ProcessEngine]
-) -> None:
-    """And whoever asks for tokens meanwhile, and gives up, spoils nothing: the next process has the weights."""
-    changed = [(name, tensor * 1.05) for name, tensor in weights(model)]
-    request = SUBJECT.request(0, max_new_tokens=30)
-    limits = config(model).watchdog.model_copy(update={"rollout_timeout_s": 2.0})
-
-    async def run() -> list[list[int]]:
-        engine = ProcessEngine(config(model).model_copy(update={"watchdog": limits}), threads=1)
-        made.append(engine)
-        await engine.extend(SUBJECT.request(1, max_new_tokens=2))
+    async def loaded_while_it_hangs(engine: ProcessEngine) -> list[int]:
         os.kill(engine.pid, signal.SIGSTOP)
         extend = asyncio.ensure_future(engine.extend(request))
         load = asyncio.ensure_future(engine.load_weights(5, changed))
@@ -253,27 +266,11 @@ def test_the_event_loop_goes_on_while_weights_travel_to_a_process_that_hangs(
         answer = await asyncio.wait_for(extend, 300)
         assert [s.policy_version for s in answer] == [5]
         await engine.close()
-        return [tokens_of(answer)]
+        return tokens_of(answer)
 
-    assert asyncio.run(run()) == uninterrupted(model, changed, request)
-
-
-def test_a_cancelled_question_costs_the_process_nothing(model: Path, made: list[ProcessEngine]) -> None:
-    engine = ProcessEngine(config(model), threads=1)
-    made.append(engine)
-
-    async def run() -> None:
-        await engine.load_weights(0, weights(model))
-        extending = asyncio.ensure_future(engine.extend(SUBJECT.request(0, max_new_tokens=60)))
-        await until_it_has_tokens(engine, SUBJECT.request(0).rollout_id)
-        for _ in range(3):
-            asking = asyncio.ensure_future(engine.progress([SUBJECT.request(0).rollout_id]))
-            await asyncio.sleep(0)
-            asking.cancel()
-        assert sum(map(len, await extending)) == 60 and engine.stats()["engine/restarts"] == 0
-        await engine.close()
-
-    asyncio.run(run())
+    assert asyncio.run(run()) == [*uninterrupted(model, (), goes_on), *uninterrupted(model, changed, request)]
+    assert said[0] == "watchdog: the engine process has not answered for 2 s: it is killed"
+    assert "exit code -9" in said[1] and "1 rollouts go on" in said[1]
 
 
 def test_one_that_dies_at_its_start_is_started_once_more_but_not_for_ever(
@@ -299,27 +296,6 @@ def test_one_that_dies_at_its_start_is_started_once_more_but_not_for_ever(
                 await extend
         assert len(seen) == 4
         await engine.close()
-
-    asyncio.run(run())
-
-
-def test_an_engine_that_cannot_load_says_so(tmp_path: Path, made: list[ProcessEngine]) -> None:
-    made.append(ProcessEngine(config(tmp_path / "none"), threads=1))
-    with pytest.raises(EngineDied, match="while it was loading"):
-        _ = made[0].max_tokens
-
-
-def test_errors_of_a_request_and_of_the_process_are_raised_here_and_it_goes_on(model: Path, made: list) -> None:
-    made.append(ProcessEngine(config(model), threads=1))
-
-    async def run() -> None:
-        with pytest.raises(ValueError, match="Lower rollout.max_new_tokens"):
-            await made[0].extend(SUBJECT.request(0, max_new_tokens=10**7))
-        with pytest.raises(RuntimeError, match="the engine process failed in load_weights: .*no such weight"):
-            await made[0].load_weights(1, [("no such weight", torch.zeros(3))])
-        segments = await made[0].extend(SUBJECT.request(0, max_new_tokens=3))
-        assert sum(map(len, segments)) == 3 and segments[-1].stop_reason is StopReason.LENGTH
-        await made[0].close()
 
     asyncio.run(run())
 

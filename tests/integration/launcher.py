@@ -38,17 +38,29 @@ class Run:
     """One `rollover ...`: the part of subprocess.Popen that tests use. Its output goes to files.
 
     `log` gets both its outputs; without, they are in `out` and `err`. `script`: what to run with the words in place of
-    `python -m rollover`.
+    `python -m rollover`. `stdout`, `stderr`: descriptors that it has in place of them. `folder`: where it starts, in
+    place of the working directory. `variables`: of its environment, beside those of this process.
     """
 
-    def __init__(self, words: list[str], log: Path | None = None, script: Path | None = None) -> None:
+    def __init__(
+        self,
+        words: list[str],
+        log: Path | None = None,
+        script: Path | None = None,
+        stdout: int | None = None,
+        stderr: int | None = None,
+        folder: Path | None = None,
+        variables: dict[str, str] | None = None,
+    ) -> None:
         self.args, self.returncode = words, None
         self._out = open(log, "w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115
         self._err = self._out if log else tempfile.TemporaryFile()  # noqa: SIM115
         self._end, told = os.pipe()
-        request = {"words": words, "script": str(script or ""), "folder": os.getcwd()}
+        place = str(folder or os.getcwd())
+        request = {"words": words, "script": str(script or ""), "folder": place, "variables": variables or {}}
         launcher, _ = _launcher(frozenset((k, v) for k, v in environment().items() if k != "PYTEST_CURRENT_TEST"))
-        socket.send_fds(launcher, [json.dumps(request).encode()], [self._out.fileno(), self._err.fileno(), told])
+        streams = [own.fileno() if of is None else of for own, of in ((self._out, stdout), (self._err, stderr))]
+        socket.send_fds(launcher, [json.dumps(request).encode()], [*streams, told])
         os.close(told)
         self.pid = int(launcher.recv(_MAX_MESSAGE))
 
@@ -153,6 +165,7 @@ def main() -> None:
         _import_everything()
     request: Any = serve(socket.socket(fileno=int(sys.argv[1])))
     os.chdir(request["folder"])
+    os.environ.update(request["variables"])
     script, words = request["script"], request["words"]
     if not forks:
         os.execv(sys.executable, [sys.executable, *([script] if script else ["-m", "rollover"]), *words])

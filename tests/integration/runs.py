@@ -15,6 +15,7 @@ from launcher import Run as Run
 from launcher import environment as environment
 
 import tiny
+from rollover.checkpoint.store import CheckpointStore
 from rollover.config.describe import toml_value
 from rollover.track.trace import TRACE, TraceEvent, trace_events
 
@@ -135,3 +136,31 @@ def records(run_dir: Path, last_step: int | None = None) -> list[dict[str, Any]]
         if last_step is None or int(path.stem.removeprefix("step-")) <= last_step:
             out += json_lines(path)
     return out
+
+
+def check_whole(
+    run_dir: Path, steps: int, *, siblings: int = 3, tasks_once: bool = True, checkpoints: str | Path = ""
+) -> None:
+    """Every step once, the ledger balances in every row, nobody is trained twice, and the trace says the same.
+
+    siblings: trained rollouts of a group; 0: as many as its episodes have. checkpoints: where they are, if not in the
+    run's directory."""
+    rows = json_lines(run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    for row in rows:
+        assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/dropped"] + row["tokens/held"]
+    for key in ("tokens/generated", "groups/admitted", "groups/consumed", "rollouts/resumed"):
+        values = [row[key] for row in rows]
+        assert values == sorted(values), key
+    told, store = trace(run_dir), CheckpointStore(str(checkpoints or run_dir / "checkpoints"), keep=2)
+    ledger = json.loads(Path(store.open(store.list()[-1])["state.json"]).read_text())["ledger"]
+    assert sum(e.tokens for e in told if e.kind in ("park", "act", "finish")) == ledger["generated_tokens"]
+    assert sum(e.kind == "consume" for e in told) == rows[-1]["groups/consumed"]
+    assert sum(e.kind == "admit" for e in told) == ledger["admitted_groups"]
+    assert [e.version for e in told if e.kind == "publish"] == list(range(1, steps + 1))
+    found = records(run_dir)
+    ids = [r["rollout_id"] for r in found]
+    assert ids and len(ids) == len(set(ids)), "a rollout was trained twice"
+    assert not siblings or sum(r["outcome"] == "trained" for r in found) == rows[-1]["groups/consumed"] * siblings
+    tasks = {r["group_id"]: r["task_id"] for r in found}
+    assert len(set(tasks.values())) == len(tasks) or not tasks_once, "a task was given twice"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import runs
 from endings import before_step, train
-from test_journal_run import check_whole
+from runs import check_whole
 from test_workflow_function_run import check_whole as check_whole_of_agents
 from test_workflow_function_run import recipe as of_agents
 

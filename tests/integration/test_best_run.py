@@ -85,9 +85,8 @@ def test_without_it_the_best_goes_as_any_other(
     assert checkpoints(tmp_path) == [4] and not (tmp_path / "run" / "best_model").exists()
 
 
-@pytest.mark.parametrize("before_row", [False, True])
 def test_a_run_that_was_killed_knows_the_best_and_ends_where_the_other_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], before_row: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found(monkeypatch, 0.1, 0.5, 0.3, 0.4, 0.2, 0.9, 0.9)
     options = {
@@ -95,24 +94,25 @@ def test_a_run_that_was_killed_knows_the_best_and_ends_where_the_other_does(
         "checkpoint": {"keep_best": True, "save_best_model": True},
         "rollout": {"interrupt": "never", "in_flight_groups": 3, "max_staleness": 0},  # in the order of a schedule
     }
-    plain, killed = (write(tmp_path / name, 6, **options) for name in ("plain", "killed"))
-    code, said = endings.train(capsys, plain)
+    code, said = endings.train(capsys, write(tmp_path / "plain", 6, **options))
     why = "3 evaluations in a row were no better than that after step 1 (mean 0.5; eval.patience = 3)"
     assert code == 0 and f"training ends here: {why}" in said and f"It ended early: {why}" in said
     assert checkpoints(tmp_path / "plain") == [1, 4]
-    endings.train_until(capsys, 3, killed, before_row=before_row)
-    (tmp_path / "killed" / "run" / "evaluations" / "step-000009.jsonl").write_text("{}\n")  # of a lost future
-    code, said = endings.train(capsys, killed, "--resume")
-    assert code == 0 and f"It ended early: {why}" in said
-    assert checkpoints(tmp_path / "killed") == [1, 4] and means(tmp_path / "killed") == [0.1, 0.5, 0.3, 0.4, 0.2]
-    for name in ("model", "best_model"):
-        models = [
-            AutoModelForCausalLM.from_pretrained(tmp_path / of / "run" / name).state_dict()
-            for of in ("plain", "killed")
-        ]
-        assert all(torch.equal(models[0][key], models[1][key]) for key in models[0]), name
-    files = sorted(p.name for p in (tmp_path / "killed" / "run" / "evaluations").iterdir())
-    assert files == [f"step-{step:06d}.jsonl" for step in range(5)]
+    for name, before_row in (("between steps", False), ("before a row", True)):
+        killed = write(tmp_path / name, 6, **options)
+        endings.train_until(capsys, 3, killed, before_row=before_row)
+        (tmp_path / name / "run" / "evaluations" / "step-000009.jsonl").write_text("{}\n")  # of a lost future
+        code, said = endings.train(capsys, killed, "--resume")
+        assert code == 0 and f"It ended early: {why}" in said, name
+        assert checkpoints(tmp_path / name) == [1, 4] and means(tmp_path / name) == [0.1, 0.5, 0.3, 0.4, 0.2], name
+        for of in ("model", "best_model"):
+            models = [
+                AutoModelForCausalLM.from_pretrained(tmp_path / run / "run" / of).state_dict()
+                for run in ("plain", name)
+            ]
+            assert all(torch.equal(models[0][key], models[1][key]) for key in models[0]), (name, of)
+        files = sorted(p.name for p in (tmp_path / name / "run" / "evaluations").iterdir())
+        assert files == [f"step-{step:06d}.jsonl" for step in range(5)], name
 
 
 def test_a_run_that_ended_early_says_so_and_goes_on_with_more_patience(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import runs
-from test_journal_run import check_whole
+from runs import check_whole
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("uvicorn")
@@ -70,7 +70,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return runs.json_lines(folder / "run" / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("trainer", ["local", "ranks"])
+@pytest.mark.parametrize("trainer", ["local", pytest.param("ranks", marks=pytest.mark.slow)])
 def test_colocated_servers_sleep_while_each_step_is_trained(tmp_path: Path, trainer: str) -> None:
     """Unfinished rollouts are continued, evaluations find servers awake, and the time is accounted for."""
     path = recipe(
@@ -96,7 +96,7 @@ def test_colocated_server_killed_asleep_starts_after_the_step(tmp_path: Path) ->
     assert rows[-1]["engine/ejections"] == 1
 
 
-@pytest.mark.parametrize("fault", ["stop", "kill"])
+@pytest.mark.parametrize("fault", ["stop", pytest.param("kill", marks=pytest.mark.slow)])
 def test_colocated_run_ended_while_servers_sleep_resumes_whole(tmp_path: Path, fault: str) -> None:
     path = recipe(tmp_path, fault)
     first = runs.rollover("train", path, timeout=LIMIT_S)

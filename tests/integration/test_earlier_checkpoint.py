@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import runs
 from endings import train
-from test_journal_run import check_whole
+from runs import check_whole
 
 import tiny
 

@@ -122,7 +122,7 @@ def test_a_run_of_which_nothing_is_left_ends_and_says_why(tmp_path: Path, capsys
     assert rows[-1]["dropped/filtered/groups"] >= before[-1]["dropped/filtered/groups"] + 24
 
 
-@pytest.mark.parametrize("mode", ["sync", "partial", "fully async"])
+@pytest.mark.parametrize("mode", ["sync", "fully async"])
 def test_filters_that_give_up_before_the_first_step_leave_the_answers_and_a_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str
 ) -> None:

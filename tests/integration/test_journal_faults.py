@@ -14,7 +14,7 @@ import pytest
 import runs
 import torch
 from endings import CHECKPOINT, look_at_start, train, train_until, train_until_called
-from test_journal_run import check_whole
+from runs import check_whole
 
 from rollover.checkpoint.journal import Journal
 from rollover.checkpoint.mirror import Mirror
@@ -72,8 +72,8 @@ def test_steps_that_were_rolled_back_are_not_trained_again_by_a_start_with_the_s
     with pytest.MonkeyPatch.context() as monkeypatch:
         begun = look_at_start(monkeypatch)
         train_until(capsys, 4, recipe, "--resume")
-    train_until_called(capsys, Checkpointing, "begin", recipe, "--resume", "--train.learning_rate", "2e-3")
-    assert len(rows_of(tmp_path)) == 2
+    ended = train_until_called(capsys, Checkpointing, "begin", recipe, "--resume", "--train.learning_rate", "2e-3")
+    assert "are rolled back, since train.learning_rate changed: " in ended.text and len(rows_of(tmp_path)) == 2
     with pytest.MonkeyPatch.context() as monkeypatch:
         again = look_at_start(monkeypatch)
         code, text = train(capsys, recipe, "--resume")

@@ -12,7 +12,7 @@ import pytest
 import runs
 import torch
 from endings import before_step, look_at_start, train, train_until, weights
-from test_journal_run import check_whole
+from runs import check_whole
 
 from rollover.run.loop import Run
 

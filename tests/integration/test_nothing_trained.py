@@ -25,12 +25,6 @@ def test_rewards_that_are_all_equal(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["train", str(recipe), "--resume", f"--run.dir={tmp_path / 'run'}"]) == 2, "nothing is trained still"
 
 
-def test_a_finished_run_is_resumed_with_0(tmp_path: Path) -> None:
-    recipe = runs.write(tmp_path, steps=1)
-    assert main(["train", str(recipe)]) == 0
-    assert main(["train", str(recipe), "--resume", f"--run.dir={tmp_path / 'run'}"]) == 0
-
-
 def test_a_run_that_is_not_to_train(tmp_path: Path) -> None:
     assert main(["train", str(runs.write(tmp_path, steps=0))]) == 0
 

@@ -41,29 +41,26 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
     return safetensors.numpy.load_file(next((folder / "run" / "model").glob("*.safetensors")))
 
 
-@pytest.mark.parametrize("kind", ["embedded", "process"])
-def test_at_staleness_0_it_is_synchronous_training(tmp_path: Path, kind: str) -> None:
+def test_at_staleness_0_it_is_synchronous_training(tmp_path: Path) -> None:
     """The same rollouts, versions and weights, bit for bit."""
     # All rollouts have a slot: in another process a freed one is given away some steps later, and other rows that are
     # decoded together round otherwise.
     engine = {"max_running": 16, "threads": 1}
     sync = train(tmp_path / "sync", rollout=SYNC, engine=engine | {"threads": None})
-    changes = SYNC | {"overlap": True, "interrupt": "on_weight_update"}
-    ahead = train(tmp_path / "ahead", rollout=changes, engine=engine | {"kind": kind})
+    before = weights(tmp_path / "sync")
+    texts = [(r["rollout_id"], r["completion"]) for r in runs.records(tmp_path / "sync" / "run")]
     same = ("reward/mean", "loss", "grad_norm", "tokens/generated", "length/mean", "staleness/max")
-    for one, other in zip(sync, ahead, strict=True):
-        assert {k: one[k] for k in same} == {k: other[k] for k in same}
-    before, after = weights(tmp_path / "sync"), weights(tmp_path / "ahead")
-    assert before.keys() == after.keys() and all(np.array_equal(before[k], after[k]) for k in before)
-    texts = [
-        [(r["rollout_id"], r["completion"]) for r in runs.records(tmp_path / name / "run")]
-        for name in ("sync", "ahead")
-    ]
-    assert texts[0] == texts[1]
+    changes = SYNC | {"overlap": True, "interrupt": "on_weight_update"}
+    for kind in ("embedded", "process"):
+        ahead = train(tmp_path / kind, rollout=changes, engine=engine | {"kind": kind})
+        for one, other in zip(sync, ahead, strict=True):
+            assert {k: one[k] for k in same} == {k: other[k] for k in same}, kind
+        after = weights(tmp_path / kind)
+        assert before.keys() == after.keys() and all(np.array_equal(before[k], after[k]) for k in before), kind
+        assert texts == [(r["rollout_id"], r["completion"]) for r in runs.records(tmp_path / kind / "run")], kind
 
 
-@pytest.mark.parametrize("kind", ["embedded", "process"])
-@pytest.mark.parametrize("interrupt", ["never", "on_weight_update"])
+@pytest.mark.parametrize(("kind", "interrupt"), [("embedded", "never"), ("process", "on_weight_update")])
 def test_generation_goes_on_while_the_trainer_trains(
     tmp_path: Path, kind: str, interrupt: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import runs
-from test_journal_run import check_whole
+from runs import check_whole
 
 from rollover.cli import main
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import runs
-from test_journal_run import check_whole
+from runs import check_whole
 
 from rollover.config.load import load_config
 from rollover.process_tree import descendants, is_running

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import runs
 from endings import train
-from test_journal_run import check_whole
+from runs import check_whole
 
 from rollover.trainer.local_backend import LocalBackend
 

@@ -48,14 +48,9 @@ def test_counters_and_summary_cover_the_whole_run(tmp_path: Path, capsys: pytest
     assert steps(tmp_path, "eval.jsonl") == [0, 3, 6]
     partial = sum(row["rollouts/partial_share"] for row in rows) / len(rows)
     assert f"{partial:.0%}" in text
-
-
-def test_a_finished_run_is_not_evaluated_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = runs.write(tmp_path, steps=2, eval=EVAL)
-    assert run(capsys, "train", recipe)[0] == 0
     before = (tmp_path / "run" / "eval.jsonl").read_bytes()
-    assert run(capsys, "train", recipe, "--resume")[0] == 0
-    assert (tmp_path / "run" / "eval.jsonl").read_bytes() == before
+    assert run(capsys, "train", recipe, "--resume")[0] == 0, "a finished run"
+    assert (tmp_path / "run" / "eval.jsonl").read_bytes() == before, "is not evaluated again"
 
 
 def test_held_rollouts_must_suit_the_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,22 +100,13 @@ def test_an_evaluation_that_fails_after_training_does_not_lose_the_run(
 
 
 def test_replay_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    constant = ["--train.schedule", "constant"]
     recipe = runs.write(tmp_path, steps=4)
-    assert run(capsys, "train", recipe)[0] == 0
-    replay = ["--run.train_on_recorded", str(tmp_path / "run" / "rollouts")]
-    for name, parts in (("whole", ["9"]), ("cut", ["2", "9"])):
-        for i, last in enumerate(parts):
-            words = [
-                *replay,
-                "--run.dir",
-                str(tmp_path / name),
-                "--train.num_steps",
-                last,
-                "--train.schedule",
-                "constant",
-            ]
-            code, text = run(capsys, "train", recipe, *words, *(["--resume"] if i else []))
-            assert code == 0, text
-        assert "recorded rollouts are used up after 4 of 9" in text
-    rows = [runs.json_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut")]
+    assert run(capsys, "train", recipe, *constant)[0] == 0
+    replay = ["--run.train_on_recorded", str(tmp_path / "run" / "rollouts"), "--run.dir", str(tmp_path / "cut")]
+    for words in (["--train.num_steps", "2"], ["--train.num_steps", "9", "--resume"]):
+        code, text = run(capsys, "train", recipe, *constant, *replay, *words)
+        assert code == 0, text
+    assert "recorded rollouts are used up after 4 of 9" in text
+    rows = [runs.json_lines(tmp_path / name / "metrics.jsonl") for name in ("run", "cut")]
     assert [r["loss"] for r in rows[0]] == [r["loss"] for r in rows[1]]

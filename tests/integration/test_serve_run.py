@@ -112,8 +112,7 @@ def health(port: int | None) -> None:
         connection.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_ends_whatever_it_does(start, recipe: str, tmp_path: Path, number: int) -> None:
+def test_it_ends_whatever_it_does(start, recipe: str, tmp_path: Path) -> None:
     """Here a template, which is the model's own code, holds its event loop up."""
     shutil.copytree(Path(recipe).parent / "model", tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(SLOW_TEMPLATE)
@@ -124,8 +123,8 @@ def test_it_ends_whatever_it_does(start, recipe: str, tmp_path: Path, number: in
     asking.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
     with pytest.raises(TimeoutError):
         health(port)
-    run.send_signal(number)
-    assert run.wait(END_S + 10) == {signal.SIGTERM: 0, signal.SIGINT: 130}[number]
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(END_S + 10) == 0
     assert "the server did not end within 8 s of the signal" in run.err
     asking.close()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import runs
-from test_journal_run import check_whole
+from runs import check_whole
 
 import rollover
 from rollover.track.tracker import Tracker

@@ -241,6 +241,7 @@ def test_adapters_are_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [row["step"] for row in runs.json_lines(tmp_path / "run" / "eval.jsonl")] == [0, 8]
 
 
+@pytest.mark.slow
 def test_ranks_train_what_one_process_does(tmp_path: Path) -> None:
     options = {"eval_fraction": 0.2}
     for kind in ("local", "ranks"):

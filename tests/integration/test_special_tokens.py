@@ -46,11 +46,13 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("keep", "score", "text"), [(True, 1.0, "<think>3</think>4"), (False, 0.0, "34")])
-@pytest.mark.parametrize("reward", ["mine.py:of_trl", "mine.py:of_verl", f"format/{FULL}"])
 def test_rewards_and_records_have_the_special_tokens(
-    settings: dict[str, Any], keep: bool, score: float, text: str, reward: str
+    settings: dict[str, Any], keep: bool, score: float, text: str
 ) -> None:
-    settings["config"] |= {"rewards.function": reward, "rollout.keep_special_tokens": keep}
+    functions = [{"function": name} for name in ("mine.py:of_trl", "mine.py:of_verl", f"format/{FULL}")]
+    settings["config"] |= {"rewards.functions": functions, "rollout.keep_special_tokens": keep}
     run = rollover.train(**settings)
-    assert {(record["completion"], record["score"]) for record in run.records()} == {(text, score)}
-    assert run.evaluations[0]["mean"] == score
+    records = list(run.records())
+    assert {(record["completion"], record["score"]) for record in records} == {(text, 3 * score)}
+    assert all(len(record["extras"]) == 3 and set(record["extras"].values()) == {score} for record in records)
+    assert run.evaluations[0]["mean"] == 3 * score

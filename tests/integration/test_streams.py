@@ -30,35 +30,43 @@ def without_reader() -> int:
     return write
 
 
-def trained(folder: Path, stdout: int, stderr: int, closed: tuple[int, ...] = ()) -> subprocess.CompletedProcess[bytes]:
-    recipe = runs.write(folder, steps=2)
+def recipe(folder: Path) -> Path:
+    file = runs.write(folder, steps=2)
     (folder / "reward.py").write_text(PRINTS)
-    done = subprocess.run(
-        runs.command("train", recipe),
-        stdout=stdout,
-        stderr=stderr,
-        env=runs.environment(),
-        preexec_fn=lambda: [os.close(number) for number in closed],
-    )
-    assert done.returncode == 0, done
+    return file
+
+
+def trained(folder: Path, **streams: int) -> runs.Run:
+    run = runs.Run(["train", str(recipe(folder))], **streams)
+    assert run.wait(600) == 0, run.err
+    check(folder)
+    return run
+
+
+def check(folder: Path) -> None:
     assert len(runs.json_lines(folder / "run" / "metrics.jsonl")) == 2
     assert (folder / "run" / "model" / "config.json").exists() and (folder / "run" / "finished").exists()
     assert all(row["reward/missing"] == 0 for row in runs.json_lines(folder / "run" / "metrics.jsonl"))
-    return done
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
-@pytest.mark.parametrize(("broken", "why"), [(full, b"No space left on device"), (without_reader, b"Broken pipe")])
-def test_run_with_a_broken_stdout_is_reported(tmp_path: Path, broken: Callable[[], int], why: bytes) -> None:
-    done = trained(tmp_path, broken(), subprocess.PIPE)
-    assert b"notice: standard output could not be written: " + why in done.stderr
-    assert b"Loading weights" not in done.stderr and b"Writing model" not in done.stderr  # bars of transformers
+@pytest.mark.parametrize(("broken", "why"), [(full, "No space left on device"), (without_reader, "Broken pipe")])
+def test_run_with_a_broken_stdout_is_reported(tmp_path: Path, broken: Callable[[], int], why: str) -> None:
+    said = trained(tmp_path, stdout=broken()).err
+    assert "notice: standard output could not be written: " + why in said
+    assert "Loading weights" not in said and "Writing model" not in said  # bars of transformers
 
 
 def test_run_with_a_broken_stderr_is_reported(tmp_path: Path) -> None:
-    done = trained(tmp_path, subprocess.PIPE, without_reader())
-    assert b"step 2/2" in done.stdout
+    assert "step 2/2" in trained(tmp_path, stderr=without_reader()).out
 
 
 def test_run_with_closed_streams_trains(tmp_path: Path) -> None:
-    trained(tmp_path, subprocess.DEVNULL, subprocess.DEVNULL, closed=(0, 1, 2))
+    """Closed before the interpreter starts, which a fork cannot be."""
+    done = subprocess.run(
+        runs.command("train", recipe(tmp_path)),
+        env=runs.environment(),
+        preexec_fn=lambda: [os.close(number) for number in (0, 1, 2)],
+    )
+    assert done.returncode == 0
+    check(tmp_path)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import runs
 from endings import CHECKPOINT, end, train, train_until
-from test_journal_run import check_whole
+from runs import check_whole
 
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.track.sinks import JsonlSink

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
-import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,7 +15,6 @@ import runs
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import tiny
 from rollover.track.metrics import validate
 from rollover.track.trace import spans
 
@@ -188,10 +187,9 @@ def test_ctrl_c_parks_and_the_printed_command_resumes(tmp_path: Path) -> None:
     assert process.returncode == 130 and "Traceback" not in output, output
     printed = next(line.strip() for line in output.splitlines() if line.strip().endswith("--resume"))
     reached = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
-    # As a user pastes it; a path with a space must survive the shell.
-    done = subprocess.run(
-        f"{printed} --train.num_steps {reached + 2}", shell=True, env=runs.environment(), capture_output=True, text=True
-    )
+    words = shlex.split(printed)  # as a shell does: a path with a space must survive it
+    assert words[1:4] == ["-m", "rollover", "train"]
+    done = runs.rollover(*words[3:], "--train.num_steps", reached + 2)
     assert done.returncode == 0, done.stderr
     rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
     assert [r["step"] for r in rows] == list(range(1, reached + 3))
@@ -218,11 +216,12 @@ def test_lora_run_with_bf16(tmp_path: Path, kind: str) -> None:
     assert max(r["mismatch/logprob_abs_mean"] for r in rows) < 2e-4
 
 
-def test_without_a_trace(tmp_path: Path) -> None:
-    recipe = runs.write(tmp_path, steps=2, track={"trace": False})
+def test_without_a_trace_and_a_journal(tmp_path: Path) -> None:
+    recipe = runs.write(tmp_path, steps=2, track={"trace": False}, checkpoint={"journal_s": 0})
     done = runs.rollover("train", recipe)
     assert done.returncode == 0, done.stderr
-    assert not (tmp_path / "run" / "trace.jsonl").exists()
+    assert not (tmp_path / "run" / "trace.jsonl").exists() and not (tmp_path / "run" / "journal").exists()
+    assert not [key for row in runs.json_lines(tmp_path / "run" / "metrics.jsonl") for key in row if "journal/" in key]
     row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
     assert row["state/running_s"] > 0 and row["bias/trained_vs_dispatched_length"] > 0
 
@@ -235,21 +234,3 @@ def test_a_finite_stream_ends_the_run(tmp_path: Path) -> None:
     assert rows[-1]["bias/trained_vs_dispatched_length"] == pytest.approx(1.0), "everything was trained"
     assert rows[-1]["tokens/held"] == 0 and rows[-1]["groups/consumed"] == rows[-1]["groups/admitted"] <= 14
     assert "used up" in done.stdout
-
-
-def test_profile_is_written(tmp_path: Path) -> None:
-    recipe = runs.write(tmp_path, steps=1, checkpoint={"every_steps": 0})
-    done = runs.rollover("train", recipe, "--train.profile_steps", "[1]")
-    assert done.returncode == 0, done.stderr
-    trace = json.loads((tmp_path / "run" / "profile" / "step-000001.json").read_text())
-    assert trace["traceEvents"]
-
-
-def test_quickstart_recipe_resolves() -> None:
-    done = runs.rollover("config", runs.REPOSITORY / "configs" / "quickstart.toml", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["rollout"]["interrupt"] == "when_enough"
-
-
-def test_tiny_tokenizer_round_trip() -> None:
-    assert tiny.tokenizer().decode(tiny.tokenizer()("a b\n1").input_ids) == "a b\n1"

@@ -1,5 +1,5 @@
 """Held-out tasks of a workflow in runs of the real program: before, between and after steps, after a kill in the middle
-of an evaluation, by `rollover eval`, over HTTP, with the engine in a process of its own; and roles that nobody has."""
+of an evaluation, by `rollover eval`, over HTTP."""
 
 from __future__ import annotations
 
@@ -42,10 +42,8 @@ def check_apart(folder: Path, steps: int) -> None:
     assert all(e.group is None or e.group >= 0 for e in runs.trace(folder / "run"))
 
 
-@pytest.mark.parametrize("in_process", [False, True])
-def test_evaluations_of_roles_before_between_and_after_steps(tmp_path: Path, in_process: bool) -> None:
-    engine: dict[str, Any] = {"kind": "process"} if in_process else {}
-    file = recipe(tmp_path, "talk", eval=EVAL, engine=engine)
+def test_evaluations_of_roles_before_between_and_after_steps(tmp_path: Path) -> None:
+    file = recipe(tmp_path, "talk", eval=EVAL)
     assert main(["train", str(file)]) == 0
     check_apart(tmp_path, 2)
     rows = evaluations(tmp_path)
@@ -55,13 +53,12 @@ def test_evaluations_of_roles_before_between_and_after_steps(tmp_path: Path, in_
         assert row["samples"] and roles["solver"]["samples"] == roles["judge"]["samples"] == 8
         assert row["mean"] == pytest.approx((roles["solver"]["mean"] + roles["judge"]["mean"]) / 2)
         assert row["episodes"] == {"done": 8, "length": 0, "timeout": 0, "error": 0, "restarted": 0}
-    if not in_process:
-        model, out = tmp_path / "run" / "model", tmp_path / "out.jsonl"
-        assert main(["eval", str(file), "--model", str(model), "--answers", str(out)]) == 0
-        answers = runs.json_lines(out)
-        again = sum(a["score"] for a in answers) / len(answers)
-        assert again == pytest.approx(rows[-1]["mean"]), "the saved model says what the last evaluation heard"
-        assert [of["role"] for of in answers[0]["roles"]] == ["solver", "judge"] and "[judge]" in answers[0]["answer"]
+    model, out = tmp_path / "run" / "model", tmp_path / "out.jsonl"
+    assert main(["eval", str(file), "--model", str(model), "--answers", str(out)]) == 0
+    answers = runs.json_lines(out)
+    again = sum(a["score"] for a in answers) / len(answers)
+    assert again == pytest.approx(rows[-1]["mean"]), "the saved model says what the last evaluation heard"
+    assert [of["role"] for of in answers[0]["roles"]] == ["solver", "judge"] and "[judge]" in answers[0]["answer"]
 
 
 def test_an_evaluation_over_http(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

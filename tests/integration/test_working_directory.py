@@ -64,6 +64,6 @@ def test_run_survives_a_changed_working_directory(recipe: Path, tmp_path: Path) 
 
 
 def test_python_run_survives_a_changed_directory(recipe: Path, tmp_path: Path) -> None:
-    run = rollover.train(config=str(recipe))
+    run = rollover.train(config=str(recipe), engine={"kind": "embedded"})
     assert run.directory == tmp_path / "out" and run.finished
     assert run.model_path == tmp_path / "out" / "model" and len(list(run.rollouts())) == 6

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import runs
+from runs import check_whole
 from test_backend_lost import SYNC, answers, trained
-from test_journal_run import check_whole
-from test_ranks_lost import PATIENCE_S, children, wait_for
 
 pytestmark = pytest.mark.ray
 
 STEPS = 8
+PATIENCE_S = 300
+
+
+def children(run: runs.Run, what: str) -> list[psutil.Process]:
+    """Processes of the run with `what` in their command line."""
+    found = []
+    for child in psutil.Process(run.pid).children(recursive=True):
+        try:
+            if any(what in word for word in child.cmdline()):
+                found.append(child)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_for(run: runs.Run, what: str, value: Any) -> None:
+    """Until `value()`."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not value():
+        assert run.poll() is None, f"it ended before {what}: {run.out}{run.err}"
+        assert time.monotonic() < deadline, f"not {what}: {run.out}{run.err}"
+        time.sleep(0.02)
 
 
 def write(folder: Path, **tables: dict[str, object]) -> Path:

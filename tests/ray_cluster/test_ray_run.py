@@ -14,7 +14,7 @@ import psutil
 import pytest
 import runs
 from ray_nodes import RayNode, RayNodes, descendants, listening, lives, wait_until
-from test_journal_run import check_whole
+from runs import check_whole
 
 from rollover.config import Config
 

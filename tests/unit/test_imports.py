@@ -1,6 +1,7 @@
 """The import rules of docs/architecture.md, Layout: dependencies one way, asyncio and torch only where allowed."""
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -128,8 +129,13 @@ def type_checking_only(tree: ast.AST) -> set[ast.AST]:
     return {inner for block in blocks for statement in block.body for inner in ast.walk(statement)}
 
 
-def imports(path: Path, *, at_run_time: bool = False) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imports(path: Path, *, at_run_time: bool = False) -> tuple[tuple[int, str], ...]:
     """(line, module) of every import in the file, those inside functions too."""
+    return tuple(_imports(path, at_run_time))
+
+
+def _imports(path: Path, at_run_time: bool) -> Iterator[tuple[int, str]]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     skipped = type_checking_only(tree) if at_run_time else set()
     for node in ast.walk(tree):

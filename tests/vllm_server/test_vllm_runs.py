@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import runs
-from test_journal_run import check_whole
+from runs import check_whole
 
 import tiny
 from vllm_server.engines import ARGS

@@ -8,11 +8,14 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rollover.plugins.convert.bash.state import State
 from rollover.plugins.convert.bash.text import Piece, Text, joined, plain, unknown
 from rollover.plugins.convert.files import text_of
+
+if TYPE_CHECKING:
+    from rollover.plugins.convert.bash.script import Run
 
 _SHELLS = ("bash", "sh", "zsh", "dash")
 _DECLARING = ("export", "declare", "typeset", "local", "readonly", "unset")
@@ -116,20 +119,6 @@ class Script:
 def _place(state: State, path: str) -> str:
     """The key of a file in `Script.files`."""
     return os.path.normpath(os.path.join(state.text("PWD"), path))
-
-
-class Run(Protocol):
-    """What evaluates a script."""
-
-    state: State
-    script: Script
-    path: str
-
-    def call(self, name: str, arguments: list[Text]) -> None:
-        """Evaluate a function."""
-
-    def within(self, text: Text, state: State, line: int, path: str = "") -> None:
-        """Evaluate another text as a script. path: of its file, if that is another one."""
 
 
 def start(run: Run, words: list[Text], line: int, heredoc: Text | None, target: tuple[str, bool] | None) -> None:

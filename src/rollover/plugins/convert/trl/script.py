@@ -13,9 +13,8 @@ from typing import Any
 
 from rollover.plugins.convert.files import MOST_BYTES
 from rollover.plugins.convert.mapping import Unread
-from rollover.plugins.convert.python_changes import EVERY
 from rollover.plugins.convert.python_defaults import Defaults
-from rollover.plugins.convert.python_definitions import calls, name_of
+from rollover.plugins.convert.python_definitions import EVERY, calls, name_of
 from rollover.plugins.convert.python_source import NotRead, PythonSource, parsed
 
 _TRAINER, _CONFIG = "GRPOTrainer", "GRPOConfig"

@@ -328,9 +328,11 @@ class Run:
 
     def call(self, name: str, arguments: list[Text]) -> None:
         """Evaluate a function."""
+        if self._depth >= _MOST_DEPTH:
+            raise ValueError("its functions call each other without an end")
         body, line = self.state.functions[name]
-        state, before = self.state, self.state
-        outer = before.arguments, before.returned, before.local
+        state = self.state
+        outer = state.arguments, state.returned, state.local
         state.arguments, state.returned, state.local = arguments, None, {}
         self.within(plain(body), state, line)
         state.leave(line, outer[2])

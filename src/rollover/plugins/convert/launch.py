@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollover.plugins.convert.bash.programs import Command, Script
 from rollover.plugins.convert.bash.text import Text
-from rollover.plugins.convert.bash.written import Command, Script
 from rollover.plugins.convert.files import text_of
 from rollover.plugins.convert.hydra import value_of
 from rollover.plugins.convert.mapping import LeftOut, Unread

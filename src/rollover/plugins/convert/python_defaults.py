@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from rollover.plugins.convert.python_changes import EVERY, changed
-from rollover.plugins.convert.python_definitions import calls, name_of
+from rollover.plugins.convert.python_definitions import EVERY, calls, changed, name_of
 from rollover.plugins.convert.python_source import NotRead, PythonSource
 
 _PARSES = ("parse_args", "parse_known_args", "parse_args_into_dataclasses", "parse_args_and_config")
@@ -22,7 +21,6 @@ class Defaults:
     def __init__(self, source: PythonSource) -> None:
         self._source = source
         self._parsers = [call for call in calls(source.tree) if name_of(call) in _PARSERS]
-        self._within: list[tuple[str, str]] = []
 
     def __call__(self, node: ast.expr) -> ast.expr | None:
         """The expression that an attribute's value is; None for any other expression."""
@@ -42,7 +40,7 @@ class Defaults:
             return self._of_class(self._source.classes[name_of(made)], node, given.get(node.attr))
         if isinstance(made, ast.Call) and name_of(made) in ("SimpleNamespace", "Namespace"):
             return next((k.value for k in made.keywords if k.arg == node.attr), None)
-        if (found := self.parsed_class(made)) is not None:
+        if (found := self._source.classes.get(self.parsed_name(made))) is not None:
             return self._of_class(found, node)
         if self._is_parsed(made):
             return self._of_argparse(node)
@@ -106,11 +104,6 @@ class Defaults:
                 raise NotRead(f"`{flag}` (line {call.lineno}): {value!r} is no {kind}") from None
         return default
 
-    def parsed_class(self, made: ast.expr) -> ast.ClassDef | None:
-        """The class of the file that an object is of, which a parser of dataclasses makes."""
-        name = self.parsed_name(made)
-        return self._source.classes.get(name)
-
     def parsed_name(self, made: ast.expr) -> str:
         """The name of the class that an object is of, which a parser of dataclasses makes; "" for any other."""
         index = made.slice.value if isinstance(made, ast.Subscript) and isinstance(made.slice, ast.Constant) else 0
@@ -133,13 +126,7 @@ class Defaults:
     def fields(self, made: ast.ClassDef) -> dict[str, ast.expr]:
         """The defaults of a class and of its bases in the file."""
         found: dict[str, ast.expr] = {}
-        for base in made.bases:
-            name = ast.unparse(base).rpartition(".")[2]
-            if name in self._source.classes and (made.name, name) not in self._within:
-                self._within.append((made.name, name))
-                found |= self.fields(self._source.classes[name])
-                self._within.pop()
-        for statement in made.body:
+        for statement in [statement for one in reversed(self._family(made)) for statement in one.body]:
             targets = statement.targets if isinstance(statement, ast.Assign) else []
             targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
             value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
@@ -151,7 +138,7 @@ class Defaults:
     def _of_class(self, made: ast.ClassDef, node: ast.Attribute, given: ast.expr | None = None) -> ast.expr | None:
         """The value of an attribute. given: what the constructor is given for it."""
         default = given or self.fields(made).get(node.attr)
-        family = [made, *self._bases(made)]
+        family = self._family(made)
         names = {"self", "cls", *(one.name for one in family)}
         pairs = [pair for one in family for pair in changed(one)]
         pairs += [(one.name, one.attribute) for one in self._source.attributes if one.name != "self"]
@@ -169,13 +156,13 @@ class Defaults:
             raise NotRead(f"`{ast.unparse(node)}` is set by {made.name} itself (line {made.lineno})")
         return own[0]
 
-    def _bases(self, made: ast.ClassDef) -> list[ast.ClassDef]:
-        """The bases of a class in the file."""
+    def _family(self, made: ast.ClassDef) -> list[ast.ClassDef]:
+        """A class and its bases in the file."""
         found = [made]
         for one in found:
             named = [self._source.classes.get(ast.unparse(base).rpartition(".")[2]) for base in one.bases]
             found += [base for base in named if base is not None and base not in found]
-        return found[1:]
+        return found
 
 
 def _of_field(value: ast.expr) -> ast.expr | None:

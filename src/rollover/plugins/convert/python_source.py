@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollover.plugins.convert.mapping import Unread
-from rollover.plugins.convert.python_changes import EVERY
-from rollover.plugins.convert.python_definitions import Assigned, Definitions, Function, calls
+from rollover.plugins.convert.python_definitions import EVERY, Assigned, Definitions, Function, calls
 
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,

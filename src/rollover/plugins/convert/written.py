@@ -43,7 +43,7 @@ def converted(
             f"{path}: what it says is refused here; set --table.key VALUE to change it:\n"
             + str(error).replace(f"{PYTHON}: ", "")
         ) from error
-    for key in answered:
+    for key, _ in overrides:
         if not key.startswith(_SOURCES):
             done.values[key] = (value_of(config, key), "command line")
     if of_sources:

@@ -33,7 +33,7 @@ def test_words_are_those_of_bash(form: str) -> None:
         script = f"X={shlex.quote(value)}\nA=(1 'two w' \"$X\")\nshow {form}\n"
         shown = "show() { test $# = 0 || printf '%s\\0' \"$@\"; }\n" + script
         done = subprocess.run(["bash", "-c", shown], capture_output=True, env={"HOME": "~"}, text=True, check=False)
-        (command,) = [one for one in read_script(script, "", {}).commands if one.program == "show"]
+        (command,) = [one for one in read_script(script, "", {}).commands if one.words[0].text == "show"]
         assert [word.why for word in command.words] == [""] * len(command.words)
         assert [word.text for word in command.words[1:]] == done.stdout.split("\0")[:-1], value
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -37,18 +36,14 @@ def _multiplied(first: str, row: str) -> str:
         ("a.sh", _RUN + "5 x='" + "a.b=1\n" * 10_000, "cannot be parsed"),
         ("a.sh", _RUN + "5 " + "x" * 2**20, "more than 1,048,576 bytes"),
         ("a.sh", _RUN + "5 data.train_batch_size=inf", "is not understood"),
-        ("a.sh", _RUN + "5 data.train_batch_size=[8]", "is not understood"),
         ("a.sh", _RUN + "5 actor_rollout_ref.actor.ppo_mini_batch_size=0", "is not understood"),
         ("a.yaml", _SOUND + "algorithm: {adv_estimator: [1]}", "is not understood"),
-        ("a.sh", _RUN + "[" * 50_000, "nested too deeply"),
-        ("a.sh", _RUN + "[" * 100_000 + "]" * 100_000, "more than 65,536 characters"),
         ("a.sh", _RUN + "${a:-" * 20_000 + "}" * 20_000, "nested too deeply"),
         ("a.sh", "f() { f; f; }\nf\n" + _RUN + "5", "call each other without an end"),
         ("a.sh", "for i in 1 2 3 4 5 6 7 8; do " * 8 + "X=$X$X1;" + " done;" * 8 + "\n" + _RUN + "5", "does too much"),
         ("a.sh", "A=(a.b=1)\n" + 'A+=("${A[@]}" "${A[@]}")\n' * 40 + _RUN + '5 "${A[@]}"', "does too much"),
         ("a.sh", f"X={'a' * 9000}\n{_RUN}${{X##*a*a*a*b}}", "is not evaluated"),
         ("a.py", "GRPOTrainer(args=GRPOConfig(max_steps=9**9**9))", "`9 ** 9 ** 9` (line 1) is not evaluated"),
-        ("a.py", "GRPOTrainer(args=GRPOConfig(max_steps=2**-99999))", "(line 1) is not evaluated"),
         ("a.py", "GRPOTrainer(args=GRPOConfig(max_steps='a'*10**12))", "(line 1) is not evaluated"),
         ("a.py", "GRPOTrainer(args=GRPOConfig(max_steps='%99999999999d' % 1))", "(line 1) is not evaluated"),
         ("a.py", _multiplied("a0 = 'xxxxxxxx'\n", "a{of} = a{last} + a{last} + a{last} + a{last}\n")
@@ -58,13 +53,8 @@ def _multiplied(first: str, row: str) -> str:
         ("a.py", "GRPOTrainer(args=GRPOConfig(max_steps=" + "-" * 50_000 + "1))", "nested too deeply"),
     ],
 )  # fmt: skip
-def test_it_is_refused_with_a_sentence(
-    name: str, text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / name).write_text(text)
-    assert cli.main(["convert", str(tmp_path / name)]) == 2
-    out, err = capsys.readouterr()
-    assert why in err and not out
+def test_it_is_refused_with_a_sentence(name: str, text: str, why: str, refuse_file) -> None:
+    assert why in refuse_file(name, text)
 
 
 def test_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,28 +63,20 @@ def test_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.sh", "a.yaml", "a.py"])
-def test_pipe_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pipe_is_refused(name: str, tmp_path: Path, refuse_file) -> None:
     os.mkfifo(tmp_path / name)
-    assert cli.main(["convert", str(tmp_path / name)]) == 2
-    assert "not a regular file" in capsys.readouterr().err
+    assert "not a regular file" in refuse_file(name, None)
 
 
-def test_no_name_of_an_option_ends_its_comment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_name_of_an_option_ends_its_comment(convert_file) -> None:
     name = '"skip.x\\n[run]\\ndir = 5 \\x07 # a_workers"'
-    (tmp_path / "a.yaml").write_text(f"{_SOUND}{name}: 3\n")
-    assert cli.main(["convert", str(tmp_path / "a.yaml")]) == 0, capsys.readouterr()
-    out, err = capsys.readouterr()
-    assert "run" not in tomllib.loads(out) and "a_workers" in out
-    assert "\x07" not in err and "a_workers is left out" in err
+    config, text = convert_file("a.yaml", f"{_SOUND}{name}: 3\n")
+    assert config.run.dir != "5" and "a_workers is left out" in text and "\x07" not in text
 
 
-def test_what_is_open_over_continued_lines_ends_where_it_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = f"X='5\nb' \\\n\n{_RUN}6 \\\n data.train_batch_size=256\n"
-    (tmp_path / "a.sh").write_text(text)
-    assert cli.main(["convert", str(tmp_path / "a.sh")]) == 0, capsys.readouterr()
-    assert tomllib.loads(capsys.readouterr().out)["train"]["num_steps"] == 6
+def test_what_is_open_over_continued_lines_ends_where_it_does(convert_file) -> None:
+    config, _ = convert_file("a.sh", f"X='5\nb' \\\n\n{_RUN}6 \\\n data.train_batch_size=256\n")
+    assert config.train.num_steps == 6
 
 
 @pytest.mark.parametrize("starts", ["bash {}", "source {}", f"{_RUN}5 --config-name {{}}"])
@@ -107,41 +89,26 @@ def test_no_name_of_a_script_breaks_the_conversion(
     assert "Traceback" not in "".join(capsys.readouterr())
 
 
-def test_a_name_of_several_lines_is_told_in_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.sh").write_text("bash $'b\\nc\\e.sh'\n")
-    assert cli.main(["convert", str(tmp_path / "a.sh")]) == 2
-    assert "line 1 starts 'b c?.sh', which cannot be read (it is not there)" in capsys.readouterr().err
-
-
-def test_a_pipe_that_a_script_starts_is_not_called_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_a_script_that_is_started_cannot_be_read_is_told(tmp_path: Path, refuse_file) -> None:
+    said = "line 1 starts 'b c?.sh', which cannot be read (it is not there)"  # a name of several lines, in one
+    assert said in refuse_file("a.sh", "bash $'b\\nc\\e.sh'\n")
     os.mkfifo(tmp_path / "b.sh")
-    (tmp_path / "a.sh").write_text("bash b.sh\n")
-    assert cli.main(["convert", str(tmp_path / "a.sh")]) == 2
-    assert "line 1 starts b.sh, which cannot be read (it is not a regular file)" in capsys.readouterr().err
-
-
-def test_scripts_that_start_each_other_are_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.sh").write_text("bash b.sh\nbash b.sh\n")
-    (tmp_path / "b.sh").write_text(f"bash a.sh\nbash a.sh\n{_RUN}5 data.train_batch_size=256\n")
-    assert cli.main(["convert", str(tmp_path / "a.sh")]) == 0, capsys.readouterr().err
-    assert tomllib.loads(capsys.readouterr().out)["train"]["num_steps"] == 5
-
-
-def test_what_keeps_a_launcher_from_being_read_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "starts b.sh, which cannot be read (it is not a regular file)" in refuse_file("a.sh", "bash b.sh\n")
     for i in range(50):
         (tmp_path / f"{i}.sh").write_text(f"bash {i + 1}.sh\n")
-    assert cli.main(["convert", str(tmp_path / "0.sh")]) == 2
-    assert "its scripts are nested too deeply" in capsys.readouterr().err
+    assert "its scripts are nested too deeply" in refuse_file("0.sh", None)
+
+
+def test_scripts_that_start_each_other_are_read_once(tmp_path: Path, convert_file) -> None:
+    (tmp_path / "b.sh").write_text(f"bash a.sh\nbash a.sh\n{_RUN}5 data.train_batch_size=256\n")
+    assert convert_file("a.sh", "bash b.sh\nbash b.sh\n")[0].train.num_steps == 5
 
 
 @pytest.mark.parametrize("how", ["bash", "source"])
-def test_a_large_script_is_not_read_again_and_again(
-    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_large_script_is_not_read_again_and_again(how: str, tmp_path: Path, refuse_file) -> None:
     (tmp_path / "b.sh").write_text("# " + "x" * 1_000_000)
     rounds = " ".join(map(str, range(60)))
-    (tmp_path / "a.sh").write_text(f"for i in {rounds}; do for j in {rounds}; do {how} b.sh; done; done\n{_RUN}5\n")
     started = time.monotonic()
-    assert cli.main(["convert", str(tmp_path / "a.sh")]) == 2
-    assert "does too much to be read" in capsys.readouterr().err
+    text = f"for i in {rounds}; do for j in {rounds}; do {how} b.sh; done; done\n{_RUN}5\n"
+    assert "does too much to be read" in refuse_file("a.sh", text)
     assert time.monotonic() - started < 30

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,97 +50,47 @@ LIGHTRFT = {
     "surprise": "new",
     "save_path": "a run",
 }
-# How an option gets into the command. Of those that are sure, the value is known; others may be asked about.
-SURE = ("inline", "name", "several", "array", "added", "default", "assigned_default", "argument", "exported", "heredoc",
-        "appended", "command_name")  # fmt: skip
-DOUBTFUL = ("condition", "short_condition", "printed", "missing", "loop", "case", "doubtful_name")
+# How an option gets into the command: lines before it, and its words. bare, shell: the option, with its name; flag:
+# its name; value, quoted: its value. Of those that are sure the value is known; others may be asked about.
+SURE = {
+    "inline": ("", "{shell}"),
+    "name": ("V{i}={quoted}", '{flag}"$V{i}"'),
+    "several": ('ARGS="$ARGS {bare}"', ""),
+    "array": ("A{i}=({shell})", '"${{A{i}[@]}}"'),
+    "added": ("A{i}=(); A{i}+=({shell})", '"${{A{i}[@]}}"'),
+    "default": ("", '{flag}"${{D{i}:-{value}}}"'),
+    "assigned_default": (': "${{D{i}:={value}}}"', '{flag}"${{D{i}}}"'),
+    "exported": ("export E{i}={quoted} F{i}=1", "{flag}$E{i}"),
+    "heredoc": ("H{i}=$(cat <<'EOF'\n{bare}\nEOF\n)", "$H{i}"),
+    "appended": ("B{i}=\nB{i}+={quoted}", "{flag}${{B{i}}}"),
+    "end_of_path": ("P{i}=/a/b/{quoted}", '{flag}"${{P{i}#/a/b/}}"'),
+    "argument": ("set -- {quoted}; G{i}=$1", '{flag}"$G{i}"'),
+}
+DOUBTFUL = {
+    "condition": ('C{i}=()\nif [ "$MODE" = x ]; then\n  C{i}+=({shell})\nfi', '"${{C{i}[@]}}"'),
+    "short_condition": ('C{i}=()\n[[ -n "$MODE" ]] && C{i}+=({shell})', '"${{C{i}[@]}}"'),
+    "printed": ("", "{flag}$(python3 -c 'print({i})')"),
+    "missing": ("", "{flag}$MISSING_{i}"),
+    "loop": ("L{i}=\nfor x in $(ls); do L{i}={quoted}; done", "{flag}$L{i}"),
+    "case": ("K{i}=0\ncase $MODE in x|y) K{i}={quoted};; esac", "{flag}$K{i}"),
+    "doubtful_name": ('W{i}=\n[ -f x ] && W{i}="{bare}"', "$W{i}"),
+}
 
 
-@dataclass
-class Written:
-    """Lines before the command, words of it, and words that its function is called with."""
-
-    before: list[str]
-    words: list[str]
-    arguments: list[str]
-
-
-def text_of(name: str, value: Any, system: str) -> str:
-    """An option as one system's command has it, unquoted."""
-    if system == "verl":
-        return f"{name}={str(value).replace(' ', '') if isinstance(value, list) else value}"
-    return f"--{name} {' '.join(map(str, value))}" if isinstance(value, list) else f"--{name} {value}"
-
-
-def quoted(name: str, value: Any, system: str) -> str:
-    if system == "verl":
-        return shlex.quote(text_of(name, value, system))
-    return f"--{name} {' '.join(shlex.quote(str(item)) for item in (value if isinstance(value, list) else [value]))}"
-
-
-def write(system: str, styles: dict[str, str], options: dict[str, Any]) -> Written:
-    out = Written([], [], [])
+def write(system: str, styles: dict[str, str], options: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """The lines before the command, and its words."""
+    before, words = ["ARGS="], ["$ARGS"]
     for i, (name, value) in enumerate(options.items()):
-        style, one = styles[name], quoted(name, value, system)
-        blank = isinstance(value, str) and " " in value  # which an unquoted name would part
-        sign = "=" if system == "verl" else " "
-        flag = f"{'' if system == 'verl' else '--'}{name}{sign}"
-        plain = str(value).replace(" ", "") if isinstance(value, list) else str(value)
-        if isinstance(value, list) and system != "verl" or blank and style not in ("array", "condition"):
-            out.words.append(one)
+        is_list, is_verl = isinstance(value, list), system == "verl"
+        if is_list and not is_verl or " " in str(value) and not is_list:  # which an unquoted name would part
             styles[name] = "inline"
-        elif style == "name":
-            out.before.append(f"V{i}={shlex.quote(plain)}")
-            out.words.append(f'{flag}"$V{i}"')
-        elif style == "several":
-            out.before += [f'ARGS="$ARGS {text_of(name, value, system)}"'] if out.before else [
-                f'ARGS="{text_of(name, value, system)}"'
-            ]  # fmt: skip
-            out.words += [] if "$ARGS" in out.words else ["$ARGS"]
-        elif style in ("array", "added"):
-            out.before.append(f"{'' if style == 'array' else 'A=(); '}A{i}{'+' if style == 'added' else ''}=({one})")
-            out.words.append(f'"${{A{i}[@]}}"')
-        elif style in ("default", "assigned_default"):
-            out.before += [f': "${{D{i}:={plain}}}"'] if style == "assigned_default" else []
-            shown = f"${{D{i}}}" if style == "assigned_default" else f"${{D{i}:-{plain}}}"
-            out.words.append(f'{flag}"{shown}"')
-        elif style == "argument":
-            out.words.append(f'{flag}"${{{len(out.arguments) + 1}}}"')
-            out.arguments.append(shlex.quote(plain))
-        elif style == "exported":
-            out.before.append(f"export E{i}={shlex.quote(plain)} F{i}=1")
-            out.words.append(f"{flag}$E{i}")
-        elif style == "heredoc":
-            out.before.append(f"H{i}=$(cat <<'EOF'\n{text_of(name, value, system)}\nEOF\n)")
-            out.words.append(f"$H{i}")
-        elif style == "appended":
-            out.before += [f"B{i}={shlex.quote(plain[:2])}", f"B{i}+={shlex.quote(plain[2:])}"]
-            out.words.append(f"{flag}${{B{i}}}")
-        elif style == "command_name":
-            out.before.append(f"P{i}=/a/b/{shlex.quote(plain)}" if "/" not in plain else f"P{i}={plain}")
-            out.words.append(f'{flag}"${{P{i}##*/}}"' if "/" not in plain else f'{flag}"$P{i}"')
-        elif style == "condition":
-            out.before.append(f'C{i}=()\nif [ "$MODE" = x ]; then\n  C{i}+=({one})\nfi')
-            out.words.append(f'"${{C{i}[@]}}"')
-        elif style == "short_condition":
-            out.before.append(f'C{i}=()\n[[ -n "$MODE" ]] && C{i}+=({one})')
-            out.words.append(f'"${{C{i}[@]}}"')
-        elif style == "printed":
-            out.words.append(f"{flag}$(python3 -c 'print({i})')")
-        elif style == "missing":
-            out.words.append(f"{flag}$MISSING_{i}")
-        elif style == "loop":
-            out.before.append(f"L{i}=\nfor x in $(ls); do L{i}={shlex.quote(plain)}; done")
-            out.words.append(f"{flag}$L{i}")
-        elif style == "case":
-            out.before.append(f"K{i}=0\ncase $MODE in x|y) K{i}={shlex.quote(plain)};; esac")
-            out.words.append(f"{flag}$K{i}")
-        elif style == "doubtful_name":
-            out.before.append(f'W{i}=\n[ -f x ] && W{i}="{text_of(name, value, system)}"')
-            out.words.append(f"$W{i}")
-        else:
-            out.words.append(one)
-    return out
+        flag = f"{name}=" if is_verl else f"--{name} "
+        text = str(value).replace(" ", "") if is_list else str(value)
+        shell = f"--{name} {' '.join(map(str, value))}" if is_list and not is_verl else flag + shlex.quote(text)
+        fields = {"i": i, "flag": flag, "value": text, "quoted": shlex.quote(text), "bare": flag + text, "shell": shell}
+        for to, template in zip((before, words), (SURE | DOUBTFUL)[styles[name]], strict=True):
+            to += [template.format(**fields)] if template else []
+    return before, words
 
 
 PROGRAMS = {
@@ -153,20 +102,8 @@ OPTIONS = {"verl": VERL, "trl": TRL, "lightrft": LIGHTRFT}
 READERS = {"verl": options_of_script, "trl": options_of_trl_command, "lightrft": options_of_flags}
 
 
-def script_of(system: str, written: Written, form: str) -> str:
-    words = written.words
-    command = (
-        f"{PROGRAMS[system]} {' '.join(words)}" if "\\" not in form else " \\\n  ".join([PROGRAMS[system], *words])
-    )
-    head = "#!/bin/bash\nset -euo pipefail\n"
-    before = "\n".join(written.before)
-    if written.arguments:
-        return f"{head}{before}\ntrain() {{\n  {command}\n}}\ntrain {' '.join(written.arguments)} # ends\n"
-    if form == "log":
-        command = f"nohup {command} > log.txt 2>&1 &"
-    elif form == "tee":
-        command = f"(cd work && {command}) 2>&1 | tee log.txt"
-    return f"{head}{before}\n{command}\n"
+FORMS = ("{head}{command}", "{head}nohup {command} > log.txt 2>&1 &", "{head}(cd work && {command}) 2>&1 | tee log.txt",
+         "{head}train() {{\n  {command} $1\n}}\ntrain '' # ends")  # fmt: skip
 
 
 @pytest.mark.parametrize("system", ["verl", "trl", "lightrft"])
@@ -174,10 +111,12 @@ def script_of(system: str, written: Written, form: str) -> str:
 @given(data=st.data())
 def test_no_option_is_lost_without_a_question(system: str, data: st.DataObject) -> None:
     options = {n: v for n, v in OPTIONS[system].items() if n == next(iter(OPTIONS[system])) or data.draw(st.booleans())}
-    styles = {name: data.draw(st.sampled_from(SURE + DOUBTFUL), label=name) for name in options}
+    styles = {name: data.draw(st.sampled_from([*SURE, *DOUBTFUL]), label=name) for name in options}
     styles[next(iter(options))] = "inline"  # so that the command is one of the system's
-    form = data.draw(st.sampled_from(["one", "\\", "log", "tee"]))
-    text = script_of(system, write(system, styles, options), form)
+    before, words = write(system, styles, options)
+    command = data.draw(st.sampled_from([" ", " \\\n  "])).join([PROGRAMS[system], *words])
+    form = data.draw(st.sampled_from(FORMS))
+    text = form.format(head="#!/bin/bash\nset -euo pipefail\n" + "\n".join(before) + "\n", command=command) + "\n"
     found = READERS[system](text, Path("run.sh"), {})
     done = convert(SYSTEMS[system], found)
     for name, value in options.items():

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollover import cli
-from rollover.config import Config
-from rollover.config.load import load_config
 from rollover.plugins.convert.mapping import Unread
 from rollover.plugins.convert.trl.script import options_of_trl_script
 
@@ -53,32 +49,15 @@ if __name__ == "__main__":
 '''
 
 
-@pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A file in the working folder, which has train.jsonl with a prompt that is a text."""
+@pytest.fixture(autouse=True)
+def in_a_folder_with_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working folder has train.jsonl with a prompt that is a text."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
 
-    def write(text: str, name: str = "script.py") -> str:
-        (tmp_path / name).write_text(text)
-        return name
 
-    return write
-
-
-def converted(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Config, str]:
-    assert cli.main(["convert", *words]) == 0, capsys.readouterr().err
-    out = capsys.readouterr().out
-    return load_config([tomllib.loads(out)]).config, out
-
-
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert cli.main(["convert", *words]) == 2
-    return capsys.readouterr().err
-
-
-def test_a_script_becomes_a_configuration(write, capsys: pytest.CaptureFixture[str]) -> None:
-    config, out = converted(capsys, write(SCRIPT))
+def test_a_script_becomes_a_configuration(tmp_path: Path, convert_file) -> None:
+    config, out = convert_file("script.py", SCRIPT)
     assert not Path("ran").exists()
     assert (config.model.path, config.model.revision) == ("me/mine", "v1")
     assert (config.model.lora.rank, config.model.lora.alpha) == (16, 8.0)
@@ -89,7 +68,7 @@ def test_a_script_becomes_a_configuration(write, capsys: pytest.CaptureFixture[s
     assert (config.train.learning_rate, config.train.schedule, config.run.seed) == (2e-6, "linear", 42)
     assert (config.algorithm.kl_coef, config.algorithm.correction) == (0.04, "none")
     assert [(row.function, row.weight) for row in config.rewards.functions] == [
-        ("script.py:right", 1.0),
+        (f"{tmp_path}/script.py:right", 1.0),
         ("my_rewards:short", 0.5),
     ]
     assert (config.tasks.sources[0].path, config.tasks.chat, config.tasks.eval_fraction) == ("train.jsonl", False, 0)
@@ -123,13 +102,12 @@ def test_a_script_becomes_a_configuration(write, capsys: pytest.CaptureFixture[s
     ],
 )  # fmt: skip
 def test_what_is_not_read_or_has_no_counterpart_is_asked_about(
-    write, before: str, after: str, said: str, answer: list[str], capsys: pytest.CaptureFixture[str]
+    before: str, after: str, said: str, answer: list[str], convert_file, refuse_file
 ) -> None:
     assert before in SCRIPT
-    name = write(SCRIPT.replace("gradient_accumulation_steps=2, ", "") .replace(before, after)
-                 if "gradient" in after else SCRIPT.replace(before, after))  # fmt: skip
-    assert said in refused(capsys, name)
-    converted(capsys, name, *answer)
+    text = SCRIPT.replace("gradient_accumulation_steps=2, ", "") if "gradient" in after else SCRIPT
+    assert said in refuse_file("script.py", text.replace(before, after))
+    convert_file("script.py", text.replace(before, after), *answer)
 
 
 @pytest.mark.parametrize(
@@ -145,10 +123,8 @@ def test_what_is_not_read_or_has_no_counterpart_is_asked_about(
         ("trl grpo --config none.yaml\n", "a.sh", "none.yaml cannot be read"),
     ],
 )
-def test_a_file_that_holds_no_one_run_is_refused(
-    write, text: str, name: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said in refused(capsys, write(text, name))
+def test_a_file_that_holds_no_one_run_is_refused(text: str, name: str, said: str, refuse_file) -> None:
+    assert said in refuse_file(name, text)
 
 
 def test_names_that_depend_on_a_condition_or_are_changed_are_not_taken(tmp_path: Path) -> None:
@@ -162,25 +138,33 @@ def test_names_that_depend_on_a_condition_or_are_changed_are_not_taken(tmp_path:
     assert isinstance(options["max_steps"], Unread)
 
 
+def test_of_several_splits_each_name_has_its_own(tmp_path: Path) -> None:
+    text = "rows, held_out = load_dataset('me/rows', split=['train', 'test[:5%]'])\nGRPOTrainer(train_dataset={})\n"
+    options = options_of_trl_script(text.format("rows, eval_dataset=held_out"), tmp_path / "a.py")
+    assert (options["train_dataset"], options["eval_dataset"]) == (
+        {"path": "me/rows", "split": "train"},
+        {"path": "me/rows", "split": "test"},
+    )
+    assert isinstance(options["rows"], Unread), "5 % of the test rows"
+    both = text.replace("rows, held_out", "rows").format("rows")
+    assert isinstance(options_of_trl_script(both, tmp_path / "a.py")["train_dataset"], Unread)
+
+
 FLAGS = {"model_name_or_path": "me/mine", "dataset_name": "train.jsonl", "max_steps": 10, "num_generations": 4,
          "learning_rate": 1e-5, "reward_funcs": ["accuracy_reward"], "use_peft": True, "lora_r": 4}  # fmt: skip
 
 
-def test_a_command_is_read(write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_is_read(convert_file) -> None:
     words = " ".join(f"--{k} {' '.join(v) if isinstance(v, list) else v}" for k, v in FLAGS.items() if k != "use_peft")
-    name = write(
-        f"#!/bin/bash\nP=2\naccelerate launch --num_processes $P grpo.py \\\n {words} --use_peft\n",
-        "a.sh",
-    )
-    config, _ = converted(capsys, name, "--tasks.chat", "true")
+    text = f"#!/bin/bash\nP=2\naccelerate launch --num_processes $P grpo.py \\\n {words} --use_peft\n"
+    config, _ = convert_file("a.sh", text, "--tasks.chat", "true")
     assert (config.model.path, config.model.lora.rank, config.train.learning_rate) == ("me/mine", 4, 1e-5)
     assert (config.rollout.groups_per_step, config.rewards.function) == (4, "trl.rewards:accuracy_reward")
 
 
-def test_a_yaml_is_read_by_itself_and_where_a_command_names_it(write, capsys: pytest.CaptureFixture[str]) -> None:
-    name = write(json.dumps(FLAGS), "grpo.yaml")
-    config, _ = converted(capsys, name, "--tasks.chat", "true")
+def test_a_yaml_is_read_by_itself_and_where_a_command_names_it(convert_file) -> None:
+    config, _ = convert_file("grpo.yaml", json.dumps(FLAGS), "--tasks.chat", "true")
     assert (config.rollout.group_size, config.train.num_steps) == (4, 10)
-    other, _ = converted(capsys, write(f"trl grpo --config {name} --max_steps 20\n", "b.sh"), "--tasks.chat", "true")
+    other, _ = convert_file("b.sh", "trl grpo --config grpo.yaml --max_steps 20\n", "--tasks.chat", "true")
     assert other.train.num_steps == 20
     assert other.rollout == config.rollout

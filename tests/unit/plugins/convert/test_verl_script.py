@@ -13,7 +13,6 @@ import pytest
 
 from rollover import cli
 from rollover.config import AlgorithmConfig
-from rollover.config.load import load_config
 from rollover.plugins.convert.verl.script import options_of_script
 from rollover.plugins.convert.verl.values import older_veto
 from rollover.trainer.token_weights import kept_tokens
@@ -49,30 +48,24 @@ python3 -m verl.trainer.main_ppo "${COMMON[@]}" \\
 """
 
 
-def script(tmp_path: Path, text: str = SCRIPT) -> str:
-    path = tmp_path / "run.sh"
-    path.write_text(text)
-    return str(path)
+STEPS = ("--train.num_steps", "30")
+
+
+def with_words(words: str) -> str:
+    """The script with further options, and its number of steps."""
+    return SCRIPT.replace("trainer.nnodes=", f"{words} trainer.total_training_steps=5 trainer.nnodes=")
 
 
 def test_variables_sums_lists_and_arrays_are_read() -> None:
     options = options_of_script(SCRIPT, Path("run.sh"), {"FOLDER": "/d"})
-    assert options["data.train_files"] == ["/d/a.parquet", "/d/b.parquet"]
-    assert options["data.max_prompt_length"] == 2048
-    assert options["data.max_response_length"] == 2048 + 18432
-    assert options["actor_rollout_ref.rollout.n"] == 16
-    assert options["actor_rollout_ref.model.path"] == "me/mine"
-    assert options["trainer.logger"] == ["console", "wandb"]
-    assert options["trainer.nnodes"] == 2
-    assert options["actor_rollout_ref.actor.use_dynamic_bsz"] is True
+    expected = {
+        "data.train_files": ["/d/a.parquet", "/d/b.parquet"], "data.max_prompt_length": 2048,
+        "data.max_response_length": 2048 + 18432, "actor_rollout_ref.rollout.n": 16,
+        "actor_rollout_ref.model.path": "me/mine", "trainer.logger": ["console", "wandb"], "trainer.nnodes": 2,
+        "actor_rollout_ref.actor.use_dynamic_bsz": True,
+    }  # fmt: skip
+    assert {name: options[name] for name in expected} == expected
     assert options_of_script(SCRIPT, Path("run.sh"), {"NODES": "5"})["trainer.nnodes"] == 5
-
-
-def test_name_without_value_is_a_question_of_its_option() -> None:
-    text = "a=1\npython x data.train_batch_size=$MISSING trainer.total_training_steps=5\n"
-    options = options_of_script(text, Path("run.sh"), {})
-    assert options["trainer.total_training_steps"] == 5
-    assert "line 2: $MISSING has no value" in options["data.train_batch_size"].reason
 
 
 CONDITIONS = """
@@ -101,248 +94,164 @@ python3 -m verl.trainer.main_ppo data.train_files=a.parquet data.seed=$seed acto
 
 
 def test_what_a_condition_decides_is_asked_about_where_it_matters(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    convert_file, refuse_file, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = script(tmp_path, CONDITIONS)
-    assert cli.main(["convert", path]) == 2
-    err = capsys.readouterr().err
+    err = refuse_file("run.sh", CONDITIONS)
     assert "actor_rollout_ref.rollout.n: line 20: 16 is under a condition of the script (line 6): settle it" in err
     assert "`n=... rollover convert FILE`" in err
-    assert "data.truncation" in err  # of an array
-    assert "trainer.nnodes" not in err
+    assert "data.truncation" in err and "trainer.nnodes" not in err  # of an array
     assert "data.train_batch_size: line 20: 32 is under a condition" in err
     assert "gpu_memory_utilization" not in err  # no result depends on it
     assert "data.seed" not in err  # the branch says what it is in any case
     monkeypatch.setenv("n", "4")
-    answers = ["--train.minibatches_per_step", "1", "--tasks.truncation", "left"]
-    assert cli.main(["convert", path, *answers]) == 0
-    config = load_config([tomllib.loads(capsys.readouterr().out)]).config
+    config, _ = convert_file("run.sh", CONDITIONS, "--train.minibatches_per_step", "1", "--tasks.truncation", "left")
     assert (config.rollout.group_size, config.rollout.groups_per_step, config.run.seed) == (4, 8, 1)
 
 
-def test_the_toml_loads_and_says_where_each_value_is_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["convert", script(tmp_path), "--train.num_steps", "30"]) == 0
-    out, err = capsys.readouterr()
-    config = load_config([tomllib.loads(out)]).config
-    assert config.rollout.groups_per_step == 512
-    assert config.rollout.group_size == 16
-    assert config.rollout.max_new_tokens == 20480
-    assert config.train.minibatches_per_step == 4
-    assert config.train.warmup_steps == 40  # verl counts training steps, here they are updates
-    assert config.train.num_steps == 30
-    assert config.algorithm.clip_high == 0.28
-    assert config.algorithm.clip_low == 0.2
-    assert config.algorithm.dual_clip == 3.0  # verl's own default
-    assert config.algorithm.correction == "none"
-    assert config.filters.metric == "acc"
+def test_the_toml_loads_and_says_where_each_value_is_from(convert_file, refuse_file) -> None:
+    assert "--train.num_steps" in refuse_file("run.sh", SCRIPT)
+    config, text = convert_file("run.sh", SCRIPT, *STEPS)
+    assert (config.rollout.groups_per_step, config.rollout.group_size, config.rollout.max_new_tokens) == (
+        512,
+        16,
+        20480,
+    )
+    # verl counts training steps of a warm-up, here they are updates
+    assert (config.train.minibatches_per_step, config.train.warmup_steps, config.train.num_steps) == (4, 40, 30)
+    # the last two are verl's defaults
+    assert (config.algorithm.clip_high, config.algorithm.clip_low, config.algorithm.dual_clip) == (0.28, 0.2, 3.0)
+    assert (config.algorithm.correction, config.filters.metric) == ("none", "acc")
     assert [source.path[-9:] for source in config.tasks.sources] == ["a.parquet", "b.parquet"]
-    assert "group_size = 16  # actor_rollout_ref.rollout.n = 16\n" in out
-    assert "dual_clip = 3.0  # actor_rollout_ref.actor.clip_ratio_c = 3.0, the default\n" in out
-    assert "actor_rollout_ref.actor.use_dynamic_bsz is left out: where" in err
+    assert "group_size = 16  # actor_rollout_ref.rollout.n = 16\n" in text
+    assert "dual_clip = 3.0  # actor_rollout_ref.actor.clip_ratio_c = 3.0, the default\n" in text
+    assert "actor_rollout_ref.actor.use_dynamic_bsz is left out: where" in text
 
 
 @pytest.mark.parametrize(
-    ("option", "answer"),
+    ("option", "said", "answer"),
     [
-        ("algorithm.use_pf_ppo=True", ["--accept", "algorithm.use_pf_ppo"]),
-        ("actor_rollout_ref.actor.surprise=3", ["--accept", "actor_rollout_ref.actor.surprise"]),
-        ("data.train_max_samples=7", ["--accept", "data.*"]),
-        (
-            "actor_rollout_ref.actor.ppo_mini_batch_size=100",
-            ["--train.minibatches_per_step", "4", "--train.warmup_steps", "40"],
-        ),
+        ("algorithm.use_pf_ppo=True", "algorithm.use_pf_ppo", "--accept algorithm.use_pf_ppo"),
+        ("actor_rollout_ref.actor.surprise=3", "surprise", "--accept actor_rollout_ref.actor.surprise"),
+        ("data.train_max_samples=7", "data.train_max_samples", "--accept data.*"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=100", "ppo_mini_batch_size",
+         "--train.minibatches_per_step 4 --train.warmup_steps 40"),
+        # The value of an option that is not read is not guessed.
+        ("data.train_batch_size=$SIZE", "ppo_mini_batch_size: 128 goes with data.train_batch_size, which is not read",
+         "--rollout.groups_per_step 256 --train.minibatches_per_step 2 --train.warmup_steps 20"),
+        ("actor_rollout_ref.actor.optim.lr=fast", "\ntrain.learning_rate = ", "--train.learning_rate 1e-6"),
+        ("algorithm.rollout_correction.rollout_rs=geometric",
+         "verl 0.9.1 has no geometric: set --algorithm.rejection", "--accept algorithm.rollout_correction.rollout_rs"),
+        *((f"algorithm.rollout_is_threshold=2.0 algorithm.rollout_is=True algorithm.{option}", "algorithm.rollout_is",
+           "--algorithm.correction token_truncate --accept algorithm.rollout_is*")
+          for option in ("rollout_is_mode=clip", "rollout_is_level=geometric")),
     ],
-)
+)  # fmt: skip
 def test_what_would_change_learning_has_to_be_answered(
-    option: str, answer: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    option: str, said: str, answer: str, convert_file, refuse_file
 ) -> None:
-    text = SCRIPT.replace("trainer.nnodes=", f"{option} trainer.nnodes=")
-    steps = ["--train.num_steps", "30"]
-    assert cli.main(["convert", script(tmp_path, text), *steps]) == 2
-    assert option.partition("=")[0] in capsys.readouterr().err
-    assert cli.main(["convert", script(tmp_path, text), *steps, *answer]) == 0
+    assert said in refuse_file("run.sh", with_words(option))
+    convert_file("run.sh", with_words(option), *answer.split())
 
 
-def test_the_number_of_steps_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["convert", script(tmp_path)]) == 2
-    assert "--train.num_steps" in capsys.readouterr().err
-    text = SCRIPT.replace("trainer.nnodes=", "trainer.total_training_steps=5 trainer.nnodes=")
-    assert cli.main(["convert", script(tmp_path, text)]) == 0
-
-
-def test_a_yaml_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(
-        "data:\n  train_files: a.parquet\nactor_rollout_ref:\n  model: {path: me/mine}\n  rollout: {n: 4}\n"
-        "algorithm: {adv_estimator: rloo}\ntrainer: {total_training_steps: 3}\n"
-    )
-    assert cli.main(["convert", str(path)]) == 0
-    config = load_config([tomllib.loads(capsys.readouterr().out)]).config
-    assert (config.algorithm.advantage, config.rollout.group_size, config.train.num_steps) == ("rloo", 4, 3)
-
-
-def test_tables_inside_of_kwargs_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(
+def test_tables_of_a_yaml_are_read(convert_file) -> None:
+    text = (
         "data: {train_files: a.parquet, val_files: b.parquet, apply_chat_template_kwargs: {enable_thinking: false}}\n"
-        "actor_rollout_ref:\n  rollout: {n: 4, val_kwargs: {n: 3, do_sample: true, temperature: 0.6}}\n"
+        "actor_rollout_ref:\n  model: {path: me/mine}\n"
+        "  rollout: {n: 4, val_kwargs: {n: 3, do_sample: true, temperature: 0.6}}\n"
         "  actor: {optim: {lr_warmup_steps: null, lr_warmup_steps_ratio: 0.1, lr_scheduler_type: cosine,"
         " warmup_style: null}}\n"
         "reward: {reward_kwargs: {overlong_buffer_cfg: {enable: true, len: 64}}}\n"
-        "algorithm: {adv_estimator: grpo}\ntrainer: {total_training_steps: 3, test_freq: 1}\n"
+        "algorithm: {adv_estimator: rloo}\ntrainer: {total_training_steps: 3, test_freq: 1}\n"
     )
-    assert cli.main(["convert", str(path)]) == 0
-    config = load_config([tomllib.loads(capsys.readouterr().out)]).config
+    config, _ = convert_file("mine.yaml", text)
+    assert (config.algorithm.advantage, config.rollout.group_size, config.train.num_steps) == ("rloo", 4, 3)
     assert (config.eval.samples_per_task, config.eval.temperature) == (3, 0.6)
     assert config.rewards.overlong_buffer_tokens == 64
     assert config.model.chat_template_kwargs == {"enable_thinking": False}
     assert (config.train.warmup_steps, config.train.warmup_ratio, config.train.schedule) == (0, 0.1, "cosine")
 
 
-def test_the_weighed_loss_of_bypass_mode_is_reinforce(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    correction = "algorithm.rollout_correction"
-    text = SCRIPT.replace(
-        "trainer.nnodes=",
-        f"{correction}.bypass_mode=True {correction}.loss_type=reinforce {correction}.rollout_is=sequence"
-        f" {correction}.rollout_is_threshold=4.0 trainer.nnodes=",
-    )
-    answers = ["--train.num_steps", "30"]
-    assert cli.main(["convert", script(tmp_path, text), *answers]) == 0
-    config = load_config([tomllib.loads(capsys.readouterr().out)]).config.algorithm
-    assert (config.loss, config.correction, config.correction_cap) == ("reinforce", "sequence_truncate", 4.0)
-    text = text.replace("loss_type=reinforce", "rollout_rs=geometric")
-    assert cli.main(["convert", script(tmp_path, text), *answers]) == 2
-    assert "verl 0.9.1 has no geometric: set --algorithm.rejection" in capsys.readouterr().err
+def test_the_weighed_loss_of_bypass_mode_is_reinforce(convert_file) -> None:
+    options = ("bypass_mode=True", "loss_type=reinforce", "rollout_is=sequence", "rollout_is_threshold=4.0")
+    words = " ".join(f"algorithm.rollout_correction.{option}" for option in options)
+    found = convert_file("run.sh", with_words(words))[0].algorithm
+    assert (found.loss, found.correction, found.correction_cap) == ("reinforce", "sequence_truncate", 4.0)
 
 
 @pytest.mark.parametrize(("name", "text"), [("a.sh", "echo hello\n"), ("a.yaml", "- 1\n"), ("a.sh", None)])
-def test_a_file_that_holds_no_options_is_refused(
-    name: str, text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if text is not None:
-        (tmp_path / name).write_text(text)
-    assert cli.main(["convert", str(tmp_path / name)]) == 2
-    assert name in capsys.readouterr().err
+def test_a_file_that_holds_no_options_is_refused(name: str, text: str | None, refuse_file) -> None:
+    assert name in refuse_file(name, text)
 
 
-DAPO = SCRIPT.replace("trainer.nnodes=", "trainer.total_training_steps=5 trainer.nnodes=")
-
-
-def test_max_num_gen_batches_without_limit_never_gives_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for value, wanted in (("", 0), ("-1", 0), ("0", 0), ("4", 4)):
-        option = f"algorithm.filter_groups.max_num_gen_batches={value} " if value else ""
-        path = script(tmp_path, DAPO.replace("trainer.nnodes=", f"{option}trainer.nnodes="))
-        assert cli.main(["convert", path]) == 0, capsys.readouterr()
-        config = load_config([tomllib.loads(capsys.readouterr().out)]).config
-        assert config.filters.give_up_after_steps == wanted
+@pytest.mark.parametrize(("value", "wanted"), [("", 0), ("=-1", 0), ("=0", 0), ("=4", 4)])
+def test_max_num_gen_batches_without_limit_never_gives_up(value: str, wanted: int, convert_file) -> None:
+    words = f"algorithm.filter_groups.max_num_gen_batches{value}" if value else ""
+    assert convert_file("run.sh", with_words(words))[0].filters.give_up_after_steps == wanted
 
 
 @pytest.mark.parametrize("metric", ["seq_reward", "seq_final_reward"])
-def test_groups_are_filtered_by_the_reward_with_its_penalty(
-    metric: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_groups_are_filtered_by_the_reward_with_its_penalty(metric: str, convert_file, refuse_file) -> None:
+    plain = with_words(f"algorithm.filter_groups.metric={metric}").replace("algorithm.filter_groups.metric=acc", "")
     prefix = "reward.reward_kwargs.overlong_buffer_cfg"
-    flags = f"algorithm.filter_groups.enable=True algorithm.filter_groups.metric={metric}"
-    penalty = f" {prefix}.enable=True {prefix}.len=64"
-    plain = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=a.parquet"
-    plain += f" actor_rollout_ref.rollout.n=8 trainer.total_training_steps=5 actor_rollout_ref.model.path=m {flags}"
-    for text, found in ((plain + penalty, "shaped_score"), (plain, "score")):
-        assert cli.main(["convert", script(tmp_path, text)]) == 0
-        assert f'metric = "{found}"' in capsys.readouterr().out
-    with_kl = plain + penalty + " algorithm.use_kl_in_reward=True"
-    asked = 2 if metric == "seq_final_reward" else 0
-    assert cli.main(["convert", script(tmp_path, with_kl)]) == asked
+    shaped = plain.replace("trainer.nnodes=", f"{prefix}.enable=True {prefix}.len=64 trainer.nnodes=")
+    for text, found in ((shaped, "shaped_score"), (plain, "score")):
+        assert convert_file("run.sh", text)[0].filters.metric == found
+    with_kl = shaped.replace("trainer.nnodes=", "algorithm.use_kl_in_reward=True trainer.nnodes=")
+    if metric == "seq_final_reward":
+        assert "the score less the KL" in refuse_file("run.sh", with_kl)
+    else:
+        convert_file("run.sh", with_kl)
 
 
-def test_validation_file_of_training_is_asked_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = DAPO.replace('data.train_files="$files"', "data.train_files=$files data.val_files=$files")
-    path = script(tmp_path, text.replace('files="[', 'files=a.parquet\nunused="['))
-    assert cli.main(["convert", path]) == 2
-    assert "data.val_files: a.parquet is a file of data.train_files, too" in capsys.readouterr().err
+def test_validation_file_of_training_is_asked_about(convert_file, refuse_file) -> None:
+    text = with_words("data.train_files=a.parquet data.val_files=a.parquet")
+    assert "data.val_files: a.parquet is a file of data.train_files, too" in refuse_file("run.sh", text)
     for words, share in ((["--accept", "data.val_files"], 0.0), (["--tasks.eval_fraction", "0.2"], 0.2)):
-        assert cli.main(["convert", path, *words]) == 0
-        config = load_config([tomllib.loads(capsys.readouterr().out)]).config
-        assert (config.tasks.eval_fraction, config.tasks.sources[0].eval_path) == (share, "")
+        tasks = convert_file("run.sh", text, *words)[0].tasks
+        assert (tasks.eval_fraction, tasks.sources[0].eval_path) == (share, "")
 
 
-def test_value_of_an_unread_option_is_not_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = DAPO.replace("data.train_batch_size=512", "data.train_batch_size=$UNKNOWN_SIZE")
-    words = ["--rollout.groups_per_step", "256"]
-    assert cli.main(["convert", script(tmp_path, text), *words]) == 2
-    err = capsys.readouterr().err
-    assert "ppo_mini_batch_size: 128 goes with data.train_batch_size, which is not read" in err
-    assert (
-        cli.main(
-            [
-                "convert",
-                script(tmp_path, text),
-                *words,
-                "--train.minibatches_per_step",
-                "2",
-                "--train.warmup_steps",
-                "20",
-            ]
-        )
-        == 0
-    )
-
-
-def test_refused_value_is_not_called_pythons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = DAPO.replace("optim.lr=2e-6", "optim.lr=fast")
-    assert cli.main(["convert", script(tmp_path, text)]) == 2
-    assert "\ntrain.learning_rate = " in capsys.readouterr().err
-
-
-def test_without_tree_sitter_the_extra_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_tree_sitter_the_extra_is_named(refuse_file, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tree_sitter_bash", None)
-    assert cli.main(["convert", script(tmp_path)]) == 2
-    assert "pip install 'rollover[convert]'" in capsys.readouterr().err
+    assert "pip install 'rollover[convert]'" in refuse_file("run.sh", SCRIPT)
 
 
-def test_left_out_options_say_what_to_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (
-        "python3 -m recipe.dapo.main_dapo hydra.searchpath=[file://conf] algorithm.adv_estimator=grpo"
-        " data.train_files=a.jsonl data.train_batch_size=4 actor_rollout_ref.actor.ppo_mini_batch_size=4"
-        " actor_rollout_ref.model.path=m actor_rollout_ref.rollout.n=4 trainer.total_training_steps=2"
-        " actor_rollout_ref.actor.strategy=megatron"
-        " trainer.resume_mode=auto\n"
-    )
-    assert cli.main(["convert", script(tmp_path, text)]) == 0
-    said = capsys.readouterr().err
+def test_left_out_options_say_what_to_use(convert_file) -> None:
+    words = "hydra.searchpath=[file://conf] actor_rollout_ref.actor.strategy=megatron trainer.resume_mode=auto"
+    _, said = convert_file("run.sh", with_words(words).replace("verl.trainer.main_ppo", "recipe.dapo.main_dapo"))
     assert "actor_rollout_ref.actor.strategy is left out: `backend.type" in said and "FSDP2" in said
     assert "trainer.resume_mode is left out: `--resume`" in said
     assert "hydra.searchpath is left out: Hydra's own" in said
 
 
-def test_comments_name_the_option_that_decides_a_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = SCRIPT.replace("trainer.nnodes", "actor_rollout_ref.actor.use_kl_loss=True \\\n"
-        " actor_rollout_ref.actor.kl_loss_coef=0.005 algorithm.use_kl_in_reward=False trainer.nnodes")  # fmt: skip
-    assert cli.main(["convert", script(tmp_path, text), "--train.num_steps", "2"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_comments_name_the_option_that_decides_a_key(convert_file) -> None:
+    words = "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.005"
+    lines = convert_file("run.sh", with_words(f"{words} algorithm.use_kl_in_reward=False"))[1].splitlines()
     assert "kl_coef = 0.005  # actor_rollout_ref.actor.kl_loss_coef = 0.005" in lines
     assert 'kl_in = "loss"  # actor_rollout_ref.actor.use_kl_loss = True' in lines
     start = "# actor_rollout_ref.actor.use_kl_loss: verl clamps k3 at 10, which is `kl_max`;"
     assert any(line.startswith(start) for line in lines[lines.index("# Notes:") :])
 
 
+@pytest.mark.parametrize(
+    "starts",
+    [
+        "bash recipe/mine/inner.sh",  # as from the root of the repository
+        "WANDB_MODE=offline nohup ./inner.sh",
+        "sbatch --nodes=1 inner.sh",
+    ],
+)
 def test_a_launcher_is_followed_to_the_script_that_it_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    starts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "recipe" / "mine"
     folder.mkdir(parents=True)
     inner = SCRIPT.replace("set -x", "set -x\nn=${1:-4}\nshift").replace("rollout.n=16", "rollout.n=$n")
     (folder / "inner.sh").write_text(inner)
-    for name, starts in (
-        ("bash", "bash recipe/mine/inner.sh 6 trainer.total_training_steps=7"),  # as from the root of the repository
-        ("direct", "WANDB_MODE=offline nohup ./inner.sh 6 trainer.total_training_steps=7 > log.txt 2>&1"),
-        ("slurm", "sbatch --nodes=1 inner.sh 6 trainer.total_training_steps=7"),
-    ):
-        (folder / f"{name}.sh").write_text(f"#!/bin/bash\nset -x\n{starts}\n")
-        assert cli.main(["convert", str(folder / f"{name}.sh")]) == 0, capsys.readouterr().err
-        out = tomllib.loads(capsys.readouterr().out)
-        assert (out["rollout"]["group_size"], out["train"]["num_steps"]) == (6, 7)
+    (folder / "launch.sh").write_text(f"#!/bin/bash\nset -x\n{starts} 6 trainer.total_training_steps=7 > log.txt\n")
+    assert cli.main(["convert", str(folder / "launch.sh")]) == 0, capsys.readouterr().err
+    out = tomllib.loads(capsys.readouterr().out)
+    assert (out["rollout"]["group_size"], out["train"]["num_steps"]) == (6, 7)
 
 
 @pytest.mark.parametrize(
@@ -380,17 +289,14 @@ def test_a_started_script_sees_what_bash_shows_it(tmp_path: Path, launcher: str,
 
 
 @pytest.mark.parametrize("starts", ["bash x/other.sh trainer.nnodes=2", "./other.sh", "sbatch other.slurm"])
-def test_a_script_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], starts: str) -> None:
-    assert cli.main(["convert", script(tmp_path, f"export N=4\n{starts}\n")]) == 2
+def test_a_script_that_is_not_there_is_named(starts: str, refuse_file) -> None:
     name = next(word for word in starts.split() if "other." in word)
     said = f"line 2 starts {name}, which cannot be read (it is not there), and nothing else here trains: convert it"
-    assert said in capsys.readouterr().err
+    assert said in refuse_file("run.sh", f"export N=4\n{starts}\n")
 
 
-def test_a_script_may_start_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = SCRIPT.replace("set -x", 'set -x\nif [ -z "$AGAIN" ]; then AGAIN=1 bash "$0"; exit; fi')
-    assert cli.main(["convert", script(tmp_path, text), "--train.num_steps", "2"]) in (0, 2)
-    assert "nested too deeply" not in capsys.readouterr().err
+def test_a_script_may_start_itself(convert_file) -> None:
+    convert_file("run.sh", SCRIPT.replace("set -x", 'AGAIN=1 bash "$0"'), *STEPS)
 
 
 VETO = {"sequence_max_k1": [-20.0, 9.21034]}  # verl's default of 1e-4
@@ -415,18 +321,15 @@ VETO = {"sequence_max_k1": [-20.0, 9.21034]}  # verl's default of 1e-4
     ],
 )  # fmt: skip
 def test_the_older_names_of_the_correction(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
     options: str,
     correction: str,
     cap: float | None,
     floor: float | None,
     rejection: dict[str, list[float]],
+    convert_file,
 ) -> None:
-    words = " ".join(f"algorithm.{option}" for option in options.split())
-    text = SCRIPT.replace("trainer.nnodes", f"{words} trainer.nnodes")
-    assert cli.main(["convert", script(tmp_path, text), "--train.num_steps", "2"]) == 0, capsys.readouterr().err
-    found = tomllib.loads(capsys.readouterr().out)["algorithm"]
+    _, text = convert_file("run.sh", with_words(" ".join(f"algorithm.{option}" for option in options.split())))
+    found = tomllib.loads(text.partition("rollover: ")[0])["algorithm"]
     assert (found["correction"], found.get("correction_cap")) == (correction, cap)
     assert (found.get("correction_floor"), found.get("rejection", {})) == (floor, rejection)
 
@@ -445,24 +348,12 @@ def test_the_older_veto_is_of_ratios_below_its_bound() -> None:
     assert kept == [[True] * 3, [False] * 3]
 
 
-def test_what_the_older_correction_had_alone_is_asked_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for option in ("rollout_is_mode=clip", "rollout_is_level=geometric"):
-        words = f"algorithm.rollout_is_threshold=2.0 algorithm.rollout_is=True algorithm.{option}"
-        text = SCRIPT.replace("trainer.nnodes", f"{words} trainer.nnodes")
-        assert cli.main(["convert", script(tmp_path, text), "--train.num_steps", "2"]) == 2
-        assert "algorithm.rollout_is" in capsys.readouterr().err
-
-
-def test_a_sandbox_service_scores_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "reward_model.sandbox_fusion.url=http://sandbox:8080/run_code"
-    text = SCRIPT.replace("trainer.nnodes", f"{words} trainer.nnodes")
-    assert cli.main(["convert", script(tmp_path, text), "--train.num_steps", "2"]) == 0, capsys.readouterr().err
-    config = load_config([tomllib.loads(capsys.readouterr().out)]).config
-    spec = config.rewards.by_data_source["taco"]
-    name, params = spec.split("/", 1)
-    assert name == "code" and set(config.rewards.by_data_source) == {"codecontests", "apps", "codeforces", "taco"}
+def test_a_sandbox_service_scores_programs(convert_file, refuse_file) -> None:
     url = "http://sandbox:8080/run_code"
+    text = with_words(f"reward_model.sandbox_fusion.url={url}")
+    config, _ = convert_file("run.sh", text)
+    name, params = config.rewards.by_data_source["taco"].split("/", 1)
+    assert name == "code" and set(config.rewards.by_data_source) == {"codecontests", "apps", "codeforces", "taco"}
     assert json.loads(params) == {"sandbox": "http", "url": url, "concurrency": 64, "memory_mb": 1024}
     text = text.replace("trainer.nnodes", "custom_reward_function.path=mine.py trainer.nnodes")
-    assert cli.main(["convert", script(tmp_path, text), "--train.num_steps", "2"]) == 2
-    assert "verl hands it to the function of custom_reward_function" in capsys.readouterr().err
+    assert "verl hands it to the function of custom_reward_function" in refuse_file("run.sh", text)

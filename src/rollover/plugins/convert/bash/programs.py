@@ -1,60 +1,137 @@
-"""Evaluates one command: a builtin, a function, a program that runs another script, or a program that is collected."""
+"""Evaluates one command: a builtin, a function, a program that runs another script, or a program that is collected.
+Notes the files that a script writes."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from pathlib import PurePosixPath
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
-from rollover.plugins.convert.bash.builtins import builtin
 from rollover.plugins.convert.bash.state import State
 from rollover.plugins.convert.bash.text import Piece, Text, joined, plain, unknown
-from rollover.plugins.convert.bash.written import Command, Script, Target, called, sourced, write, write_of
+from rollover.plugins.convert.files import text_of
+
+if TYPE_CHECKING:
+    from rollover.plugins.convert.bash.script import Run
 
 _SHELLS = ("bash", "sh", "zsh", "dash")
+_DECLARING = ("export", "declare", "typeset", "local", "readonly", "unset")
 _PRINTING = ("echo", "printf", "cat", "tee", "grep", "sed", "awk")
 _STARTING = ("nohup", "env", "time", "timeout", "setsid", "srun", "sbatch", "qsub", "sudo", "numactl", "nice", "ionice",
              "stdbuf", "taskset")  # a script, too  # fmt: skip
 _TAKES_VALUE = re.compile(r"[-+]\w*[oO]|--rcfile|--init-file")  # of the options of a shell
-_ADDING_WORDS = ("xargs", "parallel")  # to a command, from their input
 _ISOLATED = {"docker", "podman", "nerdctl", "kubectl", "ssh"}  # which do not see the names that are exported here
 _SETTING_UP = re.compile(r"\b(?:conda|mamba|micromamba|pyenv|modulecmd|ssh-agent|direnv)\b")  # prints no options
+_HOLDS_COMMAND = re.compile(r"\S\s.*\b(?:python[\d.]*|torchrun|accelerate|trl|bash|sh|ray)\s", re.S)
+_ENVIRONMENT_FLAG = re.compile(r"(?:-e|--env)(?:=(.*))?", re.S)
+# What they pass on is not read.
+_PASSES_OTHERS = re.compile(
+    r"--(?:env-file|runtime-env|runtime-env-json|export|export-file|unset)(?:=(?!ALL$).*)?|sudo", re.S
+)
 # Not functions that a file which is not read may define.
 _KNOWN = re.compile(
     r"(?:python|pip|uv|ray|torchrun|accelerate|deepspeed|trl|conda|mamba|module|docker|srun|sbatch|ssh|mkdir|rm|ls|sleep|"
     r"nvidia|rocm|chmod|tar|git|wget|curl|hf|huggingface|nohup|env|time|ulimit|umask|wait|kill|pkill|trap|exec|true|"
     r"false|unzip|apt|sudo|numactl|taskset|ln|touch|date|tail|head|find|df|free|ps|nproc|hostname|export|:)[\w.-]*"
 )
-_HOLDS_COMMAND = re.compile(r"\S\s.*\b(?:python[\d.]*|torchrun|accelerate|trl|bash|sh|ray)\s", re.S)
-_ENVIRONMENT_FLAG = re.compile(r"(?:-e|--env)(?:=(.*))?", re.S)
-_UNSET = re.compile(r"(?:-u|--unset=)(\w+)")  # of env
-_ENVIRONMENT_FILE = re.compile(r"--(?:env-file|runtime-env|runtime-env-json|export|export-file)(?:=(?!ALL$).*)?", re.S)
+_EDITING = ("mv", "patch", "truncate", "yq", "crudini", "wget", "curl", "rsync", "dd", "jq")
+_COPYING = ("cp", "ln", "install")  # to the last word
+_IN_PLACE = re.compile(r"-\w*i\S*|--in-place\S*")  # of sed and the like
+# They set up a shell as the environment of `rollover convert` is: no options of a run are in them.
+_ENVIRONMENTS = re.compile(
+    r"(?:.*/)?(?:activate|conda\.sh|mamba\.sh|\.bashrc|\.bash_profile|\.profile|setvars\.sh|set_env\.sh|modules?\.sh|"
+    r"lmod\.sh)|/etc/profile\S*|/etc/bashrc"
+)
 
 
-class Run(Protocol):
-    """What evaluates a script."""
+@dataclass(frozen=True)
+class Command:
+    """A command that is neither a builtin nor a script within the script. directory: where it starts."""
 
-    state: State
-    script: Script
-    path: str
-
-    def call(self, body: Any, arguments: list[Text], line: int) -> None:
-        """Evaluate a function."""
-
-    def within(self, text: Text, state: State, line: int, path: str = "") -> None:
-        """Evaluate another text as a script. path: of its file, if that is another one."""
+    line: int
+    words: tuple[Text, ...]
+    directory: str = "."
 
 
-def start(run: Run, words: list[Text], line: int, heredoc: Text | None, target: Target | None) -> None:
+@dataclass
+class Script:
+    """commands: those of a script, in order. files: the text of files that it writes, by their place.
+    may_have_trained: whether a command has started Python or TRL. called: the texts of the scripts that it starts.
+    missing: (line, name, reason) of scripts that it starts and that cannot be read. running: the paths of those that it
+    is in while it is evaluated."""
+
+    commands: list[Command] = field(default_factory=list)
+    files: dict[str, Text] = field(default_factory=dict)
+    may_have_trained: bool = False
+    called: list[str] = field(default_factory=list)
+    missing: list[tuple[int, str, str]] = field(default_factory=list)
+    running: list[str] = field(default_factory=list)
+
+    def add(self, command: Command) -> None:
+        """Append a command."""
+        self.commands.append(command)
+        texts = [word.text for word in command.words]
+        self.may_have_trained |= any(text in ("-m", "trl") or text.endswith(".py") for text in texts)
+
+    def write(self, state: State, target: tuple[str, bool], text: Text | None) -> None:
+        """Note what is written. target: the file, and whether it is added to. text: None if it is not known."""
+        path, adds = target
+        if path.startswith("/dev/"):
+            return
+        where = _place(state, path)
+        new = unknown(path, "what is written into it is not evaluated") if text is None else text
+        before = self.files.get(where)
+        if adds:
+            new = (unknown(path, "what was in it before is not known") if before is None else before) + new
+        if before is not None and before != new and self.may_have_trained:
+            new = unknown(path, "it is written again after a command that may read it")
+        self.files[where] = new
+
+    def written_by(self, state: State, program: str, words: Sequence[str], heredoc: Text | None) -> bool:
+        """Note the files that `tee`, `sed -i` and other programs write. Return whether it is one of them."""
+        options, paths = [w for w in words if w[:1] == "-"], [w for w in words if w[:1] != "-"]
+        in_place = program in ("sed", "perl", "awk", "gawk") and any(map(_IN_PLACE.fullmatch, options))
+        if program != "tee" and not in_place and program not in (*_EDITING, *_COPYING):
+            return False
+        for path in paths[-1:] if program in _COPYING else paths:
+            self.write(state, (path, "-a" in options), heredoc if program == "tee" else None)
+        return True
+
+    def find(self, state: State, word: Text, path: str) -> tuple[str, Text]:
+        """The path and the text of a file that the script at `path` names: one that it writes, or one as seen from
+        where it runs, or from any folder above its own (launch scripts are started from the root of their repository).
+        ValueError for one that cannot be read."""
+        if not word.known:
+            raise ValueError(word.why)
+        if (text := self.files.get(_place(state, word.text))) is not None:
+            return word.text, text
+        above, here = [str(parent) for parent in PurePosixPath(path).parents], state.text("PWD")
+        directories = dict.fromkeys((here, *(os.path.join(parent, here) for parent in above), *above, "."))
+        files = [os.path.expanduser(os.path.join(directory, word.text)) for directory in directories]
+        for file in filter(os.path.isfile, files):
+            return file, plain(text_of(Path(file)))
+        raise ValueError("it is not a regular file" if any(map(os.path.exists, files)) else "it is not there")
+
+
+def _place(state: State, path: str) -> str:
+    """The key of a file in `Script.files`."""
+    return os.path.normpath(os.path.join(state.text("PWD"), path))
+
+
+def start(run: Run, words: list[Text], line: int, heredoc: Text | None, target: tuple[str, bool] | None) -> None:
     """Evaluate a command. heredoc: its input. target: the file that its output goes to."""
     program, state = PurePosixPath(words[0].text).name or words[0].text, run.state
     if target is not None:
-        write(run.script, state, target, _output(words, state, heredoc))
+        text = heredoc if words[0].text == "cat" and len(words) == 1 else None
+        if words[0].text == "echo" and (line_of := printed(words, state)) is not None:
+            text = line_of + plain("\n")
+        run.script.write(state, target, text)
     if program in state.functions:
-        run.call(state.functions[program], words[1:], line)
-    elif builtin(state, words, line, heredoc):
+        run.call(program, words[1:])
+    elif _builtin(state, program, words[1:], line, heredoc):
         pass
     elif program == "eval":
         text = spaced(words[1:])
@@ -63,24 +140,102 @@ def start(run: Run, words: list[Text], line: int, heredoc: Text | None, target: 
             state.doubt(f"line {line} evaluates what is not known")
     elif program in ("source", ".") and len(words) > 1:
         _source(run, words, line)
-    elif not write_of(run.script, state, program, words[1:], heredoc) and program not in _PRINTING:
-        _program(run, words, line, heredoc)
+    elif not run.script.written_by(state, program, [word.text for word in words[1:]], heredoc):
+        if program not in _PRINTING:
+            _program(run, words, line, heredoc)
 
 
-def _output(words: list[Text], state: State, heredoc: Text | None) -> Text | None:
-    if words[0].text == "cat" and len(words) == 1:
-        return heredoc
-    text = printed(words, state) if words[0].text == "echo" else None
-    return None if text is None else text + plain("\n")
+def _builtin(state: State, program: str, words: Sequence[Text], line: int, heredoc: Text | None) -> bool:  # noqa: C901 - one case for each builtin
+    """Evaluate a builtin that changes names, arguments or where a command ends. Return whether it is one."""
+    texts = [word.text for word in words]
+    if program in ("cd", "pushd", "popd"):
+        _change_directory(state, program, [word for word in words if word.text == "-" or word.text[:1] != "-"])
+    elif program in ("exit", "return"):
+        state.ended = state.ended or program
+    elif program == "shift":
+        num = texts[0] if texts else "1"
+        known = state.arguments is not None and num.isdecimal()
+        given = state.arguments or [] if known else []
+        state.arguments = given[int(num) if int(num) <= len(given) else 0 :] if known else None
+    elif program == "set":
+        for before, text in zip(("", *texts), texts, strict=False):  # set -a, set -o allexport
+            if re.fullmatch(r"[-+]\w*a\w*", text) or (text == "allexport" and before[1:] == "o"):
+                state.exports_all = (before if text == "allexport" else text)[0] == "-"
+        if "--" in texts or (texts and texts[0][:1] not in ("-", "+")):
+            state.arguments = list(words[texts.index("--") + 1 if "--" in texts else 0 :])
+    elif program == "let":
+        state.count(" ".join(texts))
+    elif program in _DECLARING:
+        options = [text for text in texts if text[:1] in ("-", "+")]
+        for word in words:
+            if word.text not in options:
+                declare(state, program, options, word, line)
+    elif program == "printf" and texts[:1] == ["-v"] and len(texts) > 1:
+        state.forget(texts[1], f"${texts[1]}: printf sets it in line {line}")
+    elif program in ("read", "mapfile", "readarray", "getopts"):
+        whole = program == "read" and heredoc is not None and any(text in ("-d", "-rd") for text in texts)
+        names = [text for text in texts if text[:1] != "-" and text and not (whole and text == "\n")]
+        for name in names[program == "getopts" :]:
+            if whole and heredoc is not None and len(names) == 1:
+                state.assign(name, heredoc)
+            elif name.isidentifier() or program != "read" or name[:1] == "$":
+                state.forget(name, f"${name}: it is read in line {line}")
+    else:
+        return False
+    return True
+
+
+def declare(
+    state: State, program: str, options: Sequence[str], word: Text, line: int, make: Callable[[], None] | None = None
+) -> None:
+    """Evaluate one name, or `NAME=VALUE`, of `export` and its siblings, or of `unset`. make: assigns its value."""
+    name, equals, value = word.head.partition("=")
+    if program != "export" and any(re.fullmatch(r"-\w*n\w*", option) for option in options):
+        state.doubt(f"line {line} declares a name for another one")
+    if program == "unset":
+        if not word.known:
+            state.doubt(f"unset {word.text[:60]} in line {line} may remove any name")
+        elif "[" in name:
+            state.forget(name.partition("[")[0], f"${name}: an item of it is removed in line {line}")
+        else:
+            (state.functions if "-f" in options else state.names).pop(name, None)
+            state.exported.discard(name)
+        return
+    if not name.isidentifier() or not (equals or word.known):
+        state.doubt(f"{word.text[:60]} in line {line} may set any name")
+        return
+    if program in ("local", "declare", "typeset") and not any("g" in option for option in options):
+        state.make_local(name)
+    if program == "export" or any("x" in option for option in options):
+        (state.exported.discard if {"-n", "+x"} & {*options} else state.exported.add)(name)
+    if make is not None:
+        make()
+    elif equals:
+        state.assign(name, word.like(value) if word.head == word.text else unknown(f"${name}", word.why))
+    elif program == "local":
+        state.names.pop(name, None)
+    if equals and program != "export" and any(re.fullmatch(r"[-+]\w*[iul]\w*", option) for option in options):
+        state.forget(name, f"${name} is declared in line {line} with {' '.join(options)}")
+
+
+def _change_directory(state: State, program: str, words: Sequence[Text]) -> None:
+    before = state.names["PWD"]
+    before = before if isinstance(before, Text) else Text()
+    word = words[0] if words else plain("-" if program == "popd" else state.text("HOME", before.text))
+    if word.text == "-":
+        word = plain(state.text("OLDPWD", before.text))
+    elif word.known and before.known and word.text[:1] not in ("/", "~"):
+        word = plain(os.path.normpath(os.path.join(before.text, word.text)))
+    state.names |= {"OLDPWD": before, "PWD": word}
 
 
 def _source(run: Run, words: list[Text], line: int) -> None:
     """Evaluate a file in the shell itself; one that is not there may set any name."""
     state = run.state
+    if _ENVIRONMENTS.fullmatch(words[1].text):
+        return
     try:
-        path, text = sourced(run.script, state, words[1], run.path)
-        if text is None:
-            return
+        path, text = run.script.find(state, words[1], run.path)
         before = state.names.get("BASH_SOURCE"), state.returned, state.arguments
         state.names["BASH_SOURCE"], state.returned = plain(path), None
         state.arguments = words[2:] or state.arguments
@@ -98,23 +253,14 @@ def _source(run: Run, words: list[Text], line: int) -> None:
 
 def _program(run: Run, words: list[Text], line: int, heredoc: Text | None) -> None:
     """A program: the scripts that it is given, or the command itself."""
-    if any(word.text in _ADDING_WORDS for word in words):
+    if any(word.text in ("xargs", "parallel") for word in words):
         words = [*words, unknown("$XARGS", f"{words[0].text} adds words of its input to the command")]
     child = _child(run.state, words)
-    for flag, value in zip(words, words[1:], strict=False):
-        if match := _ENVIRONMENT_FLAG.fullmatch(flag.text):
-            given = flag.like(match[1]) if match[1] is not None else value
-            name, equals, item = given.text.partition("=")
-            if equals:
-                child.assign(name, given.like(item))
-                child.exported.add(name)
-            elif name in run.state.exported and name in run.state.names:
-                child.assign(name, run.state.names[name])
     found = _scripts(run, words, line, heredoc, child)
     for text, path in found:
         run.within(text, child.copy(), line, path)
     if not found:
-        run.script.add(Command(line, tuple(words), run.state.names["PWD"].text))
+        run.script.add(Command(line, tuple(words), run.state.text("PWD")))
         if run.state.unseen and re.fullmatch(r"[\w-]+", words[0].text) and not _KNOWN.fullmatch(words[0].text):
             run.state.doubt(f"{words[0].text} (line {line}) may be a function: {run.state.unseen}")
 
@@ -123,20 +269,27 @@ def _child(state: State, words: Sequence[Text]) -> State:
     """What the program that a command starts sees of the names."""
     child = state.of_child()
     texts = [word.text for word in words]
-    if not _ISOLATED.isdisjoint(texts):
+    isolated, is_env = not _ISOLATED.isdisjoint(texts), texts[0] == "env"
+    if isolated or is_env and {"-i", "-", "--ignore-environment"} & {*texts[1:]}:
         child.names = {name: value for name, value in child.names.items() if name in ("HOME", "PWD")}
-    if file := next((word.text for word in words if _ENVIRONMENT_FILE.fullmatch(word.text)), ""):
-        child.doubt(f"{file[:60]} may set any name")
-    if "sudo" in texts and _ISOLATED.isdisjoint(texts) and not {"-E", "--preserve-env"} & {*texts}:
-        child.doubt("sudo passes some names only")
-    for before, word in zip(("", *texts), words, strict=False):  # env NAME=VALUE bash
-        if "env" in texts[:1] and word.text in ("-i", "-", "--ignore-environment"):
-            child.names = {name: value for name, value in child.names.items() if name == "PWD"}
-        elif "env" in texts[:1] and (unset := _UNSET.fullmatch(word.text if before != "-u" else f"-u{word.text}")):
-            child.unset(unset[1])
-        name, equals, value = word.text.partition("=")
-        if PurePosixPath(name).name in _SHELLS:
+    for before, text in zip(texts, texts[1:], strict=False):
+        if is_env and before == "-u":
+            child.names.pop(text, None)
+    passing = next((text for text in texts if _PASSES_OTHERS.fullmatch(text)), "")
+    if passing and not (passing == "sudo" and (isolated or {"-E", "--preserve-env"} & {*texts})):
+        child.doubt("sudo passes some names only" if passing == "sudo" else f"{passing[:60]} may set any name")
+    given: list[Text] = []
+    for word in words:  # env NAME=VALUE bash
+        if PurePosixPath(word.text.partition("=")[0]).name in _SHELLS:
             break
+        given.append(word)
+    for flag, value in zip(words, words[1:], strict=False):
+        if match := _ENVIRONMENT_FLAG.fullmatch(flag.text):
+            given.append(flag.like(match[1]) if match[1] is not None else value)
+            if given[-1].text in state.exported and given[-1].text in state.names:
+                child.names[given[-1].text] = state.names[given[-1].text]
+    for word in given:
+        name, equals, value = word.text.partition("=")
         if equals and name.isidentifier():
             child.assign(name, word.like(value))
             child.exported.add(name)
@@ -152,27 +305,39 @@ def _scripts(run: Run, words: list[Text], line: int, heredoc: Text | None, child
     if option is not None and len(rest) > option + 1:
         child.arguments = rest[option + 3 :]
         return [(rest[option + 1], "")]
-    file = next(
-        (
-            i
-            for i, word in enumerate(rest)
-            if word.text[:1] not in ("-", "+") and not (i and _TAKES_VALUE.fullmatch(rest[i - 1].text))
-        ),
-        None,
-    )
+    ofs = zip((Text(), *rest), rest, strict=False)
+    file = next((i for i, (before, word) in enumerate(ofs)
+                 if word.text[:1] not in ("-", "+") and not _TAKES_VALUE.fullmatch(before.text)), None)  # fmt: skip
     if shell is None and (texts[0].endswith(".sh") or texts[0] in _STARTING):
         rest = words
         file = next((i for i, text in enumerate(texts) if text.endswith((".sh", ".sbatch", ".slurm"))), None)
         if file is None and texts[0] in ("sbatch", "qsub") and len(words) > 1:
             file = len(words) - 1
-    if file is not None and (found := called(run.script, run.state, rest[file], run.path, line)) is not None:
+    if file is not None and (found := _called(run, rest[file], line)) is not None:
         child.arguments = rest[file + 1 :]
-        return [(found[1], found[0])]
+        return [found]
     if heredoc is not None and (shell is not None or texts[0] in ("sbatch", "ssh")):
         return [(heredoc, "")]
     of_words = [w for w in words[1:] if _HOLDS_COMMAND.search(w.text) and "=" not in w.text.split()[0]]
     of_words += [plain(w.text.partition("=")[2]) for w in words if w.known and w.text.startswith("--wrap=")]
     return [(text, "") for text in of_words]
+
+
+def _called(run: Run, word: Text, line: int) -> tuple[Text, str] | None:
+    """The text and the path of a script that another one starts; None for one that is being evaluated, and, with a
+    note, for one that cannot be read."""
+    script = run.script
+    try:
+        found, text = script.find(run.state, word, run.path)
+    except ValueError as error:
+        script.missing.append((line, word.text, str(error)))
+        return None
+    if _place(run.state, word.text) in script.files:
+        return text, run.path
+    if any(os.path.exists(one) and os.path.samefile(found, one) for one in (run.path, *script.running)):
+        return None  # it starts itself, or they start each other
+    script.called.append(text.text)
+    return text, found
 
 
 def printed(words: Sequence[Text], state: State) -> Text | None:
@@ -181,7 +346,7 @@ def printed(words: Sequence[Text], state: State) -> Text | None:
     if program == "date":
         return plain("now")
     if program == "pwd":
-        return state.names["PWD"]
+        return state.named("PWD", "")
     if not all(word.known or word.in_doubt for word in rest):
         return None
     if program == "echo" and not (rest and rest[0].text.startswith("-")):

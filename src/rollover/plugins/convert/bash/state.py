@@ -5,75 +5,121 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from rollover.plugins.convert.bash.text import MOST_CHARS, Text, plain, unknown
 
+BLANKS = " \t\n"  # $IFS, if the script does not set it
 _COUNTED = re.compile(
     r"([A-Za-z_]\w*)(?:\[[^]]*\])?\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)"
 )
 _KEPT = ("PWD", "HOME", "IFS")  # which no file of settings changes
+Value = Text | list[Text]
+
+
+def missing(name: str) -> Text:
+    """The value of a name that has none."""
+    if name.isdigit():
+        return unknown(f"${name}", f"${name} is an argument of the script: write its value in its place")
+    settle = f": set it in the environment, `{name}=... rollover convert FILE`" if name.isidentifier() else ""
+    return unknown(f"${name}", f"${name} has no value{settle}")
+
+
+def unread(source: str) -> Text:
+    """The value of what is not evaluated."""
+    return unknown(source, f"{source} is not evaluated: write the value in its place")
 
 
 @dataclass
 class State:
-    """names, arrays: values by name. functions: bodies by name. exported: names that a child process sees. arguments:
-    `$1`, `$2`...; None if they are unknown. exports_all: whether each name that is assigned is exported. pushed: the
-    directories of `pushd`. ended: `exit` or `return` if that came. returned: the state where a
-    function may have returned before. local: what local names of the function stand for outside of it. unseen: why a
-    name that is not set may have a value; empty if it has none."""
+    """names: texts and arrays by name. functions: name -> (text, line). exported: names that a child process sees.
+    arguments: `$1`, `$2`...; None if they are unknown. exports_all: whether each name that is assigned is exported.
+    ended: `exit` or `return` if that came. returned: the state where a function may have returned before. local: what
+    local names of the function stand for outside of it. unseen: why a name that is not set may have a value; empty if
+    it has none."""
 
     environment: Mapping[str, str]
-    names: dict[str, Text] = field(default_factory=dict)
-    arrays: dict[str, list[Text]] = field(default_factory=dict)
-    functions: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, Value] = field(default_factory=dict)
+    functions: dict[str, tuple[str, int]] = field(default_factory=dict)
     exported: set[str] = field(default_factory=set)
     arguments: list[Text] | None = field(default_factory=list)
     exports_all: bool = False
-    pushed: tuple[Text, ...] = ()
     ended: str = ""
     returned: State | None = None
-    local: dict[str, State] = field(default_factory=dict)
+    local: dict[str, tuple[Value | None, bool]] = field(default_factory=dict)
     unseen: str = ""
 
     def copy(self) -> State:
         """The same values, to be changed apart."""
-        arrays = {name: list(items) for name, items in self.arrays.items()}
-        arguments = None if self.arguments is None else list(self.arguments)
-        return replace(
-            self,
-            names=dict(self.names),
-            arrays=arrays,
-            functions=dict(self.functions),
-            exported=set(self.exported),
-            arguments=arguments,
-            local=dict(self.local),
-        )
+        copied = {name: getattr(self, name).copy() for name in ("names", "functions", "exported", "local")}
+        return replace(self, **copied)
 
     def of_child(self) -> State:
         """What a child process sees: exported names, without arrays and functions."""
-        names = {name: value for name, value in self.names.items() if name in self.exported}
+        names: dict[str, Value] = {
+            n: value for n, value in self.names.items() if n in self.exported and isinstance(value, Text)
+        }
         return State(self.environment, names, exported=set(self.exported), unseen=self.unseen)
 
-    def assign(self, name: str, value: Text) -> None:
-        """Set a name; one whose value is unknown keeps that of the environment, which settles it."""
-        if not value.known and name in self.environment:
-            value = plain(self.environment[name])
-        if len(value.text) > MOST_CHARS:
-            value = unknown(f"${name}", f"${name} has more than {MOST_CHARS:,} characters")
-        self.arrays.pop(name, None)
-        self.names[name] = value
-        if self.exports_all:
-            self.exported.add(name)
+    # Values
 
-    def assign_items(self, name: str, items: list[Text]) -> None:
-        """Set an array."""
-        self.names.pop(name, None)
-        self.arrays[name] = items
+    def text(self, name: str, default: str = "") -> str:
+        """The text of a name."""
+        value = self.names.get(name, default)
+        return value.text if isinstance(value, Text) else default
+
+    def named(self, name: str, script: str) -> Text | None:
+        """The value of a name, an argument or an item of an array; None if it has none. script: the path of `$0`."""
+        if name in ("BASH_SOURCE", "BASH_SOURCE[0]", "0"):
+            source = None if name == "0" else self.names.get("BASH_SOURCE")  # of a file that is sourced
+            return source if isinstance(source, Text) else plain(script) if script else None
+        if name == "#":
+            return unread("$#") if self.arguments is None else plain(str(len(self.arguments)))
+        if name.isdigit():
+            if self.arguments is None:
+                return unknown(f"${name}", "arguments that are not known")
+            return self.arguments[int(name) - 1] if len(name) < 4 and int(name) <= len(self.arguments) else None
+        name, bracket, index = name.partition("[")
+        value = self.names.get(name)
+        if not bracket and (value is not None or re.fullmatch(r"\w+", name)):
+            return value if not isinstance(value, list) else value[0] if value else None
+        if not re.fullmatch(r"-?\d{1,4}\]", index):
+            return unread(f"${{{name}{bracket}{index}}}")
+        items, at = value if isinstance(value, list) else [], int(index[:-1])
+        return items[at] if -len(items) <= at < len(items) else None
+
+    def items_of(self, text: str) -> list[Text] | None:
+        """The items that `@`, `*` or `NAME[@]` stand for; None for anything else."""
+        if text in ("@", "*"):
+            return [unknown(f"${text}", "arguments that are not known")] if self.arguments is None else self.arguments
+        if match := re.fullmatch(r"(\w+)\[[@*]\]", text):
+            value = self.names.get(match[1]) or missing(match[1])
+            return [value] if isinstance(value, Text) and match[1] not in self.names else self.array(match[1])
+        return None
+
+    def array(self, name: str) -> list[Text]:
+        """The items of a name; its value if it is no array."""
+        value = self.names.get(name, [])
+        return value if isinstance(value, list) else [value]
+
+    # Changes
+
+    def assign(self, name: str, value: Value) -> None:
+        """Set a name; one whose value is unknown keeps that of the environment, which settles it."""
+        if isinstance(value, Text):
+            if not value.known and name in self.environment:
+                value = plain(self.environment[name])
+            if len(value.text) > MOST_CHARS:
+                value = unknown(f"${name}", f"${name} has more than {MOST_CHARS:,} characters")
+            if self.exports_all:
+                self.exported.add(name)
+        self.names[name] = value
 
     def forget(self, name: str, why: str) -> None:
-        """Set a name to an unknown value."""
-        self.assign(name, unknown(f"${name}", why))
+        """Set a name to an unknown value; any, if it is no name."""
+        if name.isidentifier():
+            self.assign(name, unknown(f"${name}", why))
+        else:
+            self.doubt(f"{name[:60]}: {why}")
 
     def count(self, text: str) -> None:
         """Forget names that an arithmetic expression assigns."""
@@ -85,44 +131,31 @@ class State:
         """Put every name in doubt, also those that are not set; the environment settles them."""
         why = f"in doubt: {why}"
         for name, value in self.names.items():
-            if name not in _KEPT:
+            if isinstance(value, list):
+                self.names[name] = [item.doubted(why) for item in value] or [unknown(f"${name}", why)]
+            elif name not in _KEPT:
                 settled = name in self.environment
                 self.names[name] = plain(self.environment[name]) if settled else value.doubted(why)
-        for name, items in self.arrays.items():
-            self.arrays[name] = [item.doubted(why) for item in items] or [unknown(f"${name}", why)]
         self.unseen = why
-
-    def unset(self, name: str) -> None:
-        """Remove a name."""
-        self.names.pop(name, None)
-        self.arrays.pop(name, None)
 
     def make_local(self, name: str) -> None:
         """Note what a name stands for until the function returns."""
-        outside = State({}, self._part(self.names, name), self._part(self.arrays, name))
-        outside.exported = self.exported & {name}
-        self.local.setdefault(name, outside)
+        self.local.setdefault(name, (self.names.get(name), name in self.exported))
 
-    def leave(self, line: int) -> None:
-        """End a function or a sourced file: it may have returned before."""
+    def leave(self, line: int, outer: dict[str, tuple[Value | None, bool]] | None = None) -> None:
+        """End a function or a sourced file: it may have returned before. outer: the names local around a function."""
         if self.ended == "return":
             self.ended = ""
         if (before := self.returned) is not None and not self.ended:
             self.returned = None
             self.one_of([before, self.copy()], line)
-
-    def forget_local(self, outer: dict[str, State]) -> None:
-        """Give local names the values that they have outside of the function. outer: the names local there."""
-        for name, before in self.local.items():
-            self.unset(name)
-            self.exported = (self.exported - {name}) | before.exported
-            self.names |= before.names
-            self.arrays |= before.arrays
+        if outer is None:
+            return
+        for name, (value, is_exported) in self.local.items():
+            self.names.pop(name, None)
+            self.exported = self.exported - {name} | ({name} if is_exported else set())
+            self.names |= {name: value} if value is not None else {}
         self.local = outer
-
-    @staticmethod
-    def _part(table: dict[str, Any], name: str) -> dict[str, Any]:
-        return {name: table[name]} if name in table else {}
 
     def one_of(self, states: Sequence[State], line: int) -> None:
         """Take over what these states have in common; all else is in doubt, unless the environment settles it."""
@@ -140,8 +173,8 @@ class State:
         if not left:
             return
         where = f"under a condition of the script (line {line})"
-        self.names = {name: self._name(name, left, where) for name in _keys([state.names for state in left])}
-        self.arrays = {name: _items(name, left, where) for name in _keys([state.arrays for state in left])}
+        names = dict.fromkeys(name for state in left for name in state.names)
+        self.names = {name: self._common(name, left, where) for name in names}
         self.functions = {name: body for state in left for name, body in state.functions.items()}
         self.exported = set().union(*(state.exported for state in left))
         self.exports_all = any(state.exports_all for state in left)
@@ -150,28 +183,18 @@ class State:
         same = all(state.arguments == left[0].arguments for state in left)
         self.arguments = left[0].arguments if same else None
 
-    def _name(self, name: str, states: Sequence[State], where: str) -> Text:
+    def _common(self, name: str, states: Sequence[State], where: str) -> Value:
         values = [state.names.get(name) for state in states]
         if all(value == values[0] for value in values) and values[0] is not None:
             return values[0]
-        if name in self.environment:
-            return plain(self.environment[name])
-        settle = f"{where}: settle it in the environment, `{name}=... rollover convert FILE`"
-        # An alternative that is assigned in a branch tells more than what was there before.
-        return [value for value in values if value is not None][-1].doubted(settle)
-
-
-def _keys(tables: Sequence[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for table in tables for name in table))
-
-
-def _items(name: str, states: Sequence[State], where: str) -> list[Text]:
-    """The items that all have in front, and every other one in doubt."""
-    found = [state.arrays.get(name, []) for state in states]
-    num = 0
-    while all(len(items) > num and items[num] == found[0][num] for items in found):
-        num += 1
-    if all(len(items) == num for items in found):
-        return found[0]
-    others = dict.fromkeys(item for items in found for item in items[num:])
-    return [*found[0][:num], *(item.doubted(where) for item in others)]
+        texts = [value for value in values if isinstance(value, Text)]
+        if texts and len(texts) == sum(value is not None for value in values):
+            if name in self.environment:
+                return plain(self.environment[name])
+            # An alternative that is assigned in a branch tells more than what was there before.
+            return texts[-1].doubted(f"{where}: settle it in the environment, `{name}=... rollover convert FILE`")
+        found = [state.array(name) for state in states]  # the items that all have in front, and every other one
+        num = next((i for i, items in enumerate(zip(*found, strict=False)) if any(item != items[0] for item in items)),
+                   min(map(len, found)))  # fmt: skip
+        others = dict.fromkeys(item for items in found for item in items[num:])
+        return [*found[0][:num], *(item.doubted(where) for item in others)]

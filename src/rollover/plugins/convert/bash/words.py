@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
-from rollover.plugins.convert.bash.names import items_of, missing, named, unread
-from rollover.plugins.convert.bash.state import State
+from rollover.plugins.convert.bash.state import BLANKS, State, missing, unread
 from rollover.plugins.convert.bash.text import (
     MOST_CHARS,
     Piece,
@@ -22,13 +20,13 @@ from rollover.plugins.convert.bash.text import (
     without_match,
 )
 
-BLANKS = " \t\n"  # $IFS, if the script does not set it
-QUOTE = "\ue000"  # stands for a ' where it is no quote
-_DOUBLE_QUOTED = re.compile(r"\\([$`\"\\\n])")
-_UNQUOTED = re.compile(r"\\(.)", re.S)
-_BRACES = re.compile(r"(?<!\\)\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
-_DEFAULTS = (":-", "-", ":=", "=", ":+", "+", ":?", "?")
-_ANSI = re.compile(r"\\(?:x([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{1,4})|U([0-9a-fA-F]{1,8})|([0-7]{1,3})|(.))", re.S)
+_BOTH = "'\""  # the marks that quote, where none is open
+_PLAIN = {marks: re.compile(rf"[^$`\\{marks}{'<>' if marks == _BOTH else ''}]+") for marks in (_BOTH, '"', "")}
+_NAME = re.compile(r"\$(?:([A-Za-z_]\w*|[\d@*#?$!-]))")
+_PARAMETER = re.compile(r"([#!]?)([A-Za-z_]\w*(?:\[[^\]]*\])?|\d+|[@*#?$!-])(.*)", re.S)
+_OPERATOR = re.compile(r":?[-=+?]|\^\^?|,,?|##?|%%?|//?|:")
+_BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
+_ANSI = re.compile(r"\\(?:x([0-9a-fA-F]{1,2})|[uU]([0-9a-fA-F]{1,8})|([0-7]{1,3})|(.))", re.S)
 _ANSI_LETTERS = dict(zip("abeEfnrtv", "\a\b\x1b\x1b\f\n\r\t\v", strict=True)) | {mark: mark for mark in "\\'\"?"}
 _CASES: dict[str, Callable[[str], str]] = {
     "^^": str.upper,
@@ -40,10 +38,12 @@ _CASES: dict[str, Callable[[str], str]] = {
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a word before it is split into fields. ends: whether a field ends here, as between items of an array."""
+    """Part of a word before it is split into fields. written: whether it stands in the word without quotes. ends:
+    whether a field ends here, as between items of an array."""
 
     piece: Piece = Piece("")
     quoted: bool = False
+    written: bool = False
     ends: bool = False
 
 
@@ -62,72 +62,64 @@ class Budget:
             raise ValueError("the script does too much to be read: it is not a launch script")
 
 
+def closing(text: str, at: int, close: str, marks: str = _BOTH) -> int:
+    """Where `close` ends what is open at `at`; the end of the text if it does not. marks: what quotes there."""
+    while at < len(text) and text[at] != close:
+        char, two = text[at], text[at : at + 2]
+        if char == "\\":
+            at += 2
+        elif char == "'" and "'" in marks:
+            at = (text.find("'", at + 1) + 1) or len(text)
+        elif char == "`" or char == '"' and '"' in marks:
+            at = closing(text, at + 1, char, "") + 1
+        elif two == "$(" or char == "(" and close == ")":
+            at = closing(text, at + (2 if char == "$" else 1), ")") + 1
+        elif two == "${":
+            at = closing(text, at + 2, "}", marks or '"') + 1
+        else:
+            at += 1
+    return min(at, len(text))
+
+
 class Words:
-    """Expands nodes of one source text. substitute: the value of a command substitution. script: the path of
-    `$0`."""
+    """Expands words as they are written. substitute(script, source): the value of a command substitution. script: the
+    path of `$0`."""
 
-    def __init__(
-        self, source: bytes, state: State, budget: Budget, substitute: Callable[[Any], Text], script: str = ""
-    ) -> None:
-        self._source, self.state, self.budget, self._substitute = source, state, budget, substitute
-        self._script = script
+    def __init__(self, state: State, budget: Budget, substitute: Callable[[str, str], Text], script: str = "") -> None:
+        self.state, self.budget, self._substitute, self._script = state, budget, substitute, script
 
-    def source(self, node: Any) -> str:
-        """The text of a node as it is written."""
-        return self.between(node.start_byte, node.end_byte)
+    def value(self, source: str, marks: str = _BOTH) -> Text:
+        """One value, without field splitting: what an assignment takes. marks: what quotes; nothing in a heredoc."""
+        return self._bounded(part.piece if not part.ends else Piece(" ") for part in self._parts(source, marks))
 
-    def named(self, name: str) -> Text | None:
-        """The value of a name; None if it has none."""
-        return named(self.state, name, self._script)
-
-    def value(self, node: Any) -> Text:
-        """One value, without field splitting: what an assignment takes."""
-        return self._bounded(part.piece if not part.ends else Piece(" ") for part in self._parts(node, False))
-
-    def fields(self, node: Any) -> list[Text]:
+    def fields(self, source: str) -> list[Text]:
         """The words that a word becomes."""
-        if (braces := self._braces(node)) is not None:
-            return [braces]
+        parts = list(self._parts(source, _BOTH))
+        if braces := _BRACES.search("".join(part.piece.text if part.written else "x" for part in parts)):
+            return [named_unknown(source, f"bash makes several words of {braces[0]}: quote it")]
         found: list[list[Piece]] = []
         is_open = False  # whether a piece goes to the last field
-        for part in self._parts(node, False):
+        separators = self.state.text("IFS", BLANKS)
+        for part in parts:
             whole = part.quoted or (part.piece.why and not part.piece.doubt)
-            if not whole and (why := self._splits_otherwise(part.piece.text)):
-                return [named_unknown(self.source(node), why)]
-            split = [("", "")] if whole else re.findall(r"(\s+)|(\S+)", part.piece.text)
+            if not whole and separators != BLANKS and re.search(f"[{BLANKS}{re.escape(separators)}]", part.piece.text):
+                return [named_unknown(source, "it is split by $IFS: quote it")]
             if part.ends:
                 is_open = False
                 continue
+            split = [("", "")] if whole else re.findall(r"(\s+)|(\S+)", part.piece.text)
             for blank, word in split:
-                if blank:
-                    is_open = False
-                    continue
-                if not is_open:
+                if not blank and not is_open:
                     found.append([])
-                is_open = True
-                found[-1].append(part.piece if whole else replace(part.piece, text=word))
+                is_open = not blank
+                if not blank:
+                    found[-1].append(part.piece if whole else replace(part.piece, text=word))
             if not split and part.piece.why and is_open:  # of an empty value that is in doubt
                 found[-1].append(part.piece)
         self.budget.spend(steps=len(found) // 100)
         return [self._bounded(pieces) for pieces in found]
 
-    def body(self, node: Any) -> Text:
-        """The text of a heredoc whose names are expanded."""
-        parts = self._spans(node.children, node.start_byte, node.end_byte, True)
-        return self._bounded(part.piece for part in parts)
-
-    def _splits_otherwise(self, text: str) -> str:
-        """Why a text that is not quoted cannot be split; empty if it is split where blanks are."""
-        separators = self.state.names.get("IFS", plain(BLANKS))
-        split = re.search(rf"[{BLANKS}{re.escape(separators.text)}]", text)
-        return "it is split by $IFS: quote it" if separators != plain(BLANKS) and split else ""
-
-    # Parts of words
-
-    def between(self, start: int, end: int) -> str:
-        return self._source[start:end].decode().replace(QUOTE, "'")
-
-    def _bounded(self, pieces: Any) -> Text:
+    def _bounded(self, pieces: Iterable[Piece]) -> Text:
         text = joined(pieces)
         num = len(text.text)
         self.budget.spend(chars=num)
@@ -135,154 +127,130 @@ class Words:
             return named_unknown(text.head[:80], f"{text.text[:40]}...: a word has more than {MOST_CHARS:,} characters")
         return text
 
-    def _spans(self, nodes: Sequence[Any], start: int, end: int, quoted: bool) -> Iterator[Part]:
-        """The nodes and the text between them."""
-        for node in nodes:
-            source = self.source(node)
-            # The parser puts a blank before `$` into its node.
-            blank = len(source) - len(source.lstrip()) if source.lstrip().startswith("$") else 0
-            yield from self._literal(self.between(start, node.start_byte) + source[:blank], quoted)
-            yield from self._parts(node, quoted)
-            start = node.end_byte
-        yield from self._literal(self.between(start, end), quoted)
+    # Parts of words
 
-    def _literal(self, text: str, quoted: bool) -> Iterator[Part]:
-        if text:
-            text = text.replace("\\\n", "")
-            pattern = _DOUBLE_QUOTED if quoted else _UNQUOTED
-            # What is written out is not split: the parser has done that.
-            yield Part(Piece(pattern.sub(r"\1", text)), quoted=True)
+    def _parts(self, text: str, marks: str) -> Iterator[Part]:
+        """The parts of a word; what is written out is not split into fields. marks: what quotes in it."""
+        is_bare, at = marks == _BOTH, 0
+        while at < len(text):
+            char, two = text[at], text[at : at + 2]
+            if match := _PLAIN[marks].match(text, at):
+                yield Part(Piece(match[0]), quoted=True, written=is_bare)
+                at = match.end()
+            elif char == "\\":
+                kept = "" if is_bare or two[1:] in ("$", "`", '"', "\\", "\n") else "\\"
+                yield Part(Piece(kept + two[1:].replace("\n", "")), quoted=True)
+                at += 2
+            elif char == "'":
+                end = (text.find("'", at + 1) + 1) or len(text)
+                yield Part(Piece(text[at + 1 : end - 1]), quoted=True)
+                at = end
+            elif char == '"':
+                end = closing(text, at + 1, '"', "")
+                inner = text[at + 1 : end]
+                if not re.fullmatch(r"\$@|\$\{(?:@|\w+\[@\])\}", inner):  # these are no word at all if they are empty
+                    yield Part(quoted=True)
+                yield from self._parts(inner, "")
+                at = end + 1
+            elif two == "$'" and is_bare:
+                end = re.compile(r"(?:[^'\\]|\\.)*", re.S).match(text, at + 2).end()  # pyright: ignore[reportOptionalMemberAccess]
+                yield Part(Piece(_ansi(text[at + 2 : end])), quoted=True)
+                at = end + 1
+            elif two in ("<(", ">("):
+                end = closing(text, at + 2, ")") + 1
+                yield Part(Piece(text[at:end], "what a process prints is not known"), quoted=True)
+                at = end
+            elif char in "$`":
+                end, parts = self._expanded(text, at, marks)
+                yield from parts
+                at = end
+            else:
+                yield Part(Piece(char), quoted=True, written=is_bare)
+                at += 1
 
-    def _parts(self, node: Any, quoted: bool) -> Iterator[Part]:
-        kind = node.type
-        if kind == "raw_string":
-            text = self.source(node)
-            yield Part(Piece(text if quoted else text[1:-1]), quoted=True)
-        elif kind == "ansi_c_string":
-            yield Part(Piece(_ansi(self.source(node)[2:-1])), quoted=True)
-        elif kind in ("string", "translated_string"):
-            string = node.children[-1] if kind == "translated_string" else node
-            inner = [child for child in string.children if child.is_named]
-            if not (len(inner) == 1 and _is_list(inner[0])):
-                yield Part(quoted=True)
-            yield from self._spans(inner, string.start_byte + 1, string.end_byte - 1, True)
-        elif kind in ("simple_expansion", "expansion"):
-            yield from self._expansion(node, quoted)
-        elif kind == "command_substitution":
-            # Within `${NAME:-...}` the parser takes `$((...))` for a command.
-            inner = re.fullmatch(r"\s*\$\(\((.*)\)\)", self.source(node), re.S)
-            text = _sum_of_text(self, inner[1], self.source(node)) if inner else self._substitute(node)
-            yield from (Part(piece, quoted) for piece in text.pieces)
-        elif kind == "arithmetic_expansion":
-            yield from (Part(piece, quoted=True) for piece in _sum_of(self, node).pieces)
-            self.state.count(self.source(node))
-        elif kind == "process_substitution":
-            yield Part(Piece(self.source(node), "what a process prints is not known"), quoted=True)
-        elif node.children:
-            yield from self._spans(node.children, node.start_byte, node.end_byte, quoted)
-        else:
-            yield from self._literal(self.source(node), quoted)
+    def _expanded(self, text: str, at: int, marks: str) -> tuple[int, Iterable[Part]]:
+        """The parts of the expansion that begins at `at`, and where it ends."""
+        two, quoted = text[at : at + 2], marks != _BOTH
+        if text[at] == "`" or two == "$(":
+            start = at + (1 if text[at] == "`" else 2)
+            end = closing(text, start, "`" if text[at] == "`" else ")") + 1
+            source, inner = text[at:end], text[start : end - 1]
+            if inner[:1] == "(" and inner[-1:] == ")":
+                return end, self._sum(inner[1:-1], source)
+            return end, (Part(piece, quoted) for piece in self._substitute(inner, source).pieces)
+        if two == "${":
+            end = closing(text, at + 2, "}", marks or '"') + 1
+            return end, self._expansion(text[at + 2 : end - 1], text[at:end], marks)
+        if match := _NAME.match(text, at):
+            return match.end(), self._expansion(match[1], match[0], marks)
+        return at + 1, [] if two == '$"' and not quoted else [Part(Piece("$"), quoted=True)]
 
-    def _braces(self, node: Any) -> Text | None:
-        """The word if bash makes several of it by `{a,b}` or `{1..3}`."""
-        children = node.children if node.type == "concatenation" else [node]
-        quotes = ("string", "raw_string", "ansi_c_string", "expansion", "simple_expansion", "command_substitution")
-        raw = "".join("x" if child.type in quotes else self.source(child) for child in children)
-        if not (match := _BRACES.search(raw)) or node.type in quotes:
-            return None
-        return named_unknown(self.source(node), f"bash makes several words of {match[0]}: quote it")
-
-    # Expansions
-
-    def _expansion(self, node: Any, quoted: bool) -> Iterator[Part]:
-        named = [child for child in node.children if child.type not in ("$", "${", "}")]
-        if len(named) == 1 and (items := items_of(self.state, self.source(named[0]))) is not None:
-            together = quoted and "*" in self.source(named[0])
-            between = self.state.names.get("IFS", plain(BLANKS))
-            between = between.like(between.text[:1])
-            for i, item in enumerate(items):
-                separator = [Part(piece, quoted=True) for piece in between.pieces] if together else [Part(ends=True)]
-                yield from separator if i else []
-                yield from [Part(quoted=True)] if quoted else []
-                yield from (Part(piece, quoted) for piece in item.pieces)
+    def _expansion(self, inner: str, source: str, marks: str) -> Iterator[Part]:
+        """`$NAME` and `${...}`."""
+        quoted = marks != _BOTH
+        items = self.state.items_of(inner)
+        if sliced := re.fullmatch(r"@:([1-9]\d{0,3})", inner):
+            items = None if self.state.arguments is None else self.state.arguments[int(sliced[1]) - 1 :]
+        if items is None:
+            yield from (Part(piece, quoted) for piece in self._value_of(inner, source, marks).pieces)
             return
-        if named and (items := self._slice(named, node)) is not None:
-            for i, item in enumerate(items):
-                yield from [Part(ends=True)] if i else []
-                yield from (Part(piece, quoted) for piece in item.pieces)
-            return
-        value = self._value_of(node, named) if named else unknown(self.source(node), "it is not evaluated")
-        yield from (Part(piece, quoted) for piece in value.pieces)
+        separators = self.state.named("IFS", "") or plain(BLANKS)
+        between = [Part(piece, quoted=True) for piece in separators.like(separators.text[:1]).pieces]
+        for i, item in enumerate(items):
+            yield from (between if quoted and "*" in inner else [Part(ends=True)]) if i else []
+            yield from [Part(quoted=True)] if quoted else []
+            yield from (Part(piece, quoted) for piece in item.pieces)
 
-    def _slice(self, named: list[Any], node: Any) -> list[Text] | None:
-        """The items of `${@:FROM}`; None for anything else."""
-        is_slice = len(named) > 1 and named[1].type == ":" and self.source(named[0]) == "@"
-        if not is_slice or self.state.arguments is None or any(child.type == ":" for child in named[2:]):
-            return None
-        start = self._argument(named[1], named[2:], node).text
-        return self.state.arguments[int(start) - 1 :] if start.isdigit() and int(start) > 0 else None
-
-    def _value_of(self, node: Any, named: list[Any]) -> Text:
-        source = self.source(node)
-        first, *rest = named
-        if not first.is_named:  # ${#NAME} and ${!NAME}
-            if first.type == "#" and len(rest) == 1:
-                items, one = items_of(self.state, self.source(rest[0])), self.named(self.source(rest[0]))
-                if items is not None:
-                    return plain(str(len(items)))
-                return one.like(str(len(one.text))) if one is not None and one.head == one.text else unread(source)
-            if first.type == "!" and len(rest) == 1 and (name := self.named(self.source(rest[0]))) and name.known:
-                found = self.named(name.text)
-                return missing(name.text) if found is None else found
+    def _value_of(self, inner: str, source: str, marks: str) -> Text:
+        match = _PARAMETER.fullmatch(inner)
+        if match is None or match[1] and match[3]:
             return unread(source)
-        value = self.named(self.source(first))
+        sign, name, rest = match.groups()
+        value = self.state.named(name, self._script)
+        if sign == "#":
+            items = self.state.items_of(name)
+            if items is not None:
+                return plain(str(len(items)))
+            is_certain = value is not None and value.head == value.text
+            return value.like(str(len(value.text))) if value is not None and is_certain else unread(source)
+        if sign == "!":
+            found = self.state.named(value.text, self._script) if value is not None and value.known else unread(source)
+            return missing(value.text) if found is None and value is not None else found or unread(source)
         if not rest:
-            return missing(self.source(first)) if value is None else value
-        operator = rest[0].type
-        if operator in _DEFAULTS:
-            return self._default(self.source(first), value, operator, self._argument(rest[0], rest[1:], node))
+            return missing(name) if value is None else value
+        if (operator := _OPERATOR.match(rest)) is None:
+            return unread(source)
+        sign, rest = operator[0], rest[operator.end() :]
+        if sign[-1] in "-=+?":
+            return self._default(name, value, sign, self.value(rest, marks or '"'))
         if value is None:
-            return missing(self.source(first))
+            return missing(name)
         if not (value.known or value.in_doubt):
             return unknown(source, value.why)
         try:
-            return value.like(self._changed(value.text, operator, rest, node))
+            return value.like(self._changed(value.text, sign, rest))
         except (ValueError, IndexError, re.error):
             return unread(source)
 
-    def _changed(self, text: str, operator: str, rest: list[Any], node: Any) -> str:
-        if operator in _CASES and len(rest) == 1:
+    def _changed(self, text: str, operator: str, rest: str) -> str:
+        if operator in _CASES and not rest:
             return _CASES[operator](text)
-        if operator in ("#", "##", "%", "%%"):
-            return without_match(text, self._known(rest[0], rest[1:], node), operator)
-        if operator in ("/", "//"):
-            middle = next((i for i, child in enumerate(rest[1:], 1) if child.type == "/"), len(rest))
-            stop = rest[middle] if middle < len(rest) else None
-            pattern = self._known(rest[0], rest[1:middle], node, stop)
-            by = self._known(stop, rest[middle + 1 :], node) if stop is not None else ""
-            return replaced(text, pattern, by, operator)
-        if operator == ":":
-            middle = next((i for i, child in enumerate(rest[1:], 1) if child.type == ":"), len(rest))
-            stop = rest[middle] if middle < len(rest) else None
-            start = int(self._known(rest[0], rest[1:middle], node, stop))
-            if start < -len(text):
-                return ""
-            if stop is None:
-                return text[start:]
-            length = int(self._known(stop, rest[middle + 1 :], node))
-            return text[start:][:length]
-        raise ValueError("it is not evaluated")
+        if operator[0] in "#%":
+            return without_match(text, self._known(rest), operator)
+        if operator[0] not in "/:":
+            raise ValueError("it is not evaluated")
+        middle = closing(rest, 0, operator[0])
+        first, second = self._known(rest[:middle]), self._known(rest[middle + 1 :])
+        if operator[0] == "/":
+            return replaced(text, first, second, operator)
+        start = int(first)
+        return "" if start < -len(text) else text[start:][: int(second) if middle < len(rest) else None]
 
-    def _known(self, start: Any, nodes: list[Any], node: Any, before: Any = None) -> str:
-        value = self._argument(start, nodes, node, before)
+    def _known(self, source: str) -> str:
+        value = self.value(source)
         if not value.known:
             raise ValueError(value.why)
         return value.text
-
-    def _argument(self, start: Any, nodes: list[Any], node: Any, before: Any = None) -> Text:
-        """What stands behind the operator `start`, up to the end of the expansion or to `before`."""
-        end = before.start_byte if before is not None else node.end_byte - 1
-        return self._bounded(part.piece for part in self._spans(nodes, start.end_byte, end, False))
 
     def _default(self, name: str, value: Text | None, operator: str, other: Text) -> Text:
         is_set = value is not None and (bool(value.text) or value.why != "" or not operator.startswith(":"))
@@ -300,78 +268,30 @@ class Words:
             self.state.assign(name, other)
         return other
 
-
-def _is_list(node: Any) -> bool:
-    """Whether it is `$@` or `${NAME[@]}`, which are no word at all if they are empty."""
-    text = node.text or b""
-    return text in (b"$@", b"${@}") or bool(re.fullmatch(rb"\$\{[\w]+\[@\]\}", text))
-
-
-def _ansi(text: str) -> str:
-    """The value of $'text'."""
-
-    def put(match: re.Match[str]) -> bytes:
-        byte, short, long, octal, letter = match.groups()
-        if byte or octal:
-            return bytes([int(byte or octal, 16 if byte else 8) & 255])
-        if (code := int(short or long or "0", 16)) and code <= 0x10FFFF:
-            return chr(code).encode(errors="replace")
-        return _ANSI_LETTERS.get(letter or "", match[0]).encode()
-
-    found, end = b"", 0
-    for match in _ANSI.finditer(text):
-        found += text[end : match.start()].encode() + put(match)
-        end = match.end()
-    return (found + text[end:].encode()).partition(b"\0")[0].decode(errors="replace")
-
-
-# Integer arithmetic: `$((...))`
-
-
-def _sum_of(words: Words, node: Any) -> Text:
-    """The value of `$((...))`."""
-    source = words.source(node)
-    inner = [child for child in node.children if child.type not in ("$((", "))", "$[", "]")]
-    if not inner:
-        return unread(source)
-    parts: list[Piece] = []
-    _operands(words, inner, inner[0].start_byte, inner[-1].end_byte, parts)
-    return _summed(parts, source)
-
-
-def _sum_of_text(words: Words, text: str, source: str) -> Text:
-    """The value of an expression, whose operands are names."""
-    parts: list[Piece] = []
-    for name, other in re.findall(r"\$?\{?\b([A-Za-z_]\w*)\}?|(.)", text, re.S):
-        value = (words.named(name) or missing(name)) if name else plain(other)
-        parts += [_number(piece) if name else piece for piece in value.pieces]
-    return _summed(parts, source)
-
-
-def _summed(parts: list[Piece], source: str) -> Text:
-    without_value = [piece for piece in parts if piece.why and not piece.doubt]
-    if without_value:
-        return unknown(source, without_value[0].why)
-    try:
-        return joined(parts).like(str(arithmetic("".join(piece.text for piece in parts))))
-    except ValueError as error:
-        return unknown(source, f"{source}: {error}")
-
-
-def _operands(words: Words, nodes: Sequence[Any], start: int, end: int, parts: list[Piece]) -> None:
-    for node in nodes:
-        parts.append(Piece(words.between(start, node.start_byte)))
-        if node.type in ("simple_expansion", "expansion", "command_substitution"):
-            parts += [_number(piece) for piece in words.value(node).pieces]
-        elif node.type == "variable_name":
-            value = words.named(words.source(node)) or missing(words.source(node))
-            parts += [_number(piece) for piece in value.pieces]
-        elif node.children:
-            _operands(words, node.children, node.start_byte, node.end_byte, parts)
+    def _sum(self, inner: str, source: str) -> list[Part]:
+        """The value of `$((...))`, whose operands may be names without `$`."""
+        pieces: list[Piece] = []
+        at = 0
+        while at < len(inner):
+            if inner[at] in "$`":
+                at, parts = self._expanded(inner, at, "")
+                pieces += [_number(part.piece) for part in parts]
+            elif match := re.compile(r"[A-Za-z_]\w*").match(inner, at):
+                value = self.state.named(match[0], self._script) or missing(match[0])
+                pieces, at = [*pieces, *map(_number, value.pieces)], match.end()
+            else:
+                pieces.append(Piece(inner[at].replace('"', " ")))
+                at += 1
+        self.state.count(inner)
+        without_value = next((piece for piece in pieces if piece.why and not piece.doubt), None)
+        if without_value is not None or not inner.strip():
+            found = unknown(source, without_value.why) if without_value else unread(source)
         else:
-            parts.append(Piece(words.source(node)))
-        start = node.end_byte
-    parts.append(Piece(words.between(start, end)))
+            try:
+                found = joined(pieces).like(str(arithmetic("".join(piece.text for piece in pieces))))
+            except ValueError as error:
+                found = unknown(source, f"{source}: {error}")
+        return [Part(piece, quoted=True) for piece in found.pieces]
 
 
 def _number(piece: Piece) -> Piece:
@@ -379,3 +299,18 @@ def _number(piece: Piece) -> Piece:
     if (piece.why and not piece.doubt) or re.fullmatch(r"\s*-?\d+\s*|", piece.text):
         return piece
     return Piece(piece.text, f"{piece.text[:40]} is not an integer")
+
+
+def _ansi(text: str) -> str:
+    """The value of $'text'."""
+
+    def put(match: re.Match[str]) -> bytes:
+        byte, code, octal, letter = match.groups()
+        if byte or octal:
+            return bytes([int(byte or octal, 16 if byte else 8) & 255])
+        if code and int(code, 16) <= 0x10FFFF:
+            return chr(int(code, 16)).encode(errors="replace")
+        return _ANSI_LETTERS.get(letter or "", match[0]).encode()
+
+    encoded = re.sub(_ANSI, lambda match: put(match).decode("latin-1"), text.encode().decode("latin-1"))
+    return encoded.encode("latin-1", errors="replace").partition(b"\0")[0].decode(errors="replace")

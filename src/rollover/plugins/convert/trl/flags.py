@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollover.plugins.convert.bash.script import Command, Script, read_script
+from rollover.plugins.convert.bash.programs import Command, Script
+from rollover.plugins.convert.bash.script import read_script
 from rollover.plugins.convert.bash.text import Text
 from rollover.plugins.convert.files import tables_of
 from rollover.plugins.convert.launch import argument_of, directories, entry, find_text, flags, places, together

@@ -13,9 +13,8 @@ from typing import Any
 
 from rollover.plugins.convert.files import MOST_BYTES
 from rollover.plugins.convert.mapping import Unread
-from rollover.plugins.convert.python_changes import EVERY
 from rollover.plugins.convert.python_defaults import Defaults
-from rollover.plugins.convert.python_definitions import calls, name_of
+from rollover.plugins.convert.python_definitions import EVERY, calls, name_of
 from rollover.plugins.convert.python_source import NotRead, PythonSource, parsed
 
 _TRAINER, _CONFIG = "GRPOTrainer", "GRPOConfig"
@@ -215,9 +214,13 @@ class _Script:
                 options["prompts"] = self._form_of_prompts(options[name], changed)
         return options
 
-    def _rows(self, node: ast.expr, changed: list[ast.Call]) -> dict[str, Any]:
+    def _rows(self, node: ast.expr, changed: list[ast.Call], index: int | None = None) -> dict[str, Any]:
+        """A data set. changed: the calls that change its rows, to which they are added. index: of the split, of several
+        that are loaded at once."""
         node = self.resolved(node)
         if isinstance(node, ast.Subscript):
+            if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, int):
+                return self._rows(node.value, changed, node.slice.value)
             return self._rows(node.value, changed) | {"split": self.value(node.slice)}
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ROW_METHODS:
             changed.append(node)
@@ -226,6 +229,9 @@ class _Script:
             raise NotRead(
                 f"{self.source.not_read(node)}: rows are read of load_dataset(...). Write them to a file, and name it"
             )
+        return self._loaded(node, changed, index)
+
+    def _loaded(self, node: ast.Call, changed: list[ast.Call], index: int | None) -> dict[str, Any]:
         given = {k.arg: self.value(k.value) for k in node.keywords if k.arg}
         path, subset = self.value(node.args[0]), given.get("name")
         if len(node.args) > 1:
@@ -238,6 +244,10 @@ class _Script:
         elif subset:
             found["subset"] = subset
         split = given.get("split")
+        if isinstance(split, list) or index is not None:
+            if index is None or not isinstance(split, list) or not -len(split) <= index < len(split):
+                raise self.source.not_read(node)
+            split = split[index]
         if split and "[" in split:
             changed.append(node)
         if split and path not in _FILES:

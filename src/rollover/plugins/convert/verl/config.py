@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollover.plugins.convert.bash.written import Script
+from rollover.plugins.convert.bash.programs import Script
 from rollover.plugins.convert.files import tables_of
 from rollover.plugins.convert.hydra import interpolated
 from rollover.plugins.convert.launch import find_text

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollover.plugins.convert.bash.script import Command, Script, read_script
+from rollover.plugins.convert.bash.programs import Command, Script
+from rollover.plugins.convert.bash.script import read_script
 from rollover.plugins.convert.bash.text import Text
 from rollover.plugins.convert.hydra import interpolated, value_of
 from rollover.plugins.convert.launch import directories, entry, find_text, not_understood, read_value, together, unread

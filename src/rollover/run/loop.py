@@ -26,7 +26,7 @@ from rollover.run.context import RunContext
 from rollover.run.directory import view_command
 from rollover.run.estimate import estimate_of
 from rollover.run.evaluator import Evaluator
-from rollover.run.journal.journaling import Journaling
+from rollover.run.event_log import EventLog
 from rollover.run.metrics_row import Rows
 from rollover.run.model_card import write_model_card
 from rollover.run.option_changes import OptionChanges
@@ -78,26 +78,32 @@ class Run:
         self.held_out_loss = HeldOutLoss(config, parts.examples, parts.batches) if parts.examples else None
         needs_weights, overlaps = self.producer.uses_engine, config.rollout.overlap and self.producer.generates
         self.stateful = stateful_parts(parts, self.producer)
-        self.journaling = Journaling(context, self.producer)
+        self.event_log = EventLog(
+            context.journal,
+            parts.lifecycle.clock,
+            parts.prompts,
+            generates=self.producer.generates,
+            every_s=config.checkpoint.journal_s,
+            mirror=self.directory.mirror,
+        )
         trackers.the(LiveView).watch(step_progress(config, parts), config.train.num_steps)
-        self.rows = Rows(context, self.journaling, overlaps=overlaps)
+        self.rows = Rows(context, self.event_log, overlaps=overlaps)
         self.own_metrics = own_metrics(config.track.metrics)
         self.overlap = Overlap(context, self.rows)
-        self.weight_sync = WeightSync(context, self.rows, self.journaling, needed=needs_weights)
+        self.weight_sync = WeightSync(context, self.rows, self.event_log, needed=needs_weights)
         is_possible = needs_weights or config.algorithm.supervised
         self.evaluator = Evaluator(context, self.overlap, self.weight_sync, is_possible=is_possible)
         self.tracking = Tracking(context, recorded=not needs_weights)
-        self.checkpointing = Checkpointing(context, self.stateful, self.journaling, self.overlap, self.tracking.records)
+        self.checkpointing = Checkpointing(context, self.stateful, self.event_log, self.overlap, self.tracking.records)
         parts.lifecycle.listeners = [
-            parts.history.on_event,
+            parts.lifetimes.on_event,
+            parts.trace.on_event,
             self.tracking.records.on_event,
             self.checkpointing.on_event,
-            self.journaling.on_event,
+            self.event_log.on_event,
             parts.reuse.on_event,
         ]
         self.stop.on_stop = parts.driver.interrupt_for_good
-        # What is ended without its tokens is in the journal with those that it had: that is not taken back.
-        parts.driver.on_abandon = self.journaling.journal.halt
 
     async def begin(self) -> Step | None:
         """Check the rewards, go on where an earlier process ended, or the backend was lost, and listen to signals.
@@ -111,7 +117,7 @@ class Run:
             resume = Resume(
                 self.context,
                 self.stateful,
-                self.journaling,
+                self.event_log,
                 self.weight_sync,
                 self.rows,
                 self.tracking,
@@ -186,8 +192,8 @@ class Run:
             trained = own | await self.overlap.train(work, version, goes_on=goes_on)
         self.checkpointing.taken = []
         parts.reuse.after_step(groups, batch, version)
-        self.journaling.on_step(version)
-        parts.history.trained(version + 1)
+        self.event_log.on_step(version)
+        parts.lifecycle.clock.version = version + 1
         return_freed_memory()
         num_bytes = 0
         try:
@@ -196,7 +202,7 @@ class Run:
         finally:  # the step was trained, whatever becomes of its weights
             row = self.rows.of_step(groups, batch, trained, version, num_bytes)
             self.tracking.on_step(row, groups, batch)
-            self.journaling.on_row_written(trainer.policy_version)
+            self.event_log.on_row(trainer.policy_version, self.directory.metrics, parts.trace.num_bytes)
         await self.hooks.call("on_step_end", dict(row))
         return Step(trainer.policy_version, groups, row)
 
@@ -226,7 +232,7 @@ class Run:
         async with AsyncExitStack() as rest:  # each of them, even if another fails
             rest.callback(self.overlap.close)
             rest.push_async_callback(self.parts.close, keep=keep)
-            self.journaling.close()
+            self.event_log.close()
 
     # Private
 
@@ -248,7 +254,7 @@ class Run:
         """The groups of the step at trainer `version`; none where it says that there are no more, or is stopped."""
         self.rows.engine_growth()  # what an evaluation did is not this step's
         self.trackers.on_phase("generating")
-        with self.parts.history.span("generate"):
+        with self.parts.trace.span("generate"):
             groups = await self.producer.produce(version + 1, version)
         if groups is not None and not groups:
             what, num_steps = self.producer.source, self.config.train.num_steps

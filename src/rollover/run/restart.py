@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from rollover.checkpoint.journal import Journal
 from rollover.config import Config
 from rollover.config.backend import is_tinker
 from rollover.models.devices import decide_dtype
@@ -27,8 +28,8 @@ from rollover.run.option_changes import OptionChanges
 from rollover.run.parts import Kept, Parts
 from rollover.run.restart_budget import RestartBudget
 from rollover.run.stop import Stop
-from rollover.track.history import RunHistory
 from rollover.track.summary import RunSummary
+from rollover.track.trace import Trace
 from rollover.track.tracker import Cut, RunInfo
 from rollover.trainer.backend import BackendLost
 
@@ -63,7 +64,7 @@ async def running(
                 except Exception as error:
                     await run.rescue(error)
                     raise
-            trackers.the(RunHistory).flush()
+            trackers.the(Trace).flush()
         finally:
             await run.close()
 
@@ -223,22 +224,32 @@ class RestartableRun:
 
     async def _build(self) -> None:
         """A run that has begun, or gone on."""
-        history = self.trackers.the(RunHistory)
+        trace = self.trackers.the(Trace)
         if self._kept is not None:
             # What was the backend's may be as large as what comes now: a timer that was cancelled ends, and then nobody
             # has it but itself.
             await asyncio.sleep(0)
             gc.collect()
-            history.begin_anew()
+            trace.resume_at(0)
+            trace.clock.set(0.0, 0)
         if not self.directory.resume:
             self.directory.truncate(Cut(-1))  # an evaluation may have been written before the first step
         self.trackers.on_phase("loading the model")
         logs = self.directory.logs
-        parts = await Parts.build(self.config, history, logs, self._kept)
+        # What is ended without its tokens is in the journal with those that it had: that is not taken back.
+        journal = Journal(self.directory.journal)
+        parts = await Parts.build(self.config, trace, logs, self._kept, journal.halt)
         self._kept = parts.kept
         try:
             context = RunContext(
-                self.config, parts, self.directory, self.hooks, self.stop, self.restart_budget, self.resume_command
+                self.config,
+                parts,
+                self.directory,
+                self.hooks,
+                self.stop,
+                self.restart_budget,
+                journal,
+                self.resume_command,
             )
             run = Run(context, self.changes)
         except BaseException:

@@ -70,8 +70,19 @@ def stateful_parts(parts: Parts, producer: Producer) -> list[StatefulPart]:
         reuse.load_state_dict(state, arrays, trainer.policy_version, prompts.max_prompt_tokens)
         reuse.reroll.change_tasks(prompts.rewarded)
 
-    def load_history(state: Mapping[str, Any]) -> None:
-        parts.history.load_state_dict(state, lifecycle.cache.groups.values(), trainer.policy_version)
+    def save_chronicle() -> Mapping[str, Any]:
+        trace_bytes = parts.trace.sync()
+        return {
+            "seconds": lifecycle.clock.seconds(),
+            "trace_bytes": trace_bytes,
+            "lifetimes": parts.lifetimes.state_dict(),
+        }
+
+    def load_chronicle(state: Mapping[str, Any]) -> None:
+        seconds, version = state.get("seconds", 0.0), trainer.policy_version
+        lifecycle.clock.set(seconds, version)
+        parts.trace.resume_at(state.get("trace_bytes", 0))
+        parts.lifetimes.load_state_dict(state.get("lifetimes", {}), lifecycle.cache.groups.values(), version, seconds)
 
     reward_kl = trainer.reward_kl
     of_reward_kl = [] if reward_kl is None else [
@@ -84,7 +95,7 @@ def stateful_parts(parts: Parts, producer: Producer) -> list[StatefulPart]:
         StatefulPart("reuse", reuse.state_dict, load_reuse, "replay"),
         without_arrays("producer", producer.state_dict, producer.load_state_dict, {}),
         without_arrays("shaping", parts.batches.shaping.state_dict, parts.batches.shaping.load_state_dict, {}),
-        without_arrays("chronicle", parts.history.state_dict, load_history, {}),
+        without_arrays("chronicle", save_chronicle, load_chronicle, {}),
         *of_reward_kl,
     ]
 

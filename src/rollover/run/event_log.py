@@ -1,24 +1,33 @@
-"""Writes what happens to rollouts into the journal. docs/checkpoint-format.md lists every record.
+"""The event log: everything that happens in a run becomes a record of its journal. replay.py reads them back.
 
-    Lifecycle ──▶ on_event ──record──▶ Journal          Engine.progress ──▶ progress (new tokens of what runs)
-    the loop ──▶ on_step, on_row, on_published ────┘
+    Lifecycle ──▶ on_event ───────────────────────────┐
+    the loop ──▶ on_step, on_row, on_published ───────┼──record──▶ Journal (checkpoint/journal.py: the files)
+    Engine.progress, every checkpoint.journal_s ──────┘
 
-Owns how much of every running rollout the journal has. Never decides what happens, and never reads: replay.py does.
+A killed run loses what happened since the last record: of what runs, at most checkpoint.journal_s. Owns how much of
+every running rollout the journal has, and when it is brought to the disk. Never decides what happens, and never reads.
+docs/checkpoint-format.md lists every record.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from rollover.checkpoint.journal import Journal, Mark
+from rollover.checkpoint.journal import Journal, Mark, Part
+from rollover.checkpoint.mirror import Mirror
+from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, EventKind
+from rollover.rollout.run_clock import RunClock
+from rollover.rollout.watchdog import salvaged
+from rollover.track.sinks import MetricsFile
 from rollover.types import Prompt, Rollout, RolloutState, Segment
 
 TOKENS, STEP, ROW, PUBLISH, ROLL_BACK = "tokens", "step", "row", "publish", "roll_back"
@@ -35,31 +44,74 @@ class _Told:
     digest: int = 0
 
 
-class JournalWriter:
-    """Writes to `journal`. `clock` gives the run's seconds; `task_version` the version that a new task was made for.
+class HasVersion(Protocol):
+    """`version`: the trainer's that the next task is made for."""
 
-    `seconds`: spent on writing, cumulative.
+    version: int
+
+
+class EventLog:
+    """Writes what happens to `journal`. `generates`: whether the run's groups come through the lifecycle, of which
+    alone a journal tells. `every_s`: checkpoint.journal_s; with 0 none is written. `mirror`: is told of it as often.
+
+    `is_on`: whether a journal is written; `seconds`: spent on writing, cumulative.
     """
 
-    def __init__(self, journal: Journal, clock: Callable[[], float], task_version: Callable[[], int]) -> None:
-        self.journal, self.clock, self.task_version = journal, clock, task_version
+    def __init__(
+        self,
+        journal: Journal,
+        clock: RunClock,
+        prompts: HasVersion,
+        *,
+        generates: bool = True,
+        every_s: float = 0.0,
+        mirror: Mirror | None = None,
+    ) -> None:
+        self.journal, self.clock, self.prompts, self.generates = journal, clock, prompts, generates
+        self.every_s, self.is_on = every_s, generates and every_s > 0
         self.seconds = 0.0
+        self._mirror = mirror
         self._told: dict[Rollout, _Told] = {}  # of the running rollouts
+        self._timer: Timer | None = None
 
-    def begin(self, checkpoint: str | None) -> Mark:
-        """Begin a new file: see Journal.begin. To be called when nothing runs."""
+    # When it reaches the disk
+
+    def cut(self, checkpoint: str | None) -> Mark | None:
+        """A new file begins, at a moment at which nothing runs: that of a checkpoint, or (None) the start of the run.
+
+        Returns where it goes on from there; None where no journal is written.
+        """
+        if not self.is_on:
+            return None
         self._told.clear()
-        with self.timed():
+        with self._timed():
             return self.journal.begin(checkpoint)
 
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Counts the seconds of a block as spent on the journal."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - started
+    def start(self, driver: Driver) -> None:
+        """From now on the new tokens of what runs are written every `every_s`, if there is a journal."""
+        if self.is_on:
+            self._timer = Timer(self.every_s, lambda: self._write_progress(driver), self._beat)
+            self._timer.start()
+
+    def counters(self) -> dict[str, float]:
+        """The counters of the journal and of the mirror, where the run has them."""
+        counters: dict[str, float] = {}
+        if self.is_on:
+            counters |= {"journal/failed": self.journal.failed, "journal/cut_bytes": self.journal.cut_bytes}
+        if self._mirror is not None:
+            counters["mirror/failed"] = self._mirror.failed
+        return counters
+
+    def close(self) -> None:
+        """End the timer, the journal and the mirror."""
+        with ExitStack() as rest:  # each of them, even if another fails
+            if self._mirror is not None:
+                rest.callback(self._mirror.close)
+            rest.callback(self.journal.close)
+            if self._timer is not None:
+                self._timer.close()
+
+    # What happens
 
     def on_event(self, event: Event) -> None:
         """Write what happened to a group or a rollout: a listener of Lifecycle."""
@@ -96,14 +148,14 @@ class JournalWriter:
                 fields["num_tokens"] = rollout.num_tokens if rollout.state is RolloutState.ACTING else 0
             elif rollout.reward is not None and kind is EventKind.SCORE:
                 fields["reward"] = rollout.reward.to_json()
-        self._write(kind.value, fields, data)
+        self._write(kind.value, fields, data, event.seconds)
         self.seconds += time.perf_counter() - started
 
     def _fields_of_group(self, event: Event) -> dict[str, Any]:
         fields: dict[str, Any] = {"group": event.group.group_id, "version": event.version}
         if event.kind is EventKind.ADMIT:
             task = event.group.task
-            fields |= {"task": task.task_id, "attempt": task.attempt, "task_version": self.task_version()}
+            fields |= {"task": task.task_id, "attempt": task.attempt, "task_version": self.prompts.version}
             fields["prompt"] = digest_of(event.group.prompt)
         elif event.kept is not None:
             fields |= dict(zip(("sibling", "name", "value"), event.kept, strict=True))
@@ -132,23 +184,57 @@ class JournalWriter:
 
     def on_step(self, version: int) -> None:
         """The step at trainer `version` has trained what was consumed for it."""
-        with self.timed():
+        with self._timed():
             self._write(STEP, {"version": version})
 
-    def on_row(self, version: int, trace_bytes: int) -> None:
-        """The row of the step that led to trainer `version` is written, and so is the trace up to `trace_bytes`."""
-        with self.timed():
-            self._write(ROW, {"version": version, "trace_bytes": trace_bytes})
-            self.journal.sync()
+    def on_row(self, version: int, metrics: MetricsFile, trace_bytes: int) -> None:
+        """The row of the step that led to trainer `version` is in `metrics`, and the trace has `trace_bytes`.
+
+        What ended the timer is raised here.
+        """
+        if self.journal.writes:
+            with self._timed():
+                metrics.sync()  # a row that the journal knows of is on the disk
+                self._write(ROW, {"version": version, "trace_bytes": trace_bytes})
+                self.journal.sync()
+        if self._timer is not None:
+            self._timer.check()
 
     def on_published(self, version: int) -> None:
         """The weights of the trainer's `version` are live."""
-        with self.timed():
+        with self._timed():
             self._write(PUBLISH, {"version": version})
 
-    def on_roll_back(self) -> None:
-        """The steps since the checkpoint are lost, and what they wrote is cut off now: they are never trained again."""
+    def roll_back(self, part: Part) -> None:
+        """Write at the end of `part`, the last one, that its steps are lost: no later start trains them again."""
+        self.journal.go_on(part)
         self._write(ROLL_BACK, {})
+        self.journal.halt()
+
+    # Private
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Counts the seconds of a block as spent on the journal."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
+
+    async def _write_progress(self, driver: Driver) -> None:
+        found = await driver.asker.progress(self.running)
+        cache = driver.lifecycle.cache
+        for rollout in cache.running():
+            room = cache.remaining(rollout.rollout_id)
+            if believed := salvaged(found.get(rollout.rollout_id, ()), rollout.num_tokens, room):
+                self.progress({rollout.rollout_id: believed})
+
+    def _beat(self) -> None:
+        """An engine that does not say how far it is holds up neither the disk nor the mirror."""
+        self.journal.sync()
+        if self._mirror is not None:
+            self._mirror.beat()
 
     def _new(self, rollout: Rollout, segments: Sequence[Segment], start: int) -> tuple[dict[str, Any], bytes]:
         """What of `segments`, which begin with token `start` of a running rollout, the journal has not yet.
@@ -162,8 +248,62 @@ class JournalWriter:
         told.digest = _digest(segments, start, told.started, told.num)
         return {"segments": fields, "anew": anew}, data
 
-    def _write(self, kind: str, fields: Mapping[str, Any], data: bytes = b"") -> None:
-        self.journal.append({"kind": kind, "seconds": round(self.clock(), 6), **fields}, data)
+    def _write(self, kind: str, fields: Mapping[str, Any], data: bytes = b"", seconds: float | None = None) -> None:
+        seconds = self.clock.seconds() if seconds is None else seconds
+        self.journal.append({"kind": kind, "seconds": round(seconds, 6), **fields}, data)
+
+
+class Timer:
+    """A task that writes now and again while a run goes on, whatever else the event loop does.
+
+    From `start` on it calls `write`, and then `beat`, every `every_s` seconds.
+
+    A `write` that takes longer is waited for while `beat` goes on: it is called again once it has returned.
+    """
+
+    def __init__(
+        self, every_s: float, write: Callable[[], Coroutine[Any, Any, None]], beat: Callable[[], None]
+    ) -> None:
+        self.every_s, self.write, self.beat = every_s, write, beat
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.ensure_future(self._write_now_and_again())
+
+    def check(self) -> None:
+        """Raise what ended it, if an error did."""
+        if self._task is not None and self._task.done():
+            self._task.result()
+
+    def close(self) -> None:
+        if self._task is not None:
+            _end(self._task)
+
+    async def _write_now_and_again(self) -> None:
+        writing: asyncio.Task[None] | None = None
+        try:
+            while True:
+                await asyncio.sleep(self.every_s)
+                writing = _unfinished(writing) or asyncio.ensure_future(self.write())
+                await asyncio.wait([writing], timeout=self.every_s)
+                writing = _unfinished(writing)
+                self.beat()
+        finally:
+            if writing is not None:
+                _end(writing)
+
+
+def _unfinished(task: asyncio.Task[None] | None) -> asyncio.Task[None] | None:
+    """The task while it runs, else None. Raises what ended it."""
+    if task is None or not task.done():
+        return task
+    return task.result()
+
+
+def _end(task: asyncio.Task[None]) -> None:
+    """Cancel it. Its error, if it has ended with one, is not reported again: what ends the timer ends the run, too."""
+    if not task.cancel() and not task.cancelled():
+        task.exception()
 
 
 def digest_of(prompt: Prompt) -> int:

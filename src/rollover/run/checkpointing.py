@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 
+from rollover.checkpoint.journal import Mark
 from rollover.checkpoint.store import CheckpointWriteError, checkpoint_name
 from rollover.rollout.lifecycle import Event
 from rollover.run.context import RunContext
 from rollover.run.event_log import EventLog
 from rollover.run.overlap import Overlap
-from rollover.run.records import Records
-from rollover.run.snapshot import Snapshot
-from rollover.run.stateful import StatefulPart
+from rollover.run.snapshot import Snapshot, StatefulPart, load_snapshot
+from rollover.run.tracking import Tracking
 from rollover.types import Group
 
 logger = logging.getLogger(__name__)
@@ -35,11 +35,11 @@ class Checkpointing:
         stateful: list[StatefulPart],
         event_log: EventLog,
         overlap: Overlap,
-        records: Records,
+        tracking: Tracking,
     ) -> None:
         self.context, self.config, self.parts = context, context.config, context.parts
         self.directory, self.stateful = context.directory, stateful
-        self.event_log, self.overlap, self.records = event_log, overlap, records
+        self.event_log, self.overlap, self.tracking = event_log, overlap, tracking
         self.taken: list[Group] = []
         self.saved_version = -1
         self.changed = False
@@ -47,6 +47,12 @@ class Checkpointing:
     def on_event(self, event: Event) -> None:
         """A listener of Lifecycle."""
         self.changed = True
+
+    def restore(self, name: str) -> Mark | None:
+        """Go back to checkpoint `name`. Returns where the journal goes on from it; None if there was none."""
+        mark = load_snapshot(name, self.stateful, self.directory)
+        self.saved_version = self.parts.trainer.policy_version
+        return mark
 
     async def begin(self) -> None:
         """From now on the journal is written, if it is on. It begins at a checkpoint, or with the run."""
@@ -76,7 +82,7 @@ class Checkpointing:
         if version == self.saved_version and not self.changed:
             return
         self.directory.trackers.on_phase("writing a checkpoint")
-        self.records.tell(version, [], None)
+        self.tracking.on_groups(version, [], None)
         with self.overlap.rows.timed("checkpoint"):
             mark = event_log.cut(checkpoint_name(version))
             snapshot = Snapshot.begin(self.stateful, self.directory, version, mark)

@@ -31,6 +31,7 @@ from rollover.run.context import RunContext
 from rollover.run.device_use import DeviceUse
 from rollover.run.event_log import EventLog
 from rollover.run.mfu import Utilization
+from rollover.run.own_metrics import own_metrics
 from rollover.track.metrics import is_counter, is_of_engine
 from rollover.trainer.batch import Batch
 from rollover.types import Group
@@ -53,6 +54,7 @@ class Rows:
         self.config, self.parts, self.restart_budget = context.config, context.parts, context.restart_budget
         self.trackers, self.event_log, self.overlaps = context.directory.trackers, event_log, overlaps
         self.grouping = Grouping(self.config.workflow)
+        self.own_metrics = own_metrics(self.config.track.metrics)
         self.utilization, self.device_use = Utilization(self.config, overlaps), DeviceUse()
         self._seconds: dict[str, float] = {}
         self._counted: dict[str, float] = {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -82,8 +82,6 @@ class RestartableRun:
         self.changes, self.restart_budget = OptionChanges(config), RestartBudget(config.cluster.max_restarts)
         self._kept: Kept | None = None
         self._run: Run | None = None  # None: there is none any more
-        self._walks: list[AsyncGenerator[Step, None]] = []  # through the steps of the present run
-        self._newest = 0  # number of the newest step that was told
         self._untold: Step | None = None  # trained again, after a loss before it was told
         self._version = 0  # as far as it is known
 
@@ -100,32 +98,17 @@ class RestartableRun:
             why = str(error)
         await self._restart(why)
 
-    async def steps(self) -> AsyncGenerator[Step, None]:
-        """All steps and evaluations that are left. A stop ends it early; so may whoever asks for no more of them.
+    async def next_step(self) -> Step | None:
+        """See Run.next_step. After a loss of the backend steps come again whose weights are lost, with their numbers,
+        unless they were trained again on the same groups (checkpoint.lost_steps)."""
 
-        After a loss of the backend steps come again whose weights are lost, with their numbers, unless they were
-        trained again on the same groups (checkpoint.lost_steps).
-        """
-        steps: AsyncGenerator[Step, None] | None = None
+        async def next_of(run: Run) -> Step | None:
+            step, self._untold = self._untold, None
+            return step or await run.next_step()
 
-        async def following(run: Run) -> Step | None:
-            nonlocal steps
-            if self._untold is not None:
-                step, self._untold = self._untold, None
-                return step
-            if steps is None or steps not in self._walks:
-                steps = run.steps()
-                self._walks.append(steps)
-            return await anext(steps, None)
-
-        try:
-            while (step := await self._lasting(following)) is not None:
-                self.restart_budget.on_step(step.number)
-                self._newest = max(self._newest, step.number)
-                yield step
-        finally:
-            if steps is not None:
-                await self._leave(steps)
+        if (step := await self._lasting(next_of)) is not None:
+            self.restart_budget.on_step(step.number)
+        return step
 
     async def checkpoint(self) -> None:
         """Write a checkpoint, if anything happened since the last."""
@@ -171,12 +154,6 @@ class RestartableRun:
             await self._restart(why)
         return None
 
-    async def _leave(self, *walks: AsyncGenerator[Step, None]) -> None:
-        for walk in walks:
-            await walk.aclose()
-            if walk in self._walks:
-                self._walks.remove(walk)
-
     async def _restart(self, why: str) -> None:
         """The backend was lost. Afterwards there is a run again, or none if a stop is requested. BackendLost after too
         many losses."""
@@ -208,7 +185,6 @@ class RestartableRun:
     async def _part(self) -> None:
         """Park what runs, and close the run that has lost its backend."""
         run, self._run = self._run, None
-        await self._leave(*self._walks)  # who waits for his next step meanwhile would keep the run alive
         if run is None:
             return
         driver = run.parts.driver
@@ -219,7 +195,7 @@ class RestartableRun:
         # What is kept of them in the engine may be of weights that are lost.
         held = run.parts.lifecycle.cache.groups.values()
         run.parts.engine.release([rollout.rollout_id for group in held for rollout in group.rollouts])
-        await _close(run)
+        await run.close(keep=True)
         self.directory.on_restart()
 
     async def _build(self) -> None:
@@ -258,15 +234,8 @@ class RestartableRun:
         try:
             newest = await run.begin()
         except BaseException:
-            await _close(run)
+            await run.close(keep=True)
             self.directory.on_restart()
             raise
         self._run, self._version = run, parts.trainer.policy_version
-        self._untold = newest if newest is not None and newest.number > self._newest else None
-
-
-async def _close(run: Run) -> None:
-    """What is kept goes on. An event of what still winds down is none of the run's that comes next."""
-    run.parts.lifecycle.listeners.clear()
-    run.stop.on_stop = lambda: None
-    await run.close(keep=True)
+        self._untold = newest if newest is not None and newest.number > self.restart_budget.furthest else None

@@ -20,8 +20,7 @@ from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.rollout.run_clock import RunClock
 from rollover.run import snapshot
-from rollover.run.snapshot import Snapshot, load_snapshot
-from rollover.run.stateful import StatefulPart, stateful_parts, without_arrays
+from rollover.run.snapshot import Snapshot, StatefulPart, load_snapshot, stateful_parts, without_arrays
 from rollover.tasks.reroll import Reroll
 from rollover.track.lifetimes import Lifetimes
 from rollover.track.trace import Trace

@@ -340,15 +340,3 @@ def _digest(segments: Sequence[Segment], start: int, first: int, end: int) -> in
         crc = zlib.crc32(rows.tobytes(), crc)
         start += segment.num_tokens
     return crc
-
-
-def pieces(fields: Sequence[Mapping[str, Any]], data: bytes) -> Iterator[Segment]:
-    """The segments of a record: the inverse of what was written of them."""
-    num = sum(of["num_tokens"] for of in fields)
-    ids = np.frombuffer(data, "<i4", num).astype(np.int32)
-    logprobs = np.frombuffer(data, "<f4", num, offset=4 * num).astype(np.float32)
-    at = 0
-    for of in fields:
-        end = at + of["num_tokens"]
-        yield Segment.from_json(of, ids[at:end], logprobs[at:end])
-        at = end

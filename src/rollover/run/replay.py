@@ -11,7 +11,7 @@ file: what the run wrote stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from rollover.checkpoint.journal import Record
 from rollover.rollout.lifecycle import EventKind, Lifecycle
-from rollover.run.event_log import PUBLISH, ROLL_BACK, ROW, STEP, TOKENS, digest_of, pieces
+from rollover.run.event_log import PUBLISH, ROLL_BACK, ROW, STEP, TOKENS, digest_of
 from rollover.run.parts import Parts
 from rollover.staleness import beyond_bound, expired, rolled_back
 from rollover.types import DropReason, Group, Prompt, Reward, Rollout, SamplingParams, Segment, StopReason, Task
@@ -124,7 +124,7 @@ class Replay:
         self.tokens.add(meta["rollout"], self._pieces(meta, data), anew=meta["anew"])
 
     def _pieces(self, meta: dict[str, Any], data: bytes) -> list[Segment]:
-        return list(pieces(meta["segments"], data))
+        return list(_segments(meta["segments"], data))
 
     def _stop(self, meta: dict[str, Any], data: bytes) -> None:
         self._tokens(meta, data)
@@ -319,3 +319,15 @@ def _open(lifecycle: Lifecycle, meta: dict[str, Any], data: bytes) -> None:
         turn_key=meta.get("key"),  # absent in journals of before
     )
     lifecycle.open(rollout)
+
+
+def _segments(fields: Sequence[Mapping[str, Any]], data: bytes) -> Iterator[Segment]:
+    """The segments of a record: the inverse of what EventLog wrote of them."""
+    num = sum(of["num_tokens"] for of in fields)
+    ids = np.frombuffer(data, "<i4", num).astype(np.int32)
+    logprobs = np.frombuffer(data, "<f4", num, offset=4 * num).astype(np.float32)
+    at = 0
+    for of in fields:
+        end = at + of["num_tokens"]
+        yield Segment.from_json(of, ids[at:end], logprobs[at:end])
+        at = end

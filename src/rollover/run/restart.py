@@ -81,7 +81,8 @@ class RestartableRun:
         self.trackers, self.resume_command = directory.trackers, resume_command
         self.changes, self.restart_budget = OptionChanges(config), RestartBudget(config.cluster.max_restarts)
         self._kept: Kept | None = None
-        self._run: Run | None = None  # None: there is none any more
+        self._run: Run | None = None
+        self._over = False  # the backend was lost, and there is no other run
         self._untold: Step | None = None  # trained again, after a loss before it was told
         self._version = 0  # as far as it is known
 
@@ -92,11 +93,7 @@ class RestartableRun:
 
     async def begin(self) -> None:
         """Go on where an earlier process ended, or begin."""
-        try:
-            return await self._build()
-        except BackendLost as error:
-            why = str(error)
-        await self._restart(why)
+        await self._lasting(lambda run: asyncio.sleep(0))
 
     async def next_step(self) -> Step | None:
         """See Run.next_step. After a loss of the backend steps come again whose weights are lost, with their numbers,
@@ -143,44 +140,43 @@ class RestartableRun:
     # Private
 
     async def _lasting(self, work: Callable[[Run], Awaitable[Result]]) -> Result | None:
-        """What `work` gives, with another run if the backend of the first is lost. None where there is no run."""
-        while self._run is not None:
+        """What `work` gives, with another run each time the backend is lost. None where a stop is requested meanwhile.
+        BackendLost after too many losses."""
+        while not self._over:
             try:
+                if self._run is None:
+                    await self._build()
+                assert self._run is not None
                 found = await work(self._run)
                 self._version = self._run.parts.trainer.policy_version
                 return found
             except BackendLost as error:
                 why = str(error)  # and not the error: it holds what was the backend's
-            await self._restart(why)
+            await self._on_loss(why)
         return None
 
-    async def _restart(self, why: str) -> None:
-        """The backend was lost. Afterwards there is a run again, or none if a stop is requested. BackendLost after too
-        many losses."""
+    async def _on_loss(self, why: str) -> None:
+        """Close what was the backend's. BackendLost where that is the last loss that is borne."""
         budget = self.restart_budget
-        while True:
-            budget.on_loss()
-            logger.warning(f"the trainer's backend is lost: {why}")
-            await self._part()
-            if self.stop.requested:
-                logger.warning(
-                    f"stopped without a checkpoint, as there is no backend; continue with:\n  {self.resume_command}"
-                )
-                return
-            if budget.too_many:
-                raise BackendLost(
-                    f"the trainer's backend was lost {budget.in_a_row} times without a step in between"
-                    f" (cluster.max_restarts = {budget.most}), the last time: {why}. Mend that, and continue with:"
-                    f"\n  {self.resume_command}"
-                )
-            logger.info(
-                f"restart {budget.in_a_row} of {budget.most} without a step in between: the run goes on from"
-                " what is on the disk, with the same engine and reward workers"
+        budget.on_loss()
+        logger.warning(f"the trainer's backend is lost: {why}")
+        await self._part()
+        self._over = self.stop.requested or budget.too_many
+        if self.stop.requested:
+            logger.warning(
+                f"stopped without a checkpoint, as there is no backend; continue with:\n  {self.resume_command}"
             )
-            try:
-                return await self._build()
-            except BackendLost as error:
-                why = str(error)
+            return
+        if budget.too_many:
+            raise BackendLost(
+                f"the trainer's backend was lost {budget.in_a_row} times without a step in between"
+                f" (cluster.max_restarts = {budget.most}), the last time: {why}. Mend that, and continue with:"
+                f"\n  {self.resume_command}"
+            )
+        logger.info(
+            f"restart {budget.in_a_row} of {budget.most} without a step in between: the run goes on from"
+            " what is on the disk, with the same engine and reward workers"
+        )
 
     async def _part(self) -> None:
         """Park what runs, and close the run that has lost its backend."""

@@ -11,7 +11,7 @@ from pyarrow.parquet import read_table
 
 from rollover.config.load import load_config
 from rollover.track.build import TRACKERS, build_trackers
-from rollover.track.history import RunHistory
+from rollover.track.trace import Trace
 from rollover.track.tracker import Cut, RecordedGroup, RunInfo, Tracker, Trackers
 from samples import group, rollout, segment
 
@@ -146,7 +146,7 @@ def test_the_table_names_them_and_a_row_is_its_writers_alone(built: Callable[[],
     row = {"step": 1}
     trackers.on_step(row)
     assert row == {"step": 1} and (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
-    assert trackers.the(RunHistory) is trackers.named["trace"] and trackers.stats() == {"trackers/failed": 0}
+    assert trackers.the(Trace) is trackers.named["trace"] and trackers.stats() == {"trackers/failed": 0}
 
 
 def test_all_are_closed_though_one_fails() -> None:

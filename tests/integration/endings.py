@@ -88,13 +88,14 @@ def train_until(
 def running(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     """The runs that begin from now on, once they have."""
     begun: list[Run] = []
-    steps = Run.steps
+    begin = Run.begin
 
-    def looking(run: Run) -> Any:
+    async def looking(run: Run) -> Any:
+        newest = await begin(run)
         begun.append(run)
-        return steps(run)
+        return newest
 
-    monkeypatch.setattr(Run, "steps", looking)
+    monkeypatch.setattr(Run, "begin", looking)
     return begun
 
 

@@ -22,7 +22,7 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.run.checkpointing import Checkpointing
 from rollover.run.directory import RunDirectory
-from rollover.run.journal.writer import JournalWriter
+from rollover.run.event_log import EventLog
 from rollover.types import Segment
 
 
@@ -131,20 +131,20 @@ def test_steps_are_not_trained_again_on_another_model(tmp_path: Path, capsys: py
 def train_until_second_ctrl_c(capsys: pytest.CaptureFixture[str], recipe: Path) -> dict[str, int]:
     """It ends the run in the middle of a decode step, once the journal has tokens of what runs: so many by rollout."""
     told: dict[str, int] = {}
-    step, progress = EmbeddedEngine.step, JournalWriter.progress
+    step, progress = EmbeddedEngine.step, EventLog.progress
 
     def step_or_end(engine: EmbeddedEngine) -> None:
         if told:
             raise KeyboardInterrupt
         step(engine)
 
-    def telling(writer: JournalWriter, found: dict[str, list[Segment]]) -> None:
-        progress(writer, found)
+    def telling(log: EventLog, found: dict[str, list[Segment]]) -> None:
+        progress(log, found)
         told.update({i: sum(map(len, s)) for i, s in found.items() if sum(map(len, s))})
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(EmbeddedEngine, "step", step_or_end)
-        monkeypatch.setattr(JournalWriter, "progress", telling)
+        monkeypatch.setattr(EventLog, "progress", telling)
         assert train(capsys, recipe)[0] == 130
     return told
 

@@ -16,7 +16,7 @@ from rollover.engine.process.messages import requests_from_json, requests_to_jso
 from rollover.engine.protocol import ExtendRequest
 from rollover.envs.protocol import why_not_written, written
 from rollover.rollout.group_state import groups_from_state, groups_to_state
-from rollover.run.journal.writer import digest_of
+from rollover.run.event_log import digest_of
 from rollover.tasks.prompts import shortened_to
 from rollover.tasks.reroll import Reroll
 from rollover.track.recorded import read_rollouts

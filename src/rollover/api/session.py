@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, aclosing
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -132,9 +132,8 @@ class Session:
         come again of steps that were lost with it: with checkpoint.lost_steps = "roll_back", or without a journal.
         BackendLost (trainer/backend.py) after cluster.max_restarts losses without a step in between.
         """
-        async with aclosing(self._open_run().steps()) as steps:
-            while (step := await self._next_of(steps)) is not None:
-                yield step
+        while (step := await self._next_step()) is not None:
+            yield step
 
     async def checkpoint(self) -> None:
         """Write a checkpoint now, if anything happened since the last."""
@@ -182,10 +181,9 @@ class Session:
         """Whether it was asked to stop."""
         return self._stop.requested
 
-    async def _next_of(self, steps: AsyncGenerator[Step, None]) -> Step | None:
+    async def _next_step(self) -> Step | None:
         async with self._turn:
-            self._open_run()
-            return await anext(steps, None)
+            return await self._open_run().next_step()
 
     def _open_run(self) -> RestartableRun:
         if self._run is None:

@@ -50,7 +50,7 @@ class Driver:
         abandon     nobody waits any more: what runs is parked with the tokens that it had before
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what the loop and each evaluation choose
         self,
         lifecycle: Lifecycle,
         engine: Engine,
@@ -60,11 +60,12 @@ class Driver:
         stop_token_ids: Iterable[int] = (),
         watchdog: Watchdog | None = None,
         workflow: WorkflowConfig | None = None,
+        on_abandon: Callable[[], None] | None = None,
     ) -> None:
         config = self.config = lifecycle.config
         self.lifecycle, self.engine, self.next_task = lifecycle, engine, next_task
         self.watchdog = watchdog or Watchdog()
-        self.on_abandon: Callable[[], None] = lambda: None
+        self.on_abandon = on_abandon
         self.clock = PhaseClock()
 
         failure_limit = FailureLimit(lifecycle, self.watchdog.config.max_failures)
@@ -157,7 +158,8 @@ class Driver:
             with suppress(ValueError):
                 await self._interrupt(None)
         self.player.stop_watching()
-        self.on_abandon()
+        if self.on_abandon is not None:
+            self.on_abandon()
         await self.player.abandon()
 
     def on_new_version(self, version: int) -> list[Group]:

@@ -10,7 +10,7 @@
     ask for again leaves (restarted)
 
 The driver carries this out on an engine, the planner under a virtual clock, the tests at random: the same rules for
-all. Pure: no clock, no event loop, no torch. Owns nothing but its three owners, and who is told of events.
+all. Pure: no clock of its own, no event loop, no torch. Owns nothing but its three owners, and who is told of events.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.ledger import Ledger
+from rollover.rollout.run_clock import RunClock
 from rollover.rollout.scheduler import Scheduler
 from rollover.staleness import expired
 from rollover.types import DropReason, Group, Prompt, Reward, Rollout, RolloutState, Segment, StopReason, Task
@@ -64,6 +65,7 @@ class Event:
     its environment is at work. ANSWER: that has `written`, and the rollout may go on; with FINISH it is the last that
     it wrote. `version`: the trainer's that ADMIT, START, RESUME, CONSUME and GIVE_BACK were
     told; `filter`: the name of the one that matched, for DROP; `why`: what stalled or failed, for DROP, in words.
+    `seconds`, `trainer_version`: of the run's clock (run_clock.py) at that moment.
     """
 
     kind: EventKind
@@ -75,6 +77,8 @@ class Event:
     why: str = ""
     written: tuple[Segment, ...] = ()
     kept: tuple[int, str, Any] | None = None
+    seconds: float = 0.0
+    trainer_version: int = 0
 
 
 class Lifecycle:
@@ -83,13 +87,13 @@ class Lifecycle:
     `max_running`: rollouts that may run at once; None means no limit. A group with fewer than `min_valid_rewards`, as
     `num_valid` counts them, is dropped, and so is one for which `group_filter` answers (the filter's name, what is the
     matter); `max_filtered_steps` steps' worth of those in a row are too many (failure_limit.py). `listeners` are
-    called after each event, in their order. `first_group_id`: see RolloutCache.
+    called after each event, in their order; `clock` says when it was. `first_group_id`: see RolloutCache.
 
     `start`, `set_rewards`, `consume` and `on_new_version` decide, and carry out what they decided by the others: `run`,
-    `score`, `take`, `drop`. Those decide nothing: what a journal tells can so happen again (run/journal/replay.py).
+    `score`, `take`, `drop`. Those decide nothing: what a journal tells can so happen again (run/replay.py).
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a run, an evaluation and the planner choose
         self,
         config: RolloutConfig,
         max_running: int | None = None,
@@ -99,12 +103,13 @@ class Lifecycle:
         max_filtered_steps: int = 10,
         num_valid: Callable[[Group], int] | None = None,
         first_group_id: int = 0,
+        clock: RunClock | None = None,
     ) -> None:
         self.config = config
         self.min_valid_rewards, self.num_valid = min_valid_rewards, num_valid or num_valid_rewards
         self.group_filter = group_filter
         self.max_filtered_steps = max_filtered_steps
-        self.listeners = list(listeners)
+        self.listeners, self.clock = list(listeners), clock or RunClock(lambda: 0.0)
         self.cache = RolloutCache(config.max_new_tokens, first_group_id)
         self.scheduler = Scheduler(config, max_running)
         self.ledger = Ledger()
@@ -336,7 +341,8 @@ class Lifecycle:
     def emit(self, kind: EventKind, group: Group, rollout: Rollout | None = None, **more: Any) -> None:
         """Report what happened to a group or a rollout. `more`: further fields of the Event."""
         if self.listeners:
-            event = Event(kind, group, rollout, **more)
+            clock = self.clock
+            event = Event(kind, group, rollout, seconds=clock.seconds(), trainer_version=clock.version, **more)
             for listener in self.listeners:
                 listener(event)
 

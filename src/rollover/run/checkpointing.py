@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 
+from rollover.checkpoint.journal import Mark
 from rollover.checkpoint.store import CheckpointWriteError, checkpoint_name
 from rollover.rollout.lifecycle import Event
 from rollover.run.context import RunContext
-from rollover.run.journal.journaling import Journaling
+from rollover.run.event_log import EventLog
 from rollover.run.overlap import Overlap
-from rollover.run.records import Records
-from rollover.run.snapshot import Snapshot
-from rollover.run.stateful import StatefulPart
+from rollover.run.snapshot import Snapshot, StatefulPart, load_snapshot
+from rollover.run.tracking import Tracking
 from rollover.types import Group
 
 logger = logging.getLogger(__name__)
@@ -33,13 +33,13 @@ class Checkpointing:
         self,
         context: RunContext,
         stateful: list[StatefulPart],
-        journaling: Journaling,
+        event_log: EventLog,
         overlap: Overlap,
-        records: Records,
+        tracking: Tracking,
     ) -> None:
         self.context, self.config, self.parts = context, context.config, context.parts
         self.directory, self.stateful = context.directory, stateful
-        self.journaling, self.overlap, self.records = journaling, overlap, records
+        self.event_log, self.overlap, self.tracking = event_log, overlap, tracking
         self.taken: list[Group] = []
         self.saved_version = -1
         self.changed = False
@@ -48,46 +48,52 @@ class Checkpointing:
         """A listener of Lifecycle."""
         self.changed = True
 
+    def restore(self, name: str) -> Mark | None:
+        """Go back to checkpoint `name`. Returns where the journal goes on from it; None if there was none."""
+        mark = load_snapshot(name, self.stateful, self.directory)
+        self.saved_version = self.parts.trainer.policy_version
+        return mark
+
     async def begin(self) -> None:
         """From now on the journal is written, if it is on. It begins at a checkpoint, or with the run."""
-        journaling = self.journaling
+        event_log = self.event_log
         if not self.directory.resume:
-            journaling.journal.discard()
-        if journaling.is_on and not journaling.journal.writes:
+            event_log.journal.discard()
+        if event_log.is_on and not event_log.journal.writes:
             if self.parts.lifecycle.cache.num_admitted or self.parts.trainer.policy_version:
                 self.changed = True
             else:
-                journaling.cut(None)
+                event_log.cut(None)
         if self.changed:  # what was read back must not be read back twice, journaled from now on or not
             await self.checkpoint()
-        journaling.start_timer()
+        event_log.start(self.parts.driver)
 
     @property
     def is_due(self) -> bool:
         """Whether a checkpoint must be written after the step that was just told."""
         config, step = self.config.checkpoint, self.parts.trainer.policy_version
         due = config.every_steps > 0 and step % config.every_steps == 0
-        return due or self.journaling.journal.num_bytes > config.journal_max_gb * 1e9
+        return due or self.event_log.journal.num_bytes > config.journal_max_gb * 1e9
 
     async def checkpoint(self) -> None:
         """Write one, if anything happened since the last."""
-        version, journaling = self.parts.trainer.policy_version, self.journaling
+        version, event_log = self.parts.trainer.policy_version, self.event_log
         await self.overlap.interrupt_all()
         if version == self.saved_version and not self.changed:
             return
         self.directory.trackers.on_phase("writing a checkpoint")
-        self.records.tell(version, [], None)
+        self.tracking.on_groups(version, [], None)
         with self.overlap.rows.timed("checkpoint"):
-            mark = journaling.cut(checkpoint_name(version))
+            mark = event_log.cut(checkpoint_name(version))
             snapshot = Snapshot.begin(self.stateful, self.directory, version, mark)
             if self.directory.mirror is not None:
                 self.directory.mirror.copy()  # the checkpoint counts on what is written down by now
             snapshot.write(self.directory.store)
             self.directory.on_checkpoint()  # before the journal goes, from which a run without a checkpoint goes on
             if mark is not None:
-                journaling.journal.commit(mark)
+                event_log.journal.commit(mark)
             else:
-                journaling.journal.discard()
+                event_log.journal.discard()
         self.saved_version, self.changed = version, False
         if version < self.config.train.num_steps and not self.context.stop.requested:
             command = self.context.resume_command
@@ -128,5 +134,5 @@ class Checkpointing:
             await self.checkpoint()
         except Exception as failure:
             newest = next(reversed(self.directory.store.list()), "the start")
-            journal = " and its journal" if self.journaling.journal.num_bytes else ""
+            journal = " and its journal" if self.event_log.journal.num_bytes else ""
             logger.warning(f"that checkpoint could not be written ({failure}): --resume goes on from {newest}{journal}")

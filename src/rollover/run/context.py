@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rollover.checkpoint.journal import Journal
 from rollover.config import Config
 from rollover.run.directory import RunDirectory
 from rollover.run.hooks import Hooks
@@ -22,5 +23,7 @@ class RunContext:
     hooks: Hooks
     stop: Stop
     restart_budget: RestartBudget
+    journal: Journal
+    """The files of the event log (event_log.py)."""
     resume_command: str
     """The command that continues the run."""

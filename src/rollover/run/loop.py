@@ -8,14 +8,13 @@
 
 Sync, partial and asynchronous training are settings of the scheduler, not other loops. Between two generation phases
 nothing runs (with rollout.overlap: after `Overlap.interrupt_all`), so a checkpoint there is a consistent cut. Whoever
-trains (the command line, `rollover.train`, a loop of the user's own) does it through api/session.py, which takes the
-steps of a `RestartableRun` (restart.py): of one `Run`, and of another one where the trainer's backend was lost.
+trains (the command line, `rollover.train`, a loop of the user's own) asks api/session.py for one step after the other,
+and that a `RestartableRun` (restart.py), which has another `Run` where the trainer's backend was lost.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -26,17 +25,16 @@ from rollover.run.context import RunContext
 from rollover.run.directory import view_command
 from rollover.run.estimate import estimate_of
 from rollover.run.evaluator import Evaluator
-from rollover.run.journal.journaling import Journaling
+from rollover.run.event_log import EventLog
 from rollover.run.metrics_row import Rows
 from rollover.run.model_card import write_model_card
 from rollover.run.option_changes import OptionChanges
 from rollover.run.overlap import Overlap
-from rollover.run.own_metrics import own_metrics
 from rollover.run.preflight import check_tasks
 from rollover.run.producer import build_producer
 from rollover.run.resume import Resume
-from rollover.run.stateful import stateful_parts
-from rollover.run.supervised import HeldOutLoss, SupervisedExamples
+from rollover.run.snapshot import stateful_parts
+from rollover.run.supervised import HeldOutLoss
 from rollover.run.tracking import Tracking, step_progress, write_tokenizer
 from rollover.run.weight_sync import WeightSync
 from rollover.track.live import LiveView
@@ -60,7 +58,7 @@ class Step:
 
 
 class Run:
-    """One run of the loop, in its directory: `begin`, then `steps`, then `close`.
+    """One run of the loop, in its directory: `begin`, then `next_step` until that has no more, then `close`.
 
     `changes`: the options that the user changes between two steps.
     """
@@ -71,33 +69,38 @@ class Run:
         self.directory, self.hooks, self.stop = context.directory, context.hooks, context.stop
         trackers = self.trackers = self.directory.trackers
         self.enough = ""  # why training ends before its last step, by eval.patience
-        self.ended = False  # `steps` came to its end: all that is left to do is done, or a stop was requested
-        self.producer = build_producer(
+        self.ended = False  # all that was left to do is done, or a stop was requested
+        self._did_what_was_due_at: int | None = None  # trainer version
+        producer = self.producer = build_producer(
             config, parts.loaded, parts.engine, self.stop, lambda version: self.overlap.collect(version), parts.examples
         )
         self.held_out_loss = HeldOutLoss(config, parts.examples, parts.batches) if parts.examples else None
-        needs_weights, overlaps = self.producer.uses_engine, config.rollout.overlap and self.producer.generates
-        self.stateful = stateful_parts(parts, self.producer)
-        self.journaling = Journaling(context, self.producer)
+        self.event_log = EventLog(
+            context.journal,
+            parts.lifecycle.clock,
+            parts.prompts,
+            generates=producer.generates,
+            every_s=config.checkpoint.journal_s,
+            mirror=self.directory.mirror,
+        )
         trackers.the(LiveView).watch(step_progress(config, parts), config.train.num_steps)
-        self.rows = Rows(context, self.journaling, overlaps=overlaps)
-        self.own_metrics = own_metrics(config.track.metrics)
+        self.rows = Rows(context, self.event_log, overlaps=config.rollout.overlap and producer.generates)
         self.overlap = Overlap(context, self.rows)
-        self.weight_sync = WeightSync(context, self.rows, self.journaling, needed=needs_weights)
-        is_possible = needs_weights or config.algorithm.supervised
+        self.weight_sync = WeightSync(context, self.rows, self.event_log, needed=producer.uses_engine)
+        is_possible = producer.uses_engine or config.algorithm.supervised
         self.evaluator = Evaluator(context, self.overlap, self.weight_sync, is_possible=is_possible)
-        self.tracking = Tracking(context, recorded=not needs_weights)
-        self.checkpointing = Checkpointing(context, self.stateful, self.journaling, self.overlap, self.tracking.records)
+        self.tracking = Tracking.of_run(context, recorded=not producer.uses_engine)
+        stateful = stateful_parts(parts, producer)
+        self.checkpointing = Checkpointing(context, stateful, self.event_log, self.overlap, self.tracking)
+        # Who reads what happens to groups and rollouts. What a killed run needs is in the event log alone.
         parts.lifecycle.listeners = [
-            parts.history.on_event,
-            self.tracking.records.on_event,
+            parts.lifetimes.on_event,
+            parts.trace.on_event,
+            self.tracking.on_event,
             self.checkpointing.on_event,
-            self.journaling.on_event,
+            self.event_log.on_event,
             parts.reuse.on_event,
         ]
-        self.stop.on_stop = parts.driver.interrupt_for_good
-        # What is ended without its tokens is in the journal with those that it had: that is not taken back.
-        parts.driver.on_abandon = self.journaling.journal.halt
 
     async def begin(self) -> Step | None:
         """Check the rewards, go on where an earlier process ended, or the backend was lost, and listen to signals.
@@ -109,15 +112,9 @@ class Run:
             await check_tasks(self.config, self.parts.rewarder, self.trackers, self.parts.batches.teacher_prompts)
         if self.directory.resume:
             resume = Resume(
-                self.context,
-                self.stateful,
-                self.journaling,
-                self.weight_sync,
-                self.rows,
-                self.tracking,
-                self.own_metrics,
+                self.context, self.checkpointing, self.event_log, self.weight_sync, self.rows, self.tracking
             )
-            self.checkpointing.saved_version = await resume.restore()
+            await resume.restore()
             if self.parts.again and (groups := resume.newest_groups) is not None:
                 newest = Step(self.parts.trainer.policy_version, groups, self.directory.metrics.last_row)
         if self.config.model.lora.path and not self.parts.trainer.policy_version and self.weight_sync.needed:
@@ -130,73 +127,57 @@ class Run:
         if self.config.track.rollouts:
             write_tokenizer(self.parts.loaded.tokenizer, self.directory.path)
         self.directory.on_begun()
-        self.stop.listen()
+        self.stop.listen(self.parts.driver.interrupt_for_good)
         return newest
 
-    async def steps(self) -> AsyncGenerator[Step, None]:
-        """All steps and evaluations that are left. A stop ends it early; so may whoever asks for no more of them."""
-        trainer, config = self.parts.trainer, self.config
-        every, version = config.eval.every_steps, trainer.policy_version
-        if not self.parts.again and (
-            told := estimate_of(config, self.parts.loaded.model, config.train.num_steps - version)
-        ):
-            logger.info(told)
-        if config.eval.at_start if version == 0 else every and version % every == 0:
-            await self._evaluate()  # a stop may have cut off the evaluation of the last step
-        elif version == 0:
-            self.evaluator.check_tasks()
-        self.rows.begin()
-        while trainer.policy_version < config.train.num_steps and not (self.stop.requested or self.enough):
+    async def next_step(self) -> Step | None:
+        """Do what is due by now (an evaluation, a checkpoint, changed options), and make the next step. None where
+        there is none, or a stop is requested: then all is done that is left to do at the end."""
+        if self.ended:
+            return None
+        await self._do_what_is_due()
+        if self.parts.trainer.policy_version < self.config.train.num_steps and not (self.stop.requested or self.enough):
             await self.changes.make(self.checkpointing)
-            made = await self.step()
-            if made is None:
-                break
-            yield made
-            every = config.eval.every_steps
-            if every and made.number % every == 0 and made.number < config.train.num_steps:
-                await self._evaluate()
-            if self.checkpointing.is_due:
-                await self.checkpointing.checkpoint()
-        # Before the last evaluation: nothing that happens to that may cost the run.
-        await self.checkpointing.checkpoint()
-        if not self.stop.requested:
-            await self._evaluate()
+            if (made := await self.step()) is not None:
+                return made
+        await self._end()
         self.ended = True
-        self._end()
+        return None
 
     async def step(self) -> Step | None:
-        """One training step. None when there is nothing (more) to train on."""
+        """One training step: collect, build the batch, step, sync weights, log. None where there is nothing (more) to
+        train on."""
         parts, trainer = self.parts, self.parts.trainer
         version = parts.prompts.version = trainer.policy_version
         await self.hooks.call("on_step_start", version + 1)
-        groups = await self._produce(version)
+
+        groups = await self._collect(version)
         if not groups:
             return None
-        return_freed_memory()
         await self.weight_sync.sleep()
+
         self.trackers.on_phase("training")
         self.checkpointing.taken = groups
         with self.overlap.training(version):
             penalties = await self._penalties(groups, version)
             batch = parts.batches.build(groups, version, penalties)
-            own = self.own_metrics(groups)
-            if isinstance(self.producer, SupervisedExamples):
-                own |= self.producer.metrics()
+            own = self.rows.own_metrics(groups) | self.producer.metrics()
             work, goes_on = lambda: self._train(batch, version), penalties is not None
             trained = own | await self.overlap.train(work, version, goes_on=goes_on)
         self.checkpointing.taken = []
         parts.reuse.after_step(groups, batch, version)
-        self.journaling.on_step(version)
-        parts.history.trained(version + 1)
+        self.event_log.on_step(version)
+        parts.lifecycle.clock.version = version + 1
         return_freed_memory()
+
         num_bytes = 0
         try:
             num_bytes = await self.weight_sync.sync_if_due()
             parts.driver.on_new_version(trainer.policy_version)
         finally:  # the step was trained, whatever becomes of its weights
             row = self.rows.of_step(groups, batch, trained, version, num_bytes)
-            self.tracking.on_step(row, groups, batch)
-            self.journaling.on_row_written(trainer.policy_version)
+            self.tracking.on_step(row, trainer.policy_version, groups, batch, trainer.token_stats)
+            self.event_log.on_row(trainer.policy_version, self.directory.metrics, parts.trace.num_bytes)
         await self.hooks.call("on_step_end", dict(row))
         return Step(trainer.policy_version, groups, row)
 
@@ -219,16 +200,41 @@ class Run:
         return run_summary(config.run.name, rows, evals, paths, errors, self.enough, view_command(directory.path))
 
     async def close(self, *, keep: bool = False) -> None:
-        """End the journal, the engine, the reward workers, the backend and the trainer's thread.
+        """End the event log, the engine, the reward workers, the backend and the trainer's thread.
 
         `keep`: engine and reward workers go on, for the run that takes this one's place.
         """
+        if keep:  # an event of what still winds down is none of the run's that comes next
+            self.parts.lifecycle.listeners.clear()
+        self.stop.unlisten()
         async with AsyncExitStack() as rest:  # each of them, even if another fails
             rest.callback(self.overlap.close)
             rest.push_async_callback(self.parts.close, keep=keep)
-            self.journaling.close()
+            self.event_log.close()
 
     # Private
+
+    async def _do_what_is_due(self) -> None:
+        """Once at each trainer version, between two steps."""
+        config, version = self.config, self.parts.trainer.policy_version
+        every, before = config.eval.every_steps, self._did_what_was_due_at
+        evaluates = bool(every) and version % every == 0
+        if before is None:  # it begins, or goes on
+            if not self.parts.again and (
+                told := estimate_of(config, self.parts.loaded.model, config.train.num_steps - version)
+            ):
+                logger.info(told)
+            if evaluates if version else config.eval.at_start:
+                await self._evaluate()  # a stop may have cut off the evaluation of the last step
+            elif not version:
+                self.evaluator.check_tasks()
+            self.rows.begin()
+        elif before != version:
+            if evaluates and version < config.train.num_steps:
+                await self._evaluate()
+            if self.checkpointing.is_due:
+                await self.checkpointing.checkpoint()
+        self._did_what_was_due_at = version
 
     async def _evaluate(self) -> None:
         """If that is wanted and was not done; then training may have to end (`enough`)."""
@@ -244,15 +250,16 @@ class Run:
         self.evaluator.save_best_model()
         await self.checkpointing.keep_best(self.evaluator.best_step)
 
-    async def _produce(self, version: int) -> list[Group] | None:
+    async def _collect(self, version: int) -> list[Group] | None:
         """The groups of the step at trainer `version`; none where it says that there are no more, or is stopped."""
         self.rows.engine_growth()  # what an evaluation did is not this step's
         self.trackers.on_phase("generating")
-        with self.parts.history.span("generate"):
+        with self.parts.trace.span("generate"):
             groups = await self.producer.produce(version + 1, version)
         if groups is not None and not groups:
             what, num_steps = self.producer.source, self.config.train.num_steps
             logger.info(f"the {what} are used up after {version} of {num_steps} steps")
+        return_freed_memory()
         return groups
 
     async def _penalties(self, groups: list[Group], version: int) -> Penalties | None:
@@ -270,8 +277,12 @@ class Run:
             metrics |= self.held_out_loss.after_step(version + 1, self.parts.trainer.backend)
         return metrics
 
-    def _end(self) -> None:
-        """What is left to do when `steps` ends: say how to go on, or save the model."""
+    async def _end(self) -> None:
+        """There is no further step: a checkpoint and the last evaluation; say how to go on, or save the model."""
+        # Before the last evaluation: nothing that happens to that may cost the run.
+        await self.checkpointing.checkpoint()
+        if not self.stop.requested:
+            await self._evaluate()
         step = self.parts.trainer.policy_version
         if self.stop.requested:
             logger.info(f"stopped after step {step}; continue with:\n  {self.context.resume_command}")

@@ -29,8 +29,9 @@ from rollover.run.batch_metrics import (
 )
 from rollover.run.context import RunContext
 from rollover.run.device_use import DeviceUse
-from rollover.run.journal.journaling import Journaling
+from rollover.run.event_log import EventLog
 from rollover.run.mfu import Utilization
+from rollover.run.own_metrics import own_metrics
 from rollover.track.metrics import is_counter, is_of_engine
 from rollover.trainer.batch import Batch
 from rollover.types import Group
@@ -49,10 +50,11 @@ _OF_ROLLOUTS = (
 class Rows:
     """Makes the rows of one run. `overlaps`: whether rollouts are generated while the trainer trains."""
 
-    def __init__(self, context: RunContext, journaling: Journaling, *, overlaps: bool) -> None:
+    def __init__(self, context: RunContext, event_log: EventLog, *, overlaps: bool) -> None:
         self.config, self.parts, self.restart_budget = context.config, context.parts, context.restart_budget
-        self.trackers, self.journaling, self.overlaps = context.directory.trackers, journaling, overlaps
+        self.trackers, self.event_log, self.overlaps = context.directory.trackers, event_log, overlaps
         self.grouping = Grouping(self.config.workflow)
+        self.own_metrics = own_metrics(self.config.track.metrics)
         self.utilization, self.device_use = Utilization(self.config, overlaps), DeviceUse()
         self._seconds: dict[str, float] = {}
         self._counted: dict[str, float] = {}
@@ -91,7 +93,7 @@ class Rows:
         """Counts the seconds of a block as `name`: train, weights, checkpoint, eval or sleep."""
         started = time.perf_counter()
         try:
-            with self.parts.history.span(name):
+            with self.parts.trace.span(name):
                 yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
@@ -103,7 +105,7 @@ class Rows:
         parts, driver = self.parts, self.parts.driver
         batch = replace(batch, samples=parts.trainer.trained)
         ledger = parts.lifecycle.metrics()
-        ages = staleness_metrics(batch, version, self.parts.history.lifetimes.ready_versions)
+        ages = staleness_metrics(batch, version, self.parts.lifetimes.ready_versions)
         reuse = parts.reuse.metrics()
         if (rerolled := self._since_last("rerolled", reuse.get("reroll/given", 0))) > 0:
             logger.info(f"re-roll: {rerolled:g} failed tasks were given again, {reuse['reroll/size']:g} wait")
@@ -121,7 +123,7 @@ class Rows:
             **reward_metrics(groups, self.grouping),
             **rollout_metrics(groups),
             **self._turns(groups),
-            **self.parts.history.lifetimes.step_metrics(),
+            **self.parts.lifetimes.step_metrics(),
             **ages,
             "staleness/bound": self.config.staleness_bound,
             **trained,
@@ -224,16 +226,16 @@ class Rows:
 
     def _journal(self) -> dict[str, float]:
         """What the journal cost in this step, if there is one."""
-        num_bytes = self.journaling.journal.num_bytes
-        if not self.journaling.is_on or not num_bytes:
+        num_bytes = self.event_log.journal.num_bytes
+        if not self.event_log.is_on or not num_bytes:
             return {}
-        return {"journal/time_s": self._since_last("journal", self.journaling.seconds), "journal/bytes": num_bytes}
+        return {"journal/time_s": self._since_last("journal", self.event_log.seconds), "journal/bytes": num_bytes}
 
     def _owners_counters(self) -> dict[str, float]:
         """Counters and gauges of rewards, engine and driver; counters go on where a resumed run had ended."""
         driver = self.parts.driver
         now = self._kept_counters() | driver.asker.stats() | driver.watchdog.stats()
-        now |= self.journaling.counters() | self._of_turns()
+        now |= self.event_log.counters() | self._of_turns()
         return {k: value + self._carried.get(k, 0.0) - self._before.get(k, 0.0) for k, value in now.items()}
 
     def _kept_counters(self) -> dict[str, float]:

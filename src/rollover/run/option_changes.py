@@ -36,7 +36,7 @@ class OptionChanges:
         changes = [resume_rules.Change(k, value_of(self.config, k), value) for k, value in self._wanted.items()]
         if not (changes := [change for change in changes if change.old != change.new]):
             return
-        if checkpointing.journaling.is_on and resume_rules.trains_otherwise(changes, self.config):
+        if checkpointing.event_log.is_on and resume_rules.trains_otherwise(changes, self.config):
             await checkpointing.checkpoint()  # steps that a journal tells of are trained again as they were
         for change in changes:
             resume_rules.change_in_run(self.config, change.key, change.new)

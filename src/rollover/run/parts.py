@@ -28,12 +28,14 @@ from rollover.rewards.observer import RewardObserver
 from rollover.rewards.protocol import ScoringPool
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
+from rollover.rollout.run_clock import RunClock
 from rollover.rollout.watchdog import Watchdog
 from rollover.run.environment import start_environment
 from rollover.run.supervised import Examples, load_examples
 from rollover.tasks.prompts import PromptSource, build_prompts, encoder, prompt_limit
 from rollover.tasks.reroll import Reroll
-from rollover.track.history import RunHistory
+from rollover.track.lifetimes import Lifetimes
+from rollover.track.trace import Trace
 from rollover.trainer.build import build_trainer
 from rollover.trainer.reuse import Reuse
 from rollover.trainer.step_batch import StepBatchBuilder
@@ -119,7 +121,8 @@ class Parts:
     batches: StepBatchBuilder
     """Of the groups of each step."""
     reuse: Reuse
-    history: RunHistory
+    trace: Trace
+    lifetimes: Lifetimes
     server: EpisodeServer | None = None
     """For the agents of a workflow, where it has some."""
     examples: Examples | None = None
@@ -129,13 +132,14 @@ class Parts:
     async def build(
         cls,
         config: Config,
-        history: RunHistory | None = None,
+        trace: Trace | None = None,
         logs: Path | None = None,
         kept: Kept | None = None,
+        on_abandon: Callable[[], None] | None = None,
     ) -> Parts:
         """Loads the model and starts nothing but an engine, unless one is `kept`: a reward worker starts at its first
-        call. The clock of `history` goes on from now. `logs`: see
-        EngineSetup and BackendSetup."""
+        call. The clock of `trace` goes on from now. `logs`: see
+        EngineSetup and BackendSetup; `on_abandon`: see Driver."""
         prepare_process(config)
         torch.manual_seed(config.run.seed)
         # Whatever fails at once for a wrong path, name or device comes first: loading the model takes longer.
@@ -168,6 +172,7 @@ class Parts:
             encode = encoder(loaded.tokenizer, environment, loaded.processor)
             prompts = prompts_for(encode, prompt_limit(config, engine.max_tokens))
             reroll = Reroll(config.reroll, config.train.num_steps, prompts)
+            trace = trace or Trace(RunClock())
             lifecycle = Lifecycle(
                 config.rollout,
                 config.engine.max_running,
@@ -175,13 +180,13 @@ class Parts:
                 group_filter=group_filter,
                 max_filtered_steps=config.filters.give_up_after_steps,
                 num_valid=Grouping(config.workflow, config.distill).most_valid,
+                clock=trace.clock,
             )
             watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(config.rollout.rollouts_per_group))
             seed, workflow = config.run.seed, config.workflow
-            driver = Driver(lifecycle, engine, reroll, environment, seed, stops, watchdog, workflow)
+            driver = Driver(lifecycle, engine, reroll, environment, seed, stops, watchdog, workflow, on_abandon)
             reuse = Reuse(config, reroll, prompts.curriculum)
-            history = history or RunHistory()
-            history.go_on()
+            lifecycle.clock.go_on()
             driver.player.nobody_scores = lambda: pool.stands_still
             parts = cls(
                 kept=kept,
@@ -198,7 +203,8 @@ class Parts:
                 stop_token_ids=stops,
                 batches=StepBatchBuilder(config, reuse.buffer, teacher_prompts(config, loaded, environment)),
                 reuse=reuse,
-                history=history,
+                trace=trace,
+                lifetimes=Lifetimes(),
                 server=server,
                 examples=examples,
             )

@@ -62,6 +62,10 @@ class Producer(Protocol):
         """
         ...
 
+    def metrics(self) -> dict[str, float]:
+        """What the row of a step tells of it."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: what a checkpoint holds of it."""
         return {}

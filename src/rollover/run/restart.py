@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from rollover.checkpoint.journal import Journal
 from rollover.config import Config
 from rollover.config.backend import is_tinker
 from rollover.models.devices import decide_dtype
@@ -27,8 +28,8 @@ from rollover.run.option_changes import OptionChanges
 from rollover.run.parts import Kept, Parts
 from rollover.run.restart_budget import RestartBudget
 from rollover.run.stop import Stop
-from rollover.track.history import RunHistory
 from rollover.track.summary import RunSummary
+from rollover.track.trace import Trace
 from rollover.track.tracker import Cut, RunInfo
 from rollover.trainer.backend import BackendLost
 
@@ -63,7 +64,7 @@ async def running(
                 except Exception as error:
                     await run.rescue(error)
                     raise
-            trackers.the(RunHistory).flush()
+            trackers.the(Trace).flush()
         finally:
             await run.close()
 
@@ -80,9 +81,8 @@ class RestartableRun:
         self.trackers, self.resume_command = directory.trackers, resume_command
         self.changes, self.restart_budget = OptionChanges(config), RestartBudget(config.cluster.max_restarts)
         self._kept: Kept | None = None
-        self._run: Run | None = None  # None: there is none any more
-        self._walks: list[AsyncGenerator[Step, None]] = []  # through the steps of the present run
-        self._newest = 0  # number of the newest step that was told
+        self._run: Run | None = None
+        self._over = False  # the backend was lost, and there is no other run
         self._untold: Step | None = None  # trained again, after a loss before it was told
         self._version = 0  # as far as it is known
 
@@ -93,38 +93,19 @@ class RestartableRun:
 
     async def begin(self) -> None:
         """Go on where an earlier process ended, or begin."""
-        try:
-            return await self._build()
-        except BackendLost as error:
-            why = str(error)
-        await self._restart(why)
+        await self._lasting(lambda run: asyncio.sleep(0))
 
-    async def steps(self) -> AsyncGenerator[Step, None]:
-        """All steps and evaluations that are left. A stop ends it early; so may whoever asks for no more of them.
+    async def next_step(self) -> Step | None:
+        """See Run.next_step. After a loss of the backend steps come again whose weights are lost, with their numbers,
+        unless they were trained again on the same groups (checkpoint.lost_steps)."""
 
-        After a loss of the backend steps come again whose weights are lost, with their numbers, unless they were
-        trained again on the same groups (checkpoint.lost_steps).
-        """
-        steps: AsyncGenerator[Step, None] | None = None
+        async def next_of(run: Run) -> Step | None:
+            step, self._untold = self._untold, None
+            return step or await run.next_step()
 
-        async def following(run: Run) -> Step | None:
-            nonlocal steps
-            if self._untold is not None:
-                step, self._untold = self._untold, None
-                return step
-            if steps is None or steps not in self._walks:
-                steps = run.steps()
-                self._walks.append(steps)
-            return await anext(steps, None)
-
-        try:
-            while (step := await self._lasting(following)) is not None:
-                self.restart_budget.on_step(step.number)
-                self._newest = max(self._newest, step.number)
-                yield step
-        finally:
-            if steps is not None:
-                await self._leave(steps)
+        if (step := await self._lasting(next_of)) is not None:
+            self.restart_budget.on_step(step.number)
+        return step
 
     async def checkpoint(self) -> None:
         """Write a checkpoint, if anything happened since the last."""
@@ -159,55 +140,47 @@ class RestartableRun:
     # Private
 
     async def _lasting(self, work: Callable[[Run], Awaitable[Result]]) -> Result | None:
-        """What `work` gives, with another run if the backend of the first is lost. None where there is no run."""
-        while self._run is not None:
+        """What `work` gives, with another run each time the backend is lost. None where a stop is requested meanwhile.
+        BackendLost after too many losses."""
+        while not self._over:
             try:
+                if self._run is None:
+                    await self._build()
+                assert self._run is not None
                 found = await work(self._run)
                 self._version = self._run.parts.trainer.policy_version
                 return found
             except BackendLost as error:
                 why = str(error)  # and not the error: it holds what was the backend's
-            await self._restart(why)
+            await self._on_loss(why)
         return None
 
-    async def _leave(self, *walks: AsyncGenerator[Step, None]) -> None:
-        for walk in walks:
-            await walk.aclose()
-            if walk in self._walks:
-                self._walks.remove(walk)
-
-    async def _restart(self, why: str) -> None:
-        """The backend was lost. Afterwards there is a run again, or none if a stop is requested. BackendLost after too
-        many losses."""
+    async def _on_loss(self, why: str) -> None:
+        """Close what was the backend's. BackendLost where that is the last loss that is borne."""
         budget = self.restart_budget
-        while True:
-            budget.on_loss()
-            logger.warning(f"the trainer's backend is lost: {why}")
-            await self._part()
-            if self.stop.requested:
-                logger.warning(
-                    f"stopped without a checkpoint, as there is no backend; continue with:\n  {self.resume_command}"
-                )
-                return
-            if budget.too_many:
-                raise BackendLost(
-                    f"the trainer's backend was lost {budget.in_a_row} times without a step in between"
-                    f" (cluster.max_restarts = {budget.most}), the last time: {why}. Mend that, and continue with:"
-                    f"\n  {self.resume_command}"
-                )
-            logger.info(
-                f"restart {budget.in_a_row} of {budget.most} without a step in between: the run goes on from"
-                " what is on the disk, with the same engine and reward workers"
+        budget.on_loss()
+        logger.warning(f"the trainer's backend is lost: {why}")
+        await self._part()
+        self._over = self.stop.requested or budget.too_many
+        if self.stop.requested:
+            logger.warning(
+                f"stopped without a checkpoint, as there is no backend; continue with:\n  {self.resume_command}"
             )
-            try:
-                return await self._build()
-            except BackendLost as error:
-                why = str(error)
+            return
+        if budget.too_many:
+            raise BackendLost(
+                f"the trainer's backend was lost {budget.in_a_row} times without a step in between"
+                f" (cluster.max_restarts = {budget.most}), the last time: {why}. Mend that, and continue with:"
+                f"\n  {self.resume_command}"
+            )
+        logger.info(
+            f"restart {budget.in_a_row} of {budget.most} without a step in between: the run goes on from"
+            " what is on the disk, with the same engine and reward workers"
+        )
 
     async def _part(self) -> None:
         """Park what runs, and close the run that has lost its backend."""
         run, self._run = self._run, None
-        await self._leave(*self._walks)  # who waits for his next step meanwhile would keep the run alive
         if run is None:
             return
         driver = run.parts.driver
@@ -218,27 +191,37 @@ class RestartableRun:
         # What is kept of them in the engine may be of weights that are lost.
         held = run.parts.lifecycle.cache.groups.values()
         run.parts.engine.release([rollout.rollout_id for group in held for rollout in group.rollouts])
-        await _close(run)
+        await run.close(keep=True)
         self.directory.on_restart()
 
     async def _build(self) -> None:
         """A run that has begun, or gone on."""
-        history = self.trackers.the(RunHistory)
+        trace = self.trackers.the(Trace)
         if self._kept is not None:
             # What was the backend's may be as large as what comes now: a timer that was cancelled ends, and then nobody
             # has it but itself.
             await asyncio.sleep(0)
             gc.collect()
-            history.begin_anew()
+            trace.resume_at(0)
+            trace.clock.set(0.0, 0)
         if not self.directory.resume:
             self.directory.truncate(Cut(-1))  # an evaluation may have been written before the first step
         self.trackers.on_phase("loading the model")
         logs = self.directory.logs
-        parts = await Parts.build(self.config, history, logs, self._kept)
+        # What is ended without its tokens is in the journal with those that it had: that is not taken back.
+        journal = Journal(self.directory.journal)
+        parts = await Parts.build(self.config, trace, logs, self._kept, journal.halt)
         self._kept = parts.kept
         try:
             context = RunContext(
-                self.config, parts, self.directory, self.hooks, self.stop, self.restart_budget, self.resume_command
+                self.config,
+                parts,
+                self.directory,
+                self.hooks,
+                self.stop,
+                self.restart_budget,
+                journal,
+                self.resume_command,
             )
             run = Run(context, self.changes)
         except BaseException:
@@ -247,15 +230,8 @@ class RestartableRun:
         try:
             newest = await run.begin()
         except BaseException:
-            await _close(run)
+            await run.close(keep=True)
             self.directory.on_restart()
             raise
         self._run, self._version = run, parts.trainer.policy_version
-        self._untold = newest if newest is not None and newest.number > self._newest else None
-
-
-async def _close(run: Run) -> None:
-    """What is kept goes on. An event of what still winds down is none of the run's that comes next."""
-    run.parts.lifecycle.listeners.clear()
-    run.stop.on_stop = lambda: None
-    await run.close(keep=True)
+        self._untold = newest if newest is not None and newest.number > self.restart_budget.furthest else None

@@ -8,18 +8,19 @@ class RestartBudget:
     (cluster.max_restarts). A step that is repeated is not new: a backend that is lost at the same step each time would
     otherwise be restarted for ever.
 
-    `total`: over all processes of the run; `in_a_row`: since the run last came further.
+    `total`: over all processes of the run; `in_a_row`: since the run last came further; `furthest`: the number of its
+    newest step, -1 before the first.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.total = self.in_a_row = 0
-        self._furthest = -1
+        self.furthest = -1
 
     def on_step(self, number: int) -> None:
         """Step `number` was made."""
-        if number > self._furthest:
-            self._furthest, self.in_a_row = number, 0
+        if number > self.furthest:
+            self.furthest, self.in_a_row = number, 0
 
     def on_loss(self) -> None:
         """The backend was lost."""

@@ -4,8 +4,8 @@ for a run whose backend was lost (restart.py).
     load_snapshot ──▶ Replay: steps are trained again    ──▶ weights to the engine ──▶ files cut to there ──▶ the loop
                   └─▶ RollBack: they are given up
 
-Owns nothing beyond the restart. What is in a checkpoint is stateful.py's business, and what a record of the journal
-does journal/replay.py's.
+Owns nothing beyond the restart. What is in a checkpoint is snapshot.py's business, and what a record of the journal
+does replay.py's.
 """
 
 from __future__ import annotations
@@ -15,15 +15,11 @@ import logging
 from rollover.checkpoint.journal import Part
 from rollover.config import resume as resume_rules
 from rollover.rollout.lifecycle import Lifecycle
+from rollover.run.checkpointing import Checkpointing
 from rollover.run.context import RunContext
-from rollover.run.journal.journaling import Journaling
-from rollover.run.journal.replay import Replay
-from rollover.run.journal.roll_back import RollBack
-from rollover.run.journal.writer import ROLL_BACK, STEP
+from rollover.run.event_log import ROLL_BACK, STEP, EventLog
 from rollover.run.metrics_row import Rows
-from rollover.run.own_metrics import OwnMetrics
-from rollover.run.snapshot import load_snapshot
-from rollover.run.stateful import StatefulPart
+from rollover.run.replay import Replay, RollBack
 from rollover.run.tracking import Tracking
 from rollover.run.weight_sync import WeightSync
 from rollover.staleness import beyond_bound
@@ -40,16 +36,15 @@ class Resume:
     def __init__(
         self,
         context: RunContext,
-        stateful: list[StatefulPart],
-        journaling: Journaling,
+        checkpointing: Checkpointing,
+        event_log: EventLog,
         weight_sync: WeightSync,
         rows: Rows,
         tracking: Tracking,
-        own_metrics: OwnMetrics,
     ) -> None:
         self.config, self.parts, self.directory = context.config, context.parts, context.directory
-        self.stateful, self.own_metrics = stateful, own_metrics
-        self.journaling, self.weight_sync, self.rows, self.tracking = journaling, weight_sync, rows, tracking
+        self.checkpointing, self.event_log, self.weight_sync = checkpointing, event_log, weight_sync
+        self.rows, self.tracking = rows, tracking
         self.trackers = self.directory.trackers
         # Of the newest step that was trained again: what its row is made of.
         self._trained_again: tuple[list[Group], Batch, dict[str, float], int] | None = None
@@ -59,31 +54,27 @@ class Resume:
         """The groups of the newest step that was trained again; None where none was."""
         return None if self._trained_again is None else self._trained_again[0]
 
-    async def restore(self) -> int:
-        """Go on from the checkpoint that is to be resumed and its journal; without either the run begins again.
-
-        Returns the trainer version of that checkpoint, -1 without one.
-        """
-        directory, parts, journaling = self.directory, self.parts, self.journaling
+    async def restore(self) -> None:
+        """Go on from the checkpoint that is to be resumed and its journal; without either the run begins again."""
+        directory, parts, event_log = self.directory, self.parts, self.event_log
         if directory.fetched_from:
             logger.info(f"the files of this run come from {directory.fetched_from}")
-        name, mark, saved_version = directory.checkpoint_to_resume(), None, -1
+        name, mark = directory.checkpoint_to_resume(), None
         if name is not None:
             self.trackers.on_phase(f"restoring {name}")
-            mark = load_snapshot(name, self.stateful, directory)
-            saved_version = parts.trainer.policy_version
+            mark = self.checkpointing.restore(name)
         # A journal continues the newest checkpoint, or the start of the run. It says nothing of an older checkpoint.
-        usable = journaling.is_possible and (name is None or (mark is not None and directory.is_newest(name)))
-        files = journaling.journal.read(mark) if usable else []
+        usable = event_log.generates and (name is None or (mark is not None and directory.is_newest(name)))
+        files = event_log.journal.read(mark) if usable else []
         if name is None and not files:
             num_steps = directory.metrics.path.read_bytes().count(b"\n")
             directory.truncate(Cut(-1))
-            journaling.journal.discard()
+            event_log.journal.discard()
             lost = f", and no journal tells of its {num_steps} steps, which are lost" if num_steps else ""
             logger.warning(f"the run ended before its first checkpoint{lost}: it begins again")
             if parts.again and self.weight_sync.needed:  # the engine may have the weights of steps that are lost
                 await self.weight_sync.sync()
-            return -1
+            return
         held = bool(parts.lifecycle.cache.groups or sum(file.num_records for file in files) > 1)
         resume_rules.refuse(directory.changes, held=held)
         parts.lifecycle.stream_ended &= not directory.tasks_changed  # there may be more of them now
@@ -93,22 +84,21 @@ class Resume:
             check_restored(parts.lifecycle, version, parts.engine.max_tokens)
             await self.weight_sync.sync()
             if replay.unpublished:
-                parts.history.on_published(version)
+                parts.trace.on_published(version)
         if isinstance(replay, RollBack):  # before rows are cut: no later start, with whatever settings, trains them
-            journaling.roll_back(files[-1])
+            event_log.roll_back(files[-1])
         self._cut_files(version, replay)
         if files and mark is not None:
-            journaling.journal.commit(mark)  # the process that wrote the checkpoint may have died before that
-        if len(files) == 1 and not replay.num_records and journaling.is_on:
-            journaling.journal.go_on(files[0])
+            event_log.journal.commit(mark)  # the process that wrote the checkpoint may have died before that
+        if len(files) == 1 and not replay.num_records and event_log.is_on:
+            event_log.journal.go_on(files[0])
         if self.weight_sync.needed:
             parts.driver.on_new_version(version)
         self._log(name, replay)
-        return saved_version
 
     def _replay(self, files: list[Part], *, from_start: bool) -> Replay:
         """What the journal tells happens again; steps are trained again, or rolled back. Nothing is generated."""
-        parts, dropped = self.parts, self.tracking.records.dropped
+        parts, dropped = self.parts, self.tracking.dropped
         kinds = {kind for file in files for kind in file.kinds}
         otherwise = resume_rules.trains_otherwise(self.directory.changes, self.config, from_start=from_start)
         next_task = parts.reuse.reroll.as_before
@@ -141,7 +131,7 @@ class Resume:
             batch = batches.build(groups, version, penalties)
             trained = self.parts.trainer.train_step(batch)
         self.parts.reuse.after_step(groups, batch, version)
-        self.parts.history.trained(version + 1)
+        self.parts.lifecycle.clock.version = version + 1
         self._trained_again = groups, batch, trained, version
 
     def _lose(self, groups: list[Group], version: int) -> None:
@@ -153,16 +143,17 @@ class Resume:
         row_is_missing = replay.untold and not directory.metrics.reaches(version)
         if replay.untold and not row_is_missing:
             replay.told()  # before `held`: what was dropped until then is recorded
-        held = {*lifecycle.cache.groups, *(group.group_id for group, _ in self.tracking.records.dropped)}
+        held = {*lifecycle.cache.groups, *(group.group_id for group, _ in self.tracking.dropped)}
         told = version - row_is_missing
-        self.parts.history.trace_bytes = replay.trace_bytes
+        self.parts.trace.resumes_at = replay.trace_bytes
         directory.truncate(Cut(told, held, lifecycle.cache.num_admitted or None))
         self.rows.restore(directory.metrics.last_row if told else {}, next_is_missing=row_is_missing)
         if row_is_missing:
             assert self._trained_again is not None
             groups, batch, trained, before = self._trained_again
-            trained = self.own_metrics(groups) | trained
-            self.tracking.on_step(self.rows.of_step(groups, batch, trained, before, 0), groups, batch)
+            trained = self.rows.own_metrics(groups) | trained
+            row = self.rows.of_step(groups, batch, trained, before, 0)
+            self.tracking.on_step(row, version, groups, batch, self.parts.trainer.token_stats)
 
     def _log(self, name: str | None, replay: Replay) -> None:
         """Where the run goes on, and with which other settings."""

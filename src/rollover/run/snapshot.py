@@ -2,14 +2,14 @@
 
     Snapshot.begin (every part hands over its state) ──▶ write (the files, one by one) ──▶ the store's commit
 
-Owns how a state becomes files (docs/checkpoint-format.md). Knows no part (stateful.py has the list), and never decides
-when a checkpoint is written.
+Owns who is in a checkpoint (`stateful_parts`: a part that joins is one line there), and how a state becomes files
+(docs/checkpoint-format.md). Never decides when a checkpoint is written.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,107 @@ import safetensors.torch
 from rollover.checkpoint.journal import Mark
 from rollover.checkpoint.store import CheckpointStore, FileWriter, FolderWriter, checkpoint_name
 from rollover.run.directory import RunDirectory
-from rollover.run.stateful import Arrays, StatefulPart
+from rollover.run.parts import Parts
+from rollover.run.producer import Producer
+from rollover.trainer.backend import ShardedState
+from rollover.trainer.local_backend import LocalBackend
 from rollover.trainer.stored_tensors import StoredTensors
 
 FORMAT = 1
 _SUFFIX = ".safetensors"
+
+
+Arrays = Mapping[str, Any]  # numpy arrays or torch tensors, by their names
+
+
+@dataclass(frozen=True)
+class StatefulPart:
+    """A part whose state is in a checkpoint."""
+
+    name: str
+    """Its key in state.json; "": the keys of its state stand there beside those of the other parts."""
+    save: Callable[[], tuple[Mapping[str, Any], Arrays | FolderWriter]]
+    """Gives (its JSON-able state, its arrays or, with a "*" in `file`, what writes a folder for each kind of them)."""
+    load: Callable[[Any, Arrays], None]
+    """Goes on from what `save` gave, with a "*" in `file` the arrays as StoredTensors. The parts before it in the list
+    are restored by then."""
+    file: str = ""
+    """The file of its arrays; "" if it has none. With a "*" there is one for each kind of them, the first word of
+    `<kind>/<name>`: saving copies all arrays of a file in memory."""
+    default: Mapping[str, Any] | None = None
+    """What `load` gets from an older checkpoint, which does not have this part; None: it is not called then."""
+
+
+def stateful_parts(parts: Parts, producer: Producer) -> list[StatefulPart]:
+    """The stateful parts of a run that is made of `parts`, in the order in which they are restored."""
+    trainer, lifecycle, prompts, reuse = parts.trainer, parts.lifecycle, parts.prompts, parts.reuse
+
+    def save_trainer() -> tuple[Mapping[str, Any], Arrays | FolderWriter]:
+        backend = trainer.backend
+        tensors, meta = backend.save_shards() if isinstance(backend, ShardedState) else backend.save_state()
+        return meta, tensors
+
+    def load_trainer(meta: dict[str, Any], stored: Arrays) -> None:
+        backend = trainer.backend
+        assert isinstance(stored, StoredTensors)
+        if isinstance(backend, ShardedState):
+            backend.load_shards(stored, meta)
+        elif isinstance(backend, LocalBackend):
+            backend.load_state(stored, meta)  # read one by one
+        else:
+            backend.load_state(dict(stored), meta)
+
+    def load_lifecycle(state: Any, arrays: Arrays) -> None:
+        lifecycle.load_state_dict(state, arrays)
+        for group in lifecycle.cache.groups.values():
+            if any(rollout.reward is None for rollout in group.rollouts):
+                group.task = prompts.rewarded(group.task)
+                for rollout in group.rollouts:
+                    rollout.task = group.task
+        lifecycle.check()
+
+    def load_reuse(state: Mapping[str, Any], arrays: Arrays) -> None:
+        reuse.load_state_dict(state, arrays, trainer.policy_version, prompts.max_prompt_tokens)
+        reuse.reroll.change_tasks(prompts.rewarded)
+
+    def save_chronicle() -> Mapping[str, Any]:
+        trace_bytes = parts.trace.sync()
+        return {
+            "seconds": lifecycle.clock.seconds(),
+            "trace_bytes": trace_bytes,
+            "lifetimes": parts.lifetimes.state_dict(),
+        }
+
+    def load_chronicle(state: Mapping[str, Any]) -> None:
+        seconds, version = state.get("seconds", 0.0), trainer.policy_version
+        lifecycle.clock.set(seconds, version)
+        parts.trace.resume_at(state.get("trace_bytes", 0))
+        parts.lifetimes.load_state_dict(state.get("lifetimes", {}), lifecycle.cache.groups.values(), version, seconds)
+
+    reward_kl = trainer.reward_kl
+    of_reward_kl = [] if reward_kl is None else [
+        without_arrays("reward_kl", reward_kl.state_dict, reward_kl.load_state_dict, {})
+    ]  # fmt: skip
+    return [
+        StatefulPart("trainer", save_trainer, load_trainer, "trainer-*"),
+        StatefulPart("", lifecycle.state_dict, load_lifecycle, "rollouts"),
+        without_arrays("prompts", prompts.state_dict, prompts.load_state_dict),
+        StatefulPart("reuse", reuse.state_dict, load_reuse, "replay"),
+        without_arrays("producer", producer.state_dict, producer.load_state_dict, {}),
+        without_arrays("shaping", parts.batches.shaping.state_dict, parts.batches.shaping.load_state_dict, {}),
+        without_arrays("chronicle", save_chronicle, load_chronicle, {}),
+        *of_reward_kl,
+    ]
+
+
+def without_arrays(
+    name: str,
+    state_dict: Callable[[], Mapping[str, Any]],
+    load_state_dict: Callable[[Any], None],
+    default: Mapping[str, Any] | None = None,
+) -> StatefulPart:
+    """A part whose state is JSON-able as a whole."""
+    return StatefulPart(name, lambda: (state_dict(), {}), lambda state, arrays: load_state_dict(state), default=default)
 
 
 @dataclass(frozen=True)

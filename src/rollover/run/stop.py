@@ -27,23 +27,27 @@ _found: list[dict[signal.Signals, Any]] = []
 
 
 class Stop:
-    """`requested` is True from the first signal on; `on_stop` is then called once, in the event loop's thread."""
+    """`requested` is True from the first signal on."""
 
     def __init__(self) -> None:
         self.requested = False
-        self.on_stop: Callable[[], None] = lambda: None
+        self._on_stop: Callable[[], None] | None = None
         self._event = asyncio.Event()
         self._cancelled = CancelledTasks()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def listen(self) -> None:
-        """Call `on_stop` from now on, in the thread of the running loop.
+    def listen(self, on_stop: Callable[[], None]) -> None:
+        """Call `on_stop` once a stop is requested, in the thread of the running loop, until `unlisten`.
 
         The signals come to `on_signal`, for which `take_signals` or `signals_to` is called.
         """
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._on_stop = asyncio.get_running_loop(), on_stop
         if self.requested:  # before the run had a loop
             self._stop()
+
+    def unlisten(self) -> None:
+        """What was to be called has ended."""
+        self._on_stop = None
 
     def request(self) -> None:
         """Do what the first signal does, from any thread."""
@@ -69,7 +73,8 @@ class Stop:
 
     def _stop(self) -> None:
         self._event.set()
-        self.on_stop()
+        if self._on_stop is not None:
+            self._on_stop()
 
     async def unless_requested(self, work: Coroutine[Any, Any, Result], grace_s: float) -> Result | None:
         """What `work` returns. A stop cancels it: then None, and neither what it has by then nor its error is used. One

@@ -1,55 +1,159 @@
-"""What the run tells its trackers (track/tracker.py) of a step, once it has been checked.
+"""What the run tells its trackers (track/tracker.py): each step, once it has been checked, and all groups that left.
 
-Owns the last check: a step that breaks a promise (the ledger, the bound of staleness) ends the run before it is told.
+    Lifecycle ──▶ on_event ──dropped──┐
+    the loop ──▶ on_step ──trained────┴──▶ RecordedGroup, row ──▶ trackers
+
+Owns the last check, a step that breaks a promise (the ledger, the bound of staleness) ends the run before it is told;
+and the dropped groups that are not told yet. Never decides what leaves.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
+from rollover.algorithms.credit import greedy_of
 from rollover.config import Config
-from rollover.envs.answer_text import answer_decoder
+from rollover.envs.answer_text import Decode, answer_decoder
 from rollover.files import atomic_write_text
+from rollover.rollout.lifecycle import Event, EventKind
 from rollover.run.context import RunContext
 from rollover.run.parts import Parts
-from rollover.run.records import Records
 from rollover.track.live import Progress
+from rollover.track.token_stats import TokenStats
+from rollover.track.tracker import RecordedCredit, RecordedGroup, Tracker
 from rollover.trainer.batch import Batch
-from rollover.types import Group
+from rollover.types import DropReason, Group, Sample
 
 TOKENIZER = "tokenizer.json"
 
 
 class Tracking:
-    """Tells the trackers of one run. `recorded`: its groups are from the record of another run, so no bound holds."""
+    """Tells `tracker`; of groups only if that wants them. `decode(token ids)` gives an answer's text. `by_rewards`:
+    whether a sample is trained with the advantages that its batch has, and not with those of a critic or a teacher
+    alone. `check(row)` raises for a step that breaks a promise."""
 
-    def __init__(self, context: RunContext, *, recorded: bool) -> None:
-        config, parts = self.config, self.parts = context.config, context.parts
-        self.trackers, self.recorded = context.directory.trackers, recorded
-        self.records = Records(
-            self.trackers,
-            answer_decoder(parts.loaded.tokenizer, config.rollout.keep_special_tokens),
-            lambda sample: (
-                not (config.algorithm.advantage_traits.over_tokens or config.distill.replaces_for(sample.role))
-            ),
+    def __init__(
+        self,
+        tracker: Tracker,
+        decode: Decode,
+        by_rewards: Callable[[Sample], bool] = lambda sample: True,
+        check: Callable[[Mapping[str, float]], None] = lambda row: None,
+    ) -> None:
+        self.tracker, self.decode, self.wanted = tracker, decode, tracker.wants_groups
+        self.by_rewards, self.check = by_rewards, check
+        self.dropped: list[tuple[Group, DropReason]] = []
+
+    @classmethod
+    def of_run(cls, context: RunContext, *, recorded: bool) -> Tracking:
+        """`recorded`: the run's groups are from the record of another run, so no bound of staleness holds."""
+        config, parts = context.config, context.parts
+
+        def by_rewards(sample: Sample) -> bool:
+            return not (config.algorithm.advantage_traits.over_tokens or config.distill.replaces_for(sample.role))
+
+        def check(row: Mapping[str, float]) -> None:
+            parts.lifecycle.check()
+            bound = config.staleness_bound
+            assert recorded or row["staleness/max"] <= bound, f"staleness {row['staleness/max']} is above {bound}"
+            assert row.get("staleness/replayed_max", 0) <= config.replay.max_staleness, "replayed above its bound"
+
+        decode = answer_decoder(parts.loaded.tokenizer, config.rollout.keep_special_tokens)
+        return cls(context.directory.trackers, decode, by_rewards, check)
+
+    def on_event(self, event: Event) -> None:
+        """A listener of Lifecycle."""
+        if event.kind is EventKind.DROP and event.reason is not None and self.wanted:
+            self.dropped.append((event.group, event.reason))
+
+    def on_step(
+        self, row: dict[str, float], version: int, groups: list[Group], batch: Batch, tokens: Mapping[str, TokenStats]
+    ) -> None:
+        """The step that led to trainer `version` trained `batch` of `groups`; `row` is its row of metrics.jsonl.
+        `tokens`: by rollout, what it made of its tokens."""
+        self.check(row)
+        self.on_groups(version, groups, batch, tokens)
+        self.tracker.on_step(row)
+
+    def on_groups(
+        self,
+        version: int,
+        groups: list[Group],
+        batch: Batch | None,
+        tokens: Mapping[str, TokenStats] = MappingProxyType({}),
+    ) -> None:
+        """The groups of the step that led to trainer `version`, if any, and all that was dropped until now."""
+        if not self.wanted:
+            return
+        samples = () if batch is None else [s for s in batch.samples if s.mask.any() and self.by_rewards(s)]
+        advantages = {s.rollout_id: float(s.advantages[s.mask].mean(dtype=np.float64)) for s in samples}
+        credits = {} if batch is None else _credits(batch) | _credits_of_greedy(batch, groups)
+        records = [self._recorded(g, advantages, None, credits, tokens) for g in groups]
+        records += [self._recorded(group, {}, reason, {}, {}) for group, reason in self.dropped]
+        if records:
+            self.tracker.on_groups(version, records)
+        self.dropped.clear()  # not before: a write that fails is tried again with the checkpoint at the end of a run
+
+    def _recorded(
+        self,
+        group: Group,
+        advantages: Mapping[str, float],
+        reason: DropReason | None,
+        credits: Mapping[str, RecordedCredit],
+        tokens: Mapping[str, TokenStats],
+    ) -> RecordedGroup:
+        texts = [self.decode(r.token_ids()) for r in group.rollouts]
+        ids = [r.rollout_id for r in group.rollouts]
+        return RecordedGroup(
+            group,
+            texts,
+            list(map(advantages.get, ids)),
+            reason,
+            list(map(credits.get, ids)),
+            list(map(tokens.get, ids)),
         )
 
-    def on_step(self, row: dict[str, float], groups: list[Group], batch: Batch) -> None:
-        """A step trained `batch` of `groups`; `row` is its row of metrics.jsonl."""
-        self._check(row)
-        trainer = self.parts.trainer
-        self.records.tell(trainer.policy_version, groups, batch, trainer.token_stats)
-        self.trackers.on_step(row)
 
-    def _check(self, row: dict[str, float]) -> None:
-        """No account is wrong, and no bound of staleness is passed: what is wrong is not told."""
-        self.parts.lifecycle.check()
-        bound = self.config.staleness_bound
-        assert self.recorded or row["staleness/max"] <= bound, f"staleness {row['staleness/max']} is above {bound}"
-        assert row.get("staleness/replayed_max", 0) <= self.config.replay.max_staleness, "replayed above its bound"
+def _credits(batch: Batch) -> dict[str, RecordedCredit]:
+    """Of each rollout of the batch, by its id."""
+    found: dict[str, RecordedCredit] = {}
+    for number, compared in ((k, c) for several in batch.compared.values() for k, c in enumerate(several)):
+        for trajectory in compared.trajectories:
+            reward = batch.shaped.of(trajectory).reward
+            penalty = None
+            if batch.penalties is not None:
+                of_tokens = (batch.penalties.tokens.get(r.rollout_id) for r in trajectory.rollouts)
+                penalty = float(sum(x.sum(dtype=np.float64) for x in of_tokens if x is not None))
+            credit = RecordedCredit(
+                number,
+                None if reward is None else reward.score,
+                batch.shaped.terms.get(trajectory.sequence_id, {}),
+                penalty,
+            )
+            found |= dict.fromkeys(trajectory.ids, credit)
+    for masked in batch.masked.rollouts:
+        before = found.get(masked.rollout.rollout_id, RecordedCredit(None, None, {}))
+        reward = before.reward if masked.in_baseline else None
+        left_out = f"{masked.reason}: {masked.detail}"
+        found[masked.rollout.rollout_id] = replace(before, reward=reward, left_out=left_out)
+    return found
+
+
+def _credits_of_greedy(batch: Batch, groups: Sequence[Group]) -> dict[str, RecordedCredit]:
+    """Of the greedy rollouts of its groups: the rewards that their siblings are compared with."""
+    found: dict[str, RecordedCredit] = {}
+    for trajectory in greedy_of([group for group in groups if group.group_id in batch.compared]):
+        reward = batch.shaped.of(trajectory).reward
+        terms = batch.shaped.terms.get(trajectory.sequence_id, {})
+        credit = RecordedCredit(None, None if reward is None else reward.score, terms)
+        found |= dict.fromkeys(trajectory.ids, credit)
+    return found
 
 
 def write_tokenizer(tokenizer: Any, directory: Path) -> None:

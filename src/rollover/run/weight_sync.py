@@ -1,6 +1,6 @@
 """Weight sync: brings new weights from the trainer to the engine, and reports that they are live.
 
-    step trained ──▶ due? ──▶ (drain) ──▶ publish ──▶ engine.load_weights ──▶ history, journal, the user's hook
+    step trained ──▶ due? ──▶ (drain) ──▶ publish ──▶ engine.load_weights ──▶ trace, event log, the user's hook
 
 With cluster.colocate the engine sleeps from a step's last rollout until these weights wake it.
 
@@ -14,16 +14,16 @@ from contextlib import AbstractContextManager
 from rollover.engine.protocol import Sleeper
 from rollover.run import blocked_warning
 from rollover.run.context import RunContext
-from rollover.run.journal.journaling import Journaling
+from rollover.run.event_log import EventLog
 from rollover.run.metrics_row import Rows
 
 
 class WeightSync:
     """Syncs the weights of one run. `needed`: whether anyone generates with the engine, but for evaluations."""
 
-    def __init__(self, context: RunContext, rows: Rows, journaling: Journaling, *, needed: bool) -> None:
+    def __init__(self, context: RunContext, rows: Rows, event_log: EventLog, *, needed: bool) -> None:
         self.config, self.parts, self.hooks = context.config, context.parts, context.hooks
-        self.rows, self.journaling, self.needed = rows, journaling, needed
+        self.rows, self.event_log, self.needed = rows, event_log, needed
         self._in_engine: int | None = None  # version of the weights of the last sync
 
     async def sync_if_due(self) -> int:
@@ -36,8 +36,8 @@ class WeightSync:
             await parts.driver.drain()  # a wait for generation, which the driver counts as such
         with self.rows.timed("weights"):
             num_bytes = await self.sync()
-        parts.history.on_published(version)
-        self.journaling.on_published(version)
+        parts.trace.on_published(version)
+        self.event_log.on_published(version)
         await self.hooks.call("on_publish", version)
         return num_bytes
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rollover.config import PlanConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Event, Lifecycle
+from rollover.rollout.run_clock import RunClock
 from rollover.rollout.slots import token_budget
 from rollover.rollout.turn import is_asked, to_append
 from rollover.sim.fleet import Fleet
@@ -96,7 +97,7 @@ class Outcome:
 
 
 class Simulation:
-    """`on_event(event, now)` sees every event of the lifecycle, with its virtual time.
+    """`listeners` are told of every event of the lifecycle, with its virtual time.
 
     Many engines stop something every few milliseconds. What stops within a quarter of the shortest decode step of the
     first is handled with it, which is then late by so much; with one engine nothing is.
@@ -110,7 +111,7 @@ class Simulation:
         plan: PlanConfig,
         slots_per_engine: int,
         workload: Workload,
-        on_event: Callable[[Event, float], None] | None = None,
+        listeners: Sequence[Callable[[Event], None]] = (),
         num_tasks: int | None = None,
         publish_every: int = 1,
     ) -> None:
@@ -122,8 +123,10 @@ class Simulation:
         self.fleet = Fleet(plan, slots_per_engine)
         self.outcome = Outcome(slots=plan.engines * slots_per_engine)
         self._num_tasks, self._stream_ended = num_tasks, False
-        listeners = () if on_event is None else [lambda event: on_event(event, self.now)]
-        self.lifecycle = Lifecycle(config, plan.engines * slots_per_engine, min_valid_rewards=1, listeners=listeners)
+        self.clock = RunClock(lambda: self.now)
+        self.lifecycle = Lifecycle(
+            config, plan.engines * slots_per_engine, min_valid_rewards=1, listeners=listeners, clock=self.clock
+        )
         self._resolution_s = self.fleet.step_s[1] / 4 if plan.engines > 1 else 0.0
         self._recompute = config.kv_on_resume == "recompute"
         self._prompt = Prompt((0,) * plan.prompt_tokens)
@@ -150,7 +153,7 @@ class Simulation:
         return tokens / (self.plan.train_tokens_per_s * (self.plan.trainers or self.plan.engines) * speed)
 
     def _train_step(self, version: int) -> bool:
-        self.version = version
+        self.version = self.clock.version = version
         before, generating = self.lifecycle.ledger.generated_tokens, self._generating_s
         self._segments.forget()
         self.lifecycle.scheduler.on_begin(version, self.engine_version)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollover.config import Config, PlanConfig
 from rollover.config.rollout import RolloutConfig
-from rollover.rollout.lifecycle import Event
+from rollover.rollout.run_clock import RunClock
 from rollover.sim.plan import synchronous, with_epochs
 from rollover.sim.simulate import Simulation
 from rollover.sim.workload import Workload
@@ -36,14 +36,8 @@ def planned_trace(
     rollout: RolloutConfig, plan: PlanConfig, slots: int, workload: Workload, publish_every: int = 1
 ) -> list[TraceEvent]:
     """The trace that such a run would leave, in virtual seconds."""
-    trace = Trace(lambda: 0.0)  # whose clock nobody asks: every event comes with its time
-
-    def on_event(event: Event, seconds: float) -> None:
-        trace.version = simulation.version
-        trace.on_event(event, seconds)
-
-    simulation = Simulation(rollout, plan, slots, workload, on_event, publish_every=publish_every)
-    outcome = simulation.run()
+    trace = Trace(RunClock())  # whose clock nobody asks: every event comes with its time
+    outcome = Simulation(rollout, plan, slots, workload, [trace.on_event], publish_every=publish_every).run()
     events, begun = trace.drain(), 0.0
     for step in outcome.steps:
         generated = begun + step.generate_s + step.score_s

@@ -11,13 +11,13 @@ from rollover import registry
 from rollover.config import Config
 from rollover.config.run import TOOLS
 from rollover.functions import own_function
+from rollover.rollout.run_clock import RunClock
 from rollover.track.health import Health, passed_over
-from rollover.track.history import RunHistory
 from rollover.track.live import LiveView
 from rollover.track.metrics_table import MetricsTable
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.sinks import EvalFile, MetricsFile
-from rollover.track.trace import TRACE, TraceFile
+from rollover.track.trace import TRACE, Trace, TraceFile
 from rollover.track.tracker import OwnTracker, Tracker, Trackers
 
 OWN = "a rollover.Tracker"
@@ -31,10 +31,10 @@ class TrackerSetup:
     path: Path
 
 
-def _history(setup: TrackerSetup) -> RunHistory:
-    history = RunHistory(TraceFile(setup.path / TRACE, setup.config.track.trace))
-    history.stand_at(0.0)  # loading a model is no part of a run's time
-    return history
+def _trace(setup: TrackerSetup) -> Trace:
+    clock = RunClock()
+    clock.stand_at(0.0)  # loading a model is no part of a run's time
+    return Trace(clock, TraceFile(setup.path / TRACE, setup.config.track.trace))
 
 
 def _metrics_table(setup: TrackerSetup) -> Tracker | None:
@@ -58,7 +58,7 @@ TRACKERS: dict[str, Callable[[TrackerSetup], Tracker | None]] = {
     "metrics": lambda setup: MetricsFile(setup.path / "metrics.jsonl"),
     "metrics table": lambda setup: _metrics_table(setup),
     "evaluations": lambda setup: EvalFile(setup.path / "eval.jsonl"),
-    "trace": _history,
+    "trace": _trace,
     "live": lambda setup: LiveView(setup.config.track.live, setup.config.train.num_steps, title=setup.config.run.name),
     "health": lambda setup: Health(passed_over(setup.config)),
 }

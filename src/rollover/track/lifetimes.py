@@ -1,7 +1,7 @@
 """How long rollouts are where, and whether short ones are trained first: the metrics that only their history gives.
 
 Owns the history of every held rollout (seconds in each state, trainer versions of admission and READY) and the lengths
-of all that left. Both are in the checkpoint. Fed by Lifecycle; the clock and the version are passed in.
+of all that left. Both are in the checkpoint. A reader of Lifecycle's events, which say when they were.
 Never changes a rollout. Pure: no torch, no event loop.
 """
 
@@ -93,9 +93,9 @@ class Lifetimes:
         self._held: dict[int, _GroupLife] = {}
         self._consumed: list[_GroupLife] = []
 
-    def on_event(self, event: Event, version: int, now: float) -> None:
-        """`version`: the trainer's; `now`: seconds, on a clock that goes on after a restart."""
-        group, kind = event.group, event.kind
+    def on_event(self, event: Event) -> None:
+        """A listener of Lifecycle."""
+        group, kind, version, now = event.group, event.kind, event.trainer_version, event.seconds
         if kind in (EventKind.SCORE, EventKind.KEEP):
             return  # it is scoring until its group is
         if kind is EventKind.ADMIT:

@@ -3,8 +3,8 @@
     Lifecycle ──▶ Trace.on_event ────────────TraceEvent──▶ TraceFile             (trace.jsonl)
     the loop ──▶ Trace.span, Trace.on_published ────┘         └──▶ engine_visits, spans  (picture, Perfetto, summary)
 
-Owns the events, their lines, and how they are paired up again. The clock is passed in: a run's, or a planner's virtual
-one. Never decides anything, and nothing is decided by it. No torch, no event loop.
+Owns the events, their lines, and how they are paired up again. The clock is the run's, or a planner's virtual one.
+Never decides anything, and nothing is decided by it. No torch, no event loop.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from __future__ import annotations
 import heapq
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from rollover.files import MOST_ROW_BYTES, lines_of, naming, open_regular
 from rollover.rollout.lifecycle import Event, EventKind
+from rollover.rollout.run_clock import RunClock
+from rollover.track.tracker import Cut, Row, Tracker
 from rollover.types import Rollout
 
 TRACE = "trace.jsonl"  # in the run directory
@@ -77,19 +79,20 @@ class TraceEvent(NamedTuple):
         return cls(*first, segments=tuple([(version, tokens) for version, tokens in last]))
 
 
-class Trace:
-    """Collects events in memory, in the order of their happening.
-
-    `clock` gives seconds since the start of the run. `version` is the trainer's, as RunHistory tells it.
+class Trace(Tracker):
+    """A reader of Lifecycle's events: collects their lines in memory, in the order of their happening, and adds them to
+    `file` once a step. Without a `file` they stay in memory. `clock`: that of the events.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock, self.version = clock, 0
+    def __init__(self, clock: RunClock, file: TraceFile | None = None) -> None:
+        self.clock = clock
         self.events: list[TraceEvent] = []
+        self.resumes_at = 0  # size of the file in bytes where the run goes on
+        self._file = file
         self._segments_before: dict[str, int] = {}  # of what runs
 
-    def on_event(self, event: Event, now: float) -> None:
-        """A listener of Lifecycle. `now`: seconds, as of `clock`."""
+    def on_event(self, event: Event) -> None:
+        """A listener of Lifecycle."""
         kind, group, rollout = event.kind.value, event.group, event.rollout
         if event.kind in (EventKind.SCORE, EventKind.KEEP):
             return  # scores are told with the group: ready, or drop
@@ -110,26 +113,62 @@ class Trace:
             tokens = sum(n for _, n in segments)
         sibling = None if rollout is None else _sibling(rollout)
         reason = "" if event.reason is None else event.reason.value
-        self.events.append(TraceEvent(kind, now, self.version, group.group_id, sibling, 0, tokens, segments, reason))
+        now, version = event.seconds, event.trainer_version
+        self.events.append(TraceEvent(kind, now, version, group.group_id, sibling, 0, tokens, segments, reason))
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """The loop does something for a while: "generate", "train". Spans of one name do not overlap."""
-        self.events.append(TraceEvent(name + SPAN_START, self.clock(), self.version))
+        """The loop does something for a while: "generate", "train". Spans of one name do not overlap. While the clock
+        stands nothing is recorded: a span would have no length."""
+        if self.clock.stands:
+            yield
+            return
+        self.events.append(TraceEvent(name + SPAN_START, self.clock.seconds(), self.clock.version))
         try:
             yield
         finally:
-            self.events.append(TraceEvent(name + SPAN_END, self.clock(), self.version))
+            self.events.append(TraceEvent(name + SPAN_END, self.clock.seconds(), self.clock.version))
 
     def on_published(self, version: int) -> None:
-        """The engine samples with the weights of `version` from now on."""
-        self.version = version
-        self.events.append(TraceEvent(PUBLISH, self.clock(), version))
+        """The engine samples with the weights of `version` from now on. Called before anything is dropped for it."""
+        self.events.append(TraceEvent(PUBLISH, self.clock.seconds(), version))
 
     def drain(self) -> list[TraceEvent]:
         """The events since the last call."""
         events, self.events = self.events, []
         return events
+
+    # Its file
+
+    def on_step(self, row: Row) -> None:
+        self.flush()
+
+    def truncate(self, cut: Cut) -> None:
+        """Cut the file to its size at `cut`, which may be in the middle of a step: `resumes_at`."""
+        if self._file is not None:
+            self._file.truncate(self.resumes_at)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the file now."""
+        return 0 if self._file is None else self._file.num_bytes
+
+    def flush(self) -> None:
+        """Write the new events."""
+        if self._file is not None:
+            self._file.write(self.drain())
+
+    def sync(self) -> int:
+        """Write the new events to the disk. Returns the size of the file, to which a run that resumes here cuts it."""
+        self.flush()
+        if self._file is not None:
+            self._file.sync()
+        return self.num_bytes
+
+    def resume_at(self, num_bytes: int) -> None:
+        """The run goes on where the file had this size: what is not in it is forgotten."""
+        self.drain()
+        self.resumes_at = num_bytes
 
 
 def _sibling(rollout: Rollout) -> int | str:

@@ -18,11 +18,12 @@ from rollover.checkpoint.store import CheckpointStore, CheckpointWriteError
 from rollover.config import Config, RewardsConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Lifecycle
+from rollover.rollout.run_clock import RunClock
 from rollover.run import snapshot
-from rollover.run.snapshot import Snapshot, load_snapshot
-from rollover.run.stateful import StatefulPart, stateful_parts, without_arrays
+from rollover.run.snapshot import Snapshot, StatefulPart, load_snapshot, stateful_parts, without_arrays
 from rollover.tasks.reroll import Reroll
-from rollover.track.history import RunHistory
+from rollover.track.lifetimes import Lifetimes
+from rollover.track.trace import Trace
 from rollover.trainer.backend import ShardedState
 from rollover.trainer.reuse import Reuse
 from rollover.trainer.step_batch import StepBatchBuilder
@@ -122,14 +123,16 @@ class Sink:
 def new_run(folder: Path, version: int = 0, seconds: float = 0.0) -> Run:
     store = CheckpointStore(str(folder), keep=2)
     clock = SimpleNamespace(now=0.0)
-    history = RunHistory(clock=lambda: clock.now)
+    run_clock, lifetimes = RunClock(lambda: clock.now), Lifetimes()
+    config = RolloutConfig.model_validate(CONFIG.rollout.model_dump())
     clock.now = seconds
     return Run(
         trainer=Trainer(version),
-        lifecycle=Lifecycle(RolloutConfig.model_validate(CONFIG.rollout.model_dump()), listeners=[history.on_event]),
+        lifecycle=Lifecycle(config, listeners=[lifetimes.on_event], clock=run_clock),
         prompts=Prompts(),
         directory=SimpleNamespace(store=store, metrics=Sink(store), evals=Sink(store)),
-        history=history,
+        trace=Trace(run_clock),
+        lifetimes=lifetimes,
         reuse=Reuse(CONFIG, Reroll(CONFIG.reroll, CONFIG.train.num_steps, lambda: None)),
         producer=Prompts(),
         batches=SimpleNamespace(shaping=Shaping(RewardsConfig(running_norm="scale"), 9)),
@@ -188,8 +191,8 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert [r.rollout_id for r in after.lifecycle.start(3)] == [r.rollout_id for r in before.lifecycle.start(3)]
     (kept,) = after.reuse.buffer.kept
     assert kept.group.group_id == 0 and after.reuse.metrics() == before.reuse.metrics()
-    assert after.history.seconds() == 12.5 and after.history.trace.version == 3
-    assert after.history.lifetimes.state_dict() == before.history.lifetimes.state_dict()
+    assert after.lifecycle.clock.seconds() == 12.5 and after.lifecycle.clock.version == 3
+    assert after.lifetimes.state_dict() == before.lifetimes.state_dict()
 
 
 @pytest.mark.parametrize("saved_by", [Trainer, ShardedTrainer])
@@ -246,7 +249,7 @@ def test_a_checkpoint_from_before_replay_and_trace_is_read(tmp_path: Path) -> No
     rewritten(after.directory.store, lambda state: (state.pop("reuse"), state.pop("chronicle")))
     restore(after)
     assert after.trainer.policy_version == 3 and list(after.lifecycle.cache.groups) == [1, 2]
-    assert not len(after.reuse.buffer) and after.history.seconds() == 0.0
+    assert not len(after.reuse.buffer) and after.lifecycle.clock.seconds() == 0.0
 
 
 def test_accounts_that_do_not_balance_are_noticed(tmp_path: Path) -> None:

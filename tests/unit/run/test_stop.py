@@ -28,7 +28,7 @@ def test_a_signal_after_the_end_of_the_run_does_nothing(number: int) -> None:
 
     async def run() -> None:
         stop = Stop()
-        stop.listen()
+        stop.listen(lambda: None)
         take_signals(stop.on_signal)
 
     asyncio.run(run())
@@ -42,8 +42,7 @@ def test_the_first_signal_asks_and_the_second_interrupts() -> None:
 
     async def run() -> None:
         stop, asked = Stop(), asyncio.Event()
-        stop.on_stop = asked.set
-        stop.listen()
+        stop.listen(asked.set)
         take_signals(stop.on_signal)
         os.kill(os.getpid(), signal.SIGTERM)
         await asked.wait()
@@ -71,8 +70,7 @@ def test_a_signal_while_a_line_is_being_printed_is_said_after_it() -> None:
 
     async def run() -> None:
         stop, asked = Stop(), asyncio.Event()
-        stop.on_stop = asked.set
-        stop.listen()
+        stop.listen(asked.set)
         take_signals(stop.on_signal)
         os.kill(os.getpid(), signal.SIGINT)
         await asked.wait()
@@ -109,7 +107,7 @@ def test_work_that_swallows_its_cancellation_is_left_alone_after_its_grace(how: 
 
     async def run() -> object:
         stop = Stop()
-        stop.listen()
+        stop.listen(lambda: None)
         asyncio.get_running_loop().call_later(0.01, stop.request)
         ended = await asyncio.wait_for(getattr(stop, how)(never_ends(), 0.05), 30)
         free.set()

@@ -62,7 +62,7 @@ def simulated(config, max_running: int, seed: int, publish_every: int, num_tasks
                       prefill_min_s=0, weight_sync_s=0, trainers=1)  # fmt: skip
     workload = Drawn(seed, config.group_size, config.max_new_tokens + 2)
     DrawnSimulation(
-        config, plan, max_running, workload, lambda e, _: events.append(described(e)), num_tasks, publish_every
+        config, plan, max_running, workload, [lambda e: events.append(described(e))], num_tasks, publish_every
     ).run()
     return events
 
@@ -171,12 +171,12 @@ def test_the_ledger_balances_and_the_bound_holds(mode, data) -> None:
     )
     starts: Counter[str] = Counter()
 
-    def on_event(event: Event, now: float) -> None:
+    def on_event(event: Event) -> None:
         if event.kind.value in ("start", "park", "drop"):
             starts[event.kind.value] += 1
 
     workload = Workload(plan, config.group_size, config.max_new_tokens)
-    simulation = Simulation(config, plan, 4, workload, on_event, publish_every=publish_every)
+    simulation = Simulation(config, plan, 4, workload, [on_event], publish_every=publish_every)
     out = simulation.run()
     assert len(out.steps) == plan.steps
     assert max(max(s.staleness, default=0) for s in out.steps) <= config.staleness_bound(publish_every)

@@ -49,7 +49,7 @@ def simulated(
 ) -> list[tuple]:
     events: list[tuple] = []
     workload = Fixed(seed, config.group_size, config.max_new_tokens + 2)
-    Simulation(config, plan, max_running, workload, lambda e, _: events.append(described(e)), num_tasks).run()
+    Simulation(config, plan, max_running, workload, [lambda e: events.append(described(e))], num_tasks).run()
     return events
 
 

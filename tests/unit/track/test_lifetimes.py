@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rollover.rollout.lifecycle import Event, EventKind
+from rollover.rollout.run_clock import RunClock
 from rollover.staleness import staleness
-from rollover.track.history import RunHistory
 from rollover.track.lifetimes import STATES, LengthBias, Lifetimes, wait_by_quarter
 from rollover.track.statistics import censored_mean
 from rollover.types import Group, Prompt, RolloutState
@@ -63,7 +63,8 @@ def test_times_in_states_add_up_to_a_rollouts_life(mode: str) -> None:
 
 def test_a_transition_has_one_time_in_the_trace_and_in_the_metrics() -> None:
     run, readings = TracedRun(**MODES["partial"]), itertools.accumulate(itertools.cycle([1, 10, 100]))
-    run.history = RunHistory(clock=lambda: float(next(readings)))  # no two readings are the same
+    clock = RunClock(lambda: float(next(readings)))  # no two readings are the same
+    run.lifecycle.clock = run.tracing.clock = clock
     run.steps(5)
     for row, life in zip(run.rows, lives_from_the_trace(run), strict=True):
         assert sum(row.get(f"state/{s.value}_s", 0.0) for s in STATES) == pytest.approx(life["whole"], abs=1e-9)
@@ -92,16 +93,16 @@ def test_what_ran_in_a_snapshot_is_parked_after_it() -> None:
     assert {r.state for r in group.rollouts} == {RolloutState.RUNNING}
     again = TracedRun(**MODES["slots"])
     again.load(saved)
-    (held,) = again.history.lifetimes.state_dict()["groups"].values()
+    (held,) = again.lifetimes.state_dict()["groups"].values()
     assert [state for state, *_ in held["lives"]] == [RolloutState.WAITING.value] * 2
-    assert [seconds["running"] for *_, seconds in held["lives"]] == [8.0, 7.0]
+    assert [seconds["running"] for *_, seconds in held["lives"]] == [9.0, 8.0]
 
 
 def test_a_checkpoint_without_history_begins_one() -> None:
     run = traced("partial", 3)
-    (mine, _) = run.save()
+    mine, (seconds, num_bytes, _) = run.save()
     again = TracedRun(**MODES["partial"])
-    again.load((mine, {}))
+    again.load((mine, (seconds, num_bytes, {})))
     again.steps(4)
     assert all(math.isfinite(row["bias/trained_vs_dispatched_length"]) for row in again.rows)
     assert all(row["state/running_s"] >= 0 for row in again.rows)
@@ -186,13 +187,13 @@ def test_a_baseline_that_is_compared_with_is_no_trained_rollout() -> None:
     of.rollouts[1].greedy = True
     for member in of.rollouts:
         member.state = RolloutState.WAITING
-    lifetimes.on_event(Event(EventKind.ADMIT, of), 0, 0.0)
+    lifetimes.on_event(Event(EventKind.ADMIT, of))
     for end, member in zip((2.0, 100.0, 4.0), of.rollouts, strict=True):
         member.state = RolloutState.RUNNING
-        lifetimes.on_event(Event(EventKind.START, of, member), 0, 0.0)
+        lifetimes.on_event(Event(EventKind.START, of, member))
         member.state = RolloutState.SCORING
-        lifetimes.on_event(Event(EventKind.FINISH, of, member), 0, end)
-    lifetimes.on_event(Event(EventKind.CONSUME, of), 3, 100.0)
+        lifetimes.on_event(Event(EventKind.FINISH, of, member, seconds=end))
+    lifetimes.on_event(Event(EventKind.CONSUME, of, seconds=100.0, trainer_version=3))
     found = lifetimes.step_metrics()
     assert found["state/running_s"] == 3.0 and found["state/scoring_s"] == 97.0
     assert found["bias/wait_steps_q1"] == 3 and math.isnan(found["bias/wait_steps_q3"]), "two rollouts"

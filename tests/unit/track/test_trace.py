@@ -9,6 +9,7 @@ import pytest
 
 from rollover.plugins.dashboard.verbs.trace import summary
 from rollover.rollout.lifecycle import EventKind
+from rollover.rollout.run_clock import RunClock
 from rollover.track.perfetto import perfetto
 from rollover.track.picture import draw
 from rollover.track.trace import (
@@ -102,12 +103,12 @@ def test_a_resumed_run_writes_the_trace_of_an_uninterrupted_one(tmp_path: Path, 
     first.steps(4)
     saved = first.save()
     first.steps(lost_steps)  # after the checkpoint, and killed
-    first.history.flush()
+    first.tracing.flush()
     second = TracedRun(file, **MODES[mode])
     second.load(saved)
-    file.truncate(second.history.trace_bytes)
+    file.truncate(second.tracing.resumes_at)
     second.steps(5)
-    second.history.flush()
+    second.tracing.flush()
     assert list(trace_events(file.path)) == straight.trace
 
 
@@ -121,9 +122,9 @@ def test_a_checkpoint_in_the_middle_of_a_step(tmp_path: Path, after_events: int)
     saved = first.save()
     second = TracedRun(file, **MODES["partial"])
     second.load(saved)
-    file.truncate(second.history.trace_bytes)
+    file.truncate(second.tracing.resumes_at)
     second.steps(4)
-    second.history.flush()
+    second.tracing.flush()
     events = list(trace_events(file.path))
     assert [e.seconds for e in events] == sorted(e.seconds for e in events), "the clock goes on"
     assert sum(e.tokens for e in events if e.kind in ("park", "finish")) == second.ledger.generated_tokens
@@ -143,7 +144,7 @@ def test_a_stay_under_several_versions_is_cut_by_tokens() -> None:
 
 def test_busy_share() -> None:
     now = [0.0]
-    trace = Trace(lambda: now[0])
+    trace = Trace(RunClock(lambda: now[0]))
     with trace.span("generate"):
         trace.events.append(TraceEvent("start", 0.0, 0, 0, 0))
         trace.events.append(TraceEvent("start", 0.0, 0, 0, 1))

@@ -1,4 +1,4 @@
-"""A driver on the fake engine with a history, on a clock that ticks once an event."""
+"""A driver on the fake engine with trace and lifetimes, on a clock that ticks once an event."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import asyncio
 import itertools
 
 from rollover.rollout.lifecycle import Event
-from rollover.track.history import RunHistory
-from rollover.track.trace import TraceEvent, TraceFile
+from rollover.rollout.run_clock import RunClock
+from rollover.track.lifetimes import Lifetimes
+from rollover.track.trace import Trace, TraceEvent, TraceFile
 from rollover.types import Group
 from unit.rollout.run import Run
 from unit.rollout.world import through_json
@@ -29,41 +30,47 @@ class TracedRun(Run):
     def __init__(self, file: TraceFile | None = None, **options: object) -> None:
         super().__init__(**options)  # type: ignore[arg-type]
         self.now = 0
-        self.history = RunHistory(file, clock=lambda: float(self.now))
+        clock = self.lifecycle.clock = RunClock(lambda: float(self.now))
+        self.tracing, self.lifetimes = Trace(clock, file), Lifetimes()
         self.lifecycle.listeners = [self._tick]
         self.rows: list[dict[str, float]] = []
 
     def _tick(self, event: Event) -> None:
         self.now += 1
         self.events.append(event)
-        self.history.on_event(event)
+        self.lifetimes.on_event(event)
+        self.tracing.on_event(event)
 
     async def step(self) -> list[Group] | None:
-        with self.history.span("generate"):
+        with self.tracing.span("generate"):
             groups = await self.driver.collect(self.version)
         if groups:
-            with self.history.span("train"):
+            with self.tracing.span("train"):
                 self.now += 1
-            self.ready_versions = self.history.lifetimes.ready_versions
+            self.ready_versions = self.lifetimes.ready_versions
             self.publish()
-            self.rows.append(self.history.lifetimes.step_metrics())
+            self.rows.append(self.lifetimes.step_metrics())
         return groups
 
     def publish(self) -> list[Group]:
-        self.history.on_published(self.version + 1)
+        self.lifecycle.clock.version = self.version + 1
+        self.tracing.on_published(self.version + 1)
         return super().publish()
 
     def save(self):
-        return super().save(), through_json(self.history.state_dict())
+        state = [self.lifecycle.clock.seconds(), self.tracing.sync(), self.lifetimes.state_dict()]
+        return super().save(), through_json(state)
 
     def load(self, saved) -> None:
-        mine, history = saved
+        mine, (seconds, num_bytes, lifetimes) = saved
         super().load(mine)
-        self.history.load_state_dict(history, self.cache.groups.values(), self.version)
+        self.lifecycle.clock.set(seconds, self.version)
+        self.tracing.resume_at(num_bytes)
+        self.lifetimes.load_state_dict(lifetimes, self.cache.groups.values(), self.version, seconds)
 
     @property
     def trace(self) -> list[TraceEvent]:
-        return self.history.trace.events
+        return self.tracing.events
 
 
 def traced(mode: str, num_steps: int, **options: object) -> TracedRun:

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from rollover.checkpoint.journal import Record
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle, is_complete
-from rollover.run.journal.replay import Replay
-from rollover.run.journal.roll_back import RollBack
-from rollover.run.journal.writer import JournalWriter
+from rollover.rollout.run_clock import RunClock
+from rollover.run.event_log import EventLog
+from rollover.run.replay import Replay, RollBack
 from rollover.run.resume import check_restored
 from rollover.staleness import rolled_back, staleness
-from rollover.track.history import RunHistory
+from rollover.track.lifetimes import Lifetimes
+from rollover.track.trace import Trace
 from rollover.types import DropReason, Group, Media, Prompt, Rollout, RolloutState, StopReason
 from unit.rollout.test_properties import ADVERSARIES, FILTER_RATE, MAX_RUNNING, PUBLISH_EVERY, configs, sequences
 from unit.rollout.world import MIN_VALID, World, make_segment, make_task, same_rollout, through_json
@@ -44,6 +45,13 @@ class Memory:
         pass
 
 
+NOTHING: Any = SimpleNamespace(sync=lambda: None)
+
+
+def event_log(journal: Any, prompts: Any) -> EventLog:
+    return EventLog(journal, RunClock(lambda: 1.5), prompts)
+
+
 class JournaledWorld(World):
     """A random run with a journal, which is killed after `kill_after` checks."""
 
@@ -51,7 +59,7 @@ class JournaledWorld(World):
         super().__init__(*args, **kwargs)
         self.left_until_kill = kill_after
         self.journal = Memory()
-        self.writer = JournalWriter(self.journal, lambda: 1.5, lambda: self.version)  # pyright: ignore[reportArgumentType]
+        self.writer = event_log(self.journal, self)
         self.lifecycle.listeners = [self.on_event]
         self.taken: dict[int, Group] = {}
 
@@ -74,7 +82,7 @@ class JournaledWorld(World):
 
     def step(self) -> list[Group]:
         consumed = super().step()
-        self.writer.on_row(self.version, 0)
+        self.writer.on_row(self.version, NOTHING, 0)
         return consumed
 
     def run_until_killed(self) -> None:
@@ -93,9 +101,10 @@ class Parts:
         if state is not None:
             meta, arrays = state
             self.lifecycle.load_state_dict(through_json(meta), arrays)
-        self.history = RunHistory(clock=lambda: 0.0)
-        self.history.load_state_dict({}, self.lifecycle.cache.groups.values(), version)
-        self.lifecycle.listeners = [self.history.on_event]
+        self.trace, self.lifetimes = Trace(self.lifecycle.clock), Lifetimes()
+        self.lifecycle.clock.version = version
+        self.lifetimes.load_state_dict({}, self.lifecycle.cache.groups.values(), version, 0.0)
+        self.lifecycle.listeners = [self.lifetimes.on_event, self.trace.on_event]
         self.trainer = SimpleNamespace(policy_version=version)
         self.prompts = SimpleNamespace(version=version)
         self.num_tasks = next_task
@@ -252,11 +261,11 @@ def test_weights_that_are_lost_cannot_be_asked_for_log_probs() -> None:
     assert kept[True] < kept[False] and not kept[True] & replay.of_lost_versions
 
 
-def running(world_tokens: int = 3) -> tuple[Lifecycle, JournalWriter, Memory, Any]:
+def running(world_tokens: int = 3) -> tuple[Lifecycle, EventLog, Memory, Any]:
     """(a lifecycle with one running rollout that has `world_tokens` of an earlier run, its writer, ...)."""
     config = RolloutConfig(group_size=1, groups_per_step=1, max_new_tokens=20)
     lifecycle, journal = Lifecycle(config, None, MIN_VALID), Memory()
-    writer = JournalWriter(journal, lambda: 1.5, lambda: 0)  # pyright: ignore[reportArgumentType]
+    writer = event_log(journal, SimpleNamespace(version=0))
     lifecycle.listeners = [writer.on_event]
     lifecycle.admit(make_task(0), Prompt((1, 2, 3)), 0)
     (rollout,) = lifecycle.start(0)

@@ -1,4 +1,4 @@
-"""The timer of the journal: a write that is late delays the next one by no more than the interval."""
+"""The timer of the event log: a write that is late delays the next one by no more than the interval."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rollover.run.journal.timer import Timer
+from rollover.run.event_log import Timer
 
 
 def events(*, writes: int, error: bool = False) -> list[str]:

@@ -1,15 +1,17 @@
-"""The journal read back: what it tells happens again, in order, without an engine, a reward or a decision.
+"""The event log (event_log.py) read back: what it tells happens again, in order, without an engine, a reward or a
+decision.
 
-    records ──▶ Lifecycle.admit, run, append, score, take, drop ...     step ──▶ the same groups are trained
+    records ──▶ Lifecycle.admit, run, append, score, take, drop ...     step ──▶ Replay: the same groups are trained
+                                                                             └─▶ RollBack: the step is lost
 
-The tokens of a rollout come in pieces while it runs (running_tokens.py); it gets them when it is parked or finished, or
-its turn is, as from an engine; and what its environment wrote as from that. Owns the groups that were taken for a step.
-Never writes a file: what the run wrote stays as it is.
+The tokens of a rollout come in pieces while it runs; it gets them when it is parked or finished, or its turn is, as
+from an engine; and what its environment wrote as from that. Owns the groups that were taken for a step. Never writes a
+file: what the run wrote stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +19,9 @@ import numpy as np
 
 from rollover.checkpoint.journal import Record
 from rollover.rollout.lifecycle import EventKind, Lifecycle
-from rollover.run.journal.running_tokens import RunningTokens
-from rollover.run.journal.writer import PUBLISH, ROLL_BACK, ROW, STEP, TOKENS, digest_of, pieces
+from rollover.run.event_log import PUBLISH, ROLL_BACK, ROW, STEP, TOKENS, digest_of
 from rollover.run.parts import Parts
+from rollover.staleness import beyond_bound, expired, rolled_back
 from rollover.types import DropReason, Group, Prompt, Reward, Rollout, SamplingParams, Segment, StopReason, Task
 
 Train = Callable[[list[Group], int], None]
@@ -39,11 +41,11 @@ class Replay:
     """
 
     def __init__(self, parts: Parts, next_task: NextTask, train: Train, on_row: Callable[[], None]) -> None:
-        self.parts, self.lifecycle, self.history = parts, parts.lifecycle, parts.history
+        self.parts, self.lifecycle = parts, parts.lifecycle
         self.next_task, self.train, self.on_row = next_task, train, on_row
         self.num_records = self.num_steps = 0
         self.untold = self.unpublished = False
-        self.trace_bytes = parts.history.trace_bytes
+        self.trace_bytes = parts.trace.resumes_at
         self.taken: dict[int, Group] = {}
         self.tokens = RunningTokens()
         self._of_kind: dict[str, Callable[[dict[str, Any], bytes], object]] = {
@@ -77,7 +79,7 @@ class Replay:
     def read(self, records: Iterable[Record]) -> None:
         """Carry out all of them, in order. ValueError where they do not fit the tasks of this start."""
         for meta, data in records:
-            self.history.stand_at(meta["seconds"])
+            self.lifecycle.clock.stand_at(meta["seconds"])
             self._of_kind[meta["kind"]](meta, data)
             self.num_records += 1
 
@@ -89,7 +91,7 @@ class Replay:
             segments = self.tokens.take(rollout, min(self.tokens.num_told(rollout), room))
             self._append(rollout, segments, StopReason.PAUSED)
         self.lifecycle.check()
-        self.history.go_on()
+        self.lifecycle.clock.go_on()
 
     # Rollouts
 
@@ -122,7 +124,7 @@ class Replay:
         self.tokens.add(meta["rollout"], self._pieces(meta, data), anew=meta["anew"])
 
     def _pieces(self, meta: dict[str, Any], data: bytes) -> list[Segment]:
-        return list(pieces(meta["segments"], data))
+        return list(_segments(meta["segments"], data))
 
     def _stop(self, meta: dict[str, Any], data: bytes) -> None:
         self._tokens(meta, data)
@@ -177,17 +179,131 @@ class Replay:
 
     def _on_published(self, meta: dict[str, Any], data: bytes) -> None:
         self.unpublished = False
-        self.history.on_published(meta["version"])
+        self.parts.trace.on_published(meta["version"])
 
     def told(self, trace_bytes: int | None = None) -> None:
         """From now on it is known that the row of the last step is in metrics.jsonl, and that the groups dropped until
         then are recorded. `trace_bytes`: the size of the trace by then; None where it is not known."""
         self.untold = False
         self.on_row()
-        self.history.lifetimes.step_metrics()
+        self.parts.lifetimes.step_metrics()
         if trace_bytes is not None:
             self.trace_bytes = trace_bytes
-            self.history.trace.drain()
+            self.parts.trace.drain()
+
+
+class RollBack(Replay):
+    """A replay that does not train the steps of the journal again: the run goes on with the weights of the checkpoint,
+    at its version S. `train(groups, version)` is told of them instead; groups that they had trained are READY again.
+
+    A token that was sampled by a lost version v > S gets the version 2 S - v: it is v - S updates away from the
+    checkpoint, and those were lost, so at trainer version t there are (v - S) + (t - S) updates between the two
+    policies. That is its staleness then (docs/staleness.md).
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.version = self.parts.trainer.policy_version
+        self.of_lost_versions: set[int] = set()  # ids of groups with such tokens
+        self.of_lost_steps: set[int] = set()  # ids of the groups that they trained
+
+    def give_up(self, bound: int, *, needs_weights: bool) -> int:
+        """Drop what cannot be trained within this bound of staleness; returns how many groups. After `end`.
+
+        `needs_weights`: nor what has tokens of lost versions, since the trainer needs the weights that sampled them.
+        """
+        cache, config = self.lifecycle.cache, self.lifecycle.config
+        if not config.finish_first and bound == config.max_staleness:  # every step sees to the bound by itself
+            doomed = set(expired(cache.groups.values(), self.version, bound, masks=config.masks))
+        else:
+            doomed = set(beyond_bound(cache.groups.values(), self.version, bound, config.groups_per_step))
+        if needs_weights:
+            doomed |= self.of_lost_versions & cache.groups.keys()
+        for group_id in sorted(doomed):
+            self.lifecycle.drop(group_id, DropReason.ROLLED_BACK)
+        return len(doomed)
+
+    def _pieces(self, meta: dict[str, Any], data: bytes) -> list[Segment]:
+        pieces = super()._pieces(meta, data)
+        if any(piece.policy_version > self.version for piece in pieces):
+            self.of_lost_versions.add(self._rollout(meta).group_id)
+        return [replace(p, policy_version=rolled_back(p.policy_version, self.version)) for p in pieces]
+
+    def _admit(self, meta: dict[str, Any], data: bytes) -> None:
+        super()._admit(meta | {"version": min(meta["version"], self.version)}, data)
+
+    def _run(self, meta: dict[str, Any], data: bytes) -> None:
+        super()._run(meta | {"version": min(meta["version"], self.version)}, data)
+
+    def _consume(self, meta: dict[str, Any], data: bytes) -> None:
+        self.taken[meta["group"]] = self._group(meta)
+
+    def _give_back(self, meta: dict[str, Any], data: bytes) -> None:
+        del self.taken[meta["group"]]
+
+    def _return_taken(self) -> None:
+        self.taken.clear()
+
+    def _step(self, meta: dict[str, Any], data: bytes) -> None:
+        self.of_lost_steps |= self.taken.keys()
+        super()._step(meta, data)
+        self.untold = self.unpublished = False  # there will be no row of it, and its weights are lost
+
+    def _row(self, meta: dict[str, Any], data: bytes) -> None:
+        """The row of a lost step is cut off, with all else that was written of it."""
+
+    def _on_published(self, meta: dict[str, Any], data: bytes) -> None:
+        """The weights of a lost step are gone."""
+
+
+class RunningTokens:
+    """The tokens that each running rollout got since it was started, as the journal tells of them: in pieces."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, list[Segment]] = {}
+
+    def add(self, rollout_id: str, pieces: Iterable[Segment], *, anew: bool) -> None:
+        """More of them. `anew`: in place of those that were there, as the engine failed and was asked again."""
+        if anew:
+            self._pieces.pop(rollout_id, None)
+        self._pieces.setdefault(rollout_id, []).extend(pieces)
+
+    def num_told(self, rollout: Rollout) -> int:
+        """Tokens of the rollout, with those that are not appended to it yet."""
+        return rollout.num_tokens + sum(map(len, self._pieces.get(rollout.rollout_id, ())))
+
+    def take(self, rollout: Rollout, num_tokens: int) -> list[Segment]:
+        """What is to be appended, up to `num_tokens` of the rollout: one segment for each version in a row."""
+        left = num_tokens - rollout.num_tokens
+        joined: list[list[Segment]] = []
+        for piece in self._pieces.pop(rollout.rollout_id, ()):
+            piece = _first(piece, left)
+            left -= len(piece)
+            if not len(piece):
+                break
+            if joined and _same_origin(joined[-1][-1], piece):
+                joined[-1].append(piece)
+            else:
+                joined.append([piece])
+        return [_one(pieces) for pieces in joined]
+
+
+def _first(segment: Segment, num: int) -> Segment:
+    """Its first `num` tokens, or all it has."""
+    if num >= len(segment):
+        return segment
+    return replace(segment, token_ids=segment.token_ids[:num], logprobs=segment.logprobs[:num])
+
+
+def _same_origin(a: Segment, b: Segment) -> bool:
+    return (a.policy_version, a.sampling, a.trainable) == (b.policy_version, b.sampling, b.trainable)
+
+
+def _one(pieces: Sequence[Segment]) -> Segment:
+    """Consecutive pieces of one origin as one segment."""
+    ids, logprobs = (np.concatenate([getattr(p, name) for p in pieces]) for name in ("token_ids", "logprobs"))
+    media = tuple(media for piece in pieces for media in piece.media)
+    return replace(pieces[-1], token_ids=ids, logprobs=logprobs, start=pieces[0].start, media=media)
 
 
 def _open(lifecycle: Lifecycle, meta: dict[str, Any], data: bytes) -> None:
@@ -203,3 +319,15 @@ def _open(lifecycle: Lifecycle, meta: dict[str, Any], data: bytes) -> None:
         turn_key=meta.get("key"),  # absent in journals of before
     )
     lifecycle.open(rollout)
+
+
+def _segments(fields: Sequence[Mapping[str, Any]], data: bytes) -> Iterator[Segment]:
+    """The segments of a record: the inverse of what EventLog wrote of them."""
+    num = sum(of["num_tokens"] for of in fields)
+    ids = np.frombuffer(data, "<i4", num).astype(np.int32)
+    logprobs = np.frombuffer(data, "<f4", num, offset=4 * num).astype(np.float32)
+    at = 0
+    for of in fields:
+        end = at + of["num_tokens"]
+        yield Segment.from_json(of, ids[at:end], logprobs[at:end])
+        at = end

@@ -18,7 +18,7 @@ from rollover.plugins.dashboard.step_statistics import staleness_map
 from rollover.plugins.dashboard.why import why
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.lifecycle import Event, EventKind
-from rollover.run.records import Records
+from rollover.run.tracking import Tracking
 from rollover.track.recorded import read_records, read_rollouts
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.tracker import RecordedGroup
@@ -43,13 +43,13 @@ def test_a_dropped_group_is_recorded_after_a_write_that_failed(tmp_path: Path) -
     def decode(ids: Any) -> str:
         return ""
 
-    records = Records(FullOnce(tmp_path), decode)
+    records = Tracking(FullOnce(tmp_path), decode)
     group = Group(0, make_task(0), Prompt((1, 2)), [Rollout(0, 0, make_task(0))])
     records.on_event(Event(EventKind.DROP, group, reason=DropReason.STALE))
     with pytest.raises(OSError, match="No space left"):
-        records.tell(1, [], None)
-    records.tell(1, [], None)
-    records.tell(1, [], None)
+        records.on_groups(1, [], None)
+    records.on_groups(1, [], None)
+    records.on_groups(1, [], None)
     assert [[g.group_id for g in groups] for groups in read_rollouts(tmp_path, include_dropped=True)] == [[0]]
 
 
@@ -70,8 +70,8 @@ def test_the_advantage_of_a_record_is_that_of_its_tokens_in_the_loss(tmp_path: P
     group = Group(0, make_task(0), Prompt((1, 2)), scores)
     by_turns = WorkflowConfig(credit="turn_returns")
     batch = BatchBuilder(AlgorithmConfig(advantage="dr_grpo"), workflow=by_turns).build([group])
-    Records(RolloutRecorder(tmp_path / "a"), lambda ids: "").tell(1, [group], batch)
-    Records(RolloutRecorder(tmp_path / "b"), lambda ids: "", lambda sample: False).tell(1, [group], batch)
+    Tracking(RolloutRecorder(tmp_path / "a"), lambda ids: "").on_groups(1, [group], batch)
+    Tracking(RolloutRecorder(tmp_path / "b"), lambda ids: "", lambda sample: False).on_groups(1, [group], batch)
     told = [[record["advantage"] for record in read_records(tmp_path / name)] for name in "ab"]
     assert told[0] == pytest.approx([(2 * 0.75 - 3 * 0.25) / 5, -0.25, None]) and told[1] == [None] * 3
 
@@ -87,7 +87,7 @@ def test_a_greedy_rollout_is_recorded_as_what_the_others_are_compared_with(tmp_p
     algorithm = AlgorithmConfig(advantage="remax")
     shaping = Shaping(RewardsConfig(overlong_buffer_tokens=2, overlong_penalty=1.0), max_new_tokens=8)
     batch = BatchBuilder(algorithm, shaping=shaping).build([group])
-    Records(RolloutRecorder(tmp_path), lambda ids: "").tell(1, [group], batch)
+    Tracking(RolloutRecorder(tmp_path), lambda ids: "").on_groups(1, [group], batch)
     records = list(read_records(tmp_path))
     assert [record["outcome"] for record in records] == ["trained", "dropped:baseline"]
     assert records[1]["credit"] == {
@@ -113,7 +113,9 @@ def test_a_rollout_whose_agent_gave_up_a_call_is_dropped_as_in_the_ledger(tmp_pa
     group = Group(0, make_task(0), Prompt((1, 2)), [given_up, *others])
     ledger = Ledger()
     ledger.on_consume(group)
-    Records(RolloutRecorder(tmp_path), lambda ids: "").tell(1, [group], BatchBuilder(AlgorithmConfig()).build([group]))
+    Tracking(RolloutRecorder(tmp_path), lambda ids: "").on_groups(
+        1, [group], BatchBuilder(AlgorithmConfig()).build([group])
+    )
     records = list(read_records(tmp_path))
     assert [record["outcome"] for record in records] == ["dropped:abandoned", "trained", "trained"]
     trained = sum(record["num_tokens"] for record in records if record["outcome"] == "trained")

@@ -1,0 +1,342 @@
+"""The event log: everything that happens in a run becomes a record of its journal. replay.py reads them back.
+
+    Lifecycle ──▶ on_event ───────────────────────────┐
+    the loop ──▶ on_step, on_row, on_published ───────┼──record──▶ Journal (checkpoint/journal.py: the files)
+    Engine.progress, every checkpoint.journal_s ──────┘
+
+A killed run loses what happened since the last record: of what runs, at most checkpoint.journal_s. Owns how much of
+every running rollout the journal has, and when it is brought to the disk. Never decides what happens, and never reads.
+docs/checkpoint-format.md lists every record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from rollover.checkpoint.journal import Journal, Mark, Part
+from rollover.checkpoint.mirror import Mirror
+from rollover.rollout.driver import Driver
+from rollover.rollout.lifecycle import Event, EventKind
+from rollover.rollout.run_clock import RunClock
+from rollover.rollout.watchdog import salvaged
+from rollover.track.sinks import MetricsFile
+from rollover.types import Prompt, Rollout, RolloutState, Segment
+
+TOKENS, STEP, ROW, PUBLISH, ROLL_BACK = "tokens", "step", "row", "publish", "roll_back"
+_BEGINS = (EventKind.START, EventKind.RESUME)
+_ENDS = (EventKind.PARK, EventKind.ACT, EventKind.FINISH)
+
+
+@dataclass(slots=True)
+class _Told:
+    """What the journal has of a running rollout: tokens `started` to `num`, with this digest."""
+
+    started: int
+    num: int
+    digest: int = 0
+
+
+class HasVersion(Protocol):
+    """`version`: the trainer's that the next task is made for."""
+
+    version: int
+
+
+class EventLog:
+    """Writes what happens to `journal`. `generates`: whether the run's groups come through the lifecycle, of which
+    alone a journal tells. `every_s`: checkpoint.journal_s; with 0 none is written. `mirror`: is told of it as often.
+
+    `is_on`: whether a journal is written; `seconds`: spent on writing, cumulative.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        clock: RunClock,
+        prompts: HasVersion,
+        *,
+        generates: bool = True,
+        every_s: float = 0.0,
+        mirror: Mirror | None = None,
+    ) -> None:
+        self.journal, self.clock, self.prompts, self.generates = journal, clock, prompts, generates
+        self.every_s, self.is_on = every_s, generates and every_s > 0
+        self.seconds = 0.0
+        self._mirror = mirror
+        self._told: dict[Rollout, _Told] = {}  # of the running rollouts
+        self._timer: Timer | None = None
+
+    # When it reaches the disk
+
+    def cut(self, checkpoint: str | None) -> Mark | None:
+        """A new file begins, at a moment at which nothing runs: that of a checkpoint, or (None) the start of the run.
+
+        Returns where it goes on from there; None where no journal is written.
+        """
+        if not self.is_on:
+            return None
+        self._told.clear()
+        with self._timed():
+            return self.journal.begin(checkpoint)
+
+    def start(self, driver: Driver) -> None:
+        """From now on the new tokens of what runs are written every `every_s`, if there is a journal."""
+        if self.is_on:
+            self._timer = Timer(self.every_s, lambda: self._write_progress(driver), self._beat)
+            self._timer.start()
+
+    def counters(self) -> dict[str, float]:
+        """The counters of the journal and of the mirror, where the run has them."""
+        counters: dict[str, float] = {}
+        if self.is_on:
+            counters |= {"journal/failed": self.journal.failed, "journal/cut_bytes": self.journal.cut_bytes}
+        if self._mirror is not None:
+            counters["mirror/failed"] = self._mirror.failed
+        return counters
+
+    def close(self) -> None:
+        """End the timer, the journal and the mirror."""
+        with ExitStack() as rest:  # each of them, even if another fails
+            if self._mirror is not None:
+                rest.callback(self._mirror.close)
+            rest.callback(self.journal.close)
+            if self._timer is not None:
+                self._timer.close()
+
+    # What happens
+
+    def on_event(self, event: Event) -> None:
+        """Write what happened to a group or a rollout: a listener of Lifecycle."""
+        if not self.journal.writes:
+            return
+        started = time.perf_counter()
+        kind, rollout = event.kind, event.rollout
+        data = b""
+        if rollout is None:
+            fields = self._fields_of_group(event)
+        else:
+            fields: dict[str, Any] = {"rollout": rollout.rollout_id}
+            if kind in _BEGINS:
+                self._told[rollout] = _Told(rollout.num_tokens, rollout.num_tokens)
+                fields["version"] = event.version
+            elif kind in _ENDS or kind is EventKind.ANSWER:
+                if rollout in self._told:
+                    new, data = self._new(rollout, rollout.segments, 0)
+                    del self._told[rollout]
+                else:  # it did not run: its environment was at work
+                    start = rollout.num_tokens - sum(map(len, event.written))
+                    segments, data = _beyond(event.written, start, start)
+                    new = {"segments": segments, "anew": False}
+                fields |= new | {"num_tokens": rollout.num_tokens}
+                fields["stop_reason"] = rollout.stop_reason and rollout.stop_reason.value
+            elif kind is EventKind.OPEN:
+                fields |= {"role": rollout.role, "trajectory": rollout.trajectory, "context": rollout.context}
+                fields |= {"group": rollout.group_id, "sibling": rollout.sibling, "key": rollout.turn_key}
+                fields |= rollout.prompt.media_to_json()
+                data = np.asarray(rollout.prompt.ids, "<i4").tobytes()
+            elif kind is EventKind.RESTART:
+                fields |= {"group": rollout.group_id, "sibling": rollout.sibling}
+            elif kind is EventKind.CUT:
+                fields["num_tokens"] = rollout.num_tokens if rollout.state is RolloutState.ACTING else 0
+            elif rollout.reward is not None and kind is EventKind.SCORE:
+                fields["reward"] = rollout.reward.to_json()
+        self._write(kind.value, fields, data, event.seconds)
+        self.seconds += time.perf_counter() - started
+
+    def _fields_of_group(self, event: Event) -> dict[str, Any]:
+        fields: dict[str, Any] = {"group": event.group.group_id, "version": event.version}
+        if event.kind is EventKind.ADMIT:
+            task = event.group.task
+            fields |= {"task": task.task_id, "attempt": task.attempt, "task_version": self.prompts.version}
+            fields["prompt"] = digest_of(event.group.prompt)
+        elif event.kept is not None:
+            fields |= dict(zip(("sibling", "name", "value"), event.kept, strict=True))
+        elif event.reason is not None:
+            fields |= {"reason": event.reason.value, "filter": event.filter}
+        return fields
+
+    @property
+    def running(self) -> list[str]:
+        """The ids of the running rollouts; none where no journal is written."""
+        return [rollout.rollout_id for rollout in self._told] if self.journal.writes else []
+
+    def progress(self, found: Mapping[str, Sequence[Segment]]) -> None:
+        """Write the new tokens of running rollouts. `found`: what Engine.progress said; some may have ended since."""
+        started = time.perf_counter()
+        running = {rollout.rollout_id: rollout for rollout in self._told}
+        for rollout_id, segments in found.items() if self.journal.writes else ():
+            rollout = running.get(rollout_id)
+            if rollout is None or segments[0].start not in (None, rollout.num_tokens):
+                continue  # it ended meanwhile, or goes on from there
+            if rollout.num_tokens + sum(map(len, segments)) <= self._told[rollout].num:
+                continue  # nothing new; fewer, if its engine failed and was asked again
+            fields, data = self._new(rollout, segments, rollout.num_tokens)
+            self._write(TOKENS, {"rollout": rollout_id, **fields}, data)
+        self.seconds += time.perf_counter() - started
+
+    def on_step(self, version: int) -> None:
+        """The step at trainer `version` has trained what was consumed for it."""
+        with self._timed():
+            self._write(STEP, {"version": version})
+
+    def on_row(self, version: int, metrics: MetricsFile, trace_bytes: int) -> None:
+        """The row of the step that led to trainer `version` is in `metrics`, and the trace has `trace_bytes`.
+
+        What ended the timer is raised here.
+        """
+        if self.journal.writes:
+            with self._timed():
+                metrics.sync()  # a row that the journal knows of is on the disk
+                self._write(ROW, {"version": version, "trace_bytes": trace_bytes})
+                self.journal.sync()
+        if self._timer is not None:
+            self._timer.check()
+
+    def on_published(self, version: int) -> None:
+        """The weights of the trainer's `version` are live."""
+        with self._timed():
+            self._write(PUBLISH, {"version": version})
+
+    def roll_back(self, part: Part) -> None:
+        """Write at the end of `part`, the last one, that its steps are lost: no later start trains them again."""
+        self.journal.go_on(part)
+        self._write(ROLL_BACK, {})
+        self.journal.halt()
+
+    # Private
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Counts the seconds of a block as spent on the journal."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
+
+    async def _write_progress(self, driver: Driver) -> None:
+        found = await driver.asker.progress(self.running)
+        cache = driver.lifecycle.cache
+        for rollout in cache.running():
+            room = cache.remaining(rollout.rollout_id)
+            if believed := salvaged(found.get(rollout.rollout_id, ()), rollout.num_tokens, room):
+                self.progress({rollout.rollout_id: believed})
+
+    def _beat(self) -> None:
+        """An engine that does not say how far it is holds up neither the disk nor the mirror."""
+        self.journal.sync()
+        if self._mirror is not None:
+            self._mirror.beat()
+
+    def _new(self, rollout: Rollout, segments: Sequence[Segment], start: int) -> tuple[dict[str, Any], bytes]:
+        """What of `segments`, which begin with token `start` of a running rollout, the journal has not yet.
+
+        All since it was started, "anew", if that is not what the journal has: an engine that failed was asked again.
+        """
+        told = self._told[rollout]
+        anew = told.num > told.started and _digest(segments, start, told.started, told.num) != told.digest
+        fields, data = _beyond(segments, start, told.started if anew else told.num)
+        told.num = start + sum(map(len, segments))
+        told.digest = _digest(segments, start, told.started, told.num)
+        return {"segments": fields, "anew": anew}, data
+
+    def _write(self, kind: str, fields: Mapping[str, Any], data: bytes = b"", seconds: float | None = None) -> None:
+        seconds = self.clock.seconds() if seconds is None else seconds
+        self.journal.append({"kind": kind, "seconds": round(seconds, 6), **fields}, data)
+
+
+class Timer:
+    """A task that writes now and again while a run goes on, whatever else the event loop does.
+
+    From `start` on it calls `write`, and then `beat`, every `every_s` seconds.
+
+    A `write` that takes longer is waited for while `beat` goes on: it is called again once it has returned.
+    """
+
+    def __init__(
+        self, every_s: float, write: Callable[[], Coroutine[Any, Any, None]], beat: Callable[[], None]
+    ) -> None:
+        self.every_s, self.write, self.beat = every_s, write, beat
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.ensure_future(self._write_now_and_again())
+
+    def check(self) -> None:
+        """Raise what ended it, if an error did."""
+        if self._task is not None and self._task.done():
+            self._task.result()
+
+    def close(self) -> None:
+        if self._task is not None:
+            _end(self._task)
+
+    async def _write_now_and_again(self) -> None:
+        writing: asyncio.Task[None] | None = None
+        try:
+            while True:
+                await asyncio.sleep(self.every_s)
+                writing = _unfinished(writing) or asyncio.ensure_future(self.write())
+                await asyncio.wait([writing], timeout=self.every_s)
+                writing = _unfinished(writing)
+                self.beat()
+        finally:
+            if writing is not None:
+                _end(writing)
+
+
+def _unfinished(task: asyncio.Task[None] | None) -> asyncio.Task[None] | None:
+    """The task while it runs, else None. Raises what ended it."""
+    if task is None or not task.done():
+        return task
+    return task.result()
+
+
+def _end(task: asyncio.Task[None]) -> None:
+    """Cancel it. Its error, if it has ended with one, is not reported again: what ends the timer ends the run, too."""
+    if not task.cancel() and not task.cancelled():
+        task.exception()
+
+
+def digest_of(prompt: Prompt) -> int:
+    """A checksum by which a replay notices that a task has another prompt now, to which its tokens are no answer."""
+    media = "".join(media.digest for media in prompt.media)
+    return zlib.crc32(media.encode(), zlib.crc32(np.asarray(prompt.ids, "<i4").tobytes()))
+
+
+def _beyond(segments: Sequence[Segment], start: int, known: int) -> tuple[list[dict[str, Any]], bytes]:
+    """What of consecutive segments, the first of which begins with token `start`, comes after the first `known` tokens.
+
+    (Fields of each piece, as Segment.to_json, with its number of tokens; token ids int32 and log-probs float32 of all.)
+    """
+    fields: list[dict[str, Any]] = []
+    ids: list[bytes] = []
+    logprobs: list[bytes] = []
+    for segment in segments:
+        first = max(known - start, 0)
+        if first < segment.num_tokens:
+            fields.append(segment.to_json() | {"start": start + first, "num_tokens": segment.num_tokens - first})
+            ids.append(segment.token_ids[first:].astype("<i4", copy=False).tobytes())
+            logprobs.append(segment.logprobs[first:].astype("<f4", copy=False).tobytes())
+        start += segment.num_tokens
+    return fields, b"".join(ids + logprobs)
+
+
+def _digest(segments: Sequence[Segment], start: int, first: int, end: int) -> int:
+    """The checksum of tokens `first` to `end`, their log-probs and versions. `segments` begin with token `start`."""
+    crc = 0
+    for segment in segments:
+        cut = slice(max(first - start, 0), max(end - start, 0))
+        ids, logprobs = segment.token_ids[cut], segment.logprobs[cut]
+        rows = np.stack([ids.astype(np.float64), logprobs, np.full(len(ids), segment.policy_version)], axis=1)
+        crc = zlib.crc32(rows.tobytes(), crc)
+        start += segment.num_tokens
+    return crc

@@ -81,7 +81,6 @@ MAY_ASYNCIO = (
     "workflows/lanes.py",
     "workflows/large_calls.py",
     "workflows/once.py",
-    "workflows/agent_run.py",
     "workflows/pool.py",
     "workflows/command.py",
     "workflows/token_budget.py",

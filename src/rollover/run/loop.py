@@ -167,7 +167,8 @@ class Run:
     async def step(self) -> Step | None:
         """One training step. None when there is nothing (more) to train on."""
         parts, trainer = self.parts, self.parts.trainer
-        version = parts.prompts.version = trainer.policy_version
+        version = trainer.policy_version
+        parts.prompts.on_step(version)
         await self.hooks.call("on_step_start", version + 1)
         groups = await self._produce(version)
         if not groups:

@@ -53,7 +53,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_tokenised(call: Call, thr
     async def talk(task: Any, episode: Any) -> float:
         trajectory = episode.trajectory()
         try:
-            await host.episodes.calls.call(trajectory.api_key, "policy", call)
+            await host.server.call(trajectory.api_key, "policy", call)
         except BudgetUsedUp as error:
             refused.append(str(error))
         await trajectory.chat(task.messages)

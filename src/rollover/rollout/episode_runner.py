@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from rollover.rollout.lifecycle import Lifecycle
-from rollover.rollout.turn import as_shown
 from rollover.types import Group, Rollout, RolloutState
 from rollover.workflows.calls import MODEL
 from rollover.workflows.episodes import Episodes
@@ -123,7 +123,7 @@ class EpisodeRunner:
         for rollout in rollouts:
             self.lifecycle.act_again(rollout)
         first = Rollout(*place, group.task, prompt=group.prompt)
-        self.episodes.begin(self, first, group.kept.get(place[1]), [as_shown(rollout) for rollout in rollouts])
+        self.episodes.begin(self, first, group.kept.get(place[1]), [replace(rollout) for rollout in rollouts])
 
     def _begin(self, group: Group, place: EpisodePlace) -> None:
         rollouts = _of(group, place)

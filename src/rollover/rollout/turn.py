@@ -19,13 +19,6 @@ def is_asked(rollout: Rollout, segments: Sequence[Segment], max_new_tokens: int)
     return segments[-1].stop_reason is not StopReason.PAUSED and 0 < num_tokens < max_new_tokens
 
 
-def as_shown(rollout: Rollout) -> Rollout:
-    """A copy for the environment."""
-    copy = replace(rollout)
-    copy.rollout_id = rollout.rollout_id
-    return copy
-
-
 def to_append(rollout: Rollout, answer: Segment | None, max_new_tokens: int) -> list[Segment]:
     """What is appended to a rollout whose environment gave `answer`; nothing where it is done."""
     if answer is None:

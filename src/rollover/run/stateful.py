@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from rollover.checkpoint.store import FolderWriter
 from rollover.run.parts import Parts
 from rollover.run.producer import Producer
-from rollover.trainer.backend import ShardedState
-from rollover.trainer.local_backend import LocalBackend
+from rollover.trainer.backend import CheckpointedBackend
 from rollover.trainer.stored_tensors import StoredTensors
 
 Arrays = Mapping[str, Any]  # numpy arrays or torch tensors, by their names
@@ -41,21 +40,15 @@ class StatefulPart:
 def stateful_parts(parts: Parts, producer: Producer) -> list[StatefulPart]:
     """The stateful parts of a run that is made of `parts`."""
     trainer, lifecycle, prompts, reuse = parts.trainer, parts.lifecycle, parts.prompts, parts.reuse
+    backend = cast(CheckpointedBackend, trainer.backend)  # build_trainer makes no other
 
     def save_trainer() -> tuple[Mapping[str, Any], Arrays | FolderWriter]:
-        backend = trainer.backend
-        tensors, meta = backend.save_shards() if isinstance(backend, ShardedState) else backend.save_state()
+        tensors, meta = backend.save_checkpoint()
         return meta, tensors
 
     def load_trainer(meta: dict[str, Any], stored: Arrays) -> None:
-        backend = trainer.backend
         assert isinstance(stored, StoredTensors)
-        if isinstance(backend, ShardedState):
-            backend.load_shards(stored, meta)
-        elif isinstance(backend, LocalBackend):
-            backend.load_state(stored, meta)  # read one by one
-        else:
-            backend.load_state(dict(stored), meta)
+        backend.load_checkpoint(stored, meta)
 
     def load_lifecycle(state: Any, arrays: Arrays) -> None:
         lifecycle.load_state_dict(state, arrays)

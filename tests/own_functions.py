@@ -31,8 +31,7 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.envs.build import EnvironmentSetup, build_environment
 from rollover.envs.class_environment import ClassEnvironment
 from rollover.envs.protocol import Keep, keeps_nothing
-from rollover.envs.tool_format import build_tool_format
-from rollover.envs.tools import Call
+from rollover.envs.tools import Call, build_tool_format
 from rollover.functions import load_function, own_function
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rollout.order import RolloutView, load_order

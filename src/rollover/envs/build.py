@@ -3,6 +3,7 @@ built-in one or a function of the user's own that makes one."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from rollover.config.rollout import ENVIRONMENTS
@@ -17,10 +18,10 @@ from rollover.envs.protocol import (
     why_not_written,
 )
 from rollover.envs.setup import EnvironmentSetup as EnvironmentSetup
-from rollover.envs.single_turn import SingleTurn
+from rollover.envs.setup import Scorer
 from rollover.functions import explained, make_named, outcome_of
 from rollover.tasks.prompts import Encode, encoder
-from rollover.types import Reward, Rollout, Segment, Task
+from rollover.types import Prompt, Reward, Rollout, Segment, Task
 
 
 def build_environment(setup: EnvironmentSetup, keep: Keep = keeps_nothing) -> RunEnvironment:
@@ -37,6 +38,31 @@ def build_environment(setup: EnvironmentSetup, keep: Keep = keeps_nothing) -> Ru
 def single_turn(setup: EnvironmentSetup) -> RunEnvironment:
     """The environment that never answers: what the policy wrote is scored as soon as it stops."""
     return SingleTurn(setup.score, setup.scores_singly, encoder(setup.tokenizer, setup.processor))
+
+
+class SingleTurn(RunEnvironment):
+    """A rollout is done when its generation stops, and is scored once. `scorer` scores rollouts of one group, one
+    Reward each, in order; `scores_singly`: see Environment."""
+
+    has_turns = False
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        scores_singly: Callable[[Task], bool] = lambda task: False,
+        encode: Callable[[Task], Prompt] | None = None,
+    ) -> None:
+        super().__init__(encode)
+        self._scorer, self._scores_singly = scorer, scores_singly
+
+    async def next(self, rollout: Rollout) -> None:
+        """Done."""
+
+    def score(self, rollouts: list[Rollout], /) -> Awaitable[list[Reward]]:
+        return self._scorer(rollouts)
+
+    def scores_singly(self, task: Task, /) -> bool:
+        return self._scores_singly(task)
 
 
 class OwnEnvironment(RunEnvironment):

@@ -22,8 +22,7 @@ from rollover.envs.protocol import BeginAgain, Keep, RunEnvironment, keeps_nothi
 from rollover.envs.saved_states import CannotRestore, Played, SavedStates, Told
 from rollover.envs.setup import EnvironmentSetup
 from rollover.envs.tool_calls import CallCounts, Content, ToolCalls, content_of
-from rollover.envs.tool_format import build_tool_format
-from rollover.envs.tools import with_system_text
+from rollover.envs.tools import build_tool_format, with_system_text
 from rollover.envs.user_class import KEY, UserClass
 from rollover.envs.user_code import Outcome, UserCode
 from rollover.functions import described

@@ -23,7 +23,7 @@ from rollover.config.workflow import WorkflowConfig
 from rollover.envs.protocol import BeginAgain, WrongTurn
 from rollover.functions import Causes, explained, was_cancelled
 from rollover.rollout.cancelled_tasks import CancelledTasks
-from rollover.rollout.turn import ending
+from rollover.rollout.requests import ending
 from rollover.types import Rollout, Segment, StopReason
 
 logger = logging.getLogger(__name__)

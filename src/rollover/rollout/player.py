@@ -27,8 +27,7 @@ from rollover.rollout.env_tasks import Answering, EnvironmentFailed, EnvTasks
 from rollover.rollout.episode_runner import EpisodeRunner
 from rollover.rollout.failure_limit import FailureLimit
 from rollover.rollout.lifecycle import Lifecycle, acting_in, is_complete
-from rollover.rollout.requests import Requests
-from rollover.rollout.turn import ending, is_asked, to_append
+from rollover.rollout.requests import Requests, ending, is_asked, to_append
 from rollover.rollout.watchdog import Action, Stall, Watchdog, salvaged
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, StopReason
 

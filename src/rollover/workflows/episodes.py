@@ -33,17 +33,13 @@ from rollover.functions import Causes, explained, outcome_of
 from rollover.images import Places, stored
 from rollover.trajectories import divided
 from rollover.types import Prompt, Reward, Rollout, Segment, StopReason, Task, episode_name
-from rollover.workflows.agent_clock import AgentClock
+from rollover.workflows.budgets import AgentClock, TokenBudget
 from rollover.workflows.calls import MODEL, BudgetUsedUp, Call, Reply, UnknownKey
-from rollover.workflows.conversations import Chats
-from rollover.workflows.episode import Episode, EpisodeTrajectory, give
+from rollover.workflows.conversations import Chats, LargeCalls, with_stored_images
+from rollover.workflows.episode import Episode, EpisodeTrajectory, Once, give
 from rollover.workflows.gateway.server import EpisodeServer
-from rollover.workflows.lanes import Lane
-from rollover.workflows.large_calls import LargeCalls, with_stored_images
 from rollover.workflows.matching import Break
-from rollover.workflows.once import Once
-from rollover.workflows.protocol import Workflow
-from rollover.workflows.token_budget import TokenBudget
+from rollover.workflows.protocol import Lane, Workflow
 from rollover.workflows.turns import Continued, EpisodePlace, Limits, Opened, Played, Turns
 
 logger = logging.getLogger(__name__)

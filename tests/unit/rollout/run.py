@@ -11,8 +11,8 @@ from heard import hear
 from rollover.config.rollout import RolloutConfig
 from rollover.config.workflow import WorkflowConfig
 from rollover.engine.protocol import ExtendRequest
+from rollover.envs.build import SingleTurn
 from rollover.envs.protocol import RunEnvironment
-from rollover.envs.single_turn import SingleTurn
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
 from rollover.rollout.watchdog import Watchdog

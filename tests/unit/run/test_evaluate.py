@@ -14,8 +14,8 @@ from fake_engine import FakeEngine
 from heard import hear
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
+from rollover.envs.build import SingleTurn
 from rollover.envs.protocol import BeginAgain, RunEnvironment, written
-from rollover.envs.single_turn import SingleTurn
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.scorer import make_scorer
 from rollover.run.evaluate import Answers, EvalTasks, answers_of, summarised

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 from fake_engine import FakeEngine
 from rollover.config.rollout import RolloutConfig
+from rollover.envs.build import SingleTurn
 from rollover.envs.protocol import RunEnvironment
-from rollover.envs.single_turn import SingleTurn
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, Lifecycle
 from rollover.sim.turns import Turns

@@ -22,7 +22,7 @@ from rollover.config.load import load_config
 from rollover.processes import child_environment
 from rollover.types import Reward, Task
 from rollover.workflows.command import ProgramFailed, WorkflowCommand
-from rollover.workflows.lanes import Lane
+from rollover.workflows.protocol import Lane
 from unit.rewards.children import alive, wait_until_dead
 
 MESSAGES = ({"role": "user", "content": "What is 2+2?"},)

@@ -10,8 +10,7 @@ import pytest
 
 from rollover.types import Reward
 from rollover.workflows.calls import BudgetUsedUp, Call
-from rollover.workflows.conversations import Conversations
-from rollover.workflows.large_calls import LARGE
+from rollover.workflows.conversations import LARGE, Conversations
 from unit.workflows.scripted_host import ScriptedHost
 
 MORE = {"role": "user", "content": "More"}

@@ -30,8 +30,8 @@ from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import ExtendRequest
 from rollover.envs.build import EnvironmentSetup, build_environment
 from rollover.envs.class_environment import ClassEnvironment
-from rollover.envs.tool_format import build_tool_format
-from rollover.envs.tools import Call
+from rollover.envs.protocol import Keep, keeps_nothing
+from rollover.envs.tools import Call, build_tool_format
 from rollover.functions import load_function, own_function
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rollout.order import RolloutView, load_order
@@ -142,8 +142,8 @@ def check_before_produce(spec: str) -> None:
 
     for version, expected in ((9, ["t200"]), (10, ["t201", "t200"])):
         own = own_function("tasks.before_produce", spec, TASK_OR_NONE)
-        prompts = PromptSource(Stream(), encoder(tiny.tokenizer(), None), 500, own)  # type: ignore[arg-type]
-        prompts.version = version
+        prompts = PromptSource(Stream(), encoder(tiny.tokenizer()), 500, own)  # type: ignore[arg-type]
+        prompts.on_step(version)
         assert [task.task_id for task, _ in iter(prompts, None)] == expected
 
 
@@ -288,8 +288,8 @@ def check_backend(spec: str) -> None:
     assert any(backend.seconds for backend in made)  # type: ignore[attr-defined]
 
 
-def _class_environment(spec: str, **workflow: str) -> ClassEnvironment:
-    return played.build(Config.model_validate({"workflow": {"environment": spec, **workflow}}))
+def _class_environment(spec: str, keep: Keep = keeps_nothing, **workflow: str) -> ClassEnvironment:
+    return played.build(Config.model_validate({"workflow": {"environment": spec, **workflow}}), keep=keep)
 
 
 def check_counter(spec: str) -> None:
@@ -303,12 +303,13 @@ def check_counter(spec: str) -> None:
 def check_counted(spec: str) -> None:
     """As Counter, and another object goes on from its state: what it said before is not asked of it again."""
     check_counter(spec)
-    environment, rollout = _class_environment(spec), played.new_rollout()
     kept: list[Any] = []
-    environment.states.on_kept = lambda place, saved: kept.append((place, saved))
+    environment = _class_environment(spec, lambda *told: kept.append(told))
+    rollout = played.new_rollout()
     assert asyncio.run(played.told(environment, rollout, played.call("increment", step=400))) == ["400"]
     another = _class_environment(spec)
-    another.states.recall(*kept[-1])
+    group_id, sibling, name, saved = kept[-1]
+    another.recall(group_id, sibling, {name: saved})
     assert asyncio.run(played.told(another, rollout, played.call("increment", step=8))) == ["408"]
     assert another.stats()["tools/calls"] == another.stats()["episodes/restored"] == 1
 

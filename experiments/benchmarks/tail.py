@@ -25,7 +25,7 @@ from rollover.config.rollout import RolloutConfig
 from rollover.engine.build import embedded_engine
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.envs.single_turn import SingleTurn
+from rollover.envs.build import SingleTurn
 from rollover.models.devices import dtype_of, pick_device
 from rollover.models.load import load_model
 from rollover.models.team import prepare_process

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from contract import environment_contract
+from rollover.envs.build import SingleTurn
 from rollover.envs.protocol import written
-from rollover.envs.single_turn import SingleTurn
 from rollover.types import Reward, Rollout, RolloutState, Segment, StopReason
 from unit.rollout.dialogue import Dialogue
 from unit.rollout.run import score_by_tokens

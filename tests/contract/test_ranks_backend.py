@@ -134,7 +134,7 @@ def test_other_optimizers_train_on_ranks_as_in_one_process_and_go_on_from_their_
     store = CheckpointStore(str(tmp_path), keep=2)
     meta = write(store, "step-000002", ranks)
     again = RanksBackend(ranks_model.setup(of), two)
-    again.load_shards(StoredTensors(files(store, "step-000002")), meta)
+    again.load_checkpoint(StoredTensors(files(store, "step-000002")), meta)
     assert step(again) == step(ranks)
     assert digests(again.save_state()[0]) == digests(ranks.save_state()[0])
     local.load_state(StoredTensors(files(store, "step-000002")), meta)
@@ -346,7 +346,7 @@ def step(backend: TrainerBackend) -> dict[str, float]:
 
 def write(store: CheckpointStore, name: str, backend: RanksBackend) -> dict[str, Any]:
     """A checkpoint of the backend alone; what JSON holds of it, as JSON has it."""
-    shards, meta = backend.save_shards()
+    shards, meta = backend.save_checkpoint()
     store.write(name, {}, [("trainer-", shards)])
     return json.loads(json.dumps(meta))
 
@@ -375,7 +375,7 @@ def test_ranks_and_one_process_go_on_from_each_others_checkpoints_bit_for_bit(
     assert digests(theirs) == written and meta_again == meta and local.policy_version == 2
 
     again = RanksBackend(ranks_model.setup(of), two)
-    again.load_shards(StoredTensors(files(store, "step-000002")), meta)
+    again.load_checkpoint(StoredTensors(files(store, "step-000002")), meta)
     assert again.policy_version == 2 and step(again) == step(ranks)
     assert digests(again.save_state()[0]) == digests(ranks.save_state()[0])
 
@@ -383,7 +383,7 @@ def test_ranks_and_one_process_go_on_from_each_others_checkpoints_bit_for_bit(
     theirs, meta = local.save_state()
     assert digests(theirs) != written
     safetensors.torch.save_file({k: t.contiguous() for k, t in theirs.items()}, tmp_path / "trainer-all.safetensors")
-    again.load_shards(StoredTensors([str(tmp_path / "trainer-all.safetensors")]), meta)
+    again.load_checkpoint(StoredTensors([str(tmp_path / "trainer-all.safetensors")]), meta)
     assert digests(again.save_state()[0]) == digests(theirs) and again.policy_version == 3
 
 

@@ -84,7 +84,7 @@ def test_a_rank_that_is_killed_while_a_checkpoint_is_written_costs_that_checkpoi
 ) -> None:
     """The one before it is whole, and the run goes on from there."""
     recipe = runs.write(tmp_path, steps=4, rollout=IN_ORDER, checkpoint={"every_steps": 1, "keep": 2}, backend=RANKS)
-    save_shards, left = RanksBackend.save_shards, list[list[str]]()
+    save_shards, left = RanksBackend.save_checkpoint, list[list[str]]()
     store = CheckpointStore(str(tmp_path / "run" / "checkpoints"), keep=2)
 
     def save_and_kill(backend: RanksBackend) -> tuple[Callable[[str], None], dict[str, Any]]:
@@ -103,7 +103,7 @@ def test_a_rank_that_is_killed_while_a_checkpoint_is_written_costs_that_checkpoi
 
         return killed, meta
 
-    monkeypatch.setattr(RanksBackend, "save_shards", save_and_kill)
+    monkeypatch.setattr(RanksBackend, "save_checkpoint", save_and_kill)
     code, text = train(capsys, recipe)
     assert code == 0, text
     assert left == [["step-000001"]] and "rank 1 of 2 was killed by SIGKILL" in text, text

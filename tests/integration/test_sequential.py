@@ -12,7 +12,7 @@ from local_trainer import build_batch, local_trainer
 from rollover.config import AlgorithmConfig, EngineConfig, RolloutConfig, TrainConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.envs.single_turn import SingleTurn
+from rollover.envs.build import SingleTurn
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.trainer.trainer import Trainer

@@ -20,12 +20,14 @@ from recorded_run import write_run
 from rollover import Observation
 from rollover.config import Config, RewardsConfig
 from rollover.config.load import load_config
+from rollover.envs.protocol import RunEnvironment
 from rollover.functions import load_function
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rollout.order import RolloutView
+from rollover.tasks.prompts import encoder
 from rollover.tasks.stream import TaskStream
-from rollover.trainer.teacher import TeacherPrompts, encoder
+from rollover.trainer.teacher import TeacherPrompts
 from rollover.types import Task
 from rollover.workflows.distilled import distill_options
 from unit.workflows.scripted_host import ScriptedHost
@@ -127,7 +129,7 @@ def check_privileged(spec: str) -> None:
     config = Config.model_validate({"distill": {"teacher": "initial", "privileged": spec}})
     messages = ({"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"})
     task = Task("t", "docs", "reward", messages=messages, columns={"answer": "4"})
-    encode = encoder(tiny.tokenizer(), None)
+    encode = RunEnvironment(encoder(tiny.tokenizer())).prompt
     text = tiny.tokenizer().decode(TeacherPrompts(config, encode, None).of_task(task).ids)
     assert text == "s:Add.\nu:2+2?\nThe final answer is 4.\na:"
 

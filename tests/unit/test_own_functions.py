@@ -138,7 +138,7 @@ KINDS: dict[str, tuple[str, Callable[[str], Any], str, dict[str, str]]] = {
         "task, version",
         lambda spec: PromptSource(
             Stream(),  # type: ignore[arg-type]
-            encoder(tiny.tokenizer(), None),
+            encoder(tiny.tokenizer()),
             100,
             own_function("tasks.before_produce", spec, TASK_OR_NONE),
         )(),

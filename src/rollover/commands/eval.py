@@ -73,12 +73,10 @@ async def answers_to_all(config: Config, model: str | None) -> Answers:
     """Answers to the held-out tasks of `model` (None: model.path), scored."""
     from rollover.run.eval_parts import EvalParts
     from rollover.run.evaluate import answers_of, held_out_tasks
-    from rollover.tasks.prompts import encoder
 
     async with await EvalParts.build(config, model) as parts:
         assert parts.environment is not None
-        encode = encoder(parts.tokenizer, parts.environment, parts.processor)
-        held_out = held_out_tasks(config, encode, parts.engine.max_tokens)
+        held_out = held_out_tasks(config, parts.environment.prompt, parts.engine.max_tokens)
         return await answers_of(
             held_out, parts.engine, parts.environment, parts.tokenizer, config, parts.stop_token_ids
         )

@@ -149,14 +149,13 @@ async def episodes(config: Config, prompt: str | None, given: dict[str, Any], nu
     from rollover.run.eval_parts import EvalParts
     from rollover.run.playing import play_groups
     from rollover.run.transcript import transcript
-    from rollover.tasks.prompts import encoder
     from rollover.trajectories import episodes_of
 
     task, rollout = task_of(config, prompt, given), config.rollout
     async with await EvalParts.build(config, None) as parts:
         assert parts.environment is not None
         seed, stops = config.run.seed, parts.stop_token_ids
-        encoded = encoder(parts.tokenizer, parts.environment, parts.processor)(task)
+        encoded = parts.environment.prompt(task)
         [group] = await play_groups([(task, encoded)], parts.engine, parts.environment, config, stops, seed, num)
         decode = answer_decoder(parts.tokenizer, rollout.keep_special_tokens)
         return [transcript(episode, decode) for episode in episodes_of(group)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from rollover.config.logits import LogitsProcessing
 from rollover.types import Media, Prompt, SamplingParams, Segment
@@ -165,7 +165,6 @@ class Engine(Protocol):
         ...
 
 
-@runtime_checkable
 class Sleeper(Protocol):
     """An engine that can leave its GPUs to the trainer (cluster.colocate)."""
 

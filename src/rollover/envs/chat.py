@@ -31,7 +31,14 @@ ROLES = ("tool", "user", "system")
 """Whose messages can follow an assistant's turn."""
 
 _OPENING = ({"role": "user", "content": "Hello there."},)
-_ANSWER = "It is four."
+_ANSWER, _THOUGHT = "It is four.", "Two and two."
+# Plain words, a call, an answer after its reasoning.
+_ANSWERS = (
+    _ANSWER,
+    '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>',
+    f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}",
+)
+_NEWS = ("What nobody has said before.", "Another one,\n\n   of two lines.")
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)  # a template is a program
 
 
@@ -140,7 +147,72 @@ class Chat:
 
     @cached_property
     def _fits(self) -> dict[str, Fit]:
-        return {role: _Probe(self, role).fit() for role in ROLES}
+        return {role: self._probe(role) for role in ROLES}
+
+    def _probe(self, role: str) -> Fit:
+        """Made-up conversations in which messages of the role follow an assistant's turn."""
+        try:
+            why_not = self._why_impossible(role)
+        except ValueError as error:
+            why_not = str(error)
+        if why_not:
+            return Fit(possible=False, exact=False, why=why_not)
+        for opening in self._openings():
+            for answer in _ANSWERS:
+                if why_not := self._why_inexact(role, opening, answer):
+                    return Fit(possible=True, exact=False, why=why_not)
+        return Fit(possible=True, exact=True)
+
+    def _openings(self) -> list[list[Message]]:
+        system: list[Message] = [{"role": "system", "content": "Be brief."}, *_OPENING]
+        try:
+            self.prompt(system)
+        except ValueError:  # a template without system messages
+            return [[*_OPENING]]
+        return [[*_OPENING], system]
+
+    def _why_impossible(self, role: str) -> str:
+        contents = _NEWS if role == "tool" else _NEWS[:1]  # only tools answer several at once
+        text = self._difference([_said(_ANSWER), *_news(role, *contents)])
+        places = [text.find(content) for content in contents]
+        if min(places) < 0 or places != sorted(places):
+            return f"the chat template leaves out messages of the role {role} that follow an assistant's turn"
+        if _ANSWER in text or _OPENING[0]["content"] in text:
+            return f"the chat template repeats earlier messages when one of the role {role} follows"
+        special = {self.tokenizer.convert_tokens_to_ids(text) for text in self._special}
+        plain, forged = (
+            [i for i in self.continuation([], _news(role, content)).ids if i in special]
+            for content in (_NEWS[0], " ".join(self._special))
+        )
+        return "" if plain == forged else "the tokenizer makes control tokens of the text of messages"
+
+    def _why_inexact(self, role: str, opening: list[Message], answer: str) -> str:
+        """Over two turns with messages after each. Empty: every id is the same."""
+        messages, ids = opening, list(self.prompt(opening).ids)
+        for content in _NEWS:
+            opened = self._rendered(messages, add_generation_prompt=True)
+            before, sampled = self._encode(opened), self._encode(opened + answer + self._closing)
+            sampled = sampled[len(before) :]
+            news = _news(role, content)
+            messages = [*messages, _said(answer), *news]
+            try:
+                whole = list(self.prompt(messages).ids)
+            except ValueError as error:
+                return f"the chat template cannot render the whole conversation, as {error}"
+            ids = [*ids, *sampled, *self.continuation(sampled, news).ids]
+            if ids != whole:
+                return self._why_other(role, self._rendered(messages, add_generation_prompt=True), opened, answer)
+        return ""
+
+    def _why_other(self, role: str, rendered: str, opened: str, answer: str) -> str:
+        when = f"when a message of the role {role} follows"
+        if _THOUGHT in answer and rendered.count(_THOUGHT) < (opened + answer).count(_THOUGHT):
+            return f"the chat template drops the reasoning of earlier turns {when}"
+        if not rendered.startswith(opened):
+            return f"the chat template renders what came before a turn otherwise {when}"
+        if not rendered.startswith(opened + answer):
+            return f"the chat template renders an assistant's turn otherwise {when}"
+        return f"the tokens are other ones than those of the whole conversation {when}"
 
     def _is_closed(self, turn_ids: Sequence[int]) -> bool:
         return len(turn_ids) > 0 and int(turn_ids[-1]) == self.end_of_turn
@@ -234,6 +306,10 @@ def _said(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
+def _news(role: str, *contents: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for content in contents]
+
+
 class _Hidden:
     """Messages in which texts like special tokens are replaced by marks, and back to token ids after rendering."""
 
@@ -273,86 +349,3 @@ def _strings(value: Any) -> list[str]:
     if isinstance(value, Mapping):
         return [text for pair in value.items() for inner in pair for text in _strings(inner)]
     return [text for inner in value for text in _strings(inner)] if isinstance(value, list | tuple) else []
-
-
-class _Probe:
-    """Made-up conversations in which messages of one role follow an assistant's turn."""
-
-    THOUGHT = "Two and two."
-    # Plain words, a call, an answer after its reasoning.
-    ANSWERS = (
-        _ANSWER,
-        '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>',
-        f"<think>\n{THOUGHT}\n</think>\n\n{_ANSWER}",
-    )
-    NEWS = ("What nobody has said before.", "Another one,\n\n   of two lines.")
-
-    def __init__(self, chat: Chat, role: str) -> None:
-        self.chat, self.role = chat, role
-
-    def fit(self) -> Fit:
-        try:
-            why_not = self._why_impossible()
-        except ValueError as error:
-            why_not = str(error)
-        if why_not:
-            return Fit(possible=False, exact=False, why=why_not)
-        for opening in self._openings():
-            for answer in self.ANSWERS:
-                if why_not := self._why_inexact(opening, answer):
-                    return Fit(possible=True, exact=False, why=why_not)
-        return Fit(possible=True, exact=True)
-
-    def _news(self, *contents: str) -> list[dict[str, str]]:
-        return [{"role": self.role, "content": content} for content in contents]
-
-    def _openings(self) -> list[list[Message]]:
-        system: list[Message] = [{"role": "system", "content": "Be brief."}, *_OPENING]
-        try:
-            self.chat.prompt(system)
-        except ValueError:  # a template without system messages
-            return [[*_OPENING]]
-        return [[*_OPENING], system]
-
-    def _why_impossible(self) -> str:
-        contents = self.NEWS if self.role == "tool" else self.NEWS[:1]  # only tools answer several at once
-        text = self.chat._difference([_said(_ANSWER), *self._news(*contents)])
-        places = [text.find(content) for content in contents]
-        if min(places) < 0 or places != sorted(places):
-            return f"the chat template leaves out messages of the role {self.role} that follow an assistant's turn"
-        if _ANSWER in text or _OPENING[0]["content"] in text:
-            return f"the chat template repeats earlier messages when one of the role {self.role} follows"
-        special = {self.chat.tokenizer.convert_tokens_to_ids(text) for text in self.chat._special}
-        plain, forged = (
-            [i for i in self.chat.continuation([], self._news(content)).ids if i in special]
-            for content in (self.NEWS[0], " ".join(self.chat._special))
-        )
-        return "" if plain == forged else "the tokenizer makes control tokens of the text of messages"
-
-    def _why_inexact(self, opening: list[Message], answer: str) -> str:
-        """Over two turns with messages after each. Empty: every id is the same."""
-        messages, ids = opening, list(self.chat.prompt(opening).ids)
-        for content in self.NEWS:
-            opened = self.chat._rendered(messages, add_generation_prompt=True)
-            before, sampled = self.chat._encode(opened), self.chat._encode(opened + answer + self.chat._closing)
-            sampled = sampled[len(before) :]
-            news = self._news(content)
-            messages = [*messages, _said(answer), *news]
-            try:
-                whole = list(self.chat.prompt(messages).ids)
-            except ValueError as error:
-                return f"the chat template cannot render the whole conversation, as {error}"
-            ids = [*ids, *sampled, *self.chat.continuation(sampled, news).ids]
-            if ids != whole:
-                return self._difference_of(self.chat._rendered(messages, add_generation_prompt=True), opened, answer)
-        return ""
-
-    def _difference_of(self, rendered: str, opened: str, answer: str) -> str:
-        when = f"when a message of the role {self.role} follows"
-        if self.THOUGHT in answer and rendered.count(self.THOUGHT) < (opened + answer).count(self.THOUGHT):
-            return f"the chat template drops the reasoning of earlier turns {when}"
-        if not rendered.startswith(opened):
-            return f"the chat template renders what came before a turn otherwise {when}"
-        if not rendered.startswith(opened + answer):
-            return f"the chat template renders an assistant's turn otherwise {when}"
-        return f"the tokens are other ones than those of the whole conversation {when}"

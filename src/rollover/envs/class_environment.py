@@ -18,12 +18,11 @@ from typing import Any
 
 from rollover.envs.chat import Chat, sampled_turns
 from rollover.envs.game import Observation
-from rollover.envs.protocol import BeginAgain, written
+from rollover.envs.protocol import BeginAgain, Keep, RunEnvironment, keeps_nothing, written
 from rollover.envs.saved_states import CannotRestore, Played, SavedStates, Told
 from rollover.envs.setup import EnvironmentSetup
 from rollover.envs.tool_calls import CallCounts, Content, ToolCalls, content_of
-from rollover.envs.tool_format import build_tool_format
-from rollover.envs.tools import with_system_text
+from rollover.envs.tools import build_tool_format, with_system_text
 from rollover.envs.user_class import KEY, UserClass
 from rollover.envs.user_code import Outcome, UserCode
 from rollover.functions import described
@@ -54,11 +53,11 @@ class CannotGoOn(ValueError):
     """The user's class failed, or says something else than it did."""
 
 
-class ClassEnvironment:
-    """Of one run. ValueError where the class, the format of calls or the chat template does not fit. `notice`: what a
-    user should know of template and class; "": nothing. `states`: those of its objects that are kept over a kill."""
+class ClassEnvironment(RunEnvironment):
+    """Of one run. ValueError where the class, the format of calls or the chat template does not fit. `keep` is told of
+    the states of its objects, which are kept over a kill."""
 
-    def __init__(self, setup: EnvironmentSetup) -> None:
+    def __init__(self, setup: EnvironmentSetup, keep: Keep = keeps_nothing) -> None:
         config = setup.config
         workflow, prompt_columns = config.workflow, {s.prompt_column for s in config.tasks.sources}
         self.user = UserClass(workflow.environment, {"question", "problem", *prompt_columns} - {""}, workflow.resume)
@@ -77,7 +76,7 @@ class ClassEnvironment:
         of_template = "" if fit.exact else f"{fit.why}: episodes keep what was sampled, as it was sampled"
         self.notice = "\n".join(filter(None, (of_template, self.user.notice)))
         self.code = UserCode(workflow.tool_timeout_s)
-        self.states = SavedStates(self.user.kind, self.code, f"{KEY} = {self.user.spec!r}")
+        self.states = SavedStates(self.user.kind, self.code, f"{KEY} = {self.user.spec!r}", keep)
         self.calls = ToolCalls(self.code, self.user.schemas, setup.tokenizer, workflow.max_tool_tokens)
         self._score, self._scores_singly = setup.score, setup.scores_singly
         self._episodes: dict[tuple[int, int], Played] = {}
@@ -88,9 +87,9 @@ class ClassEnvironment:
 
     # What a run asks
 
-    def prompt(self, task: Task, instead: Sequence[Mapping[str, str]] | None = None) -> Prompt:
-        """The task's prompt as token ids, made of the messages `instead` where there are such. Waits for `reset`.
-        CannotGoOn where that fails, or says something else when it is asked again."""
+    def prompt(self, task: Task, instead: Sequence[Mapping[str, str]] | str | None = None) -> Prompt:
+        """See RunEnvironment. Waits for `reset`. CannotGoOn where that fails, or says something else when it is asked
+        again."""
         told = self._opened_now(task)
         if not self._texts and told != self._opened_now(task):
             raise self._failed(
@@ -100,19 +99,26 @@ class ClassEnvironment:
         self._texts[task.task_id, task.attempt] = hash(_shown(told))
         if len(self._texts) > _MOST_TEXTS:
             del self._texts[next(iter(self._texts))]
-        given = instead or task.messages or ({"role": "user", "content": task.content},)
+        said = task.messages or task.content if instead is None else instead
+        given = [{"role": "user", "content": said}] if isinstance(said, str) else said
         messages: list[dict[str, Any]] = [dict(message) for message in given]
         if told is not None:
             messages[-1]["content"] = joined(messages[-1]["content"], told)
         messages[-1:-1] = self.user.examples
-        said = with_system_text(messages, self._system_text) if self._system_text else messages
-        return self.chat.prompt(said)
+        return self.chat.prompt(with_system_text(messages, self._system_text) if self._system_text else messages)
 
     def release(self, rollouts: Iterable[Rollout]) -> None:
         """They left the system: their objects are dropped."""
         for rollout in rollouts:
             self._episodes.pop(_key(rollout), None)
             self.states.forget(rollout)
+
+    def recall(self, group_id: int, sibling: int, kept: Mapping[str, Any]) -> None:
+        self.states.recall((group_id, sibling), kept)
+
+    def on_restart(self, rollout: Rollout, kept: Mapping[str, Any]) -> None:
+        self._episodes.pop(_key(rollout), None)
+        self.states.on_restart(rollout, kept)
 
     def has_lost(self, rollout: Rollout) -> bool:
         """Whether a held rollout at which nobody is at work can neither go on nor be scored, as its object is lost and

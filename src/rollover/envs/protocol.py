@@ -8,10 +8,10 @@ Run tests/contract/environment_contract.py on your own.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -67,24 +67,62 @@ class TurnOptions:
 AS_CONFIGURED = TurnOptions()
 
 
-@runtime_checkable
-class HoldsObjects(Protocol):
-    """What an environment of ours has besides, which has an object for every rollout and writes prompts of its own."""
+Keep = Callable[[int, int, str, Any], None]
+"""Told (group id, sibling, name, JSON value) of what is to be known again after a kill: Lifecycle.keep."""
 
-    notice: str
+
+def keeps_nothing(group_id: int, sibling: int, name: str, value: Any) -> None:
+    """A `Keep` where nothing is resumed."""
+
+
+class RunEnvironment(Environment):
+    """What a run plays: an Environment, and what the run asks of it besides. The defaults are those of one without a
+    state; the user's own is wrapped (build.py). `encode`: makes the tasks' prompts; None: nobody asks for them."""
+
+    notice: str = ""
     """What the user should know before the run; "": nothing."""
+    has_turns: bool = True
+    """Whether it may write something after a turn of the policy."""
+    agents: Any = None
+    """The Episodes (workflows/episodes.py) that agents play; None: no agent plays."""
 
-    def prompt(self, task: Task, instead: Sequence[Mapping[str, str]] | None = None) -> Prompt:
-        """The task's prompt as token ids; `instead`: of what a teacher reads in the place of its messages."""
-        ...
+    def __init__(self, encode: Callable[[Task], Prompt] | None = None) -> None:
+        self._encode = encode
+
+    def prompt(self, task: Task, instead: Sequence[Mapping[str, str]] | str | None = None) -> Prompt:
+        """The task's prompt as token ids; `instead`: of what a teacher reads in the place of its messages or text."""
+        if instead is not None:
+            task = replace(task, **({"prompt": instead} if task.messages is None else {"messages": tuple(instead)}))
+        assert self._encode is not None
+        return self._encode(task)
+
+    def options(self, rollout: Rollout) -> TurnOptions:
+        """What the rollout's next turn asks for."""
+        return AS_CONFIGURED
+
+    def recall(self, group_id: int, sibling: int, kept: Mapping[str, Any]) -> None:
+        """What it, or an earlier process, has kept of a held rollout (`Keep`), by name."""
+
+    def has_lost(self, rollout: Rollout) -> bool:
+        """Whether a held rollout at which nobody is at work can neither go on nor be scored, and has to begin again."""
+        return False
+
+    def on_restart(self, rollout: Rollout, kept: Mapping[str, Any]) -> None:
+        """It begins again. `kept`: as for `recall`."""
 
     def release(self, rollouts: Iterable[Rollout]) -> None:
         """These rollouts left the system."""
-        ...
 
     def stats(self) -> dict[str, float]:
         """Its metrics: cumulative counters."""
-        ...
+        return {}
+
+    def apart(self) -> RunEnvironment:
+        """The environment for an evaluation, beside which training may go on."""
+        return self
+
+    async def close(self) -> None:
+        """End what runs of it."""
 
 
 def written(rollout: Rollout, tokens: Sequence[int] | Prompt, *, done: bool = False) -> Segment:

@@ -4,7 +4,7 @@
     snapshot    another object gets what `snapshot()` returned after the last turn that was played
     restart     nothing can stand in its place
 
-    a turn is played ──▶ save ──▶ on_kept, before the answer is appended      a kill ──▶ recall ──▶ find ──▶ restore
+    a turn is played ──▶ save ──▶ keep, before the answer is appended      a kill ──▶ recall ──▶ find ──▶ restore
 
 Owns the states, the last one of each rollout, as JSON: {turns, digest, messages, done, rewards, state}. The state is
 that after so many turns, the messages are the answer to the last of them, which may not be appended yet. `digest` is of
@@ -15,19 +15,21 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from rollover.envs.chat import sampled_turns
+from rollover.envs.protocol import Keep
 from rollover.envs.user_code import UserCode
 from rollover.functions import as_json
 from rollover.types import Rollout
 
 logger = logging.getLogger(__name__)
 
+_KEPT_AS = "environment"  # the name of a state among what a group keeps (Group.kept)
 KINDS = ("stateless", "snapshot", "restart")
 Place = tuple[int, int]  # group id, sibling
 
@@ -57,15 +59,14 @@ class CannotRestore(ValueError):
 
 
 class SavedStates:
-    """Of one run, whose class has this `kind`. `on_kept` is told of every state, unless it is an evaluation's.
+    """Of one run, whose class has this `kind`. `keep` is told of every state, unless it is an evaluation's.
 
     `num_restored`: objects that got a state; `num_unsaved`: episodes whose state could not be kept; `num_restarted`:
-    episodes that began again, as whoever has them begin again counts. Evaluations are left out.
+    episodes that began again. Evaluations are left out.
     """
 
-    def __init__(self, kind: str, code: UserCode, whose: str) -> None:
-        self.kind, self.code, self.whose = kind, code, whose
-        self.on_kept: Callable[[Place, Mapping[str, Any]], None] = lambda place, saved: None
+    def __init__(self, kind: str, code: UserCode, whose: str, keep: Keep) -> None:
+        self.kind, self.code, self.whose, self._keep = kind, code, whose, keep
         self.num_restored = self.num_unsaved = self.num_restarted = 0
         self._saved: dict[Place, Mapping[str, Any]] = {}
 
@@ -81,13 +82,21 @@ class SavedStates:
             return None
         return saved
 
-    def recall(self, place: Place, saved: Mapping[str, Any]) -> None:
+    def recall(self, place: Place, kept: Mapping[str, Any]) -> None:
         """What an earlier process kept, unless there is something newer."""
-        self._saved.setdefault(place, saved)
+        if (saved := kept.get(_KEPT_AS)) is not None:
+            self._saved.setdefault(place, saved)
 
     def forget(self, rollout: Rollout) -> None:
-        """It left, or begins again."""
+        """It left."""
         self._saved.pop(_place(rollout), None)
+
+    def on_restart(self, rollout: Rollout, kept: Mapping[str, Any]) -> None:
+        """It begins again."""
+        self.forget(rollout)
+        self.num_restarted += rollout.group_id >= 0
+        if kept.get(_KEPT_AS) is not None:
+            self._keep(*_place(rollout), _KEPT_AS, None)
 
     def stats(self) -> dict[str, float]:
         """Cumulative counters."""
@@ -118,7 +127,7 @@ class SavedStates:
         }
         self._saved[_place(rollout)] = saved
         if rollout.group_id >= 0:
-            self.on_kept(_place(rollout), saved)
+            self._keep(*_place(rollout), _KEPT_AS, saved)
 
     async def restore(self, rollout: Rollout, new: Played, saved: Mapping[str, Any]) -> Played:
         """`new`: another object, after its `reset`, which gets the state. CannotRestore where it fails."""

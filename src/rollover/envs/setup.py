@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollover.config import Config
-from rollover.envs.single_turn import Scorer
-from rollover.types import Task
+from rollover.types import Reward, Rollout, Task
 
 if TYPE_CHECKING:
     from rollover.models.processor import Processor
+
+Scorer = Callable[[list[Rollout]], Awaitable[list[Reward]]]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
-"""Tools for a policy: their definitions as a text, and the calls that are in an assistant's text. Pure; runs no tool.
+"""Tools for a policy: their definitions as a text, and the calls that are in an assistant's text. Runs no tool.
 
 Nothing here raises for what a policy wrote: a call that cannot be read is a MalformedCall with the reason.
+
+How a policy writes calls is workflow.tool_format: a built-in format, or a class of the user's own.
 """
 
 from __future__ import annotations
@@ -8,10 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+from rollover.config.workflow import TOOL_FORMATS
+from rollover.functions import OwnFunction, described, own_function
 from rollover.types import joined
 
+KEY = "workflow.tool_format"
+Schemas = Sequence[Mapping[str, Any]]
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _HOW_TO_CALL = {
     "hermes": (
@@ -101,6 +107,61 @@ def read_calls(text: str, tool_format: str = "hermes") -> list[Call | MalformedC
     """
     _how_to_call(tool_format)
     return list(_hermes(text) if tool_format == "hermes" else _json(text))
+
+
+class ToolFormat(Protocol):
+    """A class of one's own is made without arguments."""
+
+    def definitions(self, schemas: Schemas, /) -> str:
+        """What the system message says of the tools (JSON schemas, as tools.tool_schemas makes them) and of how to
+        call them; a worked example, too, where the model needs one."""
+        ...
+
+    def read(self, text: str, /) -> Sequence[Call | MalformedCall]:
+        """The calls in a turn of the policy, in their order. Raises for no text: what cannot be read is a
+        MalformedCall."""
+        ...
+
+
+class _BuiltIn:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def definitions(self, schemas: Schemas, /) -> str:
+        return definitions(schemas, self.name)
+
+    def read(self, text: str, /) -> list[Call | MalformedCall]:
+        return read_calls(text, self.name)
+
+
+class _Own:
+    """Checks what the user's own returns: FunctionError."""
+
+    def __init__(self, spec: str) -> None:
+        make = own_function(KEY, spec, "a format of calls: an object with definitions(schemas) and read(text)")
+        made = make()
+        for name in ("definitions", "read"):
+            if not callable(getattr(made, name, None)):
+                raise make.refused(f"a {type(made).__name__} without a method {name}")
+        self._definitions = OwnFunction(made.definitions, KEY, spec, "the text that tells the policy of the tools")
+        self._read = OwnFunction(made.read, KEY, spec, "a list of Call and MalformedCall (rollover.envs.tools)")
+
+    def definitions(self, schemas: Schemas, /) -> str:
+        text = self._definitions([dict(schema) for schema in schemas])
+        if not isinstance(text, str):
+            raise self._definitions.refused(described(text))
+        return text
+
+    def read(self, text: str, /) -> list[Call | MalformedCall]:
+        calls = self._read(text)
+        if not isinstance(calls, list | tuple) or not all(isinstance(c, Call | MalformedCall) for c in calls):
+            raise self._read.refused(described(calls))
+        return list(calls)
+
+
+def build_tool_format(name: str) -> ToolFormat:
+    """The format that workflow.tool_format names. FunctionError where a class of one's own is none."""
+    return _BuiltIn(name) if name in TOOL_FORMATS else _Own(name)
 
 
 # Private

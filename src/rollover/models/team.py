@@ -38,15 +38,14 @@ def prepare_process(config: Config) -> None:
 class Team:
     """As many threads as torch has now, or as `use` says; with `auto` at most so many: those that are fastest.
 
-    `seconds`: of all pieces of work so far; `thread_seconds`: of each times its threads. `before` is called before each
-    piece, in its thread: it may `use` another number.
+    `seconds`: of all pieces of work so far; `thread_seconds`: of each times its threads.
     """
 
     def __init__(self, *, auto: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
         self._auto, self._clock = auto, clock
         self._sizes: dict[int, TeamSize] = {}  # by limit: what else runs is another thing under each
         self._size = self._under(torch.get_num_threads())
-        self.before: Callable[[], None] = lambda: None
+        self._limit: Callable[[], int] | None = None
         self.seconds = self.thread_seconds = 0.0
 
     @classmethod
@@ -64,14 +63,19 @@ class Team:
 
     def assemble(self) -> None:
         """The calling thread computes with the number of the next piece: for what is not timed."""
-        self.before()
+        if self._limit is not None:
+            self.use(self._limit())
         if self._size is not None and self._size.num != torch.get_num_threads():
             torch.set_num_threads(self._size.num)
 
-    def compute(self, limit: int, work: Callable[[], Result]) -> Result:
-        """`work`, by the calling thread, under that limit."""
-        self.use(limit)
-        return work()
+    def compute(self, limit: Callable[[], int], work: Callable[[], Result]) -> Result:
+        """`work`, by the calling thread, under that limit, which is asked for before each piece."""
+        self._limit = limit
+        try:
+            self.use(limit())
+            return work()
+        finally:
+            self._limit = None
 
     @contextmanager
     def piece(self, work: float) -> Iterator[None]:

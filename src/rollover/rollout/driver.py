@@ -23,8 +23,7 @@ from typing import NoReturn
 
 from rollover.config.workflow import WorkflowConfig
 from rollover.engine.protocol import Engine
-from rollover.envs.protocol import Environment
-from rollover.envs.single_turn import has_turns
+from rollover.envs.protocol import RunEnvironment
 from rollover.rollout.asker import Asker
 from rollover.rollout.failure_limit import FailureLimit
 from rollover.rollout.lifecycle import Lifecycle
@@ -55,7 +54,7 @@ class Driver:
         lifecycle: Lifecycle,
         engine: Engine,
         next_task: NextTask,
-        environment: Environment,
+        environment: RunEnvironment,
         run_seed: int,
         stop_token_ids: Iterable[int] = (),
         watchdog: Watchdog | None = None,
@@ -69,7 +68,7 @@ class Driver:
         self.clock = PhaseClock()
 
         failure_limit = FailureLimit(lifecycle, self.watchdog.config.max_failures)
-        requests = Requests(config, run_seed, stop_token_ids, may_go_on=has_turns(environment))
+        requests = Requests(config, run_seed, stop_token_ids, may_go_on=environment.has_turns)
         self.asker = Asker(engine, self.watchdog.config, failure_limit)
         self.player = Player(
             lifecycle,

@@ -17,13 +17,13 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollover.config.workflow import WorkflowConfig
 from rollover.envs.protocol import BeginAgain, WrongTurn
 from rollover.functions import Causes, explained, was_cancelled
 from rollover.rollout.cancelled_tasks import CancelledTasks
-from rollover.rollout.turn import as_shown, ending
+from rollover.rollout.requests import ending
 from rollover.types import Rollout, Segment, StopReason
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class EnvTasks:
         """What the environment writes, which is asked again where it raises: its answers depend on the tokens alone."""
         for left in reversed(range(self.workflow.retries + 1)):
             try:
-                return await self.actor(as_shown(rollout))
+                return await self.actor(replace(rollout))
             except (WrongTurn, BeginAgain):
                 raise
             except (Exception, asyncio.CancelledError) as error:  # boundary: the user's environment

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 from rollover.rollout.lifecycle import Lifecycle
-from rollover.rollout.turn import as_shown
 from rollover.types import Group, Rollout, RolloutState
 from rollover.workflows.calls import MODEL
 from rollover.workflows.episodes import Episodes
@@ -31,7 +30,6 @@ class EpisodeRunner:
 
     def __init__(self, lifecycle: Lifecycle, episodes: Episodes, forget: Callable[[list[str]], None]) -> None:
         self.lifecycle, self.episodes, self._forget = lifecycle, episodes, forget
-        episodes.host, episodes.on_kept = self, self._keep
         # Rollouts to open; None: the Episode is to begin again
         self._asked: list[tuple[EpisodePlace, Rollout | None]] = []
         self._ended: list[EpisodePlace] = []
@@ -125,7 +123,7 @@ class EpisodeRunner:
         for rollout in rollouts:
             self.lifecycle.act_again(rollout)
         first = Rollout(*place, group.task, prompt=group.prompt)
-        self.episodes.begin(first, group.kept.get(place[1]), [as_shown(rollout) for rollout in rollouts])
+        self.episodes.begin(self, first, group.kept.get(place[1]), [replace(rollout) for rollout in rollouts])
 
     def _begin(self, group: Group, place: EpisodePlace) -> None:
         rollouts = _of(group, place)
@@ -135,7 +133,7 @@ class EpisodeRunner:
             first = self.lifecycle.restart_episode(group, place[1])
         if first.state is RolloutState.WAITING:
             self.lifecycle.begin_acting(first)
-        self.episodes.begin(first, group.kept.get(place[1]))
+        self.episodes.begin(self, first, group.kept.get(place[1]))
 
     def _cut(self, place: EpisodePlace) -> list[Rollout]:
         """What was on record of an Episode that has ended, and was not asked for again, leaves. Returns Rollouts that
@@ -146,12 +144,8 @@ class EpisodeRunner:
             self._forget([rollout_id])
             shorter = self.lifecycle.cut(self.lifecycle.cache.rollout(rollout_id), num_tokens)
             left += [shorter] if num_tokens else []
-        self.episodes.close(place)
+        self.episodes.on_cut(place)
         return left
-
-    def _keep(self, place: EpisodePlace, name: str, value: Any) -> None:
-        if place[0] in self.lifecycle.cache.groups:
-            self.lifecycle.keep(*place, name, value)
 
 
 def _of(group: Group, place: EpisodePlace) -> list[Rollout]:

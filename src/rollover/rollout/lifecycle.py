@@ -307,7 +307,10 @@ class Lifecycle:
         return left
 
     def keep(self, group_id: int, sibling: int, name: str, value: Any) -> None:
-        """An Episode of a held group keeps this JSON value over a kill, in the place of what it had under the name."""
+        """An Episode keeps this JSON value over a kill, in the place of what it had under the name, while its group is
+        held."""
+        if group_id not in self.cache.groups:
+            return
         self.cache.keep(group_id, sibling, name, value)
         self.emit(EventKind.KEEP, self.cache.groups[group_id], kept=(sibling, name, value))
 

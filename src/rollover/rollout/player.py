@@ -16,30 +16,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from rollover.config.workflow import WorkflowConfig
-from rollover.envs.class_environment import ClassEnvironment
-from rollover.envs.protocol import AS_CONFIGURED, BeginAgain, Environment, HoldsObjects
+from rollover.envs.protocol import BeginAgain, RunEnvironment
 from rollover.rollout.asker import Asker, ExtendFailed
 from rollover.rollout.cancelled_tasks import CancelledTasks
 from rollover.rollout.env_tasks import Answering, EnvironmentFailed, EnvTasks
 from rollover.rollout.episode_runner import EpisodeRunner
 from rollover.rollout.failure_limit import FailureLimit
 from rollover.rollout.lifecycle import Lifecycle, acting_in, is_complete
-from rollover.rollout.requests import Requests
-from rollover.rollout.turn import ending, is_asked, to_append
+from rollover.rollout.requests import Requests, ending, is_asked, to_append
 from rollover.rollout.watchdog import Action, Stall, Watchdog, salvaged
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, StopReason
-from rollover.workflows.episodes import Episodes
 
 logger = logging.getLogger(__name__)
 
 Extending = asyncio.Future[list[Segment]]
 Scoring = asyncio.Future[list[Reward]]
 
-_KEPT_AS = "environment"  # the name under which a group keeps the state of an object of the user's class (Group.kept)
 _MAY_BE_LOST = (RolloutState.PARKED, RolloutState.ACTING, RolloutState.SCORING)
 
 
@@ -54,8 +50,7 @@ class Player:
     """Plays the rollouts of one driver.
 
     `extends`, `scorings`, `env_tasks`: what is under way, in the order in which it began. `cancelled`: tasks that were
-    cancelled and have not ended. `arrival` is set when a group gets READY. `nobody_scores`: whether scorings wait for
-    someone who could do them.
+    cancelled and have not ended. `arrival` is set when a group gets READY.
     """
 
     def __init__(
@@ -63,7 +58,7 @@ class Player:
         lifecycle: Lifecycle,
         asker: Asker,
         requests: Requests,
-        environment: Environment,
+        environment: RunEnvironment,
         workflow: WorkflowConfig,
         watchdog: Watchdog,
         failure_limit: FailureLimit,
@@ -75,17 +70,12 @@ class Player:
         self.scorings: dict[Scoring, Scored] = {}
         self.cancelled = CancelledTasks()
         self.arrival = asyncio.Event()
-        self.nobody_scores: Callable[[], bool] = lambda: False
         self.episode_runner: EpisodeRunner | None = None
-        if isinstance(environment, Episodes):
+        if environment.agents is not None:
             # An agent has retries and a clock of its own: one of its Rollouts may act while another one has a turn.
             workflow = workflow.model_copy(update={"timeout_s": math.inf, "retries": 0})
-            self.episode_runner = EpisodeRunner(lifecycle, environment, self._forget)
+            self.episode_runner = EpisodeRunner(lifecycle, environment.agents, self._forget)
         self.env_tasks = EnvTasks(environment.next, workflow)
-        # Objects of the user's class, if there are some: what they know is lost with the process.
-        self._objects = environment if isinstance(environment, ClassEnvironment) else None
-        if self._objects is not None and lifecycle.cache.first_group_id >= 0:  # an evaluation is not resumed
-            self._objects.states.on_kept = self._keep_state
         self._salvaged: dict[Extending, list[Segment]] = {}  # of extensions that were cancelled
         self._failures: dict[str, str] = {}  # why the environment failed, by the id of a rollout to be scored next
         # Groups that leave as soon as none of their rollouts runs, and why, in words too
@@ -112,8 +102,7 @@ class Player:
 
     def start(self, rollout: Rollout) -> None:
         """Continue a rollout that has just got a slot."""
-        turn = AS_CONFIGURED if self.episode_runner is None else self.episode_runner.episodes.options(rollout)
-        request = self.requests.to_go_on(rollout, turn)
+        request = self.requests.to_go_on(rollout, self.environment.options(rollout))
         self.extends[asyncio.ensure_future(self.asker.extend(request))] = rollout
         self.watchdog.on_start(rollout.rollout_id, rollout.group_id, rollout.num_tokens, now())
 
@@ -122,7 +111,7 @@ class Player:
         cache = self.lifecycle.cache
         if self.episode_runner is not None:
             self.episode_runner.ask_for_all()
-        self._recall_states()
+        self._recall_kept()
         left = [r for r in acting_in(cache.groups.values()) if r.group_id not in self._dropping and r.num_tokens]
         self.env_tasks.begin_again(left)
         for group_id in dict.fromkeys(r.group_id for r in cache.unscored()):
@@ -148,8 +137,7 @@ class Player:
         """They left the system."""
         for group in groups:
             self._forget([r.rollout_id for r in group.rollouts], left=True)
-            if isinstance(self.environment, HoldsObjects):
-                self.environment.release(group.rollouts)
+            self.environment.release(group.rollouts)
 
     def give_up_scores(self) -> None:
         """Wait for no score that is under way."""
@@ -205,7 +193,7 @@ class Player:
             running = {i: task for i, task in asked.items() if task in self.extends and not task.done()}
             scoring = {s.key: task for task, s in self.scorings.items() if not task.done()}
             progress = {i: seen.get(i, []) for i in running}
-            stalls = self.watchdog.look(now(), progress, queued, None if self.nobody_scores() else scoring)
+            stalls = self.watchdog.look(now(), progress, queued, scoring)
             for stall in stalls:
                 logger.warning(str(stall))
                 if stall.is_scoring:
@@ -291,36 +279,25 @@ class Player:
             rollout, self.lifecycle.append(rollout, to_append(rollout, answer, self.requests.config.max_new_tokens))
         )
 
-    def _recall_states(self) -> None:
-        """Objects of the user's class get the states that their groups kept, and what they have lost begins again."""
-        if self._objects is None:
-            return
+    def _recall_kept(self) -> None:
+        """The environment gets what it has kept of the groups, and what it has lost begins again."""
         scored = {r.rollout_id for scoring in self.scorings.values() for r in scoring.rollouts}
         under_way = self.env_tasks.asked() | scored
         for group in list(self.lifecycle.cache.groups.values()):
             if group.group_id in self._dropping:
                 continue
             for sibling, kept in group.kept.items():
-                if (state := kept.get(_KEPT_AS)) is not None:
-                    self._objects.states.recall((group.group_id, sibling), state)
+                self.environment.recall(group.group_id, sibling, kept)
             for rollout in [r for r in group.rollouts if r.state in _MAY_BE_LOST and r.rollout_id not in under_way]:
-                if self._objects.has_lost(rollout):
+                if self.environment.has_lost(rollout):
                     self._restart(rollout)
 
     def _restart(self, rollout: Rollout) -> None:
         """Its tokens are dropped (restarted), and one without a token comes in its place."""
-        group, place = self.lifecycle.cache.groups[rollout.group_id], (rollout.group_id, rollout.sibling)
+        group = self.lifecycle.cache.groups[rollout.group_id]
         self._forget([rollout.rollout_id])
-        if self._objects is not None:
-            self._objects.release([rollout])
-            self._objects.states.num_restarted += rollout.group_id >= 0
-        if group.kept.get(rollout.sibling, {}).get(_KEPT_AS) is not None:
-            self._keep_state(place, None)
+        self.environment.on_restart(rollout, group.kept.get(rollout.sibling, {}))
         self.lifecycle.restart_episode(group, rollout.sibling)
-
-    def _keep_state(self, place: tuple[int, int], state: Mapping[str, Any] | None) -> None:
-        if place[0] in self.lifecycle.cache.groups:
-            self.lifecycle.keep(*place, _KEPT_AS, state)
 
     # Scorings
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollover.config import WatchdogConfig
@@ -166,13 +166,21 @@ class GivenUp(Exception):
 
 class Watchdog:
     """Watches the rollouts and scorings in flight. `scoring_s`: how long a group's scoring may take by its own limits.
-    `patient`: return an action for each stall. If False, the first stall raises GivenUp.
+    `patient`: return an action for each stall. If False, the first stall raises GivenUp. `nobody_scores`: whether
+    scorings wait for someone who could do them: no scoring's time runs then.
 
     Counters, cumulative: see `stats`.
     """
 
-    def __init__(self, config: WatchdogConfig = OFF, scoring_s: float = 0.0, *, patient: bool = True) -> None:
-        self.config, self.patient = config, patient
+    def __init__(
+        self,
+        config: WatchdogConfig = OFF,
+        scoring_s: float = 0.0,
+        *,
+        patient: bool = True,
+        nobody_scores: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.config, self.patient, self._nobody_scores = config, patient, nobody_scores
         self._extends: dict[str, _Extend] = {}
         self._stalls: dict[str, int] = {}  # by rollout id: in a row, without a token in between
         self._scorings = _Scorings(config.reward_timeout_s and config.reward_timeout_s + scoring_s)
@@ -252,13 +260,13 @@ class Watchdog:
         now: float,
         progress: Mapping[str, Sequence[Segment]],
         queued: Collection[str] = (),
-        scoring: Collection[int | str] | None = (),
+        scoring: Collection[int | str] = (),
     ) -> list[Stall]:
         """What stalls, and what to do about it: that counts as done. GivenUp at the first stall, unless `patient`.
 
         `progress`: of every `extend` still under way, its segments so far; `queued`: those of them that wait for room.
         What an engine says of others is of no account. `scoring`: the groups, and single rollouts, whose scoring is
-        still under way; None: there is nobody who could score, and no scoring's time runs.
+        still under way.
         """
         now = self._forgive(now)
         progress = {i: segments for i, segments in progress.items() if i in self._extends}
@@ -268,7 +276,7 @@ class Watchdog:
         stalls = [s for i in progress if (s := self._look_at(i, i in queued, now)) is not None]
         # A sibling of what is dropped is interrupted with it: there is nothing else to say about it.
         stalls = [s for s in stalls if s.group_id not in self._dropping or s.action is not Action.CONTINUE]
-        stalls += self._scorings.look(scoring, now)
+        stalls += self._scorings.look(None if self._nobody_scores() else scoring, now)
         if stalls and not self.patient:
             raise GivenUp(f"watchdog: {'; '.join(stall.what for stall in stalls)}")
         self._counts["stalled_rewards"] += sum(s.is_scoring for s in stalls)

@@ -11,7 +11,7 @@ from rollover.config.backend import is_tinker
 from rollover.config.cluster import check_is_here
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine
-from rollover.envs.protocol import Environment
+from rollover.envs.protocol import RunEnvironment
 from rollover.models.devices import dtype_of, engine_device
 from rollover.models.load import load_outline, stop_token_ids
 from rollover.models.processor import Processor
@@ -20,7 +20,6 @@ from rollover.rewards.build import build_rewarder
 from rollover.rewards.protocol import Rewarder
 from rollover.run.environment import start_environment
 from rollover.trainer.lora import load_with_adapter
-from rollover.workflows.build import EpisodeServer
 
 
 @dataclass
@@ -30,11 +29,9 @@ class EvalParts:
     config: Config
     tokenizer: Any
     engine: Engine
-    environment: Environment | None
+    environment: RunEnvironment | None
     rewarder: Rewarder | None
     stop_token_ids: frozenset[int]
-    server: EpisodeServer | None = None
-    """For the agents of a workflow, where it has some."""
     processor: Processor | None = None
     """None for a text model."""
 
@@ -58,10 +55,10 @@ class EvalParts:
             on_error.push_async_callback(engine.close)
             if adapter:
                 await engine.load_weights(0, adapter)
-            environment = rewarder = server = None
+            environment = rewarder = None
             if with_rewards:
                 rewarder = build_rewarder(config, training=False)
-                environment, server = await start_environment(config, loaded, rewarder, engine, on_error)
+                environment = await start_environment(config, loaded, rewarder, engine, on_error)
             parts = cls(
                 config=config,
                 tokenizer=loaded.tokenizer,
@@ -69,7 +66,6 @@ class EvalParts:
                 environment=environment,
                 rewarder=rewarder,
                 stop_token_ids=stop_token_ids(loaded, []),
-                server=server,
                 processor=loaded.processor,
             )
             on_error.pop_all()
@@ -86,8 +82,8 @@ class EvalParts:
             if self.rewarder is not None:
                 parts.push_async_callback(self.rewarder.close)
             parts.push_async_callback(self.engine.close)
-            if self.server is not None:
-                await self.server.close()
+            if self.environment is not None:
+                await self.environment.close()
 
 
 def _at_service(config: Config, model: str | None) -> Config:

@@ -15,7 +15,7 @@ from rollover.config import Config, EvalSettingConfig
 from rollover.config.tasks import Truncation
 from rollover.engine.protocol import Engine
 from rollover.envs.answer_text import Decode, answer_decoder
-from rollover.envs.protocol import Environment
+from rollover.envs.protocol import RunEnvironment
 from rollover.rewards.answers import answer_key, answer_of, extract_answer, reference_answer
 from rollover.run.playing import play_groups
 from rollover.tasks.build import held_out_names, labels_of
@@ -24,8 +24,7 @@ from rollover.tasks.stream import TaskStream
 from rollover.track.answers import Answer, RoleScore, summary_of
 from rollover.trajectories import Episode, episodes_of
 from rollover.types import Group, Prompt, Reward, StopReason, Task
-from rollover.workflows.agent_run import MODEL
-from rollover.workflows.episodes import Episodes
+from rollover.workflows.calls import MODEL
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +120,7 @@ def summarised(found: Answers, config: Config) -> dict[str, Any]:
 async def answers_of(
     held_out: EvalTasks,
     engine: Engine,
-    environment: Environment,
+    environment: RunEnvironment,
     tokenizer: Any,
     config: Config,
     stop_token_ids: frozenset[int],
@@ -139,7 +138,7 @@ async def answers_of(
         sampling = {"max_new_tokens": limit, "temperature": setting.temperature, "top_p": setting.top_p}
         rollout = config.rollout.model_copy(update={**sampling, "top_k": 0, "min_p": 0.0})
         # Agents of training may be at work: the evaluation has Episodes, and counts, of its own.
-        apart = environment.apart() if isinstance(environment, Episodes) else environment
+        apart = environment.apart()
         groups = await play_groups(
             list(zip(held_out.tasks, held_out.prompts, strict=True)),
             engine,
@@ -150,8 +149,8 @@ async def answers_of(
             setting.samples_per_task,
         )
         found += _answers_in(setting, groups, decode, config)
-        if isinstance(apart, Episodes):
-            ends.update({how: apart.counts[f"episodes/{how}"] for how in _ENDS})
+        if (agents := apart.agents) is not None:
+            ends.update({how: agents.counts[f"episodes/{how}"] for how in _ENDS})
     if why := ", ".join(f"{ends[how]} ended with {how}" for how in ("timeout", "error") if ends[how]):
         logger.warning(f"of {len(found)} held-out episodes {why}: docs/agents.md says what becomes of them")
     return Answers(_named(found), dict(ends), held_out.left_out)

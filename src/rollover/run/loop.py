@@ -148,7 +148,8 @@ class Run:
         """One training step: collect, build the batch, step, sync weights, log. None where there is nothing (more) to
         train on."""
         parts, trainer = self.parts, self.parts.trainer
-        version = parts.prompts.version = trainer.policy_version
+        version = trainer.policy_version
+        parts.prompts.on_step(version)
         await self.hooks.call("on_step_start", version + 1)
 
         groups = await self._collect(version)

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from rollover.algorithms.grouping import Grouping
-from rollover.envs.protocol import HoldsObjects
 from rollover.rollout.lifecycle import acting_in
 from rollover.run.batch_metrics import (
     advantage_metrics,
@@ -247,7 +246,7 @@ class Rows:
         """Counters of what answers the policy. Where it plays episodes itself it counts them, and not the driver."""
         driver, environment = self.parts.driver, self.parts.environment
         acting = driver.player.env_tasks.stats() if driver.has_turns else {}
-        return acting | (environment.stats() if isinstance(environment, HoldsObjects) else {})
+        return acting | environment.stats()
 
     def _since_last(self, name: str, cumulative: float) -> float:
         """Growth of the cumulative number `name` since this was last asked."""

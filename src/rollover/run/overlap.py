@@ -58,8 +58,6 @@ class Overlap:
         self.shares = Shares.of(self.config)
         # One thread for all steps: it keeps its own team of torch's threads.
         self._thread = ThreadPoolExecutor(1, "trainer")
-        if self.is_on:
-            self.parts.trainer.team.before = self._take_cores
 
     async def collect(self, version: int) -> list[Group] | None:
         """As `Driver.collect`; with train.streaming_min_groups the trainer works on what is ready meanwhile."""
@@ -141,16 +139,15 @@ class Overlap:
         engine, team = self.parts.engine, self.parts.trainer.team
         engine.use_threads(self.shares.engine)
         try:
-            loop, share = asyncio.get_running_loop(), self.shares.trainer
-            return await loop.run_in_executor(self._thread, team.compute, share, work)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, team.compute, self._trainers_share, work)
         finally:
             team.use(self.shares.alone)
             engine.use_threads(self.shares.alone)
 
-    def _take_cores(self) -> None:
-        """In the trainer's thread: its share of the cores, or all once the engine has nothing to run beside it."""
-        idle = self.parts.driver.clock.idle.running
-        self.parts.trainer.team.use(self.shares.alone if idle else self.shares.trainer)
+    def _trainers_share(self) -> int:
+        """The trainer's share of the cores, or all once the engine has nothing to run beside it."""
+        return self.shares.alone if self.parts.driver.clock.idle.running else self.shares.trainer
 
     def _generating(self) -> str:
         return f"generating: {self.parts.driver.watchdog.describe(time.monotonic())}"

@@ -18,7 +18,7 @@ from rollover.config import Config
 from rollover.config.backend import needs_weights_here
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine
-from rollover.envs.protocol import Environment, HoldsObjects
+from rollover.envs.protocol import RunEnvironment
 from rollover.models import kernels
 from rollover.models.devices import engine_device, pick_device
 from rollover.models.load import LoadedModel, load_model, load_outline, stop_token_ids
@@ -32,7 +32,7 @@ from rollover.rollout.run_clock import RunClock
 from rollover.rollout.watchdog import Watchdog
 from rollover.run.environment import start_environment
 from rollover.run.supervised import Examples, load_examples
-from rollover.tasks.prompts import PromptSource, build_prompts, encoder, prompt_limit
+from rollover.tasks.prompts import PromptSource, build_prompts, prompt_limit
 from rollover.tasks.reroll import Reroll
 from rollover.track.lifetimes import Lifetimes
 from rollover.track.trace import Trace
@@ -41,7 +41,6 @@ from rollover.trainer.reuse import Reuse
 from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.trainer.teacher import teacher_prompts
 from rollover.trainer.trainer import Trainer
-from rollover.workflows.build import EpisodeServer
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +113,7 @@ class Parts:
     rewarder: ScoringPool
     observed: RewardObserver
     """Over `rewarder`: what scores."""
-    environment: Environment
+    environment: RunEnvironment
     """What rollouts meet, in training and in evaluations; it asks `observed` for scores."""
     driver: Driver
     stop_token_ids: frozenset[int]
@@ -123,8 +122,6 @@ class Parts:
     reuse: Reuse
     trace: Trace
     lifetimes: Lifetimes
-    server: EpisodeServer | None = None
-    """For the agents of a workflow, where it has some."""
     examples: Examples | None = None
     """Of a supervised run."""
 
@@ -166,12 +163,6 @@ class Parts:
             trainer = build_trainer(config, loaded, engine, logs, kept.cluster.own_ranks)
             on_error.callback(trainer.close)
             pool = observed.rewarder
-            environment, server = await start_environment(config, loaded, observed, engine, on_error)
-            if isinstance(environment, HoldsObjects) and environment.notice:
-                logger.warning(environment.notice)
-            encode = encoder(loaded.tokenizer, environment, loaded.processor)
-            prompts = prompts_for(encode, prompt_limit(config, engine.max_tokens))
-            reroll = Reroll(config.reroll, config.train.num_steps, prompts)
             trace = trace or Trace(RunClock())
             lifecycle = Lifecycle(
                 config.rollout,
@@ -182,12 +173,17 @@ class Parts:
                 num_valid=Grouping(config.workflow, config.distill).most_valid,
                 clock=trace.clock,
             )
-            watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(config.rollout.rollouts_per_group))
+            environment = await start_environment(config, loaded, observed, engine, on_error, lifecycle.keep)
+            if environment.notice:
+                logger.warning(environment.notice)
+            prompts = prompts_for(environment.prompt, prompt_limit(config, engine.max_tokens))
+            reroll = Reroll(config.reroll, config.train.num_steps, prompts)
+            scoring_s = config.rewards.allowed_s(config.rollout.rollouts_per_group)
+            watchdog = Watchdog(config.watchdog, scoring_s, nobody_scores=lambda: pool.stands_still)
             seed, workflow = config.run.seed, config.workflow
             driver = Driver(lifecycle, engine, reroll, environment, seed, stops, watchdog, workflow, on_abandon)
             reuse = Reuse(config, reroll, prompts.curriculum)
             lifecycle.clock.go_on()
-            driver.player.nobody_scores = lambda: pool.stands_still
             parts = cls(
                 kept=kept,
                 again=again,
@@ -205,7 +201,6 @@ class Parts:
                 reuse=reuse,
                 trace=trace,
                 lifetimes=Lifetimes(),
-                server=server,
                 examples=examples,
             )
             on_error.pop_all()
@@ -220,8 +215,7 @@ class Parts:
             if not keep:
                 parts.push_async_callback(self.kept.close)
             parts.callback(self._close_lost_backend if keep else self.trainer.close)
-            if self.server is not None:
-                parts.push_async_callback(self.server.close)
+            parts.push_async_callback(self.environment.close)
             await self.driver.abandon()
 
     def _close_lost_backend(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from rollover.config import Config
 from rollover.config.rollout import SAMPLING, RolloutConfig
 from rollover.engine.protocol import Engine
-from rollover.envs.protocol import Environment
+from rollover.envs.protocol import RunEnvironment
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
 from rollover.rollout.watchdog import GivenUp, Watchdog
@@ -27,7 +27,7 @@ _OF_SAMPLING = (*SAMPLING, "max_new_tokens", "stop", "stop_token_ids", "logits")
 async def play_groups(
     tasks: Sequence[tuple[Task, Prompt]],
     engine: Engine,
-    environment: Environment,
+    environment: RunEnvironment,
     config: Config,
     stop_token_ids: frozenset[int],
     seed: int,

@@ -102,7 +102,7 @@ class Replay:
         return self.lifecycle.cache.rollout(meta["rollout"])
 
     def _admit(self, meta: dict[str, Any], data: bytes) -> None:
-        self.parts.prompts.version = meta["task_version"]
+        self.parts.prompts.on_step(meta["task_version"])
         item = self.next_task(meta["attempt"])
         wanted = f"{meta['task']} (attempt {meta['attempt']})"
         found = "none" if item is None else f"{item[0].task_id} (attempt {item[0].attempt})"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import safetensors.numpy
@@ -24,8 +24,7 @@ from rollover.checkpoint.store import CheckpointStore, FileWriter, FolderWriter,
 from rollover.run.directory import RunDirectory
 from rollover.run.parts import Parts
 from rollover.run.producer import Producer
-from rollover.trainer.backend import ShardedState
-from rollover.trainer.local_backend import LocalBackend
+from rollover.trainer.backend import CheckpointedBackend
 from rollover.trainer.stored_tensors import StoredTensors
 
 FORMAT = 1
@@ -57,20 +56,15 @@ def stateful_parts(parts: Parts, producer: Producer) -> list[StatefulPart]:
     """The stateful parts of a run that is made of `parts`, in the order in which they are restored."""
     trainer, lifecycle, prompts, reuse = parts.trainer, parts.lifecycle, parts.prompts, parts.reuse
 
+    backend = cast(CheckpointedBackend, trainer.backend)  # build_trainer makes no other
+
     def save_trainer() -> tuple[Mapping[str, Any], Arrays | FolderWriter]:
-        backend = trainer.backend
-        tensors, meta = backend.save_shards() if isinstance(backend, ShardedState) else backend.save_state()
+        tensors, meta = backend.save_checkpoint()
         return meta, tensors
 
     def load_trainer(meta: dict[str, Any], stored: Arrays) -> None:
-        backend = trainer.backend
         assert isinstance(stored, StoredTensors)
-        if isinstance(backend, ShardedState):
-            backend.load_shards(stored, meta)
-        elif isinstance(backend, LocalBackend):
-            backend.load_state(stored, meta)  # read one by one
-        else:
-            backend.load_state(dict(stored), meta)
+        backend.load_checkpoint(stored, meta)
 
     def load_lifecycle(state: Any, arrays: Arrays) -> None:
         lifecycle.load_state_dict(state, arrays)

@@ -10,6 +10,7 @@ Never drops or admits anything: `Driver.on_new_version` does, after each step, w
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import cast
 
 from rollover.engine.protocol import Sleeper
 from rollover.run import blocked_warning
@@ -73,8 +74,7 @@ class WeightSync:
     def _sleeper(self) -> Sleeper | None:
         if not (self.needed and self.config.cluster.colocate):
             return None
-        assert isinstance(self.parts.engine, Sleeper), "a rule of [cluster] refuses other engines"
-        return self.parts.engine
+        return cast(Sleeper, self.parts.engine)  # a rule of [cluster] refuses other engines
 
     def _watched(self, doing: str) -> AbstractContextManager[object]:
         return blocked_warning.over_work("the servers", doing, self.config.watchdog.weights_timeout_s)

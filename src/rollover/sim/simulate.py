@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from rollover.config import PlanConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Event, Lifecycle
+from rollover.rollout.requests import is_asked, to_append
 from rollover.rollout.run_clock import RunClock
 from rollover.rollout.slots import token_budget
-from rollover.rollout.turn import is_asked, to_append
 from rollover.sim.fleet import Fleet
 from rollover.sim.segments import Segments
 from rollover.sim.turns import Later, Turns, is_partial

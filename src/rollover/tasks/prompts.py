@@ -14,7 +14,6 @@ from jinja2 import TemplateError
 
 from rollover.config import Config
 from rollover.config.tasks import Truncation
-from rollover.envs.protocol import HoldsObjects
 from rollover.functions import OwnFunction, described, own_function
 from rollover.images import BadImage
 from rollover.models.chat_template import prompt_arguments
@@ -33,10 +32,8 @@ _MAX_SKIPS = 1000
 Encode = Callable[[Task], Prompt]
 
 
-def encoder(tokenizer: Any, environment: object, processor: Processor | None = None) -> Encode:
-    """How tasks become prompts: an environment of a class of the user's own tells of its tools there."""
-    if isinstance(environment, HoldsObjects):
-        return environment.prompt
+def encoder(tokenizer: Any, processor: Processor | None = None) -> Encode:
+    """How tasks become prompts where the environment has nothing to say in them."""
     return partial(encode_prompt, tokenizer=tokenizer, processor=processor)
 
 
@@ -101,7 +98,7 @@ class PromptSource:
     ) -> None:
         self.stream, self.encode, self.max_prompt_tokens = stream, encode, max_prompt_tokens
         self.replace = replace and OwnFunction.over(replace, "tasks.before_produce", TASK_OR_NONE)
-        self.version = 0  # of the trainer: set by the loop, for `replace` alone
+        self.version = 0  # of the trainer, for `replace` alone
         self.truncation: Truncation = truncation
         self.curriculum = curriculum
         self.num_skipped = 0
@@ -122,6 +119,10 @@ class PromptSource:
             if self.curriculum and mark:
                 self.curriculum.back_to(mark)
             raise
+
+    def on_step(self, version: int) -> None:
+        """The trainer is at `version`: what is asked for from now on is for that step, or later ones."""
+        self.version = version
 
     def rewarded(self, task: Task) -> Task:
         """Return a task of a checkpoint with the reward of this configuration: a file names no code to run.

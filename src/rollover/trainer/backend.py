@@ -11,7 +11,6 @@ weights, optimizer, critic, earlier weights, micro-batches, devices and the loss
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,23 +164,19 @@ class TrainerBackend(Protocol):
         ...
 
 
-class ShardedState(ABC):
-    """What a `TrainerBackend` of several processes is besides: none of them holds its state as a whole.
+class CheckpointedBackend(Protocol):
+    """What a `TrainerBackend` of ours is besides, and what the user's own is wrapped in: how a run writes its state
+    into a checkpoint, and reads it again. The files of any may be read by the others."""
 
-    A run calls these in place of `save_state` and `load_state`. The files of either may be read by the other.
-    """
+    def save_checkpoint(self) -> tuple[Mapping[str, torch.Tensor] | FolderWriter, dict[str, Any]]:
+        """As `save_state`. Of several processes, none of which holds the state as a whole, in the place of the tensors
+        what writes them by `save_shards` (shards.py): it is called before the next step, with a folder that all
+        processes see, and raises OSError where a disk was at fault."""
+        ...
 
-    @abstractmethod
-    def save_shards(self) -> tuple[FolderWriter, dict[str, Any]]:
-        """(what writes the tensors of `save_state` by `save_shards` of shards.py, what JSON can hold).
-
-        The writer is called before the next step, with a folder that all processes see. It raises OSError where a disk
-        was at fault.
-        """
-
-    @abstractmethod
-    def load_shards(self, stored: StoredTensors, meta: dict[str, Any]) -> None:
+    def load_checkpoint(self, stored: StoredTensors, meta: dict[str, Any]) -> None:
         """As `load_state`. All processes see the files of `stored`, of which each reads what it needs."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from rollover.trainer.objective import Counts, Objective, Streams, Sums
 from rollover.trainer.optimizer import Optimizer
 from rollover.trainer.packing import Packed, row_tokens
 from rollover.trainer.passes import Passes, Sharded, set_training
+from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.tally import Tally
 from rollover.types import Sample, Segment
 
@@ -294,6 +295,12 @@ class LocalBackend:
         if "random/cpu" in tensors:
             torch.set_rng_state(tensors["random/cpu"])
         devices.set_random_state(self.device, tensors)
+
+    def save_checkpoint(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        return self.save_state()
+
+    def load_checkpoint(self, stored: StoredTensors, meta: dict[str, Any]) -> None:
+        self.load_state(stored, meta)
 
     def save_model(self, folder: Path) -> None:
         """A folder that transformers' from_pretrained loads: compute dtype, adapters merged, tokenizer included.

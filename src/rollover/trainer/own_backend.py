@@ -20,6 +20,7 @@ from rollover.engine.protocol import EngineDied, ExtendRequest
 from rollover.functions import OwnObject, described, is_number
 from rollover.trainer.backend import BackendLost, Stream, TrainerBackend, Version
 from rollover.trainer.objective import Counts
+from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.tally import Tally
 from rollover.types import Sample, Segment
 
@@ -121,6 +122,12 @@ class OwnBackend(OwnObject):
     def load_state(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
         with self._calling("load_state"):
             self.backend.load_state(tensors, meta)
+
+    def save_checkpoint(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        return self.save_state()
+
+    def load_checkpoint(self, stored: StoredTensors, meta: dict[str, Any]) -> None:
+        self.load_state(dict(stored), meta)
 
     def save_model(self, folder: Path) -> None:
         with self._calling("save_model"):

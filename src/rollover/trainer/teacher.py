@@ -16,13 +16,12 @@ import numpy as np
 import torch
 
 from rollover.config import Config, ModelConfig
-from rollover.envs.protocol import HoldsObjects
+from rollover.envs.protocol import RunEnvironment
 from rollover.functions import described, own_function, shortened
 from rollover.models.devices import dtype_of
 from rollover.models.limits import Limits
 from rollover.models.load import LoadedModel, load_model, load_outline
 from rollover.models.norms import compile_norms
-from rollover.tasks.prompts import encode_prompt
 from rollover.types import Group, Prompt, Sample, Task
 
 EncodeInstead = Callable[[Task, Any], Prompt]
@@ -102,8 +101,8 @@ class TeacherPrompts:
     """What a teacher reads in the place of prompts, as distill.privileged says.
 
     `encode`: makes the prompt of a task, and of what is read in the place of its messages or its text, as the policy's
-    was made (`encoder`). `positions`: of the teacher, None if it does not say. ValueError where the configuration names
-    no function.
+    was made (RunEnvironment.prompt). `positions`: of the teacher, None if it does not say. ValueError where the
+    configuration names no function.
     """
 
     def __init__(self, config: Config, encode: EncodeInstead, positions: int | None) -> None:
@@ -160,21 +159,11 @@ class TeacherPrompts:
             raise self._privileged.failed(error) from error
 
 
-def encoder(tokenizer: Any, environment: object) -> EncodeInstead:
-    """How a teacher's prompts are made: an environment of a class of the user's own tells of its tools there, too."""
-
-    def plain(task: Task, instead: Any) -> Prompt:
-        changed = {"prompt": instead} if task.messages is None else {"messages": tuple(instead)}
-        return encode_prompt(replace(task, **changed), tokenizer)
-
-    return environment.prompt if isinstance(environment, HoldsObjects) else plain
-
-
-def teacher_prompts(config: Config, loaded: LoadedModel, environment: object) -> TeacherPrompts | None:
+def teacher_prompts(config: Config, loaded: LoadedModel, environment: RunEnvironment) -> TeacherPrompts | None:
     """As distill.privileged says; None: the teacher reads what the policy reads."""
     if not config.distill.privileged:
         return None
-    return TeacherPrompts(config, encoder(loaded.tokenizer, environment), Limits.of(loaded.model).positions)
+    return TeacherPrompts(config, environment.prompt, Limits.of(loaded.model).positions)
 
 
 def _are_messages(made: object) -> bool:

@@ -1,30 +1,32 @@
-"""The episodes of a run, what plays them, and the server for those agents that ask over HTTP."""
+"""The episodes of a run, as the configuration says: what plays them, and the server for agents that ask over HTTP."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 from rollover import registry
 from rollover.config import WorkflowConfig
+from rollover.envs.protocol import Keep, keeps_nothing
 from rollover.envs.setup import EnvironmentSetup
 from rollover.functions import own_function
 from rollover.rewards.protocol import Rewarder, ScoreRequest
 from rollover.rewards.scorer import trainer_state
 from rollover.rewards.trl_arguments import TrainerState
 from rollover.types import Reward, SamplingParams, Task
-from rollover.workflows.agent_run import Limits
 from rollover.workflows.command import WorkflowCommand
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episodes import Episodes
 from rollover.workflows.function import KEY, RETURNS, WorkflowFunction, is_async
+from rollover.workflows.gateway.server import EpisodeServer
 from rollover.workflows.pool import WorkflowPool
 from rollover.workflows.protocol import Workflow
+from rollover.workflows.turns import Limits
 
 
-def build_episodes(setup: EnvironmentSetup, max_tokens: int, rewarder: Rewarder) -> Episodes:
+def build_episodes(
+    setup: EnvironmentSetup, max_tokens: int, rewarder: Rewarder, keep: Keep = keeps_nothing
+) -> Episodes:
     """`max_tokens`: the longest rollout, prompt included, that the engine takes. `rewarder` scores what a program
     answers without a reward. ValueError where the workflow, the chat template or what it needs does not fit."""
     config, workflow, rollout = setup.config, setup.config.workflow, setup.config.rollout
@@ -49,7 +51,8 @@ def build_episodes(setup: EnvironmentSetup, max_tokens: int, rewarder: Rewarder)
         stop=tuple(rollout.stop),
         image_urls=config.tasks.allow_image_urls,
     )
-    episodes = Episodes(plays, chats, limits, rollout.sampling, resumes=workflow.resume != "restart")
+    server = EpisodeServer(plays, setup.tokenizer, rollout.sampling, workflow.port)
+    episodes = Episodes(plays, chats, limits, server, resumes=workflow.resume != "restart", keep=keep)
     if plays.over_http:
         _require_extra(plays)
     return episodes
@@ -83,47 +86,6 @@ def build_workflow(
             " run's own event loop. Remove workflow.num_processes, or write a plain def"
         )
     return WorkflowPool(function, spec, workflow.num_processes, workflow.memory_gb, workflow.env)
-
-
-class EpisodeServer:
-    """Serves the calls of `episodes` on workflow.port, where their agents ask over HTTP, and ends what runs of them."""
-
-    def __init__(self, episodes: Episodes, port: int) -> None:
-        self.episodes, self._port = episodes, port
-        self._unproxied = ExitStack()
-        self._server: Any = None
-        self._client: Any = None
-
-    async def start(self) -> None:
-        """ValueError where the port is taken."""
-        episodes = self.episodes
-        if not episodes.function.over_http:
-            return
-        from rollover.http_server import LOOPBACK, HttpServer
-        from rollover.workflows.gateway.app import Gateway
-        from rollover.workflows.gateway.proxies import without_proxy
-
-        gateway = Gateway(episodes.calls)
-        self._server = HttpServer(episodes.function.over(gateway.app), self._port, name="workflow.port")
-        await self._server.start()
-        episodes.base_url, episodes.calls.undelivered = f"{self._server.url}/v1", gateway.forget
-        self._unproxied.enter_context(without_proxy(LOOPBACK))
-        await episodes.function.start(episodes.base_url)
-        if "client" in episodes.function.wanted:
-            import openai
-
-            # One pool of connections for all of them: a client a call would be a pool a call.
-            self._client = openai.AsyncOpenAI(base_url=episodes.base_url, api_key="none", timeout=None)
-            episodes.make_client = lambda api_key: self._client.with_options(api_key=api_key)
-
-    async def close(self) -> None:
-        """End every agent and every connection."""
-        with self._unproxied:
-            await self.episodes.function.close()
-            if self._client is not None:
-                await self._client.close()
-            if self._server is not None:
-                await self._server.close()
 
 
 def _require_extra(workflow: Workflow) -> None:

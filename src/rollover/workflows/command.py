@@ -33,8 +33,7 @@ from rollover.types import Reward, Task
 from rollover.workers.worker import how_it_ended
 from rollover.workflows.episode import Episode
 from rollover.workflows.function import as_answer
-from rollover.workflows.lanes import Lane, PerLane
-from rollover.workflows.protocol import Answer, AsksByKey, Waiting
+from rollover.workflows.protocol import Answer, AsksByKey, Lane, PerLane, Waiting
 
 KEY = "workflow.command"
 MOST_AT_ONCE = 64

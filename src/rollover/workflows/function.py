@@ -10,8 +10,7 @@ from typing import Any
 
 from rollover.functions import OwnFunction, described, is_score, own_function
 from rollover.types import Reward
-from rollover.workflows.lanes import Lane
-from rollover.workflows.protocol import Answer, AsksByKey, Waiting
+from rollover.workflows.protocol import Answer, AsksByKey, Lane, Waiting
 
 KEY = "workflow.function"
 OVER_HTTP = ("client", "base_url", "api_key")

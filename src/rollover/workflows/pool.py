@@ -20,8 +20,7 @@ from rollover.rewards.travel import packed
 from rollover.workers.framing import BadMessage
 from rollover.workers.worker import Worker, WorkerDied
 from rollover.workflows.function import IN_WORKER, KEY, OVER_HTTP, RETURNS, wanted_by
-from rollover.workflows.lanes import Lane, PerLane
-from rollover.workflows.protocol import Answer, AsksByKey, Waiting
+from rollover.workflows.protocol import Answer, AsksByKey, Lane, PerLane, Waiting
 from rollover.workflows.worker import answer_from_json
 
 LOAD_LIMIT_S = 120.0

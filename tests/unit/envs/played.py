@@ -13,6 +13,7 @@ import numpy as np
 from rollover.config import Config
 from rollover.envs.build import EnvironmentSetup
 from rollover.envs.class_environment import ClassEnvironment
+from rollover.envs.protocol import Keep, keeps_nothing
 from rollover.live_objects import hold, release
 from rollover.types import Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 from unit.envs import templates
@@ -27,20 +28,23 @@ async def score_by_text(rollouts: list[Rollout]) -> list[Reward]:
 
 
 @contextmanager
-def environment(made: Any, template: str = templates.CHATML, **workflow: Any) -> Iterator[ClassEnvironment]:
+def environment(
+    made: Any, template: str = templates.CHATML, keep: Keep = keeps_nothing, **workflow: Any
+) -> Iterator[ClassEnvironment]:
     """Of a class that a program handed over."""
     spec = hold(made, getattr(made, "__name__", "made"))
     rollout = {"max_new_tokens": 10_000}
     try:
         config = Config.model_validate({"workflow": {"environment": spec, **workflow}, "rollout": rollout})
-        yield build(config, template)
+        yield build(config, template, keep)
     finally:
         release(spec)
 
 
-def build(config: Config, template: str = templates.CHATML) -> ClassEnvironment:
+def build(config: Config, template: str = templates.CHATML, keep: Keep = keeps_nothing) -> ClassEnvironment:
     tokenizer = templates.tokenizer(template)
-    return ClassEnvironment(EnvironmentSetup(config, tokenizer, score_by_text, lambda task: False, len(tokenizer)))
+    setup = EnvironmentSetup(config, tokenizer, score_by_text, lambda task: False, len(tokenizer))
+    return ClassEnvironment(setup, keep)
 
 
 def call(name: str, /, **arguments: Any) -> str:

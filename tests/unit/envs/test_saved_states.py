@@ -8,7 +8,7 @@ import itertools
 import json
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,14 +82,13 @@ Kept = dict[tuple[int, int], str]
 @contextmanager
 def keeping(made: Any, kept: Kept, **workflow: Any) -> Iterator[ClassEnvironment]:
     """A process: its environment has what earlier ones kept, as JSON, and keeps more."""
-    with environment(made, **workflow) as env:
+
+    def keep(group_id: int, sibling: int, name: str, state: Any) -> None:
+        kept[group_id, sibling] = json.dumps({name: state})
+
+    with environment(made, keep=keep, **workflow) as env:
         for place, state in kept.items():
-            env.states.recall(place, json.loads(state))
-
-        def keep(place: tuple[int, int], state: Mapping[str, Any]) -> None:
-            kept[place] = json.dumps(state)
-
-        env.states.on_kept = keep
+            env.recall(*place, json.loads(state))
         yield env
 
 

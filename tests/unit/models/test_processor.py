@@ -194,7 +194,7 @@ def test_truncated_image_names_the_task(folders, images):
 def test_model_of_text_refuses_images(images):
     task = Task("data/0", "data", "r", messages=({"role": "user", "content": [part(images, "a")]},))
     with pytest.raises(ValueError, match="task 'data/0' of data: it shows images, and the model.*takes text alone"):
-        encoder(tiny.tokenizer(), None)(task)
+        encoder(tiny.tokenizer())(task)
 
 
 def test_text_alone_loads_no_processor(folders, monkeypatch):

@@ -66,7 +66,7 @@ def test_what_was_found_is_kept_for_each_limit() -> None:
     team.use(2)
     assert torch.get_num_threads() == 1
     with ThreadPoolExecutor(1) as thread:  # which begins with torch's own number
-        assert thread.submit(team.compute, 2, torch.get_num_threads).result() == 1
+        assert thread.submit(team.compute, lambda: 2, torch.get_num_threads).result() == 1
 
 
 def test_a_piece_that_fails_is_not_counted() -> None:

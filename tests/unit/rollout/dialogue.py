@@ -6,13 +6,13 @@ import asyncio
 
 from fake_engine import FakeEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.envs.protocol import written
+from rollover.envs.protocol import RunEnvironment, written
 from rollover.types import Reward, Rollout, Segment, Task
 
 SAID = 900  # the environment's tokens: SAID + the turn, three times
 
 
-class Dialogue:
+class Dialogue(RunEnvironment):
     """Answers the first `turns - 1` turns of the policy. `pause`: turns of the event loop that an answer takes."""
 
     def __init__(self, turns: int = 3, pause: int = 0, ends_itself: bool = False) -> None:

@@ -11,8 +11,8 @@ from heard import hear
 from rollover.config.rollout import RolloutConfig
 from rollover.config.workflow import WorkflowConfig
 from rollover.engine.protocol import ExtendRequest
-from rollover.envs.protocol import Environment
-from rollover.envs.single_turn import SingleTurn
+from rollover.envs.build import SingleTurn
+from rollover.envs.protocol import RunEnvironment
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
 from rollover.rollout.watchdog import Watchdog
@@ -45,7 +45,7 @@ class Run:
         engine: FakeEngine | None = None,
         watchdog: Watchdog | None = None,
         group_filter: Callable[[Group], tuple[str, str] | None] | None = None,
-        environment: Environment | None = None,
+        environment: RunEnvironment | None = None,
         workflow: WorkflowConfig | None = None,
         **config: object,
     ) -> None:

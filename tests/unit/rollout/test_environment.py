@@ -16,7 +16,7 @@ from rollover.config.algorithm import AlgorithmConfig
 from rollover.config.workflow import WorkflowConfig
 from rollover.engine.protocol import ExtendRequest
 from rollover.envs.build import EnvironmentSetup, OwnEnvironment, build_environment
-from rollover.envs.protocol import Environment, written
+from rollover.envs.protocol import RunEnvironment, written
 from rollover.rollout.lifecycle import EventKind
 from rollover.types import DropReason, Reward, Rollout, RolloutState, Segment, StopReason
 from unit.rollout.dialogue import SAID, Dialogue, TurnEngine, said
@@ -36,7 +36,7 @@ MODES = {
 }
 
 
-def dialogue(environment: Environment | None = None, **config: object) -> Run:
+def dialogue(environment: RunEnvironment | None = None, **config: object) -> Run:
     return Run(engine=TurnEngine(), environment=environment or Dialogue(), **{**ROOMY, **config})  # type: ignore[arg-type]
 
 

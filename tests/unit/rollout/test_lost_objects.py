@@ -130,7 +130,7 @@ def process(made: type, *, engine: Any = None, workflow: dict[str, Any] | None =
         tables = {"workflow": {"environment": spec, **(workflow or {})}, "rollout": {"max_new_tokens": MAX_NEW_TOKENS}}
         settings = Config.model_validate(tables)
         setup = EnvironmentSetup(settings, TOKENIZER, score_by_tokens, lambda task: False, len(TOKENIZER))
-        environment = ClassEnvironment(setup)
+        environment = ClassEnvironment(setup, lambda *told: run.lifecycle.keep(*told))
     finally:
         release(spec)
     options = {"max_new_tokens": MAX_NEW_TOKENS, "group_size": 2, **config}

@@ -13,7 +13,7 @@ from world import make_segment, make_task
 
 from fake_engine import FakeEngine
 from rollover.config.rollout import RolloutConfig
-from rollover.envs.single_turn import SingleTurn
+from rollover.envs.build import SingleTurn
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.staleness import group_staleness

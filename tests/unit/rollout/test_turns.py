@@ -22,7 +22,7 @@ from rollover.config import EngineConfig
 from rollover.config.workflow import WorkflowConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.envs.build import OwnEnvironment
-from rollover.envs.protocol import written
+from rollover.envs.protocol import RunEnvironment, written
 from rollover.rollout.lifecycle import Event
 from rollover.types import DropReason, Group, Reward, Rollout, Segment, StopReason, Task
 from unit.rollout.dialogue import TurnEngine
@@ -42,7 +42,7 @@ MODES: dict[str, dict[str, object]] = {
 TIMEOUT_S = 5.0
 
 
-class Talks:
+class Talks(RunEnvironment):
     """Two tokens after each turn, for as many turns as the rollout's number says. What it takes is up to `rng`."""
 
     def __init__(self, rng: random.Random | None = None, token: int = 50) -> None:

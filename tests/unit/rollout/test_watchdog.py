@@ -21,7 +21,8 @@ class Bench:
     """A watchdog that looks whenever it wants to, and rollouts with so many new tokens each."""
 
     def __init__(self, config: WatchdogConfig = CONFIG, scoring_s: float = 60, **tokens: int) -> None:
-        self.watchdog = Watchdog(config, scoring_s)
+        self.nobody_scores = False
+        self.watchdog = Watchdog(config, scoring_s, nobody_scores=lambda: self.nobody_scores)
         self.now, self.tokens, self.queued = 1000.0, {}, set()
         for name, num in tokens.items():
             self.start(name.removeprefix("r").replace("_", "-"), num)
@@ -160,9 +161,11 @@ def test_a_scoring_is_repeated_once_then_given_up() -> None:
 def test_a_scorings_time_does_not_run_while_nobody_could_score() -> None:
     bench = Bench()
     bench.watchdog.on_score(4, bench.now)
+    bench.nobody_scores = True
     for _ in range(100):
         bench.now += bench.watchdog.pause(bench.now)
-        assert bench.watchdog.look(bench.now, {}, (), None) == []
+        assert bench.look() == []
+    bench.nobody_scores = False
     assert bench.run(99) == [], "its whole time begins when somebody can"
     assert [s.action for s in bench.run(2 * CONFIG.reward_timeout_s)] == [Action.RESCORE]
 

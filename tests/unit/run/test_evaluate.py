@@ -14,8 +14,8 @@ from fake_engine import FakeEngine
 from heard import hear
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
-from rollover.envs.protocol import BeginAgain, Environment, written
-from rollover.envs.single_turn import SingleTurn
+from rollover.envs.build import SingleTurn
+from rollover.envs.protocol import BeginAgain, RunEnvironment, written
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.scorer import make_scorer
 from rollover.run.evaluate import Answers, EvalTasks, answers_of, summarised
@@ -54,7 +54,7 @@ SINGLE_TURN = SingleTurn(make_scorer(Rewarder(), TOKENIZER, Config()))
 
 
 def answers(
-    engine: FakeEngine, said: list[str], environment: Environment = SINGLE_TURN, config: Config = CONFIG
+    engine: FakeEngine, said: list[str], environment: RunEnvironment = SINGLE_TURN, config: Config = CONFIG
 ) -> list[Answer]:
     hear(said)
 
@@ -108,7 +108,7 @@ def test_an_evaluation_that_fails_waits_for_nothing_and_leaves_nothing_in_the_en
     assert len(engine.asked) == 6 and engine.released == engine.asked
 
 
-class Twice:
+class Twice(RunEnvironment):
     """Tells the policy a token after each of its first two turns; a rollout is worth what it was told, in tokens."""
 
     async def next(self, rollout: Rollout) -> Segment | None:

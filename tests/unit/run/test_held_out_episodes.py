@@ -15,11 +15,12 @@ from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
 from rollover.run.evaluate import Answers, EvalTasks, answers_of, check_roles, summarised
 from rollover.types import SamplingParams, Segment, Task
-from rollover.workflows.agent_run import Limits
 from rollover.workflows.calls import BudgetUsedUp
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episodes import Episodes
 from rollover.workflows.function import WorkflowFunction
+from rollover.workflows.gateway.server import EpisodeServer
+from rollover.workflows.turns import Limits
 from unit.envs import templates
 
 TOKENIZER = templates.tokenizer(templates.CHATML)
@@ -45,7 +46,9 @@ class Evaluation:
         )
         self.engine = engine or FakeEngine(lambda seed: 5 + seed % 20, vocab_size=len(TOKENIZER))
         settings = Limits(**{"max_new_tokens": 60, "max_prompt_tokens": 2000, "retries": 1, **limits})
-        self.training = Episodes(WorkflowFunction(agent, "mine"), CHATS, settings, SamplingParams())
+        function = WorkflowFunction(agent, "mine")
+        server = EpisodeServer(function, TOKENIZER, SamplingParams())
+        self.training = Episodes(function, CHATS, settings, server)
         self.said: list[str] = hear([])
 
     async def found(self) -> Answers:
@@ -59,7 +62,7 @@ class Evaluation:
 
     def run(self) -> Answers:
         found = virtual_time.run(self.found())
-        assert not self.training.counts and self.training.host is None and not self.training.num_at_work
+        assert not self.training.counts and not self.training.num_at_work
         return found
 
 

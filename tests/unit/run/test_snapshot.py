@@ -24,7 +24,6 @@ from rollover.run.snapshot import Snapshot, StatefulPart, load_snapshot, statefu
 from rollover.tasks.reroll import Reroll
 from rollover.track.lifetimes import Lifetimes
 from rollover.track.trace import Trace
-from rollover.trainer.backend import ShardedState
 from rollover.trainer.reuse import Reuse
 from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.trainer.stored_tensors import StoredTensors
@@ -49,22 +48,19 @@ class Trainer:
         self.backend = self
         self.reward_kl = None
 
-    def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def save_checkpoint(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         return self.tensors, {"policy_version": self.policy_version}
 
-    def load_state(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
-        self.loaded, self.tensors, self.policy_version = True, tensors, meta["policy_version"]
+    def load_checkpoint(self, stored: StoredTensors, meta: dict[str, Any]) -> None:
+        self.loaded, self.tensors, self.policy_version = True, dict(stored), meta["policy_version"]
 
 
-class ShardedTrainer(Trainer, ShardedState):
+class ShardedTrainer(Trainer):
     """One whose processes write slices of its tensors, and which reads what it wants of those of a checkpoint."""
 
     read: tuple[str, ...] = ()
 
-    def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        raise AssertionError("no process holds it")
-
-    def save_shards(self) -> tuple[Callable[[str], None], dict[str, Any]]:
+    def save_checkpoint(self) -> tuple[Callable[[str], None], dict[str, Any]]:
         def write(folder: str) -> None:
             for kind in {name.partition("/")[0] for name in self.tensors}:
                 of_kind = {name: t.contiguous() for name, t in self.tensors.items() if name.startswith(f"{kind}/")}
@@ -73,7 +69,7 @@ class ShardedTrainer(Trainer, ShardedState):
 
         return write, {"policy_version": self.policy_version}
 
-    def load_shards(self, stored: StoredTensors, meta: dict[str, Any]) -> None:
+    def load_checkpoint(self, stored: StoredTensors, meta: dict[str, Any]) -> None:
         self.loaded, self.tensors, self.policy_version = True, dict(stored), meta["policy_version"]
         self.read = tuple(stored.paths)
 
@@ -180,7 +176,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     restore(after)
     assert after.trainer.policy_version == 3 and after.prompts.state_dict() == {"cursor": 3}
     assert after.producer.state_dict() == {"cursor": 4}
-    ours, theirs = (of.trainer.save_state()[0] for of in (before, after))
+    ours, theirs = (of.trainer.save_checkpoint()[0] for of in (before, after))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert all(ours[name].dtype == theirs[name].dtype for name in ours)
     held, again = (of.lifecycle.cache.groups for of in (before, after))

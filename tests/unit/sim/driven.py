@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 
 from fake_engine import FakeEngine
 from rollover.config.rollout import RolloutConfig
-from rollover.envs.single_turn import SingleTurn
+from rollover.envs.build import SingleTurn
+from rollover.envs.protocol import RunEnvironment
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, Lifecycle
 from rollover.sim.turns import Turns
@@ -28,7 +29,7 @@ class Lengths(dict):
         return self.workload.lengths(group_id)[sibling]
 
 
-class Tools(Lengths):
+class Tools(Lengths, RunEnvironment):
     """The environment of a planned workload of several turns, and where the present turn of each rollout ends."""
 
     def __init__(self, workload: Workload, turns: Turns) -> None:

@@ -27,7 +27,7 @@ class Stream:
 
 
 def source(replace, num: int = 4) -> PromptSource:
-    return PromptSource(Stream(num), encoder(tiny.tokenizer(), None), 100, replace)  # type: ignore[arg-type]
+    return PromptSource(Stream(num), encoder(tiny.tokenizer()), 100, replace)  # type: ignore[arg-type]
 
 
 def everything(prompts: PromptSource) -> list[tuple[str, str]]:
@@ -43,7 +43,7 @@ def test_it_sees_the_version_and_its_answer_is_used() -> None:
         return None if task.task_id == "t1" else dataclasses.replace(task, prompt=f"{task.prompt} at {version}")
 
     prompts = source(replace)
-    prompts.version = 7
+    prompts.on_step(7)
     assert everything(prompts) == [(f"t{i}", f"say {i} at 7") for i in (0, 2, 3)]
     assert seen == [(f"t{i}", 7) for i in range(4)] and prompts.num_left_out == 1
     again = source(replace, 0)

@@ -28,7 +28,7 @@ def prompts(folder: Path, truncation: str, most: int = 5) -> PromptSource:
         f'eval_fraction = 0\n[[tasks.sources]]\nkind = "dataset"\npath = "{folder}/tasks.jsonl"\n'
     )
     config = load_config([folder / "run.toml"], []).config
-    return build_prompts(config)(encoder(tiny.tokenizer(), None), config.tasks.max_prompt_tokens)
+    return build_prompts(config)(encoder(tiny.tokenizer()), config.tasks.max_prompt_tokens)
 
 
 def rows(folder: Path, num: int, *words: str, rollout: str = "groups_per_step = 4") -> PromptSource:
@@ -41,7 +41,7 @@ def rows(folder: Path, num: int, *words: str, rollout: str = "groups_per_step = 
         f'[[tasks.sources]]\nkind = "dataset"\npath = "{folder}/rows.jsonl"\n'
     )
     config = load_config([folder / "rows.toml"], [(key, value) for key, value in [w.split("=") for w in words]]).config
-    return build_prompts(config)(encoder(tiny.tokenizer(), None), config.tasks.max_prompt_tokens)
+    return build_prompts(config)(encoder(tiny.tokenizer()), config.tasks.max_prompt_tokens)
 
 
 def test_drop_last_leaves_out_the_end_of_each_pass(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_the_count_goes_on_after_a_resume(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("truncation", "expected"), [("skip", [SHORT]), ("right", ["01234", SHORT])])
 def test_held_out_prompts_are_dealt_with_alike(truncation: Truncation, expected: list[str]) -> None:
     tasks = [Task(str(i), "s", "r", prompt=text) for i, text in enumerate((LONG, SHORT))]
-    found = encode_tasks(tasks, encoder(tiny.tokenizer(), None), 5, truncation)
+    found = encode_tasks(tasks, encoder(tiny.tokenizer()), 5, truncation)
     assert [tiny.tokenizer().decode(prompt.ids) for prompt in found.prompts] == expected
     assert len(found.tasks) == len(expected)
     assert found.left_out == 2 - len(expected)

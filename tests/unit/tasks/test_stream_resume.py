@@ -65,11 +65,11 @@ def test_a_task_that_fails_is_not_passed_over(tmp_path: Path) -> None:
             raise ValueError("the row is broken")
         return task
 
-    prompts = PromptSource(stream(tmp_path, shuffle=False), encoder(tiny.tokenizer(), None), 100, replace)
+    prompts = PromptSource(stream(tmp_path, shuffle=False), encoder(tiny.tokenizer()), 100, replace)
     seen = [prompts() for _ in range(2)]
     with pytest.raises(ValueError, match="the row is broken"):
         prompts()
-    resumed = PromptSource(stream(tmp_path, shuffle=False), encoder(tiny.tokenizer(), None), 100, replace)
+    resumed = PromptSource(stream(tmp_path, shuffle=False), encoder(tiny.tokenizer()), 100, replace)
     resumed.load_state_dict(json.loads(json.dumps(prompts.state_dict())))
     failing = False
     seen += [resumed() for _ in range(2)]
@@ -129,7 +129,7 @@ def test_a_task_that_fails_leaves_no_trace_in_a_curriculum(tmp_path: Path) -> No
             raise ValueError("the row is broken")
         return task
 
-    prompts = PromptSource(first, encoder(tiny.tokenizer(), None), 100, replace, curriculum=curriculum)
+    prompts = PromptSource(first, encoder(tiny.tokenizer()), 100, replace, curriculum=curriculum)
     assert [prompts() is not None for _ in range(2)] == [True, True]
     before = curriculum.metrics(), curriculum.state_dict()
     with pytest.raises(ValueError, match="the row is broken"):

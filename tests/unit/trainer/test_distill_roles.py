@@ -16,13 +16,14 @@ from rollover.algorithms.grouping import Grouping
 from rollover.api.settings import Arguments
 from rollover.config import Config, ReplayConfig
 from rollover.config.load import ConfigError, load_config
+from rollover.envs.protocol import RunEnvironment
 from rollover.functions import load_function
-from rollover.tasks.prompts import encode_prompt
+from rollover.tasks.prompts import encode_prompt, encoder
 from rollover.trainer.backend import TEACHER
 from rollover.trainer.batch import Batch
 from rollover.trainer.replay_buffer import ReplayBuffer
 from rollover.trainer.step_batch import StepBatchBuilder
-from rollover.trainer.teacher import TeacherPrompts, encoder
+from rollover.trainer.teacher import TeacherPrompts
 from rollover.types import Group, Reward, SamplingParams, Segment, StopReason, Task
 from rollover.workflows.distilled import distill_options
 from unit.config.written import load
@@ -110,7 +111,7 @@ def test_a_privileged_prompt_is_asked_for_taught_roles_alone(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text("def told(task, messages):\n    return [{'role': 'system', 'content': '7'}, *messages]\n")
     of = config({"teacher": "initial", "roles": ["solver"], "privileged": "own.py:told"})
-    prompts = TeacherPrompts(of, encoder(tiny.tokenizer(), None), None)
+    prompts = TeacherPrompts(of, RunEnvironment(encoder(tiny.tokenizer())).prompt, None)
     found = {s.rollout_id: s.teacher_prompt_ids for s in batch(of, group(1.0), prompts).samples}
     assert found["0-0.1.0"] is None
     solver = found["0-0"]

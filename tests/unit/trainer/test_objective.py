@@ -366,7 +366,7 @@ def test_reinforce_with_several_minibatches_weighs_by_current_over_behavior() ->
     assert got == pytest.approx(float(expected), rel=1e-5)
     t = trainer({"loss": "reinforce"}, minibatches_per_step=3)
     passes = []
-    t.team.before = lambda: passes.append(torch.is_grad_enabled())
+    t.team.assemble = lambda: passes.append(torch.is_grad_enabled())  # type: ignore[method-assign]
     assert t.train_step(Batch(SAMPLES))["ratio/max"] == 1.0
     assert all(passes), "no forward pass is spent on a proximal policy"
 

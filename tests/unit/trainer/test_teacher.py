@@ -13,13 +13,14 @@ import torch
 import tiny
 from local_trainer import build_batch
 from rollover.config import AlgorithmConfig, Config
+from rollover.envs.protocol import RunEnvironment
 from rollover.functions import FunctionError
-from rollover.tasks.prompts import encode_prompt
+from rollover.tasks.prompts import encode_prompt, encoder
 from rollover.trainer.batch import Batch
 from rollover.trainer.build import build_trainer
 from rollover.trainer.replay_buffer import ReplayBuffer
 from rollover.trainer.step_batch import StepBatchBuilder
-from rollover.trainer.teacher import TeacherPrompts, encoder, load_teacher, other_vocabulary, teacher_prompts
+from rollover.trainer.teacher import TeacherPrompts, load_teacher, other_vocabulary, teacher_prompts
 from rollover.types import Group, Prompt, Task
 from samples import group, random_samples, rollout, segment
 from unit.envs.played import TOKENIZER, environment
@@ -72,7 +73,7 @@ def config(**distill: Any) -> Config:
 def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    encode = encoder(tiny.tokenizer(), None)
+    encode = RunEnvironment(encoder(tiny.tokenizer())).prompt
     return lambda name: TeacherPrompts(config(privileged=f"own.py:{name}"), encode, 1024)
 
 
@@ -119,7 +120,7 @@ class Counter:
 def test_a_teacher_reads_of_the_tools_and_the_episode_as_the_policy_does(prompts) -> None:
     with environment(Counter) as env:
         own = TOKENIZER.decode(list(env.prompt(CHAT).ids))
-        taught = TeacherPrompts(config(privileged="own.py:told"), encoder(TOKENIZER, env), None)
+        taught = TeacherPrompts(config(privileged="own.py:told"), env.prompt, None)
         text = TOKENIZER.decode(taught.of_task(CHAT).ids)
         assert TOKENIZER.decode(list(env.prompt(CHAT).ids)) == own
     assert '"up"' in own and "It is 7." not in own and own.count("Count to 7: 3+4?") == 1

@@ -11,12 +11,12 @@ import numpy as np
 
 from heard import hear
 from rollover.types import Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
-from rollover.workflows.agent_run import Limits
-from rollover.workflows.build import EpisodeServer
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episodes import Episodes
 from rollover.workflows.function import WorkflowFunction
+from rollover.workflows.gateway.server import EpisodeServer
 from rollover.workflows.protocol import Workflow
+from rollover.workflows.turns import Limits
 from unit.envs import templates
 
 Policy = Callable[[str], str]
@@ -33,8 +33,8 @@ class ScriptedHost:
         settings: dict[str, Any] = {"max_new_tokens": 400, "max_prompt_tokens": 2000} | limits
         self.chats = Chats(self.tokenizer)
         plays: Workflow = workflow if hasattr(workflow, "spec") else WorkflowFunction(workflow, "mine")  # type: ignore
-        self.episodes = Episodes(plays, self.chats, Limits(**settings), SamplingParams())
-        self.episodes.host = self
+        self.server = EpisodeServer(plays, self.tokenizer, SamplingParams())
+        self.episodes = Episodes(plays, self.chats, Limits(**settings), self.server)
         self.task = Task("t", "test", "", messages=({"role": "user", "content": "What is 2+2?"},))
         self.task_prompt = self.chats.of(()).prompt(self.task.messages or ())
         self.rollouts: dict[str, Rollout] = {}
@@ -52,8 +52,7 @@ class ScriptedHost:
     async def play(self) -> None:
         self.over = asyncio.Event()
         self.playing: set[asyncio.Task[None]] = set()
-        server = EpisodeServer(self.episodes, 0)
-        await server.start()
+        await self.server.start()
         try:
             self._begin()
             await self.over.wait()
@@ -61,12 +60,12 @@ class ScriptedHost:
                 await asyncio.wait(self.playing)
             self.episodes.end([0])
         finally:
-            await server.close()
+            await self.server.close()
 
     def _begin(self) -> None:
         self.rollouts.clear()
         first = Rollout(0, 0, self.task, prompt=self.task_prompt)
-        self.episodes.begin(first)
+        self.episodes.begin(self, first)
 
     # Host
 

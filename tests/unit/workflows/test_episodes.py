@@ -383,7 +383,7 @@ def test_half_a_character_is_tokenised_as_a_replacement_and_what_is_nested_too_d
         nested = [nested]
 
     async def strange(episode: Any) -> float:
-        trajectory, asked = episode.trajectory(), host.episodes.calls.call
+        trajectory, asked = episode.trajectory(), host.server.call
         await asked(trajectory.api_key, "policy", Call(prompt="a \ud800 b"))
         for more in ({"messages": [USER | {"name": nested}]}, {"messages": [USER], "tools": [{"function": nested}]}):
             with pytest.raises(CallRefused, match="nested too deeply"):

@@ -20,11 +20,12 @@ import virtual_time
 from fake_engine import FakeEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.types import DropReason, Group, Rollout, RolloutState, SamplingParams, Segment
-from rollover.workflows.agent_run import Limits
 from rollover.workflows.calls import BudgetUsedUp
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episodes import Episodes
 from rollover.workflows.function import WorkflowFunction
+from rollover.workflows.gateway.server import EpisodeServer
+from rollover.workflows.turns import Limits
 from unit.envs import templates
 from unit.rollout.run import PARTIAL, Run
 
@@ -120,7 +121,10 @@ class Hosted(Run):
             max_turns=200 if max_tokens else 16,
         )  # fmt: skip
         chats, function = Chats(TOKENIZER), WorkflowFunction(workflow, "mine")
-        self.episodes = Episodes(function, chats, limits, SamplingParams(), resumes=resumes)
+        server = EpisodeServer(function, TOKENIZER, SamplingParams())
+        self.episodes = Episodes(
+            function, chats, limits, server, resumes=resumes, keep=lambda *told: self.lifecycle.keep(*told)
+        )
         self.groups: list[Group] = []
         super().__init__(
             engine=engine or Turns(),

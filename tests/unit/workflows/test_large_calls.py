@@ -10,8 +10,7 @@ import pytest
 
 from rollover.types import Reward
 from rollover.workflows.calls import BudgetUsedUp, Call
-from rollover.workflows.conversations import Conversations
-from rollover.workflows.large_calls import LARGE
+from rollover.workflows.conversations import LARGE, Conversations
 from unit.workflows.scripted_host import ScriptedHost
 
 MORE = {"role": "user", "content": "More"}
@@ -53,7 +52,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_tokenised(call: Call, thr
     async def talk(task: Any, episode: Any) -> float:
         trajectory = episode.trajectory()
         try:
-            await host.episodes.calls.call(trajectory.api_key, "policy", call)
+            await host.server.call(trajectory.api_key, "policy", call)
         except BudgetUsedUp as error:
             refused.append(str(error))
         await trajectory.chat(task.messages)

@@ -36,9 +36,13 @@ class Columns(GrowingRows):
     def of(cls, rows: Iterable[Mapping[str, Any]]) -> Columns:
         """Of rows that are in no file."""
         made = cls(Path())
-        for row in rows:
-            made._add(made._checked(dict(row)))
+        made.extend(rows)
         return made
+
+    def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Further rows, which are in no file."""
+        for row in rows:
+            self._add(self._checked(dict(row)))
 
     def __len__(self) -> int:
         return len(self._blocks) * _BLOCK + len(self._rows)

@@ -34,6 +34,7 @@ from rollover.trainer.local_backend import answers_under
 from rollover.trainer.objective import Counts, Objective, Streams
 from rollover.trainer.optimizer import learning_rate
 from rollover.trainer.packing import padded
+from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.tally import Tally
 from rollover.trainer.teacher import load_teacher_outline
 from rollover.types import Sample, Segment
@@ -151,6 +152,12 @@ class TinkerBackend:
         self.training = self.service.training_from(meta["path"])
         self.policy_version, self.step_count = meta["policy_version"], meta["step_count"]
         self.forget_gradients()
+
+    def save_checkpoint(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        return self.save_state()
+
+    def load_checkpoint(self, stored: StoredTensors, meta: dict[str, Any]) -> None:
+        self.load_state(dict(stored), meta)
 
     def save_model(self, folder: Path) -> None:
         """The tokenizer, and in tinker.json where the service has the weights: to sample with, and to train on."""

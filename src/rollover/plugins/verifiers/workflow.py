@@ -22,8 +22,7 @@ from rollover.plugins.verifiers.sessions import Sessions
 from rollover.plugins.verifiers.source import task_again
 from rollover.types import Reward, SamplingParams
 from rollover.workflows.episode import Episode, EpisodeTrajectory
-from rollover.workflows.lanes import Lane
-from rollover.workflows.protocol import Answer, Waiting
+from rollover.workflows.protocol import Answer, Lane, Waiting
 
 MODEL = "policy"
 _NO_VARIABLE = "ROLLOVER_HAS_NO_API_KEY"  # verifiers reads a key from the environment: ours goes by the trace

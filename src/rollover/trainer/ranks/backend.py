@@ -29,7 +29,7 @@ from rollover.models.limits import Limits
 from rollover.models.load import outline_of
 from rollover.models.team import most_threads
 from rollover.processes import brief_waiting
-from rollover.trainer.backend import TEACHER, BackendSetup, ShardedState, Stream, Version
+from rollover.trainer.backend import TEACHER, BackendSetup, Stream, Version
 from rollover.trainer.local_backend import answers_under, write_folder
 from rollover.trainer.objective import Counts
 from rollover.trainer.packing import row_tokens
@@ -72,7 +72,7 @@ def make_ranks(setup: BackendSetup) -> RanksBackend:
     return RanksBackend(setup, ranks)
 
 
-class RanksBackend(ShardedState):
+class RanksBackend:
     """The `TrainerBackend` over `ranks`, which have met, and end with it. Each verb is documented there.
 
     `setup.loaded` has tokenizer, configuration and shapes of the model; its weights are never looked at.
@@ -139,18 +139,18 @@ class RanksBackend(ShardedState):
         """As LocalBackend's."""
         return await answers_under(self, self.engine, requests)
 
-    def save_shards(self) -> tuple[FolderWriter, dict[str, Any]]:
+    def save_checkpoint(self) -> tuple[FolderWriter, dict[str, Any]]:
         def write(folder: str) -> None:
             self._call_all("write_state", folder=folder)
 
         return write, self._call_all("state_meta")
 
-    def load_shards(self, stored: StoredTensors, meta: dict[str, Any]) -> None:
+    def load_checkpoint(self, stored: StoredTensors, meta: dict[str, Any]) -> None:
         self._call_all("read_state", paths=stored.paths, meta=meta)
 
     def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """As `save_shards`, for programs without a run: all of it, in this process."""
-        write, meta = self.save_shards()
+        """As `save_checkpoint`, for programs without a run: all of it, in this process."""
+        write, meta = self.save_checkpoint()
         with tempfile.TemporaryDirectory(dir=self._folder.path(0)) as folder:
             write(folder)
             return dict(StoredTensors([str(path) for path in Path(folder).rglob("*.safetensors")])), meta
@@ -159,7 +159,7 @@ class RanksBackend(ShardedState):
         with tempfile.TemporaryDirectory(dir=self._folder.path(0)) as folder:
             path = os.path.join(folder, "state.safetensors")
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-            self.load_shards(StoredTensors([path]), meta)
+            self.load_checkpoint(StoredTensors([path]), meta)
 
     def save_model(self, folder: Path) -> None:
         """A folder that transformers' from_pretrained loads, in compute dtype, tokenizer included."""

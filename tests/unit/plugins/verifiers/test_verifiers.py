@@ -22,7 +22,6 @@ from rollover.tasks.source import SourceSetup
 from rollover.tasks.split import SplitName
 from rollover.tasks.stream import TaskStream
 from rollover.types import Reward, Rollout, SamplingParams, StopReason
-from rollover.workflows.build import EpisodeServer
 from unit.workflows.scripted_host import Policy, ScriptedHost
 
 TASKSETS = Path(__file__).parents[3] / "tasksets"
@@ -41,17 +40,13 @@ class Host(ScriptedHost):
     """Plays episodes of a taskset, `num` siblings at once."""
 
     def __init__(self, name: str, policy: Policy, num: int = 1, task: int = 1, **settings: Any) -> None:
-        async def unused(episode: Any) -> None: ...
-
         limits = settings.pop("limits", {})
-        super().__init__(unused, policy, **limits)
         config = WorkflowConfig(verifiers=name, **settings)
+        super().__init__(VerifiersWorkflow(config, SamplingParams()), policy, **limits)
         self.num, self.left = num, num
         self.source = taskset_source(SourceSetup(TaskSourceConfig(kind="verifiers", name=name), name, "exact_match", 0))
         self.task = self.source.problem(task)
         self.task_prompt = self.chats.of(()).prompt(self.task.messages or ())
-        self.episodes.function = VerifiersWorkflow(config, SamplingParams())
-        self.server = EpisodeServer(self.episodes, 0)
         self.seconds = 0.0
 
     def run(self) -> dict[str, Reward]:
@@ -70,7 +65,7 @@ class Host(ScriptedHost):
     def _begin(self) -> None:
         self.rollouts.clear()
         for sibling in range(self.num):
-            self.episodes.begin(Rollout(0, sibling, self.task, prompt=self.task_prompt))
+            self.episodes.begin(self, Rollout(0, sibling, self.task, prompt=self.task_prompt))
 
     def ended(self, group_id: int, sibling: int) -> None:
         self.left -= 1

@@ -19,6 +19,7 @@ from rollover.engine.remote.client import ServerClient
 from rollover.engine.remote.dialect import Chunk, GenerateRequest
 from rollover.engine.remote.engine import RemoteEngine
 from rollover.engine.remote.vllm import VllmDialect
+from rollover.engine.stop import StopCriteria
 from rollover.types import Prompt, SamplingParams, Segment, StopReason
 from vllm_server.engines import engine, subject
 from vllm_server.serving import VllmServer, wait_until
@@ -50,7 +51,7 @@ def over(server: VllmServer, old: Any, model_folder: Path, monkeypatch: pytest.M
 
 
 def wanted(i: int = 0, **changes: Any) -> ExtendRequest:
-    values = {"prompt": Prompt.of(PROMPT), "max_new_tokens": LONG, "stop_token_ids": frozenset()}
+    values = {"prompt": Prompt.of(PROMPT), "max_new_tokens": LONG, "stop": StopCriteria()}
     return subject(None, None).request(i, **values | changes)
 
 
@@ -207,7 +208,9 @@ def test_trap_4_a_stop_string_across_a_cut_is_missed_by_the_server_and_found_by_
     assert rest.tokens == [whole.tokens[-1]] and rest.finish_reason == "length", "it stood across the cut"
 
     async def work(made: RemoteEngine) -> None:
-        request = wanted(sampling=GREEDY, stop_strings=(stop,), generated_ids=tuple(held), max_new_tokens=24)
+        request = wanted(
+            sampling=GREEDY, stop=StopCriteria(strings=(stop,)), generated_ids=tuple(held), max_new_tokens=24
+        )
         (segment,) = await made.extend(request)
         assert segment.token_ids.tolist() == [whole.tokens[-1]] and segment.stop_reason is StopReason.STOP_STRING
 

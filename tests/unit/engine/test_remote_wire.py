@@ -16,10 +16,11 @@ from rollover.engine.remote.dialect import Chunk, GenerateRequest, ShownPrompt, 
 from rollover.engine.remote.engine import without
 from rollover.engine.remote.server import check_expansion
 from rollover.engine.remote.vllm import parse_event, request_body
+from rollover.engine.stop import StopCriteria
 from rollover.types import Media, Prompt, SamplingParams
 
 REQUEST = ExtendRequest(
-    "3-1", Prompt((1, 2)), (5,), 9, 77, SamplingParams(0.5, 0.9, 3, 0.1), frozenset({8, 4}), ("x",), 0, 16
+    "3-1", Prompt((1, 2)), (5,), 9, 77, SamplingParams(0.5, 0.9, 3, 0.1), StopCriteria(frozenset({8, 4}), ("x",), 16)
 )
 
 

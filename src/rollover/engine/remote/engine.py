@@ -130,7 +130,7 @@ class RemoteEngine:
             )
         if self._setup.vocab_size is not None:
             known = frozenset(token for token in request.stop_token_ids if token < self._setup.vocab_size())
-            request = replace(request, stop_token_ids=known)
+            request = replace(request, stop=replace(request.stop, token_ids=known))
         if never := self._setup.placeholders():
             request = replace(request, processing=without(request.processing, never))
         self._check_features(request)

@@ -40,6 +40,7 @@ from rollover.config import Config, LoraConfig
 from rollover.config.load import load_config
 from rollover.engine.build import embedded_engine
 from rollover.engine.protocol import ExtendRequest
+from rollover.engine.stop import StopCriteria
 from rollover.models.load import LoadedModel, load_model
 from rollover.tasks.prompts import encode_prompt
 from rollover.tasks.stream import TaskStream
@@ -114,7 +115,9 @@ def answers(
     stops = frozenset([loaded.tokenizer.eos_token_id])
 
     async def one(index: int, prompt: list[int]) -> Sample:
-        request = ExtendRequest(str(index), Prompt.of(prompt), (), NEW_TOKENS, index, SamplingParams(), stops)
+        request = ExtendRequest(
+            str(index), Prompt.of(prompt), (), NEW_TOKENS, index, SamplingParams(), StopCriteria(stops)
+        )
         (segment,) = await engine.extend(request)
         zeros = np.zeros(len(segment), np.float32)
         ids = np.array(prompt, dtype=np.int32)

@@ -47,6 +47,7 @@ from rollover.config import Config  # noqa: E402
 from rollover.engine.embedded.engine import EmbeddedEngine  # noqa: E402
 from rollover.engine.process.engine import EngineDied, ProcessEngine  # noqa: E402
 from rollover.engine.protocol import ExtendRequest  # noqa: E402
+from rollover.engine.stop import StopCriteria  # noqa: E402
 from rollover.envs.build import SingleTurn  # noqa: E402
 from rollover.logs import messages_to  # noqa: E402
 from rollover.models.load import LoadedModel, load_model  # noqa: E402
@@ -289,7 +290,7 @@ class Fuzz:
                 max_new_tokens=budget,
                 seed=rollout_seed(self.seed, r.task.task_id, r.task.attempt, r.sibling),
                 sampling=SamplingParams(temperature=1.0),
-                stop_token_ids=frozenset([EOS]),
+                stop=StopCriteria(frozenset([EOS])),
             )
             for r, prompt in rollouts
         ]

@@ -179,7 +179,7 @@ class FakeEngine:
             return StopReason.EOS
         new = [token for token, _, _ in sequence.tokens]
         if self._decode_text is None:
-            request = replace(request, stop_strings=())
+            request = replace(request, stop=replace(request.stop, strings=()))
         return stop_reason(request, len(new), last_of(request, new), self._decode_text)
 
 

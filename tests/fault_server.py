@@ -106,6 +106,22 @@ class FaultServer:
             self._loop.call_soon_threadsafe(self._stopped.set)
             self._thread.join(30)
 
+    def routes(self) -> list[web.RouteDef]:
+        """What it answers."""
+        return [
+            web.post("/inference/v1/generate", self._generate),
+            web.get("/weight_info", self._weight_info),
+            web.get("/v1/models", self._models),
+            web.post("/abort_requests", self._abort_requests),
+            web.post("/pause", self._pause),
+            web.post("/resume", self._resume),
+            web.post("/start_weight_update", self._start_weight_update),
+            web.post("/update_weights", self._update_weights),
+            web.post("/finish_weight_update", self._finish_weight_update),
+            web.post("/sleep", self._sleep),
+            web.post("/wake_up", self._wake_up),
+        ]
+
     # Private
 
     def _serve(self) -> None:
@@ -118,20 +134,7 @@ class FaultServer:
         self._running.set()
         self._frozen.set()
         app = web.Application(client_max_size=2**26, middlewares=[self._answer])
-        app.router.add_post("/inference/v1/generate", self._generate)
-        app.router.add_get("/weight_info", self._weight_info)
-        app.router.add_get("/v1/models", self._models)
-        for path in (
-            "abort_requests",
-            "pause",
-            "resume",
-            "start_weight_update",
-            "update_weights",
-            "finish_weight_update",
-            "sleep",
-            "wake_up",
-        ):
-            app.router.add_post(f"/{path}", getattr(self, f"_{path}"))
+        app.router.add_routes(self.routes())
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", self._port, reuse_address=True)

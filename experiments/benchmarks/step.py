@@ -25,6 +25,7 @@ from rollover.config import Config
 from rollover.config.load import load_config
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
+from rollover.engine.stop import StopCriteria
 from rollover.models.devices import dtype_of, pick_device
 from rollover.models.team import prepare_process
 from rollover.track.sinks import read_rows
@@ -104,7 +105,7 @@ def _engine_that_ends_at(lengths: Sequence[Sequence[int]]) -> Iterator[None]:
     async def extend(self: EmbeddedEngine, request: ExtendRequest, on_token=None, cache_salt="") -> list[Segment]:
         group, sibling = map(int, request.rollout_id.split("-"))
         left = lengths[group % len(lengths)][sibling] - len(request.generated_ids)
-        request = replace(request, max_new_tokens=left, stop_token_ids=frozenset())
+        request = replace(request, max_new_tokens=left, stop=StopCriteria())
         return await plain(self, request, on_token, cache_salt)
 
     EmbeddedEngine.extend = extend

@@ -270,7 +270,7 @@ def _check_tool(tool: Json, where: str) -> None:
 
 def finish_reason(reason: StopReason) -> str:
     """The API's word for why an answer ended."""
-    return "length" if reason in (StopReason.LENGTH, StopReason.REPETITION) else "stop"
+    return "length" if reason.is_cut else "stop"
 
 
 def finite(logprob: float) -> float:

@@ -43,6 +43,7 @@ KINDS: dict[str, str] = {
     "before_produce": "",
     "clusters": "rollover.config.cluster:CLUSTERS",
     "curricula": "rollover.config.curriculum:CURRICULA",
+    "dialects": "rollover.config.train:DIALECTS",
     "engines": "rollover.config.train:ENGINES",
     "environments": "rollover.config.rollout:ENVIRONMENTS",
     "filters": "",

@@ -46,6 +46,11 @@ class StopReason(enum.Enum):
     ABANDONED = "abandoned"  # the agent of a workflow gave up a call of it
     ERROR = "error"  # the environment failed at it, workflow.retries times and once
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the answer was ended before the policy wanted to."""
+        return self in (StopReason.LENGTH, StopReason.REPETITION)
+
     __hash__ = object.__hash__  # as above
 
 

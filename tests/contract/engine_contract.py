@@ -25,6 +25,7 @@ import numpy as np
 
 from rollover.config.logits import LogitsProcessing
 from rollover.engine.protocol import Engine, ExtendRequest
+from rollover.engine.stop import StopCriteria
 from rollover.types import Prompt, SamplingParams, Segment, StopReason, rollout_seed
 
 STATS = {
@@ -74,7 +75,7 @@ class Subject:
             max_new_tokens=self.max_new_tokens,
             seed=rollout_seed(0, f"task {i}", 0, 0),
             sampling=sampling or self.sampling[0],
-            stop_token_ids=self.stop_token_ids,
+            stop=StopCriteria(self.stop_token_ids),
         )
         return dataclasses.replace(request, **changes)
 
@@ -246,11 +247,11 @@ async def check_what_is_done_to_logits_holds_across_interruptions(subject: Subje
     if not subject.processes_logits:
         return
     engine = subject.make_engine()
-    plain = subject.request(0, SamplingParams(temperature=0.0), stop_token_ids=frozenset())
+    plain = subject.request(0, SamplingParams(temperature=0.0), stop=StopCriteria())
     first, *others = tokens_of(await engine.extend(plain))
     stops = frozenset(others[:2]) - {first}
     processing = LogitsProcessing(logit_bias=((first, -math.inf),), repetition_penalty=1.5, min_new_tokens=7)
-    request = dataclasses.replace(plain, stop_token_ids=stops, processing=processing)
+    request = dataclasses.replace(plain, stop=StopCriteria(stops), processing=processing)
     whole = tokens_of(await engine.extend(request))
     assert first not in whole and not stops & set(whole[:6])
     so_far: list[int] = []
@@ -337,10 +338,10 @@ async def check_stop_strings_are_looked_for_in_the_present_text_only(subject: Su
     if subject.decode_text is None:
         return
     engine = subject.make_engine()
-    request = subject.request(0, SamplingParams(temperature=0.0), stop_token_ids=frozenset())
+    request = subject.request(0, SamplingParams(temperature=0.0), stop=StopCriteria())
     tokens = tokens_of(await engine.extend(dataclasses.replace(request, max_new_tokens=8)))
     stop = subject.decode_text(tokens[:4])  # the first four tokens are text, then it is there
-    request = dataclasses.replace(request, stop_strings=(stop,))
+    request = dataclasses.replace(request, stop=StopCriteria(strings=(stop,)))
     (whole,) = await engine.extend(request)
     assert whole.stop_reason is StopReason.STOP_STRING and whole.token_ids.tolist() == tokens[:4]
     for num_before, text_start, stops in ((2, 0, True), (3, 0, True), (2, 2, False), (3, 1, False), (4, 4, False)):
@@ -358,7 +359,7 @@ async def check_stop_strings_are_looked_for_in_the_present_text_only(subject: Su
 async def check_repetition_is_counted_from_the_turn(subject: Subject) -> None:
     """Tokens of earlier turns are no part of it, nor do they shift the tokens at which it is looked for."""
     engine, window = subject.make_engine(), 16
-    greedy = subject.request(sampling=SamplingParams(temperature=0.0), stop_token_ids=frozenset(), max_new_tokens=64)
+    greedy = subject.request(sampling=SamplingParams(temperature=0.0), stop=StopCriteria(), max_new_tokens=64)
     endless = tokens_of(await engine.extend(greedy))
     for before in (n for n in (0, 5, 21) if n < len(endless)):
         of_turn, ends = endless[before:], len(endless) - before
@@ -369,7 +370,7 @@ async def check_repetition_is_counted_from_the_turn(subject: Subject) -> None:
                 break
         asked = dataclasses.replace(
             greedy, rollout_id=f"{before}-1", generated_ids=tuple(endless[:before]), text_start=before,
-            stop_repetition_tokens=window, max_new_tokens=len(of_turn),
+            stop=StopCriteria(repetition_tokens=window), max_new_tokens=len(of_turn),
         )  # fmt: skip
         segments = await engine.extend(asked)
         assert tokens_of(segments) == of_turn[:ends]
@@ -384,11 +385,11 @@ async def check_a_turn_goes_on_from_what_was_appended(subject: Subject) -> None:
     for i, sampling in enumerate(subject.sampling):
         if sampling.temperature > 0 and not subject.resumes_exactly:
             continue
-        first = subject.request(0, sampling, rollout_id=f"{i}-0", stop_token_ids=frozenset(), max_new_tokens=8)
+        first = subject.request(0, sampling, rollout_id=f"{i}-0", stop=StopCriteria(), max_new_tokens=8)
         turn = tokens_of(await engine.extend(dataclasses.replace(first, may_go_on=True)))
         stop = frozenset({turn[4]})  # the first turn ends there, or earlier
         engine.release([first.rollout_id])
-        first = dataclasses.replace(first, stop_token_ids=stop, max_new_tokens=subject.max_new_tokens)
+        first = dataclasses.replace(first, stop=StopCriteria(stop), max_new_tokens=subject.max_new_tokens)
         answers, growth = [], []
         for may_go_on in (True, False):
             turn = tokens_of(await engine.extend(dataclasses.replace(first, may_go_on=may_go_on)))

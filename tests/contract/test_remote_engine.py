@@ -20,6 +20,7 @@ from heard import hear
 from rollover.config import Config
 from rollover.engine.protocol import EngineDied, ExtendRequest
 from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
+from rollover.engine.stop import StopCriteria
 from rollover.types import SamplingParams, Segment, StopReason
 
 PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8, 9)]
@@ -385,9 +386,9 @@ def test_stop_strings_repetition_and_budgets_are_decided_over_a_cut_and_the_surp
     async def work(engine: RemoteEngine) -> None:
         tokens = tokens_of(await engine.extend(request()))
         stop = text_of(tokens[3:5])
-        whole_text = await engine.extend(request(stop_strings=(stop,)))
+        whole_text = await engine.extend(request(stop=StopCriteria(strings=(stop,))))
         assert tokens_of(whole_text) == tokens[:5] and whole_text[-1].stop_reason is StopReason.STOP_STRING
-        cut = request(generated_ids=tuple(tokens[:4]), max_new_tokens=8, stop_strings=(stop,))
+        cut = request(generated_ids=tuple(tokens[:4]), max_new_tokens=8, stop=StopCriteria(strings=(stop,)))
         across = await engine.extend(cut)
         assert tokens_of(across) == tokens[4:5] and across[-1].stop_reason is StopReason.STOP_STRING
         assert engine.stats()["engine/surplus_tokens"] >= 4
@@ -398,9 +399,11 @@ def test_stop_strings_repetition_and_budgets_are_decided_over_a_cut_and_the_surp
     same_again = made.server(vocab_size=1)
 
     async def goes_round(engine: RemoteEngine) -> None:
-        (segment,) = await engine.extend(request(max_new_tokens=60, stop_repetition_tokens=16))
+        (segment,) = await engine.extend(request(max_new_tokens=60, stop=StopCriteria(repetition_tokens=16)))
         assert segment.stop_reason is StopReason.REPETITION and len(segment) == 16
-        cut = request(generated_ids=(0,) * 20, max_new_tokens=60, stop_repetition_tokens=16, text_start=20)
+        cut = request(
+            generated_ids=(0,) * 20, max_new_tokens=60, stop=StopCriteria(repetition_tokens=16), text_start=20
+        )
         (segment,) = await engine.extend(cut)
         assert segment.stop_reason is StopReason.REPETITION and len(segment) == 16
 
@@ -426,7 +429,7 @@ def test_stop_tokens_that_the_model_does_not_have_are_not_sent(made: Made) -> No
     async def run() -> None:
         setup = RemoteSetup(config(server), lambda: WEIGHTS, text_of, vocab_size=lambda: 1000)
         engine = RemoteEngine(setup)
-        await engine.extend(request(stop_token_ids=frozenset({999, 1000, 5000})))
+        await engine.extend(request(stop=StopCriteria(frozenset({999, 1000, 5000}))))
         await engine.close()
 
     asyncio.run(run())

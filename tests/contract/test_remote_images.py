@@ -22,7 +22,7 @@ from contract.server_client import Client
 from rollover.config import Config
 from rollover.engine.protocol import EngineDied, ExtendRequest
 from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
-from rollover.engine.remote.media import content_parts
+from rollover.engine.remote.vllm import content_parts
 from rollover.engine.server import embedded
 from rollover.engine.server.app import make_app
 from rollover.http_server import HttpServer

@@ -12,9 +12,9 @@ import pytest
 
 from contract.test_remote_engine import WEIGHTS, Made, config, made, request, run, same, text_of
 from rollover.engine.protocol import EngineDied
+from rollover.engine.remote.client import ServerClient
 from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
 from rollover.engine.remote.hosts import ProcessHost, UrlHost
-from rollover.engine.remote.server import Server
 
 __all__ = ["made"]
 
@@ -106,7 +106,7 @@ def test_a_server_of_ours_that_ends_before_it_answers_is_started_again(
 class Deaf(UrlHost):
     """Forgets that it was cancelled, once: as libraries do whose time-out is up at the same moment."""
 
-    async def ready(self) -> Server:
+    async def ready(self) -> ServerClient:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(3600)
         await asyncio.sleep(3600)

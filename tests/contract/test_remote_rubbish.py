@@ -10,14 +10,13 @@ import pytest
 from contract import engine_contract
 from contract.test_remote_engine import WEIGHTS, Made, all_serve, config, made, request, run, same, text_of
 from rollover.engine.remote import client as remote_client
-from rollover.engine.remote.client import ServerClient
+from rollover.engine.remote.client import ServerClient, ServerFailed
 from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
 from rollover.engine.remote.hosts import UrlHost
-from rollover.engine.remote.server import Server
-from rollover.engine.remote.wire import ServerFailed
 
 __all__ = ["made"]
 
+GENERATE = "/inference/v1/generate"
 PAGE = b"<!DOCTYPE html><html><h1>It works!</h1></html>"
 RUBBISH = [PAGE, b"[]", b'"x"', b"\xff\xfe", b'{"data": {"a": 1}}', b'{"data": ["x"]}', b"[" * 100_000]
 
@@ -85,7 +84,7 @@ def test_what_is_no_token_is_nobodys(made: Made) -> None:
     async def work(engine: RemoteEngine) -> None:
         await all_serve(engine)
         for i, body in enumerate(NO_TOKENS):
-            odd.faults.answers = {"/inference/v1/generate": body}
+            odd.faults.answers = {GENERATE: body}
             wanted = [request(0, rollout_id=f"{2 * i + j}-0") for j in range(2)]
             for answer in await asyncio.gather(*map(engine.extend, wanted)):
                 same(answer, server, wanted[0])
@@ -103,14 +102,14 @@ UNREADABLE = [
 ]
 
 
-@pytest.mark.parametrize("path", ["/inference/v1/generate", "/update_weights", "/weight_info"])
+@pytest.mark.parametrize("path", [GENERATE, "/update_weights", "/weight_info"])
 def test_an_error_that_cannot_be_read_is_a_failure_of_its_server(path: str, made: Made) -> None:
     """So that the server is probed, or given up: it is no failure of the engine."""
     server, odd = made.server(), made.server()
 
     async def work(engine: RemoteEngine) -> None:
         await all_serve(engine)
-        few = UNREADABLE if path == "/inference/v1/generate" else UNREADABLE[1:3]  # each of the others is a back-off
+        few = UNREADABLE if path == GENERATE else UNREADABLE[1:3]  # each of the others is a back-off
         for i, failure in enumerate(few):
             odd.faults.failures = {path: failure}
             if path == "/update_weights":
@@ -118,7 +117,7 @@ def test_an_error_that_cannot_be_read_is_a_failure_of_its_server(path: str, made
             wanted = [request(0, rollout_id=f"{2 * i + j}-0") for j in range(2)]
             for answer in await asyncio.gather(*map(engine.extend, wanted)):
                 same(answer, server, wanted[0], version=engine.oldest_version)
-            if path == "/inference/v1/generate":
+            if path == GENERATE:
                 assert engine.stats()["engine/lost_requests"] > i
                 continue
             while engine.stats()["engine/ejections"] <= i:
@@ -132,16 +131,16 @@ def test_an_error_that_cannot_be_read_is_a_failure_of_its_server(path: str, made
 def test_an_event_or_an_answer_without_end_is_not_kept(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_client, "MOST_ANSWER_BYTES", 10_000)
     server = made.server()
-    server.faults.answers = {path: b"x" * 10_001 for path in ("/inference/v1/generate", "/weight_info")}
+    server.faults.answers = {path: b"x" * 10_001 for path in (GENERATE, "/weight_info")}
 
     async def ask() -> None:
         client = ServerClient(server.url)
         with pytest.raises(ServerFailed, match="event of more than 10,000 bytes"):
-            _ = [chunk async for chunk in client.stream({})]
+            _ = [data async for data in client.events(GENERATE, {})]
         with pytest.raises(ServerFailed, match="more than 10,000 bytes"):
             await client.get("/weight_info", limit_s=60)
-        server.faults.answers["/inference/v1/generate"] = b"\n".join([b": a comment " + b"x" * 5000] * 9 + [chunk(1)])
-        assert [each.token_ids async for each in client.stream({})] == [(1,)]
+        server.faults.answers[GENERATE] = b"\n".join([b": a comment " + b"x" * 5000] * 9 + [chunk(1)])
+        assert [json.loads(data)["choices"][0]["token_ids"] async for data in client.events(GENERATE, {})] == [[1]]
         await client.close()
 
     asyncio.run(ask())
@@ -166,7 +165,7 @@ class Unlucky(UrlHost):
 
     tries = 0
 
-    async def ready(self) -> Server:
+    async def ready(self) -> ServerClient:
         self.tries += 1
         if self.tries < 3:
             raise OSError(28, "No space left on device")

@@ -17,6 +17,7 @@ from contract import engine_contract
 from contract.engine_contract import logprobs_of, tokens_of
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, WrongAnswer
+from rollover.engine.stop import StopCriteria
 from rollover.types import Media, Prompt, SamplingParams, StopReason
 from tinker_service import FakeTinker
 
@@ -92,7 +93,7 @@ def test_tokens_after_a_stop_string_are_thrown_away(service: tuple[FakeTinker, s
         of = engine(url)
         whole = tokens_of(await of.extend(request()))
         text = tiny.tokenizer().decode(whole[4:6])
-        segments = await of.extend(request(stop_strings=(text,)))
+        segments = await of.extend(request(stop=StopCriteria(strings=(text,))))
         assert len(logprobs_of(segments)) == len(tokens_of(segments))
         await of.close()
         return whole, tokens_of(segments), segments[-1].stop_reason
@@ -163,7 +164,11 @@ def test_an_answer_that_goes_round_is_stopped_in_its_turn(url: str) -> None:
         assert endless[-16:] == [endless[-1]] * 16 or len(set(endless[-16:])) <= 4, "the model goes round"
         for before in (0, 5, 21):
             asked = request(
-                59, sampling=greedy, generated_ids=tuple(endless[:before]), text_start=before, stop_repetition_tokens=16
+                59,
+                sampling=greedy,
+                generated_ids=tuple(endless[:before]),
+                text_start=before,
+                stop=StopCriteria(repetition_tokens=16),
             )
             segments = await made.extend(asked)
             assert segments[-1].stop_reason is StopReason.REPETITION and len(tokens_of(segments)) % 16 == 0

@@ -11,6 +11,7 @@ import pytest
 import async_speed
 import virtual_time
 from rollover.engine.protocol import ExtendRequest
+from rollover.engine.stop import StopCriteria
 from rollover.types import Prompt, SamplingParams, Segment, StopReason
 
 
@@ -36,7 +37,7 @@ def test_new_weights_cut_an_answer_and_an_interrupted_one_goes_on_where_it_was(
 
     def request(so_far: list[int]) -> ExtendRequest:
         return ExtendRequest(
-            "0-0", Prompt((1,)), tuple(so_far), 96 - len(so_far), 7, SamplingParams(), frozenset({100})
+            "0-0", Prompt((1,)), tuple(so_far), 96 - len(so_far), 7, SamplingParams(), StopCriteria(frozenset({100}))
         )
 
     async def answers() -> tuple[list[Segment], list[Segment]]:

@@ -12,6 +12,7 @@ from local_trainer import build_batch, local_trainer
 from rollover.config import AlgorithmConfig, EngineConfig, RolloutConfig, TrainConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
+from rollover.engine.stop import StopCriteria
 from rollover.envs.build import SingleTurn
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
@@ -57,7 +58,7 @@ async def sequential() -> tuple[Trainer, list[list[int]]]:
                 engine.extend(
                     ExtendRequest(
                         r.rollout_id, prompt, (), TOKENS,
-                        rollout_seed(0, r.task.task_id, 0, r.sibling), SamplingParams(), STOP,
+                        rollout_seed(0, r.task.task_id, 0, r.sibling), SamplingParams(), StopCriteria(STOP),
                     )
                 )
                 for r, prompt in zip(rollouts, prompts, strict=True)

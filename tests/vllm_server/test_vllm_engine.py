@@ -17,6 +17,7 @@ from contract import engine_contract
 from contract.engine_contract import check_segments, tokens_of
 from rollover.engine.remote.engine import RemoteEngine
 from rollover.engine.remote.hosts import ProcessHost
+from rollover.engine.stop import StopCriteria
 from rollover.types import SamplingParams, StopReason
 from vllm_server.engines import ARGS, engine, subject
 from vllm_server.serving import VllmServer, alive, descendants, named
@@ -68,7 +69,7 @@ def test_a_server_whose_engine_hangs_is_replaced(old: Any, model_folder: Path, t
     that it had, greedily as if nothing had been."""
     options = {"kv_memory_gb": 0.2, "vllm_args": ARGS, "server_timeout_s": TIMEOUT_S}
     made = engine(old, model_folder, num_servers=1, server="vllm", **options)
-    request = subject(None, old).request(0, GREEDY, max_new_tokens=900, stop_token_ids=frozenset())
+    request = subject(None, old).request(0, GREEDY, max_new_tokens=900, stop=StopCriteria())
 
     async def work() -> None:
         whole = tokens_of(await made.extend(request))

@@ -39,7 +39,7 @@ def requests_of(loaded: LoadedModel, version: int, temperature: float) -> list[E
         for s in range(4):
             seed = rollout_seed(version, question, 0, s)
             sampling = SamplingParams(temperature=temperature)
-            out.append(ExtendRequest(f"{g}-{s}", Prompt.of(prompt), (), NEW_TOKENS, seed, sampling, frozenset()))
+            out.append(ExtendRequest(f"{g}-{s}", Prompt.of(prompt), (), NEW_TOKENS, seed, sampling))
     return out
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from transformers import AutoTokenizer
 
 from contract.engine_contract import check_segments, tokens_of, wait_for_tokens
 from rollover.engine.protocol import ExtendRequest
-from rollover.engine.remote import server as remote_server
 from rollover.engine.remote.client import ServerClient
+from rollover.engine.remote.dialect import Chunk, GenerateRequest
 from rollover.engine.remote.engine import RemoteEngine
+from rollover.engine.remote.vllm import VllmDialect
+from rollover.engine.stop import StopCriteria
 from rollover.types import Prompt, SamplingParams, Segment, StopReason
 from vllm_server.engines import engine, subject
 from vllm_server.serving import VllmServer, wait_until
@@ -49,7 +51,7 @@ def over(server: VllmServer, old: Any, model_folder: Path, monkeypatch: pytest.M
 
 
 def wanted(i: int = 0, **changes: Any) -> ExtendRequest:
-    values = {"prompt": Prompt.of(PROMPT), "max_new_tokens": LONG, "stop_token_ids": frozenset()}
+    values = {"prompt": Prompt.of(PROMPT), "max_new_tokens": LONG, "stop": StopCriteria()}
     return subject(None, None).request(i, **values | changes)
 
 
@@ -80,13 +82,13 @@ def test_trap_1_a_repeated_id_runs_twice(server: VllmServer) -> None:
 def test_no_request_of_ours_has_the_id_of_another(over: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a rollout goes on, or was abandoned, or another engine asks for it after a restart."""
     ids: list[str] = []
-    stream = ServerClient.stream
+    generate = VllmDialect.generate
 
-    def noted(client: ServerClient, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
-        ids.append(str(body["request_id"]))
-        return stream(client, body)
+    def noted(dialect: VllmDialect, client: ServerClient, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        ids.append(request.request_id)
+        return generate(dialect, client, request)
 
-    monkeypatch.setattr(ServerClient, "stream", noted)
+    monkeypatch.setattr(VllmDialect, "generate", noted)
 
     async def work(made: RemoteEngine) -> None:
         abandoned = asyncio.ensure_future(made.extend(wanted()))
@@ -119,8 +121,12 @@ def test_trap_2_only_the_full_id_aborts(server: VllmServer) -> None:
 @pytest.mark.parametrize("full", [True, False])
 def test_an_interruption_aborts_by_the_full_id(over: Any, monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
     """By the bare one the server goes on, until nobody waits for it any more."""
+
+    async def by_the_bare_id(dialect: VllmDialect, client: ServerClient, request_id: str, limit_s: float) -> None:
+        await client.post("/abort_requests", {"request_ids": [request_id]}, limit_s=limit_s)
+
     if not full:
-        monkeypatch.setattr(remote_server, "abort_body", lambda ids: {"request_ids": list(ids)})
+        monkeypatch.setattr(VllmDialect, "abort", by_the_bare_id)
 
     async def work(made: RemoteEngine) -> None:
         await interrupted(made)
@@ -152,28 +158,25 @@ def test_an_abort_that_overtook_its_request_is_repeated(
 ) -> None:
     """Told once only, the server goes on, until nobody waits for it any more."""
     aborts = 0
-    stream, post = ServerClient.stream, ServerClient.post
+    generate, abort = VllmDialect.generate, VllmDialect.abort
     overtaken = asyncio.Event()
 
-    async def late(client: ServerClient, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
+    async def late(dialect: VllmDialect, client: ServerClient, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         await overtaken.wait()
-        async with contextlib.aclosing(stream(client, body)) as chunks:
+        async with contextlib.aclosing(generate(dialect, client, request)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
-    async def counted(client: ServerClient, path: str, *args: Any, **options: Any) -> Any:
+    async def counted(dialect: VllmDialect, client: ServerClient, request_id: str, limit_s: float) -> None:
         nonlocal aborts
-        if path != "/abort_requests":
-            return await post(client, path, *args, **options)
         aborts += 1
         if aborts > 1 and not again:
-            return {}
-        answer = await post(client, path, *args, **options)
+            return
+        await abort(dialect, client, request_id, limit_s)
         overtaken.set()
-        return answer
 
-    monkeypatch.setattr(ServerClient, "stream", late)
-    monkeypatch.setattr(ServerClient, "post", counted)
+    monkeypatch.setattr(VllmDialect, "generate", late)
+    monkeypatch.setattr(VllmDialect, "abort", counted)
 
     async def work(made: RemoteEngine) -> None:
         extend = asyncio.ensure_future(made.extend(wanted()))
@@ -205,7 +208,9 @@ def test_trap_4_a_stop_string_across_a_cut_is_missed_by_the_server_and_found_by_
     assert rest.tokens == [whole.tokens[-1]] and rest.finish_reason == "length", "it stood across the cut"
 
     async def work(made: RemoteEngine) -> None:
-        request = wanted(sampling=GREEDY, stop_strings=(stop,), generated_ids=tuple(held), max_new_tokens=24)
+        request = wanted(
+            sampling=GREEDY, stop=StopCriteria(strings=(stop,)), generated_ids=tuple(held), max_new_tokens=24
+        )
         (segment,) = await made.extend(request)
         assert segment.token_ids.tolist() == [whole.tokens[-1]] and segment.stop_reason is StopReason.STOP_STRING
 

@@ -14,6 +14,8 @@ ENGINES = {
     "process": "rollover.engine.build:make_process",
     "remote": "rollover.engine.build:make_remote",
 }
+# The class of each engine.dialect, loaded as those are.
+DIALECTS = {"vllm": "rollover.engine.remote.vllm:VllmDialect"}
 _REMOTE = ("engine.kind", "remote")
 _SERVERS = ("engine.num_servers",)
 _SGD = ("train.optimizer", "sgd")
@@ -101,8 +103,15 @@ class EngineConfig(Table):
     )
     urls: list[str] = option(
         [],
-        "Servers that others start and end (http://host:port), which speak vLLM's /inference/v1/generate.",
+        "Servers that others start and end (http://host:port), of the kind engine.dialect.",
         only_if=_REMOTE,
+    )
+    dialect: str = option(
+        "vllm",
+        "Of what kind the servers of engine.urls are. vllm: vLLM's, and those of `rollover serve`. Or your own class"
+        " (module:Class or path.py:Class), a ServerDialect (docs/cluster.md).",
+        only_if=("engine.urls",),
+        entry_points="dialects",
     )
     num_servers: int = option(
         0, "Servers that the run starts on this machine by `rollover serve`, and starts again.", ge=0, only_if=_REMOTE
@@ -336,6 +345,14 @@ RULES: tuple[Rule, ...] = (
         lambda c: (
             f"engine.urls: {_not_an_address(c)!r} is no address of a server, or is there twice. An address is"
             " http://host:port, without a path"
+        ),
+    ),
+    Refused(
+        ("engine.dialect", "engine.num_servers"),
+        lambda c: _is_remote(c) and c.engine.num_servers > 0 and c.engine.dialect != "vllm",
+        lambda c: (
+            f"engine.dialect = {c.engine.dialect!r} with engine.num_servers: servers that the run starts are of the"
+            " kind vllm. Set engine.num_servers = 0"
         ),
     ),
     Refused(

@@ -27,9 +27,9 @@ FUNCTIONS = (
     "run.hooks", "tasks.sources.kind", "tasks.sources.problem_key", "tasks.sources.reward", "tasks.producer",
     "tasks.before_produce", "tasks.curriculum.kind", "rollout.order", "rollout.environment", "workflow.environment",
     "workflow.function", "workflow.tool_format", "workflow.group_by", "workflow.roles.advantage", "engine.kind",
-    "algorithm.advantage", "algorithm.after_scoring", "algorithm.loss", "distill.privileged", "backend.type",
-    "cluster.type", "rewards.function", "rewards.functions.function", "rewards.eval_function", "rewards.by_data_source",
-    "filters.custom", "track.metrics", "track.trackers",
+    "engine.dialect", "algorithm.advantage", "algorithm.after_scoring", "algorithm.loss", "distill.privileged",
+    "backend.type", "cluster.type", "rewards.function", "rewards.functions.function", "rewards.eval_function",
+    "rewards.by_data_source", "filters.custom", "track.metrics", "track.trackers",
 )  # fmt: skip
 # A path, a name at the hub, or a URL: fsspec's file systems reach other machines, and some run code. (`params`: of a
 # function that is itself in FUNCTIONS, or of a taskset.)

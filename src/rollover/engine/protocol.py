@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from rollover.config.logits import LogitsProcessing
+from rollover.engine.stop import StopCriteria
 from rollover.types import Media, Prompt, SamplingParams, Segment
 
 if TYPE_CHECKING:
@@ -39,10 +40,10 @@ class ExtendRequest:
 
     `max_new_tokens` is the remaining budget (>= 1). `seed` is `types.rollout_seed(...)`; the draw of a token depends on
     `seed` and its absolute index in the generated part only. After `pause_after` new tokens (0: never) the rollout is
-    interrupted, its KV kept as for any interruption. It stops with REPETITION as engine/stop.py says
-    (`stop_repetition_tokens` 0: never). `stop_strings` are looked for in the text of the tokens from index `text_start`
-    of the generated part on: 0 for an answer that began after the prompt, however often it was interrupted; the first
-    token of the present turn where an environment wrote some of what came before. Repetition is looked for there, too.
+    interrupted, its KV kept as for any interruption. It stops as engine/stop.py says: strings and repetition of `stop`
+    are looked for in the tokens from index `text_start` of the generated part on. That is 0 for an answer that began
+    after the prompt, however often it was interrupted; the first token of the present turn where an environment wrote
+    some of what came before.
     `processing` is done to the logits before `sampling`; its answer begins at `text_start`.
     `may_go_on`: after the turn an environment may write something, and the rollout be extended again. An engine that
     can keeps its KV for that until `release`, and prefills only what was appended.
@@ -54,10 +55,8 @@ class ExtendRequest:
     max_new_tokens: int
     seed: int
     sampling: SamplingParams
-    stop_token_ids: frozenset[int] = frozenset()
-    stop_strings: tuple[str, ...] = ()
+    stop: StopCriteria = StopCriteria()
     pause_after: int = 0
-    stop_repetition_tokens: int = 0
     text_start: int = 0
     may_go_on: bool = False
     processing: LogitsProcessing = LogitsProcessing()
@@ -65,6 +64,16 @@ class ExtendRequest:
 
     def __post_init__(self) -> None:
         Prompt.check(self.prompt)
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Of `stop`: what an engine that hands on its requests can give to others."""
+        return self.stop.token_ids
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Of `stop`."""
+        return self.stop.strings
 
     @property
     def media(self) -> tuple[Media, ...]:

@@ -7,15 +7,39 @@ Kimi k1.5 (arXiv 2501.12599, section 2.6.2) stops generations that repeat themse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rollover.engine.protocol import ExtendRequest
 from rollover.types import StopReason
+
+if TYPE_CHECKING:
+    from rollover.config import RolloutConfig
+    from rollover.engine.protocol import ExtendRequest
 
 CHECK_EVERY = 16  # tokens; at indices of the turn, so that interruptions change nothing
 MIN_REPEATS = 4
 _TOKENS_PER_CHARACTER = 4
 _MARGIN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StopCriteria:
+    """What ends a turn before its budget: one of these tokens, which is its last; one of these strings in its text; one
+    pattern, repeated over so many of its last tokens (0: never)."""
+
+    token_ids: frozenset[int] = frozenset()
+    strings: tuple[str, ...] = ()
+    repetition_tokens: int = 0
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig, token_ids: Iterable[int], strings: Iterable[str] = ()) -> StopCriteria:
+        """Those of a configuration, and these tokens (EOS) and strings."""
+        return cls(
+            frozenset(token_ids) | frozenset(rollout.stop_token_ids),
+            (*rollout.stop, *strings),
+            rollout.stop_repetition_tokens,
+        )
 
 
 def stop_reason(
@@ -29,20 +53,21 @@ def stop_reason(
     `last`: a number -> so many of the last tokens, `request.generated_ids` included; never more than the turn has.
     `decode_text`: token ids -> text; ValueError for stop strings without it.
     """
-    if last(1)[0] in request.stop_token_ids:
+    stop = request.stop
+    if last(1)[0] in stop.token_ids:
         return StopReason.EOS
     of_turn = len(request.generated_ids) + num_new - request.text_start
-    if request.stop_strings:
+    if stop.strings:
         if decode_text is None:
             raise ValueError("stop strings need the engine's decode_text")
         # A character takes at most four tokens, so this tail holds any stop string that just ended.
-        longest = max(map(len, request.stop_strings)) * _TOKENS_PER_CHARACTER + _MARGIN
+        longest = max(map(len, stop.strings)) * _TOKENS_PER_CHARACTER + _MARGIN
         text = decode_text(list(last(max(0, min(longest, of_turn)))))
-        if any(stop in text for stop in request.stop_strings):
+        if any(string in text for string in stop.strings):
             return StopReason.STOP_STRING
     if num_new >= request.max_new_tokens:
         return StopReason.LENGTH
-    window = request.stop_repetition_tokens
+    window = stop.repetition_tokens
     if window and of_turn >= window and of_turn % CHECK_EVERY == 0 and repeats_itself(last(window)):
         return StopReason.REPETITION
     return StopReason.PAUSED if num_new == request.pause_after else None

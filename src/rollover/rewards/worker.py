@@ -30,7 +30,7 @@ from rollover.rewards.registry import MAX_REPLY_BYTES, RETURNED_NONE, Item, Mode
 from rollover.rewards.travel import packed
 from rollover.types import Reward, Task
 from rollover.workers.framing import BadMessage
-from rollover.workers.worker import Worker, WorkerDied
+from rollover.workers.worker import Worker, WorkerDied, WorkerLimits
 
 _MAX_BAD_REPLIES = 3  # to one call, until it is given up
 _DUMMY_COMPLETION = "The answer is 0."
@@ -216,7 +216,7 @@ class RewardWorker:
                 int(self.config.memory_gb * 1e9),
                 kept=True,
                 environment=child_environment(OMP_NUM_THREADS="1"),  # the trainer owns the cores
-                max_bytes=MAX_REPLY_BYTES,
+                limits=WorkerLimits(MAX_REPLY_BYTES),
             )
         if spec in self._modes:
             return None

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from rollover.config.rollout import RolloutConfig
 from rollover.engine.protocol import ExtendRequest
+from rollover.engine.stop import StopCriteria
 from rollover.envs.protocol import AS_CONFIGURED, TurnOptions, written
 from rollover.rollout.slots import token_budget
 from rollover.types import Rollout, SamplingParams, Segment, StopReason, rollout_seed
@@ -28,7 +29,7 @@ class Requests:
         self.config, self.run_seed, self.may_go_on = config, run_seed, may_go_on
         self._sampling = config.sampling
         self._processing = config.logits.processing()
-        self._stop_token_ids = frozenset(stop_token_ids) | frozenset(config.stop_token_ids)
+        self._stop_token_ids = frozenset(stop_token_ids)
 
     def sampling_of(self, rollout: Rollout) -> SamplingParams:
         return _GREEDY if rollout.greedy else self._sampling
@@ -45,10 +46,8 @@ class Requests:
             max_new_tokens=most - rollout.num_tokens,
             seed=rollout_seed(self.run_seed, rollout.task.task_id, rollout.task.attempt, episode),
             sampling=self.sampling_of(rollout),
-            stop_token_ids=self._stop_token_ids,
-            stop_strings=(*self.config.stop, *turn.stop),
+            stop=StopCriteria.of(self.config, self._stop_token_ids, turn.stop),
             pause_after=token_budget(rollout, self.config),
-            stop_repetition_tokens=self.config.stop_repetition_tokens,
             text_start=_turn_start(rollout),
             may_go_on=self.may_go_on,
             processing=self._processing,

@@ -9,6 +9,7 @@ from typing import Any
 
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
+from rollover.engine.stop import StopCriteria
 from rollover.envs.answer_text import Decode, answer_decoder
 from rollover.run.eval_parts import EvalParts
 from rollover.run.playing import together
@@ -54,8 +55,7 @@ async def answer_prompt(
             max_new_tokens=rollout.max_new_tokens,
             seed=rollout_seed(config.run.seed, seeded, 0, i),
             sampling=rollout.sampling,
-            stop_token_ids=parts.stop_token_ids | frozenset(rollout.stop_token_ids),
-            stop_strings=tuple(rollout.stop),
+            stop=StopCriteria(parts.stop_token_ids | frozenset(rollout.stop_token_ids), tuple(rollout.stop)),
             processing=rollout.logits.processing(),
         )
         for i in range(num)

@@ -16,6 +16,7 @@ from typing import Any
 from rollover.checkpoint.store import CheckpointStore, checkpoint_step
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
+from rollover.engine.stop import StopCriteria
 from rollover.envs.answer_text import answer_decoder
 from rollover.models.devices import dtype_of
 from rollover.run.eval_parts import EvalParts
@@ -77,8 +78,7 @@ class BranchPoint:
             max_new_tokens=budget,
             seed=rollout_seed(config.run.seed, record["task_id"], record["attempt"], sibling),
             sampling=replace(rollout.sampling, temperature=temperature),
-            stop_token_ids=stop_token_ids | frozenset(rollout.stop_token_ids),
-            stop_strings=tuple(rollout.stop),
+            stop=StopCriteria(stop_token_ids | frozenset(rollout.stop_token_ids), tuple(rollout.stop)),
             text_start=start,
             processing=rollout.logits.processing(),
             later_media=tuple(m for m in media_of(record, "later_media") if m.offset < len(prompt) + self.kept),

@@ -19,6 +19,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO, Any
 
 from rollover.process_tree import is_stopped
@@ -39,20 +40,27 @@ class WorkerDied(Exception):
 Reply = dict[str, Any] | WorkerDied | BadMessage
 
 
+@dataclass(frozen=True)
+class WorkerLimits:
+    """message_bytes: of one message. stopped_s: it is killed after having been stopped (SIGSTOP) for so long; a kept
+    one after some seconds in any case."""
+
+    message_bytes: int = MAX_BYTES
+    stopped_s: float | None = None
+
+
 class Worker:
     """A child process that runs `main(*arguments)` of `module`, whose calls are a `Calls` (child.py).
 
     name: for messages ("the reward worker"). kept: it runs foreign code; it and all that it starts are killed together.
     environment: `child_environment()` unless given. stderr: its output, where not this process's; a LogFile is bounded
-    in size. max_bytes: of one message. stopped_limit_s: it is killed after having been stopped (SIGSTOP) for so long; a
-    kept one after some seconds in any case. files: descriptors that it inherits. on_end: called with the Worker in its
-    supervisor thread.
+    in size. files: descriptors that it inherits. on_end: called with the Worker in its supervisor thread.
 
     Start it in a thread that lives as long as it shall: on Linux a child dies with the thread that started it. OSError
     where no process can be started.
     """
 
-    def __init__(  # noqa: PLR0913  one option for each property of a process
+    def __init__(
         self,
         name: str,
         module: str,
@@ -60,12 +68,11 @@ class Worker:
         kept: bool = False,
         environment: Mapping[str, str] | None = None,
         stderr: LogFile | int | None = None,
-        max_bytes: int = MAX_BYTES,
-        stopped_limit_s: float | None = None,
+        limits: WorkerLimits = WorkerLimits(),
         files: Sequence[int] = (),
         on_end: Callable[[Worker], None] = lambda worker: None,
     ) -> None:
-        self.name, self._kept, self._on_end, self._stopped_limit_s = name, kept, on_end, stopped_limit_s
+        self.name, self._kept, self._on_end, self._stopped_limit_s = name, kept, on_end, limits.stopped_s
         self._log = stderr if isinstance(stderr, LogFile) else None
         ours, theirs = socket.socketpair()
         opened = stderr.open() if isinstance(stderr, LogFile) else contextlib.nullcontext(stderr)
@@ -86,7 +93,7 @@ class Worker:
             except BaseException:
                 ours.close()
                 raise
-        self._channel = Channel(ours, max_bytes)
+        self._channel = Channel(ours, limits.message_bytes)
         self._unsent: queue.SimpleQueue[list[bytes | memoryview] | None] = queue.SimpleQueue()
         self._pending: dict[int, Callable[[Reply], bool]] = {}
         self._lock = threading.Lock()  # of the pending calls
@@ -95,7 +102,7 @@ class Worker:
         self._ended = threading.Event()
         self._when_ended: list[Callable[[], object]] = []
         self.stopped_s = 0.0
-        """Seconds for which it has been stopped (SIGSTOP); measured with `stopped_limit_s` only."""
+        """Seconds for which it has been stopped (SIGSTOP); measured with `limits.stopped_s` only."""
         self.last_reply = time.monotonic()
         """When it last replied, or was started (time.monotonic)."""
         self.pid = self._process.pid

@@ -91,6 +91,7 @@ VALUES = (
     "gae",
     "json",
     "x",
+    "module:function",
     "",
     2,
     3,

@@ -13,7 +13,7 @@ import tiny
 from rollover.config import EngineConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.engine.stop import repeats_itself
+from rollover.engine.stop import StopCriteria, repeats_itself
 from rollover.models.attention import PackedAttention, hidden_states
 from rollover.models.logprobs import Head, chunked_logprobs
 from rollover.types import Prompt, SamplingParams, Segment, StopReason, rollout_seed
@@ -314,7 +314,7 @@ def test_what_an_environment_wrote_is_prefilled_for_the_first_time_where_the_tur
 
     async def go() -> tuple[int, dict[str, float]]:
         turn = tuple(int(t) for s in await target.extend(first) for t in s.token_ids)
-        first_part = dataclasses.replace(first, stop_token_ids=frozenset({turn[4]}))
+        first_part = dataclasses.replace(first, stop=StopCriteria(frozenset({turn[4]})))
         target.release(["0-0"])
         turn = tuple(int(t) for s in await target.extend(first_part) for t in s.token_ids)
         assert target.stats()["kv/bytes"] > 0, "it is kept"
@@ -376,7 +376,7 @@ def test_greedy_circles_are_stopped() -> None:
 
     async def go(window: int) -> list[Segment]:
         requests = [request(f"{i}-0", text, 200, temperature=0.0) for i, text in enumerate(PROMPTS)]
-        requests = [dataclasses.replace(r, stop_repetition_tokens=window) for r in requests]
+        requests = [dataclasses.replace(r, stop=StopCriteria(repetition_tokens=window)) for r in requests]
         return [(await target.extend(r))[-1] for r in requests]
 
     endless, stopped = asyncio.run(go(0)), asyncio.run(go(32))

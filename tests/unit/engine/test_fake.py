@@ -7,11 +7,12 @@ import pytest
 
 from fake_engine import FakeEngine
 from rollover.engine.protocol import ExtendRequest
+from rollover.engine.stop import StopCriteria
 from rollover.types import Prompt, SamplingParams, Segment, StopReason
 
 
 def request(rollout_id: str = "0-0", seed: int = 5, budget: int = 50, **changes) -> ExtendRequest:
-    made = ExtendRequest(rollout_id, Prompt((1, 2)), (), budget, seed, SamplingParams(), frozenset({3}))
+    made = ExtendRequest(rollout_id, Prompt((1, 2)), (), budget, seed, SamplingParams(), StopCriteria(frozenset({3})))
     return dataclasses.replace(made, **changes)
 
 

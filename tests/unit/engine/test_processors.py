@@ -26,6 +26,7 @@ from rollover.engine.embedded.processors import Processor
 from rollover.engine.embedded.structures import Structures
 from rollover.engine.process.messages import requests_from_json, requests_to_json
 from rollover.engine.protocol import ExtendRequest
+from rollover.engine.stop import StopCriteria
 from rollover.types import Prompt, SamplingParams, Segment, StopReason
 
 VOCAB = 40
@@ -45,7 +46,7 @@ SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer", "
 def processed(processing: LogitsProcessing, answer: tuple[int, ...] = ANSWER, **changes: Any) -> torch.Tensor:
     """Logits [V] after `answer`, of ones that are drawn at random."""
     asked = ExtendRequest(
-        "0-0", Prompt(PROMPT), answer, 9, 0, SamplingParams(), frozenset({1, 2}), processing=processing
+        "0-0", Prompt(PROMPT), answer, 9, 0, SamplingParams(), StopCriteria(frozenset({1, 2})), processing=processing
     )
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
     Processor(replace(asked, **changes), VOCAB, None).apply(logits, [*PROMPT, *answer])
@@ -137,7 +138,7 @@ def asked(
     name: str, text: str, new: int, processing: LogitsProcessing, generated: tuple[int, ...] = ()
 ) -> ExtendRequest:
     stop = 1  # the tokenizer's <eos>
-    return replace(request(name, text, new, generated), processing=processing, stop_token_ids=frozenset({stop}))
+    return replace(request(name, text, new, generated), processing=processing, stop=StopCriteria(frozenset({stop})))
 
 
 def tokens_of(segments: list[Segment]) -> list[int]:

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from rollover.config.logits import LogitsProcessing
 from rollover.engine.protocol import ExtendRequest
-from rollover.engine.remote.media import check_expansion
-from rollover.engine.remote.wire import (
-    Chunk,
-    ServerFailed,
-    ShownPrompt,
-    Span,
-    abort_body,
-    label_of,
-    longest_of,
-    parse_event,
-    request_body,
-    request_seed,
-    version_of,
-    without,
-)
+from rollover.engine.remote.client import ServerFailed
+from rollover.engine.remote.dialect import Chunk, GenerateRequest, ShownPrompt, Span, label_of, version_of
+from rollover.engine.remote.engine import without
+from rollover.engine.remote.server import check_expansion
+from rollover.engine.remote.vllm import parse_event, request_body
+from rollover.engine.stop import StopCriteria
 from rollover.types import Media, Prompt, SamplingParams
 
 REQUEST = ExtendRequest(
-    "3-1", Prompt((1, 2)), (5,), 9, 77, SamplingParams(0.5, 0.9, 3, 0.1), frozenset({8, 4}), ("x",), 0, 16
+    "3-1", Prompt((1, 2)), (5,), 9, 77, SamplingParams(0.5, 0.9, 3, 0.1), StopCriteria(frozenset({8, 4}), ("x",), 16)
 )
+
+
+def asked(*new_tokens: int, **fields: Any) -> GenerateRequest:
+    return GenerateRequest("3-1.12", REQUEST, [1, 2, 5, *new_tokens], 4, **fields)
 
 
 def event(**choice: object) -> str:
@@ -35,25 +33,23 @@ def event(**choice: object) -> str:
 
 
 def test_a_request_has_all_tokens_so_far_and_a_budget_and_leaves_stop_strings_to_us() -> None:
-    body = request_body(REQUEST, "3-1.12", [6, 7], 4, None)
+    body = request_body(asked(6, 7))
     assert body["token_ids"] == [1, 2, 5, 6, 7] and body["request_id"] == "3-1.12" and body["stream"] is True
     sampling = body["sampling_params"]
     assert sampling == {
         "max_tokens": 4, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "logprobs": 0, "ignore_eos": True,
-        "stop_token_ids": [4, 8], "seed": request_seed(77, 3),
+        "stop_token_ids": [4, 8], "seed": asked(6, 7).seed,
     }  # fmt: skip
-    assert "cache_salt" not in body and request_body(REQUEST, "3-1.12", [], 4, "r/2")["cache_salt"] == "r/2"
+    assert "cache_salt" not in body and request_body(asked(cache_salt="r/2"))["cache_salt"] == "r/2"
 
 
 def test_seeds_differ_by_rollout_and_first_token_and_have_63_bits() -> None:
-    seeds = {request_seed(seed, index) for seed in range(20) for index in range(20)}
+    seeds = {
+        replace(asked(*range(index)), extend=replace(REQUEST, seed=seed)).seed
+        for seed in range(20)
+        for index in range(20)
+    }
     assert len(seeds) == 400 and all(0 <= seed < 2**63 for seed in seeds) and max(seeds) > 2**61
-
-
-def test_an_abort_has_the_servers_full_id() -> None:
-    assert abort_body(["3-1.12"]) == {"request_ids": ["generate-tokens-3-1.12"]}
-    with pytest.raises(AssertionError):
-        abort_body([])  # it would end everyone's
 
 
 def test_a_label_is_of_one_run_and_one_version() -> None:
@@ -74,11 +70,6 @@ def test_chunks() -> None:
     counted = parse_event(json.dumps(usage))
     assert counted is not None and counted.cached_tokens == 4
     assert parse_event("[DONE]") is None
-
-
-def test_the_longest_rollout_is_a_number() -> None:
-    assert longest_of({"data": [{"max_model_len": 64}]}) == 64
-    assert longest_of({"data": [{"max_model_len": True}]}) is None
 
 
 @pytest.mark.parametrize(
@@ -113,9 +104,11 @@ def test_an_error_of_code_400_is_the_requests_own() -> None:
 
 
 def test_images_travel_as_content_parts_and_the_served_prompt_comes_back() -> None:
-    part = {"type": "image_url", "url": "data:image/png;base64,AAAA"}
-    body = request_body(REQUEST, "3-1.12", [], 4, None, [part])
+    part = {"type": "image_url", "url": "data:image/png;base64,AAAA", "digest": "d"}
+    body = request_body(asked(images=[part]))
     assert body["content_parts"] == [part] and body["return_token_ids"] is True
+    (renamed,) = request_body(asked(images=[part], image_salt="r/3"))["content_parts"]
+    assert renamed == part | {"uuid": "d/r/3"}
     first = {
         "choices": [{"index": 0, "token_ids": [5], "logprobs": {"content": [{"token_id": 5, "logprob": -0.5}]}}],
         "prompt_token_ids": [1, 9, 9, 2],
@@ -150,4 +143,6 @@ def test_an_expansion_is_checked_image_by_image(
 
 def test_placeholders_get_no_probability_whatever_the_bias_of_the_run() -> None:
     processing = without(LogitsProcessing(logit_bias=((3, 5.0), (4, 1.0)), min_new_tokens=2), [7, 3])
-    assert processing == LogitsProcessing(logit_bias=((3, -100.0), (4, 1.0), (7, -100.0)), min_new_tokens=2)
+    body = request_body(GenerateRequest("0-0.1", replace(REQUEST, processing=processing), [1, 2], 4))
+    assert body["sampling_params"]["logit_bias"] == {"3": -100.0, "4": 1.0, "7": -100.0}
+    assert processing == LogitsProcessing(logit_bias=((3, -math.inf), (4, 1.0), (7, -math.inf)), min_new_tokens=2)

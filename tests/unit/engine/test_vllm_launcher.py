@@ -22,7 +22,7 @@ import pytest
 
 from rollover.config import Config
 from rollover.config.cluster import ClusterConfig
-from rollover.engine.remote.media import takes_no_images
+from rollover.engine.remote.vllm import takes_no_images
 from rollover.engine.server import vllm
 from rollover.engine.vllm_worker import PARENT, register, take_expanded_prompts, unfit
 from rollover.process_tree import descendants

@@ -16,6 +16,7 @@ from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, EngineConfig, ModelConfig, TrainConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
+from rollover.engine.stop import StopCriteria
 from rollover.models import smollm2
 from rollover.models.load import LoadedModel, cast_parameters, load_model, stop_token_ids
 from rollover.types import Prompt, Sample, SamplingParams, rollout_seed
@@ -44,7 +45,15 @@ def _samples(loaded: LoadedModel, dtype: torch.dtype) -> list[Sample]:
         for s in range(6):
             key = rollout_seed(1, question, 0, s)
             requests.append(
-                ExtendRequest(f"{g}-{s}", Prompt.of(prompt), (), 64, key, SamplingParams(), stop_token_ids(loaded, []))
+                ExtendRequest(
+                    f"{g}-{s}",
+                    Prompt.of(prompt),
+                    (),
+                    64,
+                    key,
+                    SamplingParams(),
+                    StopCriteria(stop_token_ids(loaded, [])),
+                )
             )
 
     async def go():

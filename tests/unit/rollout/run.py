@@ -11,6 +11,7 @@ from heard import hear
 from rollover.config.rollout import RolloutConfig
 from rollover.config.workflow import WorkflowConfig
 from rollover.engine.protocol import ExtendRequest
+from rollover.engine.stop import StopCriteria
 from rollover.envs.build import SingleTurn
 from rollover.envs.protocol import RunEnvironment
 from rollover.rollout.driver import Driver
@@ -150,6 +151,6 @@ def assert_same_groups(ours: list[Group], theirs: list[Group]) -> None:
 def uninterrupted_tokens(rollout: Rollout, budget: int, lengths: Callable[[int], int] = long_tail) -> list[int]:
     """What a run of this rollout alone, without any interruption, generates."""
     seed = rollout_seed(3, rollout.task.task_id, rollout.task.attempt, rollout.sibling)
-    request = ExtendRequest("x", PROMPT, (), budget, seed, SamplingParams(), frozenset({EOS}))
+    request = ExtendRequest("x", PROMPT, (), budget, seed, SamplingParams(), StopCriteria(frozenset({EOS})))
     (segment,) = asyncio.run(FakeEngine(lengths).extend(request))
     return segment.token_ids.tolist()

@@ -20,7 +20,7 @@ from rollover.process_tree import has_ended
 from rollover.processes import child_environment
 from rollover.workers.framing import BadMessage
 from rollover.workers.log_file import LogFile
-from rollover.workers.worker import Reply, Worker, WorkerDied
+from rollover.workers.worker import Reply, Worker, WorkerDied, WorkerLimits
 
 TESTS = Path(__file__).parents[2]
 LIMIT_S = 60.0  # of a machine with other things to do
@@ -161,7 +161,7 @@ def test_replies_that_came_during_a_stall_of_the_loop_count(make: Make) -> None:
 
 
 def test_a_stopped_child_is_killed_after_its_limit(make: Make) -> None:
-    worker = make(stopped_limit_s=0.5)
+    worker = make(limits=WorkerLimits(stopped_s=0.5))
     assert isinstance(reply_to(worker, do="stop"), WorkerDied)
     assert worker.stopped_s >= 0.5 and worker.exit_code == -signal.SIGKILL
 

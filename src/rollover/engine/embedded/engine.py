@@ -45,7 +45,7 @@ class EmbeddedEngine:
     structure only. `processor`: for prompts with images only. `tower_changes`: new weights change the vision tower.
     """
 
-    def __init__(  # noqa: PLR0913 - keyword-only, each optional
+    def __init__(
         self,
         model: Any,
         config: EngineConfig,
@@ -53,7 +53,6 @@ class EmbeddedEngine:
         kv_on_resume: KVPolicy = "recompute",
         decode_text: Callable[[list[int]], str] | None = None,
         structures: Structures | None = None,
-        policy_version: int = 0,
         team: Team | None = None,
         processor: Pixels | None = None,
         tower_changes: bool = True,
@@ -80,7 +79,7 @@ class EmbeddedEngine:
         self._decode_text = decode_text
         self._structures = structures
         self._num_logits = len(model.get_output_embeddings().weight)
-        self._version = policy_version
+        self._version = 0
         self._team = team or Team()
         self._loop: asyncio.Task[None] | None = None
         self.may_step = asyncio.Event()  # while it is cleared, what is asked waits; what is interrupted returns at once

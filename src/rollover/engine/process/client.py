@@ -33,7 +33,7 @@ class EngineClient:
         self.start_s = 0.0
         """Seconds between its start and its hello."""
         self.serves = False
-        """Whether it takes requests: set by whoever has given it the last weights."""
+        """Whether it takes requests."""
         self.stats: dict[str, float] = {}
         """The engine's counters, as of its last reply."""
         self._hello: dict[str, Any] | None = None
@@ -69,6 +69,10 @@ class EngineClient:
                     )
                 self._hello, self.stats = said, said["stats"]
             return self._hello
+
+    def begin(self) -> None:
+        """It has the last weights: it takes requests until it ends."""
+        self.serves = self.worker.alive
 
     async def ended(self) -> None:
         """Wait until the process has ended, and all its replies were received."""

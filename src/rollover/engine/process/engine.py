@@ -108,7 +108,7 @@ class ProcessEngine:
         async with self._loading:  # it has the last weights when its first call begins
             if (parcel := self._weights.everything()) is not None:
                 await self._ask("load_weights", parcel.message)
-            client.serves = client.worker.alive
+            client.begin()
         self.use_threads(self.threads)
         self._look_again()
         await client.ended()

@@ -1,1 +1,1 @@
-"""An engine over HTTP: servers that speak vLLM's `/inference/v1/generate`, each with its own weights."""
+"""An engine over HTTP: servers of some kind (engine.dialect), each with its own weights."""

@@ -1,4 +1,4 @@
-"""HTTP to one server. Owns its connections, and what an answer that is none means; knows no rollout.
+"""HTTP to one server. Owns its connections, and what an answer that is none means; knows no path, and no rollout.
 
 Streams have connections of their own, so that a call of control never waits behind them. They have no time-out as a
 whole: whoever reads one decides how long it may be silent. Idle connections are closed before the server does it (5 s
@@ -8,10 +8,10 @@ in uvicorn), since a request that is sent as that happens would be lost.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rollover.engine.remote.wire import GENERATE, Chunk, Refused, ServerFailed, parse_event
 from rollover.http_guard import token
 
 if TYPE_CHECKING:
@@ -22,6 +22,21 @@ MOST_ANSWER_BYTES = 2**26
 _KEEP_ALIVE_S = 3.0
 _CONNECT_S = 10.0
 _CONTROL_CONNECTIONS = 16
+_TRIES = 3
+_LATE = 0.25  # a time-out that is noticed by this share too late says that the event loop stood still
+
+
+class ServerFailed(RuntimeError):
+    """A server did not do what it was asked for; what it had given before counts."""
+
+
+class Refused(ServerFailed):
+    """A server answered that it will not do this, and is as it was before. `status`: of its answer; 0: it said so in
+    another way. `said`: its own words."""
+
+    def __init__(self, message: str, status: int = 0, said: str = "") -> None:
+        super().__init__(message)
+        self.status, self.said = status, said
 
 
 def library() -> Any:
@@ -61,24 +76,22 @@ class ServerClient:
             headers=self._headers,
         )
 
-    async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
-        """The chunks of a generation, as they come. Leaving it early closes the connection, which ends the request.
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[str, None]:
+        """Post, and yield the data of each event that the server sends (text/event-stream). Leaving it early closes the
+        connection, which ends the request.
 
-        ValueError if the server says that it can never do this; ServerFailed if it fails, also half-way.
+        ValueError for a status of 400: no server can ever do this; ServerFailed if it fails, also half-way.
         """
         if self._streams is None:
             self._streams = self._open(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
         try:
-            async with self._streams.post(self.url + GENERATE, json=body) as response:
+            async with self._streams.post(self.url + path, json=body) as response:
                 if response.status != 200:
                     said = message_of(await _text(response))
                     raise ValueError(said) if response.status == 400 else ServerFailed(f"{response.status}: {said}")
                 async for line in _lines(response.content.iter_any()):
                     if line.startswith(b"data:"):
-                        chunk = parse_event(line[5:].decode(errors="replace").strip())
-                        if chunk is None:
-                            return
-                        yield chunk
+                        yield line[5:].decode(errors="replace").strip()
         except (TimeoutError, self._library.ClientError, OSError) as error:
             raise ServerFailed(f"the connection broke: {error!r}") from error
 
@@ -90,6 +103,23 @@ class ServerClient:
         """As `post`."""
         return await self._call("GET", path, limit_s)
 
+    async def ask(self, path: str, *, limit_s: float) -> dict[str, Any]:
+        """As `get`, for a JSON object; asked again where the time was up because this process did something else."""
+        for _ in range(_TRIES):
+            began = time.monotonic()
+            try:
+                said = await self.get(path, limit_s=limit_s)
+            except Refused:
+                raise
+            except ServerFailed:
+                if time.monotonic() - began < limit_s * (1 + _LATE):
+                    raise
+                continue
+            if not isinstance(said, dict):
+                raise ServerFailed(f"{path} was answered by what is no JSON object: {str(said)[:200]}")
+            return said
+        raise ServerFailed(f"{path} was not answered")
+
     async def _call(self, method: str, path: str, limit_s: float, **values: Any) -> Any:
         if self._control is None:
             # A connection each: vLLM closes one behind a status of 500, and the next call would be lost with it.
@@ -99,7 +129,8 @@ class ServerClient:
             async with self._control.request(method, self.url + path, timeout=limit, **values) as response:
                 text = await _text(response)
                 if response.status >= 400:
-                    raise Refused(f"{path} answered {response.status}: {message_of(text)}", response.status)
+                    said = message_of(text)
+                    raise Refused(f"{path} answered {response.status}: {said}", response.status, said)
                 return json.loads(text) if text else {}
         except TimeoutError as error:
             raise ServerFailed(f"{path} was not answered within {limit_s:.3g} s") from error

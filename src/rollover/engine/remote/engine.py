@@ -1,4 +1,4 @@
-"""The Engine contract over servers that speak vLLM's token interface, each with its own copy of the weights.
+"""The Engine contract over servers, each with its own copy of the weights. What kind they are, engine.dialect says.
 
     extend ──▶ Generation ──▶ Fleet.place ──▶ Attempt at a server ──▶ stopped? else the next, from the last token
     load_weights ──▶ weights file ──▶ Fleet.update: each server alone
@@ -9,26 +9,25 @@ Owns which rollouts run, and the numbers of requests. A request that fails costs
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollover.config import Config
-from rollover.engine.protocol import ExtendRequest, WeightLoad
-from rollover.engine.remote.client import library
-from rollover.engine.remote.delivery import Deliveries
-from rollover.engine.remote.fleet import Fleet, Limits
+from rollover.config.logits import LogitsProcessing
+from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad
+from rollover.engine.remote.client import ServerFailed, library
+from rollover.engine.remote.dialect import GenerateRequest, label_of, make_dialect
+from rollover.engine.remote.fleet import Fleet
 from rollover.engine.remote.generation import Generation
 from rollover.engine.remote.hosts import Host, hosts_of, longest_rollout
-from rollover.engine.remote.media import content_parts
 from rollover.engine.remote.routing import Router
-from rollover.engine.remote.server import COUNTS, Attempt, Server
-from rollover.engine.remote.wire import ServerFailed, label_of, without
+from rollover.engine.remote.server import Attempt, Server, Terms
 from rollover.types import Segment, StopReason
 from rollover.weights.protocol import NamedTensors, Parcel
 from rollover.weights.weights_file import WeightsFile
@@ -62,19 +61,19 @@ class RemoteSetup:
 
 
 class RemoteEngine:
-    """See `Engine`. ValueError where aiohttp is missing."""
+    """See `Engine`. ValueError where aiohttp is missing, or there is no such dialect."""
 
     def __init__(self, setup: RemoteSetup) -> None:
         library()
         config = self.config = setup.config
         self._setup, self._decode_text = setup, setup.decode_text
+        self._dialect = make_dialect(config)
         run = f"{config.run.name}-{secrets.token_hex(4)}"  # versions of an earlier start may be others
         self.oldest_version = 0
         self._salted = config.rollout.kv_on_resume == "salt"
         clears = config.rollout.kv_on_resume == "recompute"
         # A server that keeps its encoder cache at a weight update computes a trained tower's image again for a new id.
         self._new_image_ids = config.model.vision == "trained" and not clears
-        self._counts: Counter[str] = Counter()
         self._running: dict[str, Generation] = {}
         self._num_requests = time.time_ns() // 1_000_000  # no number comes twice, nor after a restart
         self._weights = WeightsFile(config.engine.weights_dir)
@@ -82,17 +81,18 @@ class RemoteEngine:
         self._longest: int | None = None
         self._closing = threading.Event()
         self.hosts = hosts_of(config, setup.logs, setup.own_server) if setup.hosts is None else setup.hosts
-        self._deliveries = Deliveries(run, clears, config.engine.server_timeout_s)
-        limits = Limits(config.engine.server_timeout_s, config.engine.give_up_s, self._check_longest)
         self._router = Router(config.engine.max_running)
-        self._fleet = Fleet(self.hosts, self._router, self._deliveries, limits)
+        self._run = run
+        terms = Terms(run, clears, config.engine.server_timeout_s, config.watchdog.grace_s, setup.vocab_size)
+        give_up_s = config.engine.give_up_s
+        self._fleet = Fleet(self.hosts, self._dialect, self._router, terms, give_up_s, self._check_longest)
 
     @property
     def max_tokens(self) -> int:
         """Of the first server that answered; those that take less do not take part. EngineDied if none answers."""
         if self._longest is None:
             limit_s = self.config.engine.give_up_s
-            self._longest = longest_rollout(self.hosts, limit_s, self._closing)
+            self._longest = longest_rollout(self.hosts, self._dialect, limit_s, self._closing)
         return self._longest
 
     def _check_longest(self, tokens: int) -> None:
@@ -130,9 +130,10 @@ class RemoteEngine:
             )
         if self._setup.vocab_size is not None:
             known = frozenset(token for token in request.stop_token_ids if token < self._setup.vocab_size())
-            request = replace(request, stop_token_ids=known)
+            request = replace(request, stop=replace(request.stop, token_ids=known))
         if never := self._setup.placeholders():
             request = replace(request, processing=without(request.processing, never))
+        self._check_features(request)
         generation = self._running[request.rollout_id] = Generation(request, self._decode_text)
         try:
             await self._begin()
@@ -142,10 +143,21 @@ class RemoteEngine:
             if self._running.get(request.rollout_id) is generation:
                 del self._running[request.rollout_id]
 
+    def _check_features(self, request: ExtendRequest) -> None:
+        """Errors as of `extend`, for what servers of this kind cannot do."""
+        kind = f"servers of engine.dialect = {self.config.engine.dialect!r}"
+        if request.media and not self._dialect.takes_images:
+            raise EngineDied(f"prompts show images ({request.media[0].source}), and {kind} take none")
+        if request.processing != LogitsProcessing() and not self._dialect.processes_logits:
+            raise ValueError(
+                f"rollout {request.rollout_id} has its logits changed (rollout.logits, or a model whose placeholders of"
+                f" images may not be sampled), and {kind} cannot do that"
+            )
+
     async def _generate(self, generation: Generation) -> None:
         """Until it stops, or is interrupted: one request after the other."""
         media = generation.request.media
-        images = await asyncio.to_thread(content_parts, media) if media else []
+        images = await asyncio.to_thread(self._dialect.encode_images, media) if media else ()
         avoid: set[str] = set()
         fruitless = 0
         while generation.reason is None and not generation.interrupted:
@@ -159,31 +171,27 @@ class RemoteEngine:
                 finally:
                     self._fleet.leave(server)
             except ServerFailed:
-                self._counts["engine/lost_requests"] += 1
+                self._fleet.counts["engine/lost_requests"] += 1
                 avoid.add(server.name)
                 serves = await self._fleet.checked(server)
                 fruitless = fruitless + 1 if serves and len(generation.tokens) == num else 0
                 if fruitless == _MAX_FRUITLESS:
                     raise
 
-    def _attempt(self, generation: Generation, server: Server, images: Sequence[Mapping[str, Any]]) -> Attempt:
-        """Return a request to `server`. `images`: the content_parts of the rollout."""
+    def _attempt(self, generation: Generation, server: Server, images: Sequence[Any]) -> Attempt:
+        """Return a request to `server`. `images`: those of the rollout, as the dialect encodes them."""
         number, self._num_requests = self._num_requests, self._num_requests + 1
-        run = self._deliveries.run
-        label = label_of(run, server.version or 0)
-        return Attempt(
-            generation,
-            server,
-            f"{generation.request.rollout_id}.{number}",
-            self._counts,
-            run=run,
-            grace_s=self.config.watchdog.grace_s,
-            salt=label if self._salted else None,
-            images=[{**part, "uuid": f"{part['digest']}/{label}"} for part in images]
-            if self._new_image_ids
-            else images,
-            vocab_size=None if self._setup.vocab_size is None else self._setup.vocab_size(),
+        wanted, label = generation.request, label_of(self._run, server.version or 0)
+        request = GenerateRequest(
+            f"{wanted.rollout_id}.{number}",
+            wanted,
+            [*wanted.prompt.ids, *wanted.generated_ids, *generation.tokens],
+            generation.left,
+            cache_salt=label if self._salted else None,
+            images=images,
+            image_salt=label if self._new_image_ids else None,
         )
+        return Attempt(generation, server, request)
 
     def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:
         for rollout_id in list(self._running) if rollout_ids is None else rollout_ids:
@@ -230,15 +238,13 @@ class RemoteEngine:
 
     def stats(self) -> dict[str, float]:
         return {
-            **{name: float(self._counts[name]) for name in COUNTS},
+            **self._fleet.counts,
             "engine/preemptions": 0.0,
             "kv/bytes": 0.0,
             "engine/servers": float(len(self._fleet.serving)),
             "engine/ejections": float(self._fleet.num_ejections),
             "engine/resumed_in_place": float(self._router.num_in_place),
             "engine/resumed_elsewhere": float(self._router.num_elsewhere),
-            "engine/refused_weights": float(self._deliveries.num_refused),
-            "engine/weights_paused_s": self._deliveries.paused_s,
         }
 
     async def close(self) -> None:
@@ -247,3 +253,9 @@ class RemoteEngine:
         self.interrupt()
         await self._fleet.close()
         self._weights.close()
+
+
+def without(processing: LogitsProcessing, token_ids: Iterable[int]) -> LogitsProcessing:
+    """Return `processing` under which these tokens are never sampled."""
+    bias = dict(processing.logit_bias) | dict.fromkeys(token_ids, -math.inf)
+    return replace(processing, logit_bias=tuple(sorted(bias.items())))

@@ -5,8 +5,8 @@
                wake, with new weights└────┴sleep: watched, gets no rollout; no server starts meanwhile
 
 Owns which server serves, and with which weights; workers/pool.py starts them again. A server that sends no token must
-answer /weight_info within `server_timeout_s` (/health is answered while the engine behind it hangs). When none serves
-for `give_up_s`, whoever waits gets EngineDied.
+say what its weights are called within `server_timeout_s`. When none serves for `give_up_s`, whoever waits gets
+EngineDied.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from rollover.engine.protocol import EngineDied
-from rollover.engine.remote.delivery import Deliveries, resume, sleep, wake
-from rollover.engine.remote.endpoints import check_generates, lacking
+from rollover.engine.remote.client import ServerFailed
+from rollover.engine.remote.dialect import ServerDialect, version_of
 from rollover.engine.remote.generation import Generation
 from rollover.engine.remote.hosts import Host
 from rollover.engine.remote.routing import Router
-from rollover.engine.remote.server import Server
-from rollover.engine.remote.wire import FIRST_LABEL, Refused, ServerFailed, longest_of, version_of
+from rollover.engine.remote.server import COUNTS, Server, Terms
 from rollover.weights.protocol import Parcel
 from rollover.workers.pool import Pool, RequestQueue, set_within
 
 logger = logging.getLogger(__name__)
 
 _PROBES_PER_TIMEOUT = 4
-_LATE = 0.25  # a time-out that is noticed by this share too late says that the event loop stood still
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Seconds; and `check_longest` raises ServerFailed for a server that takes so many tokens of a rollout at most, if
-    that is not enough."""
-
-    server_timeout_s: float
-    give_up_s: float
-    check_longest: Callable[[int], None]
 
 
 class Fleet:
-    """`hosts` give the servers' addresses, and start those that are ours."""
+    """`hosts` give the servers' addresses, and start those that are ours.
 
-    def __init__(self, hosts: Sequence[Host], router: Router, deliveries: Deliveries, limits: Limits) -> None:
-        self.hosts, self.router, self.deliveries, self.limits = hosts, router, deliveries, limits
+    `check_longest` raises ServerFailed for a server that takes so many tokens of a rollout at most, if that is not
+    enough. `counts`: COUNTS, of all servers.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        dialect: ServerDialect,
+        router: Router,
+        terms: Terms,
+        give_up_s: float,
+        check_longest: Callable[[int], None],
+    ) -> None:
+        self.hosts, self.router, self.terms = hosts, router, terms
+        self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)
+        self._dialect, self._give_up_s, self._check_longest = dialect, give_up_s, check_longest
         self.parcel: Parcel | None = None
         """The newest weights: nobody serves with others for long."""
         self.num_ejections = 0
@@ -101,7 +101,7 @@ class Fleet:
         if generation.end.is_set():
             return None
         rollout_id, least = generation.request.rollout_id, generation.newest_version
-        able = [name for name, server in self._servers.items() if _may(server, least)]
+        able = [name for name, server in self._servers.items() if server.takes(least)]
         name = self.router.choose(rollout_id, able, avoid)
         if name is None:
             return None
@@ -133,15 +133,8 @@ class Fleet:
         await asyncio.gather(*(self._update(server, parcel) for server in self.serving))
 
     async def _update(self, server: Server, parcel: Parcel) -> None:
-        slept, limit_s = server.sleeps, self.limits.server_timeout_s
         try:
-            if slept:
-                await wake(server, "weights", limit_s)
-            await self._deliver(server, parcel)
-            if slept:
-                await wake(server, "kv_cache", limit_s)
-                server.last_token = time.monotonic()
-                server.sleeps = False
+            await (server.wake(parcel) if server.sleeps else server.load_weights(parcel))
         except ServerFailed as error:
             await self._eject(server, f"it did not take the weights of version {parcel.version}: {error}")
         self._queue.move()
@@ -165,16 +158,9 @@ class Fleet:
 
     async def _put_to_sleep(self, server: Server) -> None:
         try:
-            await sleep(server, self.limits.server_timeout_s)
+            await server.sleep()
         except ServerFailed as error:
             await self._eject(server, f"it did not fall asleep: {error}")
-
-    async def _deliver(self, server: Server, parcel: Parcel) -> None:
-        """ServerFailed if it failed, or refused them twice."""
-        try:
-            await self.deliveries.deliver(server, parcel.version, parcel.message)
-        except Refused:
-            await self.deliveries.deliver(server, parcel.version, parcel.message)
 
     # One server
 
@@ -184,7 +170,7 @@ class Fleet:
             await self.awake.wait()
         self._up.add(host.name)
         try:
-            server = await host.ready()
+            server = Server(host.name, await host.ready(), self._dialect, self.terms, self.counts)
             self._servers[server.name] = server
             await self._join(server)
             works()
@@ -208,32 +194,24 @@ class Fleet:
 
     async def _join(self, server: Server) -> None:
         """It answers, and has the newest weights: from now on it serves. ServerFailed if it cannot."""
-        limit_s = self.limits.server_timeout_s
-        await self._answers(server, "/weight_info")
-        models = await self._answers(server, "/v1/models")
-        await check_generates(server.client, limit_s)
-        longest = longest_of(models)
-        if longest is not None:
-            self.limits.check_longest(longest)
-        await resume(server, limit_s)
+        self._check_longest(await server.check())
+        await server.unpause()
         parcel = None
         while parcel is not self.parcel:  # newer ones may come meanwhile
             parcel = self.parcel
             assert parcel is not None
-            await self._deliver(server, parcel)
-        server.last_token = time.monotonic()
-        server.failed.clear()
-        server.serves = True
+            await server.load_weights(parcel)
+        server.begin()
         self.router.add(server.name)
         self._none_since = None
         self._queue.move()
 
     async def _watch(self, server: Server) -> str:
         """Returns why it can serve no more, as soon as that is known."""
-        interval_s = self.limits.server_timeout_s / _PROBES_PER_TIMEOUT
+        interval_s = self.terms.timeout_s / _PROBES_PER_TIMEOUT
         while server.serves:
             failed = await set_within(server.failed, interval_s)
-            if not failed and (server.updating or time.monotonic() - server.last_token < interval_s):
+            if not failed and (server.updating or server.silent_s < interval_s):
                 continue
             if server.updating:
                 await asyncio.sleep(0.01)
@@ -242,33 +220,16 @@ class Fleet:
                 break
             before = server.version
             try:
-                label = (await self._answers(server, "/weight_info")).get("weight_version")
+                label = await server.label()
             except ServerFailed as error:
                 return str(error)
-            if version_of(str(label), self.deliveries.run) not in (before, server.version) and not server.updating:
-                why = "it was started again" if label == FIRST_LABEL else "another run uses it, too: give each its own"
+            if version_of(label, self.terms.run) not in (before, server.version) and not server.updating:
+                restarted = label == self._dialect.first_label
+                why = "it was started again" if restarted else "another run uses it, too: give each its own"
                 return f"it has the weights {label!r}, which it was not given: {why}"
             server.failed.clear()
             self._queue.move()
         return ""
-
-    async def _answers(self, server: Server, path: str) -> dict[str, Any]:
-        """Asked again where the time was up because this process did something else."""
-        limit_s = self.limits.server_timeout_s
-        for _ in range(3):
-            began = time.monotonic()
-            try:
-                said = await server.client.get(path, limit_s=limit_s)
-            except Refused as error:
-                raise ServerFailed(lacking(path, error) or str(error)) from error
-            except ServerFailed:
-                if time.monotonic() - began < limit_s * (1 + _LATE):
-                    raise
-                continue
-            if not isinstance(said, dict):
-                raise ServerFailed(f"{path} was answered by what is no JSON object: {str(said)[:200]}")
-            return said
-        raise ServerFailed(f"{path} was not answered")
 
     async def _eject(self, server: Server, why: str) -> None:
         if not server.serves:
@@ -279,12 +240,7 @@ class Fleet:
         await self._part_with(server, why)
 
     async def _part_with(self, server: Server, why: str) -> None:
-        server.serves = False
-        server.failed.set()  # `_watch` and `checked` look
-        for attempt in list(server.attempts):
-            attempt.lose(why)
-        while server.attempts:
-            await asyncio.sleep(0)
+        await server.end(why)
         self.router.remove(server.name)
         self._servers.pop(server.name, None)
         await server.client.close()
@@ -296,16 +252,10 @@ class Fleet:
     async def _mind_the_end(self) -> None:
         """EngineDied for everyone when none serves for too long."""
         while True:
-            await asyncio.sleep(min(1.0, self.limits.give_up_s / 4))
-            if self._none_since is not None and time.monotonic() - self._none_since > self.limits.give_up_s:
+            await asyncio.sleep(min(1.0, self._give_up_s / 4))
+            if self._none_since is not None and time.monotonic() - self._none_since > self._give_up_s:
                 whys = "".join(f"\n  {name}: {why}" for name, why in self._why_not.items())
                 raise EngineDied(
-                    f"none of the {len(self.hosts)} servers of [engine] has served for {self.limits.give_up_s:.3g} s"
+                    f"none of the {len(self.hosts)} servers of [engine] has served for {self._give_up_s:.3g} s"
                     f" (engine.give_up_s){whys}"
                 )
-
-
-def _may(server: Server, least: int | None) -> bool:
-    """Whether a rollout may go there now, whose tokens are of version `least`: versions never go back in a rollout."""
-    able = server.serves and not (server.updating or server.sleeps or server.failed.is_set())
-    return able and server.version is not None and (least is None or server.version >= least)

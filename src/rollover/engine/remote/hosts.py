@@ -16,10 +16,8 @@ import subprocess
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
-from http.client import HTTPException
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -27,10 +25,8 @@ from rollover.back_off import BackOff
 from rollover.config import Config
 from rollover.config.describe import settings_as_toml
 from rollover.engine.protocol import EngineDied
-from rollover.engine.remote.client import MOST_ANSWER_BYTES, ServerClient, headers, message_of
-from rollover.engine.remote.endpoints import wants_token
-from rollover.engine.remote.server import Server
-from rollover.engine.remote.wire import ServerFailed, longest_of
+from rollover.engine.remote.client import Refused, ServerClient, ServerFailed
+from rollover.engine.remote.dialect import ServerDialect
 from rollover.http_guard import TOKEN_VARIABLE, token
 from rollover.processes import brief_waiting, child_command, child_environment
 from rollover.workers.log_file import LogFile
@@ -40,6 +36,8 @@ logger = logging.getLogger(__name__)
 _ASK_AGAIN_S = 0.2
 _END_S = 10.0
 _LOOK_AT_LOG_S = 10.0
+_ANSWERS_S = 10.0
+_NO_TOKEN = (401, 403)
 
 
 class Host(Protocol):
@@ -57,8 +55,8 @@ class Host(Protocol):
         shall."""
         ...
 
-    async def ready(self) -> Server:
-        """The server, started if it has to be. ServerFailed if it cannot be."""
+    async def ready(self) -> ServerClient:
+        """A client of the server, which is started if it has to be. ServerFailed if it cannot be."""
         ...
 
     async def discard(self) -> None:
@@ -80,8 +78,8 @@ class UrlHost:
     def revive(self) -> None:
         """Nothing: it is not ours."""
 
-    async def ready(self) -> Server:
-        return Server(self.name, ServerClient(self.name, self.token))
+    async def ready(self) -> ServerClient:
+        return ServerClient(self.name, self.token)
 
     async def discard(self) -> None:
         """Nothing: it is not ours."""
@@ -178,11 +176,11 @@ class ProcessHost:
         finally:
             clock.cancel()
 
-    async def ready(self) -> Server:
+    async def ready(self) -> ServerClient:
         if self._process is None:
             self._start()
         url = await asyncio.to_thread(self.address, self._limit_s)
-        return Server(self.name, ServerClient(url, self.token))
+        return ServerClient(url, self.token)
 
     async def discard(self) -> None:
         process, self._process, self._url = self._process, None, None
@@ -223,7 +221,7 @@ def hosts_of(config: Config, logs: Path | None = None, own: Callable[[int], Host
     return [*(UrlHost(url.rstrip("/")) for url in engine.urls), *map(make, range(engine.num_servers))]
 
 
-def longest_rollout(hosts: Sequence[Host], limit_s: float, closing: threading.Event) -> int:
+def longest_rollout(hosts: Sequence[Host], dialect: ServerDialect, limit_s: float, closing: threading.Event) -> int:
     """What the first server that answers takes at most, in tokens. For any thread. EngineDied if none does in time, or
     before `closing` is set; ValueError for one that wants another token."""
     deadline, said, back_off, next_revival = time.monotonic() + limit_s, "", BackOff(), 0.0
@@ -231,13 +229,13 @@ def longest_rollout(hosts: Sequence[Host], limit_s: float, closing: threading.Ev
         whys: list[str] = []
         for host in hosts:
             try:
-                return _max_model_len(host.address(left_s), host.token)
-            except urllib.error.HTTPError as error:
-                message = message_of(error.read(MOST_ANSWER_BYTES).decode(errors="replace"))
-                if (why := wants_token(host.name, error.code, message)) is not None:
-                    raise ValueError(why) from error
-                whys.append(f"{host.name}: /v1/models answered {error.code}")
-            except (ServerFailed, OSError, ValueError, RecursionError, HTTPException) as error:
+                return _longest_of(host.address(left_s), host.token, dialect)
+            except (ServerFailed, OSError, ValueError) as error:
+                if isinstance(error, Refused) and error.status in _NO_TOKEN:
+                    raise ValueError(
+                        f"the server {host.name} answers {error.status} ({error.said}): it wants a token. Set the"
+                        f" environment variable {TOKEN_VARIABLE} to the one that it was started with"
+                    ) from error
                 whys.append(f"{host.name}: {error}")
         if not said and not closing.is_set():
             logger.warning(f"no server of [engine] answers yet, they are waited for ({'; '.join(whys)})")
@@ -249,11 +247,13 @@ def longest_rollout(hosts: Sequence[Host], limit_s: float, closing: threading.Ev
     raise EngineDied(f"no server of [engine] answered within {limit_s:.3g} s (engine.give_up_s); {said}")
 
 
-def _max_model_len(url: str, server_token: str) -> int:
-    asked = urllib.request.Request(f"{url}/v1/models", headers=headers(server_token))
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as all other calls (client.py)
-    with direct.open(asked, timeout=10) as answer:
-        said = json.loads(answer.read(MOST_ANSWER_BYTES))
-    if (longest := longest_of(said)) is None:
-        raise ServerFailed(f"/v1/models names no model with its max_model_len: {str(said)[:200]}")
-    return longest
+def _longest_of(url: str, server_token: str, dialect: ServerDialect) -> int:
+    async def ask() -> int:
+        client = ServerClient(url, server_token)
+        try:
+            return await dialect.longest_rollout(client, _ANSWERS_S)
+        finally:
+            await client.close()
+
+    with ThreadPoolExecutor(1) as pool:  # this thread may have an event loop that runs
+        return pool.submit(asyncio.run, ask()).result()

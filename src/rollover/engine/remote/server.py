@@ -1,7 +1,10 @@
 """One server as the client sees it, and one request under way there.
 
-Attempt.run: POST generate ──chunks──▶ Generation
+Attempt.run: generate ──chunks──▶ Generation
               └ its end is wanted ─▶ abort, again until the stream ends ─▶ after grace_s the connection is closed
+
+Server.load_weights: verify ─▶ pause ─▶ load ─▶ stamp ─▶ resume          versions change while it is paused
+                                         └ refused: resume under the old ones
 """
 
 from __future__ import annotations
@@ -9,26 +12,47 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rollover.back_off import back_off_s
-from rollover.engine.protocol import EngineDied
-from rollover.engine.remote.client import ServerClient
+from rollover.engine.remote.client import Refused, ServerClient, ServerFailed
+from rollover.engine.remote.dialect import Chunk, GenerateRequest, ServerDialect, ShownPrompt, Span, label_of
 from rollover.engine.remote.generation import Generation
-from rollover.engine.remote.media import check_expansion, takes_no_images
-from rollover.engine.remote.wire import Chunk, ServerFailed, ShownPrompt, Span, abort_body, request_body
 from rollover.engine.validate import usable
+from rollover.types import Media
+from rollover.weights.protocol import Parcel
 
 _ABORT_AGAIN_S = 0.05  # at first; then twice as long each time
 _ABORT_AGAIN_MAX_S = 2.0
+_LOOK_AGAIN_S = 0.01
+
+COUNTS = (
+    *(f"engine/{what}" for what in ("decode_steps", "prefill_tokens", "reprefill_tokens", "surplus_tokens")),
+    *(f"engine/{what}" for what in ("span_mismatches", "lost_requests", "abandoned_requests", "refused_weights")),
+    *(f"kv/{what}" for what in ("stale_prefix_tokens", "kept_tokens", "shared_prompt_tokens")),
+    "engine/weights_paused_s",
+)
+"""What is counted over all servers."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What holds for all servers of a run. `run` is in the labels of its weights. `clears_cache`: what was computed
+    under older weights is given up when new ones come. No call may take longer than `timeout_s`; an aborted request
+    that does not end within `grace_s` is abandoned. Every token is below `vocab_size()`; None: that is not known."""
+
+    run: str
+    clears_cache: bool
+    timeout_s: float
+    grace_s: float
+    vocab_size: Callable[[], int] | None = None
 
 
 @dataclass(eq=False)
 class Server:
-    """`version`: of the weights that it has, stamped on what comes; None: it has none of this run's.
+    """`counts`: COUNTS, shared by all servers. `version`: of the weights that it has, stamped on what comes; None: it
+    has none of this run's.
 
     `serves`: it takes requests. `updating`: weights are handed to it, and it may answer nothing meanwhile. `sleeps`:
     the trainer has its GPUs, and it gets no request.
@@ -36,72 +60,157 @@ class Server:
 
     name: str
     client: ServerClient
-    version: int | None = None
-    serves: bool = False
-    updating: bool = False
-    sleeps: bool = False
-    last_token: float = 0.0
-    attempts: set[Attempt] = field(default_factory=set)
-    failed: asyncio.Event = field(default_factory=asyncio.Event)
+    dialect: ServerDialect
+    terms: Terms
+    counts: dict[str, float]
+    version: int | None = field(default=None, init=False)
+    serves: bool = field(default=False, init=False)
+    updating: bool = field(default=False, init=False)
+    sleeps: bool = field(default=False, init=False)
+    attempts: set[Attempt] = field(default_factory=set, init=False)
+    failed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set when something failed there, so that it is looked at now."""
+    _heard: float = field(default=0.0, init=False)
 
-    def resumed_with(self, version: int, *, cleared: bool) -> None:
-        """What it sends from now on was sampled under `version`. `cleared`: what it had computed before is no more."""
-        self.version = version
+    @property
+    def silent_s(self) -> float:
+        """Seconds since it last gave a token, or was new."""
+        return time.monotonic() - self._heard
+
+    def takes(self, oldest_version: int | None) -> bool:
+        """Whether a rollout may go there now, whose newest token has this version: versions never go back in it."""
+        able = self.serves and not (self.updating or self.sleeps or self.failed.is_set())
+        return able and self.version is not None and (oldest_version is None or self.version >= oldest_version)
+
+    def heard(self) -> None:
+        """It gave a token."""
+        self._heard = time.monotonic()
+
+    async def check(self) -> int:
+        """Return the tokens of the longest rollout that it takes. ServerFailed unless it has all that a run needs."""
+        await self.dialect.check(self.client, self.terms.timeout_s)
+        return await self.dialect.longest_rollout(self.client, self.terms.timeout_s)
+
+    async def label(self) -> str:
+        """Return that of the weights that it has. ServerFailed."""
+        return await self.dialect.weights_label(self.client, self.terms.timeout_s)
+
+    async def unpause(self) -> None:
+        """Whoever was here before may have left it paused."""
+        with contextlib.suppress(Refused):
+            await self.dialect.resume(self.client, self.terms.timeout_s)
+
+    def begin(self) -> None:
+        """It serves from now on."""
+        self.heard()
+        self.failed.clear()
+        self.serves = True
+
+    async def end(self, why: str) -> None:
+        """It is given up: its requests end at once, with the tokens that there are."""
+        self.serves = False
+        self.failed.set()  # who waits for a look at it goes on
+        for attempt in list(self.attempts):
+            attempt.lose(why)
+        while self.attempts:
+            await asyncio.sleep(0)
+
+    # Weights
+
+    async def load_weights(self, parcel: Parcel) -> None:
+        """It has this parcel's weights when this returns. ServerFailed if it failed, or refused them twice: Refused if
+        it goes on under those that it had, else what it does is not known."""
+        try:
+            await self._load(parcel)
+        except Refused:
+            await self._load(parcel)
+
+    async def _load(self, parcel: Parcel) -> None:
+        self.updating = True
+        try:
+            await self.dialect.verify_weights(self.client, parcel.message, self.terms.timeout_s)
+            if not self.dialect.keeps_requests:
+                await self._withdraw_all()
+            await self._swap(parcel)
+        except Refused:
+            self.counts["engine/refused_weights"] += 1
+            raise
+        finally:
+            self.updating = False
+
+    async def _swap(self, parcel: Parcel) -> None:
+        dialect, client, limit_s = self.dialect, self.client, self.terms.timeout_s
+        clears, label = self.terms.clears_cache, label_of(self.terms.run, parcel.version)
+        began = time.monotonic()
+        await _done(dialect.pause(client, clear_cache=clears, limit_s=limit_s))
+        try:
+            try:
+                await dialect.load_weights(client, parcel.message, label, clear_cache=clears, limit_s=limit_s)
+            except Refused:
+                await _done(dialect.resume(client, limit_s))
+                raise
+            self.version = parcel.version
+            for attempt in self.attempts:
+                attempt.resumed_with(parcel.version, cleared=clears)
+            await _done(dialect.resume(client, limit_s))
+        finally:
+            self.counts["engine/weights_paused_s"] += time.monotonic() - began
+
+    async def _withdraw_all(self) -> None:
         for attempt in self.attempts:
-            attempt.resumed_with(version, cleared=cleared)
+            attempt.withdraw()
+        while self.attempts:
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
+    async def sleep(self) -> None:
+        """Free its GPU memory, weights included: the next ones replace them. ServerFailed if it stays awake."""
+        self.sleeps = True
+        await _done(self.dialect.sleep(self.client, self.terms.timeout_s))
+
+    async def wake(self, parcel: Parcel) -> None:
+        """As `load_weights`, of a server that sleeps."""
+        await _done(self.dialect.wake(self.client, "weights", self.terms.timeout_s))
+        await self.load_weights(parcel)
+        await _done(self.dialect.wake(self.client, "kv_cache", self.terms.timeout_s))
+        self.heard()
+        self.sleeps = False
 
 
-COUNTS = (
-    *(f"engine/{what}" for what in ("decode_steps", "prefill_tokens", "reprefill_tokens", "surplus_tokens")),
-    *(f"engine/{what}" for what in ("span_mismatches", "lost_requests", "abandoned_requests")),
-    *(f"kv/{what}" for what in ("stale_prefix_tokens", "kept_tokens", "shared_prompt_tokens")),
-)
-"""What is counted of requests, over all servers."""
+async def _done(call: Awaitable[None]) -> None:
+    """A call whose refusal is a failure: the server is then in no state that is known."""
+    try:
+        await call
+    except Refused as error:
+        raise ServerFailed(str(error)) from error
 
 
 class Attempt:
-    """One request for `generation` at `server`, under `request_id`, which no other one ever had."""
+    """One request for `generation` at `server`, which begins after the tokens that there are."""
 
-    def __init__(  # noqa: PLR0913 - keyword-only; the request's context
-        self,
-        generation: Generation,
-        server: Server,
-        request_id: str,
-        counts: Counter[str],
-        *,
-        run: str,
-        grace_s: float,
-        salt: str | None = None,
-        images: Sequence[Mapping[str, Any]] = (),
-        vocab_size: int | None = None,
-    ) -> None:
-        """`images`: content_parts of the rollout."""
+    def __init__(self, generation: Generation, server: Server, request: GenerateRequest) -> None:
         assert server.version is not None
-        self.generation, self.server, self.request_id, self.counts = generation, server, request_id, counts
+        self.generation, self.server, self.request = generation, server, request
         self.version = server.version
-        self._run, self._grace_s, self._salt, self._vocab_size = run, grace_s, salt, vocab_size
-        self._images = images
-        self._to_check: list[int] | None = None
-        """The token ids that were sent, until the server has shown where it put their images."""
+        self._terms, self._counts = server.terms, server.counts
+        self._vocab_size = None if server.terms.vocab_size is None else server.terms.vocab_size()
+        self._unchecked = bool(request.images)
+        """The server has not yet shown where it put the images."""
         self._first = len(generation.tokens)
-        self._again = bool(generation.request.generated_ids) or self._first > 0
+        self._again = request.num_generated > 0
         self._lost: str | None = None
+        self._withdrawn = asyncio.Event()
         self._finished = False
         """The server has said that it ends it: what it says of it afterwards is under way."""
         self._reading: asyncio.Task[None] | None = None
 
     def resumed_with(self, version: int, *, cleared: bool) -> None:
-        """See Server: all tokens but the last, which is decoded, are computed again, or are those of older weights."""
+        """What comes from now on was sampled under `version`. All tokens but the last, which is decoded, are computed
+        again where the cache was `cleared`, or are those of older weights."""
         self.version = version
         if self._finished or len(self.generation.tokens) == self._first:
             return  # nothing of it may have been computed yet
-        request = self.generation.request
-        num = len(request.prompt) + len(request.generated_ids) + len(self.generation.tokens) - 1
-        if cleared:
-            self.counts["engine/reprefill_tokens"] += num
-        else:
-            self.counts["kv/stale_prefix_tokens"] += num
+        num = len(self.request.token_ids) + len(self.generation.tokens) - self._first - 1
+        self._counts["engine/reprefill_tokens" if cleared else "kv/stale_prefix_tokens"] += num
 
     def lose(self, why: str) -> None:
         """Its server is given up: it ends at once, with the tokens that there are."""
@@ -109,89 +218,81 @@ class Attempt:
         if self._reading is not None:
             self._reading.cancel()
 
+    def withdraw(self) -> None:
+        """End it in order: another request goes on from its tokens."""
+        self._withdrawn.set()
+
     async def run(self) -> None:
-        """Returns when the server has ended it, or nobody wants more of it. ServerFailed: more is wanted, of another
-        request. ValueError if no server can do this; EngineDied if the model takes no images there."""
-        if self.generation.end.is_set():
+        """Returns when the server has ended it, nobody wants more of it, or it was withdrawn. ServerFailed: more is
+        wanted, of another request. ValueError if no server can do this; EngineDied if the model takes no images."""
+        generation = self.generation
+        if generation.end.is_set():
             return  # since it was given its place
         if not self.server.serves:
             raise ServerFailed("it was given up")
-        generation, request = self.generation, self.generation.request
-        asked = generation.left
-        body = request_body(request, self.request_id, generation.tokens, asked, self._salt, self._images)
-        self._to_check = body["token_ids"] if self._images else None
-        if self._again:
-            self.counts["engine/reprefill_tokens"] += len(body["token_ids"])
-        else:
-            self.counts["engine/prefill_tokens"] += len(body["token_ids"])
-        reading = self._reading = asyncio.ensure_future(self._read(body))
-        ending = asyncio.ensure_future(generation.end.wait())
+        num = len(self.request.token_ids)
+        self._counts["engine/reprefill_tokens" if self._again else "engine/prefill_tokens"] += num
+        reading = self._reading = asyncio.ensure_future(self._read())
+        endings = [asyncio.ensure_future(event.wait()) for event in (generation.end, self._withdrawn)]
         self.server.attempts.add(self)
         try:
-            await asyncio.wait([reading, ending], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([reading, *endings], return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
                 await self._abort(reading)
             if self._lost is not None:
                 raise ServerFailed(self._lost)
             if not reading.cancelled():
                 reading.result()
-            if generation.reason is None and not generation.interrupted:
+            if not (generation.end.is_set() or self._withdrawn.is_set()):
                 raise ServerFailed("it ended a request that nobody had asked it to end")
         finally:
-            ending.cancel()
+            for ending in endings:
+                ending.cancel()
             reading.cancel()
             await asyncio.wait([reading])  # its connection is closed
             self.server.attempts.discard(self)
 
-    async def _read(self, body: dict[str, object]) -> None:
+    async def _read(self) -> None:
         """Take what the server sends until it ends the stream."""
-        async with contextlib.aclosing(self.server.client.stream(body)) as chunks:
-            try:
-                async for chunk in chunks:
-                    self._finished = self._finished or chunk.finish_reason is not None
-                    self._take(chunk)
-            except ValueError as error:
-                if self._to_check is not None and takes_no_images(str(error)):
-                    raise EngineDied(f"prompts show images, and a server takes none: {error}") from error
-                raise
+        async with contextlib.aclosing(self.server.dialect.generate(self.server.client, self.request)) as chunks:
+            async for chunk in chunks:
+                self._finished = self._finished or chunk.finish_reason is not None
+                self._take(chunk)
         if not self._finished:
             raise ServerFailed("the connection ended in the middle of an answer")
 
     def _take(self, chunk: Chunk) -> None:
-        self.server.last_token = time.monotonic()
-        if self._to_check is not None and (chunk.shown is not None or chunk.token_ids):
+        self.server.heard()
+        if self._unchecked and (chunk.shown is not None or chunk.token_ids):
             shown = chunk.shown or ShownPrompt((), ())
-            check_expansion(self.generation.request.media, self._to_check, shown.token_ids, shown.images)
-            self._to_check = None
+            check_expansion(self.request.extend.media, self.request.token_ids, shown.token_ids, shown.images)
+            self._unchecked = False
         logprobs, why_invalid = usable(chunk.token_ids, chunk.logprobs, self._vocab_size)
-        self.counts["engine/decode_steps"] += len(logprobs)
+        self._counts["engine/decode_steps"] += len(logprobs)
         surplus = self.generation.num_surplus
         self.generation.add(chunk.token_ids[: len(logprobs)], logprobs, self.version)
-        self.counts["engine/surplus_tokens"] += self.generation.num_surplus - surplus
+        self._counts["engine/surplus_tokens"] += self.generation.num_surplus - surplus
         if chunk.cached_tokens is not None:
-            if self._again:
-                self.counts["kv/kept_tokens"] += chunk.cached_tokens
-            else:
-                self.counts["kv/shared_prompt_tokens"] += chunk.cached_tokens
+            self._counts["kv/kept_tokens" if self._again else "kv/shared_prompt_tokens"] += chunk.cached_tokens
         if chunk.spans is not None:
             self._compare(chunk.spans)
         if why_invalid:
             raise ServerFailed(f"it {why_invalid}")
 
     def _compare(self, spans: tuple[Span, ...]) -> None:
-        if self.generation.restamp(self._first, spans, self._run):
-            self.counts["engine/span_mismatches"] += 1
+        if self.generation.restamp(self._first, spans, self._terms.run):
+            self._counts["engine/span_mismatches"] += 1
 
     async def _abort(self, reading: asyncio.Future[None]) -> None:
         """Tell the server to end it until it does: one abort may overtake the request, or get lost."""
-        deadline, num = time.monotonic() + self._grace_s, 0
-        body = abort_body([self.request_id])
+        deadline, num = time.monotonic() + self._terms.grace_s, 0
+        dialect, client = self.server.dialect, self.server.client
         while not reading.done() and (left_s := deadline - time.monotonic()) > 0:
             if self._finished:
                 await asyncio.wait([reading], timeout=left_s)
                 break
             telling = asyncio.ensure_future(
-                self.server.client.post("/abort_requests", body, limit_s=min(left_s, _ABORT_AGAIN_MAX_S))
+                dialect.abort(client, self.request.request_id, min(left_s, _ABORT_AGAIN_MAX_S))
             )
             num += 1
             await asyncio.wait([reading], timeout=min(left_s, back_off_s(num, _ABORT_AGAIN_S, _ABORT_AGAIN_MAX_S)))
@@ -199,12 +300,41 @@ class Attempt:
                 await asyncio.wait([reading, telling], return_when=asyncio.FIRST_COMPLETED)
             _forget(telling)
         if not reading.done():
-            self.counts["engine/abandoned_requests"] += 1
+            self._counts["engine/abandoned_requests"] += 1
             reading.cancel()
             await asyncio.wait([reading])
 
 
-def _forget(telling: asyncio.Future[object]) -> None:
+def _forget(telling: asyncio.Task[None]) -> None:
     """Whether an abort was answered is of no interest: the stream tells."""
     telling.cancel()
     telling.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+def check_expansion(
+    media: Sequence[Media],
+    sent: Sequence[int],
+    served: Sequence[int] | None,
+    ranges: Sequence[tuple[int, int]],
+) -> None:
+    """ValueError that names the image unless the server shows each image at its placeholders in the ids `sent`: a
+    server that would expand an image to others is an error, never a shift.
+
+    `served`: the prompt's ids after the server expanded placeholders. `ranges`: [start, end) of the tokens of each
+    image there, which may have more tokens around the placeholders.
+    """
+    ordered = sorted(media, key=lambda image: image.offset)
+    for image, found in zip(ordered, [*ranges, *[None] * (len(ordered) - len(ranges))], strict=False):
+        end = image.offset + image.count
+        if found is None or not found[0] <= image.offset <= end <= found[1]:
+            where = "nowhere" if found is None else f"at tokens {found[0]} to {found[1]}"
+            raise ValueError(
+                f"image {image.source}: the server shows it {where}, and the prompt at tokens {image.offset} to {end}."
+                " Give it the model's own processor and the settings of this run"
+            )
+    if len(ranges) != len(ordered) or served is None or list(served) != list(sent):
+        num = "no" if served is None else f"{len(served):,}"
+        raise ValueError(
+            f"image {ordered[0].source}: the server made {num} tokens of a prompt of {len(sent):,} with {len(ordered)}"
+            " images. Give it the model's own processor and the settings of this run"
+        )

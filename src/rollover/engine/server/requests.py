@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from rollover.config.logits import LogitsProcessing
 from rollover.engine.protocol import ExtendRequest
+from rollover.engine.stop import StopCriteria
 from rollover.images import Places, stored
 from rollover.openai_wire import MAX_ID, Fields, Number, Refusal, StreamOptions
 from rollover.types import Media, Prompt, SamplingParams
@@ -137,8 +138,9 @@ class GenerateBody(Fields):
             max_new_tokens=min(left, asked.max_tokens or left),
             seed=(random_seed if asked.seed is None else asked.seed) & _SEED_BITS,
             sampling=asked.sampling(),
-            stop_token_ids=frozenset(asked.stop_token_ids or ()) | frozenset(() if asked.ignore_eos else eos),
-            stop_strings=asked.stop_strings,
+            stop=StopCriteria(
+                frozenset(asked.stop_token_ids or ()) | frozenset(() if asked.ignore_eos else eos), asked.stop_strings
+            ),
             processing=asked.processing(),
         )
 

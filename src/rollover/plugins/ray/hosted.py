@@ -12,10 +12,8 @@ import json
 from typing import Any, Protocol
 
 from rollover.config import Config
-from rollover.engine.remote.client import ServerClient
+from rollover.engine.remote.client import ServerClient, ServerFailed
 from rollover.engine.remote.hosts import new_token
-from rollover.engine.remote.server import Server
-from rollover.engine.remote.wire import ServerFailed
 from rollover.live_objects import is_live
 from rollover.plugins.ray.roles import RewardRole, Role, ServerRole, request_to_json
 from rollover.rewards.built_in import specs_in
@@ -122,7 +120,7 @@ class ActorHost:
             self._actor = None  # `address` starts another
             self._cluster.end(self._role)
 
-    async def ready(self) -> Server:
+    async def ready(self) -> ServerClient:
         try:
             if self._actor is None:
                 self._actor = self._start()
@@ -131,7 +129,7 @@ class ActorHost:
             raise ServerFailed(str(error)) from error
         if self._looking is None:
             self._looking = asyncio.ensure_future(self._look(self._actor))
-        return Server(self.name, ServerClient(url, self.token))
+        return ServerClient(url, self.token)
 
     async def discard(self) -> None:
         self._actor = None

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rollover.config import Config, RewardsConfig
+from rollover.engine.remote.client import ServerFailed
 from rollover.engine.remote.hosts import ProcessHost
-from rollover.engine.remote.wire import ServerFailed
 from rollover.files import start_folder
 from rollover.process_tree import has_ended, resident_bytes
 from rollover.processes import brief_waiting, die_with

@@ -13,7 +13,7 @@ from rollover.processes import child_environment
 from rollover.trainer.backend import BackendLost
 from rollover.trainer.ranks.group import Answers, Collecting
 from rollover.workers.log_file import LogFile
-from rollover.workers.worker import Reply, Worker
+from rollover.workers.worker import Reply, Worker, WorkerLimits
 
 HOST = "127.0.0.1"
 _END_S = 2.0
@@ -56,7 +56,7 @@ class LocalRanks:
                     host,
                     environment=child_environment(**(environment or {})),
                     stderr=self._logs[rank],
-                    stopped_limit_s=timeout_s,
+                    limits=WorkerLimits(stopped_s=timeout_s),
                     on_end=self._on_end,
                 )
                 self._workers.append(worker)

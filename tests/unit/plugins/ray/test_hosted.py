@@ -14,7 +14,7 @@ import pytest
 
 from rollover import live_objects
 from rollover.config import Config
-from rollover.engine.remote.wire import ServerFailed
+from rollover.engine.remote.client import ServerFailed
 from rollover.http_guard import TOKEN_VARIABLE
 from rollover.plugins.ray.hosted import ActorHost, ActorRewardNode, Gone
 from rollover.plugins.ray.roles import request_of, request_to_json
@@ -161,7 +161,7 @@ def test_a_server_is_started_again_when_it_is_asked_for_after_it_was_discarded()
         host = ActorHost(actors := FakeActors(answers), 4)
         assert await asyncio.to_thread(host.address, 1.0) == "http://127.0.0.1:9"
         server = await host.ready()
-        await server.client.close()
+        await server.close()
         await host.discard()
         answers["url"] = {"failed": "its process said no address"}
         with pytest.raises(ServerFailed, match="said no address"):

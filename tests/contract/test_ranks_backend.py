@@ -33,6 +33,7 @@ from rollover.trainer.packing import micro_batches
 from rollover.trainer.ranks.backend import RanksBackend, spread, start_ranks
 from rollover.trainer.ranks.local import LocalRanks
 from rollover.trainer.stored_tensors import StoredTensors
+from rollover.trainer.streams import with_stream
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
 from rollover.weights.one_by_one import WholeFile
@@ -202,7 +203,7 @@ def test_the_reference_and_earlier_versions_are_the_weights_that_were_kept(
     seen = []
     for _ in range(3):
         seen.append(ranks.compute_logprobs(SAMPLES))
-        ranks.forward_backward(SAMPLES, Counts.of(SAMPLES), {"reference": seen[0]})
+        ranks.forward_backward(with_stream(SAMPLES, "reference_logprobs", seen[0]), Counts.of(SAMPLES))
         ranks.optim_step()
     now = ranks.compute_logprobs(SAMPLES)
     assert all(largest_difference(a, b) > 1e-3 for a, b in zip(seen, [*seen[1:], now], strict=True))
@@ -227,7 +228,7 @@ def test_a_reference_of_other_weights_is_spread_and_refreshed(
             1e-4 if dtype == "float32" else 0.2
         )
         for backend in (ranks, local):
-            backend.forward_backward(SAMPLES, Counts.of(SAMPLES), {"reference": found})
+            backend.forward_backward(with_stream(SAMPLES, "reference_logprobs", found), Counts.of(SAMPLES))
             backend.optim_step()
     state = ranks.save_state()[0]
     kept = {name for name in state if name.startswith("kept/reference/")}
@@ -340,7 +341,7 @@ def keeping(folder: Path, dtype: str = "float32") -> Config:
 
 def step(backend: TrainerBackend) -> dict[str, float]:
     reference = backend.compute_logprobs(SAMPLES, 0)
-    backend.forward_backward(SAMPLES, Counts.of(SAMPLES), {"reference": reference})
+    backend.forward_backward(with_stream(SAMPLES, "reference_logprobs", reference), Counts.of(SAMPLES))
     return backend.optim_step()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,7 +65,7 @@ def test_penalised_rewards_and_the_coefficient_are_verls(seed: int, advantage: s
     for i, s in enumerate(samples):  # on policy, as verl takes its samples to be
         behavior = s.behavior_logprobs.copy()
         behavior[s.mask] = backend.of[None][s.rollout_id]
-        samples[i] = replace(s, behavior_logprobs=behavior)
+        samples[i] = s.with_streams(behavior_logprobs=behavior)
     controller = core_algos.AdaptiveKLController(0.3, 0.2, 50)
     width = max(len(s.mask) for s in samples)
     mask_NT, old_NT, ref_NT, scores_NT = (torch.zeros(len(samples), width) for _ in range(4))

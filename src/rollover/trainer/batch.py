@@ -7,7 +7,7 @@ name (algorithms/estimator.py does).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
@@ -45,7 +45,7 @@ class Batch:
 
     @property
     def num_loss_tokens(self) -> int:
-        return sum(int(s.mask.sum()) for s in self.samples)
+        return sum(s.num_loss_tokens for s in self.samples)
 
 
 class BatchBuilder:
@@ -108,7 +108,7 @@ class BatchBuilder:
         ]
         if self.algorithm.advantage_traits.over_tokens:
             samples = [
-                replace(s, advantages=_token_rewards(s.advantages, s.mask, of_tokens.get(s.rollout_id)))
+                s.with_streams(advantages=_token_rewards(s.advantages, s.mask, of_tokens.get(s.rollout_id)))
                 for s in samples
             ]
         return Batch(
@@ -158,17 +158,19 @@ def _sample(
     sampled = [s.trainable and s.policy_version >= oldest_version for s in segments]
     # All sampled segments of a run share one temperature.
     temperature = max((s.sampling.temperature for s in segments if s.trainable), default=1.0)
-    stream = np.empty(sum(lengths), dtype=np.float32)
-    stream[:] = advantages
+    advantages_n = np.empty(sum(lengths), dtype=np.float32)
+    advantages_n[:] = advantages
     return Sample(
         rollout_id=rollout.rollout_id,
         group_id=rollout.group_id,
         prompt_ids=prompt_ids,
         token_ids=_narrow(f"rollout {rollout.rollout_id}", np.concatenate([s.token_ids for s in segments])),
         mask=np.repeat(sampled, lengths).astype(bool) & in_loss,
-        behavior_logprobs=np.concatenate([s.logprobs for s in segments]).astype(np.float32),
-        versions=np.repeat([s.policy_version for s in segments], lengths).astype(np.int32),
-        advantages=stream,
+        streams={
+            "behavior_logprobs": np.concatenate([s.logprobs for s in segments]).astype(np.float32),
+            "versions": np.repeat([s.policy_version for s in segments], lengths).astype(np.int32),
+            "advantages": advantages_n,
+        },
         temperature=temperature,
         sequence_id=sequence_id,
         role=rollout.role,

@@ -173,7 +173,7 @@ def test_the_mean_of_stale_tokens_is_the_kl_of_the_policy() -> None:
     found = plain = 0.0
     for token in range(3):
         (sample,) = BatchBuilder(kl_config()).sampled([group([0.0], lambda _: [segment(10)])])
-        sample = replace(sample, behavior_logprobs=reference[token : token + 1])
+        sample = sample.with_streams(behavior_logprobs=reference[token : token + 1])
         d = known({"0-0": [policy[token]]}, {"0-0": [reference[token]]}).penalties([sample])
         found += float(np.exp(reference[token])) * d.kl
         plain += float(np.exp(reference[token]) * d.tokens["0-0"][0]) / 0.5

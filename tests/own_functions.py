@@ -46,7 +46,6 @@ from rollover.tasks.source import SourceSetup
 from rollover.tasks.stream import TaskStream
 from rollover.track.tracker import Cut, RunInfo
 from rollover.trainer.backend import TrainerBackend
-from rollover.trainer.batch import BatchBuilder
 from rollover.trainer.build import build_trainer
 from rollover.trainer.objective import Counts, Objective
 from rollover.trajectories import turns_of
@@ -203,7 +202,7 @@ def check_grouping(spec: str) -> None:
 
     group = ready_episodes(0, TASK, [episode(9.0, 3.0, 2.0), episode(0.0, 1.0, 1.0), episode(0.0, 2.0)])
     config, workflow = AlgorithmConfig(advantage="dr_grpo"), WorkflowConfig(group_by=spec)
-    samples = BatchBuilder(config, workflow=workflow).build([group]).samples
+    samples = build_batch([group], config, workflow=workflow).samples
     assert [float(s.advantages[0]) for s in samples] == [1.0, 0.5, -1.0, -0.5, 0.0]
     assert len({s.sequence_id for s in samples}) == 5
 

@@ -80,14 +80,15 @@ def test_ranks_are_a_backend(check, folder: Path, two: LocalRanks) -> None:
 
 def uneven(num: int) -> list[Sample]:
     """A group of `num` micro-batches, and one of a single one: each goes to a rank of its own."""
-    long = dataclasses.replace(random_samples(7, 1, 1)[0], token_ids=np.arange(2, 42, dtype=np.int32))
-    for name, dtype in (("behavior_logprobs", np.float32), ("advantages", np.float32), ("versions", np.int32)):
-        long = dataclasses.replace(long, **{name: np.zeros(40, dtype)})
     long = dataclasses.replace(
-        long,
+        random_samples(7, 1, 1)[0],
+        token_ids=np.arange(2, 42, dtype=np.int32),
         mask=np.ones(40, bool),
-        advantages=np.linspace(-1, 1, 40, dtype=np.float32),
-        behavior_logprobs=np.full(40, -4.6, np.float32),
+        streams={
+            "behavior_logprobs": np.full(40, -4.6, np.float32),
+            "versions": np.zeros(40, np.int32),
+            "advantages": np.linspace(-1, 1, 40, dtype=np.float32),
+        },
     )
     rows = [dataclasses.replace(long, rollout_id=f"0-{i}", sequence_id="") for i in range(num)]
     return rows + [s for s in random_samples(5, 2) if s.group_id == 1]

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from local_trainer import build_batch
 from rollover.config import AlgorithmConfig, DistillConfig
-from rollover.trainer.batch import BatchBuilder
+from rollover.trainer.batch import sampled
 from rollover.trainer.kept_weights import KeptVersions, KeptWeights
 from rollover.trainer.reward_kl import RewardKL
 from rollover.types import Sample
@@ -58,8 +59,8 @@ def test_penalised_rewards_and_the_coefficient_are_verls(seed: int, advantage: s
         {"advantage": advantage, "kl_coef": 0.3, "kl_in": "reward", "kl_kind": kind, "kl_target": 0.2, "kl_horizon": 50}
         | ({"kl_max": 10.0} if kind == "k3" else {})
     )
-    given, builder = groups(rng), BatchBuilder(of)
-    samples = builder.sampled(given)
+    given = groups(rng)
+    samples = sampled(given)
     backend: Any = Backend(rng, samples)
     ours = RewardKL(backend, of)
     for i, s in enumerate(samples):  # on policy, as verl takes its samples to be
@@ -82,7 +83,7 @@ def test_penalised_rewards_and_the_coefficient_are_verls(seed: int, advantage: s
         peer.batch |= {"response_mask": mask_NT, "token_level_scores": scores_NT}
         peer.batch |= {"old_log_probs": old_NT, "ref_log_prob": ref_NT}
         penalties = ours.penalties(samples)
-        batch = builder.build(given, penalties=penalties)
+        batch = build_batch(given, of, penalties=penalties)
         peer, metrics = apply_kl_penalty(peer, controller, KINDS[kind])
         rewards_NT = peer.batch["token_level_rewards"]
         assert metrics["actor/reward_kl_penalty"] == pytest.approx(penalties.kl, abs=1e-6)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from local_trainer import build_batch
 from rollover.algorithms.token_batch import TokenBatch
 from rollover.config import AlgorithmConfig
-from rollover.trainer.batch import BatchBuilder
 from rollover.trainer.objective import Counts, Objective
 from rollover.trainer.token_weights import without_rejected
 from rollover.types import (
@@ -221,7 +221,7 @@ def test_reinforce_plus_plus_of_a_run_is_over_tokens_as_verls(seed: int, name: s
             state, reward = RolloutState.READY, Reward(scores[-1])
             rollouts.append(Rollout(g, i, task, segments, state, StopReason.EOS, reward))
         groups.append(Group(g, rollouts[0].task, Prompt((5,)), rollouts))
-    samples = BatchBuilder(AlgorithmConfig(advantage=name)).build(groups).samples
+    samples = build_batch(groups, AlgorithmConfig(advantage=name)).samples
     mask_NT = torch.zeros(12, max(map(len, masks)))
     rewards_NT = torch.zeros_like(mask_NT)
     for row, (mask, score) in enumerate(zip(masks, scores, strict=True)):

@@ -221,9 +221,9 @@ class Trainer:
         if self.algorithm.needs_critic:
             with self.timed("values"):
                 values = self.backend.compute_values(beyond(samples) if self.critic.bootstrap_truncated else samples)
-            return estimate(self.algorithm, samples, values, batch.roles)
+            return estimate(self.algorithm, samples, values, batch.credited.roles)
         if self.algorithm.advantage_traits.over_tokens:
-            return estimate_tokens(self.algorithm, samples, batch.roles)
+            return estimate_tokens(self.algorithm, samples, batch.credited.roles)
         return samples
 
     def _changed(

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from local_trainer import build_batch
 from rollover.algorithms.filters import rollout_filters
 from rollover.algorithms.loss import LossAndClipped, TokenBatch
 from rollover.config import Config
@@ -25,7 +26,6 @@ from rollover.config.load import ConfigError, load_config
 from rollover.config.presets import PRESETS
 from rollover.staleness import staleness
 from rollover.trainer.backend import Stream
-from rollover.trainer.batch import BatchBuilder
 from rollover.trainer.critic import Critic, beyond, estimate
 from rollover.trainer.objective import Counts, Objective, rate_scale
 from rollover.trainer.packing import token_batch
@@ -299,8 +299,8 @@ def objective_of(config: Config, seed: int = 0, behavior_shift: float = 0.0, bef
         return (policies[policy][s.rollout_id] + _signs(s, shift))[s.mask]
 
     groups = [replace(g, rollouts=g.rollouts[: 5 if config.rollout.greedy_baseline else 4]) for g in groups]
-    builder = BatchBuilder(algorithm, rollout_filters(config.filters))
-    samples = builder.build(groups, config.rollout.oldest_in_loss(VERSION)).samples
+    oldest = config.rollout.oldest_in_loss(VERSION)
+    samples = build_batch(groups, algorithm, oldest, rollout_filters(config.filters)).samples
     samples = [_shifted(s, behavior_shift, before_update) for s in samples]
     critic = None
     if algorithm.needs_critic:

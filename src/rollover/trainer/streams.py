@@ -22,6 +22,8 @@ from rollover.types import Sample
 
 GIVEN = ("behavior_logprobs", "advantages", "versions")
 """Those that every sample has."""
+STATISTICS = ("statistics_logprobs", "statistics_entropy", "statistics_squares")
+"""Streams of a step's samples, the columns of `TrainerBackend.compute_statistics`; no backend is given them."""
 _OF_THE_PASS = ("logprobs", "old_logprobs", "entropy")
 Minibatches = Sequence[list[Sample]]
 

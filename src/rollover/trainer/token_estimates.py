@@ -1,4 +1,4 @@
-"""What a step finds out about its tokens before its first update: advantages, and log-probs of the policies compared.
+"""Advantages that a step estimates over the tokens of its batch, before its first update.
 
 B samples, T longest answer, M loss tokens of one. The formulas are in algorithms/. With a critic advantages are
 critic.py's.
@@ -13,16 +13,14 @@ import numpy as np
 import torch
 
 from rollover.algorithms.advantage import reinforce_plus_plus_tokens
-from rollover.algorithms.correction import importance_weights, interpolated_proximal
+from rollover.algorithms.correction import importance_weights
 from rollover.algorithms.credit import RoleCredit
 from rollover.algorithms.token_advantage import optimal_token_baseline
 from rollover.config import AlgorithmConfig
-from rollover.staleness import staleness
 from rollover.trainer.packing import padded
+from rollover.trainer.streams import STATISTICS
 from rollover.types import Sample
 
-STATISTICS = ("statistics_logprobs", "statistics_entropy", "statistics_squares")
-"""Streams of a step's samples, the columns of `TrainerBackend.compute_statistics`; no backend is given them."""
 _ALIGNED = {"optimal_token_baseline": "positions", "tir_optimal_token_baseline": "loss_tokens"}
 
 
@@ -65,26 +63,6 @@ def by_role(samples: Sequence[Sample], roles: Roles, estimate: Callable[[list[in
             weight = roles[s.role].weight if s.role in roles else 1.0
             out[row] = s.with_streams(advantages=advantages_T[: len(s.mask)].numpy() * np.float32(weight))
     return out
-
-
-def compared_stream(config: AlgorithmConfig) -> str:
-    """Which log-probs rejections and weights of a step compare with: those of the proximal policy, or, where the loss
-    makes these of others, those at the start of the step."""
-    return "proximal_logprobs" if config.proximal_policy in ("step_start", "snapshot") else "start_logprobs"
-
-
-def proximal_and_behavior(
-    config: AlgorithmConfig, sample: Sample, trainer_version: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [1, M] of the sample's loss tokens under algorithm.proximal, at the start of the step, and under what
-    sampled them. The sample has the `compared_stream`."""
-    names = compared_stream(config), "behavior_logprobs"
-    start_1M, behavior_1M = (torch.from_numpy(sample.in_loss(name))[None] for name in names)
-    if config.proximal_policy == "interpolated":
-        ages_1M = torch.from_numpy(staleness(sample.in_loss("versions"), trainer_version))[None]
-        every_1M = torch.ones_like(start_1M, dtype=torch.bool)
-        start_1M = interpolated_proximal(behavior_1M, start_1M, ages_1M, mask_BT=every_1M)
-    return start_1M, behavior_1M
 
 
 # Private

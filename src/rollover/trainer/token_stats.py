@@ -19,7 +19,7 @@ from rollover.track.token_stats import TokenStats
 from rollover.trainer.backend import Stream
 from rollover.trainer.objective import TOLD_ENTROPY, TOLD_LOGPROB, TOLD_WEIGHT
 from rollover.trainer.tally import Tally
-from rollover.trainer.token_estimates import compared_stream
+from rollover.trainer.token_weights import compared_stream
 from rollover.types import Sample
 
 

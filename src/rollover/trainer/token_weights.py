@@ -19,15 +19,36 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from rollover.algorithms.correction import importance_weights, rejection_mask
+from rollover.algorithms.correction import importance_weights, interpolated_proximal, rejection_mask
 from rollover.algorithms.loss import high_entropy_mask
 from rollover.config import AlgorithmConfig
+from rollover.staleness import staleness
 from rollover.trainer.backend import Stream
-from rollover.trainer.token_estimates import STATISTICS, proximal_and_behavior
+from rollover.trainer.streams import STATISTICS
 from rollover.types import Sample
 
 ENTROPY = STATISTICS[1]
 _BY_SEQUENCE = ("sequence_truncate", "sequence_mask")
+
+
+def compared_stream(config: AlgorithmConfig) -> str:
+    """Which log-probs rejections and weights of a step compare with: those of the proximal policy, or, where the loss
+    makes these of others, those at the start of the step."""
+    return "proximal_logprobs" if config.proximal_policy in ("step_start", "snapshot") else "start_logprobs"
+
+
+def proximal_and_behavior(
+    config: AlgorithmConfig, sample: Sample, trainer_version: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs [1, M] of the sample's loss tokens under algorithm.proximal, at the start of the step, and under what
+    sampled them. The sample has the `compared_stream`."""
+    names = compared_stream(config), "behavior_logprobs"
+    start_1M, behavior_1M = (torch.from_numpy(sample.in_loss(name))[None] for name in names)
+    if config.proximal_policy == "interpolated":
+        ages_1M = torch.from_numpy(staleness(sample.in_loss("versions"), trainer_version))[None]
+        every_1M = torch.ones_like(start_1M, dtype=torch.bool)
+        start_1M = interpolated_proximal(behavior_1M, start_1M, ages_1M, mask_BT=every_1M)
+    return start_1M, behavior_1M
 
 
 def mean_weight(config: AlgorithmConfig, samples: Sequence[Sample], trainer_version: int) -> float:

@@ -1,20 +1,25 @@
 """The training step over minibatches: samples with per-token streams in, one more policy version out.
 
+    samples ──estimate, reject, distill, weigh, complete──▶ samples with all streams ──every minibatch, once an epoch──▶
+    updates ──forward_backward, optim_step──▶ policy version + 1
+
 It calls nothing but the verbs of a `TrainerBackend`, and knows no algorithm by name: what a step needs is asked of
-[algorithm]. Owns which samples form a minibatch, which log-probs are computed under which weights and when, what is
-rejected, and the gradient that is accumulated before the rest of its step is known.
+[algorithm]. Owns which samples form a minibatch and an update (of the same samples, seed and policy version always the
+same ones), which log-probs are computed under which weights and when, what is rejected, and the gradient that is
+accumulated before the rest of its step is known.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rollover.config import Config
+from rollover.config import Config, TrainConfig
 from rollover.models.team import Team
 from rollover.track.token_stats import TokenStats
 from rollover.trainer.backend import TEACHER, Stream, TrainerBackend, Version
@@ -24,13 +29,39 @@ from rollover.trainer.distill import Divergence, distilled, teachers
 from rollover.trainer.objective import Counts, rate_scale, start_kl, step_metrics
 from rollover.trainer.packing import split_groups
 from rollover.trainer.reward_kl import RewardKL
-from rollover.trainer.streams import GIVEN, STREAMS, Minibatches, declared_by_loss, with_stream
+from rollover.trainer.streams import GIVEN, STATISTICS, STREAMS, Minibatches, declared_by_loss, with_stream
 from rollover.trainer.tally import Tally, totals_of
-from rollover.trainer.token_estimates import STATISTICS, compared_stream, estimate_tokens
+from rollover.trainer.token_estimates import estimate_tokens
 from rollover.trainer.token_stats import TokenWatch
-from rollover.trainer.token_weights import weighed, why_none_is_left, without_rejected
-from rollover.trainer.updates import Computed, Update, updates_of
+from rollover.trainer.token_weights import compared_stream, weighed, why_none_is_left, without_rejected
 from rollover.types import Sample
+
+
+@dataclass(frozen=True)
+class Update:
+    """`samples`: those whose gradient is computed. `counts`: of the whole minibatch, with what is left out of them."""
+
+    samples: list[Sample]
+    counts: Counts
+
+
+class Computed:
+    """How many loss tokens of a step's updates a backend has computed, for who watches from another thread."""
+
+    def __init__(self, backend: object) -> None:
+        self.backend, self._before, self._total = backend, 0, 0
+
+    def begin(self, updates: Sequence[Update]) -> None:
+        """These are computed now."""
+        self._before = self._count()
+        self._total = sum(int(s.mask.sum()) for update in updates for s in update.samples)
+
+    def tokens(self) -> tuple[int, int]:
+        """(those that are computed, all of them); (0, 0) of a backend without `trained_tokens`."""
+        return (self._count() - self._before, self._total) if hasattr(self.backend, "trained_tokens") else (0, 0)
+
+    def _count(self) -> int:
+        return getattr(self.backend, "trained_tokens", 0)
 
 
 class Trainer:
@@ -307,3 +338,23 @@ class Trainer:
         of the step's start."""
         names = {*GIVEN, *(name for name in self.streams if index or not self._is_current(name))}
         return [s.only(names) for s in samples]
+
+
+def updates_of(
+    minibatches: list[list[Sample]], config: TrainConfig, key: str, computed: Callable[[Sample], bool]
+) -> list[Update]:
+    """The updates of a step, whose first epoch is of `minibatches`. `key`: what the draws of the others depend on.
+    `computed`: whether a sample has a gradient."""
+    return [
+        Update([s for s in part if computed(s)], Counts.of(part)) for part in _of_all_epochs(minibatches, config, key)
+    ]
+
+
+def _of_all_epochs(minibatches: list[list[Sample]], config: TrainConfig, key: str) -> Iterator[list[Sample]]:
+    yield from minibatches
+    samples = [s for part in minibatches for s in part]
+    for epoch in range(1, config.epochs_per_step):
+        if config.reshuffle and len(minibatches) > 1:
+            yield from split_groups(samples, len(minibatches), random.Random(f"{key}/{epoch}"))
+        else:
+            yield from minibatches

@@ -29,7 +29,8 @@ from rollover.trainer.backend import Stream
 from rollover.trainer.critic import Critic, beyond, estimate
 from rollover.trainer.objective import Counts, Objective, rate_scale
 from rollover.trainer.packing import token_batch
-from rollover.trainer.token_estimates import STATISTICS, estimate_tokens
+from rollover.trainer.streams import STATISTICS
+from rollover.trainer.token_estimates import estimate_tokens
 from rollover.trainer.token_weights import weighed, without_rejected
 from rollover.types import (
     Group,

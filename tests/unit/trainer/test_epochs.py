@@ -17,8 +17,7 @@ from rollover.trainer.objective import Counts
 from rollover.trainer.packing import split_groups
 from rollover.trainer.streams import GIVEN
 from rollover.trainer.tally import Tally
-from rollover.trainer.trainer import Trainer
-from rollover.trainer.updates import updates_of
+from rollover.trainer.trainer import Trainer, updates_of
 from rollover.types import Sample
 from samples import random_samples
 

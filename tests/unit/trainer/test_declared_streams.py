@@ -15,7 +15,7 @@ from rollover.trainer.streams import STREAMS, Minibatches, TokenStream
 from samples import random_samples
 
 SAMPLES = random_samples(1)
-HERE = "test_streams"
+HERE = "test_declared_streams"
 SEEN: list[tuple[TokenBatch, torch.Tensor]] = []
 
 

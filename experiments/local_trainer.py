@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
+from rollover.algorithms.credit import Credit
 from rollover.algorithms.filters import RolloutFilter
-from rollover.config import AlgorithmConfig, Config, CriticConfig, DistillConfig, LoraConfig, TrainConfig
+from rollover.algorithms.shaping import Shaping
+from rollover.config import (
+    AlgorithmConfig,
+    Config,
+    CriticConfig,
+    DistillConfig,
+    LoraConfig,
+    TrainConfig,
+    WorkflowConfig,
+)
 from rollover.models.load import LoadedModel
 from rollover.models.team import Team
 from rollover.staleness import EVERY_VERSION
 from rollover.trainer.backend import BackendSetup
-from rollover.trainer.batch import Batch, BatchBuilder
+from rollover.trainer.batch import Batch, make_batch
 from rollover.trainer.build import refuse_uncorrected
 from rollover.trainer.local_backend import LocalBackend
 from rollover.trainer.trainer import Trainer
@@ -66,6 +77,11 @@ def build_batch(
     algorithm: AlgorithmConfig,
     oldest_version: int = EVERY_VERSION,
     masks: Sequence[RolloutFilter] = (),
+    *,
+    workflow: WorkflowConfig | None = None,
+    shaping: Shaping | None = None,
+    **of_step: Any,
 ) -> Batch:
-    """Build one batch with a `BatchBuilder`."""
-    return BatchBuilder(algorithm, masks).build(groups, oldest_version)
+    """One batch. `of_step`: the other arguments of `make_batch`."""
+    credit = Credit(algorithm, workflow or WorkflowConfig(), shaping=shaping)
+    return make_batch(groups, credit, masks, oldest_version, **of_step)

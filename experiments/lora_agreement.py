@@ -122,7 +122,13 @@ def answers(
         zeros = np.zeros(len(segment), np.float32)
         ids = np.array(prompt, dtype=np.int32)
         return Sample(
-            str(index), index, ids, segment.token_ids, zeros == 0, segment.logprobs, zeros.astype(int), zeros, 1.0
+            str(index),
+            index,
+            ids,
+            segment.token_ids,
+            zeros == 0,
+            {"behavior_logprobs": segment.logprobs, "versions": zeros.astype(int), "advantages": zeros},
+            1.0,
         )
 
     async def go() -> list[Sample]:

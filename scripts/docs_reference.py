@@ -32,7 +32,7 @@ PUBLIC = {
 }
 # What a function or class of the user's own is given, and what it must do (docs/own-functions.md).
 PROTOCOLS = {
-    "Loss": ("rollover.algorithms.tokens.Tokens",),
+    "Loss": ("rollover.algorithms.token_batch.TokenBatch",),
     "Order": ("rollover.rollout.order.RolloutView",),
     "Source of tasks": ("rollover.tasks.source.SourceSetup", "rollover.tasks.source.TaskSource"),
     "Curriculum": ("rollover.tasks.curriculum.Seen", "rollover.tasks.curriculum.Visit"),

@@ -42,7 +42,7 @@ from mutants import Mutant, mutants
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ["rollout", "algorithms", "checkpoint", "types.py", "rewards/pool.py",
         *(f"trainer/{name}.py" for name in ("batch", "critic", "objective", "packing", "optimizer", "replay_buffer",
-                                            "reuse", "step_batch"))]  # fmt: skip
+                                            "reuse", "streams"))]  # fmt: skip
 TESTS = ["tests/unit", "tests/contract", "tests/parity", "tests/integration"]
 # They call everything, and are about something else: speed, recipes, pictures.
 LEFT_OUT = ["tests/integration/test_bench.py", "tests/integration/test_vllm_peer.py",

@@ -17,6 +17,7 @@ from contract import trainer_contract
 from fake_engine import FakeEngine
 from local_trainer import build_batch
 from rollover.algorithms.filters import group_filters
+from rollover.algorithms.token_batch import TokenBatch
 from rollover.config import (
     AlgorithmConfig,
     Config,
@@ -45,9 +46,8 @@ from rollover.tasks.source import SourceSetup
 from rollover.tasks.stream import TaskStream
 from rollover.track.tracker import Cut, RunInfo
 from rollover.trainer.backend import TrainerBackend
-from rollover.trainer.batch import BatchBuilder
 from rollover.trainer.build import build_trainer
-from rollover.trainer.objective import Counts, Objective, Streams
+from rollover.trainer.objective import Counts, Objective
 from rollover.trajectories import turns_of
 from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 from rollover.workflows.build import build_workflow
@@ -87,9 +87,10 @@ def check_after_scoring(spec: str) -> None:
 def check_loss(spec: str) -> None:
     def loss(**algorithm: Any) -> float:
         ones = torch.ones(1, 2)
-        streams = Streams(
-            torch.log(torch.tensor([[1.5, 0.5]])).requires_grad_(), ones, ones * 0, ones * 0, None,
-            torch.tensor([[1.0, -1.0]]), ones.bool(), ones.int(), ones.int(), torch.tensor([0]), ["0-0"],
+        streams = TokenBatch.of(
+            ones.bool(), logprobs=torch.log(torch.tensor([[1.5, 0.5]])).requires_grad_(), entropy=ones,
+            proximal_logprobs=ones * 0, behavior_logprobs=ones * 0, advantages=torch.tensor([[1.0, -1.0]]),
+            versions=ones,
         )  # fmt: skip
         config = AlgorithmConfig.model_validate({"loss": spec, "correction": "none", **algorithm})
         return float(Objective(config, 16)(streams, Counts(2, {"0-0": 2}, {0: 2}))[0].detach())
@@ -201,7 +202,7 @@ def check_grouping(spec: str) -> None:
 
     group = ready_episodes(0, TASK, [episode(9.0, 3.0, 2.0), episode(0.0, 1.0, 1.0), episode(0.0, 2.0)])
     config, workflow = AlgorithmConfig(advantage="dr_grpo"), WorkflowConfig(group_by=spec)
-    samples = BatchBuilder(config, workflow=workflow).build([group]).samples
+    samples = build_batch([group], config, workflow=workflow).samples
     assert [float(s.advantages[0]) for s in samples] == [1.0, 0.5, -1.0, -0.5, 0.0]
     assert len({s.sequence_id for s in samples}) == 5
 

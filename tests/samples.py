@@ -65,9 +65,11 @@ def random_samples(seed: int, num_groups: int = 3, size: int = 3, num_prompts: i
                     prompt_ids=prompts[i % num_prompts],
                     token_ids=rng.integers(2, VOCAB, n).astype(np.int32),
                     mask=mask,
-                    behavior_logprobs=(-4.6 + rng.standard_normal(n)).astype(np.float32),
-                    versions=np.zeros(n, dtype=np.int32),
-                    advantages=np.full(n, rng.standard_normal(), dtype=np.float32),
+                    streams={
+                        "behavior_logprobs": (-4.6 + rng.standard_normal(n)).astype(np.float32),
+                        "versions": np.zeros(n, dtype=np.int32),
+                        "advantages": np.full(n, rng.standard_normal(), dtype=np.float32),
+                    },
                     temperature=float(rng.choice([0.7, 1.0])),
                 )
             )

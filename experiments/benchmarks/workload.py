@@ -119,9 +119,11 @@ def samples(vocab: int, prompt_tokens: int, lengths: list[int], siblings: int, *
                 prompt_ids=prompt_ids.astype(np.int32),
                 token_ids=rng.integers(10, vocab - 10, n).astype(np.int32),
                 mask=np.ones(n, dtype=bool),
-                behavior_logprobs=np.full(n, -10.0, dtype=np.float32),
-                versions=np.zeros(n, dtype=np.int32),
-                advantages=np.full(n, (-1.0) ** i, dtype=np.float32),
+                streams={
+                    "behavior_logprobs": np.full(n, -10.0, dtype=np.float32),
+                    "versions": np.zeros(n, dtype=np.int32),
+                    "advantages": np.full(n, (-1.0) ** i, dtype=np.float32),
+                },
                 temperature=1.0,
             )
         )

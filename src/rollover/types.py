@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -473,12 +473,13 @@ def why_not_in_vocabulary(token_ids: np.ndarray, vocab_size: int) -> str | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """A training row made from a finished Rollout. All streams are [n] over the tokens after the prompt.
+    """A training row made from a finished Rollout: its tokens after the prompt, and a number of each in every stream.
 
-    token_ids, versions int32; mask bool (True: in the loss); behavior_logprobs, advantages float32. `media`: of prompt
-    and answer. `temperature`: of the sampling. `teacher_prompt_ids`: what a teacher reads for the prompt; None: the
-    prompt. `sequence_id`: of what is one sequence in aggregations; "": the row alone. `truncated`: cut at the token
-    limit (StopReason.LENGTH).
+    token_ids int32, mask bool (True: in the loss), `streams`: all [n]. Every sample has the streams "behavior_logprobs"
+    and "advantages", float32, and "versions", int32; a training step adds others (trainer/streams.py), each with 0
+    outside the loss. `media`: of prompt and answer. `temperature`: of the sampling. `teacher_prompt_ids`: what a
+    teacher reads for the prompt; None: the prompt. `sequence_id`: of what is one sequence in aggregations; "": the row
+    alone. `truncated`: cut at the token limit (StopReason.LENGTH).
     """
 
     rollout_id: str
@@ -486,9 +487,7 @@ class Sample:
     prompt_ids: np.ndarray
     token_ids: np.ndarray
     mask: np.ndarray
-    behavior_logprobs: np.ndarray
-    versions: np.ndarray
-    advantages: np.ndarray
+    streams: Mapping[str, np.ndarray]
     temperature: float
     teacher_prompt_ids: np.ndarray | None = None
     sequence_id: str = ""
@@ -498,6 +497,40 @@ class Sample:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sequence_id", self.sequence_id or self.rollout_id)
+
+    @property
+    def behavior_logprobs(self) -> np.ndarray:
+        return self.streams["behavior_logprobs"]
+
+    @property
+    def versions(self) -> np.ndarray:
+        return self.streams["versions"]
+
+    @property
+    def advantages(self) -> np.ndarray:
+        return self.streams["advantages"]
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return int(self.mask.sum())
+
+    def in_loss(self, name: str) -> np.ndarray:
+        """That stream of the loss tokens [M]."""
+        return self.streams[name][self.mask]
+
+    def with_streams(self, **streams: np.ndarray) -> Sample:
+        """The same with these streams [n], beside the others or in their place."""
+        return replace(self, streams={**self.streams, **streams})
+
+    def with_loss_stream(self, name: str, values_M: np.ndarray) -> Sample:
+        """As `with_streams`, of numbers of the loss tokens; 0 elsewhere."""
+        values = np.zeros(len(self.mask), values_M.dtype)
+        values[self.mask] = values_M
+        return self.with_streams(**{name: values})
+
+    def only(self, names: Container[str]) -> Sample:
+        """The same without other streams than these."""
+        return replace(self, streams={name: values for name, values in self.streams.items() if name in names})
 
 
 FIRST_EVAL_GROUP = -(1 << 31)

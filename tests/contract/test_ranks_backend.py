@@ -33,6 +33,7 @@ from rollover.trainer.packing import micro_batches
 from rollover.trainer.ranks.backend import RanksBackend, spread, start_ranks
 from rollover.trainer.ranks.local import LocalRanks
 from rollover.trainer.stored_tensors import StoredTensors
+from rollover.trainer.streams import with_stream
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
 from rollover.weights.one_by_one import WholeFile
@@ -79,14 +80,15 @@ def test_ranks_are_a_backend(check, folder: Path, two: LocalRanks) -> None:
 
 def uneven(num: int) -> list[Sample]:
     """A group of `num` micro-batches, and one of a single one: each goes to a rank of its own."""
-    long = dataclasses.replace(random_samples(7, 1, 1)[0], token_ids=np.arange(2, 42, dtype=np.int32))
-    for name, dtype in (("behavior_logprobs", np.float32), ("advantages", np.float32), ("versions", np.int32)):
-        long = dataclasses.replace(long, **{name: np.zeros(40, dtype)})
     long = dataclasses.replace(
-        long,
+        random_samples(7, 1, 1)[0],
+        token_ids=np.arange(2, 42, dtype=np.int32),
         mask=np.ones(40, bool),
-        advantages=np.linspace(-1, 1, 40, dtype=np.float32),
-        behavior_logprobs=np.full(40, -4.6, np.float32),
+        streams={
+            "behavior_logprobs": np.full(40, -4.6, np.float32),
+            "versions": np.zeros(40, np.int32),
+            "advantages": np.linspace(-1, 1, 40, dtype=np.float32),
+        },
     )
     rows = [dataclasses.replace(long, rollout_id=f"0-{i}", sequence_id="") for i in range(num)]
     return rows + [s for s in random_samples(5, 2) if s.group_id == 1]
@@ -202,7 +204,7 @@ def test_the_reference_and_earlier_versions_are_the_weights_that_were_kept(
     seen = []
     for _ in range(3):
         seen.append(ranks.compute_logprobs(SAMPLES))
-        ranks.forward_backward(SAMPLES, Counts.of(SAMPLES), {"reference": seen[0]})
+        ranks.forward_backward(with_stream(SAMPLES, "reference_logprobs", seen[0]), Counts.of(SAMPLES))
         ranks.optim_step()
     now = ranks.compute_logprobs(SAMPLES)
     assert all(largest_difference(a, b) > 1e-3 for a, b in zip(seen, [*seen[1:], now], strict=True))
@@ -227,7 +229,7 @@ def test_a_reference_of_other_weights_is_spread_and_refreshed(
             1e-4 if dtype == "float32" else 0.2
         )
         for backend in (ranks, local):
-            backend.forward_backward(SAMPLES, Counts.of(SAMPLES), {"reference": found})
+            backend.forward_backward(with_stream(SAMPLES, "reference_logprobs", found), Counts.of(SAMPLES))
             backend.optim_step()
     state = ranks.save_state()[0]
     kept = {name for name in state if name.startswith("kept/reference/")}
@@ -340,7 +342,7 @@ def keeping(folder: Path, dtype: str = "float32") -> Config:
 
 def step(backend: TrainerBackend) -> dict[str, float]:
     reference = backend.compute_logprobs(SAMPLES, 0)
-    backend.forward_backward(SAMPLES, Counts.of(SAMPLES), {"reference": reference})
+    backend.forward_backward(with_stream(SAMPLES, "reference_logprobs", reference), Counts.of(SAMPLES))
     return backend.optim_step()
 
 

@@ -91,9 +91,15 @@ def asked(name: str, prompt: Prompt, **fields: Any) -> ExtendRequest:
 def sample_of(request: ExtendRequest, tokens: list[int]) -> Sample:
     num, zeros = len(tokens), np.zeros(len(tokens), np.float32)
     return Sample(
-        request.rollout_id, 0, np.array(request.prompt.ids, np.int32), np.array(tokens, np.int32), np.ones(num, bool),
-        zeros, zeros.astype(np.int32), zeros, temperature=1.0, media=request.prompt.media,
-    )  # fmt: skip
+        request.rollout_id,
+        0,
+        np.array(request.prompt.ids, np.int32),
+        np.array(tokens, np.int32),
+        np.ones(num, bool),
+        {"behavior_logprobs": zeros, "versions": zeros.astype(np.int32), "advantages": zeros},
+        temperature=1.0,
+        media=request.prompt.media,
+    )
 
 
 def test_logprobs_and_resumption_are_those_of_the_trainer(folder: Path, loaded: LoadedModel, tmp_path: Path) -> None:

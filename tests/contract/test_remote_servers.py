@@ -206,7 +206,15 @@ def test_adapters_are_merged_into_the_whole_weights_of_servers(
         none = np.zeros(len(tokens))
         prompt = np.array(request.prompt.ids, dtype=np.int32)
         versions, advantages = none.astype(np.int32), none.astype(np.float32)
-        sample = Sample("r", 0, prompt, tokens, none == 0, logprobs_of(answer), versions, advantages, 1.0)
+        sample = Sample(
+            "r",
+            0,
+            prompt,
+            tokens,
+            none == 0,
+            {"behavior_logprobs": logprobs_of(answer), "versions": versions, "advantages": advantages},
+            1.0,
+        )
         (ours,) = trainer.backend.compute_logprobs([sample]).values()
         return float(np.abs(ours - logprobs_of(answer)).max())
 

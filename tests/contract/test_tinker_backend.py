@@ -278,7 +278,7 @@ def test_another_model_as_teacher_needs_the_same_vocabulary(service: tuple[FakeT
 
 def test_precomputed_advantages_are_those_of_the_local_backend(service: tuple[FakeTinker, str], built: Built) -> None:
     draw = np.random.default_rng(0)
-    given = [replace(s, advantages=draw.normal(size=len(s.token_ids)).astype(np.float32)) for s in SAMPLES]
+    given = [s.with_streams(advantages=draw.normal(size=len(s.token_ids)).astype(np.float32)) for s in SAMPLES]
     algorithm = {"advantage": "precomputed"}
     train = {"adam_eps": 1.0}
     theirs = built(config(service[1], algorithm=algorithm, train=train))

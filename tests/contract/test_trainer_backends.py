@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from rollover.trainer.backend import BackendLost, TrainerBackend
 from rollover.trainer.batch import Batch
 from rollover.trainer.build import build_trainer
 from rollover.trainer.objective import Counts
+from rollover.trainer.own_backend import OwnBackend
 from samples import random_samples
 
 TOY = f"{Path(__file__).with_name('toy_backend.py')}:Bigrams"
@@ -93,6 +95,13 @@ def test_what_is_no_backend_is_refused() -> None:
         build_trainer(config(backend={"type": "nowhere:make"}), tiny.loaded())
     with pytest.raises(ValueError, match=r'"locl" is none of local.* Did you mean "local"'):
         config(backend={"type": "locl"})
+
+
+def test_a_backend_with_the_third_argument_of_before_is_told_where_streams_are_now() -> None:
+    backend = toy().backend  # type: ignore[attr-defined]
+    backend.forward_backward = lambda samples, counts, known=MappingProxyType({}): None
+    with pytest.raises(FunctionError, match=r"`known`. Now it gets samples and counts alone, .*proximal_logprobs"):
+        OwnBackend(backend, TOY)
 
 
 @pytest.mark.parametrize(

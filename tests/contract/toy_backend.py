@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,9 @@ import torch
 
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.limits import Limits
-from rollover.staleness import staleness
 from rollover.trainer.backend import BackendSetup, Stream, Version
-from rollover.trainer.objective import Counts, Objective, Streams
-from rollover.trainer.packing import Packed, pack
+from rollover.trainer.objective import Counts, Objective
+from rollover.trainer.packing import PackedBatch, pack
 from rollover.trainer.tally import Tally
 from rollover.types import Sample, Segment, StopReason
 
@@ -31,7 +29,7 @@ class Bigrams:
         self.table = torch.randn(VOCAB, VOCAB, generator=generator).requires_grad_()
         self.policy_version, self.flops = 0, 0.0
 
-    def _forward(self, samples: list[Sample]) -> tuple[Packed, torch.Tensor, torch.Tensor]:
+    def _forward(self, samples: list[Sample]) -> tuple[PackedBatch, torch.Tensor, torch.Tensor]:
         """Log-probs and entropies [M] of the loss tokens."""
         packed = pack(samples, self.table.device, self.limits)
         before_M = packed.input_ids_N[packed.loss_positions_M]
@@ -52,22 +50,12 @@ class Bigrams:
     def compute_values(self, samples: list[Sample]) -> Stream:
         raise ValueError("there is no value head")
 
-    def forward_backward(
-        self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream] = MappingProxyType({})
-    ) -> Tally:
+    def forward_backward(self, samples: list[Sample], counts: Counts) -> Tally:
         sums = Tally()
         if samples := [s for s in samples if s.mask.any()]:
-            packed, logprobs_M, entropy_M = self._forward(samples)
-            proximal_BT = None
-            if "proximal" in known:
-                values_M = np.concatenate([known["proximal"][s.rollout_id] for s in samples])
-                proximal_BT = packed.unpack(torch.from_numpy(values_M))
-            streams = Streams(
-                packed.unpack(logprobs_M), packed.unpack(entropy_M.detach()), proximal_BT, packed.behavior_logprobs_BT,
-                None, packed.advantages_BT, packed.mask_BT, packed.versions_BT,
-                staleness(packed.versions_BT, self.policy_version), packed.group_B, packed.sequences,
-            )  # fmt: skip
-            loss, of_micro = self.objective(streams, counts)
+            batch, logprobs_M, entropy_M = self._forward(samples)
+            batch = batch.with_streams(logprobs=batch.unpack(logprobs_M), entropy=batch.unpack(entropy_M.detach()))
+            loss, of_micro = self.objective(batch, counts)
             loss.backward()
             sums.add(of_micro)
         return sums

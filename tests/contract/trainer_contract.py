@@ -25,6 +25,7 @@ import torch
 from rollover.engine.protocol import ExtendRequest
 from rollover.trainer.backend import TEACHER, Stream, TrainerBackend
 from rollover.trainer.objective import Counts
+from rollover.trainer.streams import with_stream
 from rollover.types import Prompt, Sample, SamplingParams
 
 UPDATE = {"grad_norm", "learning_rate", "train/skipped_steps"}
@@ -64,7 +65,7 @@ class Subject:
 
 def trained(backend: TrainerBackend, subject: Subject) -> dict[str, float]:
     """One training step of all samples."""
-    backend.forward_backward(subject.samples, subject.counts, {})
+    backend.forward_backward(subject.samples, subject.counts)
     return backend.optim_step()
 
 
@@ -109,7 +110,7 @@ async def check_without_proximal_logprobs_the_ratio_is_one(subject: Subject) -> 
     assert sums["count/tokens"] == subject.counts.tokens
     assert sums["sum/ratio"] == subject.counts.tokens and sums["max/ratio"] == 1.0
     lower = {k: v - 0.1 for k, v in backend.compute_logprobs(subject.samples).items()}
-    sums = backend.forward_backward(subject.samples, subject.counts, {"proximal": lower}).totals()
+    sums = backend.forward_backward(with_stream(subject.samples, "proximal_logprobs", lower), subject.counts).totals()
     assert sums["sum/ratio"] / subject.counts.tokens == pytest.approx(math.exp(0.1), rel=1e-3)
 
 
@@ -224,8 +225,9 @@ async def check_samples_are_of_the_current_weights(subject: Subject) -> None:
             logprobs = np.concatenate([s.logprobs for s in segments])
             assert {s.policy_version for s in segments} == {version} and 0 < len(ids) <= 12
             zeros = np.zeros(len(ids), np.int32)
-            arrays = np.array(prompt, np.int32), ids, np.ones(len(ids), bool), logprobs, zeros, zeros.astype(np.float32)
-            again = backend.compute_logprobs([Sample(request.rollout_id, 0, *arrays, temperature=1.0)])
+            arrays = np.array(prompt, np.int32), ids, np.ones(len(ids), bool)
+            streams = {"behavior_logprobs": logprobs, "versions": zeros, "advantages": zeros.astype(np.float32)}
+            again = backend.compute_logprobs([Sample(request.rollout_id, 0, *arrays, streams, temperature=1.0)])
             np.testing.assert_allclose(again[request.rollout_id], logprobs, atol=subject.atol)
         trained(backend, subject)
 

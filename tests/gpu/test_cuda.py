@@ -47,9 +47,11 @@ def test_engine_and_trainer_agree_and_train(family: str, dtype: torch.dtype, lim
             prompt_ids=np.asarray(prompt, dtype=np.int32),
             token_ids=segment.token_ids,
             mask=np.ones(len(segment), dtype=bool),
-            behavior_logprobs=segment.logprobs,
-            versions=np.zeros(len(segment), dtype=np.int32),
-            advantages=np.full(len(segment), (-1.0) ** i, dtype=np.float32),
+            streams={
+                "behavior_logprobs": segment.logprobs,
+                "versions": np.zeros(len(segment), dtype=np.int32),
+                "advantages": np.full(len(segment), (-1.0) ** i, dtype=np.float32),
+            },
             temperature=1.0,
         )
         for i, (r, (segment,)) in enumerate(zip(requests, asyncio.run(go()), strict=True))

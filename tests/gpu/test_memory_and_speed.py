@@ -137,9 +137,11 @@ def samples_of(engine: EmbeddedEngine, num: int, new_tokens: int) -> list[Sample
             np.array(request.prompt.ids, np.int32),
             segment.token_ids,
             np.ones(len(segment), bool),
-            segment.logprobs,
-            np.zeros(len(segment), np.int32),
-            np.full(len(segment), (-1.0) ** i, np.float32),
+            {
+                "behavior_logprobs": segment.logprobs,
+                "versions": np.zeros(len(segment), np.int32),
+                "advantages": np.full(len(segment), (-1.0) ** i, np.float32),
+            },
             1.0,
         )
         for i, (request, (segment,)) in enumerate(zip(requests, asyncio.run(go()), strict=True))

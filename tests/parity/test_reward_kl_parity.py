@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from local_trainer import build_batch
 from rollover.config import AlgorithmConfig, DistillConfig
-from rollover.trainer.batch import BatchBuilder
+from rollover.trainer.batch import sampled
 from rollover.trainer.kept_weights import KeptVersions, KeptWeights
 from rollover.trainer.reward_kl import RewardKL
 from rollover.types import Sample
@@ -59,14 +59,14 @@ def test_penalised_rewards_and_the_coefficient_are_verls(seed: int, advantage: s
         {"advantage": advantage, "kl_coef": 0.3, "kl_in": "reward", "kl_kind": kind, "kl_target": 0.2, "kl_horizon": 50}
         | ({"kl_max": 10.0} if kind == "k3" else {})
     )
-    given, builder = groups(rng), BatchBuilder(of)
-    samples = builder.sampled(given)
+    given = groups(rng)
+    samples = sampled(given)
     backend: Any = Backend(rng, samples)
     ours = RewardKL(backend, of)
     for i, s in enumerate(samples):  # on policy, as verl takes its samples to be
         behavior = s.behavior_logprobs.copy()
         behavior[s.mask] = backend.of[None][s.rollout_id]
-        samples[i] = replace(s, behavior_logprobs=behavior)
+        samples[i] = s.with_streams(behavior_logprobs=behavior)
     controller = core_algos.AdaptiveKLController(0.3, 0.2, 50)
     width = max(len(s.mask) for s in samples)
     mask_NT, old_NT, ref_NT, scores_NT = (torch.zeros(len(samples), width) for _ in range(4))
@@ -83,7 +83,7 @@ def test_penalised_rewards_and_the_coefficient_are_verls(seed: int, advantage: s
         peer.batch |= {"response_mask": mask_NT, "token_level_scores": scores_NT}
         peer.batch |= {"old_log_probs": old_NT, "ref_log_prob": ref_NT}
         penalties = ours.penalties(samples)
-        batch = builder.build(given, penalties=penalties)
+        batch = build_batch(given, of, penalties=penalties)
         peer, metrics = apply_kl_penalty(peer, controller, KINDS[kind])
         rewards_NT = peer.batch["token_level_rewards"]
         assert metrics["actor/reward_kl_penalty"] == pytest.approx(penalties.kl, abs=1e-6)

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from local_trainer import build_batch
+from rollover.algorithms.token_batch import TokenBatch
 from rollover.config import AlgorithmConfig
-from rollover.trainer.batch import BatchBuilder
-from rollover.trainer.objective import Counts, Objective, Streams
-from rollover.trainer.token_weights import rejections, rewritten
+from rollover.trainer.objective import Counts, Objective
+from rollover.trainer.token_weights import without_rejected
 from rollover.types import (
     Group,
     Prompt,
@@ -56,7 +57,15 @@ def batch(seed: int) -> Data:
 def _samples(data: Data) -> list[Sample]:
     zeros = np.zeros(9, np.int32)
     return [
-        Sample(str(i), i, zeros, zeros, mask.numpy(), behavior.numpy(), zeros, zeros.astype(np.float32), 1.0)
+        Sample(
+            str(i),
+            i,
+            zeros,
+            zeros,
+            mask.numpy(),
+            {"behavior_logprobs": behavior.numpy(), "versions": zeros, "advantages": zeros.astype(np.float32)},
+            1.0,
+        )
         for i, (mask, behavior) in enumerate(zip(data["mask"], data["behavior"], strict=True))
     ]
 
@@ -65,9 +74,8 @@ def ours(data: Data, **algorithm: Any) -> tuple[torch.Tensor, torch.Tensor]:
     objective = Objective(AlgorithmConfig.model_validate({"correction_cap": CAP, **algorithm}), 9)
     samples = _samples(data)
     if objective.config.rejection:
-        start = {s.rollout_id: data["proximal"][s.group_id].numpy()[s.mask] for s in samples}
-        kept = rejections(objective.config, samples, start, 0)
-        samples = [rewritten(s, kept) for s in samples]
+        samples = [s.with_streams(proximal_logprobs=data["proximal"][s.group_id].numpy()) for s in samples]
+        samples = [without_rejected(objective.config, s, 0) for s in samples]
     rows = torch.tensor([s.group_id for s in samples if s.mask.any()])
     mask = torch.stack([torch.from_numpy(samples[i].mask) for i in rows.tolist()])
     current = data["current"].clone().requires_grad_(True)
@@ -75,12 +83,12 @@ def ours(data: Data, **algorithm: Any) -> tuple[torch.Tensor, torch.Tensor]:
     def stream(values: torch.Tensor) -> torch.Tensor:
         return torch.where(mask, values[rows], 0.0)
 
-    given = Streams(
-        logprobs_BT=stream(current), entropy_BT=torch.zeros_like(mask).float(), proximal_BT=stream(data["proximal"]),
-        behavior_BT=stream(data["behavior"]), reference_BT=None, advantages_BT=stream(data["advantages"]),
-        mask_BT=mask, versions_BT=torch.zeros_like(mask).long(), staleness_BT=torch.zeros_like(mask).long(),
-        group_B=rows, sequences=[samples[i].sequence_id for i in rows.tolist()],
-    )  # fmt: skip
+    nothing = torch.zeros_like(mask)
+    given = TokenBatch(mask_BT=mask, group_B=rows, sequences=[samples[i].sequence_id for i in rows.tolist()], streams={
+        "logprobs": stream(current), "entropy": nothing.float(), "proximal_logprobs": stream(data["proximal"]),
+        "behavior_logprobs": stream(data["behavior"]), "advantages": stream(data["advantages"]),
+        "versions": nothing.long(), "staleness": nothing.long(),
+    })  # fmt: skip
     loss, _ = objective(given, Counts.of(samples))
     return loss.detach(), torch.autograd.grad(loss, current)[0]
 
@@ -213,7 +221,7 @@ def test_reinforce_plus_plus_of_a_run_is_over_tokens_as_verls(seed: int, name: s
             state, reward = RolloutState.READY, Reward(scores[-1])
             rollouts.append(Rollout(g, i, task, segments, state, StopReason.EOS, reward))
         groups.append(Group(g, rollouts[0].task, Prompt((5,)), rollouts))
-    samples = BatchBuilder(AlgorithmConfig(advantage=name)).build(groups).samples
+    samples = build_batch(groups, AlgorithmConfig(advantage=name)).samples
     mask_NT = torch.zeros(12, max(map(len, masks)))
     rewards_NT = torch.zeros_like(mask_NT)
     for row, (mask, score) in enumerate(zip(masks, scores, strict=True)):

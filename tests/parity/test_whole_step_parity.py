@@ -18,9 +18,8 @@ import torch
 from transformers import TrainerCallback
 
 import tiny
-from local_trainer import local_trainer
+from local_trainer import build_batch, local_trainer
 from rollover.config import AlgorithmConfig, CriticConfig, TrainConfig
-from rollover.trainer.batch import BatchBuilder
 from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 
 trl = pytest.importorskip("trl")
@@ -168,7 +167,7 @@ def with_critic(rows: list[Row], minibatches: int, **algorithm: Any) -> tuple[Gr
         return step(*args, **options)
 
     backend.optim_step = spy  # type: ignore[method-assign]
-    t.train_step(BatchBuilder(config).build(groups_of(rows)))
+    t.train_step(build_batch(groups_of(rows), config))
     return found, of_critic
 
 

@@ -18,7 +18,7 @@ from fake_engine import FakeEngine
 from local_trainer import build_batch
 from rollover import registry
 from rollover.algorithms.filters import group_filters
-from rollover.algorithms.loss import Tokens
+from rollover.algorithms.loss import TokenBatch
 from rollover.config import AlgorithmConfig, Config, FiltersConfig, TasksConfig, TaskSourceConfig
 from rollover.config.schema import leaves
 from rollover.functions import FunctionError, explained, own_function
@@ -272,8 +272,8 @@ def test_the_page_lists_what_each_function_may_look_at_and_every_option() -> Non
     page = (Path(__file__).parents[2] / "docs" / "own-functions.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}
-    properties = {name for name, value in vars(Tokens).items() if isinstance(value, property)}
-    assert {f.name for f in dataclasses.fields(Tokens)} | properties | set(RolloutView._fields) <= named
+    properties = {name for name, value in vars(TokenBatch).items() if isinstance(value, property)}
+    assert {f.name for f in dataclasses.fields(TokenBatch)} | properties | set(RolloutView._fields) <= named
     groups = {f"rollover.{kind}" for kind in registry.KINDS}
     assert groups <= named, "every kind of entry point"
     options = {key for key in named if "." in key} - groups

@@ -84,9 +84,15 @@ def sample(rollout_id: str, group: int, prompt: Prompt, tokens: np.ndarray) -> S
     num = len(tokens)
     zeros = np.zeros(num, np.float32)
     return Sample(
-        rollout_id, group, np.array(prompt.ids, np.int32), tokens.astype(np.int32), np.ones(num, bool), zeros,
-        np.zeros(num, np.int32), zeros, temperature=1.0, media=prompt.media,
-    )  # fmt: skip
+        rollout_id,
+        group,
+        np.array(prompt.ids, np.int32),
+        tokens.astype(np.int32),
+        np.ones(num, bool),
+        {"behavior_logprobs": zeros, "versions": np.zeros(num, np.int32), "advantages": zeros},
+        temperature=1.0,
+        media=prompt.media,
+    )
 
 
 def answers(case: Case, loaded: LoadedModel) -> list[Sample]:

@@ -66,10 +66,19 @@ class Subject:
         tokens = np.array([*request.generated_ids, *tokens_of(segments)], np.int32)
         num, new = len(tokens), len(tokens) - len(request.generated_ids)
         sample = Sample(
-            request.rollout_id, 0, np.array(request.prompt.ids, np.int32), tokens, np.ones(num, bool),
-            np.zeros(num, np.float32), np.zeros(num, np.int32), np.zeros(num, np.float32), temperature=1.0,
+            request.rollout_id,
+            0,
+            np.array(request.prompt.ids, np.int32),
+            tokens,
+            np.ones(num, bool),
+            {
+                "behavior_logprobs": np.zeros(num, np.float32),
+                "versions": np.zeros(num, np.int32),
+                "advantages": np.zeros(num, np.float32),
+            },
+            temperature=1.0,
             media=request.prompt.media,
-        )  # fmt: skip
+        )
         ours = self.passes.logprobs([sample])[request.rollout_id]
         return float(np.abs(ours[-new:] - np.array(logprobs_of(segments))).max())
 

@@ -51,9 +51,11 @@ def sample(request: ExtendRequest, segments: list[Segment]) -> Sample:
         prompt_ids=np.asarray(request.prompt.ids, dtype=np.int32),
         token_ids=tokens,
         mask=np.ones(len(tokens), dtype=bool),
-        behavior_logprobs=logprobs_of(segments),
-        versions=np.zeros(len(tokens), dtype=np.int32),
-        advantages=np.zeros(len(tokens), dtype=np.float32),
+        streams={
+            "behavior_logprobs": logprobs_of(segments),
+            "versions": np.zeros(len(tokens), dtype=np.int32),
+            "advantages": np.zeros(len(tokens), dtype=np.float32),
+        },
         temperature=request.sampling.temperature,
     )
 

@@ -1,8 +1,9 @@
 """Policy losses: current and old (proximal) log-probs, advantages -> loss per token. And entropy and value terms.
 
 Shapes: B rows, T tokens. Differentiable in the current policy's values alone; float32; pure functions. Masked positions
-are 0, whatever the inputs hold there. A new policy loss is one function over `Tokens`, and one entry of `LOSSES` in
-config/traits.py.
+are 0, whatever the inputs hold there. A new policy loss is one function over `TokenBatch`, and one entry of `LOSSES` in
+config/traits.py. A parameter `x_BT` is the stream "x" of the batch; a stream that no step computes yet is one entry of
+`STREAMS` in trainer/streams.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from rollover.algorithms import unclipped
 from rollover.algorithms.elementwise import bounded_exp, masked
-from rollover.algorithms.tokens import LossAndClipped, Tokens, masked_mean, ratio_at
+from rollover.algorithms.token_batch import LossAndClipped, TokenBatch, masked_mean, ratio_at
 from rollover.config.traits import LOSSES as TRAITS
 
 
@@ -38,7 +39,9 @@ def _ppo(
     return loss_BT, _outside(ratio_BT, advantages_BT, 1 - clip_low, 1 + clip_high)
 
 
-def clip(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> LossAndClipped:
+def clip(
+    t: TokenBatch, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+) -> LossAndClipped:
     """PPO's clip, as GRPO and DAPO use it: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = current / old.
 
     Schulman et al. 2017 (arXiv 1707.06347), eq. 7; separate bounds as in DAPO (arXiv 2503.14476), eq. 10. `dual_clip` c
@@ -48,7 +51,7 @@ def clip(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip:
     return _ppo(t.ratio_BT, t.advantages_BT, clip_low, clip_high, dual_clip)
 
 
-def gspo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAndClipped:
+def gspo(t: TokenBatch, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAndClipped:
     """PPO's clip of the sequence ratio s = exp(mean over the row's tokens of log r). Aggregate: seq-mean-token-mean.
 
     Zheng et al. 2025 (arXiv 2507.18071). This is the paper's GSPO-token (as in verl): each token holds the value of s
@@ -59,7 +62,7 @@ def gspo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAnd
     return _ppo(ratio_at(t, "sequence"), t.advantages_BT, clip_low, clip_high, None)
 
 
-def luspo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAndClipped:
+def luspo(t: TokenBatch, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAndClipped:
     """GSPO's loss of a sequence times its length (arXiv 2602.05261). Aggregate: seq-mean-token-sum.
 
     The length comes from that aggregation, which adds up the sequence's loss once per token; the loss per token is
@@ -68,7 +71,7 @@ def luspo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAn
     return gspo(t, clip_low=clip_low, clip_high=clip_high)
 
 
-def gmpo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAndClipped:
+def gmpo(t: TokenBatch, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAndClipped:
     """-A times the geometric mean over the row of the clipped ratios. Aggregate: seq-mean-token-mean.
 
     Zhao et al. 2025 (arXiv 2507.20673). The clip acts on log r, one-sided as PPO's: log r is bounded above by clip_high
@@ -86,7 +89,7 @@ def gmpo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAnd
 
 
 def cispo(
-    t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, level: Literal["token", "sequence"] = "token"
+    t: TokenBatch, *, clip_low: float = 0.2, clip_high: float = 0.2, level: Literal["token", "sequence"] = "token"
 ) -> LossAndClipped:
     """-sg[clip(r, 1 - clip_low, 1 + clip_high)] * A * logprob: the weight is clipped, no token loses its gradient.
 
@@ -99,7 +102,7 @@ def cispo(
     return -weight_BT * t.advantages_BT * t.logprobs_BT, weight_BT != ratio_BT
 
 
-def _covariance(t: Tokens) -> torch.Tensor:
+def _covariance(t: TokenBatch) -> torch.Tensor:
     """(A - mean A)(logprob - mean logprob) [B, T], means over all tokens of the call."""
     count = t.mask_BT.sum().clamp(min=1)
     logprobs_BT = t.logprobs_BT.detach()
@@ -112,7 +115,7 @@ def _check_share(share: float) -> None:
 
 
 def clip_cov(
-    t: Tokens,
+    t: TokenBatch,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -138,7 +141,7 @@ def clip_cov(
     return torch.where(dropped_BT, 0.0, loss_BT), clipped_BT | dropped_BT
 
 
-def kl_cov(t: Tokens, *, share: float = 0.0002, kl_coef: float = 1.0) -> LossAndClipped:
+def kl_cov(t: TokenBatch, *, share: float = 0.0002, kl_coef: float = 1.0) -> LossAndClipped:
     """-r A, and the `share` of tokens of highest covariance pays kl_coef * |log r| on top. No clip.
 
     Cui et al. 2025 (arXiv 2505.22617), KL-Cov; |log r| as in the authors' code and verl (whose config sets kl_coef 0.1,
@@ -155,12 +158,12 @@ def kl_cov(t: Tokens, *, share: float = 0.0002, kl_coef: float = 1.0) -> LossAnd
     return loss_BT + torch.where(paying_BT, kl_coef * t.log_ratio_BT.abs(), 0.0), paying_BT
 
 
-def _dppo(t: Tokens, blocked_BT: torch.Tensor, ratio_cap: float) -> LossAndClipped:
+def _dppo(t: TokenBatch, blocked_BT: torch.Tensor, ratio_cap: float) -> LossAndClipped:
     weight_BT = t.ratio_BT.detach().clamp(max=ratio_cap).masked_fill(blocked_BT, 0.0)
     return -weight_BT * t.advantages_BT * t.logprobs_BT, blocked_BT
 
 
-def dppo_tv(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, ratio_cap: float = 20.0) -> LossAndClipped:
+def dppo_tv(t: TokenBatch, *, clip_low: float = 0.2, clip_high: float = 0.2, ratio_cap: float = 20.0) -> LossAndClipped:
     """-sg[min(r, ratio_cap)] * A * logprob, but 0 where the token's probability p moved too far in A's direction.
 
     Qi et al. 2026 (arXiv 2602.04879), DPPO-Binary-TV: blocked where A > 0 and p - p_old > clip_high, else where
@@ -171,7 +174,7 @@ def dppo_tv(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, ratio_c
     return _dppo(t, torch.where(t.advantages_BT > 0, moved_BT > clip_high, moved_BT < -clip_low), ratio_cap)
 
 
-def dppo_kl(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, ratio_cap: float = 20.0) -> LossAndClipped:
+def dppo_kl(t: TokenBatch, *, clip_low: float = 0.2, clip_high: float = 0.2, ratio_cap: float = 20.0) -> LossAndClipped:
     """As `dppo_tv`, bounded by the KL between the two coins (this token or any other) of old and current policy.
 
     KL = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)); blocked where it exceeds clip_high (A > 0) or
@@ -188,7 +191,7 @@ def dppo_kl(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, ratio_c
 
 
 def decoupled(
-    t: Tokens,
+    t: TokenBatch,
     *,
     behavior_logprobs_BT: torch.Tensor,
     clip_low: float = 0.2,
@@ -203,16 +206,13 @@ def decoupled(
     `correction.importance_weights(mode="token_truncate")`.
     """
     loss_BT, clipped_BT = _ppo(t.ratio_BT, t.advantages_BT, clip_low, clip_high, dual_clip)
-    if behavior_logprobs_BT.shape != t.mask_BT.shape:
-        raise ValueError(
-            f"behavior_logprobs_BT must be {list(t.mask_BT.shape)}, not {list(behavior_logprobs_BT.shape)}"
-        )
-    behavior_BT = masked(behavior_logprobs_BT.detach(), t.mask_BT)
-    weight_BT = bounded_exp(t.old_logprobs_BT - behavior_BT)
+    weight_BT = bounded_exp(t.old_logprobs_BT - behavior_logprobs_BT)
     if weight_cap is not None:
         weight_BT = weight_BT.clamp(max=weight_cap)
     return weight_BT * loss_BT, clipped_BT
 
+
+Tokens = TokenBatch  # its former name, which losses of the user's own may import
 
 # Each name in the configuration is that of a function of this file, or of unclipped.py.
 LOSSES: dict[str, Callable[..., LossAndClipped]] = {
@@ -232,9 +232,15 @@ def loss_function(kind: str | Callable[..., LossAndClipped]) -> Callable[..., Lo
 
 
 def option_parameters(function: Callable[..., LossAndClipped]) -> dict[str, inspect.Parameter]:
-    """The parameters of a loss that are options: all but the first, which takes the tokens."""
+    """The parameters of a loss that are options, and streams: all but the first, which takes the batch."""
     parameters = list(inspect.signature(function).parameters.items())[1:]
     return {name: p for name, p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def declared_streams(function: Callable[..., LossAndClipped]) -> list[str]:
+    """The streams that a loss needs, by its parameters `<stream>_BT` without a default."""
+    named = ((n.removesuffix("_BT"), p) for n, p in option_parameters(function).items() if n.endswith("_BT"))
+    return [name for name, parameter in named if parameter.default is parameter.empty]
 
 
 def _options(
@@ -267,32 +273,40 @@ def policy_loss(
     """Loss per token [B, T] and metrics as sums and counts, which add up over micro-batches ("max/..." by maximum).
 
     `kind`: a key of `LOSSES`, or a function like those; each states its formula, its source, and the aggregation of the
-    paper.
-    `kind_options` are that function's keyword arguments. `advantages_BT` may be [B] or [B, T]. Ratios in the metrics
-    are of tokens, current / old, for every kind; log-ratios are bounded to +-20 before exp.
+    paper. `kind_options` are that function's keyword arguments, streams included. `advantages_BT` may be [B] or [B, T].
     """
-    if dual_clip is not None:
-        kind_options["dual_clip"] = dual_clip
-    function = loss_function(kind)
-    options = _options(function, clip_low, clip_high, kind_options)
-    mask_BT = mask_BT.bool()
     if advantages_BT.shape == logprobs_BT.shape[:1]:
         advantages_BT = advantages_BT[:, None].expand_as(logprobs_BT)
-    inputs = {"old_logprobs_BT": old_logprobs_BT, "advantages_BT": advantages_BT, "mask_BT": mask_BT}
-    for name, values in inputs.items():
-        if values.shape != logprobs_BT.shape:
-            raise ValueError(
-                f"{name} is {list(values.shape)}: give it the shape of logprobs_BT, {list(logprobs_BT.shape)}"
-            )
-    t = Tokens(
-        masked(logprobs_BT, mask_BT),
-        masked(old_logprobs_BT.detach(), mask_BT),
-        masked(advantages_BT.detach(), mask_BT),
+    streams = {name: kind_options.pop(name) for name in list(kind_options) if name.endswith("_BT")}
+    batch = TokenBatch.of(
         mask_BT,
+        logprobs=logprobs_BT,
+        old_logprobs=old_logprobs_BT,
+        advantages=advantages_BT,
+        **{name.removesuffix("_BT"): values for name, values in streams.items()},
     )
-    loss_BT, clipped_BT = function(t, **options)
+    options = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
+    return batch_loss(batch, kind=kind, **options, **kind_options)
+
+
+def batch_loss(
+    batch: TokenBatch,
+    *,
+    kind: str | Callable[..., LossAndClipped],
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    **kind_options: Any,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """As `policy_loss`, of a batch, whose streams the function gets that it declares. Ratios in the metrics are of
+    tokens, current / old, for every kind; log-ratios are bounded to +-20 before exp."""
+    if dual_clip is not None:
+        kind_options["dual_clip"] = dual_clip
+    function, mask_BT = loss_function(kind), batch.mask_BT
+    given = {f"{name}_BT": batch.stream(name) for name in declared_streams(function) if name in batch.streams}
+    loss_BT, clipped_BT = function(batch, **_options(function, clip_low, clip_high, given | kind_options))
     with torch.no_grad():
-        ratio_BT = torch.where(mask_BT, t.ratio_BT, 0.0)
+        ratio_BT = torch.where(mask_BT, batch.ratio_BT, 0.0)
         metrics = {
             "count/tokens": mask_BT.sum().float(),
             "sum/ratio": ratio_BT.sum(),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rollover.algorithms.tokens import LossAndClipped, Tokens
+from rollover.algorithms.token_batch import LossAndClipped, TokenBatch
 from rollover.functions import OwnFunction, described, own_function
 
 _RETURNS = (
@@ -28,8 +28,8 @@ class OwnLoss:
         self._function: OwnFunction = own_function("algorithm.loss", spec, _RETURNS)
         functools.update_wrapper(self, self._function, updated=())
 
-    def __call__(self, t: Tokens, **options: Any) -> LossAndClipped:
-        given = {**vars(t), **options}
+    def __call__(self, t: TokenBatch, **options: Any) -> LossAndClipped:
+        given = {**{f"{name}_BT": values for name, values in t.streams.items()}, "mask_BT": t.mask_BT, **options}
         before = _versions(given)
         value = self._function(t, **options)
         if changed := [name for name, version in _versions(given).items() if version != before[name]]:
@@ -45,7 +45,7 @@ def _versions(given: Mapping[str, Any]) -> dict[str, int]:
     return {name: value._version for name, value in given.items() if isinstance(value, torch.Tensor)}
 
 
-def _what_is_wrong(value: Any, t: Tokens) -> str | None:
+def _what_is_wrong(value: Any, t: TokenBatch) -> str | None:
     """What is wrong with a value that the user's function returned, in words; None if it is what it must be."""
     if not isinstance(value, tuple | list):
         return described(value)

@@ -11,15 +11,15 @@ from typing import Literal
 import torch
 
 from rollover.algorithms.elementwise import bounded, masked
-from rollover.algorithms.tokens import LossAndClipped, Tokens, ratio_at
+from rollover.algorithms.token_batch import LossAndClipped, TokenBatch, ratio_at
 
 
-def reinforce(t: Tokens) -> LossAndClipped:
+def reinforce(t: TokenBatch) -> LossAndClipped:
     """-logprob * A (Williams 1992). verl: gpg."""
     return -t.logprobs_BT * t.advantages_BT, torch.zeros_like(t.mask_BT)
 
 
-def nll(t: Tokens) -> LossAndClipped:
+def nll(t: TokenBatch) -> LossAndClipped:
     """-logprob: the negative log-likelihood of examples (`rollover sft`). Advantages have no part in it.
 
     With the aggregation token-mean it is the loss that transformers computes of labels, and TRL's SFTTrainer.
@@ -27,7 +27,7 @@ def nll(t: Tokens) -> LossAndClipped:
     return -t.logprobs_BT, torch.zeros_like(t.mask_BT)
 
 
-def importance_sampling(t: Tokens) -> LossAndClipped:
+def importance_sampling(t: TokenBatch) -> LossAndClipped:
     """-r A, r = current / old, without any bound: the surrogate of Kakade and Langford 2002 and of TRPO.
 
     Schulman et al. 2015 (arXiv 1502.05477), eq. 14. Its gradient is that of `reinforce` with the weight r: unbiased on
@@ -37,7 +37,7 @@ def importance_sampling(t: Tokens) -> LossAndClipped:
     return -t.ratio_BT * t.advantages_BT, torch.zeros_like(t.mask_BT)
 
 
-def dro(t: Tokens, *, beta: float = 1.0) -> LossAndClipped:
+def dro(t: TokenBatch, *, beta: float = 1.0) -> LossAndClipped:
     """-(A logprob - beta / 2 (log r)^2): a quadratic penalty on the log-ratio in place of weight and clip.
 
     Direct Reward Optimisation, Richemond et al. 2024 (arXiv 2405.19107), with an advantage in the place of reward minus
@@ -51,7 +51,11 @@ def dro(t: Tokens, *, beta: float = 1.0) -> LossAndClipped:
 
 
 def sapo(
-    t: Tokens, *, tau_positive: float = 1.0, tau_negative: float = 1.05, level: Literal["token", "sequence"] = "token"
+    t: TokenBatch,
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+    level: Literal["token", "sequence"] = "token",
 ) -> LossAndClipped:
     """-A * 4 / tau * sigmoid(tau (r - 1)): a smooth gate instead of a clip. Aggregate: seq-mean-token-mean.
 
@@ -70,7 +74,7 @@ _LOG_OF_NOTHING = math.log(1e-8)
 
 
 def vespo(
-    t: Tokens,
+    t: TokenBatch,
     *,
     behavior_logprobs_BT: torch.Tensor,
     weight_cap: float | None = None,

@@ -134,7 +134,7 @@ class Rows:
             "tokens/step_trained": float(batch.num_loss_tokens),
             **mask_metrics(batch),
             **advantage_metrics(batch),
-            **batch.shaped.metrics,
+            **batch.credited.shaped.metrics,
             **role_metrics(groups, batch, self.grouping),
             **self._precomputed(batch),
             "groups/batches_drawn": self._since_last("admitted", ledger["groups/admitted"])
@@ -167,14 +167,15 @@ class Rows:
         """With workflow.own_advantages = "auto". Print the first group of a role that brings advantages in part."""
         if self.config.workflow.own_advantages != "auto":
             return {}
-        for role in sorted(batch.partly.keys() - self._partly):
+        partly = batch.credited.partly
+        for role in sorted(partly.keys() - self._partly):
             logger.warning(
-                f"role {role}: {batch.partly[role][0]}; the estimator gives all of that group's advantages, and"
+                f"role {role}: {partly[role][0]}; the estimator gives all of that group's advantages, and"
                 " those of every other such group (precomputed/partial_groups)"
             )
-        self._partly |= batch.partly.keys()
-        partial = sum(map(len, batch.partly.values()))
-        return {"precomputed/groups": float(batch.brought), "precomputed/partial_groups": float(partial)}
+        self._partly |= partly.keys()
+        partial = sum(map(len, partly.values()))
+        return {"precomputed/groups": float(batch.credited.brought), "precomputed/partial_groups": float(partial)}
 
     def engine_growth(self) -> dict[str, float]:
         """Growth of the engine's counters since the last call."""

@@ -36,9 +36,9 @@ from rollover.tasks.prompts import PromptSource, build_prompts, prompt_limit
 from rollover.tasks.reroll import Reroll
 from rollover.track.lifetimes import Lifetimes
 from rollover.track.trace import Trace
+from rollover.trainer.batch import BatchBuilder
 from rollover.trainer.build import build_trainer
 from rollover.trainer.reuse import Reuse
-from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.trainer.teacher import teacher_prompts
 from rollover.trainer.trainer import Trainer
 
@@ -117,7 +117,7 @@ class Parts:
     """What rollouts meet, in training and in evaluations; it asks `observed` for scores."""
     driver: Driver
     stop_token_ids: frozenset[int]
-    batches: StepBatchBuilder
+    batches: BatchBuilder
     """Of the groups of each step."""
     reuse: Reuse
     trace: Trace
@@ -197,7 +197,7 @@ class Parts:
                 environment=environment,
                 driver=driver,
                 stop_token_ids=stops,
-                batches=StepBatchBuilder(config, reuse.buffer, teacher_prompts(config, loaded, environment)),
+                batches=BatchBuilder(config, reuse.buffer, teacher_prompts(config, loaded, environment)),
                 reuse=reuse,
                 trace=trace,
                 lifetimes=Lifetimes(),

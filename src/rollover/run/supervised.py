@@ -32,7 +32,7 @@ from rollover.tasks.same import problem_text
 from rollover.tasks.split import key_of
 from rollover.track.recorded import read_rollouts, step_files
 from rollover.trainer.backend import TrainerBackend
-from rollover.trainer.step_batch import StepBatchBuilder
+from rollover.trainer.batch import BatchBuilder
 from rollover.types import (
     FIRST_EVAL_GROUP,
     Group,
@@ -175,7 +175,7 @@ class SupervisedExamples:
 class HeldOutLoss:
     """The mean negative log-likelihood of the trained tokens of the held-out examples."""
 
-    def __init__(self, config: Config, examples: Examples, batches: StepBatchBuilder) -> None:
+    def __init__(self, config: Config, examples: Examples, batches: BatchBuilder) -> None:
         self.config = config
         groups = [as_group(example, FIRST_EVAL_GROUP + i, 0) for i, example in enumerate(examples.held_out)]
         self._samples = batches.sampled(groups, 0)

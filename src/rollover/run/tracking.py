@@ -123,9 +123,9 @@ class Tracking:
 def _credits(batch: Batch) -> dict[str, RecordedCredit]:
     """Of each rollout of the batch, by its id."""
     found: dict[str, RecordedCredit] = {}
-    for number, compared in ((k, c) for several in batch.compared.values() for k, c in enumerate(several)):
+    for number, compared in ((k, c) for several in batch.credited.compared.values() for k, c in enumerate(several)):
         for trajectory in compared.trajectories:
-            reward = batch.shaped.of(trajectory).reward
+            reward = batch.credited.shaped.of(trajectory).reward
             penalty = None
             if batch.penalties is not None:
                 of_tokens = (batch.penalties.tokens.get(r.rollout_id) for r in trajectory.rollouts)
@@ -133,7 +133,7 @@ def _credits(batch: Batch) -> dict[str, RecordedCredit]:
             credit = RecordedCredit(
                 number,
                 None if reward is None else reward.score,
-                batch.shaped.terms.get(trajectory.sequence_id, {}),
+                batch.credited.shaped.terms.get(trajectory.sequence_id, {}),
                 penalty,
             )
             found |= dict.fromkeys(trajectory.ids, credit)
@@ -148,9 +148,9 @@ def _credits(batch: Batch) -> dict[str, RecordedCredit]:
 def _credits_of_greedy(batch: Batch, groups: Sequence[Group]) -> dict[str, RecordedCredit]:
     """Of the greedy rollouts of its groups: the rewards that their siblings are compared with."""
     found: dict[str, RecordedCredit] = {}
-    for trajectory in greedy_of([group for group in groups if group.group_id in batch.compared]):
-        reward = batch.shaped.of(trajectory).reward
-        terms = batch.shaped.terms.get(trajectory.sequence_id, {})
+    for trajectory in greedy_of([group for group in groups if group.group_id in batch.credited.compared]):
+        reward = batch.credited.shaped.of(trajectory).reward
+        terms = batch.credited.shaped.terms.get(trajectory.sequence_id, {})
         credit = RecordedCredit(None, None if reward is None else reward.score, terms)
         found |= dict.fromkeys(trajectory.ids, credit)
     return found

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -100,18 +99,16 @@ class TrainerBackend(Protocol):
         """
         ...
 
-    def forward_backward(
-        self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream] = MappingProxyType({})
-    ) -> Tally:
+    def forward_backward(self, samples: list[Sample], counts: Counts) -> Tally:
         """Add the gradient of `samples` to the gradient so far; returns their sums, one addition per micro-batch.
 
         `counts`: what the whole minibatch holds, of which `samples` may be a part: losses are divided by it, unless
-        `counts.divided` is False. `known`: streams that were computed before: "proximal" and "reference" log-probs,
-        those at the "start" of the step (train.max_kl), "values" and "returns" of a critic, "weights" that multiply
-        the policy loss. Without "proximal" the current log-probs take its place: the ratio is then exactly 1, and costs
-        no forward pass. Without a loss token in `samples`, and with some in `counts`, the gradient is 0 rather than
-        absent: the optimizer's momentum goes on. With track.token_stats a `Tally` holds besides what `Objective` tells
-        of each token (TOKENS); of a backend that leaves that out these numbers are not recorded.
+        `counts.divided` is False. The samples have the streams that the loss reads (STREAMS in streams.py), of which
+        `pack` makes tensors. Without "proximal_logprobs" the current ones take their place: the ratio is then exactly
+        1, and costs no forward pass. Without a loss token in `samples`, and with some in `counts`, the
+        gradient is 0 rather than absent: the optimizer's momentum goes on. With track.token_stats a `Tally` holds
+        besides what `Objective` tells of each token (TOKENS); of a backend that leaves that out these numbers are not
+        recorded.
         ValueError for a sample that the model cannot be given.
         """
         ...

@@ -1,137 +1,192 @@
-"""From finished groups to training rows: the advantages of each rollout, and the other streams of its tokens.
+"""The batch of a step: from finished groups to samples, with the advantages of each rollout.
 
-Numpy arrays of a Sample are [n] over the tokens after the prompt. Never touches the model, and knows no estimator by
-name (algorithms/estimator.py does).
+    groups ──▶ batch of fresh groups ──groups without signal──▶ replay buffer ──kept groups──▶ the batch that is trained
+
+Reads the replay buffer and never changes it (reuse.py does). Proximal log-probs of replayed samples are the trainer's,
+computed anew in every step, so that the importance weights to the stored behavior log-probs are right at each use.
+Never touches the model, and knows no estimator by name (algorithms/estimator.py does).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
 
-from rollover.algorithms.credit import Credit, RoleCredit
-from rollover.algorithms.filters import Masked, RolloutFilter, mask_rollouts
-from rollover.algorithms.shaping import Shaped, Shaping
-from rollover.config import AlgorithmConfig, DistillConfig, WorkflowConfig
+from rollover.algorithms.credit import ALONE, UNTRAINED, Credit, Credited
+from rollover.algorithms.filters import Masked, RolloutFilter, mask_rollouts, rollout_filters
+from rollover.algorithms.shaping import Shaping
+from rollover.config import Config, DistillConfig
 from rollover.staleness import EVERY_VERSION
+from rollover.trainer.replay_buffer import ReplayBuffer
 from rollover.trainer.reward_kl import Penalties
-from rollover.trajectories import TrajectoryGroup, place
+from rollover.trainer.teacher import TeacherPrompts
+from rollover.trajectories import place
 from rollover.types import Group, Rollout, Sample, StopReason
+
+_MASKED = {
+    UNTRAINED: "are of a role that is not trained (set workflow.roles.NAME.trained = true)",
+    ALONE: "have no other of their role with a reward (raise rollout.group_size)",
+}
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of one training step, in (group, sibling) order.
+    """The samples of one training step, in (group, sibling) order, and how their advantages came about.
 
     `replayed`: ids of the groups that were trained before. `masked`: the rollouts that filters or roles took out of the
-    loss. `compared`: id of each group -> what its baselines were taken over. `penalties`: the KL that was taken off its
-    rewards. `shaped`: the rewards that are trained before that, where they are not the scores. `roles`: how the
-    advantages of each role are scaled, where the step estimates them over tokens; roles that are not in it share their
-    statistics. `brought`, `partly`: as of Credited.
+    loss. `penalties`: the KL that was taken off the rewards.
     """
 
     samples: list[Sample]
+    credited: Credited = field(default_factory=Credited)
     replayed: frozenset[int] = frozenset()
     masked: Masked = field(default_factory=Masked)
-    compared: Mapping[int, Sequence[TrajectoryGroup]] = field(default_factory=dict[int, Sequence[TrajectoryGroup]])
     penalties: Penalties | None = None
-    shaped: Shaped = field(default_factory=Shaped)
-    roles: Mapping[str, RoleCredit] = field(default_factory=dict[str, RoleCredit])
-    brought: int = 0
-    partly: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
 
     @property
     def num_loss_tokens(self) -> int:
-        return sum(int(s.mask.sum()) for s in self.samples)
+        return sum(s.num_loss_tokens for s in self.samples)
 
 
 class BatchBuilder:
-    """Makes batches as [algorithm] and [workflow] say; `masks` take single rollouts out of the loss.
+    """Makes the batch of each step, as [algorithm], [workflow] and [filters] say; an empty `buffer` replaces nothing.
 
-    `distill`: which roles get their advantages of a teacher (distill.mix): until then they are 0, and a rollout without
-    a reward is in the loss. `shaping`: makes the rewards that are trained of the scores. ValueError where these name a
-    function of the user's own that does not exist.
+    `teacher_prompts`: give what a teacher reads in the place of a group's prompt (distill.privileged); None: it reads
+    that. ValueError where [algorithm] names a function of the user's own that does not exist.
     """
 
-    def __init__(
-        self,
-        algorithm: AlgorithmConfig,
-        masks: Sequence[RolloutFilter] = (),
-        workflow: WorkflowConfig | None = None,
-        distill: DistillConfig | None = None,
-        shaping: Shaping | None = None,
-    ) -> None:
-        self.algorithm, self.masks = algorithm, masks
-        self.untrained = workflow.untrained if workflow else frozenset[str]()
-        self._credit = Credit(algorithm, workflow or WorkflowConfig(), distill, shaping)
+    def __init__(self, config: Config, buffer: ReplayBuffer, teacher_prompts: TeacherPrompts | None = None) -> None:
+        self.config, self.buffer, self.teacher_prompts = config, buffer, teacher_prompts
+        self.shaping = Shaping(config.rewards, config.rollout.max_new_tokens)
+        self.masks = rollout_filters(config.filters)
+        self.credit = Credit(config.algorithm, config.workflow, config.distill, self.shaping)
 
-    def build(
-        self,
-        groups: list[Group],
-        oldest_version: int = EVERY_VERSION,
-        replayed: Mapping[int, int] = MappingProxyType({}),
-        penalties: Penalties | None = None,
-        version: int = 0,
-    ) -> Batch:
-        """One Sample per rollout that has a token, in group-id and sibling order.
+    def sampled(self, groups: list[Group], version: int) -> list[Sample]:
+        """What the KL in the reward is taken of (algorithm.kl_in), of the groups of the step at trainer `version`."""
+        return sampled(groups, self.config.rollout.oldest_in_loss(version), self.config.workflow.untrained)
 
-        A baseline is taken over all trajectories of a TrajectoryGroup that have a reward (algorithms/credit.py), but
-        for masked ones whose filter says that their rewards do not count. Tokens sampled before policy version
-        `oldest_version` are context only (staleness.oldest_in_loss). `replayed`: id of each group that was trained
-        before -> the `oldest_version` of the step that trained it first, which holds for it still. `penalties`: taken
-        off the rewards that the estimators see. `version`: the trainer's.
+    def build(self, groups: list[Group], version: int, penalties: Penalties | None = None) -> Batch:
+        """The batch of the step at trainer `version`: groups without signal are replaced, as far as others are kept.
+
+        `penalties`: taken off the rewards. A group has no signal if all its advantages are 0. Advantages are then
+        computed again over the groups that are trained. ValueError, which says why, if no token is in the loss.
         """
-        groups = sorted(groups, key=lambda g: g.group_id)
-        sampled = _sampled(groups)
-        masked = mask_rollouts(groups, self.masks)
-        oldest = {g.group_id: replayed.get(g.group_id, oldest_version) for g in groups}
-        of_tokens = {} if penalties is None else penalties.tokens
-        credited = self._credit(groups, oldest, masked.out_of_baseline, of_tokens, version, replayed)
-        known = {m.rollout.rollout_id for m in masked.rollouts}
-        masked = Masked([*masked.rollouts, *(m for m in credited.left_out if m.rollout.rollout_id not in known)])
-        out_of_loss = masked.out_of_loss | credited.missing
-        prompts = {id(r.prompt): _prompt_ids(r) for r in sampled}
-        samples = [
-            _sample(
-                r,
-                prompts[id(r.prompt)],
-                credited.advantages.get(r.rollout_id, 0.0),
-                oldest[r.group_id],
-                in_loss=r.rollout_id not in out_of_loss,
-                sequence_id=credited.sequences.get(r.rollout_id, r.rollout_id),
-            )
-            for r in sampled
-            if r.num_tokens
-        ]
-        if self.algorithm.advantage_traits.over_tokens:
-            samples = [
-                replace(s, advantages=_token_rewards(s.advantages, s.mask, of_tokens.get(s.rollout_id)))
-                for s in samples
-            ]
-        return Batch(
-            samples,
-            frozenset(replayed),
-            masked,
-            credited.compared,
-            penalties,
-            credited.shaped,
-            credited.roles,
-            credited.brought,
-            credited.partly,
-        )
+        self._check_roles(groups, version)
+        oldest = self.config.rollout.oldest_in_loss(version)
+        batch = make_batch(groups, self.credit, self.masks, oldest, penalties=penalties, version=version)
+        if len(self.buffer):
+            without = sorted({g.group_id for g in groups} - _with_signal(batch))
+            drawn = self.buffer.draw(len(without), version)
+            if drawn:
+                replaced = set(without[: len(drawn)])
+                trained = [g for g in groups if g.group_id not in replaced] + [kept.group for kept in drawn]
+                again = {k.group.group_id: k.oldest_in_loss for k in drawn}
+                batch = make_batch(trained, self.credit, self.masks, oldest, again, version=version)
+        if not batch.num_loss_tokens:
+            why = _why_no_loss(groups, batch, oldest, self.config.distill)
+            raise ValueError(f"step {version + 1} has no token in its loss: {why}")
+        return replace(batch, samples=self._for_teacher(groups, batch.samples))
 
-    def sampled(self, groups: list[Group], oldest_version: int = EVERY_VERSION) -> list[Sample]:
-        """Every rollout that has a token, with all tokens in its loss that were sampled, at `oldest_version` or later:
-        those of masked ones, too, whose rewards a baseline may be taken over. In the order of `build`."""
+    def _check_roles(self, groups: Iterable[Group], version: int) -> None:
+        """ValueError where a role that is configured is that of no trajectory of the first step: it is misspelt."""
+        if version:
+            return
+        found = {r.role for g in groups for r in g.rollouts}
+        if missing := self.config.workflow.roles.keys() - found:
+            raise ValueError(
+                f"workflow.roles.{min(missing)}: no trajectory of the first step has this role, they have"
+                f" {', '.join(sorted(found))}. Give one trajectory the role, or remove [workflow.roles.{min(missing)}]"
+            )
+        if missing := set(self.config.distill.roles) - found:
+            raise ValueError(
+                f'distill.roles: no trajectory of the first step has the role "{min(missing)}", they have'
+                f" {', '.join(sorted(found))}. Name one of these"
+            )
+
+    def with_signal(self, groups: list[Group], version: int) -> list[Sample]:
+        """Those samples of some groups of the step at trainer `version` that `build` will not replace.
+
+        Their advantages are the final ones where they depend on the own group alone (train.streaming_min_groups). A
+        teacher has a signal for every group.
+        """
+        oldest = self.config.rollout.oldest_in_loss(version)
+        batch = make_batch(groups, self.credit, self.masks, oldest, version=version)
+        if self.config.distill.teacher:
+            return self._for_teacher(groups, [s for s in batch.samples if s.mask.any()])
+        with_signal = _with_signal(batch)
+        return [s for s in batch.samples if s.group_id in with_signal]
+
+    def _for_teacher(self, groups: Iterable[Group], samples: list[Sample]) -> list[Sample]:
+        """The samples, those that a teacher scores with the prompts that it reads."""
+        if self.teacher_prompts is None:
+            return samples
+        taught = [s for s in samples if self.config.distill.teaches(s.role)]
+        told = {s.rollout_id: s for s in self.teacher_prompts.for_samples(groups, taught)}
+        return [told.get(s.rollout_id, s) for s in samples]
+
+
+def make_batch(
+    groups: list[Group],
+    credit: Credit,
+    masks: Sequence[RolloutFilter] = (),
+    oldest_version: int = EVERY_VERSION,
+    replayed: Mapping[int, int] = MappingProxyType({}),
+    penalties: Penalties | None = None,
+    version: int = 0,
+) -> Batch:
+    """One Sample per rollout that has a token, in group-id and sibling order, with the advantages that `credit` gives.
+
+    A baseline is taken over all trajectories of a TrajectoryGroup that have a reward, but for those that `masks` took
+    out of the loss where these say that their rewards do not count. Where a teacher gives a role its advantages
+    (distill.mix), they are 0 until then, and a rollout without a reward is in the loss. Tokens sampled before policy
+    version `oldest_version` are context only (staleness.oldest_in_loss). `replayed`: id of each group that was trained
+    before -> the `oldest_version` of the step that trained it first, which holds for it still. `penalties`: taken off
+    the rewards that the estimators see. `version`: the trainer's.
+    """
+    groups = sorted(groups, key=lambda g: g.group_id)
+    rollouts = _sampled(groups)
+    masked = mask_rollouts(groups, masks)
+    oldest = {g.group_id: replayed.get(g.group_id, oldest_version) for g in groups}
+    of_tokens = {} if penalties is None else penalties.tokens
+    credited = credit(groups, oldest, masked.out_of_baseline, of_tokens, version, replayed)
+    known = {m.rollout.rollout_id for m in masked.rollouts}
+    masked = Masked([*masked.rollouts, *(m for m in credited.left_out if m.rollout.rollout_id not in known)])
+    out_of_loss = masked.out_of_loss | credited.missing
+    prompts = {id(r.prompt): _prompt_ids(r) for r in rollouts}
+    samples = [
+        _sample(
+            r,
+            prompts[id(r.prompt)],
+            credited.advantages.get(r.rollout_id, 0.0),
+            oldest[r.group_id],
+            in_loss=r.rollout_id not in out_of_loss,
+            sequence_id=credited.sequences.get(r.rollout_id, r.rollout_id),
+        )
+        for r in rollouts
+        if r.num_tokens
+    ]
+    if credit.algorithm.advantage_traits.over_tokens:
         samples = [
-            _sample(r, _prompt_ids(r), 0.0, oldest_version, in_loss=True, sequence_id=r.rollout_id)
-            for r in _sampled(groups)
-            if r.num_tokens and r.role not in self.untrained
+            s.with_streams(advantages=_token_rewards(s.advantages, s.mask, of_tokens.get(s.rollout_id)))
+            for s in samples
         ]
-        return [s for s in samples if s.mask.any()]
+    return Batch(samples, credited, frozenset(replayed), masked, penalties)
+
+
+def sampled(groups: list[Group], oldest_version: int = EVERY_VERSION, untrained: Collection[str] = ()) -> list[Sample]:
+    """Every rollout that has a token, with all tokens in its loss that were sampled, at `oldest_version` or later:
+    those of masked ones, too, whose rewards a baseline may be taken over; those of `untrained` roles are left out. In
+    the order of `make_batch`."""
+    samples = [
+        _sample(r, _prompt_ids(r), 0.0, oldest_version, in_loss=True, sequence_id=r.rollout_id)
+        for r in _sampled(groups)
+        if r.num_tokens and r.role not in untrained
+    ]
+    return [s for s in samples if s.mask.any()]
 
 
 # Private
@@ -158,17 +213,19 @@ def _sample(
     sampled = [s.trainable and s.policy_version >= oldest_version for s in segments]
     # All sampled segments of a run share one temperature.
     temperature = max((s.sampling.temperature for s in segments if s.trainable), default=1.0)
-    stream = np.empty(sum(lengths), dtype=np.float32)
-    stream[:] = advantages
+    advantages_n = np.empty(sum(lengths), dtype=np.float32)
+    advantages_n[:] = advantages
     return Sample(
         rollout_id=rollout.rollout_id,
         group_id=rollout.group_id,
         prompt_ids=prompt_ids,
         token_ids=_narrow(f"rollout {rollout.rollout_id}", np.concatenate([s.token_ids for s in segments])),
         mask=np.repeat(sampled, lengths).astype(bool) & in_loss,
-        behavior_logprobs=np.concatenate([s.logprobs for s in segments]).astype(np.float32),
-        versions=np.repeat([s.policy_version for s in segments], lengths).astype(np.int32),
-        advantages=stream,
+        streams={
+            "behavior_logprobs": np.concatenate([s.logprobs for s in segments]).astype(np.float32),
+            "versions": np.repeat([s.policy_version for s in segments], lengths).astype(np.int32),
+            "advantages": advantages_n,
+        },
         temperature=temperature,
         sequence_id=sequence_id,
         role=rollout.role,
@@ -199,3 +256,24 @@ def _token_rewards(values: np.ndarray, mask: np.ndarray, penalty: np.ndarray | N
         if penalty is not None:
             out[places] -= penalty[places]
     return out
+
+
+def _with_signal(batch: Batch) -> set[int]:
+    """Ids of the groups with an advantage that is not 0."""
+    return {s.group_id for s in batch.samples if s.advantages[s.mask].any()}
+
+
+def _why_no_loss(groups: list[Group], batch: Batch, oldest: int, distill: DistillConfig) -> str:
+    """What keeps each rollout of a batch out of its loss, and what to change."""
+    masked = {m.rollout.rollout_id: m.reason for m in batch.masked.rollouts}
+    causes = Counter[str]()
+    for rollout in (r for g in groups for r in g.rollouts if not r.greedy):
+        if not distill.replaces_for(rollout.role) and (rollout.reward is None or rollout.reward.missing):
+            causes["have no reward (mend the reward function)"] += 1
+        elif reason := masked.get(rollout.rollout_id):
+            causes[_MASKED.get(reason, "are masked by a filter (loosen [filters])")] += 1
+        elif max(rollout.versions, default=-1) < oldest:
+            causes[f"have no token of policy version {oldest} or later (raise rollout.max_staleness)"] += 1
+        else:
+            causes["have only tokens that were not sampled"] += 1
+    return f"of {causes.total()} rollouts " + ", ".join(f"{num} {cause}" for cause, num in causes.most_common())

@@ -26,8 +26,9 @@ from rollover.models.team import Team
 from rollover.models.vision import Vision
 from rollover.trainer.backend import Stream
 from rollover.trainer.optimizer import Optimizer, norm_of
-from rollover.trainer.packing import Packed, padded
+from rollover.trainer.packing import PackedBatch, padded
 from rollover.trainer.passes import Passes, set_training
+from rollover.trainer.streams import with_stream
 from rollover.trainer.teacher import load_other
 from rollover.trainer.token_estimates import Roles, by_role
 from rollover.types import Sample
@@ -50,10 +51,10 @@ class CriticModel:
         if self._checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    def hidden(self, packed: Packed) -> torch.Tensor:
+    def hidden(self, batch: PackedBatch) -> torch.Tensor:
         """[M, E], differentiable in its weights where gradients are on."""
         set_training(self.model, torch.is_grad_enabled() and self._checkpointing)
-        return self.passes.hidden(packed)
+        return self.passes.hidden(batch)
 
 
 class Critic:
@@ -113,22 +114,17 @@ class Critic:
         """The values before each loss token; no gradient. `policy`: its passes, without dropout."""
         own = self.own
         passes, hidden = (policy, policy.hidden) if own is None else (own.passes, own.hidden)
-        return passes.evaluate(samples, lambda packed: self.values(hidden(packed)), spare_last=True)
+        return passes.evaluate(samples, lambda batch: self.values(hidden(batch)), spare_last=True)
 
-    def learn(
-        self,
-        packed: Packed,
-        of_policy_ME: torch.Tensor,
-        old_values_M: torch.Tensor,
-        returns_M: torch.Tensor,
-        num_tokens: int,
-    ) -> dict[str, torch.Tensor]:
-        """`forward_backward` over a micro-batch, of which the policy's hidden states are there."""
+    def learn(self, batch: PackedBatch, of_policy_ME: torch.Tensor, num_tokens: int) -> dict[str, torch.Tensor]:
+        """`forward_backward` over a micro-batch with the streams "values" and "returns", of which the policy's hidden
+        states are there."""
         started = time.perf_counter()
-        hidden_ME = of_policy_ME if self.own is None else self.own.hidden(packed)
+        hidden_ME = of_policy_ME if self.own is None else self.own.hidden(batch)
+        old_values_M, returns_M = batch.in_loss("values"), batch.in_loss("returns")
         sums = self.forward_backward(hidden_ME, old_values_M, returns_M, num_tokens)
         if self.own is not None:
-            self.own.passes.count_backward(packed, head=False)
+            self.own.passes.count_backward(batch, head=False)
         self._seconds += time.perf_counter() - started
         return sums
 
@@ -224,8 +220,8 @@ def beyond(samples: list[Sample]) -> list[Sample]:
 
 def estimate(
     config: AlgorithmConfig, samples: list[Sample], values: Stream, roles: Roles = MappingProxyType({})
-) -> tuple[list[Sample], dict[str, Stream]]:
-    """(the samples with advantages in place of their rewards per token, "values" and "returns" of the loss tokens).
+) -> list[Sample]:
+    """The samples with advantages in place of their rewards per token, and the streams "values" and "returns".
 
     Advantages are normalised over all loss tokens of a role (those of `roles`) in the batch, as PPO implementations do.
     `values` of a sample may have one number more than it has loss tokens: what is expected after its last token
@@ -245,17 +241,17 @@ def estimate(
         beyond_B=torch.tensor(later, dtype=torch.float32),
     )
     out = by_role(samples, roles, lambda rows: whiten(advantages_BT[rows], mask_BT[rows]))
-    returns = {
-        s.rollout_id: returns_T[: len(s.mask)][s.mask] for s, returns_T in zip(samples, returns_BT.numpy(), strict=True)
-    }
-    return out, {"values": before, "returns": returns}
+    rows = zip(samples, returns_BT.numpy(), strict=True)
+    returns = {s.rollout_id: returns_T[: len(s.mask)][s.mask] for s, returns_T in rows}
+    return with_stream(with_stream(out, "values", before), "returns", returns)
 
 
 def _one_more(s: Sample) -> Sample:
-    streams = ("token_ids", "mask", "behavior_logprobs", "versions", "advantages")
-    longer = {name: np.append(stream := getattr(s, name), stream[-1:]) for name in streams}
-    longer["mask"][-1] = True
-    return replace(s, **longer)
+    def longer(values: np.ndarray) -> np.ndarray:
+        return np.append(values, values[-1:])
+
+    streams = {name: longer(values) for name, values in s.streams.items()}
+    return replace(s, token_ids=longer(s.token_ids), mask=np.append(s.mask, True), streams=streams)
 
 
 def _trained_as(train: TrainConfig, config: CriticConfig, learning_rate: float) -> TrainConfig:

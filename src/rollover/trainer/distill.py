@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rollover.config import DistillConfig
-from rollover.trainer.backend import Stream
 from rollover.trainer.reward_kl import bounded_ratio
 from rollover.types import Sample
 
@@ -59,15 +58,9 @@ def later_sums(values_M: np.ndarray, discount: float) -> np.ndarray:
     return out
 
 
-def distilled(
-    config: DistillConfig,
-    samples: Collection[Sample],
-    teacher: Stream,
-    policy: Stream,
-    sums: Divergence,
-) -> list[Sample]:
-    """The samples with the advantages above at their loss tokens. `teacher`, `policy`: log-probs of the loss tokens;
-    those of roles that are not taught stay as they are.
+def distilled(config: DistillConfig, samples: Collection[Sample], policy: str, sums: Divergence) -> list[Sample]:
+    """The samples with the advantages above at their loss tokens; those of roles that are not taught stay as they are.
+    They have the streams "teacher_logprobs" and `policy`.
 
     `sums` is added to. ValueError where a log-prob is none: it would be in every weight afterwards.
     """
@@ -76,17 +69,17 @@ def distilled(
         if not s.mask.any() or not config.teaches(s.role):
             out.append(s)
             continue
-        ratio_M = teacher[s.rollout_id].astype(np.float64) - policy[s.rollout_id]
+        ratio_M = s.in_loss("teacher_logprobs").astype(np.float64) - s.in_loss(policy)
         if not np.isfinite(ratio_M).all():
             raise ValueError(
                 f"rollout {s.rollout_id}: a log-prob of the teacher or of the policy is not finite. Try model.dtype ="
                 ' "float32"'
             )
         clipped_M = np.clip(ratio_M, -config.clip, config.clip) if config.clip else ratio_M
-        sums.kl -= float((bounded_ratio(policy[s.rollout_id], s) * ratio_M).sum())
+        sums.kl -= float((bounded_ratio(s.in_loss(policy), s) * ratio_M).sum())
         sums.clipped += int((clipped_M != ratio_M).sum())
         sums.tokens += len(ratio_M)
         advantages = s.advantages.copy() if config.mix == "add" else np.zeros_like(s.advantages)
         advantages[s.mask] += (config.coef * later_sums(clipped_M, config.discount)).astype(np.float32)
-        out.append(replace(s, advantages=advantages))
+        out.append(s.with_streams(advantages=advantages))
     return out

@@ -10,10 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 
 from rollover.engine.protocol import Engine, ExtendRequest
@@ -24,14 +22,13 @@ from rollover.models.load import LoadedModel, stored_buffers
 from rollover.models.norms import compile_norms
 from rollover.models.tokenizer_files import save_tokenizer
 from rollover.models.vision import Vision
-from rollover.staleness import staleness
 from rollover.trainer.backend import TEACHER, BackendSetup, Stream, TrainerBackend, Version
 from rollover.trainer.critic import Critic
 from rollover.trainer.kept_weights import KeptVersions, KeptWeights
 from rollover.trainer.lora import ADAPTER, adapter_weights, add_lora, merged_weights, save_adapter
-from rollover.trainer.objective import Counts, Objective, Streams, Sums
+from rollover.trainer.objective import Counts, Objective, Sums
 from rollover.trainer.optimizer import Optimizer
-from rollover.trainer.packing import Packed, row_tokens
+from rollover.trainer.packing import row_tokens
 from rollover.trainer.passes import Passes, Sharded, set_training
 from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.tally import Tally
@@ -161,15 +158,13 @@ class LocalBackend:
         self._train_mode(False)
         return self._passes.statistics(samples)
 
-    def forward_backward(
-        self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream] = MappingProxyType({})
-    ) -> Tally:
+    def forward_backward(self, samples: list[Sample], counts: Counts) -> Tally:
         sums, any_loss = Tally(), False
         for micro in self._passes.micro_batches(samples):
             any_loss = True
             with self.team.piece(max(1, row_tokens(micro))):
                 if micro:
-                    sums.add(self._add_gradient(micro, counts, known), micro)
+                    sums.add(self._add_gradient(micro, counts), micro)
                     self.trained_tokens += sum(int(s.mask.sum()) for s in micro)
                 else:
                     self._add_nothing()
@@ -183,49 +178,21 @@ class LocalBackend:
         logprobs_M, _, _ = self._passes.forward(self._passes.pack([]))
         (0.0 * logprobs_M.sum()).backward()
 
-    def _add_gradient(self, micro: list[Sample], counts: Counts, known: Mapping[str, Stream]) -> Sums:
+    def _add_gradient(self, micro: list[Sample], counts: Counts) -> Sums:
         """Loss and gradient of one micro-batch, of policy and critic."""
-        packed = self._passes.pack(micro)
+        batch = self._passes.pack(micro)
         with torch.set_grad_enabled(not self._policy_waits):
-            loss, sums, hidden_ME = self._loss(packed, micro, counts, known)
+            self._train_mode(True)
+            logprobs_M, entropy_M, hidden_ME = self._passes.forward(batch)
+            entropy_M = entropy_M if self.algorithm.entropy_coef else entropy_M.detach()
+            batch = batch.with_streams(logprobs=batch.unpack(logprobs_M), entropy=batch.unpack(entropy_M))
+            loss, sums = self.objective(batch, counts)
         if not self._policy_waits:
             loss.backward()
-            self._passes.count_backward(packed)
+            self._passes.count_backward(batch)
         if self.critic is not None:
-            values_M, returns_M = (self._flat(known[name], micro) for name in ("values", "returns"))
-            sums |= self.critic.learn(packed, hidden_ME.detach(), values_M, returns_M, counts.tokens)
+            sums |= self.critic.learn(batch, hidden_ME.detach(), counts.tokens)
         return sums
-
-    def _loss(
-        self, packed: Packed, micro: list[Sample], counts: Counts, known: Mapping[str, Stream]
-    ) -> tuple[torch.Tensor, Sums, torch.Tensor]:
-        """(loss of the policy, sums, hidden states [M, E]) of one micro-batch."""
-        self._train_mode(True)
-        logprobs_M, entropy_M, hidden_ME = self._passes.forward(packed)
-
-        def given(name: str) -> torch.Tensor | None:
-            return packed.unpack(self._flat(known[name], micro)) if name in known else None
-
-        streams = Streams(
-            logprobs_BT=packed.unpack(logprobs_M),
-            entropy_BT=packed.unpack(entropy_M if self.algorithm.entropy_coef else entropy_M.detach()),
-            proximal_BT=given("proximal"),
-            behavior_BT=packed.behavior_logprobs_BT,
-            reference_BT=given("reference"),
-            advantages_BT=packed.advantages_BT,
-            mask_BT=packed.mask_BT,
-            versions_BT=packed.versions_BT,
-            staleness_BT=staleness(packed.versions_BT, self.policy_version),
-            group_B=packed.group_B,
-            sequences=packed.sequences,
-            start_BT=given("start"),
-            weights_BT=given("weights"),
-        )
-        return *self.objective(streams, counts), hidden_ME
-
-    def _flat(self, stream: Stream, micro: list[Sample]) -> torch.Tensor:
-        """A stream of the loss tokens of a micro-batch [M]."""
-        return torch.from_numpy(np.concatenate([stream[s.rollout_id] for s in micro])).to(self.device)
 
     @property
     def _policy_waits(self) -> bool:

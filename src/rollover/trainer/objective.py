@@ -9,7 +9,6 @@ Shapes: B samples, T longest response.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -26,9 +25,10 @@ from rollover.algorithms.correction import (
     off_policy_sequence_mask,
 )
 from rollover.algorithms.kl import bias_corrected_kl, kl_penalty
-from rollover.algorithms.loss import entropy_bonus, loss_function, option_parameters, policy_loss
+from rollover.algorithms.loss import batch_loss, declared_streams, entropy_bonus, loss_function, option_parameters
 from rollover.algorithms.mismatch import mismatch_metrics, mismatch_summary
 from rollover.algorithms.own_loss import OwnLoss
+from rollover.algorithms.token_batch import TokenBatch
 from rollover.config import AlgorithmConfig
 from rollover.config.traits import Aggregation
 from rollover.functions import FunctionError
@@ -83,30 +83,6 @@ class Counts:
         return torch.tensor([self.sequence_tokens[sequence] for sequence in sequences])
 
 
-@dataclass(frozen=True)
-class Streams:
-    """Per-token streams of a micro-batch, 0 outside the mask. `staleness_BT`: trainer version - policy version.
-
-    Differentiable: logprobs_BT and entropy_BT. `proximal_BT` None: the current ones, detached. `group_B`: group ids, on
-    the CPU. `sequences`: what sequence each row is of. `weights_BT`: factors of the policy loss; None: 1.
-    """
-
-    logprobs_BT: torch.Tensor
-    entropy_BT: torch.Tensor
-    proximal_BT: torch.Tensor | None
-    behavior_BT: torch.Tensor
-    reference_BT: torch.Tensor | None
-    advantages_BT: torch.Tensor
-    mask_BT: torch.Tensor
-    versions_BT: torch.Tensor
-    staleness_BT: torch.Tensor
-    group_B: torch.Tensor
-    sequences: Sequence[str]
-    start_BT: torch.Tensor | None = None
-    """Under the weights at the start of the step, where their KL to the current ones is asked for (train.max_kl)."""
-    weights_BT: torch.Tensor | None = None
-
-
 class Objective:
     """`max_new_tokens` is the norm of seq-mean-token-sum-norm, unless algorithm.aggregation_norm is. `tells_tokens`:
     among its sums is TOKENS, what it made of each token (track.token_stats)."""
@@ -120,129 +96,114 @@ class Objective:
             self._options["weight_cap"] = config.correction_cap
         if config.dual_clip:
             self._options["dual_clip"] = config.dual_clip
-        self._wants_behavior = "behavior_logprobs_BT" in inspect.signature(loss_function(self.kind)).parameters
         self._check_options()
 
-    def __call__(self, streams: Streams, counts: Counts) -> tuple[torch.Tensor, Sums]:
-        """(scalar loss, metrics as sums and counts over the micro-batch)."""
-        cfg, mask_BT = self.config, streams.mask_BT
-        proximal_BT = self._proximal(streams)
-        loss_BT, sums = self._policy_loss(
-            streams.logprobs_BT, proximal_BT, streams.advantages_BT, mask_BT, streams.behavior_BT
-        )
-        weights_BT = self._weights(streams, proximal_BT, sums)
-        loss_BT = loss_BT * weights_BT
-        if streams.weights_BT is not None:
-            loss_BT = loss_BT * streams.weights_BT
+    def __call__(self, batch: TokenBatch, counts: Counts) -> tuple[torch.Tensor, Sums]:
+        """(scalar loss, metrics as sums and counts over the micro-batch).
+
+        It reads the streams "logprobs", "entropy", "behavior_logprobs", "advantages", "versions", and those of STREAMS
+        (streams.py) that [algorithm] and the loss ask for.
+        """
+        cfg, mask_BT = self.config, batch.mask_BT
+        batch = batch.with_streams(old_logprobs=self._old_logprobs(batch))
+        loss_BT, sums = self._policy_loss(batch)
+        loss_BT = loss_BT * self._weights(batch, sums)
+        if "weights" in batch.streams:
+            loss_BT = loss_BT * batch.stream("weights")
         if self.tells_tokens:
-            sums[TOKENS] = told_tokens(loss_BT, streams)
-        if streams.reference_BT is not None:
-            kl_BT = self._reference_kl(streams, streams.reference_BT)
+            sums[TOKENS] = told_tokens(loss_BT, batch)
+        if cfg.kl_in_loss:
+            kl_BT = self._reference_kl(batch)
             loss_BT = loss_BT + cfg.kl_coef * kl_BT
             sums["sum/reference_kl"] = kl_BT.detach().sum()
         if cfg.entropy_coef:
-            loss_BT = loss_BT + entropy_bonus(streams.entropy_BT, mask_BT, coef=cfg.entropy_coef)
+            loss_BT = loss_BT + entropy_bonus(batch.entropy_BT, mask_BT, coef=cfg.entropy_coef)
         group_tokens_B = sequence_tokens_B = None
         if cfg.aggregation == "prompt-mean":
-            group_tokens_B = counts.tokens_of_group(streams.group_B).to(loss_BT.device)
+            group_tokens_B = counts.tokens_of_group(batch.group_B).to(loss_BT.device)
         elif cfg.aggregation == "seq-mean-token-mean":
-            sequence_tokens_B = counts.tokens_of_sequence(streams.sequences).to(loss_BT.device)
+            sequence_tokens_B = counts.tokens_of_sequence(batch.sequences).to(loss_BT.device)
         loss = aggregate(
             loss_BT,
             mask_BT,
             cfg.aggregation,
             denominator=counts.divisor(cfg.aggregation),
-            group_B=streams.group_B,
+            group_B=batch.group_B,
             group_tokens_B=group_tokens_B,
             sequence_tokens_B=sequence_tokens_B,
             norm=self.norm,
         )
-        if streams.start_BT is not None:
+        if "start_logprobs" in batch.streams:
             # Of the policy that (nearly) drew the tokens to the current one: exp(d) - 1 - d of d = current - start.
-            start_kl_BT = kl_penalty(streams.start_BT, streams.logprobs_BT.detach(), "k3", mask_BT=mask_BT)
+            start_kl_BT = kl_penalty(batch.stream("start_logprobs"), batch.logprobs_BT.detach(), "k3", mask_BT=mask_BT)
             sums["sum/start_kl"] = torch.where(mask_BT, start_kl_BT, 0.0).sum()
         if cfg.supervised:  # no policy sampled the tokens: ratios to it would mean nothing
-            of_examples = {"count/tokens": sums["count/tokens"], "sum/nll": -streams.logprobs_BT.detach().sum()}
-            return loss, of_examples | {"sum/loss": loss.detach(), "sum/entropy": streams.entropy_BT.detach().sum()}
-        sums |= mismatch_metrics(
-            proximal_BT,
-            streams.behavior_BT,
-            mask_BT,
-            mode=cfg.weight,
-            cap=cfg.correction_cap,
-            floor=cfg.correction_floor or None,
-            versions_BT=streams.versions_BT,
-        )
-        return loss, sums | {"sum/loss": loss.detach(), "sum/entropy": streams.entropy_BT.detach().sum()}
+            sums = {"count/tokens": sums["count/tokens"], "sum/nll": -batch.logprobs_BT.detach().sum()}
+        else:
+            sums |= mismatch_metrics(
+                batch.old_logprobs_BT,
+                batch.behavior_logprobs_BT,
+                mask_BT,
+                mode=cfg.weight,
+                cap=cfg.correction_cap,
+                floor=cfg.correction_floor or None,
+                versions_BT=batch.versions_BT,
+            )
+        return loss, sums | {"sum/loss": loss.detach(), "sum/entropy": batch.entropy_BT.detach().sum()}
 
-    def _policy_loss(
-        self,
-        logprobs_BT: torch.Tensor,
-        proximal_BT: torch.Tensor,
-        advantages_BT: torch.Tensor,
-        mask_BT: torch.Tensor,
-        behavior_BT: torch.Tensor,
-    ) -> tuple[torch.Tensor, Sums]:
-        cfg, options = self.config, self._options
-        if self._wants_behavior:
-            options = {**options, "behavior_logprobs_BT": behavior_BT}
-        return policy_loss(
-            logprobs_BT,
-            proximal_BT,
-            advantages_BT,
-            mask_BT,
-            kind=self.kind,
-            clip_low=cfg.clip_low,
-            clip_high=cfg.clip_high,
-            **options,
-        )
+    def _policy_loss(self, batch: TokenBatch) -> tuple[torch.Tensor, Sums]:
+        cfg = self.config
+        return batch_loss(batch, kind=self.kind, clip_low=cfg.clip_low, clip_high=cfg.clip_high, **self._options)
 
     def _check_options(self) -> None:
         """ValueError where the loss takes no such options, or is none: before anything is generated."""
         old_BT = torch.tensor([[-1.0, -2.0, -0.5], [-0.1, -3.0, 0.0]])
-        mask_BT, advantages_BT = old_BT < 0, torch.tensor([[1.0], [-0.5]]).expand(2, 3)
+        advantages_BT = torch.tensor([[1.0], [-0.5]]).expand(2, 3)
+        declared = dict.fromkeys(declared_streams(loss_function(self.kind)), old_BT)
+        given = declared | {"old_logprobs": old_BT, "advantages": advantages_BT}
         try:
-            self._policy_loss((old_BT * 1.1).requires_grad_(), old_BT, advantages_BT, mask_BT, old_BT)
+            self._policy_loss(TokenBatch.of(old_BT < 0, logprobs=(old_BT * 1.1).requires_grad_(), **given))
         except FunctionError:
             raise  # it says all
         except (TypeError, ValueError) as error:
             options = self.config.loss_options
             raise ValueError(f"algorithm.loss = {self.config.loss!r}, loss_options = {options}: {error}") from error
 
-    def _proximal(self, streams: Streams) -> torch.Tensor:
+    def _old_logprobs(self, batch: TokenBatch) -> torch.Tensor:
+        """Those of the proximal policy. Where the step has computed none, that is the current one."""
         policy = self.config.proximal_policy
         if policy == "behavior":
-            return streams.behavior_BT
+            return batch.behavior_logprobs_BT
         if policy == "interpolated":
             return interpolated_proximal(
-                streams.behavior_BT, streams.logprobs_BT, streams.staleness_BT, mask_BT=streams.mask_BT
+                batch.behavior_logprobs_BT, batch.logprobs_BT, batch.stream("staleness"), mask_BT=batch.mask_BT
             )
-        if policy == "current" or streams.proximal_BT is None:
-            return streams.logprobs_BT.detach()
-        return streams.proximal_BT
+        if policy == "current" or "proximal_logprobs" not in batch.streams:
+            return batch.logprobs_BT.detach()
+        return batch.stream("proximal_logprobs")
 
-    def _weights(self, streams: Streams, proximal_BT: torch.Tensor, sums: Sums) -> torch.Tensor:
+    def _weights(self, batch: TokenBatch, sums: Sums) -> torch.Tensor:
         """Importance weight of each token, 0 where off_policy_mask_above leaves it out [B, T]. Denominators, KL and
         entropy count what has the weight 0, too."""
-        cfg, mask_BT, behavior_BT = self.config, streams.mask_BT, streams.behavior_BT
+        cfg, mask_BT = self.config, batch.mask_BT
         weights_BT = mask_BT.float()
         if cfg.weight_outside != "none":
             weights_BT = importance_weights(
-                proximal_BT,
-                behavior_BT,
+                batch.old_logprobs_BT,
+                batch.behavior_logprobs_BT,
                 mask_BT,
                 mode=cfg.weight_outside,
                 cap=cfg.correction_cap,
                 floor=cfg.correction_floor or None,
-                versions_BT=streams.versions_BT,
+                versions_BT=batch.versions_BT,
             )
             if cfg.loss_traits.by_row:
                 weights_BT = geometric_row_mean(weights_BT, mask_BT)
         if math.isfinite(cfg.off_policy_mask_above):
             kept_BT = off_policy_sequence_mask(
-                streams.advantages_BT,
-                streams.logprobs_BT.detach(),
-                behavior_BT,
+                batch.advantages_BT,
+                batch.logprobs_BT.detach(),
+                batch.behavior_logprobs_BT,
                 mask_BT,
                 threshold=cfg.off_policy_mask_above,
             )
@@ -250,25 +211,25 @@ class Objective:
             sums["sum/off_policy"] = (mask_BT & ~kept_BT).sum().float()
         return weights_BT
 
-    def _reference_kl(self, streams: Streams, reference_BT: torch.Tensor) -> torch.Tensor:
-        cfg = self.config
+    def _reference_kl(self, batch: TokenBatch) -> torch.Tensor:
+        cfg, mask_BT, reference_BT = self.config, batch.mask_BT, batch.stream("reference_logprobs")
         if cfg.kl_bias_correction:
             # Tokens are drawn from the behavior policy: the ratio to any other would leave a bias.
             kl_BT = bias_corrected_kl(
-                streams.logprobs_BT, reference_BT, streams.behavior_BT, cfg.kl_estimator, mask_BT=streams.mask_BT
+                batch.logprobs_BT, reference_BT, batch.behavior_logprobs_BT, cfg.kl_estimator, mask_BT=mask_BT
             )
         else:
             kl_BT = kl_penalty(
-                streams.logprobs_BT,
+                batch.logprobs_BT,
                 reference_BT,
                 cfg.kl_estimator,
-                mask_BT=streams.mask_BT,
+                mask_BT=mask_BT,
                 max_value=cfg.kl_bound(cfg.kl_estimator),
             )
-        return torch.where(streams.mask_BT, kl_BT, 0.0)
+        return torch.where(mask_BT, kl_BT, 0.0)
 
 
-def told_tokens(loss_BT: torch.Tensor, streams: Streams) -> torch.Tensor:
+def told_tokens(loss_BT: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """[B, T, 3], of the policy loss of each token before anything is added to it or it is aggregated.
 
     The weight is -dLoss/dlogprob / advantage: importance weight and ratio as the loss bounds, clips or masks them,
@@ -276,9 +237,9 @@ def told_tokens(loss_BT: torch.Tensor, streams: Streams) -> torch.Tensor:
     """
     weight_BT = torch.full_like(loss_BT, float("nan"), requires_grad=False)
     if loss_BT.requires_grad:
-        (slope_BT,) = torch.autograd.grad(loss_BT.sum(), streams.logprobs_BT, retain_graph=True)
-        weight_BT = torch.where(streams.advantages_BT == 0, weight_BT, -slope_BT / streams.advantages_BT)
-    return torch.stack([streams.logprobs_BT.detach(), streams.entropy_BT.detach(), weight_BT], -1).float()
+        (slope_BT,) = torch.autograd.grad(loss_BT.sum(), batch.logprobs_BT, retain_graph=True)
+        weight_BT = torch.where(batch.advantages_BT == 0, weight_BT, -slope_BT / batch.advantages_BT)
+    return torch.stack([batch.logprobs_BT.detach(), batch.entropy_BT.detach(), weight_BT], -1).float()
 
 
 def rate_scale(sums: dict[str, float]) -> float:
@@ -293,8 +254,8 @@ def start_kl(sums: dict[str, float]) -> float:
         return 0.0
     if "sum/start_kl" not in sums:
         raise ValueError(
-            "train.max_kl: the backend's forward_backward makes no use of the stream known['start'], of which the KL is"
-            " computed. Hand it to Streams.start_BT (trainer/objective.py), or set train.max_kl = 0"
+            "train.max_kl: the backend's forward_backward makes no use of the stream start_logprobs of its samples, of"
+            " which the KL is computed. Hand it to the Objective (`pack` does), or set train.max_kl = 0"
         )
     return sums["sum/start_kl"] / sums["count/tokens"]
 

@@ -8,9 +8,9 @@ Never changes an answer: it is passed on, or refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,14 @@ _MUST = {
 _UPDATE = ("grad_norm", "learning_rate", "train/skipped_steps")
 
 
+def _parameters(verb: Callable[..., object]) -> Container[str]:
+    """Their names, where Python can tell them."""
+    try:
+        return inspect.signature(verb).parameters
+    except (TypeError, ValueError):
+        return ()
+
+
 class OwnBackend(OwnObject):
     """`backend`, which the function that backend.type names as `spec` has made. Each verb: see `TrainerBackend`.
 
@@ -56,6 +64,12 @@ class OwnBackend(OwnObject):
     def __init__(self, backend: TrainerBackend, spec: str) -> None:
         super().__init__(backend, "backend.type", spec)
         self.backend = backend
+        if "known" in _parameters(backend.forward_backward):
+            raise self._failed(
+                "forward_backward",
+                "takes the streams of tokens as a third argument, `known`. Now it gets samples and counts alone, and"
+                ' each sample has its streams: sample.streams["proximal_logprobs"] (docs/backends.md)',
+            )
 
     @property
     def policy_version(self) -> int:
@@ -84,11 +98,9 @@ class OwnBackend(OwnObject):
             found = self.backend.compute_statistics(samples)
         return self._stream("compute_statistics", found, samples, 3)
 
-    def forward_backward(
-        self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream] = MappingProxyType({})
-    ) -> Tally:
+    def forward_backward(self, samples: list[Sample], counts: Counts) -> Tally:
         with self._calling("forward_backward"):
-            sums = self.backend.forward_backward(samples, counts, known)
+            sums = self.backend.forward_backward(samples, counts)
         if not isinstance(sums, Tally):
             raise self._failed("forward_backward", f"returned {described(sums)}")
         return sums

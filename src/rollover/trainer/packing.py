@@ -1,4 +1,4 @@
-"""Packing: samples -> micro-batches of flattened rows, and the way back from the row to [B, T].
+"""Packing: samples -> micro-batches of flattened rows with their streams [B, T].
 
 Shapes: N tokens of the flattened row, M loss positions of it, B samples, T longest response.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rollover.algorithms.token_batch import TokenBatch
 from rollover.models.attention import Spans
 from rollover.models.limits import Limits
 from rollover.models.vision import ImagePlaces, ImageTokens, Vision, images_of, joined_positions
@@ -60,16 +61,14 @@ def row_tokens(samples: list[Sample]) -> int:
     return sum(prompts.values()) + sum(len(s.token_ids) for s in samples)
 
 
-@dataclass(frozen=True)
-class Packed:
-    """Tensors of one micro-batch. The row holds each prompt of a group once, before its first answer.
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch(TokenBatch):
+    """A TokenBatch with the row that a model reads. The row holds each prompt of a group once, before its first answer.
 
     lengths: of the blocks. prefixes: the prompt's block of each answer's block, None for a prompt (PackedAttention).
     input_ids_N, position_ids: the row, its positions [N] or [3, N]. images: its image tokens. bidirectional: as in
     PackedAttention. loss_positions_M: row positions whose next token is in the loss.
-    targets_M, temperature_M: those next tokens. rows_M, columns_M: their place in [B, T]. The *_BT streams are padded
-    with 0. unit: all temperatures are 1. group_B: group ids, on the CPU, where counts are looked up by them.
-    sequences: the sequence of each row.
+    targets_M, temperature_M: those next tokens. rows_M, columns_M: their place in [B, T]. unit: all temperatures are 1.
     """
 
     lengths: list[int]
@@ -84,25 +83,23 @@ class Packed:
     unit: bool
     rows_M: torch.Tensor
     columns_M: torch.Tensor
-    mask_BT: torch.Tensor
-    behavior_logprobs_BT: torch.Tensor
-    advantages_BT: torch.Tensor
-    versions_BT: torch.Tensor
-    group_B: torch.Tensor
-    sequences: list[str]
 
     def unpack(self, values_M: torch.Tensor) -> torch.Tensor:
         """[M] -> [B, T], 0 outside the loss. Differentiable."""
         out_BT = torch.zeros(self.mask_BT.shape, dtype=values_M.dtype, device=values_M.device)
         return out_BT.index_put((self.rows_M, self.columns_M), values_M)
 
+    def in_loss(self, name: str) -> torch.Tensor:
+        """That stream of the loss tokens [M]."""
+        return self.stream(name)[self.rows_M, self.columns_M]
 
-def pack(samples: list[Sample], device: torch.device, limits: Limits, vision: Vision | None = None) -> Packed:
-    """Flatten the samples into one row. The last token of an answer is left out: nothing is predicted from it.
 
-    The first token of an answer is predicted from the last position of its prompt, which siblings with an equal one
-    share. ValueError for samples that the model cannot take: they may come from recorded rollouts, or from a producer
-    of the user's own. `vision`: where the model takes images.
+def pack(samples: list[Sample], device: torch.device, limits: Limits, vision: Vision | None = None) -> PackedBatch:
+    """The samples with all their streams, flattened into one row.
+
+    The last token of an answer is left out: nothing is predicted from it. Its first token is predicted from the last
+    position of its prompt, which siblings with an equal one share. ValueError for samples that the model cannot take:
+    they may come from recorded rollouts, or from a producer of the user's own. `vision`: where the model takes images.
     """
     rows: list[np.ndarray] = []
     positions: list[np.ndarray] = []
@@ -147,7 +144,8 @@ def pack(samples: list[Sample], device: torch.device, limits: Limits, vision: Vi
         return torch.from_numpy(np.concatenate(arrays).astype(dtype)).to(device)
 
     masks = [s.mask for s in samples]
-    return Packed(
+    return PackedBatch(
+        **vars(token_batch(samples, device)),
         lengths=[len(r) for r in rows],
         prefixes=prefixes,
         input_ids_N=flat(rows),
@@ -160,13 +158,23 @@ def pack(samples: list[Sample], device: torch.device, limits: Limits, vision: Vi
         unit=all(s.temperature == 1 for s in samples),
         rows_M=flat([np.full(int(m.sum()), i) for i, m in enumerate(masks)]),
         columns_M=flat([np.flatnonzero(m) for m in masks]),
-        mask_BT=padded(masks, np.bool_).to(device),
-        behavior_logprobs_BT=padded([s.behavior_logprobs * s.mask for s in samples]).to(device),
-        advantages_BT=padded([s.advantages for s in samples]).to(device),
-        versions_BT=padded([s.versions for s in samples], np.int64).to(device),
+    )
+
+
+def token_batch(samples: Sequence[Sample], device: torch.device | str = "cpu") -> TokenBatch:
+    """The samples with all their streams, integers as int64 and the rest as float32, without a row for a model."""
+    return TokenBatch(
+        mask_BT=padded([s.mask for s in samples], np.bool_).to(device),
+        streams={name: _stream(samples, name).to(device) for name in samples[0].streams},
         group_B=torch.tensor([s.group_id for s in samples]),
         sequences=[s.sequence_id for s in samples],
     )
+
+
+def _stream(samples: Sequence[Sample], name: str) -> torch.Tensor:
+    whole = [s.streams[name] for s in samples]
+    masked = [np.where(s.mask, values, 0) for s, values in zip(samples, whole, strict=True)]
+    return padded(masked, np.int64 if np.issubdtype(whole[0].dtype, np.integer) else np.float32)
 
 
 def padded(arrays: Sequence[np.ndarray], dtype: type = np.float32) -> torch.Tensor:

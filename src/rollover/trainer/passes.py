@@ -23,14 +23,11 @@ from rollover.models.logprobs import Head, TrainedHead, chunked_logprobs, chunke
 from rollover.models.team import Team
 from rollover.models.vision import Vision, tower_modules
 from rollover.trainer.backend import Stream
-from rollover.trainer.packing import Packed, micro_batches, pack
+from rollover.trainer.packing import PackedBatch, micro_batches, pack
 from rollover.types import Sample
 
 # The row of a micro-batch without samples: one token after one of a prompt.
-_NOTHING = Sample(
-    "", 0, np.zeros(1, np.int32), np.zeros(1, np.int32), np.ones(1, bool), np.zeros(1, np.float32),
-    np.zeros(1, np.int32), np.zeros(1, np.float32), temperature=1.0,
-)  # fmt: skip
+_NOTHING = Sample("", 0, np.zeros(1, np.int32), np.zeros(1, np.int32), np.ones(1, bool), {}, temperature=1.0)
 
 
 def set_training(model: torch.nn.Module, on: bool) -> None:
@@ -45,12 +42,12 @@ def set_training(model: torch.nn.Module, on: bool) -> None:
             module.training = False
 
 
-def _hidden(model: Any, packed: Packed, vision: Vision | None) -> torch.Tensor:
+def _hidden(model: Any, batch: PackedBatch, vision: Vision | None) -> torch.Tensor:
     """Last hidden states [M, E] before the loss tokens, in float32."""
-    attention = packed_attention(packed.lengths, packed.prefixes, packed.input_ids_N.device, packed.bidirectional)
-    images = vision.row(packed.images) if vision is not None else None
-    hidden_NE = hidden_states(model, packed.input_ids_N, packed.position_ids, attention, images)
-    return hidden_NE.index_select(0, packed.loss_positions_M)
+    attention = packed_attention(batch.lengths, batch.prefixes, batch.input_ids_N.device, batch.bidirectional)
+    images = vision.row(batch.images) if vision is not None else None
+    hidden_NE = hidden_states(model, batch.input_ids_N, batch.position_ids, attention, images)
+    return hidden_NE.index_select(0, batch.loss_positions_M)
 
 
 class Policy(torch.nn.Module):
@@ -64,15 +61,15 @@ class Policy(torch.nn.Module):
         super().__init__()
         self.model, self._head, self.vision = model, head, vision
 
-    def forward(self, packed: Packed, *, squares: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, batch: PackedBatch, *, squares: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(log-probs [M], entropies [M], hidden states [M, E]) of the loss tokens. `squares`: in the place of the last,
         the sums of squared probabilities [M], without a gradient."""
-        hidden_ME = _hidden(self.model, packed, self.vision)
+        hidden_ME = _hidden(self.model, batch, self.vision)
         logprobs_M, entropy_M = chunked_logprobs(
-            hidden_ME, self._head(), packed.targets_M, packed.temperature_M, unit=packed.unit
+            hidden_ME, self._head(), batch.targets_M, batch.temperature_M, unit=batch.unit
         )
         if squares:
-            return logprobs_M, entropy_M, chunked_squares(hidden_ME, self._head(), packed.temperature_M)
+            return logprobs_M, entropy_M, chunked_squares(hidden_ME, self._head(), batch.temperature_M)
         return logprobs_M, entropy_M, hidden_ME
 
 
@@ -124,7 +121,7 @@ class Passes:
         yield from own
         yield from ([] for _ in range(num - len(own)))
 
-    def pack(self, micro: list[Sample], *, spare_last: bool = False) -> Packed:
+    def pack(self, micro: list[Sample], *, spare_last: bool = False) -> PackedBatch:
         """The row of a micro-batch, on the model's device. ValueError for samples that the model cannot be given.
 
         `spare_last`: a sample may have one token more than the model has positions. Its last one has none in the row.
@@ -134,36 +131,36 @@ class Passes:
             limits = replace(limits, positions=positions + 1)
         return pack(micro or [_NOTHING], self.device, limits, self.vision)
 
-    def forward(self, packed: Packed, *, squares: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, batch: PackedBatch, *, squares: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(log-probs [M], entropies [M], hidden states [M, E]) of the loss tokens under the current weights. `squares`:
         as of `Policy`."""
-        out = self._policy(packed, squares=squares)
-        if packed.sequences != [""]:
-            self._of_text += self._of_model.forward(packed.lengths, packed.prefixes, len(packed.targets_M))
+        out = self._policy(batch, squares=squares)
+        if batch.sequences != [""]:
+            self._of_text += self._of_model.forward(batch.lengths, batch.prefixes, len(batch.targets_M))
         return out
 
-    def hidden(self, packed: Packed) -> torch.Tensor:
+    def hidden(self, batch: PackedBatch) -> torch.Tensor:
         """Last hidden states [M, E] before the loss tokens, without the output layer. Of a whole model alone."""
-        self._of_text += self._of_model.forward(packed.lengths, packed.prefixes, 0)
-        return _hidden(self.model, packed, self.vision)
+        self._of_text += self._of_model.forward(batch.lengths, batch.prefixes, 0)
+        return _hidden(self.model, batch, self.vision)
 
-    def count_backward(self, packed: Packed, *, head: bool = True) -> None:
+    def count_backward(self, batch: PackedBatch, *, head: bool = True) -> None:
         """Count the FLOPs of the backward pass of a row; `head`: through the output layer, too."""
-        num_logits = len(packed.targets_M) if head else 0
-        self._of_text += self._of_model.backward(packed.lengths, packed.prefixes, num_logits)
+        num_logits = len(batch.targets_M) if head else 0
+        self._of_text += self._of_model.backward(batch.lengths, batch.prefixes, num_logits)
 
     def logprobs(self, samples: list[Sample]) -> Stream:
         """Log-probs of the loss tokens, each at the temperature of its sample; no gradient."""
-        return self.evaluate(samples, lambda packed: self.forward(packed)[0])
+        return self.evaluate(samples, lambda batch: self.forward(batch)[0])
 
     def statistics(self, samples: list[Sample]) -> Stream:
         """rollout_id -> of each loss token [loss tokens, 3]: log-prob, entropy of its distribution, sum of its squared
         probabilities; no gradient."""
-        return self.evaluate(samples, lambda packed: torch.stack(self.forward(packed, squares=True), -1))
+        return self.evaluate(samples, lambda batch: torch.stack(self.forward(batch, squares=True), -1))
 
     @torch.no_grad()
     def evaluate(
-        self, samples: list[Sample], what: Callable[[Packed], torch.Tensor], *, spare_last: bool = False
+        self, samples: list[Sample], what: Callable[[PackedBatch], torch.Tensor], *, spare_last: bool = False
     ) -> Stream:
         """rollout_id -> `what` [loss tokens]. Packed as for training: the same bits at equal weights and threads.
         `spare_last`: as of `pack`."""

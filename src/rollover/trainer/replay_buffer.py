@@ -1,6 +1,6 @@
 """The replay buffer: trained groups of high signal, to be trained again in place of groups without any.
 
-Owns the kept groups with their scores, and the draws. Never changes a group, never builds a batch (step_batch.py does).
+Owns the kept groups with their scores, and the draws. Never changes a group, never builds a batch (batch.py does).
 A draw is a function of the seed, the policy version and what is kept: no random state is carried.
 """
 

@@ -4,7 +4,7 @@ pass rates say how often the others are.
     after_step:  groups of high signal ──▶ replay buffer      failed groups ──▶ re-roll queue ──▶ the driver's next_task
                  pass rates ──▶ curriculum ──▶ the task stream
 
-Owns the replay buffer and the counts of what was replayed. Never builds a batch (step_batch.py does), never generates.
+Owns the replay buffer and the counts of what was replayed. Never builds a batch (batch.py does), never generates.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Reuse:
                 largest[s.sequence_id] = max(of_row, largest.get(s.sequence_id, 0.0))
         for group in groups:
             if group.group_id in trained:
-                score = sum(self._signal(c, batch, largest) for c in batch.compared[group.group_id])
+                score = sum(self._signal(c, batch, largest) for c in batch.credited.compared[group.group_id])
                 self.buffer.add(Kept(group, score, oldest))
         self.buffer.drop_stale(version + 1)
 
@@ -149,9 +149,10 @@ class Reuse:
         )  # all roles of it have one
         if workflow.credit != "broadcast" or Grouping(workflow, self.config.distill).takes_own(compared, estimator):
             return sum(advantages)
-        rewards = [None if t.ids & left_out else batch.shaped.of(t).reward for t in compared.trajectories]
+        shaped = batch.credited.shaped
+        rewards = [None if t.ids & left_out else shaped.of(t).reward for t in compared.trajectories]
         if not algorithm.reward_weights and (parts := parts_of(compared.trajectories[0].named)):
-            parts += sorted({term for t in compared.trajectories for term in batch.shaped.terms.get(t.sequence_id, ())})
+            parts += sorted({term for t in compared.trajectories for term in shaped.terms.get(t.sequence_id, ())})
             parts_NR = np.array([_parts(reward, parts) for reward in rewards])
             if not np.isnan(parts_NR).all():  # an environment's own reward has no parts
                 return signal(advantages, parts_NR)

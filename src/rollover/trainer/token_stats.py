@@ -1,7 +1,7 @@
 """What a training step made of each token, gathered while it goes on (track.token_stats).
 
-    rejection: log-probs at its start ──┐
-    first pass of each minibatch ───────┴──▶ TokenWatch ──▶ TokenStats by rollout ──▶ records (track/token_stats.py)
+    samples as they came and were used ──┐
+    first pass of each minibatch ────────┴──▶ TokenWatch ──▶ TokenStats by rollout ──▶ records (track/token_stats.py)
 
 Nothing is computed for it: the numbers are those of the passes that the step makes anyway. Of several epochs the first
 pass is told.
@@ -14,29 +14,25 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from rollover.algorithms.elementwise import MAX_LOG_RATIO
+from rollover.config import Config
 from rollover.track.token_stats import TokenStats
 from rollover.trainer.backend import Stream
 from rollover.trainer.objective import TOLD_ENTROPY, TOLD_LOGPROB, TOLD_WEIGHT
 from rollover.trainer.tally import Tally
+from rollover.trainer.token_weights import compared_stream
 from rollover.types import Sample
 
 
 class TokenWatch:
-    """Of the step that is being made. `on` False: it keeps nothing, and `stats` is empty."""
+    """Of the step that is being made. With `Config.tells_tokens` off it keeps nothing, and `stats` is empty."""
 
-    def __init__(self, on: bool) -> None:
-        self.on = on
+    def __init__(self, config: Config) -> None:
+        self.on, self._compared = config.tells_tokens, compared_stream(config.algorithm)
         self.forget()
 
     def forget(self) -> None:
         """What was gathered is of a step that is not trained now, or was told."""
-        self._start: Stream = {}
         self._passes: list[Tally] = []
-
-    def looked_at(self, start: Stream) -> None:
-        """algorithm.rejection looked at these log-probs of the loss tokens."""
-        if self.on:
-            self._start |= start
 
     def passed(self, sums: Tally, *, first: bool) -> None:
         """A pass over a minibatch was made. `first`: its first one in this step."""
@@ -61,8 +57,8 @@ class TokenWatch:
         in_loss_M = used.mask[mask]
         logprobs_M, weights_M, entropies_M = np.full((3, len(behavior_M)), np.nan, np.float32)
         weights_M[~in_loss_M] = 0.0
-        if (start_M := self._start.get(came.rollout_id)) is not None:
-            logprobs_M[~in_loss_M] = start_M[~in_loss_M]
+        if (looked_at := used.streams.get(self._compared)) is not None:  # by algorithm.rejection
+            logprobs_M[~in_loss_M] = looked_at[mask][~in_loss_M]
         if (told_MK := told.get(came.rollout_id)) is not None:
             logprobs_M[in_loss_M] = told_MK[:, TOLD_LOGPROB]
             weights_M[in_loss_M] = told_MK[:, TOLD_WEIGHT]

@@ -375,7 +375,7 @@ def test_errors_name_the_argument_and_the_fix() -> None:
         policy_loss(x, x, x, mask, kind="reinforce", dual_clip=3.0)
     with pytest.raises(ValueError, match="needs the option behavior_logprobs_BT"):
         policy_loss(x, x, x, mask, kind="decoupled")
-    with pytest.raises(ValueError, match="behavior_logprobs_BT must be"):
+    with pytest.raises(ValueError, match="behavior_logprobs_BT is .1, 3.: give it"):
         policy_loss(x, x, x, mask, kind="decoupled", behavior_logprobs_BT=x[:1])
     with pytest.raises(ValueError, match="dual_clip = 1.0"):
         policy_loss(x, x, x, mask, kind="clip", dual_clip=1.0)

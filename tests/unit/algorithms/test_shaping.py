@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from local_trainer import build_batch
 from rollover.algorithms.filters import first_match, group_filters
 from rollover.algorithms.shaping import Moments, Shaping, overlong
 from rollover.config import AlgorithmConfig, Config, FiltersConfig, RewardsConfig
@@ -16,7 +17,6 @@ from rollover.run.batch_metrics import reward_metrics
 from rollover.tasks.reroll import has_failed
 from rollover.trainer.batch import Batch, BatchBuilder
 from rollover.trainer.replay_buffer import ReplayBuffer
-from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.types import Group, Rollout, StopReason
 from samples import group, rollout, segment
 
@@ -39,7 +39,7 @@ def of(
 
 def build(groups: list[Group], algorithm: AlgorithmConfig = DR_GRPO, version: int = 0, **rewards: object) -> Batch:
     shaping = Shaping(RewardsConfig.model_validate(rewards), LIMIT)
-    return BatchBuilder(algorithm, shaping=shaping).build(groups, version=version)
+    return build_batch(groups, algorithm, shaping=shaping, version=version)
 
 
 def advantages(batch: Batch) -> list[float]:
@@ -59,7 +59,7 @@ def test_it_is_added_to_what_is_trained_and_to_nothing_else() -> None:
     batch = build([g], overlong_buffer_tokens=4)
     mean = -1.5 / 4
     assert advantages(batch) == pytest.approx([-1 - mean, -mean, -0.5 - mean, -mean])
-    assert batch.shaped.metrics == pytest.approx({
+    assert batch.credited.shaped.metrics == pytest.approx({
         "shaping/overlong/mean": mean, "shaping/overlong/share": 0.5, "shaping/reward_mean": 1 + mean,
         "shaping/reward_std": float(np.std([0, 1, 0.5, 1])),
     })  # fmt: skip
@@ -68,7 +68,7 @@ def test_it_is_added_to_what_is_trained_and_to_nothing_else() -> None:
     filters = group_filters(FiltersConfig(pass_rate_below=1.0))
     assert first_match(g, filters) == ("pass_rate", "pass rate 1 is not below 1"), "all have passed"
     assert not has_failed(g, 0.0) and [r.reward.score for r in rollouts if r.reward] == [1.0] * 4
-    assert build([g]).shaped.metrics == {} and advantages(build([g])) == [0.0] * 4
+    assert build([g]).credited.shaped.metrics == {} and advantages(build([g])) == [0.0] * 4
 
 
 def test_a_rollout_that_repeats_itself_is_punished() -> None:
@@ -76,7 +76,7 @@ def test_a_rollout_that_repeats_itself_is_punished() -> None:
     rollouts[0].stop_reason = StopReason.REPETITION
     batch = build([group(0, rollouts)], repetition_penalty=0.5)
     assert advantages(batch) == [-0.25, 0.25]
-    assert batch.shaped.metrics["shaping/repetition/mean"] == -0.25
+    assert batch.credited.shaped.metrics["shaping/repetition/mean"] == -0.25
 
 
 def test_a_function_of_shaping_is_added_and_can_be_weighed() -> None:
@@ -91,13 +91,13 @@ def test_a_function_of_shaping_is_added_and_can_be_weighed() -> None:
 def test_clipping_is_the_last() -> None:
     batch = build([group(0, [of(s, 1, i) for i, s in enumerate((5.0, 0.5, -7.0))])], clip_range=[-1.0, 1.0])
     assert advantages(batch) == pytest.approx([1 - 1 / 6, 0.5 - 1 / 6, -1 - 1 / 6])
-    assert batch.shaped.metrics["shaping/clipped_share"] == pytest.approx(2 / 3)
+    assert batch.credited.shaped.metrics["shaping/clipped_share"] == pytest.approx(2 / 3)
 
 
 def test_missing_rewards_stay_missing() -> None:
     batch = build([group(0, [of(None, 10, 0), of(1.0, 1, 1), of(0.0, 1, 2)])], overlong_buffer_tokens=4)
     assert [s.mask.any() for s in batch.samples] == [False, True, True]
-    assert batch.shaped.metrics["shaping/overlong/share"] == 0.0
+    assert batch.credited.shaped.metrics["shaping/overlong/share"] == 0.0
 
 
 def test_the_greedy_baseline_is_shaped_as_its_siblings_are() -> None:
@@ -105,7 +105,7 @@ def test_the_greedy_baseline_is_shaped_as_its_siblings_are() -> None:
     greedy.greedy = True
     batch = build([group(0, [greedy, sampled])], AlgorithmConfig(advantage="remax"), overlong_buffer_tokens=4)
     assert advantages(batch) == [1.0], "1 - (1 - 1)"
-    assert batch.shaped.metrics["shaping/reward_mean"] == 1.0, "of what is trained"
+    assert batch.credited.shaped.metrics["shaping/reward_mean"] == 1.0, "of what is trained"
 
 
 # Running statistics
@@ -125,15 +125,18 @@ def test_moments_are_those_of_all_values() -> None:
 @pytest.mark.parametrize("kind", ["scale", "whiten"])
 def test_rewards_are_divided_by_the_running_deviation(kind: str) -> None:
     shaping = Shaping(RewardsConfig.model_validate({"running_norm": kind}), LIMIT)
-    builder, seen = BatchBuilder(DR_GRPO, shaping=shaping), []
+    seen = []
     for version, scores in enumerate(([1.0, 3.0], [10.0, 2.0], [4.0, 4.0])):
         seen += scores
-        batch = builder.build([group(0, [of(s, 1, i) for i, s in enumerate(scores)])], version=version)
+        groups = [group(0, [of(s, 1, i) for i, s in enumerate(scores)])]
+        batch = build_batch(groups, DR_GRPO, shaping=shaping, version=version)
         std, mean = statistics.stdev(seen), statistics.fmean(seen)
         assert advantages(batch) == pytest.approx([(s - statistics.fmean(scores)) / std for s in scores])
         shift = mean if kind == "whiten" else 0.0
-        assert batch.shaped.metrics["shaping/reward_mean"] == pytest.approx((statistics.fmean(scores) - shift) / std)
-        assert batch.shaped.metrics["shaping/running_mean"] == pytest.approx(mean)
+        assert batch.credited.shaped.metrics["shaping/reward_mean"] == pytest.approx(
+            (statistics.fmean(scores) - shift) / std
+        )
+        assert batch.credited.shaped.metrics["shaping/running_mean"] == pytest.approx(mean)
 
 
 def test_a_step_that_is_built_again_starts_from_what_was_before_it() -> None:
@@ -142,7 +145,7 @@ def test_a_step_that_is_built_again_starts_from_what_was_before_it() -> None:
     def built(shaping: Shaping, version: int) -> list[float]:
         scores = [float(version), version * 2.0 + 1]
         groups = [group(0, [of(s, 1, i) for i, s in enumerate(scores)])]
-        return advantages(BatchBuilder(DR_GRPO, shaping=shaping).build(groups, version=version))
+        return advantages(build_batch(groups, DR_GRPO, shaping=shaping, version=version))
 
     rewards = RewardsConfig(running_norm="scale")
     shaping = Shaping(rewards, LIMIT)
@@ -160,9 +163,9 @@ def test_a_step_that_is_built_again_starts_from_what_was_before_it() -> None:
 def test_replayed_groups_are_not_counted_twice() -> None:
     shaping = Shaping(RewardsConfig(running_norm="scale"), LIMIT)
     groups = [group(g, [of(float(i + g), 1, i, g) for i in range(2)]) for g in range(2)]
-    batch = BatchBuilder(DR_GRPO, shaping=shaping).build(groups, replayed={1: 0})
-    assert batch.shaped.metrics["shaping/running_mean"] == 0.5
-    assert set(batch.shaped.rewards) == {r.rollout_id for g in groups for r in g.rollouts}
+    batch = build_batch(groups, DR_GRPO, shaping=shaping, replayed={1: 0})
+    assert batch.credited.shaped.metrics["shaping/running_mean"] == 0.5
+    assert set(batch.credited.shaped.rewards) == {r.rollout_id for g in groups for r in g.rollouts}
 
 
 def test_a_step_is_built_as_the_configuration_says() -> None:
@@ -170,6 +173,6 @@ def test_a_step_is_built_as_the_configuration_says() -> None:
         "tasks": {"sources": [{"kind": "reasoning_gym", "name": "chain_sum"}]}, "rollout": {"max_new_tokens": LIMIT},
         "rewards": {"overlong_buffer_tokens": 4, "overlong_penalty": 2.0}, "algorithm": {"advantage": "dr_grpo"},
     })  # fmt: skip
-    builder = StepBatchBuilder(config, ReplayBuffer(config.replay, 0))
+    builder = BatchBuilder(config, ReplayBuffer(config.replay, 0))
     batch = builder.build([group(0, [of(1.0, 10, 0), of(1.0, 1, 1)])], 0)
     assert advantages(batch) == [-1.0, 1.0]

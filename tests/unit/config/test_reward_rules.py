@@ -78,7 +78,7 @@ def test_several_functions_and_their_shaping_are_read(tmp_path):
 
 @pytest.mark.parametrize("backend", ["ranks", "tinker"])
 def test_shaping_is_the_controllers_whatever_trains(tmp_path, backend):
-    """Advantages are computed before a backend is given a batch (trainer/step_batch.py)."""
+    """Advantages are computed before a backend is given a batch (trainer/batch.py)."""
     lora = "[model.lora]\nrank = 4\n" if backend == "tinker" else ""
     shaping = 'overlong_buffer_tokens = 64\nrunning_norm = "scale"\nclip_range = [-1.0, 1.0]'
     rewards = load(tmp_path, f'{lora}[backend]\ntype = "{backend}"\n[rewards]\n{shaping}').config.rewards

@@ -69,9 +69,11 @@ def _samples(loaded: LoadedModel, dtype: torch.dtype) -> list[Sample]:
                 prompt_ids=np.asarray(request.prompt.ids, dtype=np.int32),
                 token_ids=segment.token_ids,
                 mask=np.ones(n, dtype=bool),
-                behavior_logprobs=segment.logprobs,
-                versions=np.zeros(n, dtype=np.int32),
-                advantages=np.zeros(n, dtype=np.float32),
+                streams={
+                    "behavior_logprobs": segment.logprobs,
+                    "versions": np.zeros(n, dtype=np.int32),
+                    "advantages": np.zeros(n, dtype=np.float32),
+                },
                 temperature=1.0,
             )
         )

@@ -14,8 +14,8 @@ from rollover.algorithms.grouping import Grouping
 from rollover.config import AlgorithmConfig, Config, ReplayConfig, WorkflowConfig
 from rollover.run.batch_metrics import mask_metrics, reward_metrics, role_metrics, turn_metrics
 from rollover.track.metrics import validate
+from rollover.trainer.batch import BatchBuilder
 from rollover.trainer.replay_buffer import ReplayBuffer
-from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.types import Group, Reward, StopReason, Task
 from unit.rollout.world import make_segment
 
@@ -75,9 +75,9 @@ def test_one_role_has_none() -> None:
     assert figures(group({"solver": 1.0}, {"solver": 0.0})) == {}
 
 
-def builder(**roles: dict[str, Any]) -> StepBatchBuilder:
+def builder(**roles: dict[str, Any]) -> BatchBuilder:
     config = Config.model_validate({"workflow": {"function": "a.py:b", "roles": roles}})
-    return StepBatchBuilder(config, ReplayBuffer(ReplayConfig(), 0))
+    return BatchBuilder(config, ReplayBuffer(ReplayConfig(), 0))
 
 
 def test_a_role_that_no_trajectory_of_the_first_step_has_is_refused() -> None:

@@ -24,8 +24,8 @@ from rollover.run.snapshot import Snapshot, StatefulPart, load_snapshot, statefu
 from rollover.tasks.reroll import Reroll
 from rollover.track.lifetimes import Lifetimes
 from rollover.track.trace import Trace
+from rollover.trainer.batch import BatchBuilder
 from rollover.trainer.reuse import Reuse
-from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.trainer.stored_tensors import StoredTensors
 from rollover.types import Prompt, Reward, StopReason, Task
 from unit.rollout.world import make_segment, make_task, same_rollout
@@ -149,7 +149,7 @@ def worked(folder: Path) -> Run:
     for rollout in lifecycle.cache.running():
         lifecycle.park(rollout)
     groups = lifecycle.consume(2)
-    of.reuse.after_step(groups, StepBatchBuilder(CONFIG, of.reuse.buffer).build(groups, 2), 2)
+    of.reuse.after_step(groups, BatchBuilder(CONFIG, of.reuse.buffer).build(groups, 2), 2)
     of.prompts.cursor = 3
     of.producer.cursor = 4
     generator = torch.Generator().manual_seed(0)

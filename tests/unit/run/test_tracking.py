@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from local_trainer import build_batch
 from rollover.algorithms.shaping import Shaping
 from rollover.config import AlgorithmConfig, RewardsConfig, WorkflowConfig
 from rollover.plugins.dashboard.rollout_index import RolloutIndex
@@ -22,7 +23,6 @@ from rollover.run.tracking import Tracking
 from rollover.track.recorded import read_records, read_rollouts
 from rollover.track.recorder import RolloutRecorder
 from rollover.track.tracker import RecordedGroup
-from rollover.trainer.batch import BatchBuilder
 from rollover.types import DropReason, Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, StopReason
 from unit.rollout.world import make_segment, make_task
 
@@ -69,7 +69,7 @@ def test_the_advantage_of_a_record_is_that_of_its_tokens_in_the_loss(tmp_path: P
     scores = [rollout(0, [1.0, 0.0], 1.0), rollout(1, [0.0, 0.0], 1.0), rollout(2, [], None)]
     group = Group(0, make_task(0), Prompt((1, 2)), scores)
     by_turns = WorkflowConfig(credit="turn_returns")
-    batch = BatchBuilder(AlgorithmConfig(advantage="dr_grpo"), workflow=by_turns).build([group])
+    batch = build_batch([group], AlgorithmConfig(advantage="dr_grpo"), workflow=by_turns)
     Tracking(RolloutRecorder(tmp_path / "a"), lambda ids: "").on_groups(1, [group], batch)
     Tracking(RolloutRecorder(tmp_path / "b"), lambda ids: "", lambda sample: False).on_groups(1, [group], batch)
     told = [[record["advantage"] for record in read_records(tmp_path / name)] for name in "ab"]
@@ -86,7 +86,7 @@ def test_a_greedy_rollout_is_recorded_as_what_the_others_are_compared_with(tmp_p
     group = Group(0, make_task(0), Prompt((1, 2)), [rollout(0, 7, 1.0, 1.0), rollout(1, 8, 1.0, 0.0)])
     algorithm = AlgorithmConfig(advantage="remax")
     shaping = Shaping(RewardsConfig(overlong_buffer_tokens=2, overlong_penalty=1.0), max_new_tokens=8)
-    batch = BatchBuilder(algorithm, shaping=shaping).build([group])
+    batch = build_batch([group], algorithm, shaping=shaping)
     Tracking(RolloutRecorder(tmp_path), lambda ids: "").on_groups(1, [group], batch)
     records = list(read_records(tmp_path))
     assert [record["outcome"] for record in records] == ["trained", "dropped:baseline"]
@@ -113,9 +113,7 @@ def test_a_rollout_whose_agent_gave_up_a_call_is_dropped_as_in_the_ledger(tmp_pa
     group = Group(0, make_task(0), Prompt((1, 2)), [given_up, *others])
     ledger = Ledger()
     ledger.on_consume(group)
-    Tracking(RolloutRecorder(tmp_path), lambda ids: "").on_groups(
-        1, [group], BatchBuilder(AlgorithmConfig()).build([group])
-    )
+    Tracking(RolloutRecorder(tmp_path), lambda ids: "").on_groups(1, [group], build_batch([group], AlgorithmConfig()))
     records = list(read_records(tmp_path))
     assert [record["outcome"] for record in records] == ["dropped:abandoned", "trained", "trained"]
     trained = sum(record["num_tokens"] for record in records if record["outcome"] == "trained")

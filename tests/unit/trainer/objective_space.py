@@ -17,19 +17,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from local_trainer import build_batch
 from rollover.algorithms.filters import rollout_filters
-from rollover.algorithms.loss import LossAndClipped, Tokens
+from rollover.algorithms.loss import LossAndClipped, TokenBatch
 from rollover.config import Config
 from rollover.config.correction import REJECTIONS
 from rollover.config.load import ConfigError, load_config
 from rollover.config.presets import PRESETS
 from rollover.staleness import staleness
 from rollover.trainer.backend import Stream
-from rollover.trainer.batch import BatchBuilder
 from rollover.trainer.critic import Critic, beyond, estimate
-from rollover.trainer.objective import Counts, Objective, Streams, rate_scale
+from rollover.trainer.objective import Counts, Objective, rate_scale
+from rollover.trainer.packing import token_batch
+from rollover.trainer.streams import STATISTICS
 from rollover.trainer.token_estimates import estimate_tokens
-from rollover.trainer.token_weights import mean_weight, rejections, restricted, rewritten, token_weights
+from rollover.trainer.token_weights import weighed, without_rejected
 from rollover.types import (
     Group,
     Prompt,
@@ -48,7 +50,7 @@ VERSION = 4  # of the trainer
 Values = dict[str, Any]
 
 
-def own_loss(t: Tokens, *, clip_low: float, clip_high: float, dual_clip: float = 9.0) -> LossAndClipped:
+def own_loss(t: TokenBatch, *, clip_low: float, clip_high: float, dual_clip: float = 9.0) -> LossAndClipped:
     """A loss of one's own, with a term where the advantage is 0."""
     ratio_BT = t.ratio_BT.clamp(0.5 / (1 + clip_low), 1 + clip_high)
     return -ratio_BT * t.advantages_BT + 0.1 * t.logprobs_BT**2 + 1e-3 * dual_clip * t.logprobs_BT, t.mask_BT & False
@@ -298,10 +300,9 @@ def objective_of(config: Config, seed: int = 0, behavior_shift: float = 0.0, bef
         return (policies[policy][s.rollout_id] + _signs(s, shift))[s.mask]
 
     groups = [replace(g, rollouts=g.rollouts[: 5 if config.rollout.greedy_baseline else 4]) for g in groups]
-    builder = BatchBuilder(algorithm, rollout_filters(config.filters))
-    samples = builder.build(groups, config.rollout.oldest_in_loss(VERSION)).samples
+    oldest = config.rollout.oldest_in_loss(VERSION)
+    samples = build_batch(groups, algorithm, oldest, rollout_filters(config.filters)).samples
     samples = [_shifted(s, behavior_shift, before_update) for s in samples]
-    known: dict[str, Stream] = {}
     critic = None
     if algorithm.needs_critic:
         critic = Critic(_HIDDEN, config.critic, config.train, 1, torch.device("cpu"))
@@ -309,69 +310,50 @@ def objective_of(config: Config, seed: int = 0, behavior_shift: float = 0.0, bef
         asked = beyond(samples) if config.critic.bootstrap_truncated else samples
         values: Stream = {s.rollout_id: 0.5 + log_probs(s, "start") for s in samples}
         for s, of_asked in zip(samples, asked, strict=True):
-            num_more = int(of_asked.mask.sum() - s.mask.sum())
+            num_more = of_asked.num_loss_tokens - s.num_loss_tokens
             values[s.rollout_id] = np.append(values[s.rollout_id], np.full(num_more, 0.4, np.float32))
-        samples, of_critic = estimate(algorithm, samples, values)
-        known |= of_critic
+        samples = estimate(algorithm, samples, values)
     elif algorithm.advantage_traits.over_tokens:
-        samples = estimate_tokens(algorithm, samples, _statistics(samples, policies))
+        samples = estimate_tokens(algorithm, [_with_statistics(s, policies) for s in samples])
     objective = Objective(algorithm, 16)
-    start = {s.rollout_id: log_probs(s, "snapshot" if algorithm.proximal == "snapshot" else "start") for s in samples}
-    known["proximal"] = start
+    proximal = "snapshot" if algorithm.proximal == "snapshot" else "start"
+    samples = [s.with_loss_stream("proximal_logprobs", log_probs(s, proximal)) for s in samples]
+    samples = [s.with_streams(start_logprobs=s.streams["proximal_logprobs"]) for s in samples]
     if algorithm.rejection:
-        kept = rejections(algorithm, samples, start, VERSION)
-        samples = [rewritten(s, kept) for s in samples]
-        known = {name: restricted(stream, kept) for name, stream in known.items()}
+        samples = [without_rejected(algorithm, s, VERSION) for s in samples]
     samples = [s for s in samples if s.mask.any()]
     if not samples:
         return np.zeros(1)
-    if algorithm.correction_normalize or algorithm.top_entropy_share < 1:
-        mean = mean_weight(algorithm, samples, known["proximal"], VERSION) if algorithm.correction_normalize else 1.0
-        entropies = {s.rollout_id: 0.5 + log_probs(s, "start") ** 2 for s in samples}
-        chosen = entropies if algorithm.top_entropy_share < 1 else None
-        known["weights"] = token_weights([samples], chosen, algorithm.top_entropy_share, mean)
+    entropies = [0.5 + log_probs(s, "start") ** 2 for s in samples]
+    samples = [s.with_loss_stream("statistics_entropy", of) for s, of in zip(samples, entropies, strict=True)]
+    (samples,), _ = weighed(algorithm, [samples], VERSION)
     torch.default_generator.manual_seed(0)  # clip_cov draws
     current_BT = _padded(samples, [log_probs(s, "current") for s in samples]).requires_grad_(True)
-    entropy_BT = _padded(samples, [0.5 + log_probs(s, "start") ** 2 for s in samples]).requires_grad_(True)
-    versions_BT = _padded(samples, [s.versions[s.mask] for s in samples]).long()
-    streams = Streams(
-        logprobs_BT=current_BT,
-        entropy_BT=entropy_BT,
-        proximal_BT=_padded(samples, [known["proximal"][s.rollout_id] for s in samples]),
-        behavior_BT=_padded(samples, [s.behavior_logprobs[s.mask] for s in samples]),
-        reference_BT=_padded(samples, [log_probs(s, "reference") for s in samples])
-        if algorithm.needs_reference
-        else None,
-        advantages_BT=_padded(samples, [s.advantages[s.mask] for s in samples]),
-        mask_BT=_padded(samples, [np.ones(int(s.mask.sum())) for s in samples]).bool(),
-        versions_BT=versions_BT,
-        staleness_BT=staleness(versions_BT, VERSION),
-        group_B=torch.tensor([s.group_id for s in samples]),
-        sequences=[s.sequence_id for s in samples],
-        weights_BT=_padded(samples, [known["weights"][s.rollout_id] for s in samples]) if "weights" in known else None,
-    )
+    entropy_BT = _padded(samples, entropies).requires_grad_(True)
+    samples = [s.with_loss_stream("reference_logprobs", log_probs(s, "reference")) for s in samples]
+    samples = [s.with_loss_stream("staleness", staleness(s.in_loss("versions"), VERSION)) for s in samples]
+    streams = token_batch(samples).with_streams(logprobs=current_BT, entropy=entropy_BT)
     loss, sums = objective(streams, Counts.of(samples))
     gradients = torch.autograd.grad(loss, (current_BT, entropy_BT), allow_unused=True)
     rate = rate_scale({k: float(v) for k, v in sums.items()}) if algorithm.ess_step_scaling else 1.0
     parts = [np.array([loss.item(), rate]), *(np.zeros(1) if g is None else g.numpy().ravel() for g in gradients)]
     if critic is not None:
-        parts += _critic_step(critic, samples, known, seed)
+        parts += _critic_step(critic, samples, seed)
     return np.concatenate([p.astype(np.float64) for p in parts])
 
 
-def _statistics(samples: list[Sample], policies: Policies) -> Stream:
-    """As a backend would tell them, of distributions over two tokens."""
-    out: Stream = {}
-    for s in samples:
-        logprobs = policies["start"][s.rollout_id][s.mask]
-        p = np.exp(logprobs)
-        out[s.rollout_id] = np.stack([logprobs, -p * logprobs, p**2 + (1 - p) ** 2], -1).astype(np.float32)
-    return out
+def _with_statistics(s: Sample, policies: Policies) -> Sample:
+    """As a backend would tell them, of a distribution over two tokens."""
+    logprobs = policies["start"][s.rollout_id][s.mask]
+    p = np.exp(logprobs)
+    for name, values in zip(STATISTICS, (logprobs, -p * logprobs, p**2 + (1 - p) ** 2), strict=True):
+        s = s.with_loss_stream(name, values.astype(np.float32))
+    return s
 
 
-def _critic_step(critic: Critic, samples: list[Sample], known: dict[str, Stream], seed: int) -> list[np.ndarray]:
+def _critic_step(critic: Critic, samples: list[Sample], seed: int) -> list[np.ndarray]:
     values_M, returns_M = (
-        torch.from_numpy(np.concatenate([known[name][s.rollout_id] for s in samples])) for name in ("values", "returns")
+        torch.from_numpy(np.concatenate([s.in_loss(name) for s in samples])) for name in ("values", "returns")
     )
     hidden_ME = torch.randn(len(values_M), _HIDDEN, generator=torch.Generator().manual_seed(seed)) - 0.3
     critic.forward_backward(hidden_ME, values_M, returns_M, len(values_M))
@@ -388,7 +370,7 @@ def _signs(s: Sample, shift: float) -> np.ndarray:
 def _shifted(s: Sample, of_stale: float, of_all: float) -> Sample:
     stale = s.versions < VERSION
     change = np.where(stale, _signs(s, of_stale), 0) + _signs(s, of_all)
-    return replace(s, behavior_logprobs=(s.behavior_logprobs + change).astype(np.float32))
+    return s.with_streams(behavior_logprobs=(s.behavior_logprobs + change).astype(np.float32))
 
 
 def _padded(samples: list[Sample], rows: list[np.ndarray]) -> torch.Tensor:

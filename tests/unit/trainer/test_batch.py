@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from local_trainer import build_batch
+from rollover.algorithms.credit import Credit
 from rollover.algorithms.filters import mask_overlong, mask_truncated
-from rollover.config import AlgorithmConfig
+from rollover.config import AlgorithmConfig, WorkflowConfig
 from rollover.run.batch_metrics import mask_metrics
-from rollover.trainer.batch import BatchBuilder
+from rollover.trainer.batch import make_batch
 from rollover.types import Reward, StopReason
 from samples import group, rollout, segment
 
@@ -176,10 +177,10 @@ def test_own_functions_are_found_before_there_is_a_batch(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text("def twice(rewards_N, group_N): return 2 * rewards_N\n")
     with pytest.raises(ValueError, match="own.py has no function 'twise'; did you mean twice"):
-        BatchBuilder(AlgorithmConfig.model_validate({key: "own.py:twise"}))
-    builder = BatchBuilder(AlgorithmConfig(advantage="own.py:twice"))
+        Credit(AlgorithmConfig.model_validate({key: "own.py:twise"}), WorkflowConfig())
+    credit = Credit(AlgorithmConfig(advantage="own.py:twice"), WorkflowConfig())
     (tmp_path / "own.py").write_text("def twice(rewards_N, group_N): return 0 * rewards_N  # edited while it runs\n")
-    (only,) = builder.build([group(0, [rollout(0, 0, 3.0, [segment([8])])])]).samples
+    (only,) = make_batch([group(0, [rollout(0, 0, 3.0, [segment([8])])])], credit).samples
     assert only.advantages.tolist() == [6.0]
 
 
@@ -214,7 +215,7 @@ def test_masked_rollouts_are_context_and_count_in_the_baseline_unless_told_other
 def test_every_reward_of_a_masked_rollout_is_missing_where_none_shall_count() -> None:
     rollouts = cut_off((3.0, 1.0, 2.0), {0})
     config = AlgorithmConfig(advantage="gdpo", reward_weights={"style": 1.0, "score": 0.0})
-    batch = BatchBuilder(config, [mask_truncated(in_baseline=False)]).build([group(0, rollouts)])
+    batch = build_batch([group(0, rollouts)], config, masks=[mask_truncated(in_baseline=False)])
     alone = build_batch([group(0, rollouts[1:])], config).samples
     assert [s.advantages[0] for s in batch.samples[1:]] == [s.advantages[0] for s in alone]
 

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny
-from local_trainer import local_trainer
+from local_trainer import build_batch, local_trainer
 from rollover import Played, TrajectoryGroup, ready_episodes
 from rollover import live_objects as live
 from rollover.config import AlgorithmConfig, TrainConfig, WorkflowConfig
 from rollover.config.traits import LOSSES, Aggregation
-from rollover.trainer.batch import Batch, BatchBuilder
+from rollover.trainer.batch import Batch
 from rollover.trainer.objective import Counts
 from rollover.trainer.packing import micro_batches
 from rollover.trainer.trainer import Trainer
@@ -55,8 +55,8 @@ def played(role: str, score: float | None, *lengths: int, **reward: Any) -> Play
 
 def built(groups: Group | list[Group], workflow: dict[str, Any] | None = None, **algorithm: Any) -> Batch:
     config = AlgorithmConfig.model_validate({"advantage": "dr_grpo", **algorithm})
-    builder = BatchBuilder(config, workflow=WorkflowConfig.model_validate(workflow or {}))
-    return builder.build(groups if isinstance(groups, list) else [groups])
+    groups = groups if isinstance(groups, list) else [groups]
+    return build_batch(groups, config, workflow=WorkflowConfig.model_validate(workflow or {}))
 
 
 def advantages(batch: Batch) -> dict[str, list[float]]:

@@ -28,9 +28,15 @@ def sample(rollout_id: str, mask: list[int], rewards: list[float], truncated: bo
     n = len(mask)
     zeros = np.zeros(n, np.int32)
     return Sample(
-        rollout_id, 0, np.array([5], np.int32), zeros, np.array(mask, bool), np.zeros(n, np.float32), zeros,
-        np.array(rewards, np.float32), 1.0, truncated=truncated,
-    )  # fmt: skip
+        rollout_id,
+        0,
+        np.array([5], np.int32),
+        zeros,
+        np.array(mask, bool),
+        {"behavior_logprobs": np.zeros(n, np.float32), "versions": zeros, "advantages": np.array(rewards, np.float32)},
+        1.0,
+        truncated=truncated,
+    )
 
 
 def critic(**options: Any) -> Critic:
@@ -57,9 +63,9 @@ def test_advantages_and_returns_by_hand() -> None:
     """d = r + gamma V_next - V, A = d + gamma lam A_next; rows of unequal length, one with an environment's token."""
     rows = [sample("a", [1, 1, 1], [0, 0, 1]), sample("b", [0, 1], [0, 2])]
     values = {"a": np.array([0.5, 0.2, 0.4], np.float32), "b": np.array([0.3], np.float32)}
-    out, known = estimate(AlgorithmConfig(advantage="gae", gamma=0.5, gae_lambda=0.5), rows, values)
-    returns = known["returns"]
-    assert known["values"]["a"].tolist() == pytest.approx([0.5, 0.2, 0.4])
+    out = estimate(AlgorithmConfig(advantage="gae", gamma=0.5, gae_lambda=0.5), rows, values)
+    returns = {s.rollout_id: s.in_loss("returns") for s in out}
+    assert out[0].in_loss("values").tolist() == pytest.approx([0.5, 0.2, 0.4])
     a = [0.5 * 0.2 - 0.5 + 0.25 * 0.15, 0.5 * 0.4 - 0.2 + 0.25 * 0.6, 1 - 0.4]
     b = [2 - 0.3]
     assert returns["a"].tolist() == pytest.approx([a[0] + 0.5, a[1] + 0.2, a[2] + 0.4])
@@ -118,7 +124,7 @@ def rewarded(reward: float = 3.0) -> list[Sample]:
     for s in random_samples(1):
         rewards = np.zeros_like(s.advantages)
         rewards[np.flatnonzero(s.mask)[-1]] = reward
-        out.append(dataclasses.replace(s, advantages=rewards))
+        out.append(s.with_streams(advantages=rewards))
     return out
 
 
@@ -201,7 +207,7 @@ def test_a_gradient_of_the_critic_alone_that_is_not_finite_does_not_stop_the_pol
         return output * math.nan if torch.is_grad_enabled() and calls == 2 else output
 
     hook = local.critic.head.register_forward_hook(spoil)
-    given = [dataclasses.replace(s, advantages=s.advantages * (i % 3)) for i, s in enumerate(rewarded())]
+    given = [s.with_streams(advantages=s.advantages * (i % 3)) for i, s in enumerate(rewarded())]
     metrics = t.train_step(Batch(given))
     hook.remove()
     assert calls > 2 and metrics["train/skipped_steps"] == 0 and metrics["critic/skipped_steps"] == 1
@@ -260,11 +266,11 @@ def test_a_truncated_answer_goes_on_for_the_critic_where_that_is_asked() -> None
     assert [len(s.token_ids) for s in asked] == [4, 2] and asked[0].mask.tolist() == [True, False, True, True]
     assert asked[1] is rows[1] and len(asked[0].versions) == len(asked[0].behavior_logprobs) == 4
     values = {"cut": np.array([0.5, 0.4, 0.3], np.float32), "ended": np.array([0.1, 0.2], np.float32)}
-    _, known = estimate(AlgorithmConfig(advantage="gae", gamma=0.5, gae_lambda=1.0), rows, values)
+    cut, ended = estimate(AlgorithmConfig(advantage="gae", gamma=0.5, gae_lambda=1.0), rows, values)
     last = 1 + 0.5 * 0.3
-    assert known["returns"]["cut"].tolist() == pytest.approx([0.5 * last, last])
-    assert known["returns"]["ended"].tolist() == pytest.approx([0.5 * 2, 2])
-    assert known["values"]["cut"].tolist() == pytest.approx([0.5, 0.4])
+    assert cut.in_loss("returns").tolist() == pytest.approx([0.5 * last, last])
+    assert ended.in_loss("returns").tolist() == pytest.approx([0.5 * 2, 2])
+    assert cut.in_loss("values").tolist() == pytest.approx([0.5, 0.4])
     # A truncated rollout that is out of the loss is none of the critic's business.
     (masked,) = beyond([sample("out", [0, 0], [0, 0], truncated=True)])
     assert masked.mask.tolist() == [False, False]
@@ -281,7 +287,15 @@ def test_the_value_after_the_last_token_is_that_of_the_whole_answer_even_at_the_
     torch.nn.init.normal_(local.critic.head.weight, generator=torch.Generator().manual_seed(0))
     tokens = np.array([9, 8, 7, 6, 5, 4, 3, 2], np.int32)
     zeros = np.zeros(8, np.float32)
-    full = Sample("a", 0, np.array([5, 6, 7, 8], np.int32), tokens, zeros == 0, zeros, tokens * 0, zeros, 1.0)
+    full = Sample(
+        "a",
+        0,
+        np.array([5, 6, 7, 8], np.int32),
+        tokens,
+        zeros == 0,
+        {"behavior_logprobs": zeros, "versions": tokens * 0, "advantages": zeros},
+        1.0,
+    )
     cut = dataclasses.replace(full, truncated=True)
     (longer,) = beyond([cut])
     other = dataclasses.replace(longer, token_ids=np.append(tokens, np.int32(77)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -34,7 +33,7 @@ def samples(seed: int = 1) -> list[Sample]:
     for i, s in enumerate(random_samples(seed)):
         rewards = np.zeros_like(s.advantages)
         rewards[np.flatnonzero(s.mask)[-1]] = i % 3
-        out.append(dataclasses.replace(s, advantages=rewards))
+        out.append(s.with_streams(advantages=rewards))
     return out
 
 

@@ -90,38 +90,40 @@ def test_by_hand() -> None:
     """Environment tokens between are no steps, the clip comes before the sum, and the coefficient after it."""
     mask = np.array([True, False, False, True, True])
     sample = Sample(
-        "0-0", 0, np.array([5], np.int32), np.arange(5, dtype=np.int32), mask, np.zeros(5, np.float32),
-        np.zeros(5, np.int32), np.full(5, 0.25, np.float32), 1.0,
+        "0-0", 0, np.array([5], np.int32), np.arange(5, dtype=np.int32), mask,
+        {"behavior_logprobs": np.zeros(5, np.float32), "advantages": np.full(5, 0.25, np.float32)}, 1.0,
     )  # fmt: skip
-    teacher = {"0-0": np.array([-1.0, -9.0, -0.5], np.float32)}
-    policy = {"0-0": np.array([-1.5, -1.0, -1.5], np.float32)}  # d = 0.5, -8 (clipped to -2), 1
+    sample = sample.with_loss_stream("teacher_logprobs", np.array([-1.0, -9.0, -0.5], np.float32))
+    sample = sample.with_loss_stream("start_logprobs", np.array([-1.5, -1.0, -1.5], np.float32))
+    # d = 0.5, -8 (clipped to -2), 1
     sums = Divergence()
     of = DistillConfig(teacher="other", coef=10.0, discount=0.5, clip=2.0)
-    (made,) = distilled(of, [sample], teacher, policy, sums)
+    (made,) = distilled(of, [sample], "start_logprobs", sums)
     assert made.advantages.tolist() == [10 * (0.5 + 0.5 * (-2 + 0.5)), 0.0, 0.0, 10 * (-2 + 0.5), 10.0]
     kl = math.exp(-1.5) * -0.5 + math.exp(-1.0) * 8 + math.exp(-1.5) * -1  # times policy/behavior: behavior is 1 here
     expected = {"distill/kl": pytest.approx(kl / 3), "distill/clipped_share": pytest.approx(1 / 3)}
     assert sums.metrics() == expected
-    (added,) = distilled(of.model_copy(update={"mix": "add"}), [sample], teacher, policy, sums)
+    (added,) = distilled(of.model_copy(update={"mix": "add"}), [sample], "start_logprobs", sums)
     assert added.advantages[mask].tolist() == [0.25 - 2.5, 0.25 - 15.0, 10.25]
-    (whole,) = distilled(of.model_copy(update={"clip": 0.0}), [sample], teacher, policy, sums)
+    (whole,) = distilled(of.model_copy(update={"clip": 0.0}), [sample], "start_logprobs", sums)
     assert whole.advantages[mask].tolist() == [10 * (0.5 + 0.5 * (-8 + 0.5)), 10 * (-8 + 0.5), 10.0]
     assert sample.advantages.tolist() == [0.25] * 5, "the sample itself stays"
     with pytest.raises(ValueError, match="rollout 0-0: a log-prob .* is not finite"):
-        distilled(of, [sample], {"0-0": np.array([-1.0, np.nan, 0.0], np.float32)}, policy, sums)
+        wrong = sample.with_loss_stream("teacher_logprobs", np.array([-1.0, np.nan, 0.0], np.float32))
+        distilled(of, [wrong], "start_logprobs", sums)
 
 
 def test_without_discount_the_expected_gradient_is_that_of_the_kl() -> None:
     logits = torch.randn(6, generator=torch.Generator().manual_seed(1), requires_grad=True)
     teacher = torch.randn(6, generator=torch.Generator().manual_seed(2)).log_softmax(-1)
     policy = logits.log_softmax(-1)
-    one = replace(
-        SAMPLES[0], token_ids=np.zeros(1, np.int32), mask=np.ones(1, bool), advantages=np.zeros(1, np.float32)
-    )
+    one = replace(SAMPLES[0], token_ids=np.zeros(1, np.int32), mask=np.ones(1, bool), streams={})
     of, loss = DistillConfig(teacher="other", clip=0.0), torch.zeros(())
     for token in range(6):
-        of_teacher, of_policy = ({one.rollout_id: x.detach()[token : token + 1].numpy()} for x in (teacher, policy))
-        (made,) = distilled(of, [one], of_teacher, of_policy, Divergence())
+        of_teacher, of_policy = (x.detach()[token : token + 1].numpy() for x in (teacher, policy))
+        streams = {"teacher_logprobs": of_teacher, "start_logprobs": of_policy, "behavior_logprobs": of_policy}
+        one = one.with_streams(advantages=np.zeros(1, np.float32), **streams)
+        (made,) = distilled(of, [one], "start_logprobs", Divergence())
         loss = loss - policy[token].exp().detach() * float(made.advantages[0]) * policy[token]
     kl = (policy.exp() * (policy - teacher)).sum()
     (ours,), (exact,) = torch.autograd.grad(loss, logits, retain_graph=True), torch.autograd.grad(kl, logits)
@@ -161,7 +163,7 @@ def test_advantages_are_against_the_policy_at_the_start_of_the_step(name: str, m
     )  # fmt: skip
     for _ in range(2):
         made.train_step(Batch(SAMPLES))
-    samples = [replace(s, versions=np.full_like(s.versions, i % 3)) for i, s in enumerate(SAMPLES)]
+    samples = [s.with_streams(versions=np.full_like(s.versions, i % 3)) for i, s in enumerate(SAMPLES)]
     d, policy = log_ratios(made, samples), made.backend.compute_logprobs(samples)
     weights = {s.rollout_id: np.exp(policy[s.rollout_id] - s.behavior_logprobs[s.mask]).clip(max=2) for s in samples}
     metrics, seen = trained(made, samples)
@@ -178,7 +180,7 @@ def test_advantages_are_against_the_policy_at_the_start_of_the_step(name: str, m
 def test_the_loss_of_a_step_is_the_closed_form() -> None:
     """On policy the ratio is 1, so the loss is minus the mean of the advantages; rewards have no part in it."""
     made = trainer({"teacher": "other"}, teacher_seed=1)
-    samples = [replace(s, behavior_logprobs=s.behavior_logprobs * 0) for s in SAMPLES]
+    samples = [s.with_streams(behavior_logprobs=s.behavior_logprobs * 0) for s in SAMPLES]
     logprobs = made.backend.compute_logprobs(samples)
     for s in samples:
         s.behavior_logprobs[s.mask] = logprobs[s.rollout_id]

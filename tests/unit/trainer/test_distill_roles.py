@@ -20,9 +20,8 @@ from rollover.envs.protocol import RunEnvironment
 from rollover.functions import load_function
 from rollover.tasks.prompts import encode_prompt, encoder
 from rollover.trainer.backend import TEACHER
-from rollover.trainer.batch import Batch
+from rollover.trainer.batch import Batch, BatchBuilder
 from rollover.trainer.replay_buffer import ReplayBuffer
-from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.trainer.teacher import TeacherPrompts
 from rollover.types import Group, Reward, SamplingParams, Segment, StopReason, Task
 from rollover.workflows.distilled import distill_options
@@ -56,7 +55,7 @@ def config(distill: dict[str, Any], **tables: Any) -> Config:
 
 
 def batch(of: Config, made: Group, prompts: TeacherPrompts | None = None) -> Batch:
-    return StepBatchBuilder(of, ReplayBuffer(ReplayConfig(), 0), prompts).build([made], 0)
+    return BatchBuilder(of, ReplayBuffer(ReplayConfig(), 0), prompts).build([made], 0)
 
 
 def advantages(of: Batch) -> dict[str, list[float]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,9 @@ from rollover.config import AlgorithmConfig, Config, TrainConfig
 from rollover.trainer.batch import Batch
 from rollover.trainer.objective import Counts
 from rollover.trainer.packing import split_groups
+from rollover.trainer.streams import GIVEN
 from rollover.trainer.tally import Tally
-from rollover.trainer.trainer import Trainer
-from rollover.trainer.updates import updates_of
+from rollover.trainer.trainer import Trainer, updates_of
 from rollover.types import Sample
 from samples import random_samples
 
@@ -39,21 +38,21 @@ def trainer(
     return t
 
 
-def recorded(t: Trainer) -> list[tuple[list[Sample], Mapping[str, Any]]]:
-    """What each update of the trainer is made of, and the streams that it is given."""
-    found: list[tuple[list[Sample], Mapping[str, Any]]] = []
+def recorded(t: Trainer) -> list[list[Sample]]:
+    """What each update of the trainer is made of."""
+    found: list[list[Sample]] = []
     original = t.backend.forward_backward
 
-    def spy(samples: list[Sample], counts: Counts, known: Mapping[str, Any]) -> Tally:
-        found.append((samples, dict(known)))
-        return original(samples, counts, known)
+    def spy(samples: list[Sample], counts: Counts) -> Tally:
+        found.append(samples)
+        return original(samples, counts)
 
     t.backend.forward_backward = spy  # type: ignore[method-assign]
     return found
 
 
-def groups(updates: list[tuple[list[Sample], Any]]) -> list[list[int]]:
-    return [list(dict.fromkeys(s.group_id for s in samples)) for samples, _ in updates]
+def groups(updates: list[list[Sample]]) -> list[list[int]]:
+    return [list(dict.fromkeys(s.group_id for s in samples)) for samples in updates]
 
 
 def weights(t: Trainer) -> list[torch.Tensor]:
@@ -102,7 +101,7 @@ def test_two_epochs_of_two_minibatches_are_those_of_a_plain_loop(budget: int, re
         first, second, *others = groups(updates)
         assert [first, second] == [[0, 1], [2, 3]] and sorted(sum(others, [])) == [0, 1, 2, 3]
         assert reshuffle or others == [first, second]
-        norms = plain_step(model, adamw, [samples for samples, _ in updates])
+        norms = plain_step(model, adamw, updates)
         assert metrics["grad_norm"] == pytest.approx(sum(norms) / 4, rel=1e-3)
         assert metrics["grad_norm_max"] == pytest.approx(max(norms), rel=1e-3) and max(norms) > min(norms)
     assert t.policy_version == 2
@@ -145,11 +144,11 @@ def test_the_seed_of_the_run_and_the_version_draw_the_minibatches() -> None:
 
 
 def test_a_sample_without_advantage_counts_in_every_epoch_and_is_computed_in_none() -> None:
-    silent = [replace(s, advantages=np.zeros_like(s.advantages)) if s.group_id == 3 else s for s in SAMPLES]
+    silent = [s.with_streams(advantages=np.zeros_like(s.advantages)) if s.group_id == 3 else s for s in SAMPLES]
     t = trainer(**SEVERAL)
     updates = recorded(t)
     metrics = t.train_step(Batch(silent))
-    assert {s.group_id for samples, _ in updates for s in samples} == {0, 1, 2}
+    assert {s.group_id for samples in updates for s in samples} == {0, 1, 2}
     assert metrics["train/zero_advantage_tokens"] == sum(s.mask.sum() for s in silent if s.group_id == 3)
     skipping, computing = (trainer(skip_zero_advantage=skip, **SEVERAL) for skip in (True, False))
     for one in (skipping, computing):
@@ -167,10 +166,10 @@ def test_every_update_is_proximal_to_the_start_of_the_step(minibatches: int) -> 
     t = trainer(minibatches_per_step=minibatches, epochs_per_step=3, learning_rate=0.01)
     updates = recorded(t)
     metrics = t.train_step(Batch(SAMPLES))
-    assert len(updates) == 3 * minibatches and "proximal" not in updates[0][1]
-    for samples, known in updates[1:]:
+    assert len(updates) == 3 * minibatches and all("proximal_logprobs" not in s.streams for s in updates[0])
+    for samples in updates[1:]:
         for s in samples:
-            np.testing.assert_allclose(known["proximal"][s.rollout_id], start[s.rollout_id], atol=1e-5)
+            np.testing.assert_allclose(s.in_loss("proximal_logprobs"), start[s.rollout_id], atol=1e-5)
     assert metrics["ratio/max"] > 1.01
 
 
@@ -181,15 +180,15 @@ def test_snapshots_are_proximal_in_every_epoch(rejection: dict[str, float]) -> N
     of_version = {0: t.backend.compute_logprobs(SAMPLES)}
     t.train_step(Batch(SAMPLES))
     of_version[1] = t.backend.compute_logprobs(SAMPLES)
-    mixed = [replace(s, versions=np.arange(len(s.token_ids), dtype=np.int32) % 2) for s in SAMPLES]
+    mixed = [s.with_streams(versions=np.arange(len(s.token_ids), dtype=np.int32) % 2) for s in SAMPLES]
     updates = recorded(t)
     t.train_step(Batch(mixed))
     assert len(updates) == 4
-    for samples, known in updates:
+    for samples in updates:
         for s in samples:
             versions = s.versions[s.mask]
             expected = np.where(versions == 0, of_version[0][s.rollout_id], of_version[1][s.rollout_id])
-            np.testing.assert_allclose(known["proximal"][s.rollout_id], expected, atol=1e-5)
+            np.testing.assert_allclose(s.in_loss("proximal_logprobs"), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +199,7 @@ def test_what_needs_no_proximal_pass_needs_none_in_any_epoch(algorithm: dict[str
     updates = recorded(t)
     t.backend.compute_logprobs = None  # type: ignore[method-assign, assignment]
     t.train_step(Batch(SAMPLES))
-    assert len(updates) == 4 and all("proximal" not in known for _, known in updates)
+    assert len(updates) == 4 and all("proximal_logprobs" not in s.streams for samples in updates for s in samples)
 
 
 @pytest.mark.parametrize("algorithm", [{"rejection": {"token_k3": 2.0}}, {"kl_coef": 0.1}], ids=str)
@@ -209,11 +208,10 @@ def test_rejection_and_reference_are_of_the_start_in_every_epoch(algorithm: dict
     updates = recorded(t)
     t.train_step(Batch(SAMPLES))
     masks: dict[str, bytes] = {}
-    for samples, known in updates:
+    for samples in updates:
         for s in samples:
             assert masks.setdefault(s.rollout_id, s.mask.tobytes()) == s.mask.tobytes()
-            for stream in known.values():
-                assert stream[s.rollout_id].shape == (s.mask.sum(),)
+            assert all(stream.shape == s.mask.shape for stream in s.streams.values())
 
 
 # Early stop
@@ -282,8 +280,8 @@ def test_a_critic_is_trained_in_every_epoch_on_the_returns_of_the_start_and_stop
     updates = recorded(free)
     assert free.train_step(Batch(SAMPLES))["train/updates"] == 2
     for name in ("values", "returns"):
-        for key, stream in updates[0][1][name].items():
-            np.testing.assert_array_equal(updates[1][1][name][key], stream)
+        for first, second in zip(*updates, strict=True):
+            np.testing.assert_array_equal(first.in_loss(name), second.in_loss(name))
     assert stopped.train_step(Batch(SAMPLES))["train/updates"] == 1
     once.train_step(Batch(SAMPLES))
 
@@ -300,10 +298,10 @@ def test_a_critic_is_trained_in_every_epoch_on_the_returns_of_the_start_and_stop
 def test_a_backend_that_does_not_count_the_kl_says_so() -> None:
     t = trainer(epochs_per_step=2, max_kl=1.0)
     original = t.backend.forward_backward
-    t.backend.forward_backward = lambda samples, counts, known: original(  # type: ignore[method-assign]
-        samples, counts, {name: stream for name, stream in known.items() if name != "start"}
+    t.backend.forward_backward = lambda samples, counts: original(  # type: ignore[method-assign]
+        [s.only((*GIVEN, "proximal_logprobs")) for s in samples], counts
     )
-    with pytest.raises(ValueError, match=r"train.max_kl: the backend's .* known\['start'\]"):
+    with pytest.raises(ValueError, match="train.max_kl: the backend's .* stream start_logprobs"):
         t.train_step(Batch(SAMPLES))
 
 

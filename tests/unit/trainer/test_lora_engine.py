@@ -69,9 +69,20 @@ def sampled(engine: EmbeddedEngine) -> list[Sample]:
             zeros = np.zeros(len(segment))
             prompt_ids = np.array(request.prompt.ids, dtype=np.int32)
             out.append(
-                Sample(request.rollout_id, int(request.rollout_id), prompt_ids, segment.token_ids, zeros == 0,
-                       segment.logprobs, zeros.astype(np.int32), zeros.astype(np.float32), 1.0)
-            )  # fmt: skip
+                Sample(
+                    request.rollout_id,
+                    int(request.rollout_id),
+                    prompt_ids,
+                    segment.token_ids,
+                    zeros == 0,
+                    {
+                        "behavior_logprobs": segment.logprobs,
+                        "versions": zeros.astype(np.int32),
+                        "advantages": zeros.astype(np.float32),
+                    },
+                    1.0,
+                )
+            )
         return out
 
     return asyncio.run(all_of_them())

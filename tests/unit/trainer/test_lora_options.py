@@ -132,8 +132,8 @@ def engine_difference(t: Trainer, engine: EmbeddedEngine) -> float:
     request = ExtendRequest("0", Prompt.of(range(3, 20)), (), 24, 0, SamplingParams(temperature=1.0))
     (segment,) = asyncio.run(engine.extend(request))
     zeros, prompt = np.zeros(len(segment)), np.array(request.prompt.ids, dtype=np.int32)
-    arrays = prompt, segment.token_ids, zeros == 0, segment.logprobs, zeros.astype(np.int32)
-    sample = Sample("0", 0, *arrays, zeros.astype(np.float32), 1.0)
+    sample = Sample("0", 0, prompt, segment.token_ids, zeros == 0, {"behavior_logprobs": segment.logprobs,
+                    "versions": zeros.astype(np.int32), "advantages": zeros.astype(np.float32)}, 1.0)  # fmt: skip
     return float(np.abs(t.backend.compute_logprobs([sample])["0"] - segment.logprobs).max())
 
 

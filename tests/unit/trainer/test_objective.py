@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,11 @@ import torch
 import tiny
 from local_trainer import local_trainer
 from rollover.algorithms import correction
+from rollover.algorithms.token_batch import TokenBatch
 from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.models.logprobs import Head, chunked_logprobs
 from rollover.trainer.batch import Batch
-from rollover.trainer.objective import Counts, Objective, Streams, rate_scale
+from rollover.trainer.objective import Counts, Objective, rate_scale
 from rollover.trainer.tally import Tally
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
@@ -38,7 +38,7 @@ def trainer(
     )
 
 
-def streams(seed: int = 0, **changes: Any) -> Streams:
+def streams(seed: int = 0) -> TokenBatch:
     """Random streams of two rows: current, proximal and behavior policy apart."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -47,25 +47,22 @@ def streams(seed: int = 0, **changes: Any) -> Streams:
 
     proximal = noise(1.0) - 3
     values = {
-        "logprobs_BT": proximal + noise(0.2),
-        "entropy_BT": noise(1.0).abs(),
-        "proximal_BT": proximal,
-        "behavior_BT": proximal + noise(0.4),
-        "reference_BT": None,
-        "advantages_BT": torch.tensor([1.5, -0.5])[:, None].expand(2, 5),
-        "mask_BT": torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]]).bool(),
-        "versions_BT": torch.tensor([[3, 3, 4, 4, 0], [0, 2, 2, 5, 5]]),
-        "staleness_BT": 5 - torch.tensor([[3, 3, 4, 4, 0], [0, 2, 2, 5, 5]]),
-        "group_B": torch.tensor([0, 1]),
-        "sequences": ["0-0", "1-0"],
+        "logprobs": proximal + noise(0.2),
+        "entropy": noise(1.0).abs(),
+        "proximal_logprobs": proximal,
+        "behavior_logprobs": proximal + noise(0.4),
+        "advantages": torch.tensor([1.5, -0.5])[:, None].expand(2, 5),
+        "versions": torch.tensor([[3, 3, 4, 4, 0], [0, 2, 2, 5, 5]]),
+        "staleness": 5 - torch.tensor([[3, 3, 4, 4, 0], [0, 2, 2, 5, 5]]),
     }
-    return Streams(**values | changes)
+    mask_BT = torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]]).bool()
+    return dataclasses.replace(TokenBatch.of(mask_BT, **values), sequences=["0-0", "1-0"])
 
 
 COUNTS = Counts(tokens=8, sequence_tokens={"0-0": 4, "1-0": 4}, group_tokens={0: 4, 1: 4})
 
 
-def loss_of(given: Streams, **algorithm: Any) -> tuple[float, dict[str, float]]:
+def loss_of(given: TokenBatch, **algorithm: Any) -> tuple[float, dict[str, float]]:
     loss, sums = Objective(AlgorithmConfig.model_validate(algorithm), 16)(given, COUNTS)
     return float(loss), {k: float(v) for k, v in sums.items()}
 
@@ -84,7 +81,7 @@ def test_the_weight_of_every_mode_multiplies_the_loss(mode: str) -> None:
     given = streams()
     got, sums = loss_of(given, loss="reinforce", correction=mode, correction_cap=1.3, correction_floor=0.5)
     weights = correction.importance_weights(
-        given.logprobs_BT, given.behavior_BT, given.mask_BT, mode=mode, cap=1.3, floor=0.5,
+        given.logprobs_BT, given.behavior_logprobs_BT, given.mask_BT, mode=mode, cap=1.3, floor=0.5,
         versions_BT=given.versions_BT,
     )  # fmt: skip
     expected = -(weights * given.logprobs_BT * given.advantages_BT)[given.mask_BT].sum() / 8
@@ -98,19 +95,10 @@ def test_the_floor_raises_the_weights_and_counts_what_is_below_it(floor: float, 
     what is below 1 / cap = 0.8 is counted, with one what is below that."""
     ratio = torch.tensor([[0.25, 0.625, 2.5]])
     ones, none = torch.ones(1, 3), torch.zeros(1, 3, dtype=torch.int32)
-    given = Streams(
-        -ones,
-        ones,
-        -ones,
-        -ones - ratio.log(),
-        None,
-        ones,
-        ones.bool(),
-        none,
-        none,
-        torch.zeros(1, dtype=torch.int64),
-        ["0-0"],
-    )
+    given = TokenBatch.of(
+        ones.bool(), logprobs=-ones, entropy=ones, proximal_logprobs=-ones, behavior_logprobs=-ones - ratio.log(),
+        advantages=ones, versions=none,
+    )  # fmt: skip
     config = AlgorithmConfig(loss="clip", correction="token_truncate", correction_cap=1.25, correction_floor=floor)
     loss, sums = Objective(config, 16)(given, Counts(3, {"0-0": 3}, {0: 3}))
     assert float(loss) == pytest.approx(-sum(expected) / 3)
@@ -122,7 +110,7 @@ def test_the_off_policy_mask_takes_tokens_out_and_counts_them() -> None:
     given = streams()
     off, sums = loss_of(given, loss="reinforce", correction="none", off_policy_mask_above=1e-6)
     kept = correction.off_policy_sequence_mask(
-        given.advantages_BT, given.logprobs_BT, given.behavior_BT, given.mask_BT, threshold=1e-6
+        given.advantages_BT, given.logprobs_BT, given.behavior_logprobs_BT, given.mask_BT, threshold=1e-6
     )
     terms = -(given.logprobs_BT * given.advantages_BT)
     assert off == pytest.approx(float(terms[kept].sum() / 8), rel=1e-5)
@@ -131,20 +119,20 @@ def test_the_off_policy_mask_takes_tokens_out_and_counts_them() -> None:
 
 def test_off_policy_mask_drops_a_negative_sequence_only() -> None:
     behavior = streams().logprobs_BT + 1.0  # both rows are far from the policy that sampled them
-    given = streams(behavior_BT=behavior)
+    given = streams().with_streams(behavior_logprobs=behavior)
     _, sums = loss_of(given, correction="none", off_policy_mask_above=0.5)
     assert sums["sum/off_policy"] == 4  # the row with the negative advantage
 
 
 def test_kl_to_the_reference_and_the_entropy_bonus_are_added() -> None:
-    given = streams(reference_BT=streams(1).proximal_BT)
+    given = streams().with_streams(reference_logprobs=streams(1).stream("proximal_logprobs"))
     plain, _ = loss_of(given, correction="none")
-    d = given.logprobs_BT - given.reference_BT
+    d = given.logprobs_BT - given.stream("reference_logprobs")
     k3 = (torch.exp(-d) + d - 1)[given.mask_BT].sum() / 8
     with_kl, sums = loss_of(given, correction="none", kl_coef=0.1, kl_kind="k3")
     assert with_kl - plain == pytest.approx(0.1 * float(k3), rel=1e-4)
     assert sums["sum/reference_kl"] == pytest.approx(8 * float(k3), rel=1e-5)
-    ratio = torch.exp(given.logprobs_BT - given.behavior_BT)
+    ratio = torch.exp(given.logprobs_BT - given.behavior_logprobs_BT)
     corrected, _ = loss_of(given, correction="none", kl_coef=0.1, kl_bias_correction=True)
     expected = (ratio * (torch.exp(-d) + d - 1))[given.mask_BT].sum() / 8
     assert corrected - plain == pytest.approx(0.1 * float(expected), rel=1e-4)
@@ -155,12 +143,12 @@ def test_kl_to_the_reference_and_the_entropy_bonus_are_added() -> None:
 def test_proximal_choices() -> None:
     given = streams()
     naive, _ = loss_of(given, proximal="behavior", correction="none")
-    assert naive == loss_of(dataclasses.replace(given, proximal_BT=given.behavior_BT), correction="none")[0]
+    assert naive == loss_of(given.with_streams(proximal_logprobs=given.behavior_logprobs_BT), correction="none")[0]
     between = correction.interpolated_proximal(
-        given.behavior_BT, given.logprobs_BT, given.staleness_BT, mask_BT=given.mask_BT
+        given.behavior_logprobs_BT, given.logprobs_BT, given.stream("staleness"), mask_BT=given.mask_BT
     )
     got, _ = loss_of(given, proximal="interpolated")
-    assert got == loss_of(dataclasses.replace(given, proximal_BT=between))[0] != loss_of(given)[0]
+    assert got == loss_of(given.with_streams(proximal_logprobs=between))[0] != loss_of(given)[0]
 
 
 def test_options_of_the_loss_are_checked_before_the_run(tmp_path, monkeypatch) -> None:
@@ -199,7 +187,7 @@ def test_effective_sample_size_scales_the_rate() -> None:
     objective = Objective(AlgorithmConfig(ess_step_scaling=True), 16)
     _, sums = objective(streams(), COUNTS)
     given = streams()
-    ratio_B = torch.exp(((given.proximal_BT - given.behavior_BT) * given.mask_BT).sum(-1))
+    ratio_B = torch.exp(((given.stream("proximal_logprobs") - given.behavior_logprobs_BT) * given.mask_BT).sum(-1))
     share = float(ratio_B.sum() ** 2 / (2 * (ratio_B**2).sum()))
     assert rate_scale({k: float(v) for k, v in sums.items()}) == pytest.approx(share**0.5, rel=1e-5)
     assert rate_scale({}) == 1.0
@@ -213,10 +201,7 @@ def test_effective_sample_size_scales_the_rate() -> None:
 
 def at_versions(samples: list[Sample], *versions: int) -> list[Sample]:
     """The tokens of each sample, in equal parts under these versions."""
-    return [
-        dataclasses.replace(s, versions=np.sort(np.resize(np.array(versions, np.int32), len(s.versions))))
-        for s in samples
-    ]
+    return [s.with_streams(versions=np.sort(np.resize(np.array(versions, np.int32), len(s.versions)))) for s in samples]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -233,9 +218,9 @@ def test_snapshot_proximal_is_of_the_weights_that_sampled_each_token(
     used: list[dict[str, np.ndarray]] = []
     forward_backward = t.backend.forward_backward
 
-    def spy(samples: list[Sample], counts: Counts, known: Mapping[str, dict[str, np.ndarray]]) -> Tally:
-        used.append(known["proximal"])
-        return forward_backward(samples, counts, known)
+    def spy(samples: list[Sample], counts: Counts) -> Tally:
+        used.append({s.rollout_id: s.in_loss("proximal_logprobs") for s in samples})
+        return forward_backward(samples, counts)
 
     monkeypatch.setattr(t.backend, "forward_backward", spy)
     for version, expected in under.items():
@@ -270,7 +255,7 @@ def test_reference_is_the_initial_policy() -> None:
 
 
 def test_zero_advantages_still_count_where_other_terms_need_them() -> None:
-    flat = [dataclasses.replace(s, advantages=np.zeros_like(s.advantages)) for s in SAMPLES]
+    flat = [s.with_streams(advantages=np.zeros_like(s.advantages)) for s in SAMPLES]
     assert trainer({}).train_step(Batch(flat))["grad_norm"] == 0.0
     metrics = trainer({"entropy_coef": 0.1}).train_step(Batch(flat))
     assert metrics["grad_norm"] > 0 and metrics["train/zero_advantage_tokens"] == 0
@@ -311,7 +296,7 @@ def test_the_off_policy_mask_works_on_chunked_logprobs() -> None:
     for i, s in enumerate(SAMPLES):
         behavior = s.behavior_logprobs.copy()
         behavior[s.mask] = known[s.rollout_id] + (1.0 if i % 2 else 0.1)
-        samples.append(dataclasses.replace(s, behavior_logprobs=behavior))
+        samples.append(s.with_streams(behavior_logprobs=behavior))
         masked += int(s.mask.sum()) * bool(i % 2 and s.advantages[0] < 0)
     tokens = sum(int(s.mask.sum()) for s in SAMPLES)
     assert 0 < masked < tokens
@@ -338,11 +323,10 @@ def test_the_bias_corrected_kl_of_stale_tokens_has_the_gradient_of_the_kl() -> N
         """The gradient of the loss of one token, times its probability under the behavior policy."""
         mask = torch.zeros(1, 6).bool()
         mask[0, token] = True
-        given = Streams(
-            logprobs_BT=drawn(logits), entropy_BT=torch.zeros(1, 6), proximal_BT=drawn(proximal),
-            behavior_BT=drawn(behavior), reference_BT=drawn(reference), advantages_BT=torch.zeros(1, 6), mask_BT=mask,
-            versions_BT=torch.zeros(1, 6).long(), staleness_BT=torch.full((1, 6), 2), group_B=torch.tensor([0]),
-            sequences=["0-0"],
+        none = torch.zeros(1, 6)
+        given = TokenBatch.of(
+            mask, logprobs=drawn(logits), entropy=none, proximal_logprobs=drawn(proximal), advantages=none,
+            behavior_logprobs=drawn(behavior), reference_logprobs=drawn(reference), versions=none, staleness=none + 2,
         )  # fmt: skip
         config = AlgorithmConfig.model_validate({"kl_coef": 1.0, "aggregation": "token-sum", **algorithm})
         loss, _ = Objective(config, 16)(given, Counts(1, {"0-0": 1}, {0: 1}))
@@ -361,7 +345,7 @@ def test_reinforce_with_several_minibatches_weighs_by_current_over_behavior() ->
     """Not by the weights of the step's start over behavior: it holds no ratio that would make up for the difference."""
     given = streams()
     got, sums = loss_of(given, loss="reinforce", correction="token_truncate", correction_cap=1.3)
-    ratio = torch.exp(given.logprobs_BT - given.behavior_BT).clamp(max=1.3)
+    ratio = torch.exp(given.logprobs_BT - given.behavior_logprobs_BT).clamp(max=1.3)
     expected = -(ratio * given.logprobs_BT * given.advantages_BT)[given.mask_BT].sum() / 8
     assert got == pytest.approx(float(expected), rel=1e-5)
     t = trainer({"loss": "reinforce"}, minibatches_per_step=3)
@@ -374,14 +358,18 @@ def test_reinforce_with_several_minibatches_weighs_by_current_over_behavior() ->
 def test_gmpo_weighs_a_row_by_the_geometric_mean_of_its_tokens_weights() -> None:
     given = streams()
     weights = correction.importance_weights(
-        given.proximal_BT, given.behavior_BT, given.mask_BT, mode="token_truncate", cap=1.3
+        given.stream("proximal_logprobs"), given.behavior_logprobs_BT, given.mask_BT, mode="token_truncate", cap=1.3
     )
     row_B = [w[m].log().mean().exp() for w, m in zip(weights, given.mask_BT, strict=True)]
     options = {"loss": "gmpo", "aggregation": "seq-mean-token-mean", "clip_low": 0.4, "clip_high": 0.4}
     rows = []
     for keep in (0, 1):
         mask = given.mask_BT & (torch.arange(2) == keep)[:, None]
-        plain, _ = loss_of(dataclasses.replace(given, mask_BT=mask), correction="none", **options)
+        plain, _ = loss_of(
+            dataclasses.replace(TokenBatch.of(mask, **given.streams), sequences=given.sequences),
+            correction="none",
+            **options,
+        )
         rows.append(plain * float(row_B[keep]))
     got, _ = loss_of(given, correction="token_truncate", correction_cap=1.3, **options)
     assert got == pytest.approx(sum(rows), rel=1e-5)
@@ -392,7 +380,7 @@ def test_a_loss_of_ones_own_keeps_its_terms_at_advantage_0(tmp_path, monkeypatch
     (tmp_path / "mine.py").write_text(
         "def loss(t): return -t.logprobs_BT * t.advantages_BT + t.logprobs_BT**2, t.mask_BT & False"
     )
-    flat = [dataclasses.replace(s, advantages=np.zeros_like(s.advantages)) for s in SAMPLES]
+    flat = [s.with_streams(advantages=np.zeros_like(s.advantages)) for s in SAMPLES]
     runs = [
         trainer({"loss": "mine.py:loss"}, skip_zero_advantage=skip).train_step(Batch(flat)) for skip in (True, False)
     ]

@@ -33,15 +33,24 @@ def trainer(loaded: LoadedModel, learning_rate: float, distill: dict[str, Any] |
 
 def sample(number: int, group: int, prompt: tuple[int, ...], token: int, advantage: float = 0.0) -> Sample:
     return Sample(
-        f"{group}-{number}", group, np.array(prompt, np.int32), np.array([token], np.int32), np.ones(1, bool),
-        np.zeros(1, np.float32), np.zeros(1, np.int32), np.full(1, advantage, np.float32), 1.0,
-    )  # fmt: skip
+        f"{group}-{number}",
+        group,
+        np.array(prompt, np.int32),
+        np.array([token], np.int32),
+        np.ones(1, bool),
+        {
+            "behavior_logprobs": np.zeros(1, np.float32),
+            "versions": np.zeros(1, np.int32),
+            "advantages": np.full(1, advantage, np.float32),
+        },
+        1.0,
+    )
 
 
 def on_policy(made: Trainer, samples: list[Sample]) -> Batch:
     """They are as of the weights as they are."""
     found = made.backend.compute_logprobs(samples)
-    return Batch([replace(s, behavior_logprobs=found[s.rollout_id], versions=s.versions + made.policy_version)
+    return Batch([s.with_streams(behavior_logprobs=found[s.rollout_id], versions=s.versions + made.policy_version)
                   for s in samples])  # fmt: skip
 
 

@@ -13,7 +13,8 @@ from tiny_trainer import trainer, weights
 from rollover.algorithms.correction import rejection_mask
 from rollover.config import AlgorithmConfig
 from rollover.trainer.batch import Batch
-from rollover.trainer.token_weights import rejections
+from rollover.trainer.streams import with_stream
+from rollover.trainer.token_weights import without_rejected
 from rollover.types import Sample
 from samples import random_samples
 
@@ -67,25 +68,27 @@ def test_a_step_is_that_of_samples_with_such_masks(algorithm: dict[str, Any], mi
 def test_all_of_several_rejections_have_to_hold() -> None:
     """Each looks at all tokens of the step, and what any of them rejects is left out."""
     bounds = {"token_k2": 0.3, "sequence_mean_k1": [-0.05, 0.4], "token_k1": 0.6}
-    start = trainer({}).backend.compute_logprobs(SAMPLES)
-    kept = rejections(AlgorithmConfig(rejection=bounds), SAMPLES, start, 0)
-    alone = [rejections(AlgorithmConfig(rejection={k: v}), SAMPLES, start, 0) for k, v in bounds.items()]
-    assert len({sum(int(mask.sum()) for mask in one.values()) for one in alone}) == 3
-    for s in SAMPLES:
-        np.testing.assert_array_equal(kept[s.rollout_id], np.logical_and.reduce([one[s.rollout_id] for one in alone]))
-    assert (
-        0 < sum(int(mask.sum()) for mask in kept.values()) < min(sum(int(m.sum()) for m in o.values()) for o in alone)
-    )
+    samples = with_stream(SAMPLES, "proximal_logprobs", trainer({}).backend.compute_logprobs(SAMPLES))
+
+    def left(rejection: dict[str, Any]) -> np.ndarray:
+        config = AlgorithmConfig(rejection=rejection)
+        return np.concatenate([without_rejected(config, s, 0).mask for s in samples])
+
+    kept, alone = left(bounds), [left({name: bound}) for name, bound in bounds.items()]
+    assert len({mask.sum() for mask in alone}) == 3
+    np.testing.assert_array_equal(kept, np.logical_and.reduce(alone))
+    assert 0 < kept.sum() < min(mask.sum() for mask in alone)
 
 
 def test_bounds_of_k1_may_differ() -> None:
     """-d is log behavior / start: what the policy has come to find less probable is above 0."""
     s = dataclasses.replace(SAMPLES[0], mask=np.ones_like(SAMPLES[0].mask))
     start = s.behavior_logprobs + np.linspace(-1.0, 1.0, len(s.mask)).astype(np.float32)
-    kept = rejections(AlgorithmConfig(rejection={"token_k1": [-0.2, 0.9]}), [s], {s.rollout_id: start}, 0)
+    config = AlgorithmConfig(rejection={"token_k1": [-0.2, 0.9]})
+    kept = without_rejected(config, s.with_streams(proximal_logprobs=start), 0).mask
     k1 = s.behavior_logprobs - start
-    np.testing.assert_array_equal(kept[s.rollout_id], (k1 >= -0.2) & (k1 <= 0.9))
-    assert 0 < kept[s.rollout_id].sum() < len(k1)
+    np.testing.assert_array_equal(kept, (k1 >= -0.2) & (k1 <= 0.9))
+    assert 0 < kept.sum() < len(k1)
 
 
 def test_a_gradient_that_comes_in_parts_rejects_the_same_tokens() -> None:
@@ -104,7 +107,7 @@ def test_a_critic_estimates_over_all_tokens_and_learns_from_those_that_are_left(
     for s in SAMPLES:
         rewards = np.zeros_like(s.advantages)
         rewards[np.flatnonzero(s.mask)[-1]] = 3.0
-        rewarded.append(dataclasses.replace(s, advantages=rewards))
+        rewarded.append(s.with_streams(advantages=rewards))
     t = trainer({"advantage": "gae", "rejection": {"token_k2": HIGH}})
     metrics = t.train_step(Batch(rewarded))
     assert metrics["off_policy/rejected_share"] > 0
@@ -124,7 +127,7 @@ def test_a_step_that_rejects_everything_is_an_error_that_names_its_cause(minibat
 def test_a_minibatch_that_is_rejected_whole_leaves_the_others_to_be_trained() -> None:
     """One group was sampled by a policy that is far away."""
     first = SAMPLES[0].group_id
-    far = [dataclasses.replace(s, behavior_logprobs=s.behavior_logprobs - 9 * (s.group_id == first)) for s in SAMPLES]
+    far = [s.with_streams(behavior_logprobs=s.behavior_logprobs - 9 * (s.group_id == first)) for s in SAMPLES]
     t = trainer({"rejection": {"sequence_mean_k2": 30.0}}, minibatches_per_step=3)
     before = weights(t)
     share = sum(int(s.mask.sum()) for s in far if s.group_id == first) / Batch(far).num_loss_tokens

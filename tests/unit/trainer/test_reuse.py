@@ -17,9 +17,8 @@ from rollover import Played, ready_episodes
 from rollover.config import AlgorithmConfig, Config, TrainConfig
 from rollover.run.batch_metrics import staleness_metrics
 from rollover.tasks.reroll import Reroll
-from rollover.trainer.batch import Batch
+from rollover.trainer.batch import Batch, BatchBuilder
 from rollover.trainer.reuse import Reuse
-from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.types import Group, Reward, StopReason, Task
 from samples import group, rollout, segment
 
@@ -50,7 +49,7 @@ def two(
 
 
 def build(r: Reuse, groups: list[Group], version: int) -> Batch:
-    return StepBatchBuilder(r.config, r.buffer).build(groups, version)
+    return BatchBuilder(r.config, r.buffer).build(groups, version)
 
 
 def step(r: Reuse, groups: list[Group], version: int) -> Batch:
@@ -276,7 +275,7 @@ def test_a_masked_group_has_no_signal_and_masks_hold_at_every_use() -> None:
 def test_own_functions_are_found_at_the_start() -> None:
     of = config(algorithm={"after_scoring": "nowhere:f"})
     with pytest.raises(ValueError, match="there is no module 'nowhere'"):
-        StepBatchBuilder(of, reuse(of).buffer)
+        BatchBuilder(of, reuse(of).buffer)
 
 
 @pytest.mark.parametrize(

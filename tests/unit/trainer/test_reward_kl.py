@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import tiny
-from local_trainer import local_trainer
+from local_trainer import build_batch, local_trainer
 from rollover import Played, ready_episodes
 from rollover.algorithms.filters import rollout_filters
 from rollover.algorithms.kl import AdaptiveKL
 from rollover.config import AlgorithmConfig, FiltersConfig, TrainConfig, WorkflowConfig
 from rollover.config.traits import ADVANTAGES
-from rollover.trainer.batch import Batch, BatchBuilder
+from rollover.trainer.batch import Batch, sampled
 from rollover.trainer.reward_kl import Penalties, RewardKL
 from rollover.types import Group, Reward, Sample, SamplingParams, Segment, StopReason, Task
 
@@ -71,22 +71,22 @@ def advantages(batch: Batch) -> dict[str, list[float]]:
 def test_what_is_taken_off_by_hand() -> None:
     """coef * (log policy - log reference) at sampled tokens, whatever the sampler's own log-probs (-9 here) are."""
     of = group([1.0, 0.0], turns)
-    samples = BatchBuilder(kl_config()).sampled([of])
+    samples = sampled([of])
     made = known(
         {"0-0": [-1.0, -2.0, -1.0], "0-1": [-1.0, -1.0, -1.0]}, {"0-0": [-1.5, -1.0, -3.0], "0-1": [-1.0, -1.0, -4.0]}
     ).penalties(samples)
     assert made.tokens["0-0"].tolist() == [0.25, -0.5, 0.0, 1.0] and made.tokens["0-1"].tolist() == [0.0, 0.0, 0.0, 1.5]
     # The mean has the weights policy/behavior, which are at the bound of 2 here.
     assert made.kl == pytest.approx(2 * ((0.5 - 1 + 2) / 3 + 3 / 3) / 2) and made.num_rollouts == 2 and made.coef == 0.5
-    batch = BatchBuilder(kl_config()).build([of], penalties=made)
+    batch = build_batch([of], kl_config(), penalties=made)
     # 1 - 0.75 = 0.25 and 0 - 1.5 = -1.5: 0.875 from their mean.
     assert advantages(batch) == {"0-0": [0.875] * 3, "0-1": [-0.875] * 3}
     assert [r.reward.score for r in of.rollouts if r.reward] == [1.0, 0.0], "scores stay what they are"
-    assert batch.compared[0][0].trajectories[0].reward == Reward(1.0)
+    assert batch.credited.compared[0][0].trajectories[0].reward == Reward(1.0)
 
 
 def test_k3_and_its_bound_are_taken_off_as_configured() -> None:
-    samples = BatchBuilder(kl_config()).sampled([group([1.0], lambda _: [segment(10, 11)])])
+    samples = sampled([group([1.0], lambda _: [segment(10, 11)])])
     streams = {"0-0": [-4.0, -1.0]}, {"0-0": [-1.0, -1.0]}
     k3 = np.exp(3.0) - 3.0 - 1
     assert known(*streams, kl_kind="k3").penalties(samples).tokens["0-0"] == pytest.approx([0.5 * k3, 0.0])
@@ -97,16 +97,15 @@ def test_masked_rollouts_are_compared_with_their_kl() -> None:
     """What leaves the loss stays in the baseline, as the same kind of reward; what is too old for the loss does not
     count, as no later token answers for it."""
     of = group([1.0, 0.0], lambda i: [segment(10, version=i), segment(11, version=2)])
-    whole, recent = (BatchBuilder(kl_config()).sampled([of], oldest) for oldest in (0, 1))
+    whole, recent = (sampled([of], oldest) for oldest in (0, 1))
     assert [s.mask.tolist() for s in whole] == [[True, True], [True, True]]
     assert [s.mask.tolist() for s in recent] == [[False, True], [True, True]]
 
     cut = replace(segment(12), stop_reason=StopReason.LENGTH)
     of = group([1.0, 0.0], lambda i: [segment(10, 11), cut if i else segment(12)])
     masks = rollout_filters(FiltersConfig(mask_truncated=True))
-    builder = BatchBuilder(kl_config(), masks)
-    assert [s.mask.sum() for s in builder.sampled([of])] == [3, 3]
-    batch = builder.build([of], penalties=penalties({"0-0": [0, 0, 0], "0-1": [1, 1, 2]}))
+    assert [s.mask.sum() for s in sampled([of])] == [3, 3]
+    batch = build_batch([of], kl_config(), masks=masks, penalties=penalties({"0-0": [0, 0, 0], "0-1": [1, 1, 2]}))
     assert advantages(batch) == {"0-0": [2.5] * 3}, "1 is 2.5 above the mean of 1 and 0 - 4"
 
 
@@ -114,8 +113,7 @@ def test_rewards_of_turns_lose_the_kl_of_their_own_turn() -> None:
     """gamma 1/2: (0 - 3) + (1 - 4) / 2 = -4.5 and 1 - 4 = -3; without a KL 0.5 and 1."""
     of = group([1.0, 1.0], turns)
     workflow = WorkflowConfig.model_validate({"credit": "turn_returns", "turn_gamma": 0.5})
-    builder = BatchBuilder(kl_config(), workflow=workflow)
-    batch = builder.build([of], penalties=penalties({"0-0": [1.0, 2.0, 0.0, 4.0]}))
+    batch = build_batch([of], kl_config(), workflow=workflow, penalties=penalties({"0-0": [1.0, 2.0, 0.0, 4.0]}))
     mean = (-4.5 - 3.0 + 0.5 + 1.0) / 4
     assert advantages(batch) == {
         "0-0": [-4.5 - mean, -4.5 - mean, -3.0 - mean],
@@ -126,8 +124,8 @@ def test_rewards_of_turns_lose_the_kl_of_their_own_turn() -> None:
 @pytest.mark.parametrize("advantage", [name for name, traits in ADVANTAGES.items() if traits.over_tokens])
 def test_a_critic_and_others_over_tokens_get_rewards_per_token(advantage: str) -> None:
     of = group([1.0, None], turns)
-    builder = BatchBuilder(kl_config(advantage=advantage))
-    batch = builder.build([of], penalties=penalties({"0-0": [0.25, -0.5, 9.0, 1.0], "0-1": [0.25, -0.5, 9.0, 1.0]}))
+    taken = penalties({"0-0": [0.25, -0.5, 9.0, 1.0], "0-1": [0.25, -0.5, 9.0, 1.0]})
+    batch = build_batch([of], kl_config(advantage=advantage), penalties=taken)
     assert advantages(batch) == {"0-0": [-0.25, 0.5, 0.0]}, "the score at the last token; a missing one is not trained"
     assert batch.samples[0].advantages.tolist() == [-0.25, 0.5, 0.0, 0.0], "and nothing at the environment's token"
 
@@ -151,7 +149,7 @@ def test_the_expected_gradient_is_that_of_reward_less_kl_though_tokens_are_stale
     kl = (policy_N.exp() * (policy_N - reference_NT.sum(-1))).sum()
     (wanted,) = torch.autograd.grad((policy_N.exp() * scores).sum() - coef * kl, logits, retain_graph=True)
 
-    samples = BatchBuilder(kl_config()).sampled([group([0.0] * 9, lambda _: [segment(10, 11)])])
+    samples = sampled([group([0.0] * 9, lambda _: [segment(10, 11)])])
     weights_N = (policy_N - behavior_NT.sum(-1)).detach().exp() * behavior_NT.sum(-1).exp()  # behavior's, corrected
 
     def found(start_NT: torch.Tensor) -> torch.Tensor:
@@ -172,8 +170,8 @@ def test_the_mean_of_stale_tokens_is_the_kl_of_the_policy() -> None:
     policy, reference = (torch.tensor(p).log().numpy() for p in ([0.5, 0.3, 0.2], [0.35, 0.35, 0.3]))
     found = plain = 0.0
     for token in range(3):
-        (sample,) = BatchBuilder(kl_config()).sampled([group([0.0], lambda _: [segment(10)])])
-        sample = replace(sample, behavior_logprobs=reference[token : token + 1])
+        (sample,) = sampled([group([0.0], lambda _: [segment(10)])])
+        sample = sample.with_streams(behavior_logprobs=reference[token : token + 1])
         d = known({"0-0": [policy[token]]}, {"0-0": [reference[token]]}).penalties([sample])
         found += float(np.exp(reference[token])) * d.kl
         plain += float(np.exp(reference[token]) * d.tokens["0-0"][0]) / 0.5
@@ -204,7 +202,7 @@ def test_the_coefficient_follows_the_target_and_survives_a_restart() -> None:
 
 
 def test_a_logprob_that_is_none_is_refused() -> None:
-    samples = BatchBuilder(kl_config()).sampled([group([1.0], lambda _: [segment(10)])])
+    samples = sampled([group([1.0], lambda _: [segment(10)])])
     with pytest.raises(ValueError, match="rollout 0-0: a log-prob .* is not finite"):
         known({"0-0": [-1.0]}, {"0-0": [-np.inf]}).penalties(samples)
 
@@ -214,10 +212,10 @@ def test_a_step_tells_of_it_and_trains_without_a_reference_in_the_loss() -> None
     algorithm = kl_config(kl_coef=0.1, kl_target=0.01, kl_horizon=8)
     made = local_trainer(tiny.loaded(), train, algorithm, dtype=torch.float32, max_new_tokens=16)
     assert made.reward_kl is not None
-    of, builder, rows = group([1.0, 0.0, 0.5, 0.0], turns), BatchBuilder(algorithm), []
+    of, rows = group([1.0, 0.0, 0.5, 0.0], turns), []
     for _ in range(3):
-        taken = made.reward_kl.penalties(builder.sampled([of]))
-        rows.append(made.train_step(builder.build([of], penalties=taken)))
+        taken = made.reward_kl.penalties(sampled([of]))
+        rows.append(made.train_step(build_batch([of], algorithm, penalties=taken)))
     assert [row["kl/coef"] for row in rows[:2]] == pytest.approx([0.1, 0.1 * (1 - 0.2 * 4 / 8)])
     assert rows[0]["kl/in_reward"] == 0.0 and rows[2]["kl/in_reward"] != 0.0
     assert not any("kl/reference" in row for row in rows)

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import tiny
-from local_trainer import local_trainer
+from local_trainer import build_batch, local_trainer
 from rollover import Played, ready_episodes
 from rollover.algorithms.grouping import Grouping
 from rollover.algorithms.shaping import Shaping
 from rollover.config import AlgorithmConfig, RewardsConfig, TrainConfig, WorkflowConfig
 from rollover.run.batch_metrics import role_metrics
-from rollover.trainer.batch import BatchBuilder
+from rollover.trainer.batch import sampled
 from rollover.trainer.trainer import Trainer
 from rollover.types import Group, Reward, Sample, StopReason, Task
 from unit.rollout.world import make_segment
@@ -54,7 +54,7 @@ def trained(name: str, of: WorkflowConfig, **more: Any) -> tuple[Trainer, dict[s
     """A trainer after one step of these groups."""
     algorithm = AlgorithmConfig.model_validate({"advantage": name, **more})
     trainer = local_trainer(tiny.loaded(), TrainConfig(), algorithm, dtype=torch.float32, max_new_tokens=8)
-    return trainer, trainer.train_step(BatchBuilder(algorithm, workflow=of).build(groups()))
+    return trainer, trainer.train_step(build_batch(groups(), algorithm, workflow=of))
 
 
 def of_role(samples: list[Sample], role: str) -> np.ndarray:
@@ -110,7 +110,7 @@ def test_advantages_are_told_as_the_loss_had_them(name: str) -> None:
     of = workflow(solver=0.5, judge=1.0)
     trainer, _ = trained(name, of)
     algorithm = AlgorithmConfig(advantage=name)
-    batch = BatchBuilder(algorithm, workflow=of).build(groups())
+    batch = build_batch(groups(), algorithm, workflow=of)
     metrics = role_metrics(groups(), type(batch)(trainer.trained), Grouping(of))
     assert metrics["roles/solver/advantage_std"] == pytest.approx(0.5, rel=0.05)
     assert metrics["roles/judge/advantage_std"] == pytest.approx(1.0, rel=0.05)
@@ -124,12 +124,12 @@ def test_a_weight_comes_after_the_kl_of_the_reward() -> None:
     found = []
     for weight in (1.0, 0.25):
         trainer = local_trainer(tiny.loaded(), TrainConfig(), algorithm, dtype=torch.float32, max_new_tokens=8)
-        builder = BatchBuilder(algorithm, workflow=workflow(solver=weight, judge=1.0))
         assert trainer.reward_kl is not None
-        penalties = trainer.reward_kl.penalties(builder.sampled(groups()))
+        penalties = trainer.reward_kl.penalties(sampled(groups()))
         tokens = {name: of + 0.5 * np.arange(len(of), dtype=np.float32) for name, of in penalties.tokens.items()}
         penalties = type(penalties)(tokens, penalties.kl, penalties.coef, penalties.num_rollouts)
-        trainer.train_step(builder.build(groups(), penalties=penalties))
+        of = workflow(solver=weight, judge=1.0)
+        trainer.train_step(build_batch(groups(), algorithm, workflow=of, penalties=penalties))
         found.append(of_role(trainer.trained, "solver"))
     np.testing.assert_allclose(found[1], found[0] / 4, atol=1e-6)
 
@@ -137,21 +137,22 @@ def test_a_weight_comes_after_the_kl_of_the_reward() -> None:
 @pytest.mark.parametrize("kind", ["scale", "whiten"])
 def test_running_statistics_are_over_one_role(kind: str) -> None:
     shaping = Shaping(RewardsConfig.model_validate({"running_norm": kind}), 8)
-    builder = BatchBuilder(AlgorithmConfig(advantage="dr_grpo"), shaping=shaping)
+    algorithm = AlgorithmConfig(advantage="dr_grpo")
     for version in range(2):
-        batch = builder.build(groups(), version=version)
+        batch = build_batch(groups(), algorithm, shaping=shaping, version=version)
     for role, scores in (("solver", SOLVER), ("judge", JUDGE)):
         every = [score for score in scores for _ in range(4)]  # two groups, two steps
         std = np.std(every, ddof=1)
-        assert batch.shaped.metrics[f"roles/{role}/running_std"] == pytest.approx(std)
-        assert batch.shaped.metrics[f"roles/{role}/running_mean"] == pytest.approx(np.mean(every))
+        assert batch.credited.shaped.metrics[f"roles/{role}/running_std"] == pytest.approx(std)
+        assert batch.credited.shaped.metrics[f"roles/{role}/running_mean"] == pytest.approx(np.mean(every))
         wanted = (np.array(scores) - np.mean(scores)) / std
         of_group = [s.advantages[0] for s in batch.samples if s.role == role and s.group_id == 0]
         np.testing.assert_allclose(of_group, wanted, atol=1e-5)
     resumed = Shaping(shaping.config, 8)
     resumed.load_state_dict(json.loads(json.dumps(shaping.state_dict())))
-    again = BatchBuilder(AlgorithmConfig(advantage="dr_grpo"), shaping=resumed).build(groups(), version=2)
-    assert again.shaped.metrics == builder.build(groups(), version=2).shaped.metrics
+    again = build_batch(groups(), algorithm, shaping=resumed, version=2)
+    wanted = build_batch(groups(), algorithm, shaping=shaping, version=2)
+    assert again.credited.shaped.metrics == wanted.credited.shaped.metrics
 
 
 def test_running_statistics_of_compared_roles_are_of_all_of_them(
@@ -165,6 +166,6 @@ def test_running_statistics_of_compared_roles_are_of_all_of_them(
     )
     shaping = Shaping(RewardsConfig(running_norm="scale"), 8)
     algorithm, of = AlgorithmConfig(advantage="dr_grpo"), WorkflowConfig(group_by="own.py:together")
-    metrics = BatchBuilder(algorithm, workflow=of, shaping=shaping).build(groups()).shaped.metrics
+    metrics = build_batch(groups(), algorithm, workflow=of, shaping=shaping).credited.shaped.metrics
     std = np.std([*SOLVER, *JUDGE] * 2, ddof=1)
     assert metrics["roles/solver/running_std"] == metrics["roles/judge/running_std"] == pytest.approx(std)

@@ -16,10 +16,9 @@ from rollover.config import AlgorithmConfig, Config
 from rollover.envs.protocol import RunEnvironment
 from rollover.functions import FunctionError
 from rollover.tasks.prompts import encode_prompt, encoder
-from rollover.trainer.batch import Batch
+from rollover.trainer.batch import Batch, BatchBuilder
 from rollover.trainer.build import build_trainer
 from rollover.trainer.replay_buffer import ReplayBuffer
-from rollover.trainer.step_batch import StepBatchBuilder
 from rollover.trainer.teacher import TeacherPrompts, load_teacher, other_vocabulary, teacher_prompts
 from rollover.types import Group, Prompt, Task
 from samples import group, random_samples, rollout, segment
@@ -172,7 +171,7 @@ def test_the_function_must_exist(prompts) -> None:
 
 def test_samples_carry_the_prompt_to_the_step_and_to_streamed_parts(prompts) -> None:
     of_config = config(privileged="own.py:told")
-    batches = StepBatchBuilder(of_config, ReplayBuffer(of_config.replay, 0), prompts("told"))
+    batches = BatchBuilder(of_config, ReplayBuffer(of_config.replay, 0), prompts("told"))
     groups = [of(CHAT)]
     expected = np.array(encode_prompt(CHAT, tiny.tokenizer()).ids)
     for samples in (batches.build(groups, 0).samples, batches.with_signal(groups, 0)):
@@ -186,7 +185,7 @@ def test_without_rewards_a_rollout_is_in_the_loss_unless_they_are_added() -> Non
     groups = [group(0, [rollout(0, 0, None, [segment([8])]), rollout(0, 1, 1.0, [segment([9])])])]
     for mix, masks in (("replace", [True, True]), ("add", [False, True])):
         of_config = config(teacher="other", mix=mix)
-        samples = StepBatchBuilder(of_config, ReplayBuffer(of_config.replay, 0)).build(groups, 0).samples
+        samples = BatchBuilder(of_config, ReplayBuffer(of_config.replay, 0)).build(groups, 0).samples
         assert [bool(s.mask[0]) for s in samples] == masks
 
 

@@ -16,8 +16,10 @@ from rollover.algorithms.loss import high_entropy_mask
 from rollover.algorithms.token_advantage import optimal_token_baseline
 from rollover.config import AlgorithmConfig
 from rollover.config.load import ConfigError, load_config
+from rollover.trainer.backend import Stream
 from rollover.trainer.batch import Batch
 from rollover.trainer.packing import split_groups
+from rollover.trainer.streams import STATISTICS, with_stream
 from rollover.trainer.token_estimates import estimate_tokens
 from rollover.trainer.token_weights import mean_weight, of_high_entropy
 from rollover.types import Sample
@@ -32,7 +34,7 @@ def rewarded() -> list[Sample]:
     for i, s in enumerate(SAMPLES):
         rewards = np.zeros_like(s.advantages)
         rewards[np.flatnonzero(s.mask)[-1]] = i % 3
-        out.append(dataclasses.replace(s, advantages=rewards))
+        out.append(s.with_streams(advantages=rewards))
     return out
 
 
@@ -48,6 +50,12 @@ def test_statistics_are_those_of_the_whole_distribution() -> None:
         np.testing.assert_array_equal(found[s.rollout_id][:, 0], logprobs[s.rollout_id])
         np.testing.assert_allclose(found[s.rollout_id][:, 1], -(p_TV * p_TV.log()).sum(-1), atol=1e-4)
         np.testing.assert_allclose(found[s.rollout_id][:, 2], p_TV.square().sum(-1), rtol=1e-4)
+
+
+def with_statistics(samples: list[Sample], statistics: Stream) -> list[Sample]:
+    for column, name in enumerate(STATISTICS):
+        samples = with_stream(samples, name, {key: values[:, column] for key, values in statistics.items()})
+    return samples
 
 
 # Importance weights divided by their mean
@@ -68,7 +76,7 @@ def test_normalized_weights_have_the_mean_1_over_the_step(mode: str, minibatches
     metrics = t.train_step(Batch(SAMPLES))
     assert metrics["importance/normalizer"] == pytest.approx(mean, rel=1e-5) and abs(mean - 1) > 0.01
     # The loss is linear in the weights: as if all advantages were 1 / mean times theirs.
-    scaled = [dataclasses.replace(s, advantages=s.advantages / np.float32(mean)) for s in SAMPLES]
+    scaled = [s.with_streams(advantages=s.advantages / np.float32(mean)) for s in SAMPLES]
     expected = trainer(common, minibatches_per_step=minibatches)
     wanted = expected.train_step(Batch(scaled))
     assert metrics["loss"] == pytest.approx(wanted["loss"], rel=1e-4, abs=1e-6)
@@ -77,16 +85,17 @@ def test_normalized_weights_have_the_mean_1_over_the_step(mode: str, minibatches
 
 def test_the_mean_of_weights_is_that_of_the_proximal_policy_and_of_what_is_left() -> None:
     s = dataclasses.replace(SAMPLES[0], mask=np.ones_like(SAMPLES[0].mask))
-    start = {s.rollout_id: s.behavior_logprobs + np.float32(0.2)}
+    start = s.behavior_logprobs + np.float32(0.2)
+    s = s.with_streams(proximal_logprobs=start, start_logprobs=start)
     plain = AlgorithmConfig(correction_cap=9.0)
-    assert mean_weight(plain, [s], start, 5) == pytest.approx(np.exp(0.2), rel=1e-5)
+    assert mean_weight(plain, [s], 5) == pytest.approx(np.exp(0.2), rel=1e-5)
     between = AlgorithmConfig(correction_cap=9.0, proximal="interpolated")
     ages = 5 - s.versions.astype(float)
-    assert (ages > 1).all() and mean_weight(between, [s], start, 5) == pytest.approx(
+    assert (ages > 1).all() and mean_weight(between, [s], 5) == pytest.approx(
         float(np.mean(np.exp(0.2 * (1 - 1 / ages)))), rel=1e-5
     )
     nothing = AlgorithmConfig(correction="token_mask", correction_cap=1.1)
-    assert mean_weight(nothing, [s], start, 5) == 1.0  # no weight is left to divide
+    assert mean_weight(nothing, [s], 5) == 1.0  # no weight is left to divide
 
 
 # The tokens of highest entropy
@@ -106,7 +115,7 @@ def test_the_share_is_of_each_minibatch_whatever_its_packing(minibatches: int, l
     assert abs(plain.train_step(Batch(SAMPLES))["loss"] - losses[0]) > 1e-4
     entropies = {k: v[:, 1] for k, v in trainer({}).backend.compute_statistics(SAMPLES).items()}
     for part in split_groups(SAMPLES, minibatches):
-        kept = of_high_entropy(part, entropies, 0.3)
+        kept = of_high_entropy(with_stream(part, "statistics_entropy", entropies), 0.3)
         entropy = torch.from_numpy(np.concatenate([entropies[s.rollout_id] for s in part]))[None]
         wanted = high_entropy_mask(entropy, torch.ones_like(entropy), share=0.3)
         np.testing.assert_array_equal(np.concatenate([kept[s.rollout_id] for s in part]), wanted[0].float())
@@ -117,12 +126,12 @@ def test_tokens_of_low_entropy_have_no_policy_gradient() -> None:
     """As if their advantages were 0, where those of the clip are nothing but factors; denominators count all."""
     t, expected = trainer({"top_entropy_share": 0.2}), trainer({})
     entropies = {k: v[:, 1] for k, v in t.backend.compute_statistics(SAMPLES).items()}
-    kept = of_high_entropy(SAMPLES, entropies, 0.2)
+    kept = of_high_entropy(with_stream(SAMPLES, "statistics_entropy", entropies), 0.2)
     cut = []
     for s in SAMPLES:
         advantages = s.advantages.copy()
         advantages[s.mask] *= kept[s.rollout_id]
-        cut.append(dataclasses.replace(s, advantages=advantages))
+        cut.append(s.with_streams(advantages=advantages))
     metrics, wanted = t.train_step(Batch(SAMPLES)), expected.train_step(Batch(cut))
     assert metrics["loss"] == pytest.approx(wanted["loss"], rel=1e-4, abs=1e-6) and metrics["grad_norm"] > 0
     torch.testing.assert_close(weights(t), weights(expected), atol=2e-6, rtol=1e-5)
@@ -149,7 +158,7 @@ def test_rejection_leaves_its_tokens_out_of_the_share_and_of_the_mean() -> None:
 @pytest.mark.parametrize("gamma", [1.0, 0.8])
 def test_reinforce_plus_plus_over_tokens_discounts_them(gamma: float) -> None:
     config = AlgorithmConfig(advantage="reinforce_plus_plus_tokens", gamma=gamma)
-    made = estimate_tokens(config, rewarded(), {})
+    made = estimate_tokens(config, rewarded())
     width = max(len(s.mask) for s in SAMPLES)
     rewards_BT, mask_BT = torch.zeros(len(SAMPLES), width), torch.zeros(len(SAMPLES), width)
     for row, s in enumerate(rewarded()):
@@ -189,7 +198,7 @@ def test_a_step_with_optimal_token_baselines(name: str, correction: str) -> None
         rewards, mask, torch.tensor([s.group_id for s in samples]), logprobs, squares, weights_BT=rho,
         align="positions" if name.startswith("optimal") else "loss_tokens",
     )  # fmt: skip
-    made = estimate_tokens(t.algorithm, samples, statistics)
+    made = estimate_tokens(t.algorithm, with_statistics(samples, statistics))
     for row, s in zip(wanted, made, strict=True):
         np.testing.assert_allclose(s.advantages, row[: len(s.mask)], atol=1e-6)
     expected = trainer({"correction": correction})
@@ -202,9 +211,10 @@ def test_roles_of_a_group_have_baselines_of_their_own() -> None:
     samples = [dataclasses.replace(s, role="ab"[i % 2]) for i, s in enumerate(rewarded())]
     t = trainer({"advantage": "optimal_token_baseline"})
     statistics = t.backend.compute_statistics(samples)
-    made = estimate_tokens(t.algorithm, samples, statistics)
+    samples = with_statistics(samples, statistics)
+    made = estimate_tokens(t.algorithm, samples)
     alone = [s for s in samples if s.role == "a"]
-    for one in estimate_tokens(t.algorithm, alone, statistics):
+    for one in estimate_tokens(t.algorithm, alone):
         (same,) = [s for s in made if s.rollout_id == one.rollout_id]
         np.testing.assert_allclose(one.advantages, same.advantages, atol=1e-6)
 

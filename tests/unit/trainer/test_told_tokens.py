@@ -44,7 +44,7 @@ def near(samples: list[Sample]) -> list[Sample]:
         behavior = s.behavior_logprobs.copy()
         behavior[s.mask] = logprobs[s.rollout_id] + 0.4 * rng.standard_normal(int(s.mask.sum())).astype(np.float32)
         advantages = np.full(len(s.mask), (-1) ** i * (0.5 + i), np.float32)
-        out.append(dataclasses.replace(s, behavior_logprobs=behavior, advantages=advantages))
+        out.append(s.with_streams(behavior_logprobs=behavior, advantages=advantages))
     return out
 
 
@@ -167,9 +167,7 @@ def test_of_several_passes_the_first_is_told(plain: Any) -> None:
 
 def test_a_critic_gives_each_token_the_advantage_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     of = trainer({"advantage": "gae", "gamma": 0.9})
-    rewards = [
-        dataclasses.replace(s, advantages=np.eye(1, len(s.mask), len(s.mask) - 1, dtype=np.float32)[0]) for s in SAMPLES
-    ]
+    rewards = [s.with_streams(advantages=np.eye(1, len(s.mask), len(s.mask) - 1, dtype=np.float32)[0]) for s in SAMPLES]
     seen: list[np.ndarray] = []
     forward_backward = of.backend.forward_backward
 
@@ -186,7 +184,7 @@ def test_a_critic_gives_each_token_the_advantage_that_is_told(monkeypatch: pytes
 
 def test_what_is_not_computed_has_its_mask_and_advantages_alone() -> None:
     """A rollout whose advantages are all 0 (train.skip_zero_advantage)."""
-    zero = [dataclasses.replace(s, advantages=0 * s.advantages) if s.group_id == 1 else s for s in SAMPLES]
+    zero = [s.with_streams(advantages=0 * s.advantages) if s.group_id == 1 else s for s in SAMPLES]
     of = trainer({"correction": "token_truncate"})
     of.train_step(Batch(zero))
     for s in zero:

@@ -19,7 +19,8 @@ from rollover.models.load import LoadedModel
 from rollover.trainer import passes
 from rollover.trainer.batch import Batch
 from rollover.trainer.objective import Counts
-from rollover.trainer.packing import Packed, micro_batches, pack
+from rollover.trainer.packing import PackedBatch, micro_batches, pack
+from rollover.trainer.streams import with_stream
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
 from samples import group, random_samples, rollout, segment
@@ -160,9 +161,9 @@ def test_accumulated_samples_are_not_computed_again() -> None:
     seen: list[str] = []
     original = t.backend.forward_backward
 
-    def spy(micro, counts, known):
+    def spy(micro, counts):
         seen.extend(s.rollout_id for s in micro)
-        return original(micro, counts, known)
+        return original(micro, counts)
 
     t.backend.forward_backward = spy  # type: ignore[method-assign]
     t.accumulate([s for s in SAMPLES if s.group_id == 1])
@@ -178,9 +179,9 @@ def test_first_micro_batches_have_ratio_exactly_one(dtype: torch.dtype, checkpoi
     t = trainer(dtype=dtype, micro_batch_tokens=40, gradient_checkpointing=checkpointing)
     proximal = t.backend.compute_logprobs(SAMPLES)
     counts = Counts.of(SAMPLES)
-    for known in (None, proximal):
-        for micro in micro_batches(SAMPLES, 40):
-            sums = t.backend.forward_backward(micro, counts, {"proximal": known} if known else {}).totals()
+    for samples in (SAMPLES, with_stream(SAMPLES, "proximal_logprobs", proximal)):
+        for micro in micro_batches(samples, 40):
+            sums = t.backend.forward_backward(micro, counts).totals()
             assert sums["max/ratio"] == 1.0
             assert sums["sum/ratio"] == sums["count/tokens"]
             assert sums["sum/clipped"] == 0.0
@@ -190,17 +191,17 @@ def test_first_micro_batches_have_ratio_exactly_one(dtype: torch.dtype, checkpoi
 def test_later_minibatches_are_proximal_to_the_start_of_the_step() -> None:
     start = trainer(micro_batch_tokens=40).backend.compute_logprobs(SAMPLES)
     t = trainer(micro_batch_tokens=40, minibatches_per_step=3, learning_rate=0.01)
-    seen: list[dict[str, np.ndarray] | None] = []
+    seen: list[dict[str, np.ndarray]] = []
     original = t.backend.forward_backward
 
-    def spy(micro, counts, known):
-        seen.append({s.rollout_id: known["proximal"][s.rollout_id] for s in micro} if "proximal" in known else None)
-        return original(micro, counts, known)
+    def spy(micro, counts):
+        seen.append({s.rollout_id: s.in_loss("proximal_logprobs") for s in micro if "proximal_logprobs" in s.streams})
+        return original(micro, counts)
 
     t.backend.forward_backward = spy  # type: ignore[method-assign]
     metrics = t.train_step(Batch(SAMPLES))
-    used = {k: v for part in seen if part for k, v in part.items()}
-    assert used.keys() == {s.rollout_id for s in SAMPLES if s.group_id > 0} and seen[0] is None
+    used = {k: v for part in seen for k, v in part.items()}
+    assert used.keys() == {s.rollout_id for s in SAMPLES if s.group_id > 0} and not seen[0]
     for rollout_id, values in used.items():
         np.testing.assert_allclose(values, start[rollout_id], atol=1e-5)
     assert metrics["ratio/max"] > 1.01, "the weights moved between the minibatches"
@@ -212,7 +213,7 @@ def test_the_proximal_pass_packs_rows_as_training_does(monkeypatch: pytest.Monke
     t = trainer(dtype=torch.bfloat16, micro_batch_tokens=60, minibatches_per_step=3, learning_rate=0.0)
     rows: dict[bool, list[list[int]]] = {False: [], True: []}
 
-    def spy(*args: Any) -> Packed:
+    def spy(*args: Any) -> PackedBatch:
         packed = pack(*args)
         rows[torch.is_grad_enabled()].append(packed.input_ids_N.tolist())
         return packed
@@ -247,7 +248,7 @@ def test_on_policy_metrics_and_names() -> None:
     for s in SAMPLES:
         behavior = s.behavior_logprobs.copy()
         behavior[s.mask] = known[s.rollout_id]
-        samples.append(dataclasses.replace(s, behavior_logprobs=behavior))
+        samples.append(s.with_streams(behavior_logprobs=behavior))
     metrics = t.train_step(Batch(samples))
     found = {k: metrics[k] for k in metrics if k.split("/")[0] in ("mismatch", "importance", "ratio")}
     for policy in ("proximal", "behavior"):
@@ -284,7 +285,7 @@ def test_correction_none_weighs_every_token_one() -> None:
     for s in SAMPLES:
         behavior = s.behavior_logprobs.copy()
         behavior[s.mask] = on_policy[s.rollout_id]
-        same.append(dataclasses.replace(s, behavior_logprobs=behavior))
+        same.append(s.with_streams(behavior_logprobs=behavior))
     _, expected = gradients(same, micro_batch_tokens=99, correction="token_truncate")
     torch.testing.assert_close(uncorrected, expected, atol=1e-7, rtol=1e-5)
 
@@ -309,7 +310,7 @@ def test_masked_samples_change_nothing() -> None:
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_skipping_zero_advantages_changes_no_update(aggregation: str) -> None:
     """Also where a whole minibatch has none: the momentum goes on."""
-    quiet = [dataclasses.replace(s, advantages=np.zeros_like(s.advantages)) for s in SAMPLES]
+    quiet = [s.with_streams(advantages=np.zeros_like(s.advantages)) for s in SAMPLES]
     some = [q if s.group_id == 1 or i % 2 else s for i, (s, q) in enumerate(zip(SAMPLES, quiet, strict=True))]
     weights, skipped = [], []
     for skip in (False, True):
@@ -389,9 +390,14 @@ def test_rewarded_tokens_become_likelier(dtype: torch.dtype, loss: str) -> None:
     def arm(i: int, token: int, advantage: float) -> Sample:
         one = np.ones(1, dtype=np.float32)
         return Sample(
-            f"0-{i}", 0, np.array([5, 6], dtype=np.int32), np.array([token], dtype=np.int32), one.astype(bool),
-            -4.6 * one, np.zeros(1, dtype=np.int32), advantage * one, 1.0,
-        )  # fmt: skip
+            f"0-{i}",
+            0,
+            np.array([5, 6], dtype=np.int32),
+            np.array([token], dtype=np.int32),
+            one.astype(bool),
+            {"behavior_logprobs": -4.6 * one, "versions": np.zeros(1, dtype=np.int32), "advantages": advantage * one},
+            1.0,
+        )
 
     arms = [arm(0, 40, 1.0)] + [arm(i, 40 + i, -0.25) for i in range(1, 5)]
     t = trainer(dtype=dtype, algorithm={"loss": loss, "correction": "none"}, micro_batch_tokens=5)

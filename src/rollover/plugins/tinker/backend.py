@@ -18,7 +18,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,12 +27,11 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.models.limits import Limits
 from rollover.models.tokenizer_files import save_tokenizer
 from rollover.plugins.tinker.engine import TinkerEngine
-from rollover.staleness import staleness
 from rollover.trainer.backend import TEACHER, BackendSetup, Stream, Version
 from rollover.trainer.local_backend import answers_under
-from rollover.trainer.objective import Counts, Objective, Streams
+from rollover.trainer.objective import Counts, Objective
 from rollover.trainer.optimizer import learning_rate
-from rollover.trainer.packing import padded
+from rollover.trainer.packing import token_batch
 from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.tally import Tally
 from rollover.trainer.teacher import load_teacher_outline
@@ -94,15 +92,16 @@ class TinkerBackend:
     def compute_statistics(self, samples: list[Sample]) -> Stream:
         raise ValueError("the service tells log-probs of given tokens, and nothing else of their distributions")
 
-    def forward_backward(
-        self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream] = MappingProxyType({})
-    ) -> Tally:
+    def forward_backward(self, samples: list[Sample], counts: Counts) -> Tally:
         sums, samples = Tally(), [s for s in samples if s.mask.any()]
         if not samples:
             self._is_zero |= counts.tokens > 0
             return sums
         logprobs = [torch.from_numpy(values).requires_grad_() for values in self._forward(samples)]
-        loss, of_samples = self.objective(_streams(samples, logprobs, known, self.policy_version), counts)
+        batch = token_batch(samples)
+        unknown_BT = torch.full(batch.mask_BT.shape, math.nan)
+        logprobs_BT = torch.zeros(batch.mask_BT.shape).masked_scatter(batch.mask_BT, torch.cat(logprobs))
+        loss, of_samples = self.objective(batch.with_streams(logprobs=logprobs_BT, entropy=unknown_BT), counts)
         loss.backward()
         for s, values in zip(samples, logprobs, strict=True):
             assert values.grad is not None
@@ -269,38 +268,6 @@ def _check(model: Any, samples: list[Sample]) -> None:
                 f"rollout {s.rollout_id} was sampled at temperature {s.temperature:g}, and the service's log-probs"
                 " are those at temperature 1"
             )
-
-
-def _streams(
-    samples: list[Sample], logprobs: list[torch.Tensor], known: Mapping[str, Stream], trainer_version: int
-) -> Streams:
-    """All samples in one [B, T]. `logprobs`: of the loss tokens of each."""
-    mask_BT = padded([s.mask for s in samples], np.bool_)
-
-    def placed(values_M: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(mask_BT.shape).masked_scatter(mask_BT, values_M)
-
-    def stream(name: str) -> torch.Tensor | None:
-        if name not in known:
-            return None
-        return placed(torch.from_numpy(np.concatenate([known[name][s.rollout_id] for s in samples])))
-
-    versions_BT = padded([s.versions for s in samples], np.int64)
-    return Streams(
-        logprobs_BT=placed(torch.cat(logprobs)),
-        entropy_BT=torch.full(mask_BT.shape, math.nan),
-        proximal_BT=stream("proximal"),
-        behavior_BT=padded([s.behavior_logprobs * s.mask for s in samples]),
-        reference_BT=stream("reference"),
-        advantages_BT=padded([s.advantages for s in samples]),
-        mask_BT=mask_BT,
-        versions_BT=versions_BT,
-        staleness_BT=staleness(versions_BT, trainer_version),
-        group_B=torch.tensor([s.group_id for s in samples]),
-        sequences=[s.sequence_id for s in samples],
-        start_BT=stream("start"),
-        weights_BT=stream("weights"),
-    )
 
 
 def _datum(types: Any, ids: list[int], weights: np.ndarray) -> Any:

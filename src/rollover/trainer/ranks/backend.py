@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -115,11 +114,8 @@ class RanksBackend:
     def compute_values(self, samples: list[Sample]) -> Stream:
         raise ValueError('there is no value head: backend.type = "ranks" has none')
 
-    def forward_backward(
-        self, samples: list[Sample], counts: Counts, known: Mapping[str, Stream] = MappingProxyType({})
-    ) -> Tally:
-        parts = self._spread(samples, self._limits)
-        values = [{"samples": part, "counts": counts, "known": _streams_of(part, known)} for part in parts]
+    def forward_backward(self, samples: list[Sample], counts: Counts) -> Tally:
+        values = [{"samples": part, "counts": counts} for part in self._spread(samples, self._limits)]
         sums = Tally()
         for found in self._call("forward_backward", values):
             sums.absorb(Tally.of(found["sums"], found["tokens"]))
@@ -242,9 +238,3 @@ def spread(samples: list[Sample], num_ranks: int) -> list[list[Sample]]:
 
 def _merged(streams: Sequence[Stream]) -> Stream:
     return {key: values for stream in streams for key, values in stream.items()}
-
-
-def _streams_of(samples: list[Sample], known: Mapping[str, Stream]) -> dict[str, Stream]:
-    """Of streams of a whole minibatch those of these samples."""
-    ids = {s.rollout_id for s in samples}
-    return {name: {key: values for key, values in stream.items() if key in ids} for name, stream in known.items()}

@@ -15,7 +15,7 @@ from rollover import cli
 from rollover.config import AlgorithmConfig
 from rollover.plugins.convert.verl.script import options_of_script
 from rollover.plugins.convert.verl.values import older_veto
-from rollover.trainer.token_weights import kept_tokens
+from rollover.trainer.token_weights import without_rejected
 from samples import random_samples
 
 SCRIPT = """#!/usr/bin/env bash
@@ -338,11 +338,15 @@ def test_the_older_veto_is_of_ratios_below_its_bound() -> None:
     bounds = older_veto(0.5, {"algorithm.rollout_is": True, "algorithm.rollout_is_threshold": 2.0}.get)
     behavior = np.full(3, -2.0, np.float32)
     ratios = np.array([1.0, 0.6, 90.0]), np.array([1.0, 0.4, 1.0])  # the second has one below 0.5
-    samples = [dataclasses.replace(random_samples(1)[0], mask=np.ones(3, bool), behavior_logprobs=behavior)] * 2
+    samples = [
+        dataclasses.replace(random_samples(1)[0].with_streams(behavior_logprobs=behavior), mask=np.ones(3, bool))
+    ] * 2
     kept = [
-        kept_tokens(
-            AlgorithmConfig(rejection=bounds["algorithm.rejection"]), s, np.float32(-2.0 + np.log(r)), 0
-        ).tolist()
+        without_rejected(
+            AlgorithmConfig(rejection=bounds["algorithm.rejection"]),
+            s.with_streams(proximal_logprobs=np.float32(-2.0 + np.log(r))),
+            0,
+        ).mask.tolist()
         for s, r in zip(samples, ratios, strict=True)
     ]
     assert kept == [[True] * 3, [False] * 3]

@@ -1,0 +1,116 @@
+"""The tensors of one micro-batch: what policy losses, corrections and the KL read of each token.
+
+Shapes: B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+import torch
+
+from rollover.algorithms.elementwise import bounded_exp, masked
+
+# (loss per token, tokens whose gradient the kind's clip or mask changed or removed)
+LossAndClipped = tuple[torch.Tensor, torch.Tensor]
+_WITH_GRADIENT = ("logprobs", "entropy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch:
+    """A number per token in each of `streams`, by name, [B, T] and 0 where `mask_BT` is False; only "logprobs" and
+    "entropy" carry a gradient. `batch.stream("x")` reads "x", and the properties those that every batch has.
+
+    `group_B`: group ids, on the CPU, where counts are looked up by them. `sequences`: the sequence of each row.
+    """
+
+    mask_BT: torch.Tensor
+    streams: Mapping[str, torch.Tensor]
+    group_B: torch.Tensor
+    sequences: list[str]
+
+    @classmethod
+    def of(cls, mask_BT: torch.Tensor, **streams: torch.Tensor) -> TokenBatch:
+        """Of tensors of any origin [B, T]; what is masked becomes 0. Every row is a group and a sequence.
+
+        ValueError for a tensor that has not the shape of the first one.
+        """
+        first, shape = next((f"{name}_BT", values.shape) for name, values in streams.items())
+        for name, values in {**streams, "mask": mask_BT}.items():
+            if values.shape != shape:
+                raise ValueError(f"{name}_BT is {list(values.shape)}: give it the shape of {first}, {list(shape)}")
+        mask_BT, rows = mask_BT.bool(), range(shape[0])
+        of_tokens = {
+            name: masked(values if name in _WITH_GRADIENT else values.detach(), mask_BT)
+            for name, values in streams.items()
+        }
+        return TokenBatch(
+            mask_BT=mask_BT, streams=of_tokens, group_B=torch.arange(len(rows)), sequences=[str(row) for row in rows]
+        )
+
+    def with_streams(self, **streams: torch.Tensor) -> Self:
+        """The same with these streams, beside the others or in their place."""
+        return replace(self, streams={**self.streams, **streams})
+
+    def stream(self, name: str) -> torch.Tensor:
+        """[B, T]. ValueError, which names those that there are, if it is not there."""
+        if name not in self.streams:
+            raise ValueError(f"the batch has no stream {name!r}, but {', '.join(sorted(self.streams))}")
+        return self.streams[name]
+
+    @property
+    def logprobs_BT(self) -> torch.Tensor:
+        """Under the current weights."""
+        return self.stream("logprobs")
+
+    @property
+    def entropy_BT(self) -> torch.Tensor:
+        """Of the distribution that the token was drawn from, under the current weights (nats)."""
+        return self.stream("entropy")
+
+    @property
+    def old_logprobs_BT(self) -> torch.Tensor:
+        """Under the proximal policy (algorithm.proximal), which the ratio is to."""
+        return self.stream("old_logprobs")
+
+    @property
+    def behavior_logprobs_BT(self) -> torch.Tensor:
+        """Under the policy that sampled the token."""
+        return self.stream("behavior_logprobs")
+
+    @property
+    def advantages_BT(self) -> torch.Tensor:
+        return self.stream("advantages")
+
+    @property
+    def versions_BT(self) -> torch.Tensor:
+        """The policy version that sampled the token, int64."""
+        return self.stream("versions")
+
+    @property
+    def log_ratio_BT(self) -> torch.Tensor:
+        return self.logprobs_BT - self.old_logprobs_BT
+
+    @property
+    def ratio_BT(self) -> torch.Tensor:
+        return bounded_exp(self.log_ratio_BT)
+
+
+def masked_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Mean over each row's tokens [B, 1]; values are 0 where masked. A row without tokens: 0."""
+    return values_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
+
+
+def ratio_at(t: TokenBatch, level: Literal["token", "sequence"]) -> torch.Tensor:
+    """The ratio of the token [B, T], or that of the sequence, exp(mean over the row's tokens of log r).
+
+    The latter at each of its tokens, which passes the gradient of its own log-prob: GSPO-token of arXiv 2507.18071.
+    """
+    if level == "token":
+        return t.ratio_BT
+    if level != "sequence":
+        raise ValueError(f'level = {level!r}: use "token" or "sequence"')
+    sequence_B1 = masked_mean(t.log_ratio_BT, t.mask_BT).detach()
+    return bounded_exp(t.logprobs_BT - t.logprobs_BT.detach() + sequence_B1)

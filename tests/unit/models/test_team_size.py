@@ -123,6 +123,12 @@ def test_seconds_of_noise_cost_no_more_than_trials_may(seed: int) -> None:
     assert machine.now < 40 * (26 * 1.0 + 4 * 2.0) * (1 + 2 * BUDGET)
 
 
+def test_one_thread_is_one_thread() -> None:
+    machine = Machine(1)
+    machine.work(100, {1: 0.1})
+    assert set(machine.settled) == {1}
+
+
 def test_a_trial_is_given_up_at_a_hopeless_piece() -> None:
     machine = Machine(2, noise=0)
     machine.size.settled = 1

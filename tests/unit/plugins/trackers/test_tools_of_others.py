@@ -215,6 +215,16 @@ def test_one_that_hangs_is_ended_after_its_time(tmp_path: Path) -> None:
     assert "fake had not taken" in line and "0.2 s after the end" in line
 
 
+def test_the_silence_of_one_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollover.plugins.trackers.tools._SILENT_S", 0.0)
+    (tmp_path / "hang").touch()
+    run = RunOf(tmp_path, finish_s=0.0)
+    for step in (1, 2, 3):
+        run.step(step)
+    run.end()
+    assert len([line for line in run.heard.lines if "has taken nothing for" in line]) == 1
+
+
 def test_one_that_fails_is_said_once_without_secrets_and_told_again(tmp_path: Path) -> None:
     (tmp_path / "raise").touch()
     run = RunOf(tmp_path)

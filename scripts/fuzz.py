@@ -55,6 +55,7 @@ from rollover.rewards.pool import RewardPool  # noqa: E402
 from rollover.rewards.scorer import make_scorer  # noqa: E402
 from rollover.rollout.driver import Driver  # noqa: E402
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle  # noqa: E402
+from rollover.rollout.requests import Requests  # noqa: E402
 from rollover.rollout.watchdog import Watchdog  # noqa: E402
 from rollover.run.resume import check_restored  # noqa: E402
 from rollover.staleness import group_staleness  # noqa: E402
@@ -193,8 +194,7 @@ class Fuzz:
             self.engine,
             self._next_task,
             SingleTurn(make_scorer(self.pool, self.loaded.tokenizer, self.config), self.pool.scores_singly),
-            self.seed,
-            [EOS],
+            Requests(rollout, self.seed, [EOS]),
             Watchdog(self.config.watchdog, self.config.rewards.allowed_s(rollout.group_size)),
         )
         assert self.engine.max_tokens > 64, "a run asks it before it begins, and waits for the model"

@@ -31,6 +31,7 @@ from rollover.models.load import load_model
 from rollover.models.team import prepare_process
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
+from rollover.rollout.requests import Requests
 from rollover.sim.plan import Figures
 from rollover.sim.simulate import Simulation
 from rollover.sim.workload import Workload
@@ -163,7 +164,7 @@ def _run_mode(mode: Mode, config: Config) -> _Outcome:
         prompt = Prompt(workload.prompt(vocab, PROMPT_TOKENS, i))
         return Task(task_id=str(i), source="bench", reward="", prompt=""), prompt
 
-    driver = Driver(lifecycle, forced, next_task, SingleTurn(_score), run_seed=0)
+    driver = Driver(lifecycle, forced, next_task, SingleTurn(_score), Requests(lifecycle.config, 0))
     out = _Outcome()
 
     async def go() -> None:

@@ -16,6 +16,7 @@ from rollover.engine.stop import StopCriteria
 from rollover.envs.build import SingleTurn
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
+from rollover.rollout.requests import Requests
 from rollover.trainer.trainer import Trainer
 from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Task, rollout_seed
 
@@ -86,7 +87,7 @@ async def scheduled() -> tuple[Trainer, list[list[int]]]:
         return [score(r.token_ids()) for r in rollouts]
 
     config = RolloutConfig(groups_per_step=GROUPS, group_size=SIZE, max_new_tokens=TOKENS)
-    driver = Driver(Lifecycle(config), engine, lambda: next(stream), SingleTurn(scorer), 0, STOP)
+    driver = Driver(Lifecycle(config), engine, lambda: next(stream), SingleTurn(scorer), Requests(config, 0, STOP))
     for _ in range(STEPS):
         groups = await driver.collect(trainer.policy_version)
         assert groups is not None

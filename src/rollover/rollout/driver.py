@@ -17,7 +17,7 @@ changing the order of what makes progress, and may end an extension or a scoring
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -38,9 +38,9 @@ class Driver:
     """Runs generation phases on one engine.
 
     `next_task` returns the next (task, prompt), None at the end of the stream. `environment` is asked after every
-    stopped generation whether the rollout goes on, and scores it when it is done. `stop_token_ids` (EOS) add to those
-    of the config. Without a `watchdog`, whatever hangs is waited for. `clock` counts the time that
-    each phase took. `on_abandon` is called before what is in flight is abandoned.
+    stopped generation whether the rollout goes on, and scores it when it is done. `requests` makes the engine's
+    requests. Without a `watchdog`, hanging calls are waited for. `clock` counts the time that each phase took.
+    `on_abandon` is called before what is in flight is abandoned.
 
     There are three ways to stop what is in flight, and these words mean them everywhere:
 
@@ -49,14 +49,13 @@ class Driver:
         abandon     nobody waits any more: what runs is parked with the tokens that it had before
     """
 
-    def __init__(  # noqa: PLR0913 - what the loop and each evaluation choose
+    def __init__(
         self,
         lifecycle: Lifecycle,
         engine: Engine,
         next_task: NextTask,
         environment: RunEnvironment,
-        run_seed: int,
-        stop_token_ids: Iterable[int] = (),
+        requests: Requests,
         watchdog: Watchdog | None = None,
         workflow: WorkflowConfig | None = None,
         on_abandon: Callable[[], None] | None = None,
@@ -67,8 +66,7 @@ class Driver:
         self.on_abandon = on_abandon
         self.clock = PhaseClock()
 
-        failure_limit = FailureLimit(lifecycle, self.watchdog.config.max_failures)
-        requests = Requests(config, run_seed, stop_token_ids, may_go_on=environment.has_turns)
+        failure_limit = FailureLimit(lifecycle, self.watchdog.config.max_failures, self.watchdog.max_filtered_steps)
         self.asker = Asker(engine, self.watchdog.config, failure_limit)
         self.player = Player(
             lifecycle,

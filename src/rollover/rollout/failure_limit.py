@@ -20,11 +20,12 @@ _MOST_CAUSES = 3  # of missing rewards, told
 class FailureLimit:
     """Told what becomes of each group and of each extension, in turn.
 
-    `max_failures`: failures in a row of one rollout's extensions that drop its group.
+    `max_failures`: failures in a row of one rollout's extensions that drop its group. `max_filtered_steps`: steps' worth
+    of filtered groups in a row that end the run; 0: no limit.
     """
 
-    def __init__(self, lifecycle: Lifecycle, max_failures: int = 1) -> None:
-        self._lifecycle, self._max_failures = lifecycle, max_failures
+    def __init__(self, lifecycle: Lifecycle, max_failures: int = 1, max_filtered_steps: int = 10) -> None:
+        self._lifecycle, self._max_failures, self._max_filtered_steps = lifecycle, max_failures, max_filtered_steps
         self._num_failed = self._num_given_up = self._num_filtered = self._num_engine_failures = 0
         self._causes: Counter[str] = Counter()  # of missing rewards of groups in a row, without numbers
         self._texts: dict[str, str] = {}
@@ -103,8 +104,8 @@ class FailureLimit:
     def _on_filtered(self, rewards: Sequence[Reward]) -> None:
         """Every group of many steps in a row was dropped by a filter: nothing says that another one will be kept."""
         self._num_filtered += 1
-        lifecycle, num = self._lifecycle, self._num_filtered
-        if not lifecycle.max_filtered_steps or num < lifecycle.config.groups_per_step * lifecycle.max_filtered_steps:
+        lifecycle, num, most = self._lifecycle, self._num_filtered, self._max_filtered_steps
+        if not most or num < lifecycle.config.groups_per_step * most:
             return
         counts = ", ".join(f"{name} {count}" for name, count in sorted(lifecycle.ledger.filtered.items()))
         scores = ", ".join(f"{r.score:g}" for r in rewards if r.score is not None)

@@ -86,21 +86,20 @@ class Lifecycle:
 
     `max_running`: rollouts that may run at once; None means no limit. A group with fewer than `min_valid_rewards`, as
     `num_valid` counts them, is dropped, and so is one for which `group_filter` answers (the filter's name, what is the
-    matter); `max_filtered_steps` steps' worth of those in a row are too many (failure_limit.py). `listeners` are
-    called after each event, in their order; `clock` says when it was. `first_group_id`: see RolloutCache.
+    matter). `listeners` are called after each event, in their order; `clock` says when it was. `first_group_id`: see
+    RolloutCache.
 
     `start`, `set_rewards`, `consume` and `on_new_version` decide, and carry out what they decided by the others: `run`,
     `score`, `take`, `drop`. Those decide nothing: what a journal tells can so happen again (run/replay.py).
     """
 
-    def __init__(  # noqa: PLR0913 - what a run, an evaluation and the planner choose
+    def __init__(
         self,
         config: RolloutConfig,
         max_running: int | None = None,
         min_valid_rewards: int = 2,
         listeners: Iterable[Callable[[Event], None]] = (),
         group_filter: Callable[[Group], tuple[str, str] | None] | None = None,
-        max_filtered_steps: int = 10,
         num_valid: Callable[[Group], int] | None = None,
         first_group_id: int = 0,
         clock: RunClock | None = None,
@@ -108,7 +107,6 @@ class Lifecycle:
         self.config = config
         self.min_valid_rewards, self.num_valid = min_valid_rewards, num_valid or num_valid_rewards
         self.group_filter = group_filter
-        self.max_filtered_steps = max_filtered_steps
         self.listeners, self.clock = list(listeners), clock or RunClock(lambda: 0.0)
         self.cache = RolloutCache(config.max_new_tokens, first_group_id)
         self.scheduler = Scheduler(config, max_running)

@@ -167,7 +167,7 @@ class GivenUp(Exception):
 class Watchdog:
     """Watches the rollouts and scorings in flight. `scoring_s`: how long a group's scoring may take by its own limits.
     `patient`: return an action for each stall. If False, the first stall raises GivenUp. `nobody_scores`: whether
-    scorings wait for someone who could do them: no scoring's time runs then.
+    scorings wait for someone who could do them: no scoring's time runs then. `max_filtered_steps`: as of FailureLimit.
 
     Counters, cumulative: see `stats`.
     """
@@ -179,8 +179,10 @@ class Watchdog:
         *,
         patient: bool = True,
         nobody_scores: Callable[[], bool] = lambda: False,
+        max_filtered_steps: int = 10,
     ) -> None:
         self.config, self.patient, self._nobody_scores = config, patient, nobody_scores
+        self.max_filtered_steps = max_filtered_steps
         self._extends: dict[str, _Extend] = {}
         self._stalls: dict[str, int] = {}  # by rollout id: in a row, without a token in between
         self._scorings = _Scorings(config.reward_timeout_s and config.reward_timeout_s + scoring_s)

@@ -28,6 +28,7 @@ from rollover.rewards.observer import RewardObserver
 from rollover.rewards.protocol import ScoringPool
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
+from rollover.rollout.requests import Requests
 from rollover.rollout.run_clock import RunClock
 from rollover.rollout.watchdog import Watchdog
 from rollover.run.environment import start_environment
@@ -169,7 +170,6 @@ class Parts:
                 config.engine.max_running,
                 config.min_valid_rewards,
                 group_filter=group_filter,
-                max_filtered_steps=config.filters.give_up_after_steps,
                 num_valid=Grouping(config.workflow, config.distill).most_valid,
                 clock=trace.clock,
             )
@@ -179,9 +179,14 @@ class Parts:
             prompts = prompts_for(environment.prompt, prompt_limit(config, engine.max_tokens))
             reroll = Reroll(config.reroll, config.train.num_steps, prompts)
             scoring_s = config.rewards.allowed_s(config.rollout.rollouts_per_group)
-            watchdog = Watchdog(config.watchdog, scoring_s, nobody_scores=lambda: pool.stands_still)
-            seed, workflow = config.run.seed, config.workflow
-            driver = Driver(lifecycle, engine, reroll, environment, seed, stops, watchdog, workflow, on_abandon)
+            watchdog = Watchdog(
+                config.watchdog,
+                scoring_s,
+                nobody_scores=lambda: pool.stands_still,
+                max_filtered_steps=config.filters.give_up_after_steps,
+            )
+            requests = Requests(config.rollout, config.run.seed, stops, may_go_on=environment.has_turns)
+            driver = Driver(lifecycle, engine, reroll, environment, requests, watchdog, config.workflow, on_abandon)
             reuse = Reuse(config, reroll, prompts.curriculum)
             lifecycle.clock.go_on()
             parts = cls(

@@ -15,6 +15,7 @@ from rollover.engine.protocol import Engine
 from rollover.envs.protocol import RunEnvironment
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
+from rollover.rollout.requests import Requests
 from rollover.rollout.watchdog import GivenUp, Watchdog
 from rollover.types import FIRST_EVAL_GROUP, Group, Prompt, Task
 
@@ -57,8 +58,7 @@ async def play_groups(
         engine,
         lambda: next(waiting, None),
         environment,
-        seed,
-        stop_token_ids,
+        Requests(rollout, seed, stop_token_ids, may_go_on=environment.has_turns),
         watchdog,
         config.workflow,
     )

@@ -16,6 +16,7 @@ from rollover.envs.build import SingleTurn
 from rollover.envs.protocol import RunEnvironment
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
+from rollover.rollout.requests import Requests
 from rollover.rollout.watchdog import Watchdog
 from rollover.staleness import group_staleness
 from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, rollout_seed
@@ -54,9 +55,7 @@ class Run:
         self.config = RolloutConfig.model_validate(defaults | config)
         self.engine = engine or FakeEngine(lengths)
         self.events: list[Event] = []
-        self.lifecycle = Lifecycle(
-            self.config, max_running, listeners=[self.events.append], group_filter=group_filter, max_filtered_steps=3
-        )
+        self.lifecycle = Lifecycle(self.config, max_running, listeners=[self.events.append], group_filter=group_filter)
         self.scheduler, self.cache, self.ledger = (
             self.lifecycle.scheduler,
             self.lifecycle.cache,
@@ -64,8 +63,10 @@ class Run:
         )
         self.num_tasks, self.cursor, self.version = num_tasks, 0, 0
         self.environment = environment or SingleTurn(scorer)
+        requests = Requests(self.config, 3, [EOS], may_go_on=self.environment.has_turns)
+        watchdog = watchdog or Watchdog(max_filtered_steps=3)
         self.driver = Driver(
-            self.lifecycle, self.engine, self.next_task, self.environment, 3, [EOS], watchdog, workflow
+            self.lifecycle, self.engine, self.next_task, self.environment, requests, watchdog, workflow
         )
         self.said: list[str] = []
         hear(self.said)

@@ -9,6 +9,7 @@ import pytest
 
 import virtual_time
 from rollover.rollout.lifecycle import EventKind
+from rollover.rollout.watchdog import Watchdog
 from rollover.types import DropReason, Group, Reward, Rollout
 from unit.rollout.run import PARTIAL, Run, assert_same_groups, ids
 
@@ -142,8 +143,8 @@ def test_no_end_of_filtered_groups_ends_the_run() -> None:
 
 
 def test_zero_steps_never_give_up() -> None:
-    run = Run(alike, group_filter=lambda group: None if group.group_id >= 20 else ("all", ""))
-    run.lifecycle.max_filtered_steps = 0
+    never = Watchdog(max_filtered_steps=0)
+    run = Run(alike, watchdog=never, group_filter=lambda group: None if group.group_id >= 20 else ("all", ""))
     assert ids(run.steps(1)) == [[20, 21]]
 
 

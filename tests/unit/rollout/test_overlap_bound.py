@@ -16,6 +16,7 @@ from rollover.config.rollout import RolloutConfig
 from rollover.envs.build import SingleTurn
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
+from rollover.rollout.requests import Requests
 from rollover.staleness import group_staleness
 from rollover.types import Prompt, Reward, Rollout, StopReason
 
@@ -169,7 +170,7 @@ def test_a_rollout_that_outlasts_many_steps_holds_the_step_up_before_it_gets_too
         engine,
         lambda: (make_task(next(tasks)), Prompt((1,))),
         SingleTurn(score),
-        run_seed=0,
+        Requests(config, 0),
     )
     ages = {}
 

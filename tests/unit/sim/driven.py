@@ -11,6 +11,7 @@ from rollover.envs.build import SingleTurn
 from rollover.envs.protocol import RunEnvironment
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, Lifecycle
+from rollover.rollout.requests import Requests
 from rollover.sim.turns import Turns
 from rollover.sim.workload import Workload
 from rollover.types import Prompt, Reward, Rollout, Segment, Task
@@ -78,5 +79,9 @@ def driver_over(
     lifecycle = Lifecycle(config, max_running, 1, [on_event])
     if turns is not None:
         tools = Tools(workload, turns)
-        return Driver(lifecycle, make_engine(tools), next_task, tools, run_seed=0)
-    return Driver(lifecycle, make_engine(Lengths(workload)), next_task, SingleTurn(score), run_seed=0)
+        return Driver(
+            lifecycle, make_engine(tools), next_task, tools, Requests(lifecycle.config, 0, may_go_on=tools.has_turns)
+        )
+    return Driver(
+        lifecycle, make_engine(Lengths(workload)), next_task, SingleTurn(score), Requests(lifecycle.config, 0)
+    )

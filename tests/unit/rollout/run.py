@@ -10,8 +10,7 @@ from fake_engine import FakeEngine
 from heard import hear
 from rollover.config.rollout import RolloutConfig
 from rollover.config.workflow import WorkflowConfig
-from rollover.engine.protocol import ExtendRequest
-from rollover.engine.stop import StopCriteria
+from rollover.engine.protocol import ExtendRequest, StopCriteria
 from rollover.envs.protocol import Environment
 from rollover.envs.single_turn import SingleTurn
 from rollover.rollout.driver import Driver

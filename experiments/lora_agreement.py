@@ -39,8 +39,7 @@ from local_trainer import local_trainer
 from rollover.config import Config, LoraConfig
 from rollover.config.load import load_config
 from rollover.engine.build import embedded_engine
-from rollover.engine.protocol import ExtendRequest
-from rollover.engine.stop import StopCriteria
+from rollover.engine.protocol import ExtendRequest, StopCriteria
 from rollover.models.load import LoadedModel, load_model
 from rollover.tasks.prompts import encode_prompt
 from rollover.tasks.stream import TaskStream

@@ -46,8 +46,7 @@ import tiny  # noqa: E402
 from rollover.config import Config  # noqa: E402
 from rollover.engine.embedded.engine import EmbeddedEngine  # noqa: E402
 from rollover.engine.process.engine import EngineDied, ProcessEngine  # noqa: E402
-from rollover.engine.protocol import ExtendRequest  # noqa: E402
-from rollover.engine.stop import StopCriteria  # noqa: E402
+from rollover.engine.protocol import ExtendRequest, StopCriteria  # noqa: E402
 from rollover.envs.build import SingleTurn  # noqa: E402
 from rollover.logs import messages_to  # noqa: E402
 from rollover.models.load import LoadedModel, load_model  # noqa: E402

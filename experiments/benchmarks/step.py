@@ -24,8 +24,7 @@ from rollover.api.session import run_training
 from rollover.config import Config
 from rollover.config.load import load_config
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.protocol import ExtendRequest
-from rollover.engine.stop import StopCriteria
+from rollover.engine.protocol import ExtendRequest, StopCriteria
 from rollover.models.devices import dtype_of, pick_device
 from rollover.models.team import prepare_process
 from rollover.track.sinks import read_rows

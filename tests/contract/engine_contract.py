@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 
 from rollover.config.logits import LogitsProcessing
-from rollover.engine.protocol import Engine, ExtendRequest
-from rollover.engine.stop import StopCriteria
+from rollover.engine.protocol import Engine, ExtendRequest, StopCriteria
 from rollover.types import Prompt, SamplingParams, Segment, StopReason, rollout_seed
 
 STATS = {

@@ -18,9 +18,8 @@ from contract.engine_contract import check_segments, logprobs_of, tokens_of
 from fault_server import FaultServer
 from heard import hear
 from rollover.config import Config
-from rollover.engine.protocol import EngineDied, ExtendRequest
+from rollover.engine.protocol import EngineDied, ExtendRequest, StopCriteria
 from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
-from rollover.engine.stop import StopCriteria
 from rollover.types import SamplingParams, Segment, StopReason
 
 PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8, 9)]

@@ -16,8 +16,7 @@ import tiny
 from contract import engine_contract
 from contract.engine_contract import logprobs_of, tokens_of
 from rollover.engine.build import EngineSetup, build_engine
-from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, WrongAnswer
-from rollover.engine.stop import StopCriteria
+from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, StopCriteria, WrongAnswer
 from rollover.types import Media, Prompt, SamplingParams, StopReason
 from tinker_service import FakeTinker
 

@@ -10,8 +10,7 @@ import pytest
 
 import async_speed
 import virtual_time
-from rollover.engine.protocol import ExtendRequest
-from rollover.engine.stop import StopCriteria
+from rollover.engine.protocol import ExtendRequest, StopCriteria
 from rollover.types import Prompt, SamplingParams, Segment, StopReason
 
 

@@ -11,8 +11,7 @@ import tiny
 from local_trainer import build_batch, local_trainer
 from rollover.config import AlgorithmConfig, EngineConfig, RolloutConfig, TrainConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.protocol import ExtendRequest
-from rollover.engine.stop import StopCriteria
+from rollover.engine.protocol import ExtendRequest, StopCriteria
 from rollover.envs.build import SingleTurn
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle

@@ -15,9 +15,9 @@ import pytest
 
 from contract import engine_contract
 from contract.engine_contract import check_segments, tokens_of
+from rollover.engine.protocol import StopCriteria
 from rollover.engine.remote.engine import RemoteEngine
 from rollover.engine.remote.hosts import ProcessHost
-from rollover.engine.stop import StopCriteria
 from rollover.types import SamplingParams, StopReason
 from vllm_server.engines import ARGS, engine, subject
 from vllm_server.serving import VllmServer, alive, descendants, named

@@ -14,12 +14,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from contract.engine_contract import check_segments, tokens_of, wait_for_tokens
-from rollover.engine.protocol import ExtendRequest
+from rollover.engine.protocol import ExtendRequest, StopCriteria
 from rollover.engine.remote.client import ServerClient
 from rollover.engine.remote.dialect import Chunk, GenerateRequest
 from rollover.engine.remote.engine import RemoteEngine
 from rollover.engine.remote.vllm import VllmDialect
-from rollover.engine.stop import StopCriteria
 from rollover.types import Prompt, SamplingParams, Segment, StopReason
 from vllm_server.engines import engine, subject
 from vllm_server.serving import VllmServer, wait_until

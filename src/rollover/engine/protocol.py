@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from rollover.config.logits import LogitsProcessing
-from rollover.engine.stop import StopCriteria
 from rollover.types import Media, Prompt, SamplingParams, Segment
 
 if TYPE_CHECKING:
     import torch
+
+    from rollover.config import RolloutConfig
 
 
 class EngineDied(RuntimeError):
@@ -31,6 +32,25 @@ class ImageRefused(ValueError):
 
 class WrongAnswer(ValueError):
     """What the engine gave for a rollout is nothing that a policy of this run can have sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopCriteria:
+    """What ends a turn before its budget: one of these tokens, which is its last; one of these strings in its text; one
+    pattern, repeated over so many of its last tokens (0: never)."""
+
+    token_ids: frozenset[int] = frozenset()
+    strings: tuple[str, ...] = ()
+    repetition_tokens: int = 0
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig, token_ids: Iterable[int], strings: Iterable[str] = ()) -> StopCriteria:
+        """Those of a configuration, and these tokens (EOS) and strings."""
+        return cls(
+            frozenset(token_ids) | frozenset(rollout.stop_token_ids),
+            (*rollout.stop, *strings),
+            rollout.stop_repetition_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,39 +7,15 @@ Kimi k1.5 (arXiv 2501.12599, section 2.6.2) stops generations that repeat themse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
+from rollover.engine.protocol import ExtendRequest
 from rollover.types import StopReason
-
-if TYPE_CHECKING:
-    from rollover.config import RolloutConfig
-    from rollover.engine.protocol import ExtendRequest
 
 CHECK_EVERY = 16  # tokens; at indices of the turn, so that interruptions change nothing
 MIN_REPEATS = 4
 _TOKENS_PER_CHARACTER = 4
 _MARGIN = 8
-
-
-@dataclass(frozen=True, slots=True)
-class StopCriteria:
-    """What ends a turn before its budget: one of these tokens, which is its last; one of these strings in its text; one
-    pattern, repeated over so many of its last tokens (0: never)."""
-
-    token_ids: frozenset[int] = frozenset()
-    strings: tuple[str, ...] = ()
-    repetition_tokens: int = 0
-
-    @classmethod
-    def of(cls, rollout: RolloutConfig, token_ids: Iterable[int], strings: Iterable[str] = ()) -> StopCriteria:
-        """Those of a configuration, and these tokens (EOS) and strings."""
-        return cls(
-            frozenset(token_ids) | frozenset(rollout.stop_token_ids),
-            (*rollout.stop, *strings),
-            rollout.stop_repetition_tokens,
-        )
 
 
 def stop_reason(

@@ -60,7 +60,7 @@ class Driver:
         workflow: WorkflowConfig | None = None,
         on_abandon: Callable[[], None] | None = None,
     ) -> None:
-        config = self.config = lifecycle.config
+        self.config = lifecycle.config
         self.lifecycle, self.engine, self.next_task = lifecycle, engine, next_task
         self.watchdog = watchdog or Watchdog()
         self.on_abandon = on_abandon

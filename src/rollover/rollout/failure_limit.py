@@ -20,8 +20,8 @@ _MOST_CAUSES = 3  # of missing rewards, told
 class FailureLimit:
     """Told what becomes of each group and of each extension, in turn.
 
-    `max_failures`: failures in a row of one rollout's extensions that drop its group. `max_filtered_steps`: steps' worth
-    of filtered groups in a row that end the run; 0: no limit.
+    `max_failures`: failures in a row of one rollout's extensions that drop its group. `max_filtered_steps`: steps'
+    worth of filtered groups in a row that end the run; 0: no limit.
     """
 
     def __init__(self, lifecycle: Lifecycle, max_failures: int = 1, max_filtered_steps: int = 10) -> None:

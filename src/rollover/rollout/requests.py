@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from rollover.config.rollout import RolloutConfig
-from rollover.engine.protocol import ExtendRequest
-from rollover.engine.stop import StopCriteria
+from rollover.engine.protocol import ExtendRequest, StopCriteria
 from rollover.envs.protocol import AS_CONFIGURED, TurnOptions, written
 from rollover.rollout.slots import token_budget
 from rollover.types import Rollout, SamplingParams, Segment, StopReason, rollout_seed

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollover.config import Config
-from rollover.engine.protocol import ExtendRequest
-from rollover.engine.stop import StopCriteria
+from rollover.engine.protocol import ExtendRequest, StopCriteria
 from rollover.envs.answer_text import Decode, answer_decoder
 from rollover.run.eval_parts import EvalParts
 from rollover.run.playing import together

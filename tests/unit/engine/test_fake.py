@@ -6,8 +6,7 @@ import dataclasses
 import pytest
 
 from fake_engine import FakeEngine
-from rollover.engine.protocol import ExtendRequest
-from rollover.engine.stop import StopCriteria
+from rollover.engine.protocol import ExtendRequest, StopCriteria
 from rollover.types import Prompt, SamplingParams, Segment, StopReason
 
 

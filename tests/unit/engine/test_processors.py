@@ -25,8 +25,7 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.embedded.processors import Processor
 from rollover.engine.embedded.structures import Structures
 from rollover.engine.process.messages import requests_from_json, requests_to_json
-from rollover.engine.protocol import ExtendRequest
-from rollover.engine.stop import StopCriteria
+from rollover.engine.protocol import ExtendRequest, StopCriteria
 from rollover.types import Prompt, SamplingParams, Segment, StopReason
 
 VOCAB = 40

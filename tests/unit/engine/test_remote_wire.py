@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from rollover.config.logits import LogitsProcessing
-from rollover.engine.protocol import ExtendRequest
+from rollover.engine.protocol import ExtendRequest, StopCriteria
 from rollover.engine.remote.client import ServerFailed
 from rollover.engine.remote.dialect import Chunk, GenerateRequest, ShownPrompt, Span, label_of, version_of
 from rollover.engine.remote.engine import without
 from rollover.engine.remote.server import check_expansion
 from rollover.engine.remote.vllm import parse_event, request_body
-from rollover.engine.stop import StopCriteria
 from rollover.types import Media, Prompt, SamplingParams
 
 REQUEST = ExtendRequest(

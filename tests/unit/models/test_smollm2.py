@@ -15,8 +15,7 @@ import torch
 from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, EngineConfig, ModelConfig, TrainConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.protocol import ExtendRequest
-from rollover.engine.stop import StopCriteria
+from rollover.engine.protocol import ExtendRequest, StopCriteria
 from rollover.models import smollm2
 from rollover.models.load import LoadedModel, cast_parameters, load_model, stop_token_ids
 from rollover.types import Prompt, Sample, SamplingParams, rollout_seed

@@ -10,8 +10,7 @@ from fake_engine import FakeEngine
 from heard import hear
 from rollover.config.rollout import RolloutConfig
 from rollover.config.workflow import WorkflowConfig
-from rollover.engine.protocol import ExtendRequest
-from rollover.engine.stop import StopCriteria
+from rollover.engine.protocol import ExtendRequest, StopCriteria
 from rollover.envs.build import SingleTurn
 from rollover.envs.protocol import RunEnvironment
 from rollover.rollout.driver import Driver

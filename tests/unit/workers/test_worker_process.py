@@ -36,7 +36,7 @@ def make() -> Iterator[Make]:
     def made(**options: Any) -> Worker:
         path = os.pathsep.join(filter(None, [str(TESTS), child_environment().get("PYTHONPATH", "")]))
         environment = child_environment() | {"PYTHONPATH": path}
-        options = {"environment": environment, "max_bytes": MAX_BYTES} | options
+        options = {"environment": environment, "limits": WorkerLimits(MAX_BYTES)} | options
         workers.append(Worker("the child", "unit.workers.child", MAX_BYTES, **options))
         return workers[-1]
 
@@ -161,7 +161,7 @@ def test_replies_that_came_during_a_stall_of_the_loop_count(make: Make) -> None:
 
 
 def test_a_stopped_child_is_killed_after_its_limit(make: Make) -> None:
-    worker = make(limits=WorkerLimits(stopped_s=0.5))
+    worker = make(limits=WorkerLimits(MAX_BYTES, 0.5))
     assert isinstance(reply_to(worker, do="stop"), WorkerDied)
     assert worker.stopped_s >= 0.5 and worker.exit_code == -signal.SIGKILL
 

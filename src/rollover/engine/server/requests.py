@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rollover.config.logits import LogitsProcessing
-from rollover.engine.protocol import ExtendRequest
-from rollover.engine.stop import StopCriteria
+from rollover.engine.protocol import ExtendRequest, StopCriteria
 from rollover.images import Places, stored
 from rollover.openai_wire import MAX_ID, Fields, Number, Refusal, StreamOptions
 from rollover.types import Media, Prompt, SamplingParams

@@ -48,6 +48,16 @@ class Memory:
 NOTHING: Any = SimpleNamespace(sync=lambda: None)
 
 
+class Prompts:
+    """The version that tasks are made for."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    def on_step(self, version: int) -> None:
+        self.version = version
+
+
 def event_log(journal: Any, prompts: Any) -> EventLog:
     return EventLog(journal, RunClock(lambda: 1.5), prompts)
 
@@ -106,7 +116,7 @@ class Parts:
         self.lifetimes.load_state_dict({}, self.lifecycle.cache.groups.values(), version, 0.0)
         self.lifecycle.listeners = [self.lifetimes.on_event, self.trace.on_event]
         self.trainer = SimpleNamespace(policy_version=version)
-        self.prompts = SimpleNamespace(version=version)
+        self.prompts = Prompts(version)
         self.num_tasks = next_task
 
     def next_task(self, attempt: int) -> Any:
@@ -265,7 +275,7 @@ def running(world_tokens: int = 3) -> tuple[Lifecycle, EventLog, Memory, Any]:
     """(a lifecycle with one running rollout that has `world_tokens` of an earlier run, its writer, ...)."""
     config = RolloutConfig(group_size=1, groups_per_step=1, max_new_tokens=20)
     lifecycle, journal = Lifecycle(config, None, MIN_VALID), Memory()
-    writer = event_log(journal, SimpleNamespace(version=0))
+    writer = event_log(journal, Prompts(0))
     lifecycle.listeners = [writer.on_event]
     lifecycle.admit(make_task(0), Prompt((1, 2, 3)), 0)
     (rollout,) = lifecycle.start(0)

@@ -8,14 +8,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rollover.plugins.convert.bash.state import State
 from rollover.plugins.convert.bash.text import Piece, Text, joined, plain, unknown
 from rollover.plugins.convert.files import text_of
-
-if TYPE_CHECKING:
-    from rollover.plugins.convert.bash.script import Run
 
 _SHELLS = ("bash", "sh", "zsh", "dash")
 _DECLARING = ("export", "declare", "typeset", "local", "readonly", "unset")
@@ -114,6 +111,20 @@ class Script:
         for file in filter(os.path.isfile, files):
             return file, plain(text_of(Path(file)))
         raise ValueError("it is not a regular file" if any(map(os.path.exists, files)) else "it is not there")
+
+
+class Run(Protocol):
+    """The evaluation of a script (script.py), as commands see it."""
+
+    state: State
+    script: Script
+    path: str
+
+    def call(self, name: str, arguments: list[Text]) -> None:
+        """Evaluate a function."""
+
+    def within(self, text: Text, state: State, line: int, path: str = "") -> None:
+        """Evaluate another text as a script. path: of its file, if it has another one."""
 
 
 def _place(state: State, path: str) -> str:

@@ -15,7 +15,7 @@ import torch
 from bench_arguments import bench_arguments
 from benchmarks import engine, show
 from rollover.models.load import resolve_path
-from rollover.models.team import prepare_process
+from rollover.models.threads import prepare_process
 from vllm_peer import VllmPeer, python
 
 RUNS = 3

@@ -106,7 +106,7 @@ class Sizes:
     def config(self, shape: str, *overrides: tuple[str, str]) -> Any:
         """The configuration for the model of this shape."""
         from rollover.config.load import load_config
-        from rollover.models.team import prepare_process
+        from rollover.models.threads import prepare_process
 
         values = [
             ("model.path", self.folder(shape)), ("model.dtype", self.dtype), ("model.device", self.device),

@@ -19,7 +19,7 @@ from benchmarks.step import PARTIAL, run_ours
 from rollover.cli import split_overrides
 from rollover.config import Config
 from rollover.config.load import ConfigError, load_config
-from rollover.models.team import prepare_process
+from rollover.models.threads import prepare_process
 
 LAST = 5  # steps at the end whose mean reward is compared
 

@@ -20,7 +20,7 @@ from rollover.config import (
     WorkflowConfig,
 )
 from rollover.models.load import LoadedModel
-from rollover.models.team import Team
+from rollover.models.threads import Team
 from rollover.staleness import EVERY_VERSION
 from rollover.trainer.backend import BackendSetup
 from rollover.trainer.batch import Batch, make_batch

@@ -20,7 +20,7 @@ from rollover.engine.build import embedded_engine
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import load_model
-from rollover.models.team import prepare_process
+from rollover.models.threads import prepare_process
 from rollover.trainer.lora import adapter_weights, add_lora, base_weights, merged_weights
 from rollover.types import Prompt, SamplingParams
 

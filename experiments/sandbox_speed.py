@@ -20,9 +20,9 @@ from collections.abc import Callable
 
 from rollover.plugins.sandbox.cases import cases_of
 from rollover.plugins.sandbox.guarantees import probed
-from rollover.plugins.sandbox.inside import program, runner
-from rollover.plugins.sandbox.inside.syscalls import prepare_filter
-from rollover.plugins.sandbox.inside.values import to_json
+from rollover.plugins.sandbox.guest import program, runner
+from rollover.plugins.sandbox.guest.syscalls import prepare_filter
+from rollover.plugins.sandbox.guest.values import to_json
 from rollover.plugins.sandbox.judge import Judge, Limits
 from rollover.plugins.sandbox.launch import Launch
 

@@ -21,7 +21,7 @@ from rollover.config import Config
 from rollover.engine.server.vllm import find_vllm
 from rollover.models.devices import dtype_of, engine_device
 from rollover.models.load import cast_parameters, load_model
-from rollover.models.team import prepare_process
+from rollover.models.threads import prepare_process
 
 RUNS = 3
 CASES = (1, 16, 64)

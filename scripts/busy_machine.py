@@ -53,7 +53,7 @@ class Worker:
         from rollover.engine.build import embedded_engine
         from rollover.models.devices import dtype_of, pick_device
         from rollover.models.load import load_model
-        from rollover.models.team import Team, prepare_process
+        from rollover.models.threads import Team, prepare_process
         from rollover.trainer.batch import Batch
 
         prepare_process(config)

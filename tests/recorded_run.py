@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from rollover.track.jsonl import EvalFile, MetricsFile
 from rollover.track.recorder import Format, RolloutRecorder
-from rollover.track.sinks import EvalFile, MetricsFile
 from rollover.track.trace import TRACE, TraceEvent, TraceFile
 from rollover.track.tracker import RecordedGroup
 from rollover.types import (

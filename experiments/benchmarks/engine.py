@@ -20,7 +20,7 @@ from rollover.models.devices import dtype_of, engine_device
 from rollover.models.load import load_model
 from rollover.models.packed import PackedWeight
 from rollover.models.peak import peak_flops
-from rollover.models.team import prepare_process
+from rollover.models.threads import prepare_process
 
 PROMPT_TOKENS = 32
 NEW_TOKENS = 128

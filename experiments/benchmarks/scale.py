@@ -18,7 +18,7 @@ from rollover.config import Config, EngineConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.models.devices import dtype_of, pick_device
 from rollover.models.load import load_model
-from rollover.models.team import prepare_process
+from rollover.models.threads import prepare_process
 from rollover.trainer.batch import Batch
 
 SEQUENCES = (1, 4, 16, 64, 256)

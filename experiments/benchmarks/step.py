@@ -26,8 +26,8 @@ from rollover.config.load import load_config
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest, StopCriteria
 from rollover.models.devices import dtype_of, pick_device
-from rollover.models.team import prepare_process
-from rollover.track.sinks import read_rows
+from rollover.models.threads import prepare_process
+from rollover.track.jsonl import read_rows
 from rollover.types import Segment
 
 GROUPS, SIZE, NEW_TOKENS = 8, 8, 128

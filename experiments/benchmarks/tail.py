@@ -28,7 +28,7 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.envs.build import SingleTurn
 from rollover.models.devices import dtype_of, pick_device
 from rollover.models.load import load_model
-from rollover.models.team import prepare_process
+from rollover.models.threads import prepare_process
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.rollout.requests import Requests

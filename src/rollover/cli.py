@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         code = 1
     if threading.active_count() > 1:
-        from rollover.ending import bound_end
+        from rollover.shutdown import bound_end
 
         bound_end(code)
     return code

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rollover.alike import alike
+from rollover.suggest import alike
 
 MOST_LINE_BYTES = 1 << 27  # of a line that somebody else wrote; a rollout of 500,000 tokens has about 100 MB
 MOST_ROW_BYTES = 1 << 24  # of a line of metrics.jsonl, eval.jsonl or trace.jsonl, and of a JSON file of settings

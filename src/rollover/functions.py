@@ -25,9 +25,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rollover.alike import alike
 from rollover.files import local_path, short_path
 from rollover.live_objects import LIVE, live_object
+from rollover.suggest import alike
 from rollover.text import one_line
 
 _MAX_ERROR_CHARS = 500

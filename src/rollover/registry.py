@@ -14,7 +14,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rollover.alike import did_you_mean
+from rollover.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -9,7 +9,7 @@ import tiny
 from rollover.config import Config
 from rollover.models.devices import pick_device
 from rollover.models.load import load_model
-from rollover.models.team import Team
+from rollover.models.threads import Team
 from rollover.trainer.backend import BackendSetup
 from rollover.trainer.build import make_local
 from rollover.trainer.local_backend import LocalBackend

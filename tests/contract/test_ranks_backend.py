@@ -25,7 +25,7 @@ from rollover.checkpoint.store import CheckpointStore, CheckpointWriteError
 from rollover.config import Config
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.functions import FunctionError
-from rollover.models.team import Team
+from rollover.models.threads import Team
 from rollover.trainer.backend import REFERENCE, TEACHER, Stream, TrainerBackend
 from rollover.trainer.batch import Batch
 from rollover.trainer.objective import Counts
@@ -36,7 +36,7 @@ from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.streams import with_stream
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
-from rollover.weights.one_by_one import WholeFile
+from rollover.weights.safetensors_stream import WholeFile
 from rollover.weights.weights_file import OwnFolder
 from samples import random_samples
 from unit.trainer.shard_jobs import digests

@@ -27,7 +27,7 @@ from rollover.engine.server import embedded
 from rollover.engine.server.app import make_app
 from rollover.http_server import HttpServer
 from rollover.models.load import LoadedModel, load_model
-from rollover.models.team import Team
+from rollover.models.threads import Team
 from rollover.models.vision import Vision, placeholder_ids
 from rollover.trainer.passes import Passes
 from rollover.types import Prompt, Sample, SamplingParams

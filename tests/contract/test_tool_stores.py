@@ -24,8 +24,8 @@ from rollover.config import TrackConfig
 from rollover.plugins.trackers.names import TOOLS
 from rollover.plugins.trackers.tool import About, numbers_of, numbers_of_eval
 from rollover.plugins.trackers.tools import Tools
+from rollover.track.jsonl import EvalFile, MetricsFile, read_rows
 from rollover.track.metric_keys import METRICS
-from rollover.track.sinks import EvalFile, MetricsFile, read_rows
 from rollover.track.tracker import Cut, RecordedGroup, RunInfo, Trackers
 from samples import group, rollout, segment
 

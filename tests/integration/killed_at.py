@@ -1,6 +1,6 @@
 """`rollover` that gets SIGKILL at the Nth call of one of its public methods, before that does anything.
 
-python killed_at.py rollover.track.sinks:JsonlSink.write 3 train RECIPE ...
+python killed_at.py rollover.track.jsonl:JsonlSink.write 3 train RECIPE ...
 """
 
 from __future__ import annotations

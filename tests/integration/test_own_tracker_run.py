@@ -94,7 +94,7 @@ def test_one_that_goes_on_with_a_killed_run_has_each_step_once(tmp_path: Path) -
     """The kill comes before the fourth row, which it has been told, and is told again."""
     journal = ["--checkpoint.journal_s", "0"]
     file = recipe(tmp_path, "Kept", steps=6)
-    killed = runs.rollover("rollover.track.sinks:JsonlSink.write", 4, "train", file, *journal, script=KILLED_AT)
+    killed = runs.rollover("rollover.track.jsonl:JsonlSink.write", 4, "train", file, *journal, script=KILLED_AT)
     assert killed.returncode == -signal.SIGKILL and list(kept(tmp_path)["rows"]) == ["1", "2", "3", "4"]
     assert main(["train", str(file), "--resume", *journal]) == 0
     assert list(kept(tmp_path)["rows"]) == ["1", "2", "3", "4", "5", "6"] and kept(tmp_path)["starts"] == 2
@@ -115,7 +115,7 @@ def test_a_step_whose_row_is_written_has_been_told(tmp_path: Path) -> None:
 def test_the_row_of_a_step_that_is_trained_again_has_the_users_own_metrics(tmp_path: Path) -> None:
     (tmp_path / "metric.py").write_text("def sizes(groups):\n    return {'groups': len(groups)}\n")
     file = recipe(tmp_path, track={"live": "plain", "metrics": f"{tmp_path}/metric.py:sizes"})
-    killed = runs.rollover("rollover.track.sinks:JsonlSink.write", 3, "train", file, script=KILLED_AT)
+    killed = runs.rollover("rollover.track.jsonl:JsonlSink.write", 3, "train", file, script=KILLED_AT)
     assert killed.returncode == -signal.SIGKILL
     assert main(["train", str(file), "--resume"]) == 0
     assert [row["own/groups"] for row in runs.json_lines(tmp_path / "run" / "metrics.jsonl")] == [3, 3, 3, 3]

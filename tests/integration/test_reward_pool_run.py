@@ -10,7 +10,7 @@ import runs
 
 from rollover import cli
 from rollover.plugins.dashboard.indexed_run import IndexedRun
-from rollover.plugins.dashboard.told import told
+from rollover.plugins.dashboard.rollout_detail import told
 from rollover.track.metrics import validate
 
 # Every second task misbehaves, each kind of failure in turn; a fault is that of one sample, not of its siblings.

@@ -13,7 +13,7 @@ from endings import CHECKPOINT, end, train, train_until
 from runs import check_whole
 
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.track.sinks import JsonlSink
+from rollover.track.jsonl import JsonlSink
 from rollover.track.trace import spans
 
 

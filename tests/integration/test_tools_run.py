@@ -30,7 +30,7 @@ def test_a_killed_run_goes_on_in_the_same_events(tmp_path: Path, lost_steps: str
     """The kill comes after a checkpoint and a step: that is trained again, or rolled back and other ones come."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     file, rest = recipe(tmp_path, "tensorboard"), ["--checkpoint.lost_steps", lost_steps]
-    killed = runs.rollover("rollover.track.sinks:MetricsFile.on_step", 4, "train", file, *rest, script=KILLED_AT)
+    killed = runs.rollover("rollover.track.jsonl:MetricsFile.on_step", 4, "train", file, *rest, script=KILLED_AT)
     assert killed.returncode == -signal.SIGKILL
     assert main(["train", str(file), "--resume", *rest]) == 0
     read = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"scalars": 0})
@@ -111,7 +111,7 @@ def test_a_finished_run_leaves_its_model_and_one_that_was_stopped_does_not(
         place = Path(run.info.artifact_uri.removeprefix("file://"))
         return {path.relative_to(place).as_posix(): path.read_bytes() for path in place.rglob("*") if path.is_file()}
 
-    killed = runs.rollover("rollover.track.sinks:MetricsFile.on_step", 4, "train", file, script=KILLED_AT)
+    killed = runs.rollover("rollover.track.jsonl:MetricsFile.on_step", 4, "train", file, script=KILLED_AT)
     assert killed.returncode == -signal.SIGKILL
     assert not [name for name in kept() if name.startswith(("model/", "records/"))]
     for _ in range(2):  # what is finished gives it once more

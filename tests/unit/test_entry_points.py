@@ -19,7 +19,7 @@ from rollover.config.load import load_config
 from rollover.config.schema import leaves
 from rollover.config.table import UNSETTLED, ConfigError, Table, entry_points_of, row_of, table_of
 from rollover.config.trust import FUNCTIONS, OfRun, named, text_options
-from rollover.rewards.chosen import chosen_for
+from rollover.rewards.routing import chosen_for
 
 PLACE = "untouched:attribute"
 

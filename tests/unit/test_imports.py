@@ -20,10 +20,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
     {"types", "staleness", "trajectories"},
     {
-        "alike",
+        "suggest",
         "back_off",
         "config",
-        "ending",
+        "shutdown",
         "files",
         "functions",
         "http_guard",
@@ -55,7 +55,7 @@ LEVEL = {part: i for i, parts in enumerate(LEVELS) for part in parts}
 
 OF_AN_EXTRA = tuple(f"plugins/trackers/{tool}_tool.py" for tool in TOOLS)
 MAY_ASYNCIO = (
-    "ending.py",
+    "shutdown.py",
     "functions.py",
     "workers/",
     "http_server.py",
@@ -108,11 +108,11 @@ NO_TORCH = (
     "live_objects.py",
     "cli.py",
     "commands/",
-    "models/team_size.py",
+    "models/thread_tuner.py",
 )
 # Between a process of ours and its child, through a pipe that no one else writes to; nowhere else.
 # The second sends our own code to our own child, and reads none.
-MAY_PICKLE = ("rewards/travel.py", "plugins/sandbox/launch.py")
+MAY_PICKLE = ("rewards/serialization.py", "plugins/sandbox/launch.py")
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
 
@@ -177,7 +177,7 @@ def test_asyncio_only_in_the_shells():
 
 def test_near_names_are_looked_for_in_one_place():
     def stray(path: Path) -> Iterator[tuple[int, str]]:
-        if name_of(path) != "alike.py":
+        if name_of(path) != "suggest.py":
             yield from (hit for hit in imports(path) if hit[1] == "difflib")
 
     assert find(stray) == []
@@ -202,7 +202,7 @@ def test_code_of_the_user_is_loaded_in_one_place():
     loads = {"spec_from_file_location", "exec_module", "run_path", "run_module", "exec", "__import__"}
 
     def loaders(path: Path) -> Iterator[tuple[int, str]]:
-        inside = name_of(path).startswith("plugins/sandbox/inside/")
+        inside = name_of(path).startswith("plugins/sandbox/guest/")
         if not inside and name_of(path) not in ("functions.py", "engine/vllm_worker.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in loads:

@@ -19,7 +19,7 @@ from rollover.config import EngineConfig, LoraConfig, ModelConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import LoadedModel, load_model
-from rollover.models.team import Team
+from rollover.models.threads import Team
 from rollover.models.vision import Vision, placeholder_ids, tower_modules
 from rollover.tasks.prompts import encode_prompt
 from rollover.trainer.lora import adapter_weights, add_lora

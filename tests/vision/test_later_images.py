@@ -19,7 +19,7 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.envs.chat import Chat
 from rollover.envs.protocol import why_not_written, written
 from rollover.models.load import LoadedModel
-from rollover.models.team import Team
+from rollover.models.threads import Team
 from rollover.models.vision import placeholder_ids
 from rollover.tasks.image_parts import stored_of_program
 from rollover.trainer.passes import Passes

@@ -17,7 +17,7 @@ from contract.engine_contract import logprobs_of, tokens_of
 from rollover.engine.protocol import EngineDied, ExtendRequest
 from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
 from rollover.models.load import LoadedModel, as_in_files
-from rollover.models.team import Team
+from rollover.models.threads import Team
 from rollover.models.vision import Vision, placeholder_ids
 from rollover.trainer.passes import Passes
 from rollover.types import Prompt, Sample, SamplingParams, Segment

@@ -14,9 +14,9 @@ import numpy as np
 
 from rollover.algorithms.filters import Metric, value_of
 from rollover.algorithms.precomputed import brings_all
-from rollover.alike import did_you_mean
 from rollover.config import DistillConfig, RoleConfig, WorkflowConfig
 from rollover.functions import OwnFunction, described, own_function
+from rollover.suggest import did_you_mean
 from rollover.trajectories import Episode, Trajectory, TrajectoryGroup, by_role, episodes_of
 from rollover.types import Group
 

@@ -23,7 +23,6 @@ from rollover.api.settings import Arguments, Layer, Settings
 from rollover.config import Config
 from rollover.config.cluster import check_can_train
 from rollover.config.load import Resolved
-from rollover.ending import run_bounded
 from rollover.files import paths_begin_in, start_folder
 from rollover.images import media_kept_in
 from rollover.logs import terminal
@@ -31,8 +30,9 @@ from rollover.run.directory import RunDirectory
 from rollover.run.loop import Step
 from rollover.run.restart import RestartableRun, running
 from rollover.run.stop import Stop, signals_to, take_signals
+from rollover.shutdown import run_bounded
 from rollover.track.health import why_nothing_was_trained
-from rollover.track.sinks import read_rows
+from rollover.track.jsonl import read_rows
 from rollover.track.summary import print_summary
 
 INTERRUPTED = 130

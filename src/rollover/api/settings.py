@@ -16,7 +16,6 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from rollover import system
-from rollover.alike import did_you_mean
 from rollover.config import Config, ConfigError, Table
 from rollover.config.load import PYTHON, Resolved, load_config
 from rollover.config.presets import PRESETS
@@ -29,7 +28,8 @@ from rollover.files import read_tables
 from rollover.live_objects import LIVE, hold, is_live, live_object, name_of, release
 from rollover.logs import terminal
 from rollover.processes import prepare_libraries
-from rollover.rewards.travel import packed
+from rollover.rewards.serialization import packed
+from rollover.suggest import did_you_mean
 from rollover.tasks.live import LiveStream, live_rows
 from rollover.workflows.distilled import distill_options
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from rollover.api.session import Session, finish
 from rollover.api.settings import Arguments
-from rollover.ending import run_bounded
 from rollover.run.stop import signals_to
+from rollover.shutdown import run_bounded
 
 _SIGNAL_S = 0.5
 

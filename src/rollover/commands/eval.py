@@ -38,12 +38,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
     config = load(args.files, overrides).config
-    from rollover.ending import run_bounded
     from rollover.files import check_output_file, local_path
     from rollover.run.evaluate import summarised
+    from rollover.shutdown import run_bounded
     from rollover.text import printable_lines
-    from rollover.track.against import compared, read_recorded
     from rollover.track.answers import print_worst, worst, write_answers
+    from rollover.track.compare_evals import compared, read_recorded
 
     if config.eval.num_tasks == 0:
         raise ValueError("eval.num_tasks = 0 means no evaluation: set it, for instance --eval.num_tasks 100")
@@ -98,8 +98,8 @@ def print_eval(result: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from rollover.track.console import new_console, shown
     from rollover.track.figures import with_interval
-    from rollover.track.shown import new_console, shown
     from rollover.track.statistics import PER_K, parts_of
 
     console = new_console()

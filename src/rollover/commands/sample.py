@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     if not args.files or args.model or args.json or args.trust:
         raise ValueError("give FILE.toml, or a rollout of a run by --from, to which --model, --trust and --json belong")
     config = load(args.files, overrides, require_sources=False).config
-    from rollover.ending import run_bounded
+    from rollover.shutdown import run_bounded
     from rollover.text import printable_lines
 
     workflow, grace_s = config.workflow, config.watchdog.grace_s
@@ -76,11 +76,11 @@ def run_from(args: argparse.Namespace, overrides: Overrides) -> int:
     from rollover.api.settings import settings_of_run
     from rollover.config.load import load_config
     from rollover.config.trust import OfRun
-    from rollover.ending import run_bounded
     from rollover.files import local_path
     from rollover.images import media_kept_in
     from rollover.processes import prepare_libraries
     from rollover.run.branch import Weights, continue_from, newest_weights
+    from rollover.shutdown import run_bounded
 
     if args.prompt is not None or args.columns is not None:
         raise ValueError("--from has the prompt of its rollout: leave --prompt and --columns out")

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
         from rollover.engine.server.vllm import run_vllm
 
         return run_vllm(config, host=args.host, port=args.port, ready=ready)
-    from rollover.ending import run_bounded
+    from rollover.shutdown import run_bounded
 
     try:
         from rollover.engine.server.embedded import serve

@@ -7,10 +7,10 @@ import json
 from collections.abc import Callable
 from typing import Any, Literal
 
-from rollover.alike import did_you_mean
 from rollover.config.logits import LogitsConfig
 from rollover.config.table import Inert, Refused, Rule, value_of, wrong
 from rollover.functions import is_number
+from rollover.suggest import did_you_mean
 
 Correction = Literal[
     "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "icepop", "segment_truncate",

@@ -15,7 +15,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rollover.alike import did_you_mean
 from rollover.config.presets import PRESETS
 from rollover.config.recipes import located
 from rollover.config.schema import Config, choices_of, default_of, expected, field_at, leaves, takes_text
@@ -25,6 +24,7 @@ from rollover.config.table import UNSETTLED, ConfigError, Layer, Table, put, row
 from rollover.config.toml_file import read_toml
 from rollover.config.trust import OfRun
 from rollover.config.workflow import PER_STEP, PER_STEP_IS
+from rollover.suggest import did_you_mean
 
 COMMAND_LINE = "command line"
 PYTHON = "Python"  # what a program gives in place of a file

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollover.alike import alike
 from rollover.config.table import ConfigError
+from rollover.suggest import alike
 
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 QUICKSTART = "quickstart"

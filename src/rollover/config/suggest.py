@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
-from rollover.alike import alike, likeness
 from rollover.config.schema import RENAMED, Config, leaves, names, tables
 from rollover.config.table import row_of
+from rollover.suggest import alike, similarity
 
 _IN_ITS_TABLE = 0.65
 _ELSEWHERE = 0.8
@@ -92,6 +92,6 @@ def _near(name: str, known: Iterable[str], cutoff: float) -> list[str]:
     """Up to two of `known`, best first: alike as strings, or begun by `name`."""
     known = list(known)
     found = alike(name, known, 2, cutoff)
-    if len(found) == 2 and likeness(name, found[0]) - likeness(name, found[1]) > 0.1:
+    if len(found) == 2 and similarity(name, found[0]) - similarity(name, found[1]) > 0.1:
         found.pop()
     return found or [k for k in known if len(name) >= 4 and k.startswith(name)][:2]

@@ -236,7 +236,7 @@ def on_fields(table: type[Table], prefix: str) -> list[Rule]:
     for name, info in table.model_fields.items():
         rules += [needs.rule(f"{prefix}.{name}") for needs in needs_of(info)]
         kind = entry_points_of(info)
-        if kind and kind != "rewards":  # whose names have parameters: rewards/chosen.py
+        if kind and kind != "rewards":  # whose names have parameters: rewards/routing.py
             rules.append(_known(f"{prefix}.{name}", kind, info.get_default(call_default_factory=True)))
     return rules
 

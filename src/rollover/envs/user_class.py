@@ -18,10 +18,10 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from rollover.alike import did_you_mean
 from rollover.envs.saved_states import KINDS
 from rollover.envs.tools import tool_schemas
 from rollover.functions import OwnFunction, described, own_function
+from rollover.suggest import did_you_mean
 from rollover.types import Task
 
 KEY = "workflow.environment"

@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from rollover.alike import alike
 from rollover.config import ModelConfig
 from rollover.files import did_you_mean_path, local_path
 from rollover.models.smollm2 import ALIAS, HUB_ID, cache_root, smollm2_folder
+from rollover.suggest import alike
 
 
 def _download(url: str) -> Path:

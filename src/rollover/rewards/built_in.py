@@ -18,9 +18,9 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from rollover.alike import alike, did_you_mean
 from rollover.live_objects import own_name
 from rollover.registry import PLUGINS, registered, why_unknown
+from rollover.suggest import alike, did_you_mean
 
 # prompt: str | list of messages; completion: str; completion_ids; num_turns; trainer_state; columns; source
 Item = dict[str, Any]

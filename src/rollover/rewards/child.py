@@ -1,8 +1,8 @@
 """What runs in a reward worker's process: the reward functions (rewards/worker.py is the parent's end).
 
-A function that the program of the parent handed
-over comes inside the message that loads it (rewards/travel.py). Functions run in the main thread, so they may use
-signal.alarm. It never limits time: the parent kills it. Services are told how much there is.
+A function object of the parent arrives inside the message that loads it (rewards/serialization.py). Functions run in
+the main thread, so they may use signal.alarm. The parent limits time, by killing the process; services get the
+remaining time.
 
     in   {"op": "load", "spec"}                    out  {"pid", "mode": "each" | "together" | "batch"} | a failure
     in   {"op": "score", "spec", "items": [...],
@@ -24,9 +24,9 @@ from typing import Any
 
 from rollover.processes import limit_memory
 from rollover.rewards import service
+from rollover.rewards.composite import LoadedSum, loaded
 from rollover.rewards.registry import MAX_REPLY_BYTES, Item, LoadedReward, runner
-from rollover.rewards.several import LoadedSum, loaded
-from rollover.rewards.travel import unpacked
+from rollover.rewards.serialization import unpacked
 from rollover.workers.child import Calls, ReplyTooLong, clear_alarm, failure_of
 
 _MAX_ERROR_CHARS = 2000

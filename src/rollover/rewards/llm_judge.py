@@ -1,6 +1,6 @@
 """The reward `llm_judge`: a model behind an OpenAI-compatible endpoint is asked for a score of the completion.
 
-What it answered is kept in a SQLite file (judged.py): a run that goes on, or another with the same judge, pays for
+What it answered is kept in a SQLite file (judge_cache.py): a run that goes on, or another with the same judge, pays for
 nothing twice. The file counts what was spent, too, over all workers of a run. Where there is no score (the endpoint
 fails, the budget is spent, the answer holds none) the reward is missing, never 0.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.rewards.answers import answer_of
-from rollover.rewards.judged import Ask, Judged
+from rollover.rewards.judge_cache import Ask, JudgeCache
 from rollover.rewards.service import Again, Service
 from rollover.text import encodable
 from rollover.types import content_text
@@ -82,7 +82,7 @@ def llm_judge(  # noqa: PLR0913 - the parameters of the reward
         retries=retries,
         token=os.environ.get(api_key_env, ""),
     )
-    kept = Judged(Path(base_dir) / cache, max_tokens_spent) if cache else None
+    kept = JudgeCache(Path(base_dir) / cache, max_tokens_spent) if cache else None
 
     asked = _asker(service)
 

@@ -25,7 +25,7 @@ from rollover.config import RewardsConfig
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.quarantine import Quarantine
 from rollover.rewards.registry import Mode
-from rollover.rewards.travel import packed
+from rollover.rewards.serialization import packed
 from rollover.rewards.worker import RewardWorker, WorkerHealth
 from rollover.types import Reward, Task
 

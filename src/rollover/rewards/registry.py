@@ -3,7 +3,7 @@
 Owns the two accepted signatures (each as `def` or `async def`) and the meaning of what a function returns. Never talks
 to a pipe and never sets a time limit. A spec is one of
     NAME, NAME/RULE, NAME/{"parameter": ...}       a built-in reward (rewards/built_in.py)
-    functions/[{"function": ..., "weight": ...}]   several (rewards/several.py)
+    functions/[{"function": ..., "weight": ...}]   several (rewards/composite.py)
     module:function, path.py:function              a user's function, which sees the raw completion
 """
 
@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from rollover.alike import alike
 from rollover.functions import MOST_SCORE, is_score, load_function, shortened
 from rollover.rewards.answers import answer_of
 from rollover.rewards.built_in import BUILT_IN, Item, made, parsed
 from rollover.rewards.trl_arguments import NAMES, Logged, TrainerState
+from rollover.suggest import alike
 from rollover.text import encodable, printable
 
 _MAX_NAME_CHARS = 100

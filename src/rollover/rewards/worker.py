@@ -27,7 +27,7 @@ from rollover.rewards.built_in import shown
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.quarantine import Quarantine
 from rollover.rewards.registry import MAX_REPLY_BYTES, RETURNED_NONE, Item, Mode, Result
-from rollover.rewards.travel import packed
+from rollover.rewards.serialization import packed
 from rollover.types import Reward, Task
 from rollover.workers.framing import BadMessage
 from rollover.workers.worker import Worker, WorkerDied, WorkerLimits

@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollover.alike import did_you_mean
 from rollover.config import EvalConfig
+from rollover.suggest import did_you_mean
 
 Row = Mapping[str, Any]
 

@@ -43,7 +43,7 @@ from rollover.run.evaluation_files import EvaluationFiles
 from rollover.run.lock import LOCK, DirectoryLock
 from rollover.run.run_files import CONFIG, EVALUATIONS, FINISHED, METRICS, RESUME
 from rollover.track.build import build_trackers
-from rollover.track.sinks import EvalFile, MetricsFile
+from rollover.track.jsonl import EvalFile, MetricsFile
 from rollover.track.trace import TRACE
 from rollover.track.tracker import Cut
 

@@ -15,7 +15,7 @@ from rollover.envs.protocol import RunEnvironment
 from rollover.models.devices import dtype_of, engine_device
 from rollover.models.load import load_outline, stop_token_ids
 from rollover.models.processor import Processor
-from rollover.models.team import most_threads, prepare_process
+from rollover.models.threads import most_threads, prepare_process
 from rollover.rewards.build import build_rewarder
 from rollover.rewards.protocol import Rewarder
 from rollover.run.environment import start_environment

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollover.algorithms.shaping import ShapedScore
-from rollover.alike import did_you_mean
 from rollover.config import Config, EvalSettingConfig
 from rollover.config.tasks import Truncation
 from rollover.engine.protocol import Engine
@@ -18,6 +17,7 @@ from rollover.envs.answer_text import Decode, answer_decoder
 from rollover.envs.protocol import RunEnvironment
 from rollover.rewards.answers import answer_key, answer_of, extract_answer, reference_answer
 from rollover.run.playing import play_groups
+from rollover.suggest import did_you_mean
 from rollover.tasks.build import held_out_names, labels_of
 from rollover.tasks.prompts import Encode, prompt_limit, shortened_to
 from rollover.tasks.stream import TaskStream

@@ -27,7 +27,7 @@ from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, EventKind
 from rollover.rollout.run_clock import RunClock
 from rollover.rollout.watchdog import salvaged
-from rollover.track.sinks import MetricsFile
+from rollover.track.jsonl import MetricsFile
 from rollover.types import Prompt, Rollout, RolloutState, Segment
 
 TOKENS, STEP, ROW, PUBLISH, ROLL_BACK = "tokens", "step", "row", "publish", "roll_back"

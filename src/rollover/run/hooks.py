@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rollover.alike import did_you_mean
 from rollover.config import Config
 from rollover.functions import FunctionError, OwnFunction, own_function
 from rollover.run import blocked_warning
 from rollover.run.stop import Stop
+from rollover.suggest import did_you_mean
 from rollover.track.tracker import RunInfo
 
 logger = logging.getLogger(__name__)

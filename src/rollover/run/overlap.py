@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rollover.config import Config
-from rollover.models.team import most_threads
+from rollover.models.threads import most_threads
 from rollover.run import blocked_warning
 from rollover.run.context import RunContext
 from rollover.run.metrics_row import Rows

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from rollover.files import did_you_mean_path, local_path, read_regular, read_tables, short_path
 from rollover.run.lock import holder_of
 from rollover.run.tail import Tail
-from rollover.track.sinks import check_evaluation
+from rollover.track.jsonl import check_evaluation
 from rollover.track.trace import TRACE, TraceEvent, trace_events
 
 CONFIG, METRICS, EVALUATIONS, FINISHED, ROLLOUTS, EVALUATED, RESUME = (

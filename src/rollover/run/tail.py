@@ -11,7 +11,7 @@ from typing import Any
 
 from rollover.files import MOST_ROW_BYTES, lines_of, open_regular
 from rollover.functions import is_number
-from rollover.track.sinks import row_of_line
+from rollover.track.jsonl import row_of_line
 
 _NUMBERS = {int, float, type(None)}
 

@@ -8,8 +8,8 @@ from rollover.rollout.run_clock import RunClock
 from rollover.sim.plan import synchronous, with_epochs
 from rollover.sim.simulate import Simulation
 from rollover.sim.workload import Workload
-from rollover.track.picture import draw
 from rollover.track.trace import PUBLISH, SPAN_END, SPAN_START, Trace, TraceEvent
+from rollover.track.trace_svg import draw
 
 MOST_STEPS = 8
 MOST_SLOTS = 512

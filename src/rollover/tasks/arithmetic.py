@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from rollover.alike import did_you_mean
+from rollover.suggest import did_you_mean
 from rollover.tasks.reasoning_gym import CHUNK_SIZE, check_problem_key, chunk_seed
 from rollover.tasks.same import same_of_generator
 from rollover.tasks.source import EndlessSource, SourceSetup

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from rollover.alike import alike
+from rollover.suggest import alike
 from rollover.tasks.same import same_of_generator
 from rollover.tasks.source import EndlessSource, FailedProblem, SourceSetup
 from rollover.types import Task

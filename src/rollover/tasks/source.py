@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from rollover.config import TaskSourceConfig
 from rollover.images import no_media_kept
-from rollover.rewards.chosen import Chosen
+from rollover.rewards.routing import Chosen
 from rollover.tasks.same import Same
 from rollover.tasks.split import key_of
 from rollover.types import Task

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
-from rollover.rewards.chosen import chosen_for
+from rollover.rewards.routing import chosen_for
 from rollover.tasks.build import build_source, labels_of
 from rollover.tasks.curriculum import Curriculum, PassedOver
 from rollover.tasks.same import Same, problem_text, same_by

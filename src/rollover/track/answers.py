@@ -17,9 +17,9 @@ from rich.text import Text
 
 from rollover.files import atomic_write_text
 from rollover.text import encodable, printable, printable_lines
+from rollover.track.console import excerpt, new_console
 from rollover.track.figures import decimal
-from rollover.track.shown import excerpt, new_console
-from rollover.track.sinks import to_json
+from rollover.track.jsonl import to_json
 from rollover.track.statistics import summarise_eval
 
 _WHERE_THERE = ("roles", "setting", "vote", "task_score")

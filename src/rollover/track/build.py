@@ -13,10 +13,10 @@ from rollover.config.run import TOOLS
 from rollover.functions import own_function
 from rollover.rollout.run_clock import RunClock
 from rollover.track.health import Health, passed_over
+from rollover.track.jsonl import EvalFile, MetricsFile
 from rollover.track.live import LiveView
 from rollover.track.metrics_table import MetricsTable
 from rollover.track.recorder import RolloutRecorder
-from rollover.track.sinks import EvalFile, MetricsFile
 from rollover.track.trace import TRACE, Trace, TraceFile
 from rollover.track.tracker import OwnTracker, Tracker, Trackers
 

@@ -21,12 +21,12 @@ from rich.table import Table
 from rich.text import Text
 
 from rollover import logs
+from rollover.track.bottleneck import Verdict, verdict
+from rollover.track.console import new_console, shown, shown_lines
 from rollover.track.figures import DASH, TIME_SPLIT, count, decimal, duration, percent, sparkline, time_split
-from rollover.track.shown import new_console, shown, shown_lines
+from rollover.track.heartbeat import Heartbeat
 from rollover.track.step_line import full_line, staleness, step_line
-from rollover.track.still import Still
 from rollover.track.tracker import Cut, Row, RunInfo, Tracker
-from rollover.track.waits import Verdict, verdict
 
 Mode = Literal["auto", "rich", "plain", "verbose", "off"]
 _MAKES_A_STEP = ("generating", "training")
@@ -83,7 +83,7 @@ class LiveView(Tracker):
         self._previous_trend: float | None = None
         self._step_times: deque[float] = deque(maxlen=_ETA_STEPS)
         self._live: Live | None = None
-        self._still = Still(self._say_still, still_s)
+        self._still = Heartbeat(self._say_still, still_s)
         self._progress_of: Callable[[], Progress] | None = None
         self._generated_before = 0.0
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollover.files import atomic_write_bytes
+from rollover.track.jsonl import read_rows
 from rollover.track.rollout_table import METADATA, pyarrow_module
-from rollover.track.sinks import read_rows
 from rollover.track.tracker import Cut, Row, Tracker
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ import numpy as np
 
 from rollover.files import atomic_write_bytes, atomic_write_text, open_regular
 from rollover.track import rollout_table
+from rollover.track.jsonl import to_json
 from rollover.track.recorded import not_recorded, outcome_of, rows_of, step_of
-from rollover.track.sinks import to_json
 from rollover.track.token_stats import record_of
 from rollover.track.tracker import Cut, RecordedCredit, RecordedGroup, Tracker
 from rollover.types import Media, Rollout

@@ -5,9 +5,9 @@ Pure.
 
 from __future__ import annotations
 
+from rollover.track.bottleneck import verdict
 from rollover.track.figures import DASH, count, decimal, duration, percent, time_split
 from rollover.track.tracker import Row
-from rollover.track.waits import verdict
 
 COLUMNS = 120
 _BETWEEN = " | "

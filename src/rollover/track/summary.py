@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rollover.track.bottleneck import Verdict, verdict
+from rollover.track.console import excerpt, new_console, shown, shown_lines
 from rollover.track.figures import count, decimal, duration, percent, with_interval
 from rollover.track.metrics import aggregate
-from rollover.track.shown import excerpt, new_console, shown, shown_lines
 from rollover.track.statistics import PER_K, parts_of
-from rollover.track.waits import Verdict, verdict
 
 _DROPPED_TOKENS = re.compile(r"dropped/(.+)/tokens")
 _PHASES = ("generate", "score", "schedule", "train", "weights", "sleep", "checkpoint", "eval", "other")

@@ -23,7 +23,7 @@ from rollover.checkpoint.content import FolderWriter
 from rollover.config import AlgorithmConfig, Config
 from rollover.engine.protocol import Engine, ExtendRequest
 from rollover.models.load import LoadedModel
-from rollover.models.team import Team
+from rollover.models.threads import Team
 from rollover.trainer.objective import Counts
 from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.tally import Tally

@@ -12,7 +12,7 @@ from rollover.engine.protocol import Engine
 from rollover.functions import FunctionError, make_named
 from rollover.models.devices import pick_device
 from rollover.models.load import LoadedModel
-from rollover.models.team import Team
+from rollover.models.threads import Team
 from rollover.trainer.backend import BackendLost, BackendSetup, TrainerBackend
 from rollover.trainer.critic import load_critic
 from rollover.trainer.local_backend import LocalBackend

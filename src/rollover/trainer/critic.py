@@ -22,7 +22,7 @@ from rollover.config import AlgorithmConfig, Config, CriticConfig, ModelConfig, 
 from rollover.config.critic import POLICY
 from rollover.models.load import LoadedModel, load_model
 from rollover.models.norms import compile_norms
-from rollover.models.team import Team
+from rollover.models.threads import Team
 from rollover.models.vision import Vision
 from rollover.trainer.backend import Stream
 from rollover.trainer.optimizer import Optimizer, norm_of

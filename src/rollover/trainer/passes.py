@@ -20,7 +20,7 @@ from rollover.models.flex import packed_attention
 from rollover.models.flops import ModelFlops
 from rollover.models.limits import Limits
 from rollover.models.logprobs import Head, TrainedHead, chunked_logprobs, chunked_squares
-from rollover.models.team import Team
+from rollover.models.threads import Team
 from rollover.models.vision import Vision, tower_modules
 from rollover.trainer.backend import Stream
 from rollover.trainer.packing import PackedBatch, micro_batches, pack

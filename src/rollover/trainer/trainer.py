@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rollover.config import Config, TrainConfig
-from rollover.models.team import Team
+from rollover.models.threads import Team
 from rollover.track.token_stats import TokenStats
 from rollover.trainer.backend import TEACHER, Stream, TrainerBackend, Version
 from rollover.trainer.batch import Batch

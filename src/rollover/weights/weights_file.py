@@ -26,8 +26,8 @@ from typing import IO
 
 from rollover.files import local_path
 from rollover.weights import remover
-from rollover.weights.one_by_one import WholeFile, mapped
 from rollover.weights.protocol import NamedTensors, Parcel
+from rollover.weights.safetensors_stream import WholeFile, mapped
 
 logger = logging.getLogger(__name__)
 

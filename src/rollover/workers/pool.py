@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rollover.back_off import BackOff
-from rollover.ending import end_tasks
+from rollover.shutdown import end_tasks
 
 Member = TypeVar("Member")
 Call = TypeVar("Call")

@@ -16,7 +16,7 @@ from typing import Any
 
 from rollover.functions import OwnFunction
 from rollover.processes import ALL, child_environment
-from rollover.rewards.travel import packed
+from rollover.rewards.serialization import packed
 from rollover.workers.framing import BadMessage
 from rollover.workers.worker import Worker, WorkerDied
 from rollover.workflows.function import IN_WORKER, KEY, OVER_HTTP, RETURNS, wanted_by

@@ -3,8 +3,8 @@
     in   {"op": "load", "spec"}                                out  {"pid"}, or a failure
     in   {"op": "play", "values": {"task", "base_url", ..}}    out  {"answer": null, {"reward"} or {"rewards"}}, or one
 
-Failures are those of rewards/child.py; a function that the parent's program handed over comes inside the message
-that loads it (rewards/travel.py). It runs in the main thread. It never limits time: the parent kills the process.
+Failures are those of rewards/child.py. A function object of the parent arrives inside the message that loads it
+(rewards/serialization.py). It runs in the main thread. The parent limits time, by killing the process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from rollover.functions import OwnFunction, own_function
 from rollover.processes import limit_memory
-from rollover.rewards.travel import unpacked
+from rollover.rewards.serialization import unpacked
 from rollover.types import Reward, Task
 from rollover.workers.child import Calls, clear_alarm, failure_of
 from rollover.workflows.function import IN_WORKER, KEY, RETURNS, checked_answer, wanted_by

@@ -16,7 +16,7 @@ PREFILLS = """
 import ctypes, sys
 import torch
 from rollover.config import Config
-from rollover.models.team import prepare_process
+from rollover.models.threads import prepare_process
 
 class Info(ctypes.Structure):  # malloc.h
     _fields_ = [(f"_{i}", ctypes.c_size_t) for i in range(7)] + [("in_use", ctypes.c_size_t)] + [

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from rollover.config import RewardsConfig
 from rollover.rewards.built_in import spec_of
-from rollover.rewards.judged import Judged, hash_of
+from rollover.rewards.judge_cache import JudgeCache, hash_of
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.types import Reward, Task
@@ -171,7 +171,7 @@ def test_a_file_that_another_worker_holds_stops_no_request(tmp_path: Path) -> No
     """What is answered meanwhile shows that the event loop goes on: as often as it likes, before the lock is let go."""
 
     async def main() -> list[str]:
-        kept = Judged(tmp_path / "judge.sqlite", 100)
+        kept = JudgeCache(tmp_path / "judge.sqlite", 100)
         other = sqlite3.connect(tmp_path / "judge.sqlite", isolation_level=None)
         other.execute("BEGIN EXCLUSIVE")
 
@@ -221,7 +221,7 @@ def test_every_answer_that_is_paid_for_counts(
     endpoint, cache = Endpoint(says), tmp_path / "judge.sqlite"
     endpoint.tokens = tokens
     (reward,) = scored(endpoint, ["a"], cache=str(cache), retries=2)
-    assert reward.score == score and Judged(cache, 0).spent == spent
+    assert reward.score == score and JudgeCache(cache, 0).spent == spent
 
 
 def test_a_file_that_cannot_be_written_loses_no_score_and_nothing_is_spent_beyond_the_budget(tmp_path: Path) -> None:
@@ -233,14 +233,14 @@ def test_a_file_that_cannot_be_written_loses_no_score_and_nothing_is_spent_beyon
         return body["text"]
 
     async def main(most_tokens: int, path: Path) -> list[str | Exception]:
-        kept = Judged(path, most_tokens)
+        kept = JudgeCache(path, most_tokens)
         other = sqlite3.connect(path, isolation_level=None)
         full = "CREATE TRIGGER full BEFORE INSERT ON answers BEGIN SELECT RAISE(FAIL, 'disk is full'); END"
         found: list[str | Exception] = []
         for text, what in (("a", full), ("b", ""), ("a", ""), ("b", "DROP TRIGGER full"), ("c", "")):
             other.execute(what)
             found += await asyncio.gather(kept.said({"text": text}, ask), return_exceptions=True)  # type: ignore[arg-type]
-        assert kept.spent == 10 * len(asked) and Judged(path, 0).spent == kept.spent, "it was written later"
+        assert kept.spent == 10 * len(asked) and JudgeCache(path, 0).spent == kept.spent, "it was written later"
         return found
 
     assert asyncio.run(main(0, tmp_path / "free")) == ["a", "b", "a", "b", "c"] and asked == ["a", "b", "c"]

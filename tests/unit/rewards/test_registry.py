@@ -7,8 +7,8 @@ import pytest
 
 from rollover.config import RewardsConfig, TaskSourceConfig
 from rollover.rewards.answers import answer_of
-from rollover.rewards.chosen import chosen_for
 from rollover.rewards.registry import load_reward, to_result, with_signature
+from rollover.rewards.routing import chosen_for
 from rollover.track.metrics import validate
 
 

@@ -17,9 +17,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from rollover.track.figures import count, decimal, duration, percent, sparkline, time_split
+from rollover.track.heartbeat import Heartbeat
 from rollover.track.live import LiveView, Progress
 from rollover.track.metrics import validate
-from rollover.track.still import Still
 from rollover.track.tracker import RunInfo, Trackers
 
 ROW = {
@@ -234,7 +234,7 @@ def test_plain_lines_say_what_takes_long() -> None:
 
 def test_the_pauses_grow() -> None:
     said: list[float] = []
-    still = Still(said.append, first_s=0.01)
+    still = Heartbeat(said.append, first_s=0.01)
     still.begin()
     eventually(lambda: len(said) >= 4)
     still.end()

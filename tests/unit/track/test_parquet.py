@@ -18,11 +18,11 @@ from recorded_run import HOSTILE, group, recorded, row, segment, write_run
 from rollover import cli
 from rollover.config import Config
 from rollover.track.build import build_trackers
+from rollover.track.jsonl import MetricsFile, read_rows
 from rollover.track.metrics_table import MetricsTable
 from rollover.track.recorded import read_records, read_rollouts, step_files
 from rollover.track.recorder import FORMATS, Format, RolloutRecorder
 from rollover.track.rollout_table import METADATA, read_columns, schema
-from rollover.track.sinks import MetricsFile, read_rows
 from rollover.track.token_stats import KEYS
 from rollover.track.tracker import Cut, RecordedGroup
 from rollover.types import DropReason, Prompt, Reward, Rollout

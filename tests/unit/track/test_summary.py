@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
+from rollover.track.bottleneck import Verdict
 from rollover.track.summary import RunSummary, SampleAnswer, print_summary, run_summary
-from rollover.track.waits import Verdict
 
 
 def evaluation(mean: float, **more) -> dict:

@@ -11,7 +11,6 @@ from rollover.plugins.dashboard.verbs.trace import summary
 from rollover.rollout.lifecycle import EventKind
 from rollover.rollout.run_clock import RunClock
 from rollover.track.perfetto import perfetto
-from rollover.track.picture import draw
 from rollover.track.trace import (
     EngineVisit,
     Trace,
@@ -22,6 +21,7 @@ from rollover.track.trace import (
     engine_visits,
     trace_events,
 )
+from rollover.track.trace_svg import draw
 from rollover.types import DropReason
 from unit.track.traced import MODES, TracedRun, stopped_in_the_middle, traced
 

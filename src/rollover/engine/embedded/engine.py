@@ -27,7 +27,7 @@ from rollover.models.attention import cache_shape
 from rollover.models.devices import synchronize
 from rollover.models.limits import Limits
 from rollover.models.load import LoadedModel
-from rollover.models.team import Team
+from rollover.models.threads import Team
 from rollover.models.vision import Pixels, Vision, images_of, trains_tower
 from rollover.types import Segment, StopReason
 

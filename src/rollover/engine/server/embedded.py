@@ -22,7 +22,7 @@ from rollover.http_server import HttpServer, end_of_service
 from rollover.logs import terminal
 from rollover.models.devices import dtype_of, engine_device
 from rollover.models.load import load_model, stop_token_ids
-from rollover.models.team import prepare_process
+from rollover.models.threads import prepare_process
 
 _LAST_CHUNKS_S = 1.0
 _BROKEN = 1  # the exit code

@@ -11,7 +11,7 @@ from rollover.plugins.dashboard.indexed_run import IndexedRun
 from rollover.plugins.dashboard.numbers import numbers
 from rollover.plugins.dashboard.series import series
 from rollover.run.run_files import EVALUATED
-from rollover.track.against import compared_recorded, read_recorded
+from rollover.track.compare_evals import compared_recorded, read_recorded
 
 _OWN_PLACE = ("run.dir", "run.name")  # differ always, and say nothing
 

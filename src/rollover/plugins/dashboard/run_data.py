@@ -18,25 +18,25 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from rollover.plugins.dashboard.answered import answer, answers
 from rollover.plugins.dashboard.balance import ledger
-from rollover.plugins.dashboard.found import Wanted, choices, episode, page
+from rollover.plugins.dashboard.eval_answers import answer, answers
 from rollover.plugins.dashboard.indexed_run import IndexedRun
 from rollover.plugins.dashboard.lanes import window
 from rollover.plugins.dashboard.numbers import number
 from rollover.plugins.dashboard.pace import seconds_a_step
 from rollover.plugins.dashboard.pictures import picture
-from rollover.plugins.dashboard.pieces import RunTokens
 from rollover.plugins.dashboard.planned import plan_of
 from rollover.plugins.dashboard.query import NotThere, Query, count, integer, keys_in, seconds
+from rollover.plugins.dashboard.rollout_detail import Pieces, told
+from rollover.plugins.dashboard.rollout_query import Wanted, choices, episode, page
 from rollover.plugins.dashboard.series import keys_of, series
 from rollover.plugins.dashboard.step_statistics import reward_intervals, staleness_map
-from rollover.plugins.dashboard.told import Pieces, told
+from rollover.plugins.dashboard.token_text import RunTokens
 from rollover.plugins.dashboard.warnings import Warned
 from rollover.run.run_files import EVALUATIONS, METRICS
-from rollover.track.sinks import to_json
+from rollover.track.bottleneck import verdict
+from rollover.track.jsonl import to_json
 from rollover.track.trace import TRACE
-from rollover.track.waits import verdict
 
 Part = Literal["rows", "rollouts", "trace", "answers"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -54,8 +54,10 @@ _OF_DAMAGE = (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, 
 
 
 class RunData:
-    """Of the run in `directory`. ValueError where there is none. `pieces`: told.py; by default as its tokenizer
-    says. `patience_s`: how long a question may wait for what was not read yet; without an end by default."""
+    """Answers the page's queries about the run in `directory`. ValueError where there is none.
+
+    `pieces`: texts of tokens (rollout_detail.py), by default from the run's tokenizer. `patience_s`: how long a query
+    may wait for files that are not read yet, without a limit by default."""
 
     def __init__(
         self, directory: str | Path, pieces: Pieces | None = None, *, patience_s: float = float("inf")

@@ -1,11 +1,11 @@
-"""The roles of a run as Ray actors: servers, ranks and reward pools on the nodes that seats.py
-finds. The only importer of ray.
+"""The roles of a run as Ray actors: servers, ranks and reward pools on the nodes that
+cluster/assignment.py finds. The only importer of ray.
 
     controller, Ray's driver, ──▶ ActorHost        ──▶ ServerRole: `rollover serve` in a child of the actor
                               └─▶ ActorRewardNode  ──▶ RewardRole: a RewardPool
 
 Without cluster.address a Ray of this machine is started, which listens on the loopback address alone and ends with this
-process. An actor that ends is never restarted by Ray: who uses it (Fleet, SpreadPool) starts another, on a node that
+process. An actor that ends is never restarted by Ray: who uses it (Fleet, MultiNodePool) starts another, on a node that
 has room then. Ray carries what is asked and answered; weights and gradients never.
 
 Owns the connection to Ray, and which role is on which node. Never decides when a role is lost.
@@ -28,18 +28,18 @@ from typing import Any
 import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from rollover.cluster.assignment import POOL, RANK, SERVER, Assignment
 from rollover.cluster.plan import DoesNotFit, Needs, Node, devices_of_controller, many
-from rollover.cluster.seats import POOL, RANK, SERVER, Seats
 from rollover.config import Config
 from rollover.engine.protocol import EngineDied
 from rollover.engine.remote.hosts import Host
-from rollover.models.team import most_threads
+from rollover.models.threads import most_threads
 from rollover.plugins.ray.address import no_cluster_at
 from rollover.plugins.ray.hosted import CALL_S, ActorHost, ActorRewardNode, Gone
+from rollover.plugins.ray.multi_node_pool import MultiNodePool
 from rollover.plugins.ray.ranks import start_actor_ranks
 from rollover.plugins.ray.roles import Place, Role
 from rollover.plugins.ray.session import OwnSession
-from rollover.plugins.ray.spread import SpreadPool
 from rollover.processes import die_with
 from rollover.rewards.protocol import ScoringPool
 from rollover.trainer.ranks.group import Ranks
@@ -73,7 +73,7 @@ class RayCluster:
             driver = ray.get_runtime_context().get_node_id()
             self._address = alive[driver]["NodeManagerAddress"]
             there = _with_gpus_of(alive.values(), config)
-            self._seats = Seats(Needs.of(there), list(_nodes(alive).values()), driver)
+            self._assignment = Assignment(Needs.of(there), list(_nodes(alive).values()), driver)
             self._holders: list[Any] = []  # an actor ends with its handle
             # By node, what roles have in turns (cluster.colocate), the controller's first. Ray itself can only divide a
             # single GPU, and would give two halves of one to two servers.
@@ -89,17 +89,17 @@ class RayCluster:
 
     @property
     def own_ranks(self) -> Callable[[], Ranks] | None:
-        return self._start_ranks if self._seats.needs.ranks else None
+        return self._start_ranks if self._assignment.needs.ranks else None
 
     def _start_ranks(self) -> Ranks:
-        needs, at = self._seats.needs, self._seats.of
+        needs, at = self._assignment.needs, self._assignment.of
         most = max(Counter(node for name, node in at.items() if name.startswith(RANK)).values())
         device = "cuda:0" if needs.rank_gpus else "cpu"  # of those that a rank sees, the first
         return start_actor_ranks(self, [device] * needs.ranks, max(1, most_threads(self.config) // most))
 
     def reward_pool(self) -> ScoringPool | None:
-        nodes = [ActorRewardNode(self, number) for number in range(self._seats.needs.pools)]
-        return SpreadPool(self.config.rewards, nodes) if nodes else None
+        nodes = [ActorRewardNode(self, number) for number in range(self._assignment.needs.pools)]
+        return MultiNodePool(self.config.rewards, nodes) if nodes else None
 
     def stats(self) -> dict[str, float]:
         sums: dict[str, float] = dict.fromkeys((SERVER, RANK, POOL), 0.0)
@@ -120,9 +120,11 @@ class RayCluster:
         there is no such node."""
         self.end(name)
         node = self._node_of(name, self._there())
-        gpus = {SERVER: self._seats.needs.server_gpus, RANK: self._seats.needs.rank_gpus}.get(name.partition(" ")[0], 0)
+        gpus = {SERVER: self._assignment.needs.server_gpus, RANK: self._assignment.needs.rank_gpus}.get(
+            name.partition(" ")[0], 0
+        )
         visible = ""
-        if gpus and self._seats.needs.colocate:
+        if gpus and self._assignment.needs.colocate:
             visible, gpus = self._gpus_in_turns(name, node), 0
         place = Place.of_this_process(self.logs / f"{name.replace(' ', '-')}.node.log", visible)
         self._actors[name] = RayActor(role, (place, *arguments), node, gpus)
@@ -145,15 +147,15 @@ class RayCluster:
     def _node_of(self, name: str, alive: Mapping[str, Mapping[str, Any]]) -> str:
         try:
             with self._finding:
-                return self._seats.find(name, _nodes(alive))
+                return self._assignment.find(name, _nodes(alive))
         except DoesNotFit as error:
             raise Gone(f"no node has room for it: {error}") from error
 
     def _gpus_in_turns(self, name: str, node: str) -> str:
         """The GPUs of a server or rank, as CUDA_VISIBLE_DEVICES. Gone where others have them."""
         with self._finding:
-            which, held = self._seats.gpus(name), self._in_turns.setdefault(node, [])
-            if (lacking := max(which.stop, self._seats.gpus_on(node)) - len(held)) > 0:
+            which, held = self._assignment.gpus(name), self._in_turns.setdefault(node, [])
+            if (lacking := max(which.stop, self._assignment.gpus_on(node)) - len(held)) > 0:
                 try:
                     held += self._hold(lacking, node)
                 except ray.exceptions.RayError as error:

@@ -1,7 +1,7 @@
 """The controller's side of roles in actors: a Host of each server, an ActorRewardNode of each reward pool.
 
-Owns which actor is the present one of a role. An actor that ends is started again by who uses it (Fleet, SpreadPool),
-through `ready` and `start`. Knows no cluster: cluster.py starts the actors.
+Owns which actor is the current one of a role. The user of an actor (Fleet, MultiNodePool) restarts it through `ready`
+and `start`. cluster.py starts the actors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollover.plugins.ray.roles import RewardRole, Role, ServerRole, request_to_
 from rollover.rewards.built_in import specs_in
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.registry import Mode
-from rollover.rewards.travel import packed
+from rollover.rewards.serialization import packed
 from rollover.rewards.worker import RewardProbeError
 from rollover.types import Reward, Task
 

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rollover.plugins.sandbox.inside import values
+from rollover.plugins.sandbox.guest import values
 
 _FENCE = re.compile(r"```[ \t]*+([\w+#.-]*+)[^\n`]*+\n(.*?)(?:```|\Z)", re.DOTALL)  # as CommonMark: no ` behind it
 _PYTHON = ("python", "py", "python3")

@@ -13,7 +13,7 @@ import secrets
 from typing import Any
 
 from rollover.plugins.sandbox.cases import Cases, same_text, same_value
-from rollover.plugins.sandbox.inside.values import to_json
+from rollover.plugins.sandbox.guest.values import to_json
 from rollover.plugins.sandbox.judge import Verdict
 from rollover.rewards.service import Again, Service
 

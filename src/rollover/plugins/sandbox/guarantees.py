@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollover.plugins.sandbox.inside.values import NotPlain, from_json, to_json
+from rollover.plugins.sandbox.guest.values import NotPlain, from_json, to_json
 from rollover.plugins.sandbox.launch import Kind, Launch, SandboxFailed, Template
 
 GUARANTEES = {

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from rollover.plugins.sandbox.cases import Cases, same_text, same_value
-from rollover.plugins.sandbox.inside.values import to_json
+from rollover.plugins.sandbox.guest.values import to_json
 from rollover.plugins.sandbox.launch import Launch, Sandbox, SandboxFailed, Template
 
 ENDS = ("passed", "wrong", "error", "timeout", "memory", "output", "died")

@@ -27,7 +27,7 @@ from typing import Any, Literal
 MAX_LINE_BYTES = 16 << 20
 _START_LIMIT_S = 20.0
 _ENDING_S = 0.2  # its sandboxes' pipes may close a little before it is gone
-_PACKAGE = "rollover.plugins.sandbox.inside"
+_PACKAGE = "rollover.plugins.sandbox.guest"
 _MODULES = ("syscalls", "locks", "values", "program", "serving", "testing", "runner")  # each after what it imports
 _SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
 # Loads our modules from the standard input: none of our files need be in the sandbox, and none is compiled twice.

@@ -25,8 +25,8 @@ from rollover.plugins.trackers.artifacts import files_of
 from rollover.plugins.trackers.sample import sample_of_records
 from rollover.plugins.trackers.tool import About, Newest, Tool, redacted
 from rollover.text import named
+from rollover.track.jsonl import read_rows
 from rollover.track.recorded import records_of, step_files
-from rollover.track.sinks import read_rows
 from rollover.track.tracker import Cut
 from rollover.workers.child import Calls
 

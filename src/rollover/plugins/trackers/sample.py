@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from rollover.text import named
+from rollover.track.jsonl import to_json
 from rollover.track.recorded import outcome_of
-from rollover.track.sinks import to_json
 from rollover.track.tracker import RecordedGroup
 from rollover.types import Rollout
 

@@ -20,7 +20,7 @@ from rollover.plugins.trackers.names import TOOLS, check_installed
 from rollover.plugins.trackers.sample import sample_of
 from rollover.plugins.trackers.tool import without_secrets
 from rollover.plugins.trackers.tool_process import ToolProcess
-from rollover.track.sinks import to_json
+from rollover.track.jsonl import to_json
 from rollover.track.tracker import Counted, Cut, RecordedGroup, Row, RunInfo
 
 logger = logging.getLogger(__name__)

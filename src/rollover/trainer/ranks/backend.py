@@ -26,7 +26,7 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.models.devices import dtype_of, pick_device
 from rollover.models.limits import Limits
 from rollover.models.load import outline_of
-from rollover.models.team import most_threads
+from rollover.models.threads import most_threads
 from rollover.processes import brief_waiting
 from rollover.trainer.backend import TEACHER, BackendSetup, Stream, Version
 from rollover.trainer.local_backend import answers_under, write_folder
@@ -39,7 +39,7 @@ from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.tally import Tally
 from rollover.trainer.teacher import load_teacher_outline
 from rollover.types import Sample, Segment
-from rollover.weights.one_by_one import WholeFile
+from rollover.weights.safetensors_stream import WholeFile
 from rollover.weights.weights_file import OwnFolder, not_written
 
 _numbers = itertools.count(1)

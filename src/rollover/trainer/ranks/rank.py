@@ -24,7 +24,7 @@ from rollover.models.devices import dtype_of
 from rollover.models.flops import ModelFlops
 from rollover.models.load import LoadedModel, load_model, load_outline, stored_buffers
 from rollover.models.norms import compile_norms
-from rollover.models.team import Team
+from rollover.models.threads import Team
 from rollover.trainer.backend import BackendSetup
 from rollover.trainer.local_backend import LocalBackend
 from rollover.trainer.profile import new_profile
@@ -34,7 +34,7 @@ from rollover.trainer.reference import load_reference
 from rollover.trainer.shards import RankTensors, save_shards
 from rollover.trainer.tally import Tally
 from rollover.trainer.teacher import load_teacher_in_float32
-from rollover.weights.one_by_one import write_one_by_one
+from rollover.weights.safetensors_stream import write_safetensors
 
 _OF_THE_PROCESS = ("listen", "join", "load", "build")  # the other verbs are methods of a RankBackend
 
@@ -94,7 +94,7 @@ class RankBackend(LocalBackend):
         failed = ""
         if dist.get_rank() == 0:
             try:
-                write_one_by_one(Path(path), shapes, weights)
+                write_safetensors(Path(path), shapes, weights)
             except OSError as error:
                 failed = str(error)
         for _ in weights:  # to the end: all ranks gather each of them

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from recorded_run import group, recorded, write_run
-from rollover.plugins.dashboard.found import Wanted, page
 from rollover.plugins.dashboard.rollout_index import RolloutIndex, rollout_id, staleness, versions
+from rollover.plugins.dashboard.rollout_query import Wanted, page
 from rollover.plugins.dashboard.step_statistics import staleness_map
 from rollover.track.recorded import read_records
 from rollover.track.recorder import Format, RolloutRecorder

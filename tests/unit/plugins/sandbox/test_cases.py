@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollover.plugins.sandbox.cases import Cases, cases_of, code_of, same_text, same_value
-from rollover.plugins.sandbox.inside.values import to_json
+from rollover.plugins.sandbox.guest.values import to_json
 
 
 @pytest.mark.parametrize(

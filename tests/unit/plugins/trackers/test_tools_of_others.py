@@ -25,9 +25,9 @@ from rollover.plugins.trackers.sample import sample_of, sample_of_records
 from rollover.plugins.trackers.tool import as_paths, redacted, without_secrets
 from rollover.plugins.trackers.tools import Tools
 from rollover.track.build import build_trackers
+from rollover.track.jsonl import EvalFile, MetricsFile
 from rollover.track.recorded import records_of
 from rollover.track.recorder import RolloutRecorder
-from rollover.track.sinks import EvalFile, MetricsFile
 from rollover.track.tracker import Cut, RecordedGroup, RunInfo, Tracker, Trackers
 from samples import group, rollout, segment
 

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     if args.json:
         print(json.dumps(as_json(files, args.num if args.rollouts else 0)))
         return 0
-    from rollover.track.shown import new_console
+    from rollover.track.console import new_console
     from rollover.track.summary import print_summary
 
     console = new_console()
@@ -94,7 +94,7 @@ def now(files: IndexedRun) -> dict[str, str]:
 def print_warnings(files: IndexedRun, console: Console) -> None:
     from rich.text import Text
 
-    from rollover.track.shown import shown
+    from rollover.track.console import shown
 
     if warnings := files.warnings():
         console.print(Text("\nHealth"))
@@ -127,7 +127,7 @@ def print_rollouts(files: IndexedRun, num: int, console: Console) -> None:
     """Each with its id, step, score, length, versions and fate, and the beginnings of prompt and answer."""
     from rich.text import Text
 
-    from rollover.track.shown import excerpt
+    from rollover.track.console import excerpt
 
     for title, entries in chosen(files, num).items():
         console.print(Text(f"\n{title.capitalize()} rollouts{'' if len(entries) else ': none'}"))

@@ -30,7 +30,7 @@ def show_traces(run_dirs: Sequence[Path], to_perfetto: Path | None, to_svg: Path
     from rollover.files import check_output_file
     from rollover.text import printable_lines
     from rollover.track.perfetto import perfetto
-    from rollover.track.picture import draw
+    from rollover.track.trace_svg import draw
 
     if to_perfetto is not None and len(run_dirs) > 1:
         raise ValueError("--perfetto takes one RUN_DIR: a file has one clock")

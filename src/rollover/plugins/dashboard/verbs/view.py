@@ -50,9 +50,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
-    from rollover.ending import GRACE_S, run_bounded
     from rollover.http_guard import is_loopback, token
     from rollover.plugins.dashboard.run_data import PATIENCE_S
+    from rollover.shutdown import GRACE_S, run_bounded
 
     runs = opened(args.run_dirs, PATIENCE_S)
     asked = token() or ("" if is_loopback(args.host) else secrets.token_urlsafe(24))

@@ -28,6 +28,7 @@ from contract.server_contract import asked
 from recorded_run import write_run
 from rollover.config import Config
 from rollover.engine.remote.client import ServerClient
+from rollover.engine.remote.vllm import parse_event
 from rollover.engine.server.app import make_app
 from rollover.engine.server.embedded import make_service
 from rollover.engine.server.service import Service
@@ -210,8 +211,9 @@ def test_the_usual_clients_are_answered(serve: Callable[..., None], token: str) 
             assert await client.ok("/pause?mode=keep") == {"status": "paused"}
             await client.ok("/resume")
         ours = ServerClient(url, token)
-        chunks = [chunk async for chunk in ours.stream(asked([5, 6]) | {"stream": True})]
-        assert sum(len(chunk.token_ids) for chunk in chunks) == 12
+        events = ours.events("/inference/v1/generate", asked([5, 6]) | {"stream": True})
+        chunks = [parse_event(data) async for data in events]
+        assert sum(len(chunk.token_ids) for chunk in chunks if chunk is not None) == 12
         assert (await ours.get("/v1/models", limit_s=60))["data"]
         await ours.close()
         name = served.service.model_name

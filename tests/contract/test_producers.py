@@ -186,7 +186,7 @@ def test_a_stop_cancels_what_is_produced_and_nothing_of_it_is_trained(tmp_path: 
 
     async def go() -> list[Group] | None:
         stop = Stop()
-        stop.listen()
+        stop.listen(lambda: None)
         with signals_to(stop.on_signal):
             producing = asyncio.ensure_future(mine(tmp_path, produce, stop).produce(1, 0))
             await asyncio.sleep(0)

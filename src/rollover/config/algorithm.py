@@ -314,7 +314,6 @@ _NOT_FREE = {
     "clip_high": "algorithm.clip_high",
     "dual_clip": "algorithm.dual_clip",
     "weight_cap": "algorithm.correction_cap",
-    "behavior_logprobs_BT": "nothing: it is given",
 }
 
 
@@ -344,6 +343,16 @@ RULES: tuple[Rule, ...] = (
         lambda c: (
             f'algorithm.clip_high = {c.algorithm.clip_high:g} with algorithm.loss = "dppo_tv": a probability never'
             " rises by more than 1. Set it to 1 (no bound) or less"
+        ),
+    ),
+    Refused(
+        ("algorithm.loss_options",),
+        lambda c: any(name.endswith("_BT") for name in c.algorithm.loss_options),
+        lambda c: "\n".join(
+            f"algorithm.loss_options.{name}: names that end in _BT are streams of numbers per token, which the trainer"
+            " gives to the loss. Remove it from algorithm.loss_options"
+            for name in c.algorithm.loss_options
+            if name.endswith("_BT")
         ),
     ),
     Refused(

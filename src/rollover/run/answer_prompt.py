@@ -54,7 +54,7 @@ async def answer_prompt(
             max_new_tokens=rollout.max_new_tokens,
             seed=rollout_seed(config.run.seed, seeded, 0, i),
             sampling=rollout.sampling,
-            stop=StopCriteria(parts.stop_token_ids | frozenset(rollout.stop_token_ids), tuple(rollout.stop)),
+            stop=StopCriteria.of(rollout, parts.stop_token_ids),
             processing=rollout.logits.processing(),
         )
         for i in range(num)

@@ -2,6 +2,10 @@
 
 A policy loss declares a stream by a parameter `<stream>_BT`; terms of [algorithm] and [train] have theirs by `used`. A
 new stream is one entry of `STREAMS`. The trainer puts them into the samples, and packing.py makes tensors of them.
+
+    start_logprobs      under the weights at the start of the step, whatever algorithm.proximal is
+    proximal_logprobs   as algorithm.proximal says; absent where the pass of the update computes the same numbers
+    old_logprobs        what a loss takes its ratio to: the proximal ones, always there
 """
 
 from __future__ import annotations
@@ -57,6 +61,9 @@ class TokenStream:
 
     `used`: whether something else than the policy loss reads it. `refused`: why a loss cannot have it, in words; "": it
     can. `is_current`: whether it is, in the first update, what the pass itself computes, and is left out there.
+
+    A stream under earlier weights also needs them to be kept (kept_weights.py). The `timed_as` of its passes is a metric:
+    time/<timed_as>_s in track/metric_keys.py.
     """
 
     compute: Callable[[Step, Minibatches], Stream] | None

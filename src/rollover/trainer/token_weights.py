@@ -1,5 +1,7 @@
 """Weights and rejections of tokens that depend on the other tokens of their step.
 
+The importance weight of a single token is computed by the objective (objective.py, algorithms/correction.py). Here:
+
     weight = 1 / mean importance weight of the step (algorithm.correction_normalize)
              x whether the token is of the top_entropy_share of its minibatch by entropy
 

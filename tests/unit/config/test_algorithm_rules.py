@@ -105,6 +105,7 @@ LORA = "\n[model.lora]\nrank = 4"
         ("dual_clip = 0.5", "algorithm.dual_clip = 0.5"),
         ("clip_low = 1.5", "Set it to 1 (no bound) or less"),
         ('loss = "dppo_tv"\nclip_high = 1.5', "Set it to 1 (no bound) or less"),
+        ("loss_options = { staleness_BT = 3 }", "algorithm.loss_options.staleness_BT: names that end in _BT"),
         ("loss_options = { clip_low = 0.1 }", "algorithm.loss_options.clip_low is set by algorithm.clip_low"),
         ('loss = "decoupled"\nloss_options = { weight_cap = 3.0 }', "is set by algorithm.correction_cap"),
         ('advantage = "grpo_passk"\nclip_low = 0.1', "algorithm.clip_low has no effect"),

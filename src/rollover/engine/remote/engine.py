@@ -200,7 +200,7 @@ class RemoteEngine:
 
     async def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
         running = [i for i in rollout_ids if i in self._running]
-        return {i: self._running[i].segments(StopReason.PAUSED) for i in running}
+        return {i: self._running[i].progress() for i in running}
 
     async def queued(self, rollout_ids: Iterable[str]) -> set[str]:
         return set(rollout_ids).intersection(self._running) - self._fleet.working()

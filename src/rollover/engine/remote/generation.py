@@ -89,12 +89,24 @@ class Generation:
                 self.versions[i] = version
         return differs
 
-    def segments(self, reason: StopReason) -> list[Segment]:
-        """One per policy version met, the last with `reason`; one empty if there is no token."""
-        if not self.tokens:
+    def progress(self) -> list[Segment]:
+        """Return the tokens so far, from which the rollout can be continued.
+
+        After its end they lack the last token. A rollout that is continued from them samples that token again, and
+        stops again; continued from all of them, it would go on after its end.
+        """
+        return self.segments(StopReason.PAUSED, len(self.tokens) - (self.reason is not None))
+
+    def segments(self, reason: StopReason, num_tokens: int | None = None) -> list[Segment]:
+        """Return the first `num_tokens` tokens (None: all), one segment per policy version, the last with `reason`.
+
+        One empty segment if there is no token.
+        """
+        num_tokens = len(self.tokens) if num_tokens is None else num_tokens
+        if not num_tokens:
             return self.request.nothing()
         out: list[Segment] = []
-        for version, same in groupby(range(len(self.tokens)), key=self.versions.__getitem__):
+        for version, same in groupby(range(num_tokens), key=self.versions.__getitem__):
             at = list(same)
             part = slice(at[0], at[-1] + 1)
             out.append(
@@ -103,7 +115,7 @@ class Generation:
                     np.array(self.logprobs[part], dtype=np.float32),
                     version,
                     self.request.sampling,
-                    reason if part.stop == len(self.tokens) else StopReason.PAUSED,
+                    reason if part.stop == num_tokens else StopReason.PAUSED,
                     start=len(self.request.generated_ids) + part.start,
                 )
             )

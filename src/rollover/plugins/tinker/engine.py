@@ -80,7 +80,7 @@ class TinkerEngine:
 
     async def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
         running = [i for i in rollout_ids if i in self._running]
-        return {i: self._running[i].segments(StopReason.PAUSED) for i in running}
+        return {i: self._running[i].progress() for i in running}
 
     async def queued(self, rollout_ids: Iterable[str]) -> set[str]:
         """None: whether a call waits for room at the service is not told."""

@@ -60,6 +60,8 @@ class FaultServer:
         self.seeded, self.vocab_size, self.delay_s, self.chunk = seeded, vocab_size, delay_s, chunk
         self.faults = Faults()
         self.label = "default"
+        self.longest: int | None = 2**20
+        """Tokens of a rollout, as it says; None: it does not say."""
         self.request_ids: list[str] = []
         self.num_running = self.most_running = 0
         self.updating = False
@@ -179,7 +181,8 @@ class FaultServer:
 
     async def _models(self, request: web.Request) -> web.Response:
         await self._frozen.wait()
-        return web.json_response({"data": [{"id": "fake", "max_model_len": 2**20}]})
+        longest = {} if self.longest is None else {"max_model_len": self.longest}
+        return web.json_response({"data": [{"id": "fake", **longest}]})
 
     async def _pause(self, request: web.Request) -> web.Response:
         await self._frozen.wait()

@@ -61,6 +61,8 @@ def run_bounded(work: Coroutine[Any, Any, Result], grace_s: float) -> Result:
         raise
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
+        if task.done() and not task.cancelled():
+            task.exception()  # it is `error`, or came with it: or asyncio logs it
         for other in asyncio.all_tasks(loop):
             other.cancel()
             other.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio logs the error

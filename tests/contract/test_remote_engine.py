@@ -268,6 +268,19 @@ def test_a_server_that_was_started_again_gets_weights_before_work(made: Made) ->
     assert len(server.updates) == 2 and server.label.endswith("/7")
 
 
+def test_tokens_of_a_server_that_restarted_unnoticed_are_dropped(made: Made) -> None:
+    """It had its first weights again, and the request broke before the server said so."""
+    server, wanted = made.server(), request(1)
+
+    async def work(engine: RemoteEngine) -> None:
+        await engine.load_weights(2, WEIGHTS)
+        server.restart()
+        server.faults.drops = [3]
+        same(await engine.extend(wanted), server, wanted, version=2)
+
+    run(made, server, work=work)
+
+
 @pytest.mark.parametrize("lives", [False, True])
 def test_a_server_that_another_run_left_in_an_update_gets_weights_before_work(lives: bool, made: Made) -> None:
     """A run that was killed between the beginning of an update and its end never finishes it, and the server refuses to

@@ -44,6 +44,28 @@ def test_a_server_that_was_started_without_what_is_needed_gets_no_rollout(
     assert any(lacks.url in line and path in line for line in made.said) and not lacks.updates
 
 
+def test_server_without_max_model_len_joins_beside_another(made: Made) -> None:
+    server, silent = made.server(), made.server()
+    silent.longest = None
+
+    async def work(engine: RemoteEngine) -> None:
+        assert await asyncio.to_thread(lambda: engine.max_tokens) == 2**20
+        await engine.extend(request())
+        while engine.stats()["engine/servers"] < 2:
+            await asyncio.sleep(0.01)
+
+    run(made, server, silent, work=work)
+
+
+def test_servers_without_max_model_len_alone_are_refused(made: Made) -> None:
+    silent = made.server()
+    silent.longest = None
+    engine = made.engine(silent, give_up_s=1.0)
+    with pytest.raises(EngineDied, match="max_model_len"):
+        _ = engine.max_tokens
+    asyncio.run(engine.close())
+
+
 def test_without_the_token_of_a_server_it_ends_at_once(made: Made) -> None:
     server = made.server()
     server.faults.refuses = {"/v1/models": 401}

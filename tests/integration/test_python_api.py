@@ -241,6 +241,17 @@ def test_a_loop_that_is_left_early_goes_on_later(settings: dict[str, Any]) -> No
     assert tokens(run.directory) == tokens(whole.directory), "the same tokens, however often it was left"
 
 
+def test_a_pause_between_two_loops_belongs_to_no_step(settings: dict[str, Any]) -> None:
+    async def loop() -> rollover.Step:
+        async with rollover.Session(**settings, reward=digits, eval={"num_tasks": 4}) as session:
+            async for _ in session.steps():
+                break
+            await session.evaluate()
+            return await anext(session.steps())
+
+    assert asyncio.run(loop()).metrics["time/eval_s"] == 0
+
+
 def test_keys_that_change_in_a_run_act(settings: dict[str, Any]) -> None:
     """Those of the table in config/resume.py: steps are others, from the first one on that can be."""
     trained = {**settings["train"], "schedule": "linear", "max_grad_norm": 100.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import subprocess
 import sys
@@ -220,3 +221,15 @@ def test_a_ctrl_c_before_anybody_listens_cancels_the_work(heeded: None) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_bounded(work(), 30)
     assert cancelled
+
+
+def test_second_ctrl_c_is_reported_once(heeded: None, capsys: pytest.CaptureFixture[str]) -> None:
+    async def work() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_bounded(work(), 30)
+    gc.collect()
+    assert "never retrieved" not in capsys.readouterr().err

@@ -237,10 +237,12 @@ def option_parameters(function: Callable[..., LossAndClipped]) -> dict[str, insp
     return {name: p for name, p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
-def declared_streams(function: Callable[..., LossAndClipped]) -> list[str]:
-    """The streams that a loss needs, by its parameters `<stream>_BT` without a default."""
-    named = ((n.removesuffix("_BT"), p) for n, p in option_parameters(function).items() if n.endswith("_BT"))
-    return [name for name, parameter in named if parameter.default is parameter.empty]
+def declared_streams(function: Callable[..., LossAndClipped]) -> dict[str, bool]:
+    """Return the streams that a loss takes, by its parameters `<stream>_BT`, and whether it needs each.
+
+    A parameter with a default gets the stream if the run has it."""
+    named = {n.removesuffix("_BT"): p for n, p in option_parameters(function).items() if n.endswith("_BT")}
+    return {name: parameter.default is parameter.empty for name, parameter in named.items()}
 
 
 def _options(

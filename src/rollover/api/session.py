@@ -132,6 +132,8 @@ class Session:
         come again of steps that were lost with it: with checkpoint.lost_steps = "roll_back", or without a journal.
         BackendLost (trainer/backend.py) after cluster.max_restarts losses without a step in between.
         """
+        async with self._turn:
+            self._open_run().begin_steps()
         while (step := await self._next_step()) is not None:
             yield step
 

@@ -95,6 +95,11 @@ class RestartableRun:
         """Go on where an earlier process ended, or begin."""
         await self._lasting(lambda run: asyncio.sleep(0))
 
+    def begin_steps(self) -> None:
+        """Steps are wanted from now on: the time since the last one belongs to no row."""
+        if self._run is not None:
+            self._run.rows.begin()
+
     async def next_step(self) -> Step | None:
         """See Run.next_step. After a loss of the backend steps come again whose weights are lost, with their numbers,
         unless they were trained again on the same groups (checkpoint.lost_steps)."""

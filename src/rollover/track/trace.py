@@ -9,6 +9,7 @@ Never decides anything, and nothing is decided by it. No torch, no event loop.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
 import os
@@ -156,7 +157,8 @@ class Trace(Tracker):
     def flush(self) -> None:
         """Write the new events."""
         if self._file is not None:
-            self._file.write(self.drain())
+            self._file.write(self.events)
+            self.drain()  # not before: events that could not be written are written with the next ones
 
     def sync(self) -> int:
         """Write the new events to the disk. Returns the size of the file, to which a run that resumes here cuts it."""
@@ -191,11 +193,18 @@ class TraceFile:
         return self.path.stat().st_size if self.path.exists() else 0
 
     def write(self, events: Iterable[TraceEvent]) -> None:
-        """Append; readers see all of them at once."""
+        """Append; readers see all of them at once. After an OSError the file is as it was before."""
         lines = "".join(event.to_line() + "\n" for event in events) if self.enabled else ""
-        if lines:
+        if not lines:
+            return
+        before = self.num_bytes
+        try:
             with naming(self.path), open(self.path, "ab") as file:
                 file.write(lines.encode())
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.truncate(self.path, before)
+            raise
 
     def sync(self) -> None:
         """Return when every line is on disk: before a checkpoint that counts on them."""

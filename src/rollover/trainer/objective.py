@@ -159,7 +159,7 @@ class Objective:
         """ValueError where the loss takes no such options, or is none: before anything is generated."""
         old_BT = torch.tensor([[-1.0, -2.0, -0.5], [-0.1, -3.0, 0.0]])
         advantages_BT = torch.tensor([[1.0], [-0.5]]).expand(2, 3)
-        declared = dict.fromkeys(declared_streams(loss_function(self.kind)), old_BT)
+        declared = {name: old_BT for name, needed in declared_streams(loss_function(self.kind)).items() if needed}
         given = declared | {"old_logprobs": old_BT, "advantages": advantages_BT}
         try:
             self._policy_loss(TokenBatch.of(old_BT < 0, logprobs=(old_BT * 1.1).requires_grad_(), **given))

@@ -62,8 +62,8 @@ class TokenStream:
     `used`: whether something else than the policy loss reads it. `refused`: why a loss cannot have it, in words; "": it
     can. `is_current`: whether it is, in the first update, what the pass itself computes, and is left out there.
 
-    A stream under earlier weights also needs them to be kept (kept_weights.py). The `timed_as` of its passes is a metric:
-    time/<timed_as>_s in track/metric_keys.py.
+    A stream under earlier weights also needs them to be kept (kept_weights.py). The `timed_as` of its passes is a
+    metric: time/<timed_as>_s in track/metric_keys.py.
     """
 
     compute: Callable[[Step, Minibatches], Stream] | None
@@ -80,8 +80,10 @@ def _proximal(step: Step, minibatches: Minibatches) -> Stream:
 
 
 def _start(step: Step, minibatches: Minibatches) -> Stream:
-    if step.whole_config.algorithm.proximal_policy == "step_start":
-        return {s.rollout_id: s.in_loss("proximal_logprobs") for part in minibatches for s in part}
+    samples = [s for part in minibatches for s in part]
+    same = step.whole_config.algorithm.proximal_policy == "step_start"
+    if same and all("proximal_logprobs" in s.streams for s in samples):
+        return {s.rollout_id: s.in_loss("proximal_logprobs") for s in samples}
     return step.logprobs(minibatches)
 
 
@@ -139,15 +141,21 @@ def declared_by_loss(config: Config) -> list[str]:
     not have."""
     loss = config.algorithm.loss
     declared = declared_streams(OwnLoss(loss) if ":" in loss else loss_function(loss))
-    for name in declared:
+    found: list[str] = []
+    for name, needed in declared.items():
         if name not in STREAMS and name not in (*GIVEN, *_OF_THE_PASS):
+            if not needed:
+                continue
             raise ValueError(
                 f"algorithm.loss = {loss!r}: its parameter {name}_BT names no stream of tokens. There are"
                 f" {', '.join(sorted({*STREAMS, *GIVEN, *_OF_THE_PASS}))}"
             )
         if name in STREAMS and (why := STREAMS[name].refused(config)):
+            if not needed:
+                continue
             raise ValueError(f"algorithm.loss = {loss!r}: its parameter {name}_BT cannot be given, as {why}")
-    return [name for name in STREAMS if name in declared]
+        found.append(name)
+    return [name for name in STREAMS if name in found]
 
 
 def sampling_logprobs(backend: TrainerBackend, minibatches: Minibatches) -> Stream:

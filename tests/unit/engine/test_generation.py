@@ -19,7 +19,7 @@ def generation(max_new_tokens: int = 8) -> Generation:
 
 @pytest.mark.parametrize("tokens", [[3, 4, EOS], [4, 0, 1], [2] * 8])
 def test_progress_after_the_end_lacks_the_last_token(tokens: list[int]) -> None:
-    """A run that is killed before the stream ends continues from it: with the last token it would go on past its end."""
+    """A run that is killed before the stream ends continues from these tokens."""
     told = generation()
     told.add(tokens, [-1.0] * len(tokens), 3)
     assert told.reason in (StopReason.EOS, StopReason.STOP_STRING, StopReason.LENGTH)

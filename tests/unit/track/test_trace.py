@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections import Counter
 from pathlib import Path
 
@@ -75,6 +76,25 @@ def test_half_a_line_is_no_event_and_a_wrong_one_is_named(tmp_path: Path) -> Non
         path.write_text(f'["publish",1.5,3]\n{wrong}\n')
         with pytest.raises(ValueError, match="trace.jsonl:2: not a trace event"):
             list(trace_events(path))
+
+
+def test_full_disk_leaves_whole_lines_and_keeps_the_events(tmp_path: Path) -> None:
+    file = TraceFile(tmp_path / "trace.jsonl")
+    trace = Trace(RunClock(lambda: 1.0), file)
+    trace.on_published(1)
+    trace.flush()
+    for version in range(2, 50):
+        trace.on_published(version)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError):
+            trace.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [event.version for event in trace_events(file.path)] == [1]
+    trace.flush()
+    assert [event.version for event in trace_events(file.path)] == list(range(1, 50))
 
 
 def test_a_file_is_cut_back_and_one_that_is_off_grows_no_more(tmp_path: Path) -> None:

@@ -50,6 +50,19 @@ def seen(loss: str, algorithm: dict[str, Any], **train: Any) -> dict[str, list[n
     return found
 
 
+def with_default(t: TokenBatch, start_logprobs_BT: torch.Tensor | None = None, foo_BT: float = 1) -> LossAndClipped:
+    assert foo_BT == 1
+    return plain(t) if start_logprobs_BT is None else with_start(t, start_logprobs_BT)
+
+
+@pytest.mark.parametrize("loss", ["with_start", "with_default"])
+def test_start_logprobs_are_given_in_a_single_update(loss: str) -> None:
+    start = trainer({}).backend.compute_logprobs(SAMPLES)
+    found = seen(loss, {"proximal": "step_start"})
+    for s in SAMPLES:
+        np.testing.assert_allclose(found[s.rollout_id][0], start[s.rollout_id], atol=1e-5)
+
+
 @pytest.mark.parametrize("proximal", ["step_start", "behavior"])
 def test_a_stream_that_is_current_at_first_is_there_in_every_update(proximal: str) -> None:
     start = trainer({}).backend.compute_logprobs(SAMPLES)

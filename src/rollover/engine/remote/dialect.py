@@ -150,8 +150,8 @@ class ServerDialect(ABC):
         ...
 
     @abstractmethod
-    async def longest_rollout(self, client: ServerClient, limit_s: float) -> int:
-        """Return how many tokens the server takes at most, prompt included."""
+    async def longest_rollout(self, client: ServerClient, limit_s: float) -> int | None:
+        """Return how many tokens the server takes at most, prompt included; None if it does not say."""
         ...
 
     @abstractmethod

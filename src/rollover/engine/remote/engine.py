@@ -174,6 +174,8 @@ class RemoteEngine:
                 self._fleet.counts["engine/lost_requests"] += 1
                 avoid.add(server.name)
                 serves = await self._fleet.checked(server)
+                if server.has_other_weights:
+                    generation.cut(num)  # what it gave was sampled under no version of this run
                 fruitless = fruitless + 1 if serves and len(generation.tokens) == num else 0
                 if fruitless == _MAX_FRUITLESS:
                     raise

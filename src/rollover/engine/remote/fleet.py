@@ -194,7 +194,8 @@ class Fleet:
 
     async def _join(self, server: Server) -> None:
         """It answers, and has the newest weights: from now on it serves. ServerFailed if it cannot."""
-        self._check_longest(await server.check())
+        if (longest := await server.check()) is not None:
+            self._check_longest(longest)
         await server.unpause()
         parcel = None
         while parcel is not self.parcel:  # newer ones may come meanwhile
@@ -224,6 +225,7 @@ class Fleet:
             except ServerFailed as error:
                 return str(error)
             if version_of(label, self.terms.run) not in (before, server.version) and not server.updating:
+                server.has_other_weights = True
                 restarted = label == self._dialect.first_label
                 why = "it was started again" if restarted else "another run uses it, too: give each its own"
                 return f"it has the weights {label!r}, which it was not given: {why}"

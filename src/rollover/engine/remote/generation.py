@@ -66,6 +66,13 @@ class Generation:
             if self.reason is not None:
                 self.end.set()
 
+    def cut(self, first: int) -> None:
+        """Forget the tokens from index `first` on."""
+        del self.tokens[first:], self.logprobs[first:], self.versions[first:]
+        self.reason = None
+        if not self.interrupted:
+            self.end.clear()
+
     def restamp(self, first: int, spans: Sequence[Span], run: str) -> bool:
         """What its server says of the tokens from index `first` on, which one request gave: its word counts.
 
@@ -79,10 +86,7 @@ class Generation:
             if version is None:
                 if not at:
                     continue
-                del self.tokens[at.start :], self.logprobs[at.start :], self.versions[at.start :]
-                self.reason = None
-                if not self.interrupted:
-                    self.end.clear()
+                self.cut(at.start)
                 return True
             for i in at:
                 differs = differs or self.versions[i] != version

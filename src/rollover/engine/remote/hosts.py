@@ -229,7 +229,9 @@ def longest_rollout(hosts: Sequence[Host], dialect: ServerDialect, limit_s: floa
         whys: list[str] = []
         for host in hosts:
             try:
-                return _longest_of(host.address(left_s), host.token, dialect)
+                if (longest := _longest_of(host.address(left_s), host.token, dialect)) is not None:
+                    return longest
+                whys.append(f"{host.name}: it does not say how many tokens a rollout may have (max_model_len)")
             except (ServerFailed, OSError, ValueError) as error:
                 if isinstance(error, Refused) and error.status in _NO_TOKEN:
                     raise ValueError(
@@ -247,8 +249,8 @@ def longest_rollout(hosts: Sequence[Host], dialect: ServerDialect, limit_s: floa
     raise EngineDied(f"no server of [engine] answered within {limit_s:.3g} s (engine.give_up_s); {said}")
 
 
-def _longest_of(url: str, server_token: str, dialect: ServerDialect) -> int:
-    async def ask() -> int:
+def _longest_of(url: str, server_token: str, dialect: ServerDialect) -> int | None:
+    async def ask() -> int | None:
         client = ServerClient(url, server_token)
         try:
             return await dialect.longest_rollout(client, _ANSWERS_S)

@@ -68,6 +68,8 @@ class Server:
     updating: bool = field(default=False, init=False)
     sleeps: bool = field(default=False, init=False)
     attempts: set[Attempt] = field(default_factory=set, init=False)
+    has_other_weights: bool = field(default=False, init=False)
+    """It was started again, or another run changed its weights."""
     failed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set when something failed there, so that it is looked at now."""
     _heard: float = field(default=0.0, init=False)
@@ -86,8 +88,9 @@ class Server:
         """It gave a token."""
         self._heard = time.monotonic()
 
-    async def check(self) -> int:
-        """Return the tokens of the longest rollout that it takes. ServerFailed unless it has all that a run needs."""
+    async def check(self) -> int | None:
+        """Return the tokens of the longest rollout that it takes; None if it does not say. ServerFailed unless it has
+        all that a run needs."""
         await self.dialect.check(self.client, self.terms.timeout_s)
         return await self.dialect.longest_rollout(self.client, self.terms.timeout_s)
 

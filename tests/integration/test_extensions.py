@@ -20,6 +20,8 @@ import tiny
 from installed import install
 from rollover import registry
 from rollover.cli import main
+from rollover.config import Config
+from rollover.engine.remote.dialect import ServerDialect, make_dialect
 
 STEPS = 2
 # kind -> what the module has for it; each is registered as `toy`.
@@ -30,6 +32,7 @@ ATTRIBUTES = {
     "before_produce": "odd_ones",
     "clusters": "cluster",
     "curricula": "Any",
+    "dialects": "dialect",
     "engines": "engine",
     "environments": "TwoTurns",
     "filters": "first_group",
@@ -121,6 +124,13 @@ def backend(setup):
     """The local backend."""
     print("the toy backend")
     return make_local(setup)
+
+
+def dialect(config):
+    from rollover.engine.remote.vllm import VllmDialect
+
+    print("the toy dialect")
+    return VllmDialect(config)
 
 
 def cluster(setup):
@@ -313,6 +323,13 @@ def test_registered_agents_act_in_a_run(
     assert f"the toy {part}" in said.out
     (row,) = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
     assert row["reward/mean"] in (0.5, 1.0), "of the agent, or of the environment"
+
+
+def test_registered_dialect_is_made(toys: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    remote = {"kind": "remote", "urls": ["http://127.0.0.1:1"], "weights_dir": str(toys), "dialect": "toy"}
+    config = Config.model_validate({"engine": remote})
+    assert isinstance(make_dialect(config), ServerDialect)
+    assert "the toy dialect" in capsys.readouterr().out
 
 
 def test_every_kind_has_a_toy() -> None:

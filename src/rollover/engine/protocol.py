@@ -44,12 +44,17 @@ class StopCriteria:
     repetition_tokens: int = 0
 
     @classmethod
-    def of(cls, rollout: RolloutConfig, token_ids: Iterable[int], strings: Iterable[str] = ()) -> StopCriteria:
-        """Those of a configuration, and these tokens (EOS) and strings."""
+    def of(
+        cls, rollout: RolloutConfig, token_ids: Iterable[int], strings: Iterable[str] = (), *, training: bool = True
+    ) -> StopCriteria:
+        """Return the criteria of a configuration, with these tokens (EOS) and strings.
+
+        `training` False leaves out repetition: an answer that is only read may still recover.
+        """
         return cls(
             frozenset(token_ids) | frozenset(rollout.stop_token_ids),
             (*rollout.stop, *strings),
-            rollout.stop_repetition_tokens,
+            rollout.stop_repetition_tokens if training else 0,
         )
 
 

@@ -54,7 +54,7 @@ async def answer_prompt(
             max_new_tokens=rollout.max_new_tokens,
             seed=rollout_seed(config.run.seed, seeded, 0, i),
             sampling=rollout.sampling,
-            stop=StopCriteria.of(rollout, parts.stop_token_ids),
+            stop=StopCriteria.of(rollout, parts.stop_token_ids, training=False),
             processing=rollout.logits.processing(),
         )
         for i in range(num)

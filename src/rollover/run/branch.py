@@ -77,7 +77,7 @@ class BranchPoint:
             max_new_tokens=budget,
             seed=rollout_seed(config.run.seed, record["task_id"], record["attempt"], sibling),
             sampling=replace(rollout.sampling, temperature=temperature),
-            stop=StopCriteria.of(rollout, stop_token_ids),
+            stop=StopCriteria.of(rollout, stop_token_ids, training=False),
             text_start=start,
             processing=rollout.logits.processing(),
             later_media=tuple(m for m in media_of(record, "later_media") if m.offset < len(prompt) + self.kept),

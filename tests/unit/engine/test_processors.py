@@ -109,7 +109,7 @@ def test_where_nothing_may_come_the_answer_ends() -> None:
     [
         (LogitsProcessing(forced_token_ids=(VOCAB,)), {}, f"token {VOCAB}, and the model has {VOCAB}"),
         (LogitsProcessing(logit_bias=((99, 1.0),)), {}, "token 99"),
-        (LogitsProcessing(regex="a"), {"stop_token_ids": frozenset()}, "stop token"),
+        (LogitsProcessing(regex="a"), {"stop": StopCriteria()}, "stop token"),
         (LogitsProcessing(regex="a"), {}, "tokenizer"),
     ],
 )

@@ -117,12 +117,19 @@ def put(config: dict[str, Any], option: str, value: Any) -> None:
     place[parts[-1]] = True if option in FLAGS else wrapped
 
 
+def has(config: dict[str, Any], key: str) -> bool:
+    *tables, name = key.split(".")
+    for table in tables:
+        config = config.get(table, {})
+    return name in config
+
+
 def settings(option: str, value: str, base: dict[str, Any] = PLANNED) -> dict[str, Any]:
     """Of a run with this option, and with what gives it an effect where one setting does."""
     config = json.loads(json.dumps(base))
     info = field_at(option)
     for need in needs_of(info) if info is not None else ():
-        if not need.unless:
+        if not need.unless and (need.values or not has(config, need.key)):
             put(config, need.key, need.values[0] if need.values else _USUAL.get(field_at(need.key).annotation, value))  # type: ignore[union-attr]
     if option.startswith("tasks.sources.") and not option.endswith(".kind"):
         kind = "own.py:source" if option.endswith(".params") else "dataset"
@@ -195,12 +202,15 @@ def test_readers_run_nothing_of_a_run(canary: Canary, number: int, capsys) -> No
     capsys.readouterr()
 
 
+SERVED = {"kind": "remote", "urls": ["http://127.0.0.1:1"], "weights_dir": "weights"}
+
+
 def legal_configurations(value: str) -> tuple[list[dict[str, Any]], set[str]]:
     """Configurations that can be planned, which have this value in as many options as possible; and all these."""
     batches: list[dict[str, Any]] = []
     placed: set[str] = set()
     for option in OPTIONS:
-        for batch in [*batches, PLANNED, {"plan": {"steps": 2}}]:
+        for batch in [*batches, PLANNED, {"plan": {"steps": 2}}, {"plan": {"steps": 2}, "engine": SERVED}]:
             config = settings(option, value, batch)
             with suppress(ValueError):
                 Config.model_validate(config)

@@ -41,7 +41,7 @@ def test_a_task_that_swallows_its_cancellation_is_named_and_left_behind(capsys: 
     assert time.monotonic() - began < 30
     waits, left = capsys.readouterr().err.splitlines()
     assert waits.startswith("rollover: the run is over. It waits for what was cancelled, 1.2 s at most: episode 3-1 (")
-    assert "test_ending.py:" in waits and left.startswith("rollover: episode 3-1 (")
+    assert "test_shutdown.py:" in waits and left.startswith("rollover: episode 3-1 (")
     assert left.endswith("did not end within 1.2 s (watchdog.grace_s): left behind")
     with pytest.raises(RuntimeError):
         asyncio.get_running_loop()
@@ -123,7 +123,7 @@ def verb(words):
 
 cli.run_verb = verb
 from rollover import shutdown
-ending.run_bounded(__import__("asyncio").sleep(0), 1.2)
+shutdown.run_bounded(__import__("asyncio").sleep(0), 1.2)
 sys.exit(cli.main())
 """
 
@@ -161,7 +161,9 @@ def test_a_task_that_exits_ends_itself_alone(capsys: pytest.CaptureFixture[str])
     assert run_bounded(work(), 30) == ["exit 0", "SystemExit(0)", "SystemExit(0)"]
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 2 and err[0].startswith("rollover: a task of your own has ended by SystemExit: 0 (")
-    assert "test_ending.py:" in err[0] and err[1].startswith("rollover: a task of your own has ended by SystemExit: 4")
+    assert "test_shutdown.py:" in err[0] and err[1].startswith(
+        "rollover: a task of your own has ended by SystemExit: 4"
+    )
 
 
 def test_an_exit_while_the_run_ends_holds_nothing_up() -> None:

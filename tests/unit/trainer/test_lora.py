@@ -20,6 +20,7 @@ from rollover.models.load import LoadedModel, load_model
 from rollover.trainer.batch import Batch
 from rollover.trainer.lora import ADAPTER, add_lora, read_adapter
 from rollover.trainer.objective import Counts
+from rollover.trainer.streams import with_stream
 from rollover.trainer.trainer import Trainer
 from samples import random_samples
 from virtual_time import at_once
@@ -176,12 +177,8 @@ def test_dropout_acts_in_training_only() -> None:
     assert all(np.array_equal(v, clean[k]) for k, v in t.backend.compute_logprobs(SAMPLES).items()), (
         "after a training pass too"
     )
-    losses = [
-        t.backend.forward_backward(
-            SAMPLES, Counts.of(SAMPLES), {"proximal": t.backend.compute_logprobs(SAMPLES)}
-        ).totals()["max/ratio"]
-        for _ in range(2)
-    ]
+    proximal = with_stream(SAMPLES, "proximal_logprobs", t.backend.compute_logprobs(SAMPLES))
+    losses = [t.backend.forward_backward(proximal, Counts.of(proximal)).totals()["max/ratio"] for _ in range(2)]
     assert losses[0] != losses[1] and losses[0] > 1.0
 
 

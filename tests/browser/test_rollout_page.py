@@ -4,6 +4,7 @@ the command that goes on from the chosen token."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,7 @@ def told_run(folder: Path) -> Path:
     )
     of = recorded(group(90, [0.0, 1.0], num_tokens=4), text="<script>alert(1)</script>")
     credits = [RecordedCredit(0, reward, {}) for reward in (0.0, 1.0)]
-    of = of.with_streams(advantages=[-0.5, 0.5], credits=credits, tokens=[stats, None])
+    of = replace(of, advantages=[-0.5, 0.5], credits=credits, tokens=[stats, None])
     RolloutRecorder(run / "rollouts").write(20, [of])
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate("abcd")}, unk_token="a"))
     tokenizer.decoder = decoders.Fuse()

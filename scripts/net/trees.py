@@ -144,6 +144,8 @@ class Process:
         self._process.send_signal(signal.SIGTERM)
         code = self._process.wait(LIMIT_S)
         lines = (self.run_dir / "metrics.jsonl").read_bytes().splitlines()
+        if code == -signal.SIGTERM and (self.run_dir / "finished").exists():
+            code = 0  # the run was over: Python takes its handlers back before the process ends
         if code and (code != 130 or not (self.run_dir / f"checkpoints/step-{len(lines):06}/COMMITTED").exists()):
             raise Failed(f"SIGTERM: exit code {code} after {len(lines)} steps: {self.output()}")
         self.no_children()

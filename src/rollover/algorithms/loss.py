@@ -300,8 +300,9 @@ def batch_loss(
     dual_clip: float | None = None,
     **kind_options: Any,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """As `policy_loss`, of a batch, whose streams the function gets that it declares. Ratios in the metrics are of
-    tokens, current / old, for every kind; log-ratios are bounded to +-20 before exp."""
+    """Compute the policy loss of a batch, as `policy_loss`. The function gets the streams that it declares.
+
+    Ratios in the metrics are per token, current / old, for every kind; log-ratios are bounded to +-20 before exp."""
     if dual_clip is not None:
         kind_options["dual_clip"] = dual_clip
     function, mask_BT = loss_function(kind), batch.mask_BT

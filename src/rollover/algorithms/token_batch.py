@@ -1,4 +1,4 @@
-"""The tensors of one micro-batch: what policy losses, corrections and the KL read of each token.
+"""The tensors of one micro-batch, which policy losses, corrections and the KL read.
 
 Shapes: B rows, T tokens.
 """
@@ -33,9 +33,9 @@ class TokenBatch:
 
     @classmethod
     def of(cls, mask_BT: torch.Tensor, **streams: torch.Tensor) -> TokenBatch:
-        """Of tensors of any origin [B, T]; what is masked becomes 0. Every row is a group and a sequence.
+        """Make a batch of tensors [B, T], with 0 at masked positions. Every row is its own group and sequence.
 
-        ValueError for a tensor that has not the shape of the first one.
+        ValueError for a tensor whose shape differs from that of the first one.
         """
         first, shape = next((f"{name}_BT", values.shape) for name, values in streams.items())
         for name, values in {**streams, "mask": mask_BT}.items():
@@ -51,33 +51,33 @@ class TokenBatch:
         )
 
     def with_streams(self, **streams: torch.Tensor) -> Self:
-        """The same with these streams, beside the others or in their place."""
+        """Return a copy with these streams added or replaced."""
         return replace(self, streams={**self.streams, **streams})
 
     def stream(self, name: str) -> torch.Tensor:
-        """[B, T]. ValueError, which names those that there are, if it is not there."""
+        """Return a stream [B, T]. ValueError, which lists the existing streams, for an unknown name."""
         if name not in self.streams:
             raise ValueError(f"the batch has no stream {name!r}, but {', '.join(sorted(self.streams))}")
         return self.streams[name]
 
     @property
     def logprobs_BT(self) -> torch.Tensor:
-        """Under the current weights."""
+        """Log-probs under the current weights."""
         return self.stream("logprobs")
 
     @property
     def entropy_BT(self) -> torch.Tensor:
-        """Of the distribution that the token was drawn from, under the current weights (nats)."""
+        """Entropy of the distribution at each token, under the current weights (nats)."""
         return self.stream("entropy")
 
     @property
     def old_logprobs_BT(self) -> torch.Tensor:
-        """Under the proximal policy (algorithm.proximal), which the ratio is to."""
+        """Log-probs under the proximal policy (algorithm.proximal), the denominator of the ratio."""
         return self.stream("old_logprobs")
 
     @property
     def behavior_logprobs_BT(self) -> torch.Tensor:
-        """Under the policy that sampled the token."""
+        """Log-probs under the policy that sampled the token."""
         return self.stream("behavior_logprobs")
 
     @property

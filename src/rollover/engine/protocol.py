@@ -36,8 +36,10 @@ class WrongAnswer(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StopCriteria:
-    """What ends a turn before its budget: one of these tokens, which is its last; one of these strings in its text; one
-    pattern, repeated over so many of its last tokens (0: never)."""
+    """Criteria that end a turn before its budget is used.
+
+    `token_ids`: any of these tokens, which is then the last. `strings`: any of these in the text of the turn.
+    `repetition_tokens`: a pattern repeated over this many of the last tokens (0: never)."""
 
     token_ids: frozenset[int] = frozenset()
     strings: tuple[str, ...] = ()

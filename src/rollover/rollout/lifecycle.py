@@ -305,8 +305,7 @@ class Lifecycle:
         return left
 
     def keep(self, group_id: int, sibling: int, name: str, value: Any) -> None:
-        """An Episode keeps this JSON value over a kill, in the place of what it had under the name, while its group is
-        held."""
+        """Keep a JSON value of an Episode under a name, across kills, while its group is held."""
         if group_id not in self.cache.groups:
             return
         self.cache.keep(group_id, sibling, name, value)

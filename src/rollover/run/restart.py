@@ -96,7 +96,7 @@ class RestartableRun:
         await self._lasting(lambda run: asyncio.sleep(0))
 
     def begin_steps(self) -> None:
-        """Steps are wanted from now on: the time since the last one belongs to no row."""
+        """Begin timing steps: the time since the last one belongs to no metrics row."""
         if self._run is not None:
             self._run.rows.begin()
 

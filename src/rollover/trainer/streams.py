@@ -1,4 +1,4 @@
-"""The streams that a training step adds to its samples for the loss: what each is, and when it is there.
+"""Table of the token streams that a training step adds to its samples for the loss.
 
 A policy loss declares a stream by a parameter `<stream>_BT`; terms of [algorithm] and [train] have theirs by `used`. A
 new stream is one entry of `STREAMS`. The trainer puts them into the samples, and packing.py makes tensors of them.
@@ -57,7 +57,7 @@ def _never(_: Config) -> bool:
 
 @dataclass(frozen=True)
 class TokenStream:
-    """`compute`: makes it of the samples of a step; None: an earlier part of the step has put it there.
+    """One stream of numbers per token. `compute`: computes it for the samples of a step; None: an earlier stage does.
 
     `used`: whether something else than the policy loss reads it. `refused`: why a loss cannot have it, in words; "": it
     can. `is_current`: whether it is, in the first update, what the pass itself computes, and is left out there.
@@ -96,6 +96,13 @@ def _staleness(step: Step, minibatches: Minibatches) -> Stream:
     return {s.rollout_id: staleness(s.in_loss("versions"), version) for part in minibatches for s in part}
 
 
+_OF_THE_CRITIC = TokenStream(
+    None,
+    used=lambda c: c.algorithm.needs_critic,
+    refused=lambda c: "" if c.algorithm.needs_critic else 'there is no critic: set algorithm.advantage = "gae"',
+)
+
+
 STREAMS: dict[str, TokenStream] = {
     # Of algorithm.proximal, where it takes a forward pass.
     "proximal_logprobs": TokenStream(
@@ -117,16 +124,8 @@ STREAMS: dict[str, TokenStream] = {
     ),
     # Trainer version - policy version.
     "staleness": TokenStream(_staleness, used=lambda c: c.algorithm.proximal_policy == "interpolated"),
-    "values": TokenStream(
-        None,
-        used=lambda c: c.algorithm.needs_critic,
-        refused=lambda c: "" if c.algorithm.needs_critic else 'there is no critic: set algorithm.advantage = "gae"',
-    ),
-    "returns": TokenStream(
-        None,
-        used=lambda c: c.algorithm.needs_critic,
-        refused=lambda c: "" if c.algorithm.needs_critic else 'there is no critic: set algorithm.advantage = "gae"',
-    ),
+    "values": _OF_THE_CRITIC,
+    "returns": _OF_THE_CRITIC,
     # Factors of the policy loss (token_weights.py).
     "weights": TokenStream(
         None,

@@ -1,1 +1,1 @@
-"""An engine over HTTP: servers of some kind (engine.dialect), each with its own weights."""
+"""An engine over HTTP: servers that speak one dialect (engine.dialect), each with its own weights."""

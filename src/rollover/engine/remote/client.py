@@ -1,4 +1,4 @@
-"""HTTP to one server. Owns its connections, and what an answer that is none means; knows no path, and no rollout.
+"""HTTP to one server. Owns its connections, and maps failed answers to exceptions; knows no path, and no rollout.
 
 Streams have connections of their own, so that a call of control never waits behind them. They have no time-out as a
 whole: whoever reads one decides how long it may be silent. Idle connections are closed before the server does it (5 s
@@ -104,7 +104,7 @@ class ServerClient:
         return await self._call("GET", path, limit_s)
 
     async def ask(self, path: str, *, limit_s: float) -> dict[str, Any]:
-        """As `get`, for a JSON object; asked again where the time was up because this process did something else."""
+        """Get a JSON object. Retries a time-out that this process caused itself, as its event loop stood still."""
         for _ in range(_TRIES):
             began = time.monotonic()
             try:

@@ -85,7 +85,7 @@ class Server:
         return able and self.version is not None and (oldest_version is None or self.version >= oldest_version)
 
     def heard(self) -> None:
-        """It gave a token."""
+        """Note that the server gave a token."""
         self._heard = time.monotonic()
 
     async def check(self) -> int | None:
@@ -95,22 +95,22 @@ class Server:
         return await self.dialect.longest_rollout(self.client, self.terms.timeout_s)
 
     async def label(self) -> str:
-        """Return that of the weights that it has. ServerFailed."""
+        """Return the label of the weights that the server has. ServerFailed."""
         return await self.dialect.weights_label(self.client, self.terms.timeout_s)
 
     async def unpause(self) -> None:
-        """Whoever was here before may have left it paused."""
+        """Resume the server, as an earlier run may have left it paused."""
         with contextlib.suppress(Refused):
             await self.dialect.resume(self.client, self.terms.timeout_s)
 
     def begin(self) -> None:
-        """It serves from now on."""
+        """Mark the server as serving."""
         self.heard()
         self.failed.clear()
         self.serves = True
 
     async def end(self, why: str) -> None:
-        """It is given up: its requests end at once, with the tokens that there are."""
+        """Stop using the server: its requests end at once, with the tokens received so far."""
         self.serves = False
         self.failed.set()  # who waits for a look at it goes on
         for attempt in list(self.attempts):

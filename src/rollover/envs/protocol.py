@@ -76,8 +76,9 @@ def keeps_nothing(group_id: int, sibling: int, name: str, value: Any) -> None:
 
 
 class RunEnvironment(Environment):
-    """What a run plays: an Environment, and what the run asks of it besides. The defaults are those of one without a
-    state; the user's own is wrapped (build.py). `encode`: makes the tasks' prompts; None: nobody asks for them."""
+    """Base of the environments that a run plays: an Environment with further methods. Defaults fit one without state.
+
+    build.py wraps custom environments. `encode`: encodes the prompts of tasks; None: they are not needed."""
 
     notice: str = ""
     """What the user should know before the run; "": nothing."""
@@ -101,28 +102,28 @@ class RunEnvironment(Environment):
         return AS_CONFIGURED
 
     def recall(self, group_id: int, sibling: int, kept: Mapping[str, Any]) -> None:
-        """What it, or an earlier process, has kept of a held rollout (`Keep`), by name."""
+        """Restore what was kept of a held rollout (`Keep`), by name; also by an earlier process."""
 
     def has_lost(self, rollout: Rollout) -> bool:
         """Whether a held rollout at which nobody is at work can neither go on nor be scored, and has to begin again."""
         return False
 
     def on_restart(self, rollout: Rollout, kept: Mapping[str, Any]) -> None:
-        """It begins again. `kept`: as for `recall`."""
+        """Prepare for the rollout to start again. `kept`: as for `recall`."""
 
     def release(self, rollouts: Iterable[Rollout]) -> None:
-        """These rollouts left the system."""
+        """Free what is held for rollouts that left the system."""
 
     def stats(self) -> dict[str, float]:
         """Its metrics: cumulative counters."""
         return {}
 
     def apart(self) -> RunEnvironment:
-        """The environment for an evaluation, beside which training may go on."""
+        """Return the environment for an evaluation that runs beside training."""
         return self
 
     async def close(self) -> None:
-        """End what runs of it."""
+        """End its processes and tasks."""
 
 
 def written(rollout: Rollout, tokens: Sequence[int] | Prompt, *, done: bool = False) -> Segment:

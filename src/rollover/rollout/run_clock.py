@@ -1,4 +1,4 @@
-"""The time of a run and its trainer's version: what every event is stamped with (lifecycle.py).
+"""Clock of a run: the time and trainer version that every event is stamped with (lifecycle.py).
 
 The clock stands still while no process runs and goes back with a checkpoint that is resumed, so that no second is
 counted twice.
@@ -28,13 +28,13 @@ class RunClock:
         return self._stands_at is not None
 
     def stand_at(self, seconds: float) -> None:
-        """Until `go_on` the clock stands at `seconds`: what happens meanwhile happened then, in an earlier process."""
+        """Stop the clock at `seconds` until `go_on`: events replayed meanwhile happened then, in an earlier process."""
         self._stands_at = seconds
 
     def go_on(self) -> None:
-        """The clock goes on from where it stands."""
+        """Continue from where the clock stands."""
         self._origin, self._stands_at = self._read() - self.seconds(), None
 
     def set(self, seconds: float, version: int) -> None:
-        """Go on from `seconds` at trainer `version`, those of a checkpoint; from zeros where the run begins again."""
+        """Continue from the `seconds` and trainer `version` of a checkpoint, or from zeros."""
         self._origin, self.version, self._stands_at = self._read() - seconds, version, None

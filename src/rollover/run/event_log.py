@@ -36,8 +36,8 @@ _ENDS = (EventKind.PARK, EventKind.ACT, EventKind.FINISH)
 
 
 @dataclass(slots=True)
-class _Told:
-    """What the journal has of a running rollout: tokens `started` to `num`, with this digest."""
+class _Journaled:
+    """The part of a running rollout that is in the journal: tokens `started` to `num`, with their digest."""
 
     started: int
     num: int
@@ -51,8 +51,10 @@ class HasVersion(Protocol):
 
 
 class EventLog:
-    """Writes what happens to `journal`. `generates`: whether the run's groups come through the lifecycle, of which
-    alone a journal tells. `every_s`: checkpoint.journal_s; with 0 none is written. `mirror`: is told of it as often.
+    """Writes the events of a run to `journal`.
+
+    `generates`: whether the run's groups go through the lifecycle; only those are journaled. `every_s`:
+    checkpoint.journal_s; 0 turns the journal off. `mirror`: copies the files at the same interval.
 
     `is_on`: whether a journal is written; `seconds`: spent on writing, cumulative.
     """
@@ -71,24 +73,24 @@ class EventLog:
         self.every_s, self.is_on = every_s, generates and every_s > 0
         self.seconds = 0.0
         self._mirror = mirror
-        self._told: dict[Rollout, _Told] = {}  # of the running rollouts
+        self._journaled: dict[Rollout, _Journaled] = {}  # of the running rollouts
         self._timer: Timer | None = None
 
     # When it reaches the disk
 
     def cut(self, checkpoint: str | None) -> Mark | None:
-        """A new file begins, at a moment at which nothing runs: that of a checkpoint, or (None) the start of the run.
+        """Begin a new file while nothing runs: at a checkpoint, or (None) at the start of the run.
 
-        Returns where it goes on from there; None where no journal is written.
+        Returns its mark, from which --resume reads on; None if no journal is written.
         """
         if not self.is_on:
             return None
-        self._told.clear()
+        self._journaled.clear()
         with self._timed():
             return self.journal.begin(checkpoint)
 
     def start(self, driver: Driver) -> None:
-        """From now on the new tokens of what runs are written every `every_s`, if there is a journal."""
+        """Write the new tokens of running rollouts every `every_s` seconds from now on, if the journal is on."""
         if self.is_on:
             self._timer = Timer(self.every_s, lambda: self._write_progress(driver), self._beat)
             self._timer.start()
@@ -125,12 +127,12 @@ class EventLog:
         else:
             fields: dict[str, Any] = {"rollout": rollout.rollout_id}
             if kind in _BEGINS:
-                self._told[rollout] = _Told(rollout.num_tokens, rollout.num_tokens)
+                self._journaled[rollout] = _Journaled(rollout.num_tokens, rollout.num_tokens)
                 fields["version"] = event.version
             elif kind in _ENDS or kind is EventKind.ANSWER:
-                if rollout in self._told:
+                if rollout in self._journaled:
                     new, data = self._new(rollout, rollout.segments, 0)
-                    del self._told[rollout]
+                    del self._journaled[rollout]
                 else:  # it did not run: its environment was at work
                     start = rollout.num_tokens - sum(map(len, event.written))
                     segments, data = _beyond(event.written, start, start)
@@ -166,17 +168,17 @@ class EventLog:
     @property
     def running(self) -> list[str]:
         """The ids of the running rollouts; none where no journal is written."""
-        return [rollout.rollout_id for rollout in self._told] if self.journal.writes else []
+        return [rollout.rollout_id for rollout in self._journaled] if self.journal.writes else []
 
     def progress(self, found: Mapping[str, Sequence[Segment]]) -> None:
         """Write the new tokens of running rollouts. `found`: what Engine.progress said; some may have ended since."""
         started = time.perf_counter()
-        running = {rollout.rollout_id: rollout for rollout in self._told}
+        running = {rollout.rollout_id: rollout for rollout in self._journaled}
         for rollout_id, segments in found.items() if self.journal.writes else ():
             rollout = running.get(rollout_id)
             if rollout is None or segments[0].start not in (None, rollout.num_tokens):
                 continue  # it ended meanwhile, or goes on from there
-            if rollout.num_tokens + sum(map(len, segments)) <= self._told[rollout].num:
+            if rollout.num_tokens + sum(map(len, segments)) <= self._journaled[rollout].num:
                 continue  # nothing new; fewer, if its engine failed and was asked again
             fields, data = self._new(rollout, segments, rollout.num_tokens)
             self._write(TOKENS, {"rollout": rollout_id, **fields}, data)
@@ -241,11 +243,14 @@ class EventLog:
 
         All since it was started, "anew", if that is not what the journal has: an engine that failed was asked again.
         """
-        told = self._told[rollout]
-        anew = told.num > told.started and _digest(segments, start, told.started, told.num) != told.digest
-        fields, data = _beyond(segments, start, told.started if anew else told.num)
-        told.num = start + sum(map(len, segments))
-        told.digest = _digest(segments, start, told.started, told.num)
+        journaled = self._journaled[rollout]
+        anew = (
+            journaled.num > journaled.started
+            and _digest(segments, start, journaled.started, journaled.num) != journaled.digest
+        )
+        fields, data = _beyond(segments, start, journaled.started if anew else journaled.num)
+        journaled.num = start + sum(map(len, segments))
+        journaled.digest = _digest(segments, start, journaled.started, journaled.num)
         return {"segments": fields, "anew": anew}, data
 
     def _write(self, kind: str, fields: Mapping[str, Any], data: bytes = b"", seconds: float | None = None) -> None:

@@ -4,9 +4,9 @@
     optim_step         cross-entropy with the weights -dLoss/dlogprob, and the update, sent together
 
 The gradient is exact: cross-entropy is -sum(weight * logprob), whose gradient is the chain rule's. It costs two forward
-passes. (The SDK's forward_backward_custom does the same in one call; apart, a gradient can be forgotten, and divided at
-its end.) Owns what was not sent yet, `policy_version`, and the name of the teacher's weights at the service. Weights
-never come here.
+passes. (The SDK's forward_backward_custom does the same in one call; with two calls, a gradient can be discarded, or
+divided at the end.) Owns the unsent gradient, `policy_version`, and the name of the teacher's weights at the service.
+Weights stay at the service.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import torch
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.limits import Limits
 from rollover.models.tokenizer_files import save_tokenizer
-from rollover.plugins.tinker.engine import TinkerEngine
+from rollover.plugins.tinker.engine import service_of
+from rollover.plugins.tinker.service import Service
 from rollover.trainer.backend import TEACHER, BackendSetup, Stream, Version
 from rollover.trainer.local_backend import answers_under
 from rollover.trainer.objective import Counts, Objective
@@ -39,39 +40,37 @@ from rollover.types import Sample, Segment
 
 
 def make_tinker(setup: BackendSetup) -> TinkerBackend:
-    """The backend beside the engine of the same service."""
-    if not isinstance(setup.engine, TinkerEngine):
-        raise ValueError('backend.type = "tinker" samples at the service, too: it needs its own engine')
-    return TinkerBackend(setup, setup.engine)
+    """Create the backend in the engine's session at the service."""
+    return TinkerBackend(setup, service_of(setup.engine))
 
 
 class TinkerBackend:
-    """The `TrainerBackend` over the session of `engine`. Each verb is documented there.
+    """The `TrainerBackend` over a session at the service. Each verb is documented there.
 
-    `setup.loaded` has tokenizer, configuration and shapes of the model; its weights are never looked at.
+    `setup.loaded` has tokenizer, configuration and shapes of the model; its weights are not used.
     """
 
-    def __init__(self, setup: BackendSetup, engine: TinkerEngine) -> None:
+    def __init__(self, setup: BackendSetup, service: Service) -> None:
         config = setup.config
         self.config, self.algorithm, self.lora = config.train, config.algorithm, config.model.lora
         self.distill = config.distill
-        self.engine, self.service, self.tokenizer = engine, engine.service, setup.loaded.tokenizer
+        self.engine, self.service, self.tokenizer = setup.engine, service, setup.loaded.tokenizer
         self._base = setup.loaded.path
         self.objective = Objective(config.algorithm, config.rollout.max_new_tokens, tells_tokens=config.tells_tokens)
         self._policy = self._teacher_model = setup.loaded.model
         if config.distill.model_path:
             self._teacher_model = load_teacher_outline(config, setup.loaded).model
         self._teacher = config.distill.model_path or self.service.base_model
-        """What the service names the teacher's weights; adapters begin as the base model."""
+        """The name of the teacher's weights at the service; adapters begin as the base model."""
         self.flops, self.policy_version, self.step_count = 0.0, 0, 0
         self.training = self.service.new_training(self.lora.rank, config.run.seed)
         self._gradient: list[tuple[Sample, np.ndarray]] = []
         """Samples, each with dLoss/dlogprob [loss tokens]."""
         self._is_zero = False
-        """Whether a minibatch without a loss token is part of the gradient."""
+        """Whether the gradient includes a minibatch without loss tokens."""
         self._num_saved = 0
         self._samplers: dict[str, Any] = {}
-        """By the name of the weights that they score with."""
+        """Sampling clients by the name of their weights."""
 
     def compute_logprobs(self, samples: list[Sample], version: Version | None = None) -> Stream:
         samples = [s for s in samples if s.mask.any()]
@@ -90,7 +89,7 @@ class TinkerBackend:
         raise ValueError("there is no value head at the service")
 
     def compute_statistics(self, samples: list[Sample]) -> Stream:
-        raise ValueError("the service tells log-probs of given tokens, and nothing else of their distributions")
+        raise ValueError("the service returns log-probs of given tokens, and no other statistics of distributions")
 
     def forward_backward(self, samples: list[Sample], counts: Counts) -> Tally:
         sums, samples = Tally(), [s for s in samples if s.mask.any()]
@@ -106,7 +105,7 @@ class TinkerBackend:
         for s, values in zip(samples, logprobs, strict=True):
             assert values.grad is not None
             self._gradient.append((s, values.grad.numpy()))
-        del of_samples["sum/entropy"]  # of the tokens that were sampled alone nobody knows it
+        del of_samples["sum/entropy"]  # unknown: the service returns log-probs of the sampled tokens only
         sums.add(of_samples, samples)
         return sums
 
@@ -128,12 +127,12 @@ class TinkerBackend:
         self._gradient, self._is_zero = [], False
 
     async def publish(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """One name, the path of the weights at the service, from which the engine samples; no tensor travels."""
+        """Return the path of the weights at the service, as the name of an empty tensor."""
         name = f"step-{self.policy_version:06d}-{self._next_number()}"
         return [(await asyncio.to_thread(self.service.save_for_sampler, self.training, name), torch.empty(0))]
 
     async def sample(self, requests: Sequence[ExtendRequest]) -> list[list[Segment]]:
-        """By the engine of the service, which gets the current weights first if it has others."""
+        """Sample by the service's engine, which first loads the current weights if it has others."""
         return await answers_under(self, self.engine, requests)
 
     def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -159,10 +158,10 @@ class TinkerBackend:
         self.load_state(dict(stored), meta)
 
     def save_model(self, folder: Path) -> None:
-        """The tokenizer, and in tinker.json where the service has the weights: to sample with, and to train on."""
+        """Save the tokenizer, and in tinker.json the paths of the weights at the service."""
         save_tokenizer(self.tokenizer, self._base, folder)
         saved = self.service.result(
-            "saving weights to sample with", lambda: self.training.save_weights_for_sampler("model"), again=True
+            "saving weights to sample with", lambda: self.training.save_weights_for_sampler("model"), retry=True
         )
         paths = {"base_model": self.service.base_model, "sampler": saved.path, "state": self._saved("model")}
         (folder / "tinker.json").write_text(json.dumps(paths, indent=2) + "\n", encoding="utf-8")
@@ -174,40 +173,39 @@ class TinkerBackend:
         return self.config.num_steps * self.config.updates_per_step
 
     def _next_number(self) -> int:
-        """Names at the service are given once, whatever is done again after a failure."""
+        """Count the saved weights, so that a retry never reuses a name."""
         self._num_saved += 1
         return self._num_saved
 
     def _saved(self, what: str) -> str:
-        """The path of weights and optimizer, which are kept there until they are deleted."""
+        """Save weights and optimizer without expiry, and return their path."""
         name = f"{what}-{self.policy_version:06d}-{self._next_number()}"
-        return self.service.result("saving a checkpoint", lambda: self.training.save_state(name), again=True).path
+        return self.service.result("saving a checkpoint", lambda: self.training.save_state(name), retry=True).path
 
     def _forward(self, samples: list[Sample]) -> list[np.ndarray]:
-        """Log-probs [loss tokens] of each sample under the current weights."""
+        """Return log-probs [loss tokens] of each sample under the current weights."""
         if not samples:
             return []
         _check(self._policy, samples)
         data = [self._datum(s, np.zeros(int(s.mask.sum()), np.float32)) for s in samples]
         found = self.service.result(
-            "a forward pass", lambda: self.training.forward(data, "cross_entropy"), again=True
+            "a forward pass", lambda: self.training.forward(data, "cross_entropy"), retry=True
         ).loss_fn_outputs
         self._count(samples, self._policy)
         return [_at_loss_tokens(s, np.asarray(out["logprobs"].data)) for s, out in zip(samples, found, strict=True)]
 
     def _scored_by(self, name: str, model: Any, samples: list[Sample]) -> Stream:
-        """Return log-probs of the loss tokens under the weights `name` of the service, which `model` has the shapes
-        of."""
+        """Return log-probs of the loss tokens under the service's weights `name`. `model` has their shapes."""
         if not samples:
             return {}
         _check(model, samples)
         sampler, sdk = self._sampler_of(name), self.service.sdk
         prompts = [sdk.types.ModelInput.from_ints([*s.prompt_ids.tolist(), *s.token_ids.tolist()]) for s in samples]
-        futures = [sampler.compute_logprobs(prompt) for prompt in prompts]  # all at once: the service has them together
+        futures = [sampler.compute_logprobs(prompt) for prompt in prompts]  # all at once: the service batches them
         found: Stream = {}
         for s, prompt, future in zip(samples, prompts, futures, strict=True):
             tries = chain([future], (sampler.compute_logprobs(prompt) for _ in count()))
-            values = self.service.result(f"log-probs of {name}", partial(next, tries), again=True)
+            values = self.service.result(f"log-probs of {name}", partial(next, tries), retry=True)
             found[s.rollout_id] = _at_loss_tokens(s, np.array(values[1:], dtype=np.float64))  # None becomes NaN
             if np.isnan(found[s.rollout_id]).any():
                 raise ValueError(f"rollout {s.rollout_id}: the service has no log-prob of a token under {name}")
@@ -215,17 +213,17 @@ class TinkerBackend:
         return found
 
     def _sampler_of(self, name: str) -> Any:
-        """What scores with the weights `name`, opened once. Kept weights that were replaced are asked for no more."""
+        """Return the sampling client of the weights `name`, opened once. Drop those of replaced teachers."""
         if name not in self._samplers:
-            asked_for = {self.service.base_model, self._teacher}
-            self._samplers = {of: sampler for of, sampler in self._samplers.items() if of in asked_for}
+            current = {self.service.base_model, self._teacher}
+            self._samplers = {name: sampler for name, sampler in self._samplers.items() if name in current}
             self._samplers[name] = self.service.sampler(name)
         return self._samplers[name]
 
     def _send(self, rate: float, divisor: float) -> float:
-        """The gradient and the update. Returns the norm of the gradient; NaN where the service does not tell it."""
+        """Send the gradient and the update. Return the gradient norm; NaN if the service does not report it."""
         data = [self._datum(s, (-gradient / divisor).astype(np.float32)) for s, gradient in self._gradient]
-        if not data:  # momentum goes on where the gradient is 0
+        if not data:  # a gradient of 0 still updates the optimizer's moments
             data = [_datum(self.service.sdk.types, [0, 0], np.zeros(1, np.float32))]
         cfg = self.config
         params = self.service.sdk.types.AdamParams(
@@ -237,7 +235,7 @@ class TinkerBackend:
             grad_clip_norm=cfg.max_grad_norm,
         )
         backward = self.training.forward_backward(data, "cross_entropy")
-        update = self.training.optim_step(params)  # sent before the first is waited for: one round of the service
+        update = self.training.optim_step(params)  # submitted before the first result: one round of the service
         self.service.result("a backward pass", lambda: backward)
         metrics = self.service.result("an update", lambda: update).metrics or {}
         samples = [s for s, _ in self._gradient]
@@ -245,21 +243,21 @@ class TinkerBackend:
         return _gradient_norm(metrics)
 
     def _datum(self, s: Sample, weights_M: np.ndarray) -> Any:
-        """The sample, with a weight for each loss token."""
+        """Return the sample as a datum. weights_M: [loss tokens]."""
         ids = np.concatenate([s.prompt_ids, s.token_ids]).tolist()
         weights = np.zeros(len(ids) - 1, np.float32)
         weights[len(s.prompt_ids) - 1 :][s.mask] = weights_M
         return _datum(self.service.sdk.types, ids, weights)
 
     def _count(self, samples: list[Sample], model: Any, passes: int = 1) -> None:
-        """FLOPs of so many forward passes over the samples, each with its prompt; a backward pass is two. Of weights
-        alone: what the service's attention takes is not known."""
+        """Count FLOPs of forward passes over prompts and answers; a backward pass is two. Attention is not counted: the
+        service's implementation is unknown."""
         num_tokens = sum(len(s.prompt_ids) + len(s.token_ids) - 1 for s in samples)
         self.flops += 2.0 * _num_weights(model) * num_tokens * passes
 
 
 def _check(model: Any, samples: list[Sample]) -> None:
-    """ValueError for samples that `model` cannot be given, or whose log-probs the service does not compute."""
+    """Raise ValueError for samples that exceed the model's limits or whose temperature is not 1."""
     limits = Limits.of(model)
     for s in samples:
         limits.check(s.rollout_id, s.prompt_ids, s.token_ids)
@@ -271,7 +269,7 @@ def _check(model: Any, samples: list[Sample]) -> None:
 
 
 def _datum(types: Any, ids: list[int], weights: np.ndarray) -> Any:
-    """Of all tokens but the last, with a weight for the log-prob of each that comes next."""
+    """Return a datum of all tokens but the last. weights: of the log-prob of each next token."""
     targets = ids[1:]
     inputs = {
         "target_tokens": types.TensorData(data=targets, dtype="int64", shape=[len(targets)]),
@@ -281,19 +279,19 @@ def _datum(types: Any, ids: list[int], weights: np.ndarray) -> Any:
 
 
 def _num_weights(model: Any) -> int:
-    """Numbers in the weights that every token is multiplied by: of linear layers and the output layer."""
+    """Count the parameters that multiply every token: linear layers and the output layer."""
     inputs, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     layers = sum(p.numel() for p in model.parameters() if p.ndim >= 2 and p is not inputs and p is not head)
     return layers + head.numel()
 
 
 def _gradient_norm(metrics: Mapping[str, float]) -> float:
-    """Before clipping. Services have no common name for it."""
+    """Return the norm before clipping. Services have no common name for it."""
     names = [name for name in metrics if "grad" in name and ("norm" in name or "l2" in name)]
     names.sort(key=lambda name: "unclipped" not in name)
     return float(metrics[names[0]]) if names else math.nan
 
 
 def _at_loss_tokens(s: Sample, values: np.ndarray) -> np.ndarray:
-    """Of the values of every token but the first [prompt + answer - 1] those of the loss tokens, float32."""
+    """Select the loss tokens, float32, from the values [prompt + answer - 1] of all tokens but the first."""
     return values[len(s.prompt_ids) - 1 :][s.mask].astype(np.float32)

@@ -1,9 +1,9 @@
-"""An engine over a Tinker-compatible service. It samples in chunks, as the service streams nothing.
+"""Engine over a Tinker-compatible service. It samples in chunks, as the service does not stream.
 
     extend ──▶ chunk ──▶ chunk ──▶ ... ──▶ a stop token, a stop string, the budget, an interruption
 
-A call that is cancelled loses its tokens: so each rollout is asked for in calls of backend.chunk_tokens, with a seed
-each, and an interruption loses at most the one that runs. Owns which weights are live, and what runs.
+A cancelled call loses its tokens. So the engine samples each rollout in calls of backend.chunk_tokens, each with its
+own seed, and an interruption loses at most one chunk. Owns the current weights and the running rollouts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from rollover.engine.build import EngineSetup
-from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad, WrongAnswer
+from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, WeightLoad, WrongAnswer
 from rollover.engine.remote.generation import Generation
 from rollover.engine.validate import usable
 from rollover.models.limits import Limits
@@ -32,18 +32,18 @@ _STATS = (
 
 
 class _Sequence(Generation):
-    """One running `extend`: its whole chunks so far."""
+    """One running `extend`, with its finished chunks."""
 
     version: int | None = None
-    """Of the chunk that is being sampled: by `call`."""
+    """The policy version of the pending `call`."""
     call: asyncio.Future[Any] | None = None
 
 
 class TinkerEngine:
     """See `Engine`. `decode_text` turns token ids into text, for stop strings.
 
-    `service.base_model` has policy version 0. The service knows stop tokens alone: a stop string, or a repetition, is
-    found when its chunk is there, and what was sampled after it is thrown away.
+    `service.base_model` has policy version 0. The service supports stop tokens only: the engine looks for stop strings
+    and repetitions in finished chunks, and discards the tokens behind them.
     """
 
     def __init__(self, service: Service, max_tokens: int, decode_text: Callable[[list[int]], str]) -> None:
@@ -83,15 +83,17 @@ class TinkerEngine:
         return {i: self._running[i].progress() for i in running}
 
     async def queued(self, rollout_ids: Iterable[str]) -> set[str]:
-        """None: whether a call waits for room at the service is not told."""
+        """Return an empty set: the service does not report its queue."""
         return set()
 
     def release(self, rollout_ids: Iterable[str]) -> None:
-        """Nothing is kept for a rollout that does not run: the service caches prompts as it likes."""
+        """Do nothing: the service manages its own prompt cache."""
 
     async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
-        """`tensors`: of `TinkerBackend.publish`, whose name is the path of the weights at the service. Returns when the
-        chunks that were asked for before are there, too: from then on no token of older weights comes."""
+        """Switch to new weights, and return when the pending chunks of older ones are done.
+
+        tensors: one from `TinkerBackend.publish`, whose name is the path of the weights at the service.
+        """
         started = time.perf_counter()
         ((path, _),) = tensors
         self._sampler = await asyncio.to_thread(self.service.sampler, path)
@@ -101,7 +103,7 @@ class TinkerEngine:
         return WeightLoad(num_bytes=0, seconds=time.perf_counter() - started)
 
     def use_threads(self, num: int) -> None:
-        """Ignored: it computes nothing here."""
+        """Do nothing: the service computes."""
 
     def stats(self) -> dict[str, float]:
         return dict(self._stats)
@@ -113,12 +115,12 @@ class TinkerEngine:
     # Private
 
     async def _chunk(self, sequence: _Sequence) -> StopReason | None:
-        """Sample one more chunk, unless it is interrupted before its end. Returns why the rollout ends, if it does."""
+        """Sample one more chunk. Return why the rollout ends, if it does."""
         if sequence.interrupted:
             return StopReason.PAUSED
-        asked = self._size(sequence)
+        num_tokens = self._size(sequence)
         sequence.version = version = self._version
-        work = sequence.call = asyncio.ensure_future(self._sample(sequence, asked))
+        work = sequence.call = asyncio.ensure_future(self._sample(sequence, num_tokens))
         interrupted = asyncio.ensure_future(sequence.end.wait())
         try:
             await asyncio.wait([work, interrupted], return_when=asyncio.FIRST_COMPLETED)
@@ -130,8 +132,8 @@ class TinkerEngine:
             work.cancel()
             interrupted.cancel()
         ids, logprobs = answer.tokens, answer.logprobs
-        if logprobs is None or len(logprobs) != len(ids) or not 0 < len(ids) <= asked:
-            raise WrongAnswer(f"the service was asked for {asked} tokens with log-probs, and gave {len(ids)}")
+        if logprobs is None or len(logprobs) != len(ids) or not 0 < len(ids) <= num_tokens:
+            raise WrongAnswer(f"the service was asked for {num_tokens} tokens with log-probs, and gave {len(ids)}")
         given, why_invalid = usable(ids, [float(x) for x in logprobs], None)
         if why_invalid:
             raise WrongAnswer(f"the service {why_invalid}")
@@ -141,13 +143,12 @@ class TinkerEngine:
         return sequence.reason
 
     def _size(self, sequence: _Sequence) -> int:
-        """Tokens of the next call: up to the next multiple of chunk_tokens, wherever the rollout was interrupted."""
+        """Return the tokens of the next call: up to the next multiple of chunk_tokens."""
         chunk = self.service.config.chunk_tokens
         done = len(sequence.request.generated_ids) + len(sequence.tokens)
         return min(chunk - done % chunk, sequence.left)
 
     async def _sample(self, sequence: _Sequence, num_tokens: int) -> Any:
-        """One sequence of the service's."""
         request, types, sampling = sequence.request, self.service.sdk.types, sequence.request.sampling
         before = (*request.prompt.ids, *request.generated_ids, *sequence.tokens)
         first = len(before) == len(request.prompt)
@@ -161,19 +162,19 @@ class TinkerEngine:
             top_k=sampling.top_k or -1,
         )
         future = self._sampler.sample(types.ModelInput.from_ints(list(before)), 1, params)
-        (answer,) = (await self.service.answered("sampling", future)).sequences
+        (answer,) = (await self.service.await_result("sampling", future)).sequences
         self._stats["engine/decode_steps"] += len(answer.tokens)
         return answer
 
 
 def _chunk_seed(seed: int, index: int) -> int:
-    """Of the call that begins at this token of the rollout. 31 bits: services take no more."""
+    """Return the seed of the call that begins at this token. 31 bits: services accept no more."""
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def make_tinker(setup: EngineSetup) -> TinkerEngine:
-    """An engine over a session of its own at the service. Errors as of `Service`."""
+    """Open a session at the service, and create its engine. Errors: see `Service`."""
     loaded = setup.model()
 
     def decode_text(ids: list[int]) -> str:
@@ -184,5 +185,12 @@ def make_tinker(setup: EngineSetup) -> TinkerEngine:
     try:
         return TinkerEngine(service, longest, decode_text)
     except BaseException:
-        service.close()  # nobody else could end its session
+        service.close()
         raise
+
+
+def service_of(engine: Engine | None) -> Service:
+    """Return the session that the engine of `make_tinker` samples in. ValueError for another engine."""
+    if not isinstance(engine, TinkerEngine):
+        raise ValueError('backend.type = "tinker" samples at the service, too: it needs its own engine')
+    return engine.service

@@ -18,9 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from rollover.plugins.convert.conversion import converted, read
 from rollover.plugins.convert.mapping import convert
-from rollover.plugins.convert.read import read
-from rollover.plugins.convert.written import converted
 
 VERL = "verl-project/verl@1dda039"
 RECIPE = "verl-project/verl-recipe@48ea0a7"

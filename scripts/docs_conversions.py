@@ -11,8 +11,8 @@ import tomllib
 from pathlib import Path
 
 from rollover.files import atomic_write_text
+from rollover.plugins.convert.conversion import SYSTEMS
 from rollover.plugins.convert.mapping import Row, System
-from rollover.plugins.convert.read import SYSTEMS
 
 
 def as_markdown(system: System) -> str:

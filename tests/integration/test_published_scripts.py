@@ -16,7 +16,7 @@ import pytest
 import runs
 
 import tiny
-from rollover.plugins.convert.written import converted
+from rollover.plugins.convert.conversion import converted
 from rollover.track.trace import TraceEvent
 
 TURNS = (

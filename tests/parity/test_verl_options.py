@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from rollover.plugins.convert.conversion import SYSTEMS
+from rollover.plugins.convert.files import flatten
 from rollover.plugins.convert.mapping import convert
-from rollover.plugins.convert.read import SYSTEMS
-from rollover.plugins.convert.verl.config import flat
 
 verl = pytest.importorskip("verl")
 yaml = pytest.importorskip("yaml")
@@ -17,7 +17,7 @@ yaml = pytest.importorskip("yaml")
 @pytest.mark.parametrize("trainer", ["ppo_trainer", "ppo_megatron_trainer"])
 def test_every_option_of_verls_trainer_is_known_and_its_defaults_ask_nothing(trainer: str) -> None:
     path = Path(verl.__file__).parent / "trainer" / "config" / f"_generated_{trainer}.yaml"
-    options = flat(yaml.safe_load(path.read_text(encoding="utf-8")))
+    options = flatten(yaml.safe_load(path.read_text(encoding="utf-8")))
     system = SYSTEMS["verl"]
     assert len(options) > 500
     assert [name for name in options if not any(row.names(name) for row in system.rows)] == []

@@ -18,7 +18,7 @@ from rollover.config.load import load_config
 from rollover.config.presets import PRESETS
 from rollover.config.schema import field_at, tables
 from rollover.config.sft import SUPERVISED
-from rollover.plugins.convert.read import SYSTEMS
+from rollover.plugins.convert.conversion import SYSTEMS
 
 # What a usage line says in place of a value.
 VALUES = {"N": "3", "SEED": "0", "VALUE": "3", "--table.key": "--train.num_steps"}

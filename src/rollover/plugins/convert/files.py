@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,15 @@ def tables_of(text: str) -> dict[str, Any]:
         raise ValueError("no tables are in it")
     _check_size(tables)
     return tables
+
+
+def flatten(tables: Mapping[str, Any], prefix: str = "", whole: str = "chat_template_kwargs") -> dict[str, Any]:
+    """Values of a YAML by dotted names. whole: how the names of tables end that are values."""
+    out: dict[str, Any] = {}
+    for name, value in tables.items():
+        inner = isinstance(value, Mapping) and value and not str(name).endswith(whole)
+        out |= flatten(value, f"{prefix}{name}.", whole) if inner else {f"{prefix}{name}": value}
+    return {name: value for name, value in out.items() if not name.endswith("_target_") and value != "???"}
 
 
 def _check_size(tables: dict[str, Any]) -> None:

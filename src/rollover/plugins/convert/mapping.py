@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from rollover.config.run import TOOLS
+
 # Why options of every system have no counterpart, and no result depends on them.
 WHERE = "where and in what portions it computes: `[engine]`, `[backend]`, `[cluster]` and `train.micro_batch_tokens`"
 SETS_NOTHING = "sets nothing, given the other options"
@@ -214,3 +216,31 @@ def _convert_row(done: Conversion, row: Row, of: Options) -> None:
             continue
         if is_given or old is None:
             done.values[key], done.ranks[key] = (value, shown), rank
+
+
+# Trackers
+
+_EMPTY = (None, "", "null", "none")
+
+
+def tracker_values(names: Sequence[str]) -> dict[str, Any]:
+    """track.trackers of the tools `names`. Unanswered names those that there are none of."""
+    found = [name for name in dict.fromkeys(names) if name in TOOLS]
+    values = {"track.trackers": found} if found else {}
+    if missing := [name for name in names if name not in TOOLS]:
+        raise Unanswered(f"there is no {', '.join(missing)}: a run is shown in {', '.join(TOOLS)}", values)
+    return values
+
+
+def log_completions(tools: Callable[[Options], Sequence[str]]) -> Any:
+    """The function of a row that switches texts on: they go to a tool where they went there before."""
+    return lambda value, options: {} if value else for_trackers(tools, "track.tracker_rollouts")(0, options)
+
+
+def for_trackers(tools: Callable[[Options], Sequence[str]], key: str, of: Sequence[str] = TOOLS) -> Any:
+    """The function of a row: the option is `key` where one of the tools `of` is named, and has no effect elsewhere."""
+
+    def to(value: Any, options: Options) -> dict[str, Any]:
+        return {key: value} if value not in _EMPTY and set(of) & set(tools(options)) else {}
+
+    return to

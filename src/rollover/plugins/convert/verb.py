@@ -35,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
-    from rollover.plugins.convert.written import converted
+    from rollover.plugins.convert.conversion import converted
 
     text, notices = converted(args.file, overrides, args.accept, args.system)
     for notice in notices:

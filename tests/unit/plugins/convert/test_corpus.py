@@ -20,9 +20,8 @@ import pytest
 from rollover.config.load import load_config
 from rollover.config.table import value_of
 from rollover.plugins.convert.bash.script import read_script
+from rollover.plugins.convert.conversion import converted, read
 from rollover.plugins.convert.mapping import LeftOut, Unread
-from rollover.plugins.convert.read import read
-from rollover.plugins.convert.written import converted
 
 CORPUS = Path(__file__).parent / "corpus"
 CASES = sorted(path.with_suffix("").name for path in CORPUS.glob("*.toml"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollover.plugins.convert.lightrft.script import options_of_flags
+from rollover.plugins.convert.lightrft import options_of_flags
 
 SCRIPT = """#!/bin/bash
 MODEL="Qwen/Qwen2.5-0.5B-Instruct"

@@ -12,8 +12,8 @@ from options_beside import BESIDE
 from rollover.config.load import load_config
 from rollover.config.schema import field_at
 from rollover.config.table import value_of
+from rollover.plugins.convert.conversion import SYSTEMS
 from rollover.plugins.convert.mapping import Row, System, convert
-from rollover.plugins.convert.read import SYSTEMS
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "coming-from.md"
 ROWS = [(system, row) for system in SYSTEMS.values() for row in system.rows]

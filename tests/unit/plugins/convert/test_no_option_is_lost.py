@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from options_beside import BESIDE
-from rollover.plugins.convert.lightrft.script import options_of_flags
+from rollover.plugins.convert.conversion import SYSTEMS
+from rollover.plugins.convert.lightrft import options_of_flags
 from rollover.plugins.convert.mapping import Unread, convert
-from rollover.plugins.convert.read import SYSTEMS
-from rollover.plugins.convert.trl.flags import options_of_trl_command
-from rollover.plugins.convert.verl.script import options_of_script
+from rollover.plugins.convert.trl.command import options_of_trl_command
+from rollover.plugins.convert.verl.options import options_of_script
 
 VERL = {
     "data.train_batch_size": 32,

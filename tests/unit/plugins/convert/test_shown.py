@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rollover.config.load import load_config
+from rollover.plugins.convert.conversion import SYSTEMS
 from rollover.plugins.convert.mapping import convert
-from rollover.plugins.convert.read import SYSTEMS
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 

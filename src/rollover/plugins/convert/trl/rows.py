@@ -6,9 +6,7 @@ the installed TRL. `num_processes` is accelerate's; `prompts` says what the data
 
 from __future__ import annotations
 
-from rollover.plugins.convert.mapping import SHOWN, WHERE, Row, System, without
-from rollover.plugins.convert.shown import completions, where
-from rollover.plugins.convert.trl import data
+from rollover.plugins.convert.mapping import SHOWN, WHERE, Row, System, for_trackers, log_completions, without
 from rollover.plugins.convert.trl import values as to
 
 _PER_STEP = ("rollout.groups_per_step", "train.minibatches_per_step")
@@ -16,22 +14,22 @@ _EVAL = ("eval.num_tasks", "eval.every_steps")
 
 # fmt: off
 ROWS = (
-    Row("train_dataset", ("tasks.sources", "tasks.eval_fraction"), data.sources, example="other.jsonl",
+    Row("train_dataset", ("tasks.sources", "tasks.eval_fraction"), to.sources, example="other.jsonl",
         note="a file, a folder or a data set of the hub. Without `eval_dataset` no row is held out"),
-    Row("eval_dataset", ("tasks.sources",), data.sources, example="held_out.jsonl", note="`eval_path` of the source"),
+    Row("eval_dataset", ("tasks.sources",), to.sources, example="held_out.jsonl", note="`eval_path` of the source"),
     Row("prompts", ("tasks.chat",), lambda v, o: {"tasks.chat": v == "messages"}, example="text",
         note="TRL puts messages through the chat template, and leaves texts as they are"),
     Row("model", ("model.path",), example="another"),
-    Row("model_init_kwargs", ("model.revision",), data.model_options, example={"revision": "v1"},
+    Row("model_init_kwargs", ("model.revision",), to.model_options, example={"revision": "v1"},
         note="`dtype`: master weights are float32 in any case. What else"
         " changes a model is asked about"),
     Row("trust_remote_code", ("model.trust_remote_code",), example=True),
-    Row("peft_config", ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules"), data.lora,
+    Row("peft_config", ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules"), to.lora,
         example={"r": 16, "lora_alpha": 8}, note="arguments of `LoraConfig`; without `target_modules`: q_proj"
         " and v_proj, peft's own for most models"),
-    Row("reward_funcs", ("rewards.function", "rewards.functions"), data.rewards, example=["mine.py:reward"],
+    Row("reward_funcs", ("rewards.function", "rewards.functions"), to.rewards, example=["mine.py:reward"],
         note="a model's name: the reward `reward_model`"),
-    Row("reward_weights", ("rewards.functions",), data.rewards, example=[1.0, 0.5]),
+    Row("reward_weights", ("rewards.functions",), to.rewards, example=[1.0, 0.5]),
     Row("multi_objective_aggregation", ("algorithm.advantage", "algorithm.reward_weights"), to.advantage,
         "sum_then_normalize", "normalize_then_sum", note="`normalize_then_sum`: `gdpo`"),
     Row("num_processes", _PER_STEP, to.groups, 1, 2, note="accelerate's: processes have a batch each"),
@@ -42,9 +40,9 @@ ROWS = (
         note="minibatches have whole groups, where TRL shuffles their rollouts among them"),
     Row("generation_batch_size", _PER_STEP, to.groups, example=32),
     Row("num_generations", ("rollout.group_size",), default=8, example=4),
-    Row("num_generations_eval", ("eval.samples_per_task",), data.evaluation, example=2),
+    Row("num_generations_eval", ("eval.samples_per_task",), to.evaluation, example=2),
     Row("max_steps", ("train.num_steps",), to.steps, example=20, note="TRL counts updates"),
-    Row("max_prompt_length", ("tasks.max_prompt_tokens", "tasks.truncation"), data.prompt_limit, 0, 128,
+    Row("max_prompt_length", ("tasks.max_prompt_tokens", "tasks.truncation"), to.prompt_limit, 0, 128,
         note="of earlier releases; without it no prompt is too long"),
     Row("max_completion_length", ("rollout.max_new_tokens",), default=512, example=256),
     Row("temperature", ("rollout.temperature",), default=1.0, example=0.7),
@@ -57,7 +55,7 @@ ROWS = (
     Row("generation_kwargs", ("rollout.stop",), to.generation, example={"stop_strings": ["###"]},
         note="sampling, penalties, `min_new_tokens`, `suppress_tokens` and stops; others are asked about"),
     Row("vllm_structured_outputs_regex", ("rollout.logits.regex",), to.regex, example="[0-9]+"),
-    Row("chat_template_kwargs", ("model.chat_template_kwargs",), data.given("model.chat_template_kwargs"),
+    Row("chat_template_kwargs", ("model.chat_template_kwargs",), to.given("model.chat_template_kwargs"),
         example={"enable_thinking": False}),
     Row("shuffle_dataset", ("tasks.shuffle",), default=True, example=False),
     Row("learning_rate", ("train.learning_rate",), default=1e-6, example=1e-5),
@@ -74,7 +72,7 @@ ROWS = (
     Row("max_grad_norm", ("train.max_grad_norm",), default=1.0, example=0.5),
     Row("num_iterations", ("train.epochs_per_step",), default=1, example=2),
     Row("gradient_checkpointing", ("train.gradient_checkpointing",), default=True, example=False),
-    Row("bf16", ("model.dtype",), data.dtype, example=False, note="not set: `auto`"),
+    Row("bf16", ("model.dtype",), to.dtype, example=False, note="not set: `auto`"),
     Row("use_cpu", ("model.device",), lambda v, o: {"model.device": "cpu"} if v else {}, example=True),
     Row("epsilon", ("algorithm.clip_low",), to.clip_low, 0.2, 0.1),
     Row("epsilon_high", ("algorithm.clip_high",), to.clip_high, example=0.28,
@@ -112,25 +110,25 @@ ROWS = (
     Row("mask_truncated_completions", ("filters.mask_truncated",), default=False, example=True,
         note="a group without another rollout is replaced; in TRL it has no part in the loss"),
     Row("off_policy_mask_threshold", ("algorithm.off_policy_mask_above",),
-        data.given("algorithm.off_policy_mask_above"), example=0.5),
+        to.given("algorithm.off_policy_mask_above"), example=0.5),
     Row("seed", ("run.seed",), default=42, example=7),
-    Row("output_dir", ("run.dir",), data.given("run.dir"), example="out"),
-    Row("run_name", ("run.name",), data.given("run.name"), example="mine"),
-    Row("report_to", ("track.trackers",), data.trackers, example=["wandb"],
+    Row("output_dir", ("run.dir",), to.given("run.dir"), example="out"),
+    Row("run_name", ("run.name",), to.given("run.name"), example="mine"),
+    Row("report_to", ("track.trackers",), to.trackers, example=["wandb"],
         note="`wandb`, `tensorboard`, `trackio`, `mlflow` and `swanlab` (docs/trackers.md)"),
-    Row("project", ("track.project",), where(data.tools, "track.project", of=("trackio",)), example="mine",
+    Row("project", ("track.project",), for_trackers(to.tools, "track.project", of=("trackio",)), example="mine",
         note="of trackio alone there"),
-    Row("log_completions", ("track.tracker_rollouts",), completions(data.tools), False, True,
+    Row("log_completions", ("track.tracker_rollouts",), log_completions(to.tools), False, True,
         note="four of each step, where TRL sends all"),
-    Row("eval_strategy", _EVAL, data.evaluation, "no", "steps",
+    Row("eval_strategy", _EVAL, to.evaluation, "no", "steps",
         note="with an `eval_dataset`. One more evaluation comes at the end"),
-    Row("eval_steps", _EVAL[1:], data.evaluation, example=20, note="not set: `logging_steps`"),
-    Row("eval_on_start", ("eval.at_start",), data.evaluation, False, True),
-    Row("load_best_model_at_end", ("checkpoint.keep_best", "checkpoint.save_best_model"), data.best, False, True,
+    Row("eval_steps", _EVAL[1:], to.evaluation, example=20, note="not set: `logging_steps`"),
+    Row("eval_on_start", ("eval.at_start",), to.evaluation, False, True),
+    Row("load_best_model_at_end", ("checkpoint.keep_best", "checkpoint.save_best_model"), to.best, False, True,
         note="`model/` is the last one, `best_model/` the best"),
-    Row("save_strategy", ("checkpoint.every_steps",), data.saves, "steps", "no"),
-    Row("save_steps", ("checkpoint.every_steps",), data.saves, 500, 20),
-    Row("save_total_limit", ("checkpoint.keep",), data.given("checkpoint.keep"), example=5,
+    Row("save_strategy", ("checkpoint.every_steps",), to.saves, "steps", "no"),
+    Row("save_steps", ("checkpoint.every_steps",), to.saves, 500, 20),
+    Row("save_total_limit", ("checkpoint.keep",), to.given("checkpoint.keep"), example=5,
         note="not set: two, where TRL keeps all"),
     *without(WHERE, "per_device_eval_batch_size", "eval_accumulation_steps", "eval_do_concat_batches",
         "eval_use_gather_object", "batch_eval_metrics", "activation_checkpointing", "activation_checkpointing_kwargs",

@@ -13,7 +13,6 @@ from typing import Any
 
 from rollover.plugins.convert.files import MOST_BYTES
 from rollover.plugins.convert.mapping import Unread
-from rollover.plugins.convert.python_defaults import Defaults
 from rollover.plugins.convert.python_definitions import EVERY, calls, name_of
 from rollover.plugins.convert.python_source import NotRead, PythonSource, parsed
 
@@ -47,7 +46,7 @@ class _Script:
 
     def __init__(self, tree: ast.Module, path: Path) -> None:
         self.source, self.path = PythonSource(tree), path
-        self.defaults = self.source.further = Defaults(self.source)
+        self.defaults = self.source.defaults
         self.value, self.resolved = self.source.value, self.source.resolved
         training = [name for name, made in self.source.functions.items() if _trainers(made)]
         self.trains_when_imported = not self.source.called_at_import.isdisjoint([*_derived(tree, _TRAINER), *training])

@@ -6,8 +6,7 @@ import math
 from typing import Any
 
 from rollover.config.traits import LOSSES
-from rollover.plugins.convert.mapping import Options, Unanswered
-from rollover.plugins.convert.shown import where
+from rollover.plugins.convert.mapping import Options, Unanswered, for_trackers
 from rollover.plugins.convert.verl.programs import ASYNC, SYNC, bypass, groups, mode_of
 from rollover.rewards.built_in import BY_DATA_SOURCE, spec_of
 
@@ -365,7 +364,7 @@ def tools(options: Options) -> list[str]:
 
 
 def generations(value: Any, options: Options) -> dict[str, Any]:
-    return where(tools, "track.tracker_rollouts")(max(int(value), 0), options)
+    return for_trackers(tools, "track.tracker_rollouts")(max(int(value), 0), options)
 
 
 def every(key: str) -> Any:

@@ -1,18 +1,38 @@
-"""A file of another system, converted and checked, as TOML with the other's option behind each key."""
+"""Converts another system's file to TOML, with the other system's option behind each key. Runs nothing in the file.
+
+Add a system: its rows in SYSTEMS, its `FileFormat`s in FORMATS.
+"""
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from rollover.config.describe import toml_value
 from rollover.config.load import PYTHON, load_config
 from rollover.config.table import ConfigError, value_of
-from rollover.plugins.convert.files import is_file_of_rows
+from rollover.plugins.convert.axolotl import AXOLOTL, is_axolotl, options_of_axolotl
+from rollover.plugins.convert.bash.script import read_script
+from rollover.plugins.convert.files import is_file_of_rows, tables_of, text_of
+from rollover.plugins.convert.lightrft import LIGHTRFT, is_lightrft, options_of_flags
 from rollover.plugins.convert.mapping import Conversion, System, convert
-from rollover.plugins.convert.read import read
+from rollover.plugins.convert.trl.command import (
+    is_trl_command,
+    is_trl_yaml,
+    options_of_trl_command,
+    options_of_trl_flags,
+)
+from rollover.plugins.convert.trl.rows import TRL
+from rollover.plugins.convert.trl.script import calls_grpo_trainer, options_of_trl_script
+from rollover.plugins.convert.verl.options import options_of_script, options_of_yaml
+from rollover.plugins.convert.verl.programs import is_rllm
+from rollover.plugins.convert.verl.rllm import RLLM
+from rollover.plugins.convert.verl.rows import VERL
 from rollover.text import one_line
 
 _STEPS = "train.num_steps"
@@ -122,3 +142,97 @@ def _as_toml(done: Conversion, source: str) -> str:
             lines += ["", f"# {heading}:"]
             lines += [f"# {one_line(f'{name}: {text}')}" for name, text in sorted(of_options.items())]
     return "\n".join(lines) + "\n"
+
+
+# Reading
+
+SYSTEMS: dict[str, System] = {"verl": VERL, "trl": TRL, "axolotl": AXOLOTL, "lightrft": LIGHTRFT}
+_YAML = (".yaml", ".yml")
+_SCRIPTS = (".sh", ".sbatch", ".slurm", ".txt", "")
+_OVERRIDE = re.compile(
+    r"(?<![\w.-])\+{0,2}(?:data|actor_rollout_ref|algorithm|trainer|critic|reward_model)\.[\w.]+="
+    r"|\bverl\.trainer\.main_|\bmain_(?:ppo|dapo)\b"
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form that the files of a system have. content: the tables of a YAML, the text of any other file.
+
+    holds: whether content is of it, by what no other system has. options: those of content that is; ValueError where
+    there are none, or for what cannot be read.
+    """
+
+    system: str
+    suffixes: tuple[str, ...]
+    holds: Callable[[Any], bool]
+    options: Callable[[Any, Path], dict[str, Any]]
+
+
+def _is_verl(tables: Mapping[str, Any]) -> bool:
+    return any(name in tables for name in ("actor_rollout_ref", "critic", "reward_model", "algorithm", "trainer"))
+
+
+def _holds_overrides(text: str) -> bool:
+    return bool(_OVERRIDE.search(text))
+
+
+FORMS = (
+    Form("verl", _YAML, _is_verl, options_of_yaml),
+    Form("axolotl", _YAML, is_axolotl, options_of_axolotl),
+    Form("trl", _YAML, is_trl_yaml, lambda tables, path: options_of_trl_flags(tables)),
+    Form("trl", (".py",), calls_grpo_trainer, options_of_trl_script),
+    Form("trl", _SCRIPTS, is_trl_command, options_of_trl_command),
+    Form("verl", _SCRIPTS, _holds_overrides, options_of_script),
+    Form("lightrft", _SCRIPTS, is_lightrft, options_of_flags),
+)
+
+
+def read(path: Path, system: str = "") -> tuple[System, dict[str, Any]]:
+    """The system that a file is of (`system`, unless that is empty), and its options. ValueError for a file that cannot
+    be read, and one whose system cannot be told."""
+    text = text_of(path)
+    try:
+        content = tables_of(text) if path.suffix in _YAML else text
+        called, why = _called(text, path) if path.suffix in _SCRIPTS else ("", "")
+        form = _form(path.suffix, f"{content}\n{called}" if called else content, system, why)
+        options = form.options(content, path)
+        return RLLM if form.system == "verl" and is_rllm(options) else SYSTEMS[form.system], options
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    except (RecursionError, MemoryError):
+        raise ValueError(f"{path}: what it says is nested too deeply") from None
+
+
+def _called(text: str, path: Path) -> tuple[str, str]:
+    """The texts of the scripts that a launch script starts, and why they are not known. ValueError where it only starts
+    one that cannot be read."""
+    try:
+        script = read_script(text, str(path))
+    except (ValueError, ImportError) as error:
+        return "", str(error)  # no bash, say; who reads it as bash says what is wrong
+    if script.missing and not script.may_have_trained:
+        line, name, reason = script.missing[0]
+        shown, reason = shlex.quote(one_line(name)[:200]), one_line(reason)
+        raise ValueError(
+            f"line {line} starts {shown}, which cannot be read ({reason}), and nothing else here trains: convert it"
+        )
+    return "\n".join(script.called), ""
+
+
+def _form(suffix: str, content: Any, system: str, why: str = "") -> Form:
+    """The form of a file; `system`, unless that is empty. why: the scripts that it starts are not known."""
+    of_suffix = [form for form in FORMS if suffix in form.suffixes] or [f for f in FORMS if "" in f.suffixes]
+    if system:
+        found: Sequence[Form] = [form for form in of_suffix if form.system == system]
+        if not found:
+            forms = ", ".join(sorted({s or "no suffix" for f in FORMS if f.system == system for s in f.suffixes}))
+            raise ValueError(f"a file of {system} is one of {forms}")
+        return found[0]
+    found = [form for form in of_suffix if form.holds(content)]
+    if len(found) == 1:
+        return found[0]
+    what = "more than one system has" if found else "no system has"
+    names = " or ".join(f"--from {form.system}" for form in found or of_suffix)
+    unread = f" (as bash it is not read: {one_line(why)})" if why and not found else ""
+    raise ValueError(f"{what} such options{unread}: say which one's it is with {names}")

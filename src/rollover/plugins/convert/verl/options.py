@@ -1,20 +1,23 @@
-"""Reads the options out of a verl launch script (bash with Hydra overrides) or of a file of overrides."""
+"""Reads verl's options from a launch script (bash with Hydra overrides), a file of overrides, or a YAML.
+
+YAMLs are composed as by Hydra: with their defaults lists, and the other YAMLs that these name.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollover.plugins.convert.bash.programs import Command, Script
 from rollover.plugins.convert.bash.script import read_script
 from rollover.plugins.convert.bash.text import Text
+from rollover.plugins.convert.files import flatten, tables_of
 from rollover.plugins.convert.hydra import interpolated, value_of
 from rollover.plugins.convert.launch import directories, entry, find_text, not_understood, read_value, together, unread
 from rollover.plugins.convert.mapping import LeftOut, Unread
-from rollover.plugins.convert.verl.config import flat, is_of_verl, options_of_config
 from rollover.plugins.convert.verl.programs import with_program
 
 ROOTS = ("data", "actor_rollout_ref", "algorithm", "trainer", "critic", "reward_model", "reward")
@@ -141,6 +144,104 @@ def _set(options: dict[str, Any], name: str, value: Any) -> None:
         elif not isinstance(before, Unread):
             options[whole] = {**(before if isinstance(before, dict) else {}), part: value}
     elif isinstance(value, dict) and value:
-        options |= flat(value, f"{name}.") if not name.endswith("chat_template_kwargs") else {name: value}
+        options |= flatten(value, f"{name}.") if not name.endswith("chat_template_kwargs") else {name: value}
     else:
         options[name] = value
+
+
+# YAML
+
+
+# verl's own configurations, whose values are the defaults of rows.py, and those in its groups.
+_VERL = re.compile(
+    r"(?:_generated_)?(?:ppo|dapo|entropy|fully_async_ppo|one_step_off_ppo)(?:_megatron|_torchtitan|_veomni)?_trainer"
+    r"|legacy_reward_impl"
+)
+_BACKENDS = r"(?:dp|fsdp|megatron|torchtitan|veomni|automodel)"
+_VERL_IN_GROUPS = re.compile(
+    rf"(?:{_BACKENDS}_)?(?:actor|critic|ref|reward_model|reward_loop)|{_BACKENDS}|rollout|rollout_correction|hf_model"
+    r"|legacy_data|distillation|npu_profile|profiler|reward|reward_manager|transfer_queue|algorithm"
+)
+_PACKAGE = re.compile(r"\A(?:\s*#.*\n)*?\s*#\s*@package\s+(\S+)")
+_MOST_FILES = 20
+
+Find = Callable[[Sequence[Path]], str | None]
+
+
+def is_of_verl(name: str) -> bool:
+    """Whether a configuration of this name is verl's own."""
+    return bool(_VERL.fullmatch(name.removesuffix(".yaml")))
+
+
+def options_of_yaml(
+    tables: Mapping[str, Any], path: Path, environment: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """The options of a YAML, by dotted names. path: its own, beside which those of its defaults list are."""
+    script = Script()
+    composed = _composed(tables, [path.parent], lambda places: find_text(script, places), [0])
+    return with_program(interpolated(composed, environment))
+
+
+def options_of_config(name: str, directories: Sequence[Path], find: Find) -> dict[str, Any] | None:
+    """The options of a YAML by its name; None if it is in no directory. ValueError for one that cannot be read."""
+    return _options_of_file(name, directories, find, [0])
+
+
+def _options_of_file(
+    name: str, directories: Sequence[Path], find: Find, num: list[int], group: str = "", package: str = ""
+) -> dict[str, Any] | None:
+    """The options of a YAML of a group (a folder), by their names in its package. None if it is in no directory."""
+    num[0] += 1
+    if num[0] > _MOST_FILES:
+        raise ValueError(f"it names more than {_MOST_FILES} others")
+    file = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
+    text = find([directory / group / file for directory in directories])
+    if text is None:
+        return None
+    said = _PACKAGE.match(text)
+    package = {"_global_": "", "_group_": group.replace("/", ".")}.get(said[1], said[1]) if said else package
+    found = _composed(tables_of(text), directories, find, num, group)
+    return {f"{package}.{option}" if package else option: value for option, value in found.items()}
+
+
+def _composed(
+    tables: Mapping[str, Any], directories: Sequence[Path], find: Find, num: list[int], group: str = ""
+) -> dict[str, Any]:
+    own = flatten({name: value for name, value in tables.items() if name not in ("defaults", "hydra")})
+    entries = tables.get("defaults") or []
+    entries = entries if isinstance(entries, list) else [entries]
+    options: dict[str, Any] = {}
+    for item in [*entries, *([] if "_self_" in entries else ["_self_"])]:
+        if item == "_self_":
+            options |= own
+        elif isinstance(item, str):
+            folder, _, name = item.rpartition("/")
+            options |= _of_entry(_below(group, folder, item), name, "", directories, find, num)
+        elif isinstance(item, dict):
+            for folder, names in item.items():
+                folder, _, package = re.sub(r"^(?:override|optional)\s+", "", str(folder)).partition("@")
+                package = "" if package == "_global_" else package or folder.strip("/").replace("/", ".")
+                for name in names if isinstance(names, list) else [names]:
+                    options |= _of_entry(_below(group, folder, folder), name, package, directories, find, num)
+    return options
+
+
+def _below(group: str, folder: str, said: str) -> str:
+    """The group of an entry of a defaults list in a YAML of `group`."""
+    return os.path.normpath(folder.strip("/") if said.startswith("/") else f"{group}/{folder}").strip("./")
+
+
+def _of_entry(
+    group: str, name: Any, package: str, directories: Sequence[Path], find: Find, num: list[int]
+) -> dict[str, Any]:
+    """The options of one YAML that a defaults list names."""
+    if name is None or group.split("/")[0] == "hydra":
+        return {}
+    found = _options_of_file(str(name), directories, find, num, group, package)
+    if found is not None:
+        return found
+    own = _VERL_IN_GROUPS if group else _VERL
+    if own.fullmatch(str(name).removesuffix(".yaml")):
+        return {}
+    place = f"{group}/{name}" if group else str(name)
+    return {f"defaults.{place}": Unread(f"{place.removesuffix('.yaml')}.yaml is not there: put it beside its YAML")}

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rollover.plugins.convert.conversion import converted, read
+from rollover.plugins.convert.conversion import convert_file, read_options
 from rollover.plugins.convert.mapping import convert
 
 VERL = "verl-project/verl@1dda039"
@@ -72,10 +72,10 @@ def content(clones: Path, name: str) -> tuple[str, str]:
 
 def tried(path: Path) -> str:
     """A line about a file. ValueError where it cannot be read."""
-    system, options = read(path)
+    system, options = read_options(path)
     asked = list(convert(system, options).questions)
     try:
-        text, _ = converted(path, STEPS, ["*"])
+        text, _ = convert_file(path, STEPS, ["*"])
     except ValueError as error:
         missing = " ".join(str(error).partition("to change it:")[2].split())
         return f"asks about {', '.join(asked) or 'nothing'}; missing then: {missing or error}"

@@ -16,7 +16,7 @@ import pytest
 import runs
 
 import tiny
-from rollover.plugins.convert.conversion import converted
+from rollover.plugins.convert.conversion import convert_file
 from rollover.track.trace import TraceEvent
 
 TURNS = (
@@ -231,7 +231,7 @@ def trained(
     path = folder / name
     path.write_text(text.format(folder=folder))
     overrides = [(key, value) for key, _, value in (answer.partition("=") for answer in answers)]
-    toml, _ = converted(path, overrides, accepted)
+    toml, _ = convert_file(path, overrides, accepted)
     (folder / "converted.toml").write_text(toml)
     words = (f"--run.dir={folder / 'run'}", f"--checkpoint.dir={folder / 'run' / 'checkpoints'}", "--track.live=plain")
     done = runs.rollover("train", folder / "converted.toml", *words, *SMALL, timeout=120)

@@ -23,7 +23,7 @@ ARGUMENTS = [name for name in inspect.signature(trl.GRPOTrainer.__init__).parame
 
 @pytest.mark.parametrize("name", [*FIELDS, *ARGUMENTS])
 def test_every_field_and_argument_has_one_row(name: str) -> None:
-    assert len([row.option for row in ROWS if row.names(name)]) == 1
+    assert len([row.option for row in ROWS if row.matches(name)]) == 1
 
 
 def test_the_defaults_that_are_written_out_are_trls() -> None:

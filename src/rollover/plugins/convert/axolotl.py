@@ -12,8 +12,8 @@ from typing import Any
 
 from rollover.plugins.convert.files import flatten
 from rollover.plugins.convert.mapping import (
-    SHOWN,
-    WHERE,
+    COMPUTE,
+    TRACKING,
     Options,
     Row,
     System,
@@ -528,7 +528,7 @@ ROWS = (
     Row("trl.log_completions", ("track.tracker_rollouts",), log_completions(tools), False, True,
         note="four of each step, where TRL sends all"),
     Row("seed", ("run.seed",), None, 42, 7),
-    *without(WHERE, "trl.vllm_mode", "trl.vllm_server_host", "trl.vllm_server_port", "trl.vllm_server_timeout",
+    *without(COMPUTE, "trl.vllm_mode", "trl.vllm_server_host", "trl.vllm_server_port", "trl.vllm_server_timeout",
         "trl.vllm_enable_sleep_mode", "trl.vllm_lora_sync", "trl.use_liger_loss", "vllm.host", "vllm.port",
         "vllm.device", "vllm.dtype", "vllm.tensor_parallel_size", "vllm.data_parallel_size",
         "vllm.gpu_memory_utilization", "vllm.enable_prefix_caching", "vllm.enforce_eager", "vllm.serve_module",
@@ -545,7 +545,7 @@ ROWS = (
         "lora_embedding_kernel", "lora_on_cpu", "use_ray", "ray_num_workers", "resources_per_worker", "tiled_mlp",
         "tiled_mlp_*", "chunked_cross_entropy", "chunked_cross_entropy_num_chunks", "liger_*", "cut_cross_entropy",
         "use_kernels", "experts_implementation"),
-    *without(SHOWN, "trl.num_completions_to_print", "logging_steps", "wandb_*", "mlflow_*", "comet_*", "trackio_*",
+    *without(TRACKING, "trl.num_completions_to_print", "logging_steps", "wandb_*", "mlflow_*", "comet_*", "trackio_*",
         "use_otel_metrics", "otel_metrics_*", "gradio_*", "ray_run_name", "profiler_steps", "profiler_steps_start",
         "include_tokens_per_second", "include_tkps", "hub_model_id", "hub_strategy", "hub_revision",
         "hf_use_auth_token", "save_safetensors", "save_strategy", "saves_per_epoch", "save_first_step",

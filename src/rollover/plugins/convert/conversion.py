@@ -39,8 +39,8 @@ _STEPS = "train.num_steps"
 _SOURCES = "tasks.sources"
 
 
-def converted(
-    path: Path, overrides: Sequence[tuple[str, str]] = (), accepted: Sequence[str] = (), of_system: str = ""
+def convert_file(
+    path: Path, overrides: Sequence[tuple[str, str]] = (), accepted: Sequence[str] = (), system_name: str = ""
 ) -> tuple[str, list[str]]:
     """The TOML, and a line for each option without a counterpart. `overrides`: of our keys, as on the command line.
 
@@ -48,16 +48,16 @@ def converted(
     is; empty: by its content. ValueError for a file that cannot be read, questions that are not answered, and a
     configuration that is refused.
     """
-    system, options = read(path, of_system)
-    done = convert(system, options)
+    system, options = read_options(path, system_name)
+    conversion = convert(system, options)
     answered = {key for key, _ in overrides}
-    _check(system, done, answered, accepted, path)
+    _check_questions(system, conversion, answered, accepted, path)
     of_sources = any(key.startswith(_SOURCES) for key in answered)
     if of_sources:
-        done.values.setdefault(_SOURCES, ([{"kind": "dataset"}], "command line"))
-        _of_new_files(done, overrides)
+        conversion.values.setdefault(_SOURCES, ([{"kind": "dataset"}], "command line"))
+        _drop_splits(conversion, overrides)
     try:
-        config = load_config([{key: value for key, (value, _) in done.values.items()}], overrides).config
+        config = load_config([{key: value for key, (value, _) in conversion.values.items()}], overrides).config
     except ConfigError as error:
         raise ValueError(
             f"{path}: what it says is refused here; set --table.key VALUE to change it:\n"
@@ -65,54 +65,56 @@ def converted(
         ) from error
     for key, _ in overrides:
         if not key.startswith(_SOURCES):
-            done.values[key] = (value_of(config, key), "command line")
+            conversion.values[key] = (value_of(config, key), "command line")
     if of_sources:
         rows = [row.model_dump(exclude_defaults=True) for row in config.tasks.sources]
-        done.values[_SOURCES] = (rows, done.values[_SOURCES][1])
-    notices = [f"{one_line(name)} is left out: {reason}" for name, reason in sorted(done.without.items())]
-    return _as_toml(done, f"{path.name}, of {system.name}"), notices
+        conversion.values[_SOURCES] = (rows, conversion.values[_SOURCES][1])
+    notices = [f"{one_line(name)} is left out: {reason}" for name, reason in sorted(conversion.left_out.items())]
+    return _to_toml(conversion, f"{path.name}, of {system.name}"), notices
 
 
-def _of_new_files(done: Conversion, overrides: Sequence[tuple[str, str]]) -> None:
+def _drop_splits(conversion: Conversion, overrides: Sequence[tuple[str, str]]) -> None:
     """Remove subset and splits of each source whose path is overridden by a single file: it has none."""
-    rows, shown = done.values[_SOURCES]
+    rows, shown = conversion.values[_SOURCES]
     for i, row in enumerate(rows):
         if any(key == f"{_SOURCES}.{i}.path" and is_file_of_rows(value) for key, value in overrides):
             gone = ("subset", "split") if "eval_path" in row else ("subset", "split", "eval_split")
             rows[i] = {name: item for name, item in row.items() if name not in gone}
-    done.values[_SOURCES] = (rows, shown)
+    conversion.values[_SOURCES] = (rows, shown)
 
 
-def _check(system: System, done: Conversion, answered: set[str], accepted: Sequence[str], path: Path) -> None:
+def _check_questions(
+    system: System, conversion: Conversion, answered: set[str], accepted: Sequence[str], path: Path
+) -> None:
     """ValueError for the questions that neither `answered` nor `accepted` answers; the latter are noted as left out."""
     keys = {row.option: row.keys for row in system.rows}
-    if _STEPS not in done.values:
+    if _STEPS not in conversion.values:
         reason = f"how many steps its epochs are depends on the rows of the data: set --{_STEPS} N"
-        unread = done.questions.get(system.steps)
-        done.questions[system.steps] = f"{unread}: set --{_STEPS} N" if unread else reason
+        unread = conversion.questions.get(system.steps)
+        conversion.questions[system.steps] = f"{unread}: set --{_STEPS} N" if unread else reason
         keys[system.steps] = (_STEPS,)
     open_questions = []
-    for option, reason in done.questions.items():
+    for option, reason in conversion.questions.items():
         ours = keys.get(option, ())
         if any(key == one or key.startswith(f"{one}.") for key in answered for one in ours):
             continue
         if option != system.steps and any(option == pattern or fnmatchcase(option, pattern) for pattern in accepted):
-            done.without[option] = f"accepted; {reason}"
+            conversion.left_out[option] = f"accepted; {reason}"
             continue
         answers = [f"--{key} VALUE".replace(f"{_SOURCES} ", f"{_SOURCES}.0.path ") for key in ours]
         answers.append(f"--accept{'=' if option.startswith('-') else ' '}{shlex.quote(option)}")
         how = "" if f"--{_STEPS}" in reason else f" (answer with {' or '.join(answers)})"
         open_questions.append((option, reason, how))
     if open_questions:
-        lines = "\n".join(_together(system, open_questions))
+        lines = "\n".join(_question_lines(system, open_questions))
         raise ValueError(f"{path}: this changes what is learned, and has to be answered:\n{lines}")
 
 
-def _together(system: System, questions: Sequence[tuple[str, str, str]]) -> list[str]:
+def _question_lines(system: System, questions: Sequence[tuple[str, str, str]]) -> list[str]:
     """A line for each question; one for several options of a row whose name has a pattern."""
     lines: dict[tuple[str, str], tuple[list[str], str]] = {}
     for option, reason, how in questions:
-        pattern = next((row.option for row in system.rows if "*" in row.option and row.names(option)), option)
+        pattern = next((row.option for row in system.rows if "*" in row.option and row.matches(option)), option)
         lines.setdefault((pattern, reason), ([], how))[0].append(option)
     return [
         f"  {', '.join(options)}: {reason}"
@@ -121,23 +123,23 @@ def _together(system: System, questions: Sequence[tuple[str, str, str]]) -> list
     ]
 
 
-def _as_toml(done: Conversion, source: str) -> str:
+def _to_toml(conversion: Conversion, source: str) -> str:
     tables: dict[str, list[str]] = {}
-    for key, (value, shown) in done.values.items():
+    for key, (value, shown) in conversion.values.items():
         table, _, name = key.rpartition(".")
         if key != _SOURCES:
             tables.setdefault(table, []).append(f"{name} = {toml_value(value)}  # {one_line(shown)}")
     lines = [f"# {one_line(source)}. Behind each key: the option that it is there."]
     for table in sorted(tables):
         lines += ["", f"[{table}]", *tables[table]]
-    rows, shown = done.values.get(_SOURCES, ([], ""))
+    rows, shown = conversion.values.get(_SOURCES, ([], ""))
     for row in rows:
         lines += [
             "",
             f"[[tasks.sources]]  # {one_line(shown)}",
             *(f"{name} = {toml_value(item)}" for name, item in row.items()),
         ]
-    for heading, of_options in (("Notes", done.notes), ("Left out", done.without)):
+    for heading, of_options in (("Notes", conversion.notes), ("Left out", conversion.left_out)):
         if of_options:
             lines += ["", f"# {heading}:"]
             lines += [f"# {one_line(f'{name}: {text}')}" for name, text in sorted(of_options.items())]
@@ -156,7 +158,7 @@ _OVERRIDE = re.compile(
 
 
 @dataclass(frozen=True)
-class Form:
+class FileFormat:
     """A form that the files of a system have. content: the tables of a YAML, the text of any other file.
 
     holds: whether content is of it, by what no other system has. options: those of content that is; ValueError where
@@ -165,7 +167,7 @@ class Form:
 
     system: str
     suffixes: tuple[str, ...]
-    holds: Callable[[Any], bool]
+    matches: Callable[[Any], bool]
     options: Callable[[Any, Path], dict[str, Any]]
 
 
@@ -173,29 +175,29 @@ def _is_verl(tables: Mapping[str, Any]) -> bool:
     return any(name in tables for name in ("actor_rollout_ref", "critic", "reward_model", "algorithm", "trainer"))
 
 
-def _holds_overrides(text: str) -> bool:
+def _has_overrides(text: str) -> bool:
     return bool(_OVERRIDE.search(text))
 
 
-FORMS = (
-    Form("verl", _YAML, _is_verl, options_of_yaml),
-    Form("axolotl", _YAML, is_axolotl, options_of_axolotl),
-    Form("trl", _YAML, is_trl_yaml, lambda tables, path: options_of_trl_flags(tables)),
-    Form("trl", (".py",), calls_grpo_trainer, options_of_trl_script),
-    Form("trl", _SCRIPTS, is_trl_command, options_of_trl_command),
-    Form("verl", _SCRIPTS, _holds_overrides, options_of_script),
-    Form("lightrft", _SCRIPTS, is_lightrft, options_of_flags),
+FORMATS = (
+    FileFormat("verl", _YAML, _is_verl, options_of_yaml),
+    FileFormat("axolotl", _YAML, is_axolotl, options_of_axolotl),
+    FileFormat("trl", _YAML, is_trl_yaml, lambda tables, path: options_of_trl_flags(tables)),
+    FileFormat("trl", (".py",), calls_grpo_trainer, options_of_trl_script),
+    FileFormat("trl", _SCRIPTS, is_trl_command, options_of_trl_command),
+    FileFormat("verl", _SCRIPTS, _has_overrides, options_of_script),
+    FileFormat("lightrft", _SCRIPTS, is_lightrft, options_of_flags),
 )
 
 
-def read(path: Path, system: str = "") -> tuple[System, dict[str, Any]]:
+def read_options(path: Path, system: str = "") -> tuple[System, dict[str, Any]]:
     """The system that a file is of (`system`, unless that is empty), and its options. ValueError for a file that cannot
     be read, and one whose system cannot be told."""
     text = text_of(path)
     try:
         content = tables_of(text) if path.suffix in _YAML else text
-        called, why = _called(text, path) if path.suffix in _SCRIPTS else ("", "")
-        form = _form(path.suffix, f"{content}\n{called}" if called else content, system, why)
+        called, why = _called_scripts(text, path) if path.suffix in _SCRIPTS else ("", "")
+        form = _find_format(path.suffix, f"{content}\n{called}" if called else content, system, why)
         options = form.options(content, path)
         return RLLM if form.system == "verl" and is_rllm(options) else SYSTEMS[form.system], options
     except (ValueError, ImportError) as error:
@@ -204,7 +206,7 @@ def read(path: Path, system: str = "") -> tuple[System, dict[str, Any]]:
         raise ValueError(f"{path}: what it says is nested too deeply") from None
 
 
-def _called(text: str, path: Path) -> tuple[str, str]:
+def _called_scripts(text: str, path: Path) -> tuple[str, str]:
     """The texts of the scripts that a launch script starts, and why they are not known. ValueError where it only starts
     one that cannot be read."""
     try:
@@ -220,16 +222,16 @@ def _called(text: str, path: Path) -> tuple[str, str]:
     return "\n".join(script.called), ""
 
 
-def _form(suffix: str, content: Any, system: str, why: str = "") -> Form:
+def _find_format(suffix: str, content: Any, system: str, why: str = "") -> FileFormat:
     """The form of a file; `system`, unless that is empty. why: the scripts that it starts are not known."""
-    of_suffix = [form for form in FORMS if suffix in form.suffixes] or [f for f in FORMS if "" in f.suffixes]
+    of_suffix = [form for form in FORMATS if suffix in form.suffixes] or [f for f in FORMATS if "" in f.suffixes]
     if system:
-        found: Sequence[Form] = [form for form in of_suffix if form.system == system]
+        found: Sequence[FileFormat] = [form for form in of_suffix if form.system == system]
         if not found:
-            forms = ", ".join(sorted({s or "no suffix" for f in FORMS if f.system == system for s in f.suffixes}))
+            forms = ", ".join(sorted({s or "no suffix" for f in FORMATS if f.system == system for s in f.suffixes}))
             raise ValueError(f"a file of {system} is one of {forms}")
         return found[0]
-    found = [form for form in of_suffix if form.holds(content)]
+    found = [form for form in of_suffix if form.matches(content)]
     if len(found) == 1:
         return found[0]
     what = "more than one system has" if found else "no system has"

@@ -11,8 +11,8 @@ from typing import Any
 from rollover.plugins.convert.bash.programs import Command, Script
 from rollover.plugins.convert.bash.text import Text
 from rollover.plugins.convert.files import text_of
-from rollover.plugins.convert.hydra import value_of
-from rollover.plugins.convert.mapping import LeftOut, Unread
+from rollover.plugins.convert.hydra import parse_value
+from rollover.plugins.convert.mapping import LeftOut, Unknown
 
 _LAUNCHERS = re.compile(r"torch\.distributed\.(?:run|launch)|accelerate\.commands\.launch|deepspeed(?:\.launcher.*)?")
 _FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.S)
@@ -20,7 +20,7 @@ _FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.S)
 _SEVERAL = re.compile(r"\$\{?\w*(?:ARG|OPT|FLAG|EXTRA|PARAM|CONF)", re.I)
 
 
-def entry(words: Sequence[Text]) -> int:
+def find_program(words: Sequence[Text]) -> int:
     """The index of the program that is trained with (a .py file, the module behind `-m`, or the verb of `trl`); -1 if
     there is none."""
     for i, word in enumerate(words):
@@ -36,33 +36,33 @@ def entry(words: Sequence[Text]) -> int:
     return -1
 
 
-def unread(text: Text, line: int) -> Unread:
+def unknown_value(text: Text, line: int) -> Unknown:
     """A value that the script does not give outright."""
-    return Unread(f"line {line}: {f'{text.text} is ' if text.in_doubt else ''}{text.why}")
+    return Unknown(f"line {line}: {f'{text.text} is ' if text.in_doubt else ''}{text.why}")
 
 
-def read_value(text: Text, line: int, read: Callable[[str], Any] = value_of) -> Any:
+def read_value(text: Text, line: int, read: Callable[[str], Any] = parse_value) -> Any:
     """The value of a text, or why it has none."""
     try:
-        return read(text.text) if text.known else unread(text, line)
+        return read(text.text) if text.known else unknown_value(text, line)
     except ValueError as error:
-        return Unread(f"line {line}: {error}")
+        return Unknown(f"line {line}: {error}")
 
 
-def argument_of(text: str) -> Any:
+def parse_argument(text: str) -> Any:
     """The value of a flag: unlike those of Hydra, argparse takes `none` for a text."""
-    value = value_of(text)
+    value = parse_value(text)
     return text if value is None else value
 
 
-def not_understood(word: Text, line: int) -> dict[str, Any]:
+def not_an_option(word: Text, line: int) -> dict[str, Any]:
     """A word of a training command that is no option, by its own text."""
     reason = word.why or "a word of the training command that is no option"
-    return {word.text[:80]: Unread(f"line {line}: {reason}")}
+    return {word.text[:80]: Unknown(f"line {line}: {reason}")}
 
 
-def flags(words: Sequence[Text], line: int) -> dict[str, Any]:
-    """`--name value ...` by name: True of a flag alone, a list of several values, Unread of what has no value."""
+def read_flags(words: Sequence[Text], line: int) -> dict[str, Any]:
+    """`--name value ...` by name: True of a flag alone, a list of several values, Unknown of what has no value."""
     values: dict[str, list[Any]] = {}
     lost: dict[str, Any] = {}
     held: list[Any] | None = None
@@ -72,42 +72,42 @@ def flags(words: Sequence[Text], line: int) -> dict[str, Any]:
             held = values[match[1]] = []
             if match[2] is not None:
                 start = len(match[1]) + 3
-                held.append(read_value(word, line, lambda text, start=start: argument_of(text[start:])))
+                held.append(read_value(word, line, lambda text, start=start: parse_argument(text[start:])))
                 held = None
             elif not word.known:
-                held.append(unread(word, line))
+                held.append(unknown_value(word, line))
             continue
         several = not word.known and not word.head and _SEVERAL.match(word.text)
         is_short = re.fullmatch(r"-[A-Za-z]\w*", word.text) is not None
         if held is None or several or is_short:
-            lost |= not_understood(word, line)
+            lost |= not_an_option(word, line)
         else:
-            held.append(read_value(word, line, argument_of))
-    return {name: _of_flag(held) for name, held in values.items()} | lost
+            held.append(read_value(word, line, parse_argument))
+    return {name: _flag_value(held) for name, held in values.items()} | lost
 
 
-def _of_flag(held: list[Any]) -> Any:
-    missing = [item for item in held if isinstance(item, Unread)]
+def _flag_value(held: list[Any]) -> Any:
+    missing = [item for item in held if isinstance(item, Unknown)]
     return missing[0] if missing else True if not held else held[0] if len(held) == 1 else held
 
 
-def together(found: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
-    """The options of all training commands; Unread where they differ. found: the line and the options of each."""
+def merge_commands(found: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
+    """The options of all training commands; Unknown where they differ. found: the line and the options of each."""
     options: dict[str, Any] = {}
     for name in dict.fromkeys(name for _, each in found for name in each):
         values = [each.get(name, _ABSENT) for _, each in found]
         options[name] = values[0]
         if any(value != values[0] or type(value) is not type(values[0]) for value in values):
-            shown = [f"line {line}: {_shown(value)}" for (line, _), value in zip(found, values, strict=True)]
-            options[name] = Unread(f"{len(found)} commands train, and differ in it ({'; '.join(shown[:4])})")
+            shown = [f"line {line}: {_describe(value)}" for (line, _), value in zip(found, values, strict=True)]
+            options[name] = Unknown(f"{len(found)} commands train, and differ in it ({'; '.join(shown[:4])})")
     return options
 
 
 _ABSENT = object()
 
 
-def _shown(value: Any) -> str:
-    return "not given" if value is _ABSENT else value.reason if isinstance(value, Unread | LeftOut) else str(value)
+def _describe(value: Any) -> str:
+    return "not given" if value is _ABSENT else value.reason if isinstance(value, Unknown | LeftOut) else str(value)
 
 
 def find_text(script: Script, places: Iterable[Path]) -> str | None:
@@ -122,7 +122,7 @@ def find_text(script: Script, places: Iterable[Path]) -> str | None:
     return None
 
 
-def places(name: str, directories: Iterable[str | Path]) -> list[Path]:
+def candidate_paths(name: str, directories: Iterable[str | Path]) -> list[Path]:
     """A file that a command names, as it may lie: beside the script, or where the command is started."""
     return list(dict.fromkeys(Path(directory) / name for directory in directories))
 

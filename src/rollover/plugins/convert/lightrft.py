@@ -14,10 +14,10 @@ from typing import Any
 from rollover.config.run import TOOLS
 from rollover.plugins.convert.bash.script import read_script
 from rollover.plugins.convert.files import is_file_of_rows
-from rollover.plugins.convert.launch import entry, flags, together
+from rollover.plugins.convert.launch import find_program, merge_commands, read_flags
 from rollover.plugins.convert.mapping import (
-    SHOWN,
-    WHERE,
+    COMPUTE,
+    TRACKING,
     Options,
     Row,
     System,
@@ -351,15 +351,15 @@ ROWS = (
     Row("save_steps", ("checkpoint.every_steps",), lambda v, o: {"checkpoint.every_steps": max(int(v), 0)}, -1, 20),
     Row("max_ckpt_num", ("checkpoint.keep",), None, 3, 5),
     Row("seed", ("run.seed",), None, 42, 7),
-    *without(WHERE, "micro_train_batch_size", "micro_rollout_batch_size", "engine_type", "engine_tp_size",
+    *without(COMPUTE, "micro_train_batch_size", "micro_rollout_batch_size", "engine_type", "engine_tp_size",
         "engine_mem_util", "enable_engine_sleep", "disable_engine_sleep", "packing_samples", "sp_size", "fsdp",
         "fsdp_cpu_offload", "zero_stage", "zpg", "adam_offload", "actor_init_on_gpu", "flash_attn", "grad_accum_dtype",
         "overlap_comm", "gradient_checkpointing_use_reentrant", "disable_fast_tokenizer", "disable_logprobs_flashattn",
         "meta_init", "initial_model_shard_size", "local_rank", "rm_use_engine", "rm_engine_cudagraph",
         "fused_linear_logprob", "chunk_size", "use_ms"),
-    *without(SHOWN, "save_trajectories", "num_trajectories_to_save", "mark_high_entropy_tokens", "trajectory_analysis",
-        "print_replay_buffer_stats", "logging_steps", "save_hf_ckpt", "disable_ds_ckpt", "max_ckpt_mem",
-        "load_checkpoint", "save_value_network", "log_dir", "plot_every", "ckpt_path"),
+    *without(TRACKING, "save_trajectories", "num_trajectories_to_save", "mark_high_entropy_tokens",
+        "trajectory_analysis", "print_replay_buffer_stats", "logging_steps", "save_hf_ckpt", "disable_ds_ckpt",
+        "max_ckpt_mem", "load_checkpoint", "save_value_network", "log_dir", "plot_every", "ckpt_path"),
     *without("it is of the vision part of the model", "limit_mm_image_per_prompt", "mixed_mm_data", "no_shard_vit"),
     *without("rows with images show them", "text_only"),
     *without("its examples choose a reward by it", "label_key"),
@@ -405,13 +405,13 @@ def is_lightrft(text: str) -> bool:
 
 
 def options_of_flags(text: str, path: Path, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The flags by name, with their values (True of one alone, a list of several, `Unread` of what has no value).
+    """The flags by name, with their values (True of one alone, a list of several, `Unknown` of what has no value).
     ValueError where there are none."""
     found: list[tuple[int, dict[str, Any]]] = []
     for command in read_script(text, str(path), environment).commands:
-        start = entry(command.words)
-        if start >= 0 and (options := flags(command.words[start + 1 :], command.line)) and "pretrain" in options:
+        start = find_program(command.words)
+        if start >= 0 and (options := read_flags(command.words[start + 1 :], command.line)) and "pretrain" in options:
             found.append((command.line, options))
     if not found:
         raise ValueError("no flags (--pretrain MODEL ...) behind a .py file are in it")
-    return _ABSENT | together(found)
+    return _ABSENT | merge_commands(found)

@@ -14,10 +14,10 @@ from typing import Any
 from rollover.config.run import TOOLS
 
 # Why options of every system have no counterpart, and no result depends on them.
-WHERE = "where and in what portions it computes: `[engine]`, `[backend]`, `[cluster]` and `train.micro_batch_tokens`"
+COMPUTE = "where and in what portions it computes: `[engine]`, `[backend]`, `[cluster]` and `train.micro_batch_tokens`"
 SETS_NOTHING = "sets nothing, given the other options"
 _SOURCES = "tasks.sources"
-SHOWN = "what is shown and stored of a run, and where: `[track]`; W&B and others: docs/trackers.md"
+TRACKING = "what is shown and stored of a run, and where: `[track]`; W&B and others: docs/trackers.md"
 
 
 class Unanswered(ValueError):
@@ -29,7 +29,7 @@ class Unanswered(ValueError):
 
 
 @dataclass(frozen=True)
-class Unread:
+class Unknown:
     """The value of an option that its file does not say outright. reason: what is there instead, in words."""
 
     reason: str
@@ -56,7 +56,7 @@ class Options:
             self.guessed[option] = None
         return self.given[option] if option in self.given else self._defaults.get(option)
 
-    def beside(self, option: str) -> Options:
+    def with_example(self, option: str) -> Options:
         """The same with the example of one option's row."""
         example = next((row.example for row in self.rows if row.option == option), None)
         return Options({**self.given, option: example}, self.rows)
@@ -90,11 +90,11 @@ class Row:
     when: Callable[[Options], Any] | None = None
 
     @property
-    def only_shows(self) -> bool:
+    def is_tracking(self) -> bool:
         """Whether no result depends on its keys: what has no counterpart is left out, and nobody is asked."""
         return bool(self.keys) and all(key == "run.name" or key.startswith("track.") for key in self.keys)
 
-    def names(self, option: str) -> bool:
+    def matches(self, option: str) -> bool:
         """Whether `option` is this row's."""
         return any(fnmatchcase(option, name) for name in (self.option, *self.also))
 
@@ -128,7 +128,7 @@ class Conversion:
     different here. ranks: how well the option of a value names its key."""
 
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    without: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
     questions: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     ranks: dict[str, tuple[bool, ...]] = field(default_factory=dict)
@@ -137,45 +137,45 @@ class Conversion:
 def convert(system: System, options: Mapping[str, Any]) -> Conversion:
     """The conversion of options of `system`, by their names there."""
     done = Conversion()
-    done.without |= {name: value.reason for name, value in options.items() if isinstance(value, LeftOut)}
+    done.left_out |= {name: value.reason for name, value in options.items() if isinstance(value, LeftOut)}
     options = {name: value for name, value in options.items() if not isinstance(value, LeftOut)}
-    rows = {name: next((row for row in system.rows if row.names(name)), None) for name in options}
+    rows = {name: next((row for row in system.rows if row.matches(name)), None) for name in options}
     given: dict[str, Any] = {}
     unread: set[str] = set()
     for name, row in rows.items():
         of_row = row.option if row and "*" not in row.option else name
         older = of_row != name and options[name] is None and of_row in options  # an older name that is left empty
-        if isinstance(options[name], Unread):
+        if isinstance(options[name], Unknown):
             unread.add(of_row)
         elif not older:
             given[of_row] = options[name]
     for name, row in rows.items():
-        _without_value(done, name, row, options[name])
+        _convert_unmapped(done, name, row, options[name])
     for row in system.rows:
         if row.keys and (row.option in given or row.default is not None):
             _convert_row(done, row, Options(given, system.rows, unread - given.keys()))
     return done
 
 
-def _without_value(done: Conversion, name: str, row: Row | None, value: Any) -> None:
+def _convert_unmapped(done: Conversion, name: str, row: Row | None, value: Any) -> None:
     """An option that is not known, not read, or has no counterpart."""
     if row is None:
-        done.questions[name] = value.reason if isinstance(value, Unread) else "is not known here"
-    elif isinstance(value, Unread) and (row.keys or row.neutral is not None):
-        asked = done.without if row.only_shows else done.questions
+        done.questions[name] = value.reason if isinstance(value, Unknown) else "is not known here"
+    elif isinstance(value, Unknown) and (row.keys or row.neutral is not None):
+        asked = done.left_out if row.is_tracking else done.questions
         asked[row.option if "*" not in row.option else name] = value.reason + (
             "" if row.keys or not row.note else f"; {row.note}"
         )
     elif not row.keys:
         harmless = row.neutral is None or value in row.neutral
-        unread = f"; {value.reason}" if isinstance(value, Unread) else ""
-        (done.without if harmless else done.questions)[name] = row.note + unread
+        unread = f"; {value.reason}" if isinstance(value, Unknown) else ""
+        (done.left_out if harmless else done.questions)[name] = row.note + unread
 
 
-def _values_with_another(row: Row, of: Options, name: str) -> Mapping[str, Any] | None:
+def _values_with_example(row: Row, of: Options, name: str) -> Mapping[str, Any] | None:
     """The values of a row if an option has the value of its own row's example; None if there are none."""
     try:
-        return row.values(of(row.option), of.beside(name))
+        return row.values(of(row.option), of.with_example(name))
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError):
         return None
 
@@ -183,7 +183,7 @@ def _values_with_another(row: Row, of: Options, name: str) -> Mapping[str, Any] 
 def _convert_row(done: Conversion, row: Row, of: Options) -> None:
     value = "***" if row.secret else of(row.option)
     shown = f"{row.option} = {value}" + ("" if row.option in of.given else ", the default")
-    asked = done.without if row.only_shows else done.questions
+    asked = done.left_out if row.is_tracking else done.questions
     of.guessed.clear()
     try:
         values = row.values(of(row.option), of)
@@ -200,11 +200,11 @@ def _convert_row(done: Conversion, row: Row, of: Options) -> None:
         answered = set(row.keys) <= set(keys) and (row.option not in of.given or row.keys == (_SOURCES,))
         if name == row.option or row.option in asked or answered:
             continue
-        if values != _values_with_another(row, of, name):
+        if values != _values_with_example(row, of, name):
             asked[row.option] = f"{value!r} goes with {name}, which is not read"
             values = {}
-    if not values and row.option not in asked and of.given.get(row.option) and not row.only_shows:
-        done.without[row.option] = SETS_NOTHING
+    if not values and row.option not in asked and of.given.get(row.option) and not row.is_tracking:
+        done.left_out[row.option] = SETS_NOTHING
     if values and row.note and row.option in of.given:
         done.notes[row.option] = row.note
     for key, value in values.items():

@@ -29,7 +29,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a statement stands. block: what it depends on. scope: its function. at_import: whether importing the file
     runs it."""
 
@@ -39,16 +39,16 @@ class Place:
 
 
 @dataclass
-class Assigned:
+class Assignment:
     """A name's value from a line on; None if it is not known."""
 
     line: int
     value: ast.expr | None
-    place: Place
+    location: Location
 
 
 @dataclass
-class Attribute(Assigned):
+class AttributeAssignment(Assignment):
     """An assignment to an attribute of a name, or to EVERY one."""
 
     name: str
@@ -59,11 +59,11 @@ class Attribute(Assigned):
 class Definitions:
     """A file's syntax tree. names: what each was assigned, in order. attributes: assignments to attributes of names.
     imported: name -> module:name. called_at_import: last names of what importing the file calls. anywhere: names that
-    may change at any time, with the line that does it. sharing: which names may be one object."""
+    may change at any time, with the line that does it. aliases: which names may be one object."""
 
     tree: ast.Module
-    names: dict[str, list[Assigned]] = field(default_factory=dict)
-    attributes: list[Attribute] = field(default_factory=list)
+    names: dict[str, list[Assignment]] = field(default_factory=dict)
+    attributes: list[AttributeAssignment] = field(default_factory=list)
     functions: dict[str, Function] = field(default_factory=dict)
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
     imported: dict[str, str] = field(default_factory=dict)
@@ -71,45 +71,45 @@ class Definitions:
     anywhere: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.sharing = Sharing(self.tree)
-        self._collect(self.tree.body, Place())
+        self.aliases = Aliases(self.tree)
+        self._collect(self.tree.body, Location())
 
-    def _collect(self, body: list[ast.stmt], place: Place) -> None:  # noqa: C901 - one case for each statement
+    def _collect(self, body: list[ast.stmt], location: Location) -> None:  # noqa: C901 - one case for each statement
         for statement in body:
             if isinstance(statement, Function):
                 self.functions[statement.name] = statement
-                self._collect(statement.body, Place(scope=statement, at_import=False))
+                self._collect(statement.body, Location(scope=statement, at_import=False))
             elif isinstance(statement, ast.ClassDef):
                 self.classes[statement.name] = statement
             elif isinstance(statement, ast.ImportFrom | ast.Import):
-                self._import(statement, place)
+                self._import(statement, location)
             elif isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
-                self._collect(statement.body, replace(place, at_import=False))
-                self._branches(statement, [statement.orelse], place)
+                self._collect(statement.body, replace(location, at_import=False))
+                self._branches(statement, [statement.orelse], location)
             elif isinstance(statement, ast.With | ast.AsyncWith):
                 for item in statement.items:
-                    self._changes(item, statement.lineno, place)
-                self._collect(statement.body, place)
+                    self._changes(item, statement.lineno, location)
+                self._collect(statement.body, location)
             elif isinstance(statement, ast.Try | ast.TryStar):
                 if all(handler.body and isinstance(handler.body[-1], ast.Raise) for handler in statement.handlers):
-                    self._collect([*statement.body, *statement.orelse], place)
+                    self._collect([*statement.body, *statement.orelse], location)
                     bodies = []
                 else:
                     bodies = [statement.body, statement.orelse]
                 for handler in statement.handlers:
                     names = [handler.name] if handler.name else []
-                    self._forget(names, handler.lineno, replace(place, block=None))
+                    self._invalidate(names, handler.lineno, replace(location, block=None))
                     bodies.append(handler.body)
-                self._branches(statement, bodies, place)
-                self._collect(statement.finalbody, place)
+                self._branches(statement, bodies, location)
+                self._collect(statement.finalbody, location)
             elif isinstance(statement, ast.If | ast.For | ast.AsyncFor | ast.While | ast.Match):
-                self._compound(statement, place)
+                self._compound(statement, location)
             else:
-                self._statement(statement, place)
-                if place.at_import:
+                self._statement(statement, location)
+                if location.at_import:
                     self.called_at_import |= {name_of(call) for call in calls(statement)}
 
-    def _compound(self, statement: ast.If | ast.For | ast.AsyncFor | ast.While | ast.Match, place: Place) -> None:
+    def _compound(self, statement: ast.If | ast.For | ast.AsyncFor | ast.While | ast.Match, location: Location) -> None:
         """Collect what branches and loops assign, and their conditions."""
         if isinstance(statement, ast.Match):
             heads: list[ast.AST] = [
@@ -122,55 +122,57 @@ class Definitions:
             heads = [statement.target, statement.iter] if loops else [statement.test]
             bodies = [statement.body, statement.orelse]
         for head in heads:
-            self._changes(head, statement.lineno, place)
-        self._branches(statement, bodies, place)
+            self._changes(head, statement.lineno, location)
+        self._branches(statement, bodies, location)
 
-    def _branches(self, statement: ast.stmt, bodies: list[list[ast.stmt]], place: Place) -> None:
+    def _branches(self, statement: ast.stmt, bodies: list[list[ast.stmt]], location: Location) -> None:
         for body in bodies:
             if body:
                 inner = Block(statement.lineno, body[0].lineno, body[-1].end_lineno or body[-1].lineno)
-                self._collect(body, replace(place, block=inner))
+                self._collect(body, replace(location, block=inner))
 
-    def _import(self, statement: ast.Import | ast.ImportFrom, place: Place) -> None:
+    def _import(self, statement: ast.Import | ast.ImportFrom, location: Location) -> None:
         names = [(a.asname or a.name).partition(".")[0] for a in statement.names]
         if isinstance(statement, ast.ImportFrom):
             self.imported |= {a.asname or a.name: f"{statement.module}:{a.name}" for a in statement.names}
-        self._forget(list(self.names) if names == ["*"] else names, statement.lineno, place)
+        self._invalidate(list(self.names) if names == ["*"] else names, statement.lineno, location)
 
-    def _statement(self, statement: ast.stmt, place: Place) -> None:
+    def _statement(self, statement: ast.stmt, location: Location) -> None:
         if isinstance(statement, ast.Global | ast.Nonlocal):
             self.anywhere |= dict.fromkeys(statement.names, statement.lineno)
         if any(isinstance(c.func, ast.Name) and c.func.id in ("exec", "globals") for c in calls(statement)):
             self.anywhere[EVERY] = statement.lineno
         if not isinstance(statement, ast.Assign | ast.AnnAssign):
-            self._changes(statement, statement.lineno, place)
+            self._changes(statement, statement.lineno, location)
             return
         value = statement.value
         if value is not None:
-            self._changes(value, statement.lineno, place)
+            self._changes(value, statement.lineno, location)
         for target in statement.targets if isinstance(statement, ast.Assign) else [statement.target]:
             items = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
             exact = not any(isinstance(item, ast.Starred | ast.Tuple | ast.List) for item in items)
             for i, item in enumerate(items):
                 one = value if item is target or value is None else item_of(value, i) if exact else None
                 if isinstance(item, ast.Name):
-                    self.names.setdefault(item.id, []).append(Assigned(statement.lineno, one, place))
+                    self.names.setdefault(item.id, []).append(Assignment(statement.lineno, one, location))
                 elif isinstance(item, ast.Attribute) and isinstance(item.value, ast.Name) and item.attr != "__dict__":
-                    self.attributes.append(Attribute(statement.lineno, one, place, item.value.id, item.attr))
+                    self.attributes.append(
+                        AttributeAssignment(statement.lineno, one, location, item.value.id, item.attr)
+                    )
                 else:
-                    self._changes(item, statement.lineno, place)
+                    self._changes(item, statement.lineno, location)
 
-    def _changes(self, node: ast.AST, line: int, place: Place) -> None:
+    def _changes(self, node: ast.AST, line: int, location: Location) -> None:
         """Forget what an expression or statement may assign."""
-        self._forget(bound(node), line, place)
-        for name, attribute in changed(node):
-            self.attributes.append(Attribute(line, None, place, name, attribute))
+        self._invalidate(bound(node), line, location)
+        for name, attribute in mutations(node):
+            self.attributes.append(AttributeAssignment(line, None, location, name, attribute))
             if attribute == EVERY:
-                self._forget([name], line, place)
+                self._invalidate([name], line, location)
 
-    def _forget(self, names: Iterable[str], line: int, place: Place) -> None:
+    def _invalidate(self, names: Iterable[str], line: int, location: Location) -> None:
         for name in names:
-            self.names.setdefault(name, []).append(Assigned(line, None, place))
+            self.names.setdefault(name, []).append(Assignment(line, None, location))
 
 
 def item_of(value: ast.expr, index: int) -> ast.expr:
@@ -206,7 +208,7 @@ def bound(node: ast.AST) -> Iterator[str]:
             yield each.rest
 
 
-def changed(node: ast.AST) -> Iterator[tuple[str, str]]:
+def mutations(node: ast.AST) -> Iterator[tuple[str, str]]:
     """The names whose object is changed in place, each with the attribute that is changed, or EVERY."""
     for each in ast.walk(node):
         if isinstance(each, ast.Attribute | ast.Subscript) and not isinstance(each.ctx, ast.Load):
@@ -236,7 +238,7 @@ def _root(node: ast.expr) -> Iterator[tuple[str, str]]:
     yield node.id, attribute
 
 
-class Sharing:
+class Aliases:
     """Which names of a file may be the same object, and what else is given it. By name, whatever the scope."""
 
     def __init__(self, tree: ast.Module) -> None:
@@ -262,15 +264,15 @@ class Sharing:
             self._given.setdefault(owner, (callee, call.lineno))
         given: list[tuple[str | int, ast.expr]] = [*enumerate(call.args)]
         given += [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg]
-        for place, argument in given:
+        for key, argument in given:
             if not (name := _object(argument)) or reads:
                 continue
             function = functions.get(callee) if isinstance(call.func, ast.Name) else None
             names = [a.arg for a in (*function.args.posonlyargs, *function.args.args)] if function else []
-            if isinstance(place, int) and place < len(names):
-                self._link(name, names[place])
-            elif isinstance(place, str) and function is not None:
-                self._link(name, place)
+            if isinstance(key, int) and key < len(names):
+                self._link(name, names[key])
+            elif isinstance(key, str) and function is not None:
+                self._link(name, key)
             else:
                 self._given.setdefault(name, (callee, call.lineno))
 

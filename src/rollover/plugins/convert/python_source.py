@@ -14,8 +14,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollover.plugins.convert.mapping import Unread
-from rollover.plugins.convert.python_definitions import EVERY, Assigned, Definitions, Function, calls, changed, name_of
+from rollover.plugins.convert.mapping import Unknown
+from rollover.plugins.convert.python_definitions import (
+    EVERY,
+    Assignment,
+    Definitions,
+    Function,
+    calls,
+    mutations,
+    name_of,
+)
 
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -27,11 +35,11 @@ _MOST_VALUES = 100_000  # that are evaluated
 _LARGEST = 1 << 63
 
 
-class NotRead(ValueError):
+class NotEvaluated(ValueError):
     """An expression that is not understood."""
 
 
-def parsed(text: str) -> ast.Module:
+def parse_python(text: str) -> ast.Module:
     """The syntax tree. ValueError for text that is no Python, or is nested too deeply."""
     try:
         return ast.parse(text)
@@ -60,10 +68,10 @@ class PythonSource(Definitions):
     # Values
 
     def value(self, node: ast.expr) -> Any:  # noqa: C901 - one case for each expression
-        """What an expression is. NotRead names the part that is not understood."""
+        """What an expression is. NotEvaluated names the part that is not understood."""
         self._left -= 1
         if self._left < 0:
-            raise NotRead("the script has too many values to be read")
+            raise NotEvaluated("the script has too many values to be read")
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.List | ast.Tuple | ast.Set):
@@ -71,15 +79,15 @@ class PythonSource(Definitions):
         if isinstance(node, ast.Dict) and all(node.keys):
             return {self.value(k): self.value(v) for k, v in zip(node.keys, node.values, strict=True) if k}
         if isinstance(node, ast.Name):
-            made = self.resolved(node)
+            made = self.resolve(node)
             if _is_mutable(made) and (why := self.changes(node)):
-                raise NotRead(why)
+                raise NotEvaluated(why)
             return self.value(made)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Not):
             inner = self.value(node.operand)
             return not inner if isinstance(node.op, ast.Not) else -inner
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return self._operated(node, self.value(node.left), self.value(node.right))
+            return self._operate(node, self.value(node.left), self.value(node.right))
         if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
             values = [self.value(part) for part in node.values]
             return next((value for value in values if value), values[-1])
@@ -90,8 +98,8 @@ class PythonSource(Definitions):
         if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
             return node.attr  # torch.bfloat16
         if isinstance(node, ast.Call) and ast.unparse(node.func) in _PLAIN_CALLS:
-            return self._called(node)
-        found, value = self._of_environment(node)
+            return self._call_plain(node)
+        found, value = self._environment_value(node)
         if found:
             return value
         if (other := self.defaults.default(node)) is not None:
@@ -100,10 +108,10 @@ class PythonSource(Definitions):
             try:
                 return self.value(node.value)[self.value(node.slice)]
             except (TypeError, LookupError):
-                raise self.not_read(node) from None
-        raise self.not_read(node)
+                raise self.not_evaluated(node) from None
+        raise self.not_evaluated(node)
 
-    def _operated(self, node: ast.BinOp, left: Any, right: Any) -> Any:
+    def _operate(self, node: ast.BinOp, left: Any, right: Any) -> Any:
         """Bounded before it is computed: 9**9**9 never ends, and 'a' * 10**12 has no place."""
         numbers = all(isinstance(value, int | float) for value in (left, right))
         too_large = isinstance(node.op, ast.Pow) and abs(right if numbers else 0) > 64
@@ -111,30 +119,30 @@ class PythonSource(Definitions):
             lengths = [len(value) if hasattr(value, "__len__") else value for value in (left, right)]
             too_large = all(isinstance(value, int) for value in lengths) and lengths[0] * lengths[1] > _MOST_CHARS
         if too_large or not numbers and not isinstance(node.op, ast.Add | ast.Mult):
-            raise self.not_read(node)
+            raise self.not_evaluated(node)
         try:
             value = _OPERATORS[type(node.op)](left, right)
         except (TypeError, ValueError, ArithmeticError):
-            raise self.not_read(node) from None
+            raise self.not_evaluated(node) from None
         return self._bounded(node, value)
 
     def _bounded(self, node: ast.expr, value: Any) -> Any:
         if isinstance(value, int) and abs(value) >= _LARGEST or isinstance(value, complex):
-            raise self.not_read(node)
+            raise self.not_evaluated(node)
         if isinstance(value, str | list) and len(value) > _MOST_CHARS:
-            raise NotRead(f"line {node.lineno} makes more than {_MOST_CHARS:,} characters or items")
+            raise NotEvaluated(f"line {node.lineno} makes more than {_MOST_CHARS:,} characters or items")
         return value
 
-    def _called(self, node: ast.Call) -> Any:
+    def _call_plain(self, node: ast.Call) -> Any:
         if any(keyword.arg is None for keyword in node.keywords) or any(isinstance(a, ast.Starred) for a in node.args):
-            raise self.not_read(node)
+            raise self.not_evaluated(node)
         try:
             keywords = {k.arg: self.value(k.value) for k in node.keywords if k.arg}
             return _PLAIN_CALLS[ast.unparse(node.func)](*map(self.value, node.args), **keywords)
         except (TypeError, ValueError) as error:
-            raise (error if isinstance(error, NotRead) else self.not_read(node)) from None
+            raise (error if isinstance(error, NotEvaluated) else self.not_evaluated(node)) from None
 
-    def _of_environment(self, node: ast.expr) -> tuple[bool, Any]:
+    def _environment_value(self, node: ast.expr) -> tuple[bool, Any]:
         """Whether it reads the environment, and what is there."""
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.environ.get", "os.getenv", "getenv"):
             name = str(self.value(node.args[0])) if node.args else ""
@@ -145,36 +153,36 @@ class PythonSource(Definitions):
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
             name = str(self.value(node.slice))
             if name not in self.environment:
-                raise NotRead(f"{name} is not in the environment: `{name}=... rollover convert FILE`")
+                raise NotEvaluated(f"{name} is not in the environment: `{name}=... rollover convert FILE`")
             return True, self.environment[name]
         return False, None
 
-    def resolved(self, node: ast.expr) -> ast.expr:
+    def resolve(self, node: ast.expr) -> ast.expr:
         """What a name was assigned last before it is used here; any other expression as it is."""
         if not isinstance(node, ast.Name):
             return node
         self._left -= 1
         if (line := self.anywhere.get(node.id, self.anywhere.get(EVERY))) is not None:
-            raise NotRead(f"`{node.id}` may be changed at any time by line {line}")
+            raise NotEvaluated(f"`{node.id}` may be changed at any time by line {line}")
         scopes = self.scopes(node)
         for scope in scopes:
-            found = [one for one in self.names.get(node.id, []) if one.place.scope is scope]
+            found = [one for one in self.names.get(node.id, []) if one.location.scope is scope]
             before = [one for one in found if one.line < node.lineno]
             if not before and scope is not None and node.id in _parameters(scope):
-                return self.resolved(self._argument(scope, node))
+                return self.resolve(self._argument(scope, node))
             if found and scope is None and scopes[0] is not None:  # a function is called later than it is defined
                 before = found if len(found) == 1 or before == found else []
             if found:
-                return self._last(node, before)
-        raise self.not_read(node)
+                return self._last_assignment(node, before)
+        raise self.not_evaluated(node)
 
-    def _last(self, node: ast.Name, before: list[Assigned]) -> ast.expr:
+    def _last_assignment(self, node: ast.Name, before: list[Assignment]) -> ast.expr:
         if not before or before[-1].value is None or self._left < 0:
-            raise self.not_read(node)
-        last, block = before[-1], before[-1].place.block
+            raise self.not_evaluated(node)
+        last, block = before[-1], before[-1].location.block
         if block is not None and not block.first <= node.lineno <= block.last:
-            raise NotRead(f"`{node.id}` depends on the condition of line {block.line}")
-        return self.resolved(last.value) if last.value is not None else node
+            raise NotEvaluated(f"`{node.id}` depends on the condition of line {block.line}")
+        return self.resolve(last.value) if last.value is not None else node
 
     def scopes(self, node: ast.expr) -> list[Function | None]:
         """The functions that a name is in, the innermost first, and None for the file."""
@@ -183,39 +191,39 @@ class PythonSource(Definitions):
     def changes(self, node: ast.Name, attribute: str = "") -> str:
         """Why the object of a name may differ from what it was made as; empty if it does not. attribute: the one of
         interest; empty if a change by the name itself, in its own function, is known already."""
-        names = self.sharing.names(node.id)
+        names = self.aliases.names(node.id)
         self._left -= (len(names) + len(self.attributes)) // 20
         for one in self.attributes:
-            own = one.name == node.id and one.place.scope is self.scopes(node)[0]
+            own = one.name == node.id and one.location.scope is self.scopes(node)[0]
             if one.name in names and (one.attribute in (attribute, EVERY) if attribute else not own):
                 return f"`{node.id}{f'.{attribute}' if attribute else ''}` is changed in line {one.line}"
-        return self.sharing.changes(node.id)
+        return self.aliases.changes(node.id)
 
     def _argument(self, function: Function, node: ast.Name) -> ast.expr:
         """What a parameter is given by the one call of its function."""
         found = [call for call in calls(self.tree) if isinstance(call.func, ast.Name) and call.func.id == function.name]
         if len(found) != 1 or any(isinstance(argument, ast.Starred) for argument in found[0].args):
-            raise self.not_read(node)
+            raise self.not_evaluated(node)
         names = _parameters(function)
         given = dict(zip(names, found[0].args, strict=False)) | {k.arg: k.value for k in found[0].keywords if k.arg}
         defaults = function.args.defaults
         positional = names[: len(function.args.posonlyargs) + len(function.args.args)]
         given = dict(zip(positional[len(positional) - len(defaults) :], defaults, strict=True)) | given
         if node.id not in given:
-            raise self.not_read(node)
+            raise self.not_evaluated(node)
         return given[node.id]
 
-    def not_read(self, node: ast.expr) -> NotRead:
+    def not_evaluated(self, node: ast.expr) -> NotEvaluated:
         """The error that names an expression."""
         text = " ".join(ast.unparse(node).split())
-        return NotRead(f"`{text[:60]}{'...' if len(text) > 60 else ''}` (line {node.lineno}) is not evaluated")
+        return NotEvaluated(f"`{text[:60]}{'...' if len(text) > 60 else ''}` (line {node.lineno}) is not evaluated")
 
-    def or_unread(self, node: ast.expr, read: Callable[[ast.expr], Any]) -> Any:
-        """What `read` gives, or an Unread that says why it gives nothing."""
+    def or_unknown(self, node: ast.expr, read: Callable[[ast.expr], Any]) -> Any:
+        """What `read` gives, or an Unknown that says why it gives nothing."""
         try:
             return read(node)
-        except NotRead as error:
-            return Unread(str(error))
+        except NotEvaluated as error:
+            return Unknown(str(error))
 
 
 def _is_mutable(made: ast.expr) -> bool:
@@ -251,26 +259,26 @@ class Defaults:
         owner = node.value
         if isinstance(owner, ast.Name):
             if owner.id in self._source.classes:
-                return self._of_class(self._source.classes[owner.id], node)
-        made = self._made(owner)
+                return self._class_default(self._source.classes[owner.id], node)
+        made = self._origin(owner)
         if isinstance(owner, ast.Name) and (why := self._source.changes(owner, node.attr)):
-            raise NotRead(why)
+            raise NotEvaluated(why)
         if isinstance(made, ast.Call) and name_of(made) in self._source.classes:
             given = {keyword.arg: keyword.value for keyword in made.keywords}
             if made.args or None in given:
                 return None
-            return self._of_class(self._source.classes[name_of(made)], node, given.get(node.attr))
+            return self._class_default(self._source.classes[name_of(made)], node, given.get(node.attr))
         if isinstance(made, ast.Call) and name_of(made) in ("SimpleNamespace", "Namespace"):
             return next((k.value for k in made.keywords if k.arg == node.attr), None)
         if (found := self._source.classes.get(self.parsed_name(made))) is not None:
-            return self._of_class(found, node)
+            return self._class_default(found, node)
         if self._is_parsed(made):
-            return self._of_argparse(node)
+            return self._argparse_default(node)
         return None
 
-    def _made(self, node: ast.expr) -> ast.expr:
+    def _origin(self, node: ast.expr) -> ast.expr:
         """What makes an object: a call, or the item of one; of a function of the file, what that returns."""
-        made = self._source.resolved(node)
+        made = self._source.resolve(node)
         for _ in range(5):
             if not (isinstance(made, ast.Call) and isinstance(made.func, ast.Name)):
                 break
@@ -278,7 +286,7 @@ class Defaults:
             returned = [n.value for n in ast.walk(function) if isinstance(n, ast.Return)] if function else []
             if len(returned) != 1 or returned[0] is None:
                 break
-            made = self._source.resolved(returned[0])
+            made = self._source.resolve(returned[0])
         return made
 
     # Command lines
@@ -288,18 +296,18 @@ class Defaults:
         if not (isinstance(call, ast.Call) and name_of(call) in _PARSES[:2]):
             return False
         if call.keywords or [ast.unparse(argument) for argument in call.args] not in ([], ["sys.argv[1:]"]):
-            raise self._source.not_read(call)
+            raise self._source.not_evaluated(call)
         return True
 
-    def _of_argparse(self, node: ast.Attribute) -> ast.expr | None:
+    def _argparse_default(self, node: ast.Attribute) -> ast.expr | None:
         if len(self._parsers) != 1:
-            raise NotRead(f"`{ast.unparse(node)}`: {len(self._parsers)} parsers are in the file; one is read")
+            raise NotEvaluated(f"`{ast.unparse(node)}`: {len(self._parsers)} parsers are in the file; one is read")
         sets = [call for call in calls(self._source.tree) if name_of(call) == "set_defaults"]
         given = [k.value for call in sets for k in call.keywords if k.arg in (node.attr, None)]
         adds = [call for call in calls(self._source.tree) if name_of(call) == "add_argument"]
         adds = [call for call in adds if _destination(call) == node.attr]
         if len(given) > 1 or len(adds) > 1 or any(k.arg is None for call in sets for k in call.keywords):
-            raise NotRead(f"`{ast.unparse(node)}` has several defaults")
+            raise NotEvaluated(f"`{ast.unparse(node)}` has several defaults")
         if given:
             return given[0]
         return self._default(adds[0], node) if adds else None
@@ -310,7 +318,9 @@ class Defaults:
         required = given.get("required")
         optional = flag.startswith("-") or ast.unparse(given.get("nargs", ast.Constant(None))) in ("'?'", "'*'")
         if not optional or required is not None and self._source.value(required):
-            raise NotRead(f"`{flag}` (line {call.lineno}) is given on the command line: write its value in its place")
+            raise NotEvaluated(
+                f"`{flag}` (line {call.lineno}) is given on the command line: write its value in its place"
+            )
         action = given.get("action")
         if isinstance(action, ast.Constant) and action.value in ("store_true", "store_false"):
             return given.get("default", _constant(action.value == "store_false", node))
@@ -319,11 +329,11 @@ class Defaults:
         value = self._source.value(default)
         if kind and isinstance(value, str):  # argparse converts texts only
             if kind not in _TYPES:
-                raise NotRead(f"`{flag}` (line {call.lineno}): its type {kind} is not evaluated")
+                raise NotEvaluated(f"`{flag}` (line {call.lineno}): its type {kind} is not evaluated")
             try:
                 return _constant(_TYPES[kind](value), node)
             except ValueError:
-                raise NotRead(f"`{flag}` (line {call.lineno}): {value!r} is no {kind}") from None
+                raise NotEvaluated(f"`{flag}` (line {call.lineno}): {value!r} is no {kind}") from None
         return default
 
     def parsed_name(self, made: ast.expr) -> str:
@@ -334,7 +344,7 @@ class Defaults:
             return ""
         if call.args or any(keyword.arg not in _FLAGS for keyword in call.keywords):
             return ""  # its words are given
-        parser = self._source.resolved(call.func.value)
+        parser = self._source.resolve(call.func.value)
         if not (isinstance(parser, ast.Call) and name_of(parser) in _PARSERS):
             return ""
         named = parser.args[0] if parser.args else next((k.value for k in parser.keywords), None)
@@ -348,21 +358,25 @@ class Defaults:
     def fields(self, made: ast.ClassDef) -> dict[str, ast.expr]:
         """The defaults of a class and of its bases in the file."""
         found: dict[str, ast.expr] = {}
-        for statement in [statement for one in reversed(self._family(made)) for statement in one.body]:
+        for statement in [statement for one in reversed(self._with_bases(made)) for statement in one.body]:
             targets = statement.targets if isinstance(statement, ast.Assign) else []
             targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
             value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
             for target in targets:
-                if isinstance(target, ast.Name) and value is not None and (default := _of_field(value)) is not None:
+                if (
+                    isinstance(target, ast.Name)
+                    and value is not None
+                    and (default := _field_default(value)) is not None
+                ):
                     found[target.id] = default
         return found
 
-    def _of_class(self, made: ast.ClassDef, node: ast.Attribute, given: ast.expr | None = None) -> ast.expr | None:
+    def _class_default(self, made: ast.ClassDef, node: ast.Attribute, given: ast.expr | None = None) -> ast.expr | None:
         """The value of an attribute. given: what the constructor is given for it."""
         default = given or self.fields(made).get(node.attr)
-        family = self._family(made)
+        family = self._with_bases(made)
         names = {"self", "cls", *(one.name for one in family)}
-        pairs = [pair for one in family for pair in changed(one)]
+        pairs = [pair for one in family for pair in mutations(one)]
         pairs += [(one.name, one.attribute) for one in self._source.attributes if one.name != "self"]
         sets = [attribute for name, attribute in pairs if name in names and attribute in (node.attr, EVERY)]
         if not sets:
@@ -375,10 +389,10 @@ class Defaults:
             if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == f"self.{node.attr}"
         ]
         if default is not None or len(sets) > 1 or len(own) != 1:
-            raise NotRead(f"`{ast.unparse(node)}` is set by {made.name} itself (line {made.lineno})")
+            raise NotEvaluated(f"`{ast.unparse(node)}` is set by {made.name} itself (line {made.lineno})")
         return own[0]
 
-    def _family(self, made: ast.ClassDef) -> list[ast.ClassDef]:
+    def _with_bases(self, made: ast.ClassDef) -> list[ast.ClassDef]:
         """A class and its bases in the file."""
         found = [made]
         for one in found:
@@ -387,7 +401,7 @@ class Defaults:
         return found
 
 
-def _of_field(value: ast.expr) -> ast.expr | None:
+def _field_default(value: ast.expr) -> ast.expr | None:
     """The default of a field of a class; None if it has none."""
     if not (isinstance(value, ast.Call) and name_of(value) in _FIELDS):
         return value

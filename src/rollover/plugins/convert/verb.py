@@ -35,9 +35,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
-    from rollover.plugins.convert.conversion import converted
+    from rollover.plugins.convert.conversion import convert_file
 
-    text, notices = converted(args.file, overrides, args.accept, args.system)
+    text, notices = convert_file(args.file, overrides, args.accept, args.system)
     for notice in notices:
         terminal.info(notice)
     print(text, end="")

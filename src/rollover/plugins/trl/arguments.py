@@ -90,7 +90,7 @@ def _values(options: Mapping[str, Any]) -> dict[str, Any]:
     if done.questions:
         named = "\n".join(f"  {name}: {reason}" for name, reason in done.questions.items())
         raise ConfigError(f"GRPOConfig and GRPOTrainer: this has no counterpart here; leave it out:\n{named}")
-    if why := done.without.get("report_to"):
+    if why := done.left_out.get("report_to"):
         warnings.warn(f"GRPOConfig(report_to={options['report_to']!r}): {why}", stacklevel=2)
     return {key: value for key, (value, _) in done.values.items() if key != "tasks.sources"}
 

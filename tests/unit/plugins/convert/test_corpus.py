@@ -20,8 +20,8 @@ import pytest
 from rollover.config.load import load_config
 from rollover.config.table import value_of
 from rollover.plugins.convert.bash.script import read_script
-from rollover.plugins.convert.conversion import converted, read
-from rollover.plugins.convert.mapping import LeftOut, Unread
+from rollover.plugins.convert.conversion import convert_file, read_options
+from rollover.plugins.convert.mapping import LeftOut, Unknown
 
 CORPUS = Path(__file__).parent / "corpus"
 CASES = sorted(path.with_suffix("").name for path in CORPUS.glob("*.toml"))
@@ -54,8 +54,8 @@ def test_corpus_has_thirty_scripts() -> None:
 
 def test_every_option_of_a_script_is_read(case: tuple[Path, Any]) -> None:
     path, expected = case
-    _, options = read(path)
-    given = {name: value for name, value in options.items() if not isinstance(value, Unread | LeftOut)}
+    _, options = read_options(path)
+    given = {name: value for name, value in options.items() if not isinstance(value, Unknown | LeftOut)}
     wanted = {name: value for name, value in expected["options"].items() if value != "null"}
     assert {name: value for name, value in given.items() if value is not None} == wanted
 
@@ -63,10 +63,10 @@ def test_every_option_of_a_script_is_read(case: tuple[Path, Any]) -> None:
 def test_what_is_not_understood_is_asked_about(case: tuple[Path, Any]) -> None:
     path, expected = case
     if not expected.get("questions"):
-        converted(path, *overrides_and_accepted(expected.get("answers", [])))
+        convert_file(path, *overrides_and_accepted(expected.get("answers", [])))
         return
     with pytest.raises(ValueError, match="has to be answered") as error:
-        converted(path)
+        convert_file(path)
     lines = str(error.value).splitlines()[1:]
     asked = {re.split(r": ", line.strip(), maxsplit=1)[0] for line in lines}
     assert asked == set(expected["questions"])
@@ -74,7 +74,7 @@ def test_what_is_not_understood_is_asked_about(case: tuple[Path, Any]) -> None:
 
 def test_settings_of_an_answered_script_are_the_expected_ones(case: tuple[Path, Any]) -> None:
     path, expected = case
-    text, _ = converted(path, *overrides_and_accepted(expected.get("answers", [])))
+    text, _ = convert_file(path, *overrides_and_accepted(expected.get("answers", [])))
     config = load_config([tomllib.loads(text)]).config
     for key, value in expected["settings"].items():
         found = value_of(config, key)

@@ -49,7 +49,7 @@ def test_what_has_no_counterpart_has_a_reason_and_is_named(system: System, row: 
     assert row.note
     option = row.option.replace("*", "x")
     done = convert(system, dict(system.base) | {option: "some value"})
-    assert (done.without if row.neutral is None else done.questions)[option] == row.note
+    assert (done.left_out if row.neutral is None else done.questions)[option] == row.note
 
 
 def test_the_document_holds_the_tables_of_the_mappings() -> None:

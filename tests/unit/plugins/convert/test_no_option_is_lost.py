@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from options_beside import BESIDE
 from rollover.plugins.convert.conversion import SYSTEMS
 from rollover.plugins.convert.lightrft import options_of_flags
-from rollover.plugins.convert.mapping import Unread, convert
+from rollover.plugins.convert.mapping import Unknown, convert
 from rollover.plugins.convert.trl.command import options_of_trl_command
 from rollover.plugins.convert.verl.options import options_of_script
 
@@ -125,9 +125,9 @@ def test_no_option_is_lost_without_a_question(system: str, data: st.DataObject) 
         if styles[name] in SURE:
             assert read == value, (name, styles[name], read, text)
         else:
-            assert isinstance(read, Unread), (name, styles[name], read, text)
+            assert isinstance(read, Unknown), (name, styles[name], read, text)
         shown = " ".join(shown for _, shown in done.values.values())
-        assert name in done.questions or name in done.without or f"{name} = " in shown or _is_idle(system, name), name
+        assert name in done.questions or name in done.left_out or f"{name} = " in shown or _is_idle(system, name), name
 
 
 def _is_idle(system: str, name: str) -> bool:
@@ -142,5 +142,5 @@ def _is_idle(system: str, name: str) -> bool:
 def test_every_other_word_is_asked_about(words: list[str]) -> None:
     text = f"python3 -m verl.trainer.main_ppo data.train_batch_size=3 {' '.join(words)}\n"
     found = options_of_script(text, Path("run.sh"), {})
-    asked = [name for name, value in found.items() if isinstance(value, Unread)]
+    asked = [name for name, value in found.items() if isinstance(value, Unknown)]
     assert len(asked) == len({word.replace("${NONE[@]}", "$NONE") for word in words})

@@ -24,7 +24,7 @@ def track(system: str, **options: Any) -> dict[str, Any]:
 
 def left_out(system: str, **options: Any) -> dict[str, str]:
     done = convert(SYSTEMS[system], dict(SYSTEMS[system].base) | options)
-    return {name: reason for name, reason in done.without.items() if name in options}
+    return {name: reason for name, reason in done.left_out.items() if name in options}
 
 
 @pytest.mark.parametrize(

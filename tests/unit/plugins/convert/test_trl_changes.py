@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollover.plugins.convert.mapping import Unread
+from rollover.plugins.convert.mapping import Unknown
 from rollover.plugins.convert.trl.script import options_of_trl_script
 
 TRAIN = """
@@ -83,13 +83,13 @@ def options_of(script: str, train: str = TRAIN) -> dict[str, Any]:
 @pytest.mark.parametrize("name", IN_DOUBT)
 def test_value_that_may_have_changed_is_asked_about(name: str) -> None:
     options = options_of(IN_DOUBT[name])
-    assert isinstance(options.get("learning_rate"), Unread) or isinstance(options.get("args"), Unread)
+    assert isinstance(options.get("learning_rate"), Unknown) or isinstance(options.get("args"), Unknown)
 
 
 @pytest.mark.parametrize("change", ["trainer.args.learning_rate = 2", "trainer.beta = 0.1", "trainer.args.a.b *= 2"])
 def test_trainer_that_is_changed_is_asked_about(change: str) -> None:
     options = options_of(CONFIG, TRAIN.replace("trainer.train()", change))
-    assert any(name.startswith("trainer.") and isinstance(value, Unread) for name, value in options.items())
+    assert any(name.startswith("trainer.") and isinstance(value, Unknown) for name, value in options.items())
 
 
 CERTAIN = {
@@ -118,4 +118,4 @@ def test_value_of_a_branch_is_read_within_it() -> None:
 @pytest.mark.parametrize("start", ["if a:\n    lr = 1\nelse:", "if a:\n    lr = 1\n    if b:\n        lr = 2"])
 def test_value_of_another_branch_is_asked_about(start: str) -> None:
     lines = [start, *FROM_NAME.splitlines(), *TRAIN.splitlines()]
-    assert isinstance(options_of("\n    ".join(lines), "")["learning_rate"], Unread)
+    assert isinstance(options_of("\n    ".join(lines), "")["learning_rate"], Unknown)

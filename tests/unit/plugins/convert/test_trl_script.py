@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollover.plugins.convert.mapping import Unread
+from rollover.plugins.convert.mapping import Unknown
 from rollover.plugins.convert.trl.script import options_of_trl_script
 
 SCRIPT = '''
@@ -133,9 +133,9 @@ def test_names_that_depend_on_a_condition_or_are_changed_are_not_taken(tmp_path:
         "steps = 3\nsteps += 1\nGRPOTrainer(model=model, reward_funcs=rewards, args=GRPOConfig(max_steps=steps))\n"
     )
     options: dict[str, Any] = options_of_trl_script(text, tmp_path / "a.py")
-    assert options["model"] == Unread("`model` depends on the condition of line 1")
-    assert isinstance(options["reward_funcs"], Unread)
-    assert isinstance(options["max_steps"], Unread)
+    assert options["model"] == Unknown("`model` depends on the condition of line 1")
+    assert isinstance(options["reward_funcs"], Unknown)
+    assert isinstance(options["max_steps"], Unknown)
 
 
 def test_of_several_splits_each_name_has_its_own(tmp_path: Path) -> None:
@@ -145,9 +145,9 @@ def test_of_several_splits_each_name_has_its_own(tmp_path: Path) -> None:
         {"path": "me/rows", "split": "train"},
         {"path": "me/rows", "split": "test"},
     )
-    assert isinstance(options["rows"], Unread), "5 % of the test rows"
+    assert isinstance(options["rows"], Unknown), "5 % of the test rows"
     both = text.replace("rows, held_out", "rows").format("rows")
-    assert isinstance(options_of_trl_script(both, tmp_path / "a.py")["train_dataset"], Unread)
+    assert isinstance(options_of_trl_script(both, tmp_path / "a.py")["train_dataset"], Unknown)
 
 
 FLAGS = {"model_name_or_path": "me/mine", "dataset_name": "train.jsonl", "max_steps": 10, "num_generations": 4,

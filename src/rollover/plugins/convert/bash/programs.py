@@ -1,5 +1,7 @@
-"""Evaluates one command: a builtin, a function, a program that runs another script, or a program that is collected.
-Notes the files that a script writes."""
+"""Evaluates one command: a builtin, a function, a program that runs another script, or a program to collect.
+
+Records the files that a script writes.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +13,24 @@ from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from rollover.plugins.convert.bash.state import State
-from rollover.plugins.convert.bash.text import Piece, Text, joined, plain, unknown
+from rollover.plugins.convert.bash.text import Piece, Text, join, plain, unknown
 from rollover.plugins.convert.files import text_of
 
 _SHELLS = ("bash", "sh", "zsh", "dash")
 _DECLARING = ("export", "declare", "typeset", "local", "readonly", "unset")
 _PRINTING = ("echo", "printf", "cat", "tee", "grep", "sed", "awk")
 _STARTING = ("nohup", "env", "time", "timeout", "setsid", "srun", "sbatch", "qsub", "sudo", "numactl", "nice", "ionice",
-             "stdbuf", "taskset")  # a script, too  # fmt: skip
+             "stdbuf", "taskset")  # may start a script  # fmt: skip
 _TAKES_VALUE = re.compile(r"[-+]\w*[oO]|--rcfile|--init-file")  # of the options of a shell
-_ISOLATED = {"docker", "podman", "nerdctl", "kubectl", "ssh"}  # which do not see the names that are exported here
+_ISOLATED = {"docker", "podman", "nerdctl", "kubectl", "ssh"}  # they do not inherit exported names
 _SETTING_UP = re.compile(r"\b(?:conda|mamba|micromamba|pyenv|modulecmd|ssh-agent|direnv)\b")  # prints no options
 _HOLDS_COMMAND = re.compile(r"\S\s.*\b(?:python[\d.]*|torchrun|accelerate|trl|bash|sh|ray)\s", re.S)
 _ENVIRONMENT_FLAG = re.compile(r"(?:-e|--env)(?:=(.*))?", re.S)
-# What they pass on is not read.
+# The names that these pass on are unknown.
 _PASSES_OTHERS = re.compile(
     r"--(?:env-file|runtime-env|runtime-env-json|export|export-file|unset)(?:=(?!ALL$).*)?|sudo", re.S
 )
-# Not functions that a file which is not read may define.
+# Known programs: not functions of a file that could not be read.
 _KNOWN = re.compile(
     r"(?:python|pip|uv|ray|torchrun|accelerate|deepspeed|trl|conda|mamba|module|docker|srun|sbatch|ssh|mkdir|rm|ls|sleep|"
     r"nvidia|rocm|chmod|tar|git|wget|curl|hf|huggingface|nohup|env|time|ulimit|umask|wait|kill|pkill|trap|exec|true|"
@@ -37,7 +39,7 @@ _KNOWN = re.compile(
 _EDITING = ("mv", "patch", "truncate", "yq", "crudini", "wget", "curl", "rsync", "dd", "jq")
 _COPYING = ("cp", "ln", "install")  # to the last word
 _IN_PLACE = re.compile(r"-\w*i\S*|--in-place\S*")  # of sed and the like
-# They set up a shell as the environment of `rollover convert` is: no options of a run are in them.
+# Files that set up a shell, and contain no options of a run.
 _ENVIRONMENTS = re.compile(
     r"(?:.*/)?(?:activate|conda\.sh|mamba\.sh|\.bashrc|\.bash_profile|\.profile|setvars\.sh|set_env\.sh|modules?\.sh|"
     r"lmod\.sh)|/etc/profile\S*|/etc/bashrc"
@@ -46,7 +48,7 @@ _ENVIRONMENTS = re.compile(
 
 @dataclass(frozen=True)
 class Command:
-    """A command that is neither a builtin nor a script within the script. directory: where it starts."""
+    """A command that is neither a builtin nor another script. directory: its working directory."""
 
     line: int
     words: tuple[Text, ...]
@@ -55,10 +57,12 @@ class Command:
 
 @dataclass
 class Script:
-    """commands: those of a script, in order. files: the text of files that it writes, by their place.
-    may_have_trained: whether a command has started Python or TRL. called: the texts of the scripts that it starts.
-    missing: (line, name, reason) of scripts that it starts and that cannot be read. running: the paths of those that it
-    is in while it is evaluated."""
+    """Commands of a script in order, and its files.
+
+    files: the text of files that it writes, by path. may_have_trained: whether a command has started Python or TRL.
+    called: the texts of the scripts that it starts. missing: (line, name, reason) of scripts that cannot be read.
+    running: paths of the scripts under evaluation, outermost first.
+    """
 
     commands: list[Command] = field(default_factory=list)
     files: dict[str, Text] = field(default_factory=dict)
@@ -74,11 +78,11 @@ class Script:
         self.may_have_trained |= any(text in ("-m", "trl") or text.endswith(".py") for text in texts)
 
     def write(self, state: State, target: tuple[str, bool], text: Text | None) -> None:
-        """Note what is written. target: the file, and whether it is added to. text: None if it is not known."""
+        """Record a written file. target: its path, and whether text is appended. text: None if unknown."""
         path, adds = target
         if path.startswith("/dev/"):
             return
-        where = _place(state, path)
+        where = _file_key(state, path)
         new = unknown(path, "what is written into it is not evaluated") if text is None else text
         before = self.files.get(where)
         if adds:
@@ -88,7 +92,7 @@ class Script:
         self.files[where] = new
 
     def written_by(self, state: State, program: str, words: Sequence[str], heredoc: Text | None) -> bool:
-        """Note the files that `tee`, `sed -i` and other programs write. Return whether it is one of them."""
+        """Record the files that `tee`, `sed -i` and the like write. Return whether it is such a program."""
         options, paths = [w for w in words if w[:1] == "-"], [w for w in words if w[:1] != "-"]
         in_place = program in ("sed", "perl", "awk", "gawk") and any(map(_IN_PLACE.fullmatch, options))
         if program != "tee" and not in_place and program not in (*_EDITING, *_COPYING):
@@ -98,12 +102,14 @@ class Script:
         return True
 
     def find(self, state: State, word: Text, path: str) -> tuple[str, Text]:
-        """The path and the text of a file that the script at `path` names: one that it writes, or one as seen from
-        where it runs, or from any folder above its own (launch scripts are started from the root of their repository).
-        ValueError for one that cannot be read."""
+        """Return the path and the text of a file that the script at `path` names. ValueError if it cannot be read.
+
+        Looks in the files that the script writes, its working directory, and all folders above it: launch scripts are
+        started from the root of their repository.
+        """
         if not word.known:
             raise ValueError(word.why)
-        if (text := self.files.get(_place(state, word.text))) is not None:
+        if (text := self.files.get(_file_key(state, word.text))) is not None:
             return word.text, text
         above, here = [str(parent) for parent in PurePosixPath(path).parents], state.text("PWD")
         directories = dict.fromkeys((here, *(os.path.join(parent, here) for parent in above), *above, "."))
@@ -113,51 +119,53 @@ class Script:
         raise ValueError("it is not a regular file" if any(map(os.path.exists, files)) else "it is not there")
 
 
-class Run(Protocol):
-    """The evaluation of a script (script.py), as commands see it."""
+class Shell(Protocol):
+    """The interpreter of a script (script.py), as used by commands."""
 
     state: State
     script: Script
     path: str
 
     def call(self, name: str, arguments: list[Text]) -> None:
-        """Evaluate a function."""
+        """Evaluate a call of a function."""
 
-    def within(self, text: Text, state: State, line: int, path: str = "") -> None:
-        """Evaluate another text as a script. path: of its file, if it has another one."""
+    def run_text(self, text: Text, state: State, line: int, path: str = "") -> None:
+        """Evaluate another text. path: its file, if another."""
 
 
-def _place(state: State, path: str) -> str:
-    """The key of a file in `Script.files`."""
+def _file_key(state: State, path: str) -> str:
+    """Return the key of a file in `Script.files`."""
     return os.path.normpath(os.path.join(state.text("PWD"), path))
 
 
-def start(run: Run, words: list[Text], line: int, heredoc: Text | None, target: tuple[str, bool] | None) -> None:
-    """Evaluate a command. heredoc: its input. target: the file that its output goes to."""
-    program, state = PurePosixPath(words[0].text).name or words[0].text, run.state
+def run_command(
+    shell: Shell, words: list[Text], line: int, heredoc: Text | None, target: tuple[str, bool] | None
+) -> None:
+    """Evaluate a command. heredoc: its input. target: the file of its output."""
+    program, state = PurePosixPath(words[0].text).name or words[0].text, shell.state
     if target is not None:
         text = heredoc if words[0].text == "cat" and len(words) == 1 else None
-        if words[0].text == "echo" and (line_of := printed(words, state)) is not None:
+        if words[0].text == "echo" and (line_of := output_of(words, state)) is not None:
             text = line_of + plain("\n")
-        run.script.write(state, target, text)
+        shell.script.write(state, target, text)
     if program in state.functions:
-        run.call(program, words[1:])
+        shell.call(program, words[1:])
     elif _builtin(state, program, words[1:], line, heredoc):
         pass
     elif program == "eval":
-        text = spaced(words[1:])
-        run.within(text, state, line)
+        text = join_words(words[1:])
+        shell.run_text(text, state, line)
         if not re.search(r"\s", text.head) and not text.known and not _SETTING_UP.search(text.text):
             state.doubt(f"line {line} evaluates what is not known")
     elif program in ("source", ".") and len(words) > 1:
-        _source(run, words, line)
-    elif not run.script.written_by(state, program, [word.text for word in words[1:]], heredoc):
+        _source(shell, words, line)
+    elif not shell.script.written_by(state, program, [word.text for word in words[1:]], heredoc):
         if program not in _PRINTING:
-            _program(run, words, line, heredoc)
+            _program(shell, words, line, heredoc)
 
 
 def _builtin(state: State, program: str, words: Sequence[Text], line: int, heredoc: Text | None) -> bool:  # noqa: C901 - one case for each builtin
-    """Evaluate a builtin that changes names, arguments or where a command ends. Return whether it is one."""
+    """Evaluate a builtin. Return whether the program is one."""
     texts = [word.text for word in words]
     if program in ("cd", "pushd", "popd"):
         _change_directory(state, program, [word for word in words if word.text == "-" or word.text[:1] != "-"])
@@ -175,14 +183,14 @@ def _builtin(state: State, program: str, words: Sequence[Text], line: int, hered
         if "--" in texts or (texts and texts[0][:1] not in ("-", "+")):
             state.arguments = list(words[texts.index("--") + 1 if "--" in texts else 0 :])
     elif program == "let":
-        state.count(" ".join(texts))
+        state.set_counted_unknown(" ".join(texts))
     elif program in _DECLARING:
         options = [text for text in texts if text[:1] in ("-", "+")]
         for word in words:
             if word.text not in options:
                 declare(state, program, options, word, line)
     elif program == "printf" and texts[:1] == ["-v"] and len(texts) > 1:
-        state.forget(texts[1], f"${texts[1]}: printf sets it in line {line}")
+        state.set_unknown(texts[1], f"${texts[1]}: printf sets it in line {line}")
     elif program in ("read", "mapfile", "readarray", "getopts"):
         whole = program == "read" and heredoc is not None and any(text in ("-d", "-rd") for text in texts)
         names = [text for text in texts if text[:1] != "-" and text and not (whole and text == "\n")]
@@ -190,7 +198,7 @@ def _builtin(state: State, program: str, words: Sequence[Text], line: int, hered
             if whole and heredoc is not None and len(names) == 1:
                 state.assign(name, heredoc)
             elif name.isidentifier() or program != "read" or name[:1] == "$":
-                state.forget(name, f"${name}: it is read in line {line}")
+                state.set_unknown(name, f"${name}: it is read in line {line}")
     else:
         return False
     return True
@@ -199,7 +207,7 @@ def _builtin(state: State, program: str, words: Sequence[Text], line: int, hered
 def declare(
     state: State, program: str, options: Sequence[str], word: Text, line: int, make: Callable[[], None] | None = None
 ) -> None:
-    """Evaluate one name, or `NAME=VALUE`, of `export` and its siblings, or of `unset`. make: assigns its value."""
+    """Evaluate one `NAME` or `NAME=VALUE` of `export`, `local`, `unset` and the like. make: assigns the value."""
     name, equals, value = word.head.partition("=")
     if program != "export" and any(re.fullmatch(r"-\w*n\w*", option) for option in options):
         state.doubt(f"line {line} declares a name for another one")
@@ -207,7 +215,7 @@ def declare(
         if not word.known:
             state.doubt(f"unset {word.text[:60]} in line {line} may remove any name")
         elif "[" in name:
-            state.forget(name.partition("[")[0], f"${name}: an item of it is removed in line {line}")
+            state.set_unknown(name.partition("[")[0], f"${name}: an item of it is removed in line {line}")
         else:
             (state.functions if "-f" in options else state.names).pop(name, None)
             state.exported.discard(name)
@@ -222,11 +230,11 @@ def declare(
     if make is not None:
         make()
     elif equals:
-        state.assign(name, word.like(value) if word.head == word.text else unknown(f"${name}", word.why))
+        state.assign(name, word.with_text(value) if word.head == word.text else unknown(f"${name}", word.why))
     elif program == "local":
         state.names.pop(name, None)
     if equals and program != "export" and any(re.fullmatch(r"[-+]\w*[iul]\w*", option) for option in options):
-        state.forget(name, f"${name} is declared in line {line} with {' '.join(options)}")
+        state.set_unknown(name, f"${name} is declared in line {line} with {' '.join(options)}")
 
 
 def _change_directory(state: State, program: str, words: Sequence[Text]) -> None:
@@ -240,17 +248,17 @@ def _change_directory(state: State, program: str, words: Sequence[Text]) -> None
     state.names |= {"OLDPWD": before, "PWD": word}
 
 
-def _source(run: Run, words: list[Text], line: int) -> None:
-    """Evaluate a file in the shell itself; one that is not there may set any name."""
-    state = run.state
+def _source(shell: Shell, words: list[Text], line: int) -> None:
+    """Evaluate a sourced file; a missing one puts all names in doubt."""
+    state = shell.state
     if _ENVIRONMENTS.fullmatch(words[1].text):
         return
     try:
-        path, text = run.script.find(state, words[1], run.path)
+        path, text = shell.script.find(state, words[1], shell.path)
         before = state.names.get("BASH_SOURCE"), state.returned, state.arguments
         state.names["BASH_SOURCE"], state.returned = plain(path), None
         state.arguments = words[2:] or state.arguments
-        run.within(text, state, line)
+        shell.run_text(text, state, line)
         state.leave(line)
         source, state.returned, state.arguments = before
         state.names.pop("BASH_SOURCE", None)
@@ -262,23 +270,23 @@ def _source(run: Run, words: list[Text], line: int) -> None:
         state.doubt(f"`{words[0].text} {words[1].text}` (line {line}) may set any name: {why}")
 
 
-def _program(run: Run, words: list[Text], line: int, heredoc: Text | None) -> None:
-    """A program: the scripts that it is given, or the command itself."""
+def _program(shell: Shell, words: list[Text], line: int, heredoc: Text | None) -> None:
+    """Evaluate the scripts that a program runs, or collect its command."""
     if any(word.text in ("xargs", "parallel") for word in words):
         words = [*words, unknown("$XARGS", f"{words[0].text} adds words of its input to the command")]
-    child = _child(run.state, words)
-    found = _scripts(run, words, line, heredoc, child)
+    child = _child(shell.state, words)
+    found = _scripts(shell, words, line, heredoc, child)
     for text, path in found:
-        run.within(text, child.copy(), line, path)
+        shell.run_text(text, child.copy(), line, path)
     if not found:
-        run.script.add(Command(line, tuple(words), run.state.text("PWD")))
-        if run.state.unseen and re.fullmatch(r"[\w-]+", words[0].text) and not _KNOWN.fullmatch(words[0].text):
-            run.state.doubt(f"{words[0].text} (line {line}) may be a function: {run.state.unseen}")
+        shell.script.add(Command(line, tuple(words), shell.state.text("PWD")))
+        if shell.state.unset_doubt and re.fullmatch(r"[\w-]+", words[0].text) and not _KNOWN.fullmatch(words[0].text):
+            shell.state.doubt(f"{words[0].text} (line {line}) may be a function: {shell.state.unset_doubt}")
 
 
 def _child(state: State, words: Sequence[Text]) -> State:
-    """What the program that a command starts sees of the names."""
-    child = state.of_child()
+    """Return the state of the program that a command starts."""
+    child = state.child_state()
     texts = [word.text for word in words]
     isolated, is_env = not _ISOLATED.isdisjoint(texts), texts[0] == "env"
     if isolated or is_env and {"-i", "-", "--ignore-environment"} & {*texts[1:]}:
@@ -296,22 +304,22 @@ def _child(state: State, words: Sequence[Text]) -> State:
         given.append(word)
     for flag, value in zip(words, words[1:], strict=False):
         if match := _ENVIRONMENT_FLAG.fullmatch(flag.text):
-            given.append(flag.like(match[1]) if match[1] is not None else value)
+            given.append(flag.with_text(match[1]) if match[1] is not None else value)
             if given[-1].text in state.exported and given[-1].text in state.names:
                 child.names[given[-1].text] = state.names[given[-1].text]
     for word in given:
         name, equals, value = word.text.partition("=")
         if equals and name.isidentifier():
-            child.assign(name, word.like(value))
+            child.assign(name, word.with_text(value))
             child.exported.add(name)
     return child
 
 
-def _scripts(run: Run, words: list[Text], line: int, heredoc: Text | None, child: State) -> list[tuple[Text, str]]:
-    """What a command runs as a script, each with the path of its file: a text behind `-c`, a file, or its input."""
+def _scripts(shell: Shell, words: list[Text], line: int, heredoc: Text | None, child: State) -> list[tuple[Text, str]]:
+    """Return the scripts that a command runs, with their paths: a text behind `-c`, a file, or its input."""
     texts = [word.text for word in words]
-    shell = next((i for i, text in enumerate(texts) if PurePosixPath(text).name in _SHELLS), None)
-    rest = words[shell + 1 :] if shell is not None else []
+    shell_at = next((i for i, text in enumerate(texts) if PurePosixPath(text).name in _SHELLS), None)
+    rest = words[shell_at + 1 :] if shell_at is not None else []
     option = next((i for i, word in enumerate(rest) if re.fullmatch(r"-\w*c", word.text)), None)
     if option is not None and len(rest) > option + 1:
         child.arguments = rest[option + 3 :]
@@ -319,40 +327,39 @@ def _scripts(run: Run, words: list[Text], line: int, heredoc: Text | None, child
     ofs = zip((Text(), *rest), rest, strict=False)
     file = next((i for i, (before, word) in enumerate(ofs)
                  if word.text[:1] not in ("-", "+") and not _TAKES_VALUE.fullmatch(before.text)), None)  # fmt: skip
-    if shell is None and (texts[0].endswith(".sh") or texts[0] in _STARTING):
+    if shell_at is None and (texts[0].endswith(".sh") or texts[0] in _STARTING):
         rest = words
         file = next((i for i, text in enumerate(texts) if text.endswith((".sh", ".sbatch", ".slurm"))), None)
         if file is None and texts[0] in ("sbatch", "qsub") and len(words) > 1:
             file = len(words) - 1
-    if file is not None and (found := _called(run, rest[file], line)) is not None:
+    if file is not None and (found := _called_script(shell, rest[file], line)) is not None:
         child.arguments = rest[file + 1 :]
         return [found]
-    if heredoc is not None and (shell is not None or texts[0] in ("sbatch", "ssh")):
+    if heredoc is not None and (shell_at is not None or texts[0] in ("sbatch", "ssh")):
         return [(heredoc, "")]
     of_words = [w for w in words[1:] if _HOLDS_COMMAND.search(w.text) and "=" not in w.text.split()[0]]
     of_words += [plain(w.text.partition("=")[2]) for w in words if w.known and w.text.startswith("--wrap=")]
     return [(text, "") for text in of_words]
 
 
-def _called(run: Run, word: Text, line: int) -> tuple[Text, str] | None:
-    """The text and the path of a script that another one starts; None for one that is being evaluated, and, with a
-    note, for one that cannot be read."""
-    script = run.script
+def _called_script(shell: Shell, word: Text, line: int) -> tuple[Text, str] | None:
+    """Return the text and the path of a started script; None if it is under evaluation, or (recorded) unreadable."""
+    script = shell.script
     try:
-        found, text = script.find(run.state, word, run.path)
+        found, text = script.find(shell.state, word, shell.path)
     except ValueError as error:
         script.missing.append((line, word.text, str(error)))
         return None
-    if _place(run.state, word.text) in script.files:
-        return text, run.path
-    if any(os.path.exists(one) and os.path.samefile(found, one) for one in (run.path, *script.running)):
-        return None  # it starts itself, or they start each other
+    if _file_key(shell.state, word.text) in script.files:
+        return text, shell.path
+    if any(os.path.exists(one) and os.path.samefile(found, one) for one in (shell.path, *script.running)):
+        return None  # recursion
     script.called.append(text.text)
     return text, found
 
 
-def printed(words: Sequence[Text], state: State) -> Text | None:
-    """What a command prints, if only its arguments decide that."""
+def output_of(words: Sequence[Text], state: State) -> Text | None:
+    """Return the output of a command if its arguments determine it."""
     program, rest = words[0].text if words else "", list(words[1:])
     if program == "date":
         return plain("now")
@@ -361,22 +368,22 @@ def printed(words: Sequence[Text], state: State) -> Text | None:
     if not all(word.known or word.in_doubt for word in rest):
         return None
     if program == "echo" and not (rest and rest[0].text.startswith("-")):
-        return spaced(rest)
+        return join_words(rest)
     first = rest[0] if rest and not rest[0].text.startswith("-") else None
     if first is None:
         return None
     if program == "dirname" and len(rest) == 1:
-        return first.like(os.path.dirname(first.text.rstrip("/")) or ("/" if first.text[:1] == "/" else "."))
+        return first.with_text(os.path.dirname(first.text.rstrip("/")) or ("/" if first.text[:1] == "/" else "."))
     if program == "basename" and len(rest) < 3:
         name = os.path.basename(first.text.rstrip("/")) or "/"
         suffix = rest[1].text if len(rest) > 1 else ""
-        return first.like(name.removesuffix(suffix) if name != suffix else name)
+        return first.with_text(name.removesuffix(suffix) if name != suffix else name)
     return None
 
 
-def spaced(words: Sequence[Text]) -> Text:
-    """The words with a space between them."""
+def join_words(words: Sequence[Text]) -> Text:
+    """Join words with spaces."""
     found: list[Piece] = []
     for word in words:
         found += [Piece(" "), *word.pieces] if found else list(word.pieces)
-    return joined(found)
+    return join(found)

@@ -1,7 +1,7 @@
-"""Reads the commands of a script, with what its names stand for at each. Runs nothing.
+"""Reads the commands of a script, with the values of names at each. Runs nothing.
 
-What is assigned under a condition is in doubt. What a command prints is unknown, except for a few commands that depend
-on their arguments only.
+Assignments under a condition are in doubt. The output of a command is unknown, except for commands whose
+arguments determine it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rollover.plugins.convert.bash.programs import Script, declare, printed, start
+from rollover.plugins.convert.bash.programs import Script, declare, output_of, run_command
 from rollover.plugins.convert.bash.state import BLANKS, State
 from rollover.plugins.convert.bash.text import Text, plain, unknown
-from rollover.plugins.convert.bash.words import Budget, Words, closing
+from rollover.plugins.convert.bash.words import Budget, Words, find_closing
 
-# They set something up, and are taken to succeed: what stands behind their `&&` is not in doubt.
+# Setup commands are assumed to succeed, so that the command behind their `&&` is not in doubt.
 _SETTING_UP = ("cd", "pushd", "popd", "mkdir", "set", "source", ".", "echo", "printf", "rm", "cp", "ulimit", "module",
                "conda", "pip", "pip3", "touch", "chmod", "true", ":", "unset", "shopt", "sleep")  # fmt: skip
 _MOST_DEPTH = 40  # of calls and of scripts within scripts
@@ -29,15 +29,15 @@ _SHOWN = {hidden: mark for mark, hidden in _HIDDEN.items()}
 
 
 def read_script(text: str, path: str = "", environment: Mapping[str, str] = os.environ) -> Script:
-    """Read a script. path: its own. ValueError for text that cannot be parsed; ImportError without tree-sitter."""
+    """Read the script of the file `path`. ValueError for invalid bash; ImportError without tree-sitter."""
     names = {name: plain(value) for name, value in {"HOME": "~", **environment, "PWD": ".", "IFS": BLANKS}.items()}
     script = Script()
-    Run(text, State(environment, dict(names), exported=names.keys() - {"IFS"}), script, Budget(), path).all()
+    Interpreter(text, State(environment, dict(names), exported=names.keys() - {"IFS"}), script, Budget(), path).run()
     return script
 
 
 def _parsed(text: str, first_line: int) -> tuple[Any, bytes]:
-    """The tree of a text, and the text that it is of."""
+    """Return the syntax tree, and the parsed text as bytes."""
     try:
         import tree_sitter
         import tree_sitter_bash
@@ -46,7 +46,7 @@ def _parsed(text: str, first_line: int) -> tuple[Any, bytes]:
     parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
     source = text.encode()
     root = parser.parse(source).root_node
-    if root.has_error:  # tree-sitter does not read all defaults, nor a last line that goes on
+    if root.has_error:  # tree-sitter rejects some defaults, and a continued last line
         source = re.sub(r"\\\s*\Z", "", _without_defaults(text)).encode()
         root = parser.parse(source).root_node
     if root.has_error:
@@ -59,17 +59,17 @@ def _parsed(text: str, first_line: int) -> tuple[Any, bytes]:
 
 
 def _without_defaults(text: str) -> str:
-    """The text with marks of no meaning in the place of those in `${NAME:-default}`."""
+    """Replace special characters in the defaults of `${NAME:-default}`."""
     found, at = "", 0
     while match := _DEFAULT.search(text, at):
-        end = closing(text, match.end(), "}", '"')
+        end = find_closing(text, match.end(), "}", '"')
         found += text[at : match.end()] + text[match.end() : end].translate(_HIDDEN)
         at = end
     return found + text[at:]
 
 
-class Run:
-    """One text, evaluated in a state. line: of the text in the file."""
+class Interpreter:
+    """Evaluation of one text in a state. line: the text's first line in the file."""
 
     def __init__(
         self, text: str, state: State, script: Script, budget: Budget, path: str, line: int = 1, depth: int = 0
@@ -83,12 +83,12 @@ class Run:
         self._root, self._text = _parsed(text, line)
         self.words = Words(state, budget, self._substitute, path)
 
-    def all(self) -> None:
-        """Evaluate the whole text."""
+    def run(self) -> None:
+        """Evaluate all statements."""
         self._each(self._root.children)
 
-    def within(self, text: Text, state: State, line: int, path: str = "") -> None:
-        """Evaluate another text as a script; unknown parts of it stay unknown. path: of its file, if it has another."""
+    def run_text(self, text: Text, state: State, line: int, path: str = "") -> None:
+        """Evaluate another text; its unknown parts stay unknown. path: its file, if another."""
         source = ""
         for piece in text.pieces:
             if piece.why:
@@ -96,18 +96,18 @@ class Run:
                 state.names[name] = Text((piece,))
             source += f"${{{name}}}" if piece.why else piece.text
         state.names.setdefault("PWD", plain("."))
-        run = Run(source, state, self.script, self.budget, path or self.path, line, self._depth + 1)
+        run = Interpreter(source, state, self.script, self.budget, path or self.path, line, self._depth + 1)
         running = self.script.running
         running.append(self.path)
         try:
-            run.all()
+            run.run()
         finally:
             running.pop()
 
     # Statements
 
     def _source(self, node: Any) -> str:
-        """The text of a node as it is written."""
+        """Return the source text of a node."""
         return self._text[node.start_byte : node.end_byte].decode().translate(_SHOWN)
 
     def _line_of(self, node: Any) -> int:
@@ -159,14 +159,14 @@ class Run:
             self.state.functions[self._source(node.child_by_field_name("name"))] = (
                 self._source(body), self._line_of(body))  # fmt: skip
         elif kind in ("pipeline", "subshell"):
-            self._apart(self.state.copy(), node.named_children)
+            self._in_state(self.state.copy(), node.named_children)
         elif kind == "compound_statement" and node.children[0].type == "((":
-            self.state.count(self._source(node))
+            self.state.set_counted_unknown(self._source(node))
         elif kind not in ("comment", "test_command"):
             self._each(node.children)
 
-    def _apart(self, state: State, nodes: Sequence[Any]) -> State:
-        """Evaluate nodes in another state."""
+    def _in_state(self, state: State, nodes: Sequence[Any]) -> State:
+        """Evaluate nodes in another state, and return it."""
         before = self.state
         self.state = self.words.state = state
         try:
@@ -176,10 +176,10 @@ class Run:
         return state
 
     def _alternatives(self, bodies: Sequence[Sequence[Any]], node: Any, *, may_skip: bool) -> None:
-        """Evaluate bodies of which one runs, or none."""
+        """Evaluate the branches of a condition. may_skip: possibly none runs."""
         states = [self.state.copy()] if may_skip else []
-        states += [self._apart(self.state.copy(), body) for body in bodies]
-        self.state.one_of(states, self._line_of(node))
+        states += [self._in_state(self.state.copy(), body) for body in bodies]
+        self.state.merge(states, self._line_of(node))
 
     def _loop(self, node: Any) -> None:
         variable, nodes, items = node.child_by_field_name("variable"), node.named_children, None
@@ -188,7 +188,7 @@ class Run:
         if node.type == "for_statement":
             items = self._items(node)
         if node.type == "c_style_for_statement":
-            self.state.count(self._source(node).partition("\n")[0].partition("do")[0])
+            self.state.set_counted_unknown(self._source(node).partition("\n")[0].partition("do")[0])
         exact = items is not None and not re.search(r"\b(?:break|continue)\b", self._source(node))
         if items is None or len(items) > _MOST_ROUNDS:
             items, exact = [unknown("$", f"the loop of line {self._line_of(node)} gives it its values")], False
@@ -196,12 +196,12 @@ class Run:
         for item in items:
             if variable is not None:
                 state.assign(self._source(variable), item)
-            self._apart(state, nodes)
+            self._in_state(state, nodes)
         if not exact:
-            self.state.one_of([self.state.copy(), state], self._line_of(node))
+            self.state.merge([self.state.copy(), state], self._line_of(node))
 
     def _items(self, node: Any) -> list[Text] | None:
-        """The values of a loop's name; None if one is unknown."""
+        """Return the values of a loop's variable; None if one is unknown."""
         if "in" not in [child.type for child in node.children]:
             return self.state.arguments
         items: list[Text] = []
@@ -213,7 +213,7 @@ class Run:
         return items if all(item.known or item.in_doubt for item in items) else None
 
     def _succeeds(self, node: Any) -> bool:
-        """Whether a statement only sets something up. Any other may fail."""
+        """Return whether a statement is assumed to succeed."""
         if node.type == "redirected_statement":
             return self._succeeds(node.children[0])
         if node.type == "list":
@@ -277,16 +277,16 @@ class Run:
             self._statement(body, heredoc, targets[0] if targets and is_command else None)
         for target in targets[1:] if is_command else targets:
             self.script.write(self.state, target, None if body is not None else Text())
-        self._apart(self.state.copy(), [child for child in behind if child.type != "file_redirect"])
+        self._in_state(self.state.copy(), [child for child in behind if child.type != "file_redirect"])
 
     def _heredoc(self, node: Any) -> Text:
-        start = next(child for child in node.children if child.type == "heredoc_start")
+        marker = next(child for child in node.children if child.type == "heredoc_start")
         body = next((self._source(child) for child in node.children if child.type == "heredoc_body"), "")
-        quoted = self._source(start)[:1] in "'\"\\"
+        quoted = self._source(marker)[:1] in "'\"\\"
         return plain(body) if quoted else self.words.value(body, "")
 
     def _target(self, node: Any) -> tuple[str, bool] | None:
-        """The file that a redirection writes to what a command prints, and whether it adds to it."""
+        """Return the file of an output redirection, and whether it appends."""
         operator = next((c.type for c in node.children if not c.is_named), "")
         descriptor = next((self._source(c) for c in node.children if c.type == "file_descriptor"), "1")
         if node.type != "file_redirect" or operator not in (">", ">>", ">|", "&>", "&>>") or descriptor != "1":
@@ -318,7 +318,7 @@ class Run:
             return
         exported = before.keys() - self.state.exported
         self.state.exported |= exported
-        start(self, words, self._line_of(node), heredoc, target)
+        run_command(self, words, self._line_of(node), heredoc, target)
         if replaces:
             self.state.ended = "exit"
         self.state.exported -= exported
@@ -327,30 +327,30 @@ class Run:
             self.state.names |= {name: value} if value is not None else {}
 
     def call(self, name: str, arguments: list[Text]) -> None:
-        """Evaluate a function."""
+        """Evaluate a call of a function."""
         if self._depth >= _MOST_DEPTH:
             raise ValueError("its functions call each other without an end")
         body, line = self.state.functions[name]
         state = self.state
         outer = state.arguments, state.returned, state.local
         state.arguments, state.returned, state.local = arguments, None, {}
-        self.within(plain(body), state, line)
+        self.run_text(plain(body), state, line)
         state.leave(line, outer[2])
         state.arguments, state.returned = outer[:2]
 
     def _substitute(self, inner: str, source: str) -> Text:
-        """What a command prints, as far as only its arguments decide that."""
+        """Return the output of a command substitution if its arguments determine it."""
         why = f"{' '.join(source.split())[:80]}: what a command prints is not known. Write the value in its place"
         try:
             script = Script(files=self.script.files)
-            run = Run(inner, self.state.copy(), script, self.budget, self.path, self._line, self._depth + 1)
+            run = Interpreter(inner, self.state.copy(), script, self.budget, self.path, self._line, self._depth + 1)
         except ValueError:
             return unknown(source, why)
-        found = run.printed()
+        found = run.output()
         return unknown(source, why) if found is None else found
 
-    def printed(self) -> Text | None:
-        """What it prints, if it is one command that prints what its arguments decide."""
+    def output(self) -> Text | None:
+        """Return the output if the text is one command whose arguments determine it."""
         statements = self._root.named_children
         last = statements[0] if len(statements) == 1 else None
         if last is not None and last.type == "redirected_statement":
@@ -366,11 +366,11 @@ class Run:
         if any(child.type == "variable_assignment" for child in last.children):
             return None
         words = [child for child in last.children if child.type != "file_redirect"]
-        return printed([word for child in words for word in self.words.fields(self._source(child))], self.state)
+        return output_of([word for child in words for word in self.words.fields(self._source(child))], self.state)
 
 
 def _stripped(text: Text) -> Text:
-    """Without the line ends at its end."""
+    """Remove trailing newlines."""
     pieces = list(text.pieces)
     while pieces and not pieces[-1].why and not pieces[-1].text.rstrip("\n"):
         pieces.pop()

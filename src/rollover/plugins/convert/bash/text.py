@@ -16,8 +16,8 @@ _LARGEST = 1 << 63
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a value. why: the reason why it is unknown; empty if it is known. doubt: `text` is one of several
-    possible values; otherwise the text of an unknown piece is its source."""
+    """Part of a value. why: why it is unknown; empty if known. doubt: `text` is one of several possible values;
+    otherwise the text of an unknown piece is its source."""
 
     text: str
     why: str = ""
@@ -32,7 +32,7 @@ class Text:
 
     @property
     def text(self) -> str:
-        """The value; unknown pieces as they are written."""
+        """The value, with the source of unknown pieces."""
         return "".join(piece.text for piece in self.pieces)
 
     @property
@@ -42,7 +42,7 @@ class Text:
 
     @property
     def head(self) -> str:
-        """The text before the first piece that has no value at all."""
+        """The text before the first piece without a value."""
         first = next((i for i, piece in enumerate(self.pieces) if piece.why and not piece.doubt), len(self.pieces))
         return "".join(piece.text for piece in self.pieces[:first])
 
@@ -58,36 +58,36 @@ class Text:
         return not self.known and all(piece.doubt or not piece.why for piece in self.pieces)
 
     def __add__(self, other: Text) -> Text:
-        return joined([*self.pieces, *other.pieces])
+        return join([*self.pieces, *other.pieces])
 
     def doubted(self, why: str) -> Text:
-        """The same value, which is only one of several."""
+        """Return the same value, marked as one of several."""
         pieces = self.pieces or (Piece(""),)
         return Text(tuple(piece if piece.why else Piece(piece.text, why, doubt=True) for piece in pieces))
 
-    def like(self, text: str) -> Text:
-        """Another text that is as certain as this one."""
+    def with_text(self, text: str) -> Text:
+        """Return another text with the certainty of this one."""
         return plain(text) if self.known else Text((Piece(text, self.why, doubt=self.in_doubt),))
 
 
 def plain(text: str) -> Text:
-    """A known value."""
+    """Return a known value."""
     return Text((Piece(text),)) if text else Text()
 
 
 def unknown(source: str, why: str) -> Text:
-    """A value that is unknown, with its source."""
+    """Return an unknown value with its source."""
     return Text((Piece(source, why),))
 
 
 def named_unknown(source: str, why: str) -> Text:
-    """A word that is unknown, but for the name before its `=`."""
+    """Return a word that is unknown after its `NAME=`."""
     name, equals, value = source.partition("=")
     return plain(name + equals) + unknown(value, why) if equals else unknown(name, why)
 
 
-def joined(pieces: Iterable[Piece]) -> Text:
-    """One value of all pieces; adjacent ones of one kind become one."""
+def join(pieces: Iterable[Piece]) -> Text:
+    """Join pieces to one value; adjacent known pieces become one."""
     found: list[Piece] = []
     known: list[str] = []
     for piece in [*pieces, None]:
@@ -101,8 +101,8 @@ def joined(pieces: Iterable[Piece]) -> Text:
     return Text(tuple(found))
 
 
-def without_match(text: str, pattern: str, operator: str) -> str:
-    """`${text#pattern}` and its siblings `##`, `%`, `%%`. ValueError for texts that are too long to match."""
+def remove_match(text: str, pattern: str, operator: str) -> str:
+    """Evaluate `${text#pattern}`, `##`, `%` and `%%`. ValueError for texts that are too long to match."""
     matches = _pattern(text, pattern).fullmatch
     lengths = range(len(text) + 1)
     for length in lengths if len(operator) == 1 else reversed(lengths):
@@ -113,8 +113,8 @@ def without_match(text: str, pattern: str, operator: str) -> str:
     return text
 
 
-def replaced(text: str, pattern: str, by: str, operator: str) -> str:
-    """`${text/pattern/by}` and `//`. ValueError for texts that are too long to match."""
+def replace_match(text: str, pattern: str, by: str, operator: str) -> str:
+    """Evaluate `${text/pattern/by}` and `//`. ValueError for texts that are too long to match."""
     if pattern[:1] in "#%" and pattern:
         raise ValueError("an anchored pattern is not evaluated")
     found = _pattern(text, pattern).pattern.removesuffix(r"\Z")
@@ -128,7 +128,7 @@ def _pattern(text: str, pattern: str) -> re.Pattern[str]:
 
 
 def arithmetic(text: str) -> int:
-    """The value of an integer expression: + - * / % ** and brackets. ValueError for anything else."""
+    """Evaluate an integer expression: + - * / % ** and brackets. ValueError for anything else."""
     try:
         return _value_of(ast.parse(text.strip(), mode="eval").body) if text.strip() else 0
     except (SyntaxError, ZeroDivisionError, MemoryError):

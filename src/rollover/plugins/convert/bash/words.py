@@ -6,21 +6,21 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from rollover.plugins.convert.bash.state import BLANKS, State, missing, unread
+from rollover.plugins.convert.bash.state import BLANKS, State, not_evaluated, unset_name
 from rollover.plugins.convert.bash.text import (
     MOST_CHARS,
     Piece,
     Text,
     arithmetic,
-    joined,
+    join,
     named_unknown,
     plain,
-    replaced,
+    remove_match,
+    replace_match,
     unknown,
-    without_match,
 )
 
-_BOTH = "'\""  # the marks that quote, where none is open
+_BOTH = "'\""  # the quote characters outside of quotes
 _PLAIN = {marks: re.compile(rf"[^$`\\{marks}{'<>' if marks == _BOTH else ''}]+") for marks in (_BOTH, '"', "")}
 _NAME = re.compile(r"\$(?:([A-Za-z_]\w*|[\d@*#?$!-]))")
 _PARAMETER = re.compile(r"([#!]?)([A-Za-z_]\w*(?:\[[^\]]*\])?|\d+|[@*#?$!-])(.*)", re.S)
@@ -37,9 +37,9 @@ _CASES: dict[str, Callable[[str], str]] = {
 
 
 @dataclass(frozen=True)
-class Part:
-    """Part of a word before it is split into fields. written: whether it stands in the word without quotes. ends:
-    whether a field ends here, as between items of an array."""
+class WordPart:
+    """Part of a word before field splitting. written: literal and unquoted. ends: a field ends here, as between items
+    of an array."""
 
     piece: Piece = Piece("")
     quoted: bool = False
@@ -49,21 +49,21 @@ class Part:
 
 @dataclass
 class Budget:
-    """Bounds on the work for one file: statements that are run, and characters that words expand to."""
+    """Bounds on the work for one file: evaluated statements and expanded characters."""
 
     steps: int = 20_000
     chars: int = 1 << 24
 
     def spend(self, steps: int = 0, chars: int = 0) -> None:
-        """ValueError if nothing is left."""
+        """Subtract from the budget. ValueError if nothing is left."""
         self.steps -= steps
         self.chars -= chars
         if self.steps < 0 or self.chars < 0:
             raise ValueError("the script does too much to be read: it is not a launch script")
 
 
-def closing(text: str, at: int, close: str, marks: str = _BOTH) -> int:
-    """Where `close` ends what is open at `at`; the end of the text if it does not. marks: what quotes there."""
+def find_closing(text: str, at: int, close: str, marks: str = _BOTH) -> int:
+    """Return the index of the matching `close`; the end of the text if there is none. marks: the quote characters."""
     while at < len(text) and text[at] != close:
         char, two = text[at], text[at : at + 2]
         if char == "\\":
@@ -71,29 +71,28 @@ def closing(text: str, at: int, close: str, marks: str = _BOTH) -> int:
         elif char == "'" and "'" in marks:
             at = (text.find("'", at + 1) + 1) or len(text)
         elif char == "`" or char == '"' and '"' in marks:
-            at = closing(text, at + 1, char, "") + 1
+            at = find_closing(text, at + 1, char, "") + 1
         elif two == "$(" or char == "(" and close == ")":
-            at = closing(text, at + (2 if char == "$" else 1), ")") + 1
+            at = find_closing(text, at + (2 if char == "$" else 1), ")") + 1
         elif two == "${":
-            at = closing(text, at + 2, "}", marks or '"') + 1
+            at = find_closing(text, at + 2, "}", marks or '"') + 1
         else:
             at += 1
     return min(at, len(text))
 
 
 class Words:
-    """Expands words as they are written. substitute(script, source): the value of a command substitution. script: the
-    path of `$0`."""
+    """Word expansion. substitute(script, source): the value of a command substitution. script: the path of `$0`."""
 
     def __init__(self, state: State, budget: Budget, substitute: Callable[[str, str], Text], script: str = "") -> None:
         self.state, self.budget, self._substitute, self._script = state, budget, substitute, script
 
     def value(self, source: str, marks: str = _BOTH) -> Text:
-        """One value, without field splitting: what an assignment takes. marks: what quotes; nothing in a heredoc."""
+        """Expand to one value without field splitting, as in an assignment. marks: quote characters; "" in heredocs."""
         return self._bounded(part.piece if not part.ends else Piece(" ") for part in self._parts(source, marks))
 
     def fields(self, source: str) -> list[Text]:
-        """The words that a word becomes."""
+        """Expand to words, with field splitting."""
         parts = list(self._parts(source, _BOTH))
         if braces := _BRACES.search("".join(part.piece.text if part.written else "x" for part in parts)):
             return [named_unknown(source, f"bash makes several words of {braces[0]}: quote it")]
@@ -120,7 +119,7 @@ class Words:
         return [self._bounded(pieces) for pieces in found]
 
     def _bounded(self, pieces: Iterable[Piece]) -> Text:
-        text = joined(pieces)
+        text = join(pieces)
         num = len(text.text)
         self.budget.spend(chars=num)
         if num > MOST_CHARS:
@@ -129,82 +128,82 @@ class Words:
 
     # Parts of words
 
-    def _parts(self, text: str, marks: str) -> Iterator[Part]:
-        """The parts of a word; what is written out is not split into fields. marks: what quotes in it."""
+    def _parts(self, text: str, marks: str) -> Iterator[WordPart]:
+        """Yield the parts of a word; literal parts are not split. marks: the quote characters."""
         is_bare, at = marks == _BOTH, 0
         while at < len(text):
             char, two = text[at], text[at : at + 2]
             if match := _PLAIN[marks].match(text, at):
-                yield Part(Piece(match[0]), quoted=True, written=is_bare)
+                yield WordPart(Piece(match[0]), quoted=True, written=is_bare)
                 at = match.end()
             elif char == "\\":
                 kept = "" if is_bare or two[1:] in ("$", "`", '"', "\\", "\n") else "\\"
-                yield Part(Piece(kept + two[1:].replace("\n", "")), quoted=True)
+                yield WordPart(Piece(kept + two[1:].replace("\n", "")), quoted=True)
                 at += 2
             elif char == "'":
                 end = (text.find("'", at + 1) + 1) or len(text)
-                yield Part(Piece(text[at + 1 : end - 1]), quoted=True)
+                yield WordPart(Piece(text[at + 1 : end - 1]), quoted=True)
                 at = end
             elif char == '"':
-                end = closing(text, at + 1, '"', "")
+                end = find_closing(text, at + 1, '"', "")
                 inner = text[at + 1 : end]
-                if not re.fullmatch(r"\$@|\$\{(?:@|\w+\[@\])\}", inner):  # these are no word at all if they are empty
-                    yield Part(quoted=True)
+                if not re.fullmatch(r"\$@|\$\{(?:@|\w+\[@\])\}", inner):  # empty ones yield no word
+                    yield WordPart(quoted=True)
                 yield from self._parts(inner, "")
                 at = end + 1
             elif two == "$'" and is_bare:
                 end = re.compile(r"(?:[^'\\]|\\.)*", re.S).match(text, at + 2).end()  # pyright: ignore[reportOptionalMemberAccess]
-                yield Part(Piece(_ansi(text[at + 2 : end])), quoted=True)
+                yield WordPart(Piece(_ansi(text[at + 2 : end])), quoted=True)
                 at = end + 1
             elif two in ("<(", ">("):
-                end = closing(text, at + 2, ")") + 1
-                yield Part(Piece(text[at:end], "what a process prints is not known"), quoted=True)
+                end = find_closing(text, at + 2, ")") + 1
+                yield WordPart(Piece(text[at:end], "what a process prints is not known"), quoted=True)
                 at = end
             elif char in "$`":
                 end, parts = self._expanded(text, at, marks)
                 yield from parts
                 at = end
             else:
-                yield Part(Piece(char), quoted=True, written=is_bare)
+                yield WordPart(Piece(char), quoted=True, written=is_bare)
                 at += 1
 
-    def _expanded(self, text: str, at: int, marks: str) -> tuple[int, Iterable[Part]]:
-        """The parts of the expansion that begins at `at`, and where it ends."""
+    def _expanded(self, text: str, at: int, marks: str) -> tuple[int, Iterable[WordPart]]:
+        """Return the end of the expansion at `at`, and its parts."""
         two, quoted = text[at : at + 2], marks != _BOTH
         if text[at] == "`" or two == "$(":
             start = at + (1 if text[at] == "`" else 2)
-            end = closing(text, start, "`" if text[at] == "`" else ")") + 1
+            end = find_closing(text, start, "`" if text[at] == "`" else ")") + 1
             source, inner = text[at:end], text[start : end - 1]
             if inner[:1] == "(" and inner[-1:] == ")":
                 return end, self._sum(inner[1:-1], source)
-            return end, (Part(piece, quoted) for piece in self._substitute(inner, source).pieces)
+            return end, (WordPart(piece, quoted) for piece in self._substitute(inner, source).pieces)
         if two == "${":
-            end = closing(text, at + 2, "}", marks or '"') + 1
+            end = find_closing(text, at + 2, "}", marks or '"') + 1
             return end, self._expansion(text[at + 2 : end - 1], text[at:end], marks)
         if match := _NAME.match(text, at):
             return match.end(), self._expansion(match[1], match[0], marks)
-        return at + 1, [] if two == '$"' and not quoted else [Part(Piece("$"), quoted=True)]
+        return at + 1, [] if two == '$"' and not quoted else [WordPart(Piece("$"), quoted=True)]
 
-    def _expansion(self, inner: str, source: str, marks: str) -> Iterator[Part]:
-        """`$NAME` and `${...}`."""
+    def _expansion(self, inner: str, source: str, marks: str) -> Iterator[WordPart]:
+        """Expand `$NAME` or `${...}`."""
         quoted = marks != _BOTH
         items = self.state.items_of(inner)
         if sliced := re.fullmatch(r"@:([1-9]\d{0,3})", inner):
             items = None if self.state.arguments is None else self.state.arguments[int(sliced[1]) - 1 :]
         if items is None:
-            yield from (Part(piece, quoted) for piece in self._value_of(inner, source, marks).pieces)
+            yield from (WordPart(piece, quoted) for piece in self._value_of(inner, source, marks).pieces)
             return
         separators = self.state.named("IFS", "") or plain(BLANKS)
-        between = [Part(piece, quoted=True) for piece in separators.like(separators.text[:1]).pieces]
+        between = [WordPart(piece, quoted=True) for piece in separators.with_text(separators.text[:1]).pieces]
         for i, item in enumerate(items):
-            yield from (between if quoted and "*" in inner else [Part(ends=True)]) if i else []
-            yield from [Part(quoted=True)] if quoted else []
-            yield from (Part(piece, quoted) for piece in item.pieces)
+            yield from (between if quoted and "*" in inner else [WordPart(ends=True)]) if i else []
+            yield from [WordPart(quoted=True)] if quoted else []
+            yield from (WordPart(piece, quoted) for piece in item.pieces)
 
     def _value_of(self, inner: str, source: str, marks: str) -> Text:
         match = _PARAMETER.fullmatch(inner)
         if match is None or match[1] and match[3]:
-            return unread(source)
+            return not_evaluated(source)
         sign, name, rest = match.groups()
         value = self.state.named(name, self._script)
         if sign == "#":
@@ -212,37 +211,41 @@ class Words:
             if items is not None:
                 return plain(str(len(items)))
             is_certain = value is not None and value.head == value.text
-            return value.like(str(len(value.text))) if value is not None and is_certain else unread(source)
+            return value.with_text(str(len(value.text))) if value is not None and is_certain else not_evaluated(source)
         if sign == "!":
-            found = self.state.named(value.text, self._script) if value is not None and value.known else unread(source)
-            return missing(value.text) if found is None and value is not None else found or unread(source)
+            found = (
+                self.state.named(value.text, self._script)
+                if value is not None and value.known
+                else not_evaluated(source)
+            )
+            return unset_name(value.text) if found is None and value is not None else found or not_evaluated(source)
         if not rest:
-            return missing(name) if value is None else value
+            return unset_name(name) if value is None else value
         if (operator := _OPERATOR.match(rest)) is None:
-            return unread(source)
+            return not_evaluated(source)
         sign, rest = operator[0], rest[operator.end() :]
         if sign[-1] in "-=+?":
             return self._default(name, value, sign, self.value(rest, marks or '"'))
         if value is None:
-            return missing(name)
+            return unset_name(name)
         if not (value.known or value.in_doubt):
             return unknown(source, value.why)
         try:
-            return value.like(self._changed(value.text, sign, rest))
+            return value.with_text(self._changed(value.text, sign, rest))
         except (ValueError, IndexError, re.error):
-            return unread(source)
+            return not_evaluated(source)
 
     def _changed(self, text: str, operator: str, rest: str) -> str:
         if operator in _CASES and not rest:
             return _CASES[operator](text)
         if operator[0] in "#%":
-            return without_match(text, self._known(rest), operator)
+            return remove_match(text, self._known(rest), operator)
         if operator[0] not in "/:":
             raise ValueError("it is not evaluated")
-        middle = closing(rest, 0, operator[0])
+        middle = find_closing(rest, 0, operator[0])
         first, second = self._known(rest[:middle]), self._known(rest[middle + 1 :])
         if operator[0] == "/":
-            return replaced(text, first, second, operator)
+            return replace_match(text, first, second, operator)
         start = int(first)
         return "" if start < -len(text) else text[start:][: int(second) if middle < len(rest) else None]
 
@@ -254,8 +257,8 @@ class Words:
 
     def _default(self, name: str, value: Text | None, operator: str, other: Text) -> Text:
         is_set = value is not None and (bool(value.text) or value.why != "" or not operator.startswith(":"))
-        if value is None and self.state.unseen and name not in self.state.environment:
-            other = other.doubted(self.state.unseen)
+        if value is None and self.state.unset_doubt and name not in self.state.environment:
+            other = other.doubted(self.state.unset_doubt)
             if operator.endswith("+"):
                 return other
         if operator.endswith("+"):
@@ -263,13 +266,13 @@ class Words:
         if is_set and value is not None:
             return value
         if operator.endswith("?"):
-            return missing(name)
+            return unset_name(name)
         if operator.endswith("="):
             self.state.assign(name, other)
         return other
 
-    def _sum(self, inner: str, source: str) -> list[Part]:
-        """The value of `$((...))`, whose operands may be names without `$`."""
+    def _sum(self, inner: str, source: str) -> list[WordPart]:
+        """Evaluate `$((...))`, whose operands may be names without `$`."""
         pieces: list[Piece] = []
         at = 0
         while at < len(inner):
@@ -277,32 +280,32 @@ class Words:
                 at, parts = self._expanded(inner, at, "")
                 pieces += [_number(part.piece) for part in parts]
             elif match := re.compile(r"[A-Za-z_]\w*").match(inner, at):
-                value = self.state.named(match[0], self._script) or missing(match[0])
+                value = self.state.named(match[0], self._script) or unset_name(match[0])
                 pieces, at = [*pieces, *map(_number, value.pieces)], match.end()
             else:
                 pieces.append(Piece(inner[at].replace('"', " ")))
                 at += 1
-        self.state.count(inner)
-        without_value = next((piece for piece in pieces if piece.why and not piece.doubt), None)
-        if without_value is not None or not inner.strip():
-            found = unknown(source, without_value.why) if without_value else unread(source)
+        self.state.set_counted_unknown(inner)
+        missing = next((piece for piece in pieces if piece.why and not piece.doubt), None)
+        if missing is not None or not inner.strip():
+            found = unknown(source, missing.why) if missing else not_evaluated(source)
         else:
             try:
-                found = joined(pieces).like(str(arithmetic("".join(piece.text for piece in pieces))))
+                found = join(pieces).with_text(str(arithmetic("".join(piece.text for piece in pieces))))
             except ValueError as error:
                 found = unknown(source, f"{source}: {error}")
-        return [Part(piece, quoted=True) for piece in found.pieces]
+        return [WordPart(piece, quoted=True) for piece in found.pieces]
 
 
 def _number(piece: Piece) -> Piece:
-    """An operand; one that is no integer has a value in bash that is rarely meant."""
+    """Return an operand; mark it unknown if it is no integer."""
     if (piece.why and not piece.doubt) or re.fullmatch(r"\s*-?\d+\s*|", piece.text):
         return piece
     return Piece(piece.text, f"{piece.text[:40]} is not an integer")
 
 
 def _ansi(text: str) -> str:
-    """The value of $'text'."""
+    """Evaluate $'text'."""
 
     def put(match: re.Match[str]) -> bytes:
         byte, code, octal, letter = match.groups()

@@ -6,7 +6,7 @@ the installed TRL. `num_processes` is accelerate's; `prompts` says what the data
 
 from __future__ import annotations
 
-from rollover.plugins.convert.mapping import SHOWN, WHERE, Row, System, for_trackers, log_completions, without
+from rollover.plugins.convert.mapping import COMPUTE, TRACKING, Row, System, for_trackers, log_completions, without
 from rollover.plugins.convert.trl import values as to
 
 _PER_STEP = ("rollout.groups_per_step", "train.minibatches_per_step")
@@ -130,7 +130,7 @@ ROWS = (
     Row("save_steps", ("checkpoint.every_steps",), to.saves, 500, 20),
     Row("save_total_limit", ("checkpoint.keep",), to.given("checkpoint.keep"), example=5,
         note="not set: two, where TRL keeps all"),
-    *without(WHERE, "per_device_eval_batch_size", "eval_accumulation_steps", "eval_do_concat_batches",
+    *without(COMPUTE, "per_device_eval_batch_size", "eval_accumulation_steps", "eval_do_concat_batches",
         "eval_use_gather_object", "batch_eval_metrics", "activation_checkpointing", "activation_checkpointing_kwargs",
         "gradient_checkpointing_kwargs", "torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32",
         "bf16_full_eval", "fp16_full_eval", "use_liger_kernel", "liger_kernel_config", "use_cache",
@@ -142,7 +142,7 @@ ROWS = (
         "vllm_max_model_length", "vllm_tensor_parallel_size", "use_transformers_continuous_batching",
         "transformers_continuous_batching_config", "use_transformers_paged", "enable_jit_checkpoint",
         "save_on_each_node", "skip_memory_metrics", "debug"),
-    *without(SHOWN, "logging_*", "log_level", "log_level_replica", "log_on_each_node", "log_multimodal",
+    *without(TRACKING, "logging_*", "log_level", "log_level_replica", "log_on_each_node", "log_multimodal",
         "log_unique_prompts", "log_completions_hub_repo", "disable_tqdm", "trackio_*", "include_num_input_tokens_seen",
         "include_for_metrics", "num_completions_to_print"),
     *without("nothing is uploaded: `model/` of the run is a folder as `from_pretrained` reads it", "push_to_hub",

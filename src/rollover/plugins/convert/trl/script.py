@@ -1,7 +1,7 @@
 """Reads a script that calls TRL's GRPOTrainer, by its syntax tree: nothing of it is run.
 
 Owns what of TRL is understood: `GRPOConfig`, `load_dataset`, `from_pretrained`, `LoraConfig`, and functions that are
-defined in the file or imported. What is not is an `Unread` value, which names the expression and its line.
+defined in the file or imported. What is not is an `Unknown` value, which names the expression and its line.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from rollover.plugins.convert.files import MOST_BYTES
-from rollover.plugins.convert.mapping import Unread
+from rollover.plugins.convert.mapping import Unknown
 from rollover.plugins.convert.python_definitions import EVERY, calls, name_of
-from rollover.plugins.convert.python_source import NotRead, PythonSource, parsed
+from rollover.plugins.convert.python_source import NotEvaluated, PythonSource, parse_python
 
 _TRAINER, _CONFIG = "GRPOTrainer", "GRPOConfig"
 _FILES = ("json", "csv", "parquet")
@@ -26,7 +26,7 @@ _ARGUMENTS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", 
 def calls_grpo_trainer(text: str) -> bool:
     """Whether it is Python in which a GRPOTrainer is made."""
     try:
-        return bool(_trainers(parsed(text)))
+        return bool(_trainers(parse_python(text)))
     except ValueError:  # which is reported where the options are read
         return _TRAINER in text
 
@@ -34,7 +34,7 @@ def calls_grpo_trainer(text: str) -> bool:
 def options_of_trl_script(text: str, path: Path) -> dict[str, Any]:
     """The arguments of the one GRPOTrainer, and the fields of its GRPOConfig. ValueError where there is none, or
     several."""
-    tree = parsed(text)
+    tree = parse_python(text)
     found = _trainers(tree)
     if len(found) != 1:
         raise ValueError(f"{len(found) or 'no'} calls of GRPOTrainer are in it; one is read")
@@ -47,7 +47,7 @@ class _Script:
     def __init__(self, tree: ast.Module, path: Path) -> None:
         self.source, self.path = PythonSource(tree), path
         self.defaults = self.source.defaults
-        self.value, self.resolved = self.source.value, self.source.resolved
+        self.value, self.resolve = self.source.value, self.source.resolve
         training = [name for name, made in self.source.functions.items() if _trainers(made)]
         self.trains_when_imported = not self.source.called_at_import.isdisjoint([*_derived(tree, _TRAINER), *training])
 
@@ -56,7 +56,7 @@ class _Script:
         options: dict[str, Any] = {}
         for keyword in call.keywords:
             if keyword.arg is None:
-                options["args"] = Unread(str(self.source.not_read(keyword.value)))
+                options["args"] = Unknown(str(self.source.not_evaluated(keyword.value)))
             else:
                 given[keyword.arg] = keyword.value
         options |= self._config(given.pop("args", None))
@@ -65,7 +65,7 @@ class _Script:
         for name, node in given.items():
             if name == "processing_class" and self._same_model(node, given.get("model")):
                 continue
-            options[name] = self.source.or_unread(node, readers.get(name, self.value))
+            options[name] = self.source.or_unknown(node, readers.get(name, self.value))
         if isinstance(model := options.get("model"), dict):
             options["model_init_kwargs"] = model.pop("further") or options.get("model_init_kwargs")
             options["model"] = model["path"]
@@ -77,15 +77,15 @@ class _Script:
         options: dict[str, Any] = {}
         name = name_of(call)
         if name != _TRAINER:
-            options[name] = Unread(f"what {name} (line {call.lineno}) changes of {_TRAINER} cannot be seen")
+            options[name] = Unknown(f"what {name} (line {call.lineno}) changes of {_TRAINER} cannot be seen")
         for node in ast.walk(self.source.tree):
             if isinstance(node, ast.Assign) and node.value is call:
-                names = set().union(*(self.source.sharing.names(ast.unparse(target)) for target in node.targets))
+                names = set().union(*(self.source.aliases.names(ast.unparse(target)) for target in node.targets))
                 for one in [one for one in self.source.attributes if one.name in names]:
-                    options[f"{one.name}.{one.attribute}"] = Unread(f"the trainer is changed in line {one.line}")
+                    options[f"{one.name}.{one.attribute}"] = Unknown(f"the trainer is changed in line {one.line}")
         for other in calls(self.source.tree):
             if name_of(other) == "add_callback":
-                options["callbacks"] = Unread(str(self.source.not_read(other)))
+                options["callbacks"] = Unknown(str(self.source.not_evaluated(other)))
         return options
 
     # The arguments
@@ -96,8 +96,8 @@ class _Script:
             return {}
         options: dict[str, Any] = {}
         try:
-            made = self.resolved(node)
-        except NotRead:
+            made = self.resolve(node)
+        except NotEvaluated:
             made = node
         name = name_of(made) if isinstance(made, ast.Call) else self.defaults.parsed_name(made)
         derived = _derived(self.source.tree, _CONFIG)
@@ -105,18 +105,18 @@ class _Script:
             options |= self._own_config(self.source.classes[name])
         if isinstance(made, ast.Call) and name in derived:
             if made.args:
-                options["output_dir"] = self.source.or_unread(made.args[0], self.value)
+                options["output_dir"] = self.source.or_unknown(made.args[0], self.value)
             if len(made.args) > 1:
-                options["args"] = Unread(f"line {made.lineno}: {name} is given arguments without their names")
+                options["args"] = Unknown(f"line {made.lineno}: {name} is given arguments without their names")
             for keyword in made.keywords:
                 if keyword.arg is not None:
-                    options[keyword.arg] = self.source.or_unread(keyword.value, self.value)
+                    options[keyword.arg] = self.source.or_unknown(keyword.value, self.value)
                     continue
-                inner = self.source.or_unread(keyword.value, self.value)
+                inner = self.source.or_unknown(keyword.value, self.value)
                 options |= inner if isinstance(inner, dict) else {"args": inner}
         else:
-            options["args"] = Unread(
-                f"{self.source.not_read(node)}. If it is read from the command line, convert that: a file with the"
+            options["args"] = Unknown(
+                f"{self.source.not_evaluated(node)}. If it is read from the command line, convert that: a file with the"
                 " command, or TRL's YAML"
             )
         return options | (self._assigned(node) if isinstance(node, ast.Name) else {})
@@ -124,29 +124,31 @@ class _Script:
     def _assigned(self, node: ast.Name) -> dict[str, Any]:
         """The fields that are assigned to the configuration of a name; `args` if any other may be."""
         options: dict[str, Any] = {}
-        names, scopes = self.source.sharing.names(node.id), self.source.scopes(node)
+        names, scopes = self.source.aliases.names(node.id), self.source.scopes(node)
         for one in [one for one in self.source.attributes if one.name in names]:
             name = "args" if one.attribute == EVERY else one.attribute
-            if one.place.block is not None:
-                options[name] = Unread(f"line {one.line} depends on the condition of line {one.place.block.line}")
-            elif one.value is None or one.name != node.id or one.place.scope not in scopes:
-                options[name] = Unread(f"line {one.line} may change `{node.id}`: it is not evaluated")
+            if one.location.block is not None:
+                options[name] = Unknown(f"line {one.line} depends on the condition of line {one.location.block.line}")
+            elif one.value is None or one.name != node.id or one.location.scope not in scopes:
+                options[name] = Unknown(f"line {one.line} may change `{node.id}`: it is not evaluated")
             else:
-                options[name] = self.source.or_unread(one.value, self.value)
-        if why := self.source.sharing.changes(node.id):
-            options["args"] = Unread(why)
+                options[name] = self.source.or_unknown(one.value, self.value)
+        if why := self.source.aliases.changes(node.id):
+            options["args"] = Unknown(why)
         return options
 
     def _own_config(self, made: ast.ClassDef) -> dict[str, Any]:
         """The defaults of a subclass of GRPOConfig."""
-        options = {name: self.source.or_unread(value, self.value) for name, value in self.defaults.fields(made).items()}
+        options = {
+            name: self.source.or_unknown(value, self.value) for name, value in self.defaults.fields(made).items()
+        }
         if methods := [part.name for part in made.body if isinstance(part, ast.FunctionDef)]:
             what = f"what its {', '.join(methods)} changes of {_CONFIG} cannot be seen (line {made.lineno})"
-            options[made.name] = Unread(what)
+            options[made.name] = Unknown(what)
         return options
 
     def _model(self, node: ast.expr) -> Any:
-        node = self.resolved(node)
+        node = self.resolve(node)
         if isinstance(node, ast.Call) and name_of(node) == "from_pretrained" and node.args:
             further = {k.arg: self.value(k.value) for k in node.keywords if k.arg}
             return {"path": self.value(node.args[0]), "further": further}
@@ -155,24 +157,24 @@ class _Script:
     def _same_model(self, node: ast.expr, model: ast.expr | None) -> bool:
         """Whether it is the tokenizer of the model's own folder."""
         try:
-            made, path = self.resolved(node), self._model(model) if model else None
+            made, path = self.resolve(node), self._model(model) if model else None
             path = path["path"] if isinstance(path, dict) else path
             return isinstance(made, ast.Call) and bool(made.args) and self.value(made.args[0]) == path
-        except NotRead:
+        except NotEvaluated:
             return False
 
     def _lora(self, node: ast.expr) -> dict[str, Any] | None:
-        node = self.resolved(node)
+        node = self.resolve(node)
         if isinstance(node, ast.Constant) and node.value is None:
             return None
         if not (isinstance(node, ast.Call) and name_of(node) == "LoraConfig") or node.args:
-            raise self.source.not_read(node)
+            raise self.source.not_evaluated(node)
         return {k.arg: self.value(k.value) for k in node.keywords if k.arg}
 
     def _rewards(self, node: ast.expr) -> list[str]:
         try:
-            node = self.resolved(node)
-        except NotRead:
+            node = self.resolve(node)
+        except NotEvaluated:
             pass  # a function
         return [self._reward(one) for one in (node.elts if isinstance(node, ast.List) else [node])]
 
@@ -183,12 +185,12 @@ class _Script:
         if name in self.source.imported:
             return self.source.imported[name]
         if name not in self.source.functions:
-            raise NotRead(
-                f"{self.source.not_read(node)}: a reward is a function that is defined in the file or imported, or a"
-                " model's name"
+            raise NotEvaluated(
+                f"{self.source.not_evaluated(node)}: a reward is a function that is defined in the file or imported, or"
+                " a model's name"
             )
         if self.trains_when_imported:
-            raise NotRead(
+            raise NotEvaluated(
                 f"{name} is defined in {self.path.name}, which trains when it is imported: put it into a file of its"
                 f" own, or what trains below `if __name__ == '__main__':`"
             )
@@ -201,36 +203,36 @@ class _Script:
         for name, node in (("train_dataset", train), ("eval_dataset", held_out)):
             if node is None or isinstance(node, ast.Constant) and node.value is None:
                 continue
-            changed: list[ast.Call] = []
-            options[name] = self.source.or_unread(node, lambda n, c=changed: self._rows(n, c))
-            if changed:
-                how = ", ".join(f".{name_of(call)} (line {call.lineno})" for call in reversed(changed))
-                options["rows"] = Unread(
+            row_calls: list[ast.Call] = []
+            options[name] = self.source.or_unknown(node, lambda n, c=row_calls: self._rows(n, c))
+            if row_calls:
+                how = ", ".join(f".{name_of(call)} (line {call.lineno})" for call in reversed(row_calls))
+                options["rows"] = Unknown(
                     f"they are made by {how}: write what comes of it to a file and name that, or leave it out where the"
                     " file has these rows and columns already"
                 )
             if name == "train_dataset":
-                options["prompts"] = self._form_of_prompts(options[name], changed)
+                options["prompts"] = self._form_of_prompts(options[name], row_calls)
         return options
 
-    def _rows(self, node: ast.expr, changed: list[ast.Call], index: int | None = None) -> dict[str, Any]:
-        """A data set. changed: the calls that change its rows, to which they are added. index: of the split, of several
-        that are loaded at once."""
-        node = self.resolved(node)
+    def _rows(self, node: ast.expr, row_calls: list[ast.Call], index: int | None = None) -> dict[str, Any]:
+        """Return a data set. row_calls: collects the calls that change rows. index: the split of a list of splits."""
+        node = self.resolve(node)
         if isinstance(node, ast.Subscript):
             if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, int):
-                return self._rows(node.value, changed, node.slice.value)
-            return self._rows(node.value, changed) | {"split": self.value(node.slice)}
+                return self._rows(node.value, row_calls, node.slice.value)
+            return self._rows(node.value, row_calls) | {"split": self.value(node.slice)}
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ROW_METHODS:
-            changed.append(node)
-            return self._rows(node.func.value, changed)
+            row_calls.append(node)
+            return self._rows(node.func.value, row_calls)
         if not (isinstance(node, ast.Call) and name_of(node) == "load_dataset" and node.args):
-            raise NotRead(
-                f"{self.source.not_read(node)}: rows are read of load_dataset(...). Write them to a file, and name it"
+            raise NotEvaluated(
+                f"{self.source.not_evaluated(node)}: rows are read of load_dataset(...). Write them to a"
+                " file, and name it"
             )
-        return self._loaded(node, changed, index)
+        return self._loaded(node, row_calls, index)
 
-    def _loaded(self, node: ast.Call, changed: list[ast.Call], index: int | None) -> dict[str, Any]:
+    def _loaded(self, node: ast.Call, row_calls: list[ast.Call], index: int | None) -> dict[str, Any]:
         given = {k.arg: self.value(k.value) for k in node.keywords if k.arg}
         path, subset = self.value(node.args[0]), given.get("name")
         if len(node.args) > 1:
@@ -238,24 +240,24 @@ class _Script:
         found: dict[str, Any] = {"path": path}
         if path in _FILES:
             if not isinstance(given.get("data_files"), str):
-                raise self.source.not_read(node)
+                raise self.source.not_evaluated(node)
             found["path"] = given["data_files"]
         elif subset:
             found["subset"] = subset
         split = given.get("split")
         if isinstance(split, list) or index is not None:
             if index is None or not isinstance(split, list) or not -len(split) <= index < len(split):
-                raise self.source.not_read(node)
+                raise self.source.not_evaluated(node)
             split = split[index]
         if split and "[" in split:
-            changed.append(node)
+            row_calls.append(node)
         if split and path not in _FILES:
             found["split"] = split.partition("[")[0]
         return found | ({"streaming": True} if given.get("streaming") else {})
 
-    def _form_of_prompts(self, source: Any, changed: list[ast.Call]) -> Any:
+    def _form_of_prompts(self, source: Any, row_calls: list[ast.Call]) -> Any:
         """`text` or `messages`: of the function of a .map, else of a local file's first row."""
-        for call in changed:
+        for call in row_calls:
             for node in call.args:
                 function = self.source.functions.get(node.id) if isinstance(node, ast.Name) else node
                 for made in ast.walk(function) if function is not None else ():
@@ -265,7 +267,7 @@ class _Script:
                                 return self._form(value, function)
         if isinstance(source, dict) and (form := _form_in_file(Path(source["path"]))):
             return form
-        return Unread(
+        return Unknown(
             "whether the column prompt holds texts or messages is not known: messages go through the chat template"
             " (--tasks.chat true), texts do not (--tasks.chat false)"
         )

@@ -15,9 +15,17 @@ from rollover.plugins.convert.bash.programs import Command, Script
 from rollover.plugins.convert.bash.script import read_script
 from rollover.plugins.convert.bash.text import Text
 from rollover.plugins.convert.files import flatten, tables_of
-from rollover.plugins.convert.hydra import interpolated, value_of
-from rollover.plugins.convert.launch import directories, entry, find_text, not_understood, read_value, together, unread
-from rollover.plugins.convert.mapping import LeftOut, Unread
+from rollover.plugins.convert.hydra import interpolate, parse_value
+from rollover.plugins.convert.launch import (
+    directories,
+    find_program,
+    find_text,
+    merge_commands,
+    not_an_option,
+    read_value,
+    unknown_value,
+)
+from rollover.plugins.convert.mapping import LeftOut, Unknown
 from rollover.plugins.convert.verl.programs import with_program
 
 ROOTS = ("data", "actor_rollout_ref", "algorithm", "trainer", "critic", "reward_model", "reward")
@@ -30,7 +38,7 @@ _HYDRA_OUTPUT = re.compile(r"hydra\.(?:run|output_subdir|job_logging|hydra_loggi
 
 
 def options_of_script(text: str, path: Path, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The options of the training commands by name: their values, `Unread` where they are not known. ValueError where
+    """The options of the training commands by name: their values, `Unknown` where they are not known. ValueError where
     there are none."""
     script = read_script(text, str(path), environment)
     found: list[tuple[int, dict[str, Any]]] = []
@@ -40,7 +48,7 @@ def options_of_script(text: str, path: Path, environment: Mapping[str, str] = os
         words = tuple(word for command in loose for word in command.words)
         found.append((loose[0].line, _Training(Command(loose[0].line, words), -1, script, path).options()))
     for command in script.commands if not found else ():
-        start = entry(command.words)
+        start = find_program(command.words)
         program = command.words[start].text
         if not _trains(command.words, start):
             continue
@@ -50,7 +58,7 @@ def options_of_script(text: str, path: Path, environment: Mapping[str, str] = os
             found.append((command.line, _Training(command, start, script, path).options()))
     if not any(options for _, options in found):
         raise ValueError("no overrides (name.of.option=value) are in it")
-    return interpolated(together(found) | left_out, environment)
+    return interpolate(merge_commands(found) | left_out, environment)
 
 
 def _trains(words: Sequence[Text], start: int) -> bool:
@@ -87,14 +95,14 @@ class _Training:
             if self._is_flag(word):
                 continue
             if match is None or "=" not in (word.text if word.in_doubt else word.head) or match[1] == "~":
-                lost |= not_understood(word, self._line)
+                lost |= not_an_option(word, self._line)
             elif _HYDRA_OUTPUT.fullmatch(match[2]):
                 lost[match[2]] = LeftOut("where Hydra writes its own files")
             else:
                 start = match.start(3)
-                value = read_value(word, self._line, lambda text, start=start: value_of(text[start:]))
-                if isinstance(value, Unread) and word.in_doubt:
-                    value = unread(Text(word.pieces).like(match[3]), self._line)
+                value = read_value(word, self._line, lambda text, start=start: parse_value(text[start:]))
+                if isinstance(value, Unknown) and word.in_doubt:
+                    value = unknown_value(Text(word.pieces).with_text(match[3]), self._line)
                 _set(options, match[2], value)
         return with_program(self._config() | options | lost, self._program)
 
@@ -104,13 +112,13 @@ class _Training:
         names = next((names for names in (_NAME, _PLACE, _FOLDER) if flag in names), None)
         if names is None or not (equals or self._words):
             return False
-        given = word.like(value) if word.known or word.in_doubt else Text(word.pieces[1:])
+        given = word.with_text(value) if word.known or word.in_doubt else Text(word.pieces[1:])
         self._flags[names[0]] = given if equals else self._words.pop(0)
         return True
 
     def _config(self) -> dict[str, Any]:
         flag = next(iter(self._flags), "")
-        missing = {name: unread(value, self._line) for name, value in self._flags.items() if not value.known}
+        missing = {name: unknown_value(value, self._line) for name, value in self._flags.items() if not value.known}
         if not flag or missing:
             return missing
         name = self._flags[_NAME[0]].text if _NAME[0] in self._flags else ""
@@ -120,17 +128,17 @@ class _Training:
         shown = f"line {self._line}: the YAML {name or 'of the program'}"
         where = [folder / inner for inner in folders or [""] for folder in self._directories]
         if not name:
-            return {flag: Unread(f"{shown} is not known: add --config-name, or name the YAML to `rollover convert`")}
+            return {flag: Unknown(f"{shown} is not known: add --config-name, or name the YAML to `rollover convert`")}
         try:
             found = options_of_config(name, where, lambda paths: find_text(self._script, paths))
         except ValueError as error:
-            return {flag: Unread(f"{shown} cannot be read: {error}")}
+            return {flag: Unknown(f"{shown} cannot be read: {error}")}
         if found is not None:
             return found
         if is_of_verl(name) and all(folder.strip("./") in ("", "config") for folder in folders):
             return {}
         places = ", ".join(dict.fromkeys(str(folder) for folder in where))
-        return {flag: Unread(f"{shown} is not there (looked in {places}), and most of the run is in it: put it there")}
+        return {flag: Unknown(f"{shown} is not there (looked in {places}), and most of the run is in it: put it there")}
 
 
 def _set(options: dict[str, Any], name: str, value: Any) -> None:
@@ -139,9 +147,9 @@ def _set(options: dict[str, Any], name: str, value: Any) -> None:
     if dot:
         whole = f"{table}chat_template_kwargs"
         before = options.get(whole)
-        if isinstance(value, Unread):
+        if isinstance(value, Unknown):
             options[whole] = value
-        elif not isinstance(before, Unread):
+        elif not isinstance(before, Unknown):
             options[whole] = {**(before if isinstance(before, dict) else {}), part: value}
     elif isinstance(value, dict) and value:
         options |= flatten(value, f"{name}.") if not name.endswith("chat_template_kwargs") else {name: value}
@@ -179,7 +187,7 @@ def options_of_yaml(
     """The options of a YAML, by dotted names. path: its own, beside which those of its defaults list are."""
     script = Script()
     composed = _composed(tables, [path.parent], lambda places: find_text(script, places), [0])
-    return with_program(interpolated(composed, environment))
+    return with_program(interpolate(composed, environment))
 
 
 def options_of_config(name: str, directories: Sequence[Path], find: Find) -> dict[str, Any] | None:
@@ -244,4 +252,4 @@ def _of_entry(
     if own.fullmatch(str(name).removesuffix(".yaml")):
         return {}
     place = f"{group}/{name}" if group else str(name)
-    return {f"defaults.{place}": Unread(f"{place.removesuffix('.yaml')}.yaml is not there: put it beside its YAML")}
+    return {f"defaults.{place}": Unknown(f"{place.removesuffix('.yaml')}.yaml is not there: put it beside its YAML")}

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from rollover.plugins.convert.mapping import Options, Unread
+from rollover.plugins.convert.mapping import Options, Unknown
 
 PROGRAM = "program"
 """The option under which the module of a training command is converted."""
@@ -72,7 +72,7 @@ def with_program(options: dict[str, Any], program: str = "") -> dict[str, Any]:
                 "it is rLLM's, which is given its agent flow and its evaluator in Python: set --workflow.function (or"
                 " workflow.environment) for an agent, and --rewards.function (docs/agents.md)"
             )
-        return {program: Unread(f"{reason}. Without it, PPO's trainer is converted")} | options
+        return {program: Unknown(f"{reason}. Without it, PPO's trainer is converted")} | options
     return {PROGRAM: program} | options if asynchronous or mode(program) != SYNC else options
 
 

@@ -6,7 +6,7 @@ its options that change what is learned.
 
 from __future__ import annotations
 
-from rollover.plugins.convert.mapping import SHOWN, WHERE, Row, System, for_trackers, tracker_values, without
+from rollover.plugins.convert.mapping import COMPUTE, TRACKING, Row, System, for_trackers, tracker_values, without
 from rollover.plugins.convert.verl import programs
 from rollover.plugins.convert.verl import values as to
 from rollover.plugins.convert.verl.programs import PROGRAM
@@ -109,7 +109,7 @@ _WITHOUT = (
     *without(_AGENT, "rllm.remote_runtime.enabled", neutral=(False,)),
     *without("set `train.num_steps`", "rllm.trainer.total_batches", neutral=(-1,)),
     *without(_AGENT, "rllm.agent.*", "rllm.env.*", "rllm.workflow.*", neutral=()),
-    *without(WHERE, "*.*micro_batch_size", "*.*micro_batch_size_per_gpu", "*.use_dynamic_bsz",
+    *without(COMPUTE, "*.*micro_batch_size", "*.*micro_batch_size_per_gpu", "*.use_dynamic_bsz",
         "*.log_prob_use_dynamic_bsz", "*.*max_token_len_per_gpu", "*.fsdp_config.*", "critic.fsdp.*", "*.megatron.*",
         "*.veomni.*", "*.torchtitan.*", "*.fsdp_size", "*.param_offload", "*.grad_offload", "*.optimizer_offload",
         "*.ulysses_sequence_parallel_size", "*.use_remove_padding", "*.use_fused_kernels", "*.fused_kernel_options.*",
@@ -143,7 +143,7 @@ _WITHOUT = (
         "reward_model.nnodes", "reward.reward_model.n_gpus_per_node", "reward.reward_model.nnodes",
         "actor_rollout_ref.model.hf_config_path", "critic.model.hf_config_path", f"{MODEL}.tokenizer_path",
         "critic.model.tokenizer_path", "algorithm.filter_groups.max_inflight_gen_batches"),
-    *without(SHOWN, "trainer.rollout_data_dir", "trainer.validation_data_dir", "*.profiler.*", "global_profiler.*",
+    *without(TRACKING, "trainer.rollout_data_dir", "trainer.validation_data_dir", "*.profiler.*", "global_profiler.*",
         "trainer.profile_steps", f"{ROLLOUT}.prometheus.*", "*.prometheus.*", "trainer.default_hdfs_dir",
         "trainer.max_critic_ckpt_to_keep", "trainer.del_local_ckpt_after_load", "trainer.esi_redundant_time",
         "trainer.checkpoint_callback_class", "*.checkpoint.*", "*.overlong_buffer.log", "*.overlong_buffer_cfg.log",

@@ -1,5 +1,4 @@
-"""Configurations of other systems, converted: a folder a system (rows.py: what its options are here), read by
-`rollover convert`.
+"""`rollover convert`: configurations of other systems. A module or folder per system has its options as rows.
 
-The tables of docs/coming-from.md are made from the same mappings (scripts/docs_conversions.py).
+scripts/docs_conversions.py writes the tables of docs/coming-from.md from the same rows.
 """

@@ -25,13 +25,13 @@ from rollover.plugins.convert.mapping import (
 )
 from rollover.plugins.convert.trl.rows import TRL
 
-# Fields of TRL's GRPOConfig under the names that Axolotl hands them on by.
+# Fields of TRL's GRPOConfig by Axolotl's names.
 TRL_FIELDS = {"base_model": "model"} | {f"trl.{name}": name for name in (
     "num_generations", "temperature", "repetition_penalty", "num_iterations", "loss_type",
     "importance_sampling_level", "beta", "use_bias_correction_kl", "sync_ref_model", "ref_model_sync_steps",
     "ref_model_mixup_alpha", "mask_truncated_completions", "off_policy_mask_threshold",
 )}  # fmt: skip
-# What the rows of these read besides.
+# Further fields that the rows of these read.
 _BESIDE = {
     "use_vllm": "trl.use_vllm",
     "per_device_train_batch_size": "micro_batch_size",
@@ -44,13 +44,13 @@ _OPTIMIZERS = {name: "adamw" for name in (
     "flash_adamw",
 )} | {name: "adamw_8bit" for name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")} | {"sgd": "sgd"}  # fmt: skip
 _SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
-# Naming a project for a tool switches it on.
+# A project name enables its tracker.
 _PROJECTS = {"wandb": "wandb_project", "mlflow": "mlflow_experiment_name", "trackio": "trackio_project_name"}
 _NAMES = {"wandb": ("wandb_name", "wandb_run_id"), "mlflow": ("mlflow_run_name",), "trackio": ("trackio_run_name",)}
 
 
 def trl_row(option: str, **changed: Any) -> Row:
-    """The row of the field of TRL's that `option` is, with what is different at Axolotl."""
+    """Return the row of the TRL field behind `option`, with changes for Axolotl."""
     row = _ROWS[TRL_FIELDS[option]]
     names = {field: name for name, field in TRL_FIELDS.items()}
 
@@ -64,7 +64,7 @@ def trl_row(option: str, **changed: Any) -> Row:
 
 
 def is_asynchronous(options: Options) -> bool:
-    """Whether Axolotl takes its own trainer (AsyncGRPOTrainer), and not TRL's or the sequence-parallel one."""
+    """Return whether Axolotl uses AsyncGRPOTrainer, not TRL's trainer or the sequence-parallel one."""
     parallel = int(options("context_parallel_size") or options("sequence_parallel_degree") or 1) > 1
     return not parallel and bool(options("trl.use_data_producer") or options("trl.async_prefetch"))
 
@@ -74,7 +74,7 @@ def _samples_an_update(options: Options) -> int:
 
 
 def minibatches(options: Options) -> int:
-    """Updates of one pass over what is generated at once."""
+    """Return the updates of one pass over the samples generated at once."""
     at_once = options("trl.generation_batch_size")
     if at_once is None:
         return 1
@@ -87,7 +87,7 @@ def minibatches(options: Options) -> int:
 
 
 def updates(options: Options) -> int:
-    """Updates of a training step of ours."""
+    """Return the updates of a training step."""
     return minibatches(options) * int(options("trl.num_iterations") or 1)
 
 
@@ -117,7 +117,7 @@ def epochs(value: Any, options: Options) -> dict[str, Any]:
 
 
 def every(key: str) -> Any:
-    """Steps of ours, of a number of updates or a share of all of them."""
+    """Return the function that converts a number or share of updates to steps."""
 
     def to(value: Any, options: Options) -> dict[str, Any]:
         if 0 < value < 1:
@@ -142,7 +142,7 @@ def held_out(value: Any, options: Options) -> dict[str, Any]:
 
 
 def sources(value: Any, options: Options) -> dict[str, Any]:
-    """The data sets as they are; what Axolotl makes of their rows is asked about."""
+    """Convert the data sets; a transformation of their rows is a question."""
     questions: list[str] = []
     values: dict[str, Any] = {"tasks.sources": [_source(row, questions) for row in options("datasets") or []]}
     if tests := options("test_datasets"):
@@ -202,7 +202,7 @@ def _rows(options: Options) -> list[dict[str, Any]]:
 
 
 def _reward(name: str) -> dict[str, Any]:
-    """A function by its module, or a model of the hub or of a folder."""
+    """Convert a function's module path, or a model of the hub or a folder."""
     if "/" in name:
         return {"function": "reward_model", "params": {"path": name}}
     module, _, function = name.rpartition(".")
@@ -217,10 +217,10 @@ def clip(value: Any, options: Options) -> dict[str, Any]:
 
 
 def overlap(value: Any, options: Options) -> dict[str, Any]:
-    """Generation ahead of training, and weights that are handed over every few updates: both make tokens older."""
+    """Convert generation ahead of training and the interval of weight syncs, which both increase staleness."""
     if not is_asynchronous(options):
         return {}
-    waits = options("trl.use_vllm") and options("trl.async_prefetch")  # else weights are handed over with every batch
+    waits = options("trl.use_vllm") and options("trl.async_prefetch")  # else weights are synced with every batch
     interval = int(options("trl.vllm_sync_interval") or 1) if waits else 1
     publish = interval // math.gcd(interval, updates(options))
     values: dict[str, Any] = {"train.publish_every": publish} if publish > 1 else {}
@@ -232,13 +232,13 @@ def overlap(value: Any, options: Options) -> dict[str, Any]:
     values |= {"rollout.overlap": True, "rollout.interrupt": "never"}
     try:
         values["rollout.in_flight_groups"] = (1 + ahead) * groups(None, options)["rollout.groups_per_step"]
-    except Unanswered:  # which is asked about there
+    except Unanswered:  # `groups` asks about it
         values["rollout.in_flight_groups"] = "auto"
     return values
 
 
 def correction(value: Any, options: Options) -> dict[str, Any]:
-    """Of TRL's trainer and of Axolotl's own, which has other defaults and a floor of 1 / cap."""
+    """Convert the correction of TRL's trainer, or of Axolotl's, with other defaults and a floor of 1 / cap."""
     ours = is_asynchronous(options)
     mode = options("trl.vllm_importance_sampling_mode") or ("token_truncate" if ours else "sequence_mask")
     cap = options("trl.vllm_importance_sampling_cap") or 3.0
@@ -264,13 +264,13 @@ def _alters_sampling(options: Options) -> bool:
 
 
 def streaming(value: Any, options: Options) -> dict[str, Any]:
-    """Its groups are scored, and their gradient is computed, as they come."""
+    """Convert streaming: groups are scored and trained as they arrive."""
     if not options("trl.streaming_partial_batch"):
         return {}
     least = int(options("trl.streaming_min_groups") or 1)
     try:
         whole = least >= groups(None, options)["rollout.groups_per_step"]
-    except Unanswered:  # which is asked about there
+    except Unanswered:  # `groups` asks about it
         whole = False
     return {"rewards.streaming": True} | ({} if whole else {"train.streaming_min_groups": least})
 
@@ -297,7 +297,7 @@ def schedule(value: Any, options: Options) -> dict[str, Any]:
 
 
 def warmup(value: Any, options: Options) -> dict[str, Any]:
-    """transformers' `constant` has no warm-up; Axolotl makes one update of it two."""
+    """Convert warm-up. transformers' `constant` has none; Axolotl changes one update to two."""
     if options("lr_scheduler") == "constant":
         return {}
     if options("warmup_steps") is not None:
@@ -358,11 +358,11 @@ def completion_limit(value: Any, options: Options) -> dict[str, Any]:
     return {"rollout.max_new_tokens": value}
 
 
-# Where it is shown
+# Trackers
 
 
 def tools(options: Options) -> list[str]:
-    """The tools that are switched on."""
+    """Return the enabled trackers."""
     named = [name for name in ("wandb", "tensorboard", "trackio", "mlflow") if _is_on(name, options)]
     return [name for name in named if name != "wandb" or options("wandb_mode") != "disabled"]
 
@@ -376,7 +376,7 @@ def trackers(value: Any, options: Options) -> dict[str, Any]:
 
 
 def project(value: Any, options: Options) -> dict[str, Any]:
-    """Of the first tool that names one."""
+    """Return the project of the first tracker that has one."""
     named = [options(_PROJECTS[tool]) for tool in tools(options) if tool in _PROJECTS]
     named = [name for name in named if name]
     values = {**trackers(value, options), **({"track.project": named[0]} if named else {})}
@@ -386,14 +386,14 @@ def project(value: Any, options: Options) -> dict[str, Any]:
 
 
 def run_name(value: Any, options: Options) -> dict[str, Any]:
-    """Of the first tool that names one."""
+    """Return the run name of the first tracker that has one."""
     options_of = [option for tool in tools(options) for option in _NAMES.get(tool, ())]
     named = [options(option) for option in options_of if options(option)]
     return {"run.name": named[0]} if named else {}
 
 
 def artifacts(value: Any, options: Options) -> dict[str, Any]:
-    """The model, which a tool is given once, at the end."""
+    """Convert uploads of the model, which happen once, at the end."""
     on = options("wandb_log_model") in ("end", "checkpoint") and "wandb" in tools(options)
     on |= bool(options("hf_mlflow_log_artifacts")) and "mlflow" in tools(options)
     return {"track.artifacts": ["model"]} if on else {}
@@ -637,7 +637,7 @@ def is_axolotl(tables: Mapping[str, Any]) -> bool:
 
 
 def options_of_axolotl(tables: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The options that are set (`key:` alone sets none), nested ones as `trl.beta`."""
+    """Read the options that have a value, nested ones as `trl.beta`."""
     kind = tables.get("rl")
     if kind not in ("grpo", "gdpo"):
         raise ValueError(f"rl: {kind} trains on no rollouts of the policy; rl: grpo and rl: gdpo can be converted")

@@ -42,11 +42,10 @@ _SOURCES = "tasks.sources"
 def convert_file(
     path: Path, overrides: Sequence[tuple[str, str]] = (), accepted: Sequence[str] = (), system_name: str = ""
 ) -> tuple[str, list[str]]:
-    """The TOML, and a line for each option without a counterpart. `overrides`: of our keys, as on the command line.
+    """Convert a file to TOML. Return it, and a line for each option without a counterpart.
 
-    accepted: options of the other system that are left out though they change what is learned. of_system: whose file it
-    is; empty: by its content. ValueError for a file that cannot be read, questions that are not answered, and a
-    configuration that is refused.
+    overrides: of our keys, as on the command line. accepted: options to leave out although results change. system_name:
+    "" detects it from the content. ValueError for an unreadable file, open questions, and an invalid configuration.
     """
     system, options = read_options(path, system_name)
     conversion = convert(system, options)
@@ -74,7 +73,7 @@ def convert_file(
 
 
 def _drop_splits(conversion: Conversion, overrides: Sequence[tuple[str, str]]) -> None:
-    """Remove subset and splits of each source whose path is overridden by a single file: it has none."""
+    """Remove subset and splits of each source whose path is overridden by a single file."""
     rows, shown = conversion.values[_SOURCES]
     for i, row in enumerate(rows):
         if any(key == f"{_SOURCES}.{i}.path" and is_file_of_rows(value) for key, value in overrides):
@@ -86,7 +85,7 @@ def _drop_splits(conversion: Conversion, overrides: Sequence[tuple[str, str]]) -
 def _check_questions(
     system: System, conversion: Conversion, answered: set[str], accepted: Sequence[str], path: Path
 ) -> None:
-    """ValueError for the questions that neither `answered` nor `accepted` answers; the latter are noted as left out."""
+    """Raise ValueError for open questions, and move accepted options to `left_out`."""
     keys = {row.option: row.keys for row in system.rows}
     if _STEPS not in conversion.values:
         reason = f"how many steps its epochs are depends on the rows of the data: set --{_STEPS} N"
@@ -111,7 +110,7 @@ def _check_questions(
 
 
 def _question_lines(system: System, questions: Sequence[tuple[str, str, str]]) -> list[str]:
-    """A line for each question; one for several options of a row whose name has a pattern."""
+    """Return a line per question, or per pattern of several options."""
     lines: dict[tuple[str, str], tuple[list[str], str]] = {}
     for option, reason, how in questions:
         pattern = next((row.option for row in system.rows if "*" in row.option and row.matches(option)), option)
@@ -159,10 +158,10 @@ _OVERRIDE = re.compile(
 
 @dataclass(frozen=True)
 class FileFormat:
-    """A form that the files of a system have. content: the tables of a YAML, the text of any other file.
+    """A file format of a system. Content is the tables of a YAML, or the text of another file.
 
-    holds: whether content is of it, by what no other system has. options: those of content that is; ValueError where
-    there are none, or for what cannot be read.
+    matches(content): whether it has options that only this system has. options(content, path): reads them; ValueError
+    if there are none or one cannot be read.
     """
 
     system: str
@@ -191,8 +190,10 @@ FORMATS = (
 
 
 def read_options(path: Path, system: str = "") -> tuple[System, dict[str, Any]]:
-    """The system that a file is of (`system`, unless that is empty), and its options. ValueError for a file that cannot
-    be read, and one whose system cannot be told."""
+    """Return the system of a file and its options. ValueError for an unreadable file or an unclear system.
+
+    system: "" detects it from the content.
+    """
     text = text_of(path)
     try:
         content = tables_of(text) if path.suffix in _YAML else text
@@ -207,12 +208,14 @@ def read_options(path: Path, system: str = "") -> tuple[System, dict[str, Any]]:
 
 
 def _called_scripts(text: str, path: Path) -> tuple[str, str]:
-    """The texts of the scripts that a launch script starts, and why they are not known. ValueError where it only starts
-    one that cannot be read."""
+    """Return the texts of the scripts that a launch script starts, and why they are unknown.
+
+    ValueError if it only starts one that cannot be read.
+    """
     try:
         script = read_script(text, str(path))
     except (ValueError, ImportError) as error:
-        return "", str(error)  # no bash, say; who reads it as bash says what is wrong
+        return "", str(error)  # perhaps no bash; the reader of that format reports the error
     if script.missing and not script.may_have_trained:
         line, name, reason = script.missing[0]
         shown, reason = shlex.quote(one_line(name)[:200]), one_line(reason)
@@ -223,7 +226,7 @@ def _called_scripts(text: str, path: Path) -> tuple[str, str]:
 
 
 def _find_format(suffix: str, content: Any, system: str, why: str = "") -> FileFormat:
-    """The form of a file; `system`, unless that is empty. why: the scripts that it starts are not known."""
+    """Return the format of a file. why: why the scripts that it starts are unknown."""
     of_suffix = [form for form in FORMATS if suffix in form.suffixes] or [f for f in FORMATS if "" in f.suffixes]
     if system:
         found: Sequence[FileFormat] = [form for form in of_suffix if form.system == system]

@@ -1,4 +1,4 @@
-"""Reads the files of a conversion: bounded texts of regular files, and YAML with numbers as OmegaConf reads them."""
+"""Reads files to convert: bounded texts of regular files, and YAML with numbers as OmegaConf reads them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rollover.files import open_regular
 from rollover.tasks.text_rows import CSV_SUFFIXES, JSON_SUFFIXES, suffix_of
 
 MOST_BYTES = 1 << 20  # a launch script has some kilobytes
-_MOST_VALUES = 100_000  # of a YAML, whose aliases can stand for any number of them
-# YAML 1.1 takes 1e-6 for a text; OmegaConf, pydantic and argparse for a number.
+_MOST_VALUES = 100_000  # of a YAML, whose aliases can multiply them
+# 1e-6 is a text in YAML 1.1, and a number in OmegaConf, pydantic and argparse.
 _FLOAT = re.compile(
     r"""[-+]?(?:[0-9][0-9_]*)\.[0-9_]*(?:[eE][-+]?[0-9]+)?$
     |[-+]?(?:[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)$
@@ -24,7 +24,7 @@ _FLOAT = re.compile(
 
 
 def text_of(path: Path) -> str:
-    """The text of a file. ValueError for one that cannot be read, has no end (a pipe, a device) or is too large."""
+    """Read a file. ValueError if it is unreadable, endless (a pipe, a device) or too large."""
     try:
         file = open_regular(path)
     except OSError as error:
@@ -34,7 +34,7 @@ def text_of(path: Path) -> str:
     try:
         with file:
             data = file.read(MOST_BYTES + 1)
-        if data is None:  # /proc/kmsg, which says that it is a regular file
+        if data is None:  # /proc/kmsg claims to be a regular file
             raise ValueError(f"{path} cannot be read: it has no end. Write its content to a regular file")
         text = data.decode("utf-8-sig").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -45,7 +45,7 @@ def text_of(path: Path) -> str:
 
 
 def tables_of(text: str) -> dict[str, Any]:
-    """The tables of a YAML. ValueError for other text and too many values."""
+    """Parse a YAML mapping. ValueError for other text and too many values."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -63,7 +63,7 @@ def tables_of(text: str) -> dict[str, Any]:
 
 
 def flatten(tables: Mapping[str, Any], prefix: str = "", whole: str = "chat_template_kwargs") -> dict[str, Any]:
-    """Values of a YAML by dotted names. whole: how the names of tables end that are values."""
+    """Return values of a YAML by dotted names. whole: suffix of the names of tables that stay whole."""
     out: dict[str, Any] = {}
     for name, value in tables.items():
         inner = isinstance(value, Mapping) and value and not str(name).endswith(whole)
@@ -72,7 +72,7 @@ def flatten(tables: Mapping[str, Any], prefix: str = "", whole: str = "chat_temp
 
 
 def _check_size(tables: dict[str, Any]) -> None:
-    """ValueError where there are too many values, each counted where it stands; one within itself has no end."""
+    """Raise ValueError for too many values. Aliases count each time, so that recursive ones exceed the limit."""
     left: list[Any] = [tables]
     num = 0
     while left:

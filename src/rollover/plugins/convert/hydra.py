@@ -1,4 +1,4 @@
-"""Values as Hydra and OmegaConf read them: those of overrides, numbers of YAML, and interpolations."""
+"""Values as Hydra and OmegaConf read them: overrides and interpolations."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from typing import Any
 from rollover.plugins.convert.mapping import Unknown
 
 _MOST_NESTED = 50
-_MOST_ROUNDS = 20  # of interpolations that lead to others
+_MOST_ROUNDS = 20  # of nested interpolations
 _MOST_CHARS = 1 << 16
 _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 
 
 class _NotAList(Exception):
-    """Brackets that are not closed, or with text behind them: the whole is a text."""
+    """Brackets that are not closed or have text behind them: the whole is a text."""
 
 
 def parse_value(text: str) -> Any:
-    """The value of an override: a number, true or false, null, a list, a table, or a text. ValueError for lists that
-    are nested too deeply."""
+    """Parse the value of an override: number, boolean, null, list, table or text.
+
+    ValueError for values that are nested too deeply.
+    """
     text = text.strip()
     try:
         return _read(text, 0, "", 0)[0]
@@ -30,7 +32,7 @@ def parse_value(text: str) -> Any:
 
 
 def _read(text: str, start: int, ends: str, depth: int) -> tuple[Any, int]:
-    """The value from `start` up to one of the characters `ends`, and where it ends."""
+    """Return the value from `start` up to one of the characters `ends`, and its end."""
     if depth > _MOST_NESTED:
         raise ValueError("a value is nested too deeply")
     start = _skip_spaces(text, start)
@@ -54,7 +56,7 @@ def _skip_spaces(text: str, at: int) -> int:
 
 
 def _read_brackets(text: str, start: int, depth: int) -> tuple[Any, int]:
-    """A list or a table that begins at `start`, and where it ends."""
+    """Return the list or table that begins at `start`, and its end."""
     close = "]" if text[start] == "[" else "}"
     items: list[Any] = []
     table: dict[str, Any] = {}
@@ -90,7 +92,7 @@ def _read_scalar(text: str) -> Any:
 
 
 def interpolate(options: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The options with the values of others in the place of `${name}`; Unknown where one is not in the file."""
+    """Replace `${name}` by the value of that option; Unknown if the file does not set it."""
     return {name: _interpolate(value, options, environment, 0) for name, value in options.items()}
 
 

@@ -1,4 +1,4 @@
-"""The training commands of a launch script: which they are, their flags, and one set of options of several commands."""
+"""Training commands of a launch script: the program, its flags, and the merged options of several commands."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from rollover.plugins.convert.mapping import LeftOut, Unknown
 
 _LAUNCHERS = re.compile(r"torch\.distributed\.(?:run|launch)|accelerate\.commands\.launch|deepspeed(?:\.launcher.*)?")
 _FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.S)
-# Names that usually hold several options: behind a flag they are not its value only.
+# Names that usually hold several options: not the value of the flag before them.
 _SEVERAL = re.compile(r"\$\{?\w*(?:ARG|OPT|FLAG|EXTRA|PARAM|CONF)", re.I)
 
 
 def find_program(words: Sequence[Text]) -> int:
-    """The index of the program that is trained with (a .py file, the module behind `-m`, or the verb of `trl`); -1 if
-    there is none."""
+    """Return the index of the training program: a .py file, the module behind `-m`, or the verb of `trl`; else -1."""
     for i, word in enumerate(words):
         text, before = word.text, words[i - 1].text if i else ""
         if before == "-m" and re.fullmatch(r"[A-Za-z_][\w.]*", text) and not _LAUNCHERS.fullmatch(text):
@@ -37,12 +36,12 @@ def find_program(words: Sequence[Text]) -> int:
 
 
 def unknown_value(text: Text, line: int) -> Unknown:
-    """A value that the script does not give outright."""
+    """Return the reason of a text without a value."""
     return Unknown(f"line {line}: {f'{text.text} is ' if text.in_doubt else ''}{text.why}")
 
 
 def read_value(text: Text, line: int, read: Callable[[str], Any] = parse_value) -> Any:
-    """The value of a text, or why it has none."""
+    """Return the value of a text, or why it has none."""
     try:
         return read(text.text) if text.known else unknown_value(text, line)
     except ValueError as error:
@@ -50,19 +49,19 @@ def read_value(text: Text, line: int, read: Callable[[str], Any] = parse_value) 
 
 
 def parse_argument(text: str) -> Any:
-    """The value of a flag: unlike those of Hydra, argparse takes `none` for a text."""
+    """Return the value of a flag. argparse reads `none` as a text, unlike Hydra."""
     value = parse_value(text)
     return text if value is None else value
 
 
 def not_an_option(word: Text, line: int) -> dict[str, Any]:
-    """A word of a training command that is no option, by its own text."""
+    """Return a word of a training command that is no option, as an unknown option."""
     reason = word.why or "a word of the training command that is no option"
     return {word.text[:80]: Unknown(f"line {line}: {reason}")}
 
 
 def read_flags(words: Sequence[Text], line: int) -> dict[str, Any]:
-    """`--name value ...` by name: True of a flag alone, a list of several values, Unknown of what has no value."""
+    """Return the values of `--name value ...`: True for a flag alone, a list for several values, or Unknown."""
     values: dict[str, list[Any]] = {}
     lost: dict[str, Any] = {}
     held: list[Any] | None = None
@@ -92,7 +91,7 @@ def _flag_value(held: list[Any]) -> Any:
 
 
 def merge_commands(found: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
-    """The options of all training commands; Unknown where they differ. found: the line and the options of each."""
+    """Merge the options of all training commands; Unknown where they differ. found: (line, options) of each."""
     options: dict[str, Any] = {}
     for name in dict.fromkeys(name for _, each in found for name in each):
         values = [each.get(name, _ABSENT) for _, each in found]
@@ -111,7 +110,7 @@ def _describe(value: Any) -> str:
 
 
 def find_text(script: Script, places: Iterable[Path]) -> str | None:
-    """The text of the first of these files that the script writes or that exists. ValueError if it cannot be read."""
+    """Return the text of the first file that the script writes or that exists. ValueError if it cannot be read."""
     for place in places:
         if (written := script.files.get(os.path.normpath(place))) is not None:
             if not written.known:
@@ -123,10 +122,10 @@ def find_text(script: Script, places: Iterable[Path]) -> str | None:
 
 
 def candidate_paths(name: str, directories: Iterable[str | Path]) -> list[Path]:
-    """A file that a command names, as it may lie: beside the script, or where the command is started."""
+    """Return the possible paths of a file that a command names."""
     return list(dict.fromkeys(Path(directory) / name for directory in directories))
 
 
 def directories(command: Command, path: str) -> list[Path]:
-    """Where a file that a command names may lie."""
+    """Return the folders in which a command may find its files."""
     return [Path(command.directory), Path(path).parent, Path()]

@@ -27,18 +27,18 @@ from rollover.plugins.convert.mapping import (
     without,
 )
 
-BUDGET = 1024  # what its trainer has without max_token_budget, which no flag sets
+BUDGET = 1024  # the trainer's default of max_token_budget, which no flag sets
 _ADVANTAGES = {
     "gae": "gae",
     "group_norm": "grpo",
     "reinforce": "reinforce_plus_plus_tokens",
     "reinforce_baseline": "reinforce_plus_plus_baseline",
 }
-_OVER_TOKENS = ("gae", "reinforce")  # rewards are not compared with siblings, and a KL is taken off each token's
+_OVER_TOKENS = ("gae", "reinforce")  # no comparison with siblings; the KL penalty is per token
 
 
 def vision(value: Any, options: Options) -> Mapping[str, Any]:
-    """Of the prefixes of parameters that are frozen: those of the tower and the projector alone can be."""
+    """Convert prefixes of frozen parameters: only the vision tower and the projector can be frozen."""
     if isinstance(value, bool):  # a flag in most of its scripts
         return {"model.vision": "frozen" if value else "trained"}
     prefixes = [value] if isinstance(value, str) else list(value or ())
@@ -119,13 +119,13 @@ def batches(value: Any, options: Options) -> dict[str, Any]:
 
 
 def group_size(value: Any, options: Options) -> dict[str, Any]:
-    """Evaluations draw as training does."""
+    """Return the group size, for evaluations too."""
     values = {"rollout.group_size": value, "eval.samples_per_task": value}
     return values | ({"rewards.min_valid": 1} if value == 1 else {})
 
 
 def truncated(value: Any, options: Options) -> dict[str, Any]:
-    """LightRFT corrects for nothing: not for truncated sampling, and not for tokens of older versions."""
+    """Disable correction: LightRFT corrects neither for truncated sampling nor for older versions."""
     wanting = float(options("top_p")) < 1 or bool(options("use_partial"))
     values = {"rollout.top_p": float(options("top_p")), "algorithm.correction": "none"}
     return values | ({"algorithm.allow_uncorrected": True} if wanting else {})
@@ -194,7 +194,7 @@ def overlong(value: Any, options: Options) -> dict[str, Any]:
 
 
 def before_comparing(make: Any) -> Any:
-    """Of rewards as they come: with group_norm and the like LightRFT changes what has been compared with siblings."""
+    """Return the function for a change of raw rewards: group_norm and the like change compared rewards instead."""
 
     def to(value: Any, options: Options) -> dict[str, Any]:
         values = make(value, options)
@@ -222,7 +222,7 @@ def has_lora(options: Options) -> bool:
 
 
 def tools(options: Options) -> list[str]:
-    """W&B, else TensorBoard, as there."""
+    """Return W&B, else TensorBoard, as in LightRFT."""
     return ["wandb"] if options("use_wandb") else ["tensorboard"] if options("use_tensorboard") else []
 
 
@@ -395,18 +395,17 @@ LIGHTRFT = System("lightrft", ROWS, BASE, "num_episodes")
 
 
 _SIGNS = re.compile(r"lightrft|train_colocate\.py", re.I)
-# Flags whose absence says something: argparse's store_true.
+# Flags with a meaning if absent: argparse's store_true.
 _ABSENT = {"text_only": False, "reward_pretrain": ""}
 
 
 def is_lightrft(text: str) -> bool:
-    """Whether a script starts LightRFT: OpenRLHF, of which it is made, has many of its flags."""
+    """Return whether a script starts LightRFT; OpenRLHF, which it is based on, has many of the same flags."""
     return bool(_SIGNS.search(text)) and "--pretrain" in text
 
 
 def options_of_flags(text: str, path: Path, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The flags by name, with their values (True of one alone, a list of several, `Unknown` of what has no value).
-    ValueError where there are none."""
+    """Read the flags by name: True for a flag alone, a list for several values. ValueError if there are none."""
     found: list[tuple[int, dict[str, Any]]] = []
     for command in read_script(text, str(path), environment).commands:
         start = find_program(command.words)

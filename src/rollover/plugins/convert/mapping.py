@@ -1,7 +1,6 @@
-"""What an option of another system is here: rows, and how a system's options become values of ours.
+"""Rows that map options of another system to our keys, and the conversion by them.
 
-Owns the conversion of options that are read already; who reads files is a module of its system. Never loads our
-configuration: who calls does, and finds out what does not go together.
+Reads no files: the modules of the systems do. Does not load or check our configuration: conversion.py does.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 from rollover.config.run import TOOLS
 
-# Why options of every system have no counterpart, and no result depends on them.
+# Notes of options without a counterpart that change no result.
 COMPUTE = "where and in what portions it computes: `[engine]`, `[backend]`, `[cluster]` and `train.micro_batch_tokens`"
 SETS_NOTHING = "sets nothing, given the other options"
 _SOURCES = "tasks.sources"
@@ -21,7 +20,7 @@ TRACKING = "what is shown and stored of a run, and where: `[track]`; W&B and oth
 
 
 class Unanswered(ValueError):
-    """An option that cannot be converted without changing what is learned. values: of ours, which hold in any case."""
+    """An option whose conversion needs the user's answer. values: of our keys, valid whatever the answer is."""
 
     def __init__(self, question: str, values: Mapping[str, Any] | None = None) -> None:
         super().__init__(question)
@@ -30,34 +29,36 @@ class Unanswered(ValueError):
 
 @dataclass(frozen=True)
 class Unknown:
-    """The value of an option that its file does not say outright. reason: what is there instead, in words."""
+    """An option whose value could not be read. reason: why."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Part of a file that is no option and is left out. reason: why nothing is lost by it, or who gives it."""
+    """Part of a file that is no option. reason: why it can be left out."""
 
     reason: str
 
 
 class Options:
-    """A system's options by name: those given, else the system's defaults (None where a row has none). unread: options
-    whose value is not known; `guessed` collects those whose default was taken."""
+    """A system's options by name: given values, else the rows' defaults.
 
-    def __init__(self, given: Mapping[str, Any], rows: Sequence[Row], unread: Collection[str] = ()) -> None:
+    unknown: options whose value could not be read; `guessed` collects those whose default was used.
+    """
+
+    def __init__(self, given: Mapping[str, Any], rows: Sequence[Row], unknown: Collection[str] = ()) -> None:
         self.given, self.rows = given, rows
         self._defaults = {row.option: row.default for row in rows}
-        self._unread, self.guessed = unread, dict[str, None]()
+        self._unknown, self.guessed = unknown, dict[str, None]()
 
     def __call__(self, option: str) -> Any:
-        if option in self._unread:
+        if option in self._unknown:
             self.guessed[option] = None
         return self.given[option] if option in self.given else self._defaults.get(option)
 
     def with_example(self, option: str) -> Options:
-        """The same with the example of one option's row."""
+        """Return the options with one set to its row's example."""
         example = next((row.example for row in self.rows if row.option == option), None)
         return Options({**self.given, option: example}, self.rows)
 
@@ -67,15 +68,14 @@ To = Callable[[Any, Options], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Row:
-    """One option of another system, or all whose name has a pattern (`*`).
+    """One option of another system, or all options that match a pattern (`*`).
 
-    keys: ours; none = no counterpart. to(value, options): values of ours; without it the value is that of the one key.
-    It raises Unanswered for a value that has no counterpart. default: the other system's, which is written out where a
-    file says nothing (None: nothing is). example: a value that changes the resolved run, with other options where it
-    needs them (None: any value is asked about, and the keys answer it).
-    note: what is different, or why there is no counterpart. neutral: values without which as much is learned; None of
-    a row without keys: all are (the option changes no result). secret: its value may be a credential, and is not shown.
-    when(options): whether the option has an effect beside the others; without it, always.
+    keys: our keys; empty = no counterpart. to(value, options): values by our keys; default: `value` for the one key. It
+    raises Unanswered for a value without a counterpart. default: the other system's, written to the TOML where a file
+    does not set the option (None: nothing is written). example: a value that changes the resolved run (None: every
+    value needs an answer, which the keys give). also: other names. note: differences, or why there is no counterpart.
+    neutral: values that change no result; None in a row without keys: all values. secret: the value may be a credential
+    and is not printed. when(options): whether the option has an effect; default: always.
     """
 
     option: str
@@ -91,29 +91,28 @@ class Row:
 
     @property
     def is_tracking(self) -> bool:
-        """Whether no result depends on its keys: what has no counterpart is left out, and nobody is asked."""
+        """Whether the keys are tracking only: values without a counterpart are left out instead of asked about."""
         return bool(self.keys) and all(key == "run.name" or key.startswith("track.") for key in self.keys)
 
     def matches(self, option: str) -> bool:
-        """Whether `option` is this row's."""
+        """Return whether this row is that of `option`."""
         return any(fnmatchcase(option, name) for name in (self.option, *self.also))
 
     def values(self, value: Any, options: Options) -> Mapping[str, Any]:
-        """Values of ours, by dotted key."""
+        """Return values by our dotted keys."""
         if self.when is not None and not self.when(options):
             return {}
         return self.to(value, options) if self.to else {self.keys[0]: value}
 
 
 def without(note: str, *options: str, neutral: tuple[Any, ...] | None = None) -> Iterator[Row]:
-    """Rows of options without a counterpart. note, neutral: as in `Row`."""
+    """Return rows of options without a counterpart. note, neutral: as in `Row`."""
     return (Row(option, note=note, neutral=neutral) for option in options)
 
 
 @dataclass(frozen=True)
 class System:
-    """A system: its name and release, and its rows. base: options that make a whole configuration of the least. steps:
-    the option that says how many steps there are."""
+    """A system and its rows. base: options of a minimal configuration. steps: the option of the number of steps."""
 
     name: str
     rows: tuple[Row, ...]
@@ -123,9 +122,12 @@ class System:
 
 @dataclass
 class Conversion:
-    """values: ours -> (value, the other's option as it was written). without: option -> why it has no counterpart, and
-    nothing is lost. questions: option -> what would be lost, which is to be answered. notes: option -> what is
-    different here. ranks: how well the option of a value names its key."""
+    """The result of a conversion.
+
+    values: our key -> (value, source option as text). left_out: option -> why it can be left out. questions: option ->
+    question to the user, as leaving it out would change results. notes: option -> difference. ranks: our key -> how
+    closely the source option matches the key.
+    """
 
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -135,7 +137,7 @@ class Conversion:
 
 
 def convert(system: System, options: Mapping[str, Any]) -> Conversion:
-    """The conversion of options of `system`, by their names there."""
+    """Convert options of `system`, by their names there."""
     done = Conversion()
     done.left_out |= {name: value.reason for name, value in options.items() if isinstance(value, LeftOut)}
     options = {name: value for name, value in options.items() if not isinstance(value, LeftOut)}
@@ -158,7 +160,7 @@ def convert(system: System, options: Mapping[str, Any]) -> Conversion:
 
 
 def _convert_unmapped(done: Conversion, name: str, row: Row | None, value: Any) -> None:
-    """An option that is not known, not read, or has no counterpart."""
+    """Convert an option that is not known, could not be read, or has no counterpart."""
     if row is None:
         done.questions[name] = value.reason if isinstance(value, Unknown) else "is not known here"
     elif isinstance(value, Unknown) and (row.keys or row.neutral is not None):
@@ -172,44 +174,44 @@ def _convert_unmapped(done: Conversion, name: str, row: Row | None, value: Any) 
         (done.left_out if harmless else done.questions)[name] = row.note + unread
 
 
-def _values_with_example(row: Row, of: Options, name: str) -> Mapping[str, Any] | None:
-    """The values of a row if an option has the value of its own row's example; None if there are none."""
+def _values_with_example(row: Row, options: Options, name: str) -> Mapping[str, Any] | None:
+    """Return the values of a row with the option `name` set to its example; None if the row cannot convert that."""
     try:
-        return row.values(of(row.option), of.with_example(name))
+        return row.values(options(row.option), options.with_example(name))
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError):
         return None
 
 
-def _convert_row(done: Conversion, row: Row, of: Options) -> None:
-    value = "***" if row.secret else of(row.option)
-    shown = f"{row.option} = {value}" + ("" if row.option in of.given else ", the default")
+def _convert_row(done: Conversion, row: Row, options: Options) -> None:
+    value = "***" if row.secret else options(row.option)
+    shown = f"{row.option} = {value}" + ("" if row.option in options.given else ", the default")
     asked = done.left_out if row.is_tracking else done.questions
-    of.guessed.clear()
+    options.guessed.clear()
     try:
-        values = row.values(of(row.option), of)
+        values = row.values(options(row.option), options)
     except Unanswered as error:
         asked[row.option] = str(error)
         values = error.values
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-        # A text where a number belongs, say, also as the value of another option.
+        # For example a text in place of a number, also in another option.
         asked[row.option] = f"{value!r} is not understood ({error})"
         values = {}
-    for name in of.guessed:
-        keys = next((other.keys for other in of.rows if other.option == name), ())
-        # A place of the data is answered as a whole; so is a default whose key the other option has, too.
-        answered = set(row.keys) <= set(keys) and (row.option not in of.given or row.keys == (_SOURCES,))
+    for name in options.guessed:
+        keys = next((other.keys for other in options.rows if other.option == name), ())
+        # The other option's question covers it: a source is one answer, and so is a default with the same keys.
+        answered = set(row.keys) <= set(keys) and (row.option not in options.given or row.keys == (_SOURCES,))
         if name == row.option or row.option in asked or answered:
             continue
-        if values != _values_with_example(row, of, name):
+        if values != _values_with_example(row, options, name):
             asked[row.option] = f"{value!r} goes with {name}, which is not read"
             values = {}
-    if not values and row.option not in asked and of.given.get(row.option) and not row.is_tracking:
+    if not values and row.option not in asked and options.given.get(row.option) and not row.is_tracking:
         done.left_out[row.option] = SETS_NOTHING
-    if values and row.note and row.option in of.given:
+    if values and row.note and row.option in options.given:
         done.notes[row.option] = row.note
     for key, value in values.items():
-        is_given = row.option in of.given
-        # Of options that give a key the same value, the one is named that is about this key most of all.
+        is_given = row.option in options.given
+        # Of options that set a key to the same value, name the closest one.
         rank = (is_given, key in row.keys, len(row.keys) == 1)
         old = done.values.get(key)
         if old is not None and old[0] == value and done.ranks[key] >= rank:
@@ -224,7 +226,7 @@ _EMPTY = (None, "", "null", "none")
 
 
 def tracker_values(names: Sequence[str]) -> dict[str, Any]:
-    """track.trackers of the tools `names`. Unanswered names those that there are none of."""
+    """Return track.trackers for tracker names. Raises Unanswered for those that do not exist here."""
     found = [name for name in dict.fromkeys(names) if name in TOOLS]
     values = {"track.trackers": found} if found else {}
     if missing := [name for name in names if name not in TOOLS]:
@@ -233,12 +235,12 @@ def tracker_values(names: Sequence[str]) -> dict[str, Any]:
 
 
 def log_completions(tools: Callable[[Options], Sequence[str]]) -> Any:
-    """The function of a row that switches texts on: they go to a tool where they went there before."""
+    """Return the function of a row that enables logging of completions."""
     return lambda value, options: {} if value else for_trackers(tools, "track.tracker_rollouts")(0, options)
 
 
 def for_trackers(tools: Callable[[Options], Sequence[str]], key: str, of: Sequence[str] = TOOLS) -> Any:
-    """The function of a row: the option is `key` where one of the tools `of` is named, and has no effect elsewhere."""
+    """Return the function of a row that sets `key` if one of the trackers `of` is used."""
 
     def to(value: Any, options: Options) -> dict[str, Any]:
         return {key: value} if value not in _EMPTY and set(of) & set(tools(options)) else {}

@@ -1,5 +1,4 @@
-"""What is in a Python file: assignments, functions, classes and imports, and what its code may change, whether it is
-understood or not. Nothing is evaluated."""
+"""Assignments, functions, classes and imports of a Python file, and possible mutations. Evaluates nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 EVERY = "*"  # stands for every attribute or item of an object
 _CHANGING = ("append", "extend", "insert", "update", "pop", "remove", "clear", "setdefault", "sort", "reverse", "add",
              "discard", "popitem", "__setattr__", "__setitem__")  # fmt: skip
-# They are given an object, and do not change it.
+# Calls that do not change their arguments.
 _READING = ("print", "pprint", "str", "repr", "vars", "asdict", "dict", "list", "tuple", "len", "isinstance", "hasattr",
             "getattr", "dumps", "dump", "info", "debug", "warning", "log", "init", "copy", "deepcopy", "replace", "sum",
             "setattr", "delattr", "sorted", "enumerate", "zip", "range", "items", "keys", "values", "get", "to_dict",
@@ -21,7 +20,7 @@ _READING = ("print", "pprint", "str", "repr", "vars", "asdict", "dict", "list", 
 
 @dataclass(frozen=True)
 class Block:
-    """Statements that may not run, or several times. line: of their condition. first, last: their own lines."""
+    """Statements that may run never or repeatedly. line: of the condition. first, last: lines of the statements."""
 
     line: int
     first: int
@@ -30,8 +29,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Location:
-    """Where a statement stands. block: what it depends on. scope: its function. at_import: whether importing the file
-    runs it."""
+    """Location of a statement. block: its condition. scope: its function. at_import: whether an import runs it."""
 
     block: Block | None = None
     scope: Function | None = None
@@ -40,7 +38,7 @@ class Location:
 
 @dataclass
 class Assignment:
-    """A name's value from a line on; None if it is not known."""
+    """A name's value from a line on; None if unknown."""
 
     line: int
     value: ast.expr | None
@@ -49,7 +47,7 @@ class Assignment:
 
 @dataclass
 class AttributeAssignment(Assignment):
-    """An assignment to an attribute of a name, or to EVERY one."""
+    """An assignment to an attribute of a name, or to EVERY attribute."""
 
     name: str
     attribute: str
@@ -57,9 +55,12 @@ class AttributeAssignment(Assignment):
 
 @dataclass
 class Definitions:
-    """A file's syntax tree. names: what each was assigned, in order. attributes: assignments to attributes of names.
-    imported: name -> module:name. called_at_import: last names of what importing the file calls. anywhere: names that
-    may change at any time, with the line that does it. aliases: which names may be one object."""
+    """The definitions of a syntax tree.
+
+    names: assignments by name, in order. attributes: assignments to attributes. imported: name -> module:name.
+    called_at_import: last names of functions that an import calls. anywhere: names that may change at any time, and
+    the line that changes them. aliases: names that may refer to one object.
+    """
 
     tree: ast.Module
     names: dict[str, list[Assignment]] = field(default_factory=dict)
@@ -209,7 +210,7 @@ def bound(node: ast.AST) -> Iterator[str]:
 
 
 def mutations(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """The names whose object is changed in place, each with the attribute that is changed, or EVERY."""
+    """Yield (name, attribute or EVERY) of objects that are changed in place."""
     for each in ast.walk(node):
         if isinstance(each, ast.Attribute | ast.Subscript) and not isinstance(each.ctx, ast.Load):
             yield from _root(each)
@@ -222,7 +223,7 @@ def mutations(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def _root(node: ast.expr) -> Iterator[tuple[str, str]]:
-    """The name that an expression begins with, and the attribute behind it."""
+    """Yield the first name of an expression, and the attribute behind it."""
     attribute = EVERY
     while not isinstance(node, ast.Name):
         attribute = EVERY
@@ -239,7 +240,7 @@ def _root(node: ast.expr) -> Iterator[tuple[str, str]]:
 
 
 class Aliases:
-    """Which names of a file may be the same object, and what else is given it. By name, whatever the scope."""
+    """Names of a file that may refer to one object, and calls that receive it. By name, in all scopes together."""
 
     def __init__(self, tree: ast.Module) -> None:
         self._links: dict[str, set[str]] = {}
@@ -277,7 +278,7 @@ class Aliases:
                 self._given.setdefault(name, (callee, call.lineno))
 
     def names(self, name: str) -> set[str]:
-        """The names that may be the same object, with the name itself."""
+        """Return the names that may refer to the same object, including `name`."""
         found, left = {name}, [name]
         while left:
             new = self._links.get(left.pop(), set()) - found
@@ -286,13 +287,13 @@ class Aliases:
         return found
 
     def changes(self, name: str) -> str:
-        """Why what is called with the object may change it; empty if nothing may."""
+        """Return why a call may change the object; empty if none may."""
         given = next((self._given[one] for one in sorted(self.names(name)) if one in self._given), None)
         return f"`{name}` may be changed by {given[0]} (line {given[1]})" if given else ""
 
 
 def _object(node: ast.expr) -> str:
-    """The name of an object, or of what `vars` makes of it."""
+    """Return the name of an object, also of `vars(name)`; else ""."""
     if isinstance(node, ast.Call) and name_of(node) == "vars" and node.args:
         node = node.args[0]
     return node.id if isinstance(node, ast.Name) else ""

@@ -1,8 +1,7 @@
-"""Reads Python without running it: what names are assigned, which functions are defined or imported, and the value of
-an expression as far as it is plain.
+"""Evaluates plain expressions of a Python file without running it.
 
-Understood are literals, sums, f-strings, names that are assigned before, arguments of functions that are called once,
-and defaults of argparse (python_defaults.py), of dataclasses and of `os.environ.get`. Knows nothing of any system.
+Supports literals, arithmetic, f-strings, assigned names, arguments of functions with one call, and defaults of
+argparse, dataclasses and `os.environ.get`. Independent of the system.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
 }  # fmt: skip
 _PLAIN_CALLS: dict[str, Callable[..., Any]] = {"int": int, "float": float, "str": str, "dict": dict, "list": list}
-_MOST_CHARS = 1 << 16  # of a text, and items of a list: names of names multiply
-_MOST_VALUES = 100_000  # that are evaluated
+_MOST_CHARS = 1 << 16  # of a text, and items of a list, as references multiply
+_MOST_VALUES = 100_000  # evaluated ones
 _LARGEST = 1 << 63
 
 
 class NotEvaluated(ValueError):
-    """An expression that is not understood."""
+    """An expression that cannot be evaluated."""
 
 
 def parse_python(text: str) -> ast.Module:
-    """The syntax tree. ValueError for text that is no Python, or is nested too deeply."""
+    """Parse Python. ValueError for invalid or too deeply nested text."""
     try:
         return ast.parse(text)
     except SyntaxError as error:
@@ -68,7 +67,7 @@ class PythonSource(Definitions):
     # Values
 
     def value(self, node: ast.expr) -> Any:  # noqa: C901 - one case for each expression
-        """What an expression is. NotEvaluated names the part that is not understood."""
+        """Evaluate an expression. NotEvaluated names the part that cannot be."""
         self._left -= 1
         if self._left < 0:
             raise NotEvaluated("the script has too many values to be read")
@@ -112,7 +111,7 @@ class PythonSource(Definitions):
         raise self.not_evaluated(node)
 
     def _operate(self, node: ast.BinOp, left: Any, right: Any) -> Any:
-        """Bounded before it is computed: 9**9**9 never ends, and 'a' * 10**12 has no place."""
+        """Compute within bounds: 9**9**9 would not end, and 'a' * 10**12 would exhaust memory."""
         numbers = all(isinstance(value, int | float) for value in (left, right))
         too_large = isinstance(node.op, ast.Pow) and abs(right if numbers else 0) > 64
         if not numbers and isinstance(node.op, ast.Mult):
@@ -143,7 +142,7 @@ class PythonSource(Definitions):
             raise (error if isinstance(error, NotEvaluated) else self.not_evaluated(node)) from None
 
     def _environment_value(self, node: ast.expr) -> tuple[bool, Any]:
-        """Whether it reads the environment, and what is there."""
+        """Return whether it reads the environment, and the value."""
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.environ.get", "os.getenv", "getenv"):
             name = str(self.value(node.args[0])) if node.args else ""
             default = node.args[1] if len(node.args) > 1 else next((k.value for k in node.keywords), None)
@@ -158,7 +157,7 @@ class PythonSource(Definitions):
         return False, None
 
     def resolve(self, node: ast.expr) -> ast.expr:
-        """What a name was assigned last before it is used here; any other expression as it is."""
+        """Return the last assignment to a name before this use; any other expression unchanged."""
         if not isinstance(node, ast.Name):
             return node
         self._left -= 1
@@ -185,12 +184,14 @@ class PythonSource(Definitions):
         return self.resolve(last.value) if last.value is not None else node
 
     def scopes(self, node: ast.expr) -> list[Function | None]:
-        """The functions that a name is in, the innermost first, and None for the file."""
+        """Return the enclosing functions, innermost first, and None for the file."""
         return [*self._scopes.get(node, []), None]
 
     def changes(self, node: ast.Name, attribute: str = "") -> str:
-        """Why the object of a name may differ from what it was made as; empty if it does not. attribute: the one of
-        interest; empty if a change by the name itself, in its own function, is known already."""
+        """Return why the object of a name may have changed since it was created; empty if not.
+
+        attribute: check that one only; empty: ignore changes by the name itself in its own function.
+        """
         names = self.aliases.names(node.id)
         self._left -= (len(names) + len(self.attributes)) // 20
         for one in self.attributes:
@@ -200,7 +201,7 @@ class PythonSource(Definitions):
         return self.aliases.changes(node.id)
 
     def _argument(self, function: Function, node: ast.Name) -> ast.expr:
-        """What a parameter is given by the one call of its function."""
+        """Return the argument of a parameter in the only call of its function."""
         found = [call for call in calls(self.tree) if isinstance(call.func, ast.Name) and call.func.id == function.name]
         if len(found) != 1 or any(isinstance(argument, ast.Starred) for argument in found[0].args):
             raise self.not_evaluated(node)
@@ -214,12 +215,12 @@ class PythonSource(Definitions):
         return given[node.id]
 
     def not_evaluated(self, node: ast.expr) -> NotEvaluated:
-        """The error that names an expression."""
+        """Return the error that names an expression."""
         text = " ".join(ast.unparse(node).split())
         return NotEvaluated(f"`{text[:60]}{'...' if len(text) > 60 else ''}` (line {node.lineno}) is not evaluated")
 
     def or_unknown(self, node: ast.expr, read: Callable[[ast.expr], Any]) -> Any:
-        """What `read` gives, or an Unknown that says why it gives nothing."""
+        """Return the result of `read`, or Unknown with the reason."""
         try:
             return read(node)
         except NotEvaluated as error:
@@ -246,7 +247,7 @@ _TYPES = {"int": int, "float": float, "str": str}
 
 
 class Defaults:
-    """Reads `args.name` of one source."""
+    """Defaults of command lines and classes: the values of `args.name` in one source."""
 
     def __init__(self, source: PythonSource) -> None:
         self._source = source
@@ -277,7 +278,7 @@ class Defaults:
         return None
 
     def _origin(self, node: ast.expr) -> ast.expr:
-        """What makes an object: a call, or the item of one; of a function of the file, what that returns."""
+        """Return the call that creates an object, or its item; follows functions of the file."""
         made = self._source.resolve(node)
         for _ in range(5):
             if not (isinstance(made, ast.Call) and isinstance(made.func, ast.Name)):
@@ -337,13 +338,13 @@ class Defaults:
         return default
 
     def parsed_name(self, made: ast.expr) -> str:
-        """The name of the class that an object is of, which a parser of dataclasses makes; "" for any other."""
+        """Return the class name of an object that a parser of dataclasses creates; "" for any other."""
         index = made.slice.value if isinstance(made, ast.Subscript) and isinstance(made.slice, ast.Constant) else 0
         call = made.value if isinstance(made, ast.Subscript) else made
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and name_of(call) in _PARSES[2:]):
             return ""
         if call.args or any(keyword.arg not in _FLAGS for keyword in call.keywords):
-            return ""  # its words are given
+            return ""  # explicit arguments
         parser = self._source.resolve(call.func.value)
         if not (isinstance(parser, ast.Call) and name_of(parser) in _PARSERS):
             return ""
@@ -356,7 +357,7 @@ class Defaults:
     # Classes
 
     def fields(self, made: ast.ClassDef) -> dict[str, ast.expr]:
-        """The defaults of a class and of its bases in the file."""
+        """Return the defaults of a class and of its bases in the file."""
         found: dict[str, ast.expr] = {}
         for statement in [statement for one in reversed(self._with_bases(made)) for statement in one.body]:
             targets = statement.targets if isinstance(statement, ast.Assign) else []
@@ -372,7 +373,7 @@ class Defaults:
         return found
 
     def _class_default(self, made: ast.ClassDef, node: ast.Attribute, given: ast.expr | None = None) -> ast.expr | None:
-        """The value of an attribute. given: what the constructor is given for it."""
+        """Return the value of an attribute. given: the constructor's argument."""
         default = given or self.fields(made).get(node.attr)
         family = self._with_bases(made)
         names = {"self", "cls", *(one.name for one in family)}
@@ -393,7 +394,7 @@ class Defaults:
         return own[0]
 
     def _with_bases(self, made: ast.ClassDef) -> list[ast.ClassDef]:
-        """A class and its bases in the file."""
+        """Return a class and its bases in the file."""
         found = [made]
         for one in found:
             named = [self._source.classes.get(ast.unparse(base).rpartition(".")[2]) for base in one.bases]
@@ -402,7 +403,7 @@ class Defaults:
 
 
 def _field_default(value: ast.expr) -> ast.expr | None:
-    """The default of a field of a class; None if it has none."""
+    """Return the default of a class field; None if it has none."""
     if not (isinstance(value, ast.Call) and name_of(value) in _FIELDS):
         return value
     given: dict[Any, ast.expr] = {keyword.arg: keyword.value for keyword in value.keywords}

@@ -1,7 +1,6 @@
-"""Reads the options of `trl grpo`, or of a script that takes them from its command line, out of the command or of TRL's
-YAML.
+"""Reads TRL's options from a command (`trl grpo`, or a script with TRL's arguments) or from TRL's YAML.
 
-Owns what the arguments of TRL's scripts (ScriptArguments, ModelConfig) are among those of GRPOTrainer. Nothing is run.
+Maps arguments of TRL's scripts (ScriptArguments, ModelConfig) to those of GRPOTrainer. Runs nothing.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ _NO_RESULT = ("dataset_streaming", "ignore_bias_buffers", "bnb_4bit_quant_type",
 
 
 def is_trl_command(text: str) -> bool:
-    """Whether a shell script launches TRL's GRPO."""
+    """Return whether a shell script launches TRL's GRPO."""
     return bool(re.search(r"\btrl\s+grpo\b", text) or _FLAG.search(text) or _CONFIG.search(text))
 
 
 def is_trl_yaml(tables: Mapping[str, Any]) -> bool:
-    """Whether a YAML is one of TRL's."""
+    """Return whether a YAML is one of TRL's."""
     return "model_name_or_path" in tables and any(name in tables for name in (*_TELLING[:2], *_TELLING[3:], "beta"))
 
 
 def options_of_trl_command(text: str, path: Path, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The options of the training commands, `Unknown` of what has no value. ValueError where there are none."""
+    """Read the options of the training commands. ValueError if there are none."""
     script = read_script(text, str(path), environment)
     found: list[tuple[int, dict[str, Any]]] = []
     for command in script.commands:
@@ -83,7 +82,7 @@ def _yaml(name: str, command: Command, script: Script, path: Path) -> dict[str, 
 
 
 def _processes(words: Sequence[Text], line: int, yaml_of: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-    """How many processes train, of what a launcher is given before the script."""
+    """Return the number of training processes, from the launcher's arguments before the script."""
     given = {name.replace("-", "_"): value for name, value in read_flags(words, line).items()}
     if (file := given.get("config_file")) is not None and "num_processes" not in given:
         try:
@@ -102,8 +101,8 @@ def _processes(words: Sequence[Text], line: int, yaml_of: Callable[[str], dict[s
 
 
 def options_of_trl_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The options by the names of GRPOConfig and GRPOTrainer."""
-    # YAML takes 1e-5 for a text.
+    """Return the options by the names of GRPOConfig and GRPOTrainer."""
+    # 1e-5 is a text in YAML 1.1.
     left = {k: parse_argument(v) if isinstance(v, str) else v for k, v in flags.items() if k not in _NO_RESULT}
     options: dict[str, Any] = {}
     if model := left.pop("model_name_or_path", None):

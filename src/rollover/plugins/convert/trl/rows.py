@@ -1,7 +1,7 @@
-"""TRL 1.16 (GRPOConfig, and what GRPOTrainer is given): what its fields are here, row by row.
+"""TRL 1.16 (GRPOConfig and GRPOTrainer's arguments): its fields by our keys, row by row.
 
-Every field has a row, also those of TrainingArguments that it inherits; tests/parity/test_trl_fields.py holds them to
-the installed TRL. `num_processes` is accelerate's; `prompts` says what the data's prompts are.
+Every field has a row, also those inherited from TrainingArguments; tests/parity/test_trl_fields.py compares them with
+the installed TRL. `num_processes` is accelerate's; `prompts` is the form of the data's prompts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Reads a script that calls TRL's GRPOTrainer, by its syntax tree: nothing of it is run.
+"""Reads a Python script that calls TRL's GRPOTrainer, by its syntax tree. Runs nothing in it.
 
-Owns what of TRL is understood: `GRPOConfig`, `load_dataset`, `from_pretrained`, `LoraConfig`, and functions that are
-defined in the file or imported. What is not is an `Unknown` value, which names the expression and its line.
+Supports `GRPOConfig`, `load_dataset`, `from_pretrained`, `LoraConfig`, and functions that the file defines or imports.
+Other expressions become `Unknown` values, with the expression and its line.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ _ARGUMENTS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", 
 
 
 def calls_grpo_trainer(text: str) -> bool:
-    """Whether it is Python in which a GRPOTrainer is made."""
+    """Return whether a text is Python that creates a GRPOTrainer."""
     try:
         return bool(_trainers(parse_python(text)))
-    except ValueError:  # which is reported where the options are read
+    except ValueError:  # options_of_trl_script reports it
         return _TRAINER in text
 
 
 def options_of_trl_script(text: str, path: Path) -> dict[str, Any]:
-    """The arguments of the one GRPOTrainer, and the fields of its GRPOConfig. ValueError where there is none, or
-    several."""
+    """Read the arguments of the GRPOTrainer and the fields of its GRPOConfig. ValueError unless there is one call."""
     tree = parse_python(text)
     found = _trainers(tree)
     if len(found) != 1:
@@ -73,7 +72,7 @@ class _Script:
         return {name: item for name, item in (options | self._data(*rows)).items() if item is not None}
 
     def _changes(self, call: ast.Call) -> dict[str, Any]:
-        """What a class of the user's own, or a method of the trainer, may change."""
+        """Return possible changes by a subclass, or by later code, as unknown options."""
         options: dict[str, Any] = {}
         name = name_of(call)
         if name != _TRAINER:
@@ -91,7 +90,7 @@ class _Script:
     # The arguments
 
     def _config(self, node: ast.expr | None) -> dict[str, Any]:
-        """The fields of GRPOConfig(...), and those that are assigned to it afterwards."""
+        """Return the fields of GRPOConfig(...), and later assignments to it."""
         if node is None:
             return {}
         options: dict[str, Any] = {}
@@ -122,7 +121,7 @@ class _Script:
         return options | (self._assigned(node) if isinstance(node, ast.Name) else {})
 
     def _assigned(self, node: ast.Name) -> dict[str, Any]:
-        """The fields that are assigned to the configuration of a name; `args` if any other may be."""
+        """Return the fields that are assigned to a named configuration; `args` if others may change."""
         options: dict[str, Any] = {}
         names, scopes = self.source.aliases.names(node.id), self.source.scopes(node)
         for one in [one for one in self.source.attributes if one.name in names]:
@@ -138,7 +137,7 @@ class _Script:
         return options
 
     def _own_config(self, made: ast.ClassDef) -> dict[str, Any]:
-        """The defaults of a subclass of GRPOConfig."""
+        """Return the defaults of a subclass of GRPOConfig."""
         options = {
             name: self.source.or_unknown(value, self.value) for name, value in self.defaults.fields(made).items()
         }
@@ -155,7 +154,7 @@ class _Script:
         return self.value(node)
 
     def _same_model(self, node: ast.expr, model: ast.expr | None) -> bool:
-        """Whether it is the tokenizer of the model's own folder."""
+        """Return whether it is the tokenizer of the model's folder."""
         try:
             made, path = self.resolve(node), self._model(model) if model else None
             path = path["path"] if isinstance(path, dict) else path
@@ -256,7 +255,7 @@ class _Script:
         return found | ({"streaming": True} if given.get("streaming") else {})
 
     def _form_of_prompts(self, source: Any, row_calls: list[ast.Call]) -> Any:
-        """`text` or `messages`: of the function of a .map, else of a local file's first row."""
+        """Return "text" or "messages", from the function of a .map, else from a local file's first row."""
         for call in row_calls:
             for node in call.args:
                 function = self.source.functions.get(node.id) if isinstance(node, ast.Name) else node
@@ -281,13 +280,13 @@ class _Script:
 
 
 def _trainers(tree: ast.AST) -> list[ast.Call]:
-    """The calls of GRPOTrainer and of what is derived from it, or has a name that ends so."""
+    """Return the calls of GRPOTrainer, its subclasses, and classes whose name ends so."""
     derived = _derived(tree, _TRAINER)
     return [call for call in calls(tree) if name_of(call) in derived or name_of(call).endswith(_TRAINER)]
 
 
 def _derived(tree: ast.AST, name: str) -> set[str]:
-    """A class and its subclasses in the file."""
+    """Return a class and its subclasses in the file."""
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     found, num = {name}, 0
     while len(found) != num:
@@ -297,12 +296,12 @@ def _derived(tree: ast.AST, name: str) -> set[str]:
 
 
 def _form_in_file(path: Path) -> str:
-    """Of the first row of a file of JSON lines; "" where there is none."""
+    """Return the prompt form in the first row of a file of JSON lines; "" if there is none."""
     try:
         if not path.expanduser().is_file():
             return ""
         with path.expanduser().open(encoding="utf-8") as file:
             prompt = json.loads(file.readline(MOST_BYTES)).get("prompt")
-    except (OSError, ValueError, AttributeError, RuntimeError):  # RuntimeError: ~ of a user whom nobody knows
+    except (OSError, ValueError, AttributeError, RuntimeError):  # RuntimeError: ~ of an unknown user
         return ""
     return {str: "text", list: "messages"}.get(type(prompt), "")

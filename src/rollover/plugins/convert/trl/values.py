@@ -1,6 +1,6 @@
-"""Options of TRL's GRPOConfig as values of ours: batches, the algorithm, sampling and the optimizer.
+"""Functions of rows.py that convert values of TRL's GRPOConfig and of GRPOTrainer's arguments.
 
-What TRL counts in updates of the optimizer is here in training steps, of `updates(options)` updates each.
+TRL counts updates of the optimizer. Here a training step has `updates(options)` of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _GENERATION = {
 
 
 def _samples(options: Options) -> tuple[int, int]:
-    """(samples generated at once, micro-batches that they are)."""
+    """Return (samples generated at once, their micro-batches)."""
     micro = options("per_device_train_batch_size") * options("num_processes")
     at_once, portions = options("generation_batch_size"), options("steps_per_generation")
     if at_once and portions:
@@ -53,7 +53,7 @@ def _samples(options: Options) -> tuple[int, int]:
 
 
 def step(options: Options) -> tuple[int, int]:
-    """(groups of a training step, minibatches that it is trained in)."""
+    """Return (groups of a training step, its minibatches)."""
     samples, portions = _samples(options)
     of_update = options("gradient_accumulation_steps")
     if of_update > portions:  # an update of several generations, all by the same weights
@@ -75,7 +75,7 @@ def step(options: Options) -> tuple[int, int]:
 
 
 def updates(options: Options) -> int:
-    """Updates of the optimizer in a training step."""
+    """Return the updates of the optimizer in a training step."""
     return step(options)[1] * options("num_iterations")
 
 
@@ -89,7 +89,7 @@ def steps(value: Any, options: Options) -> dict[str, Any]:
 
 
 def in_steps(value: Any, options: Options) -> int:
-    """A number of updates, or a share of all of them, as training steps."""
+    """Convert a number of updates, or a share of all updates, to training steps."""
     if value < 1:
         if not (options("max_steps") or 0) > 0:
             raise Unanswered(f"{value} is a share of the run, of whose length nothing is known")
@@ -184,7 +184,7 @@ def correction(value: Any, options: Options) -> dict[str, Any]:
     mode, low = options("vllm_importance_sampling_mode"), options("vllm_importance_sampling_clip_min")
     old = options("vllm_importance_sampling_cap")  # of older releases
     cap = options("vllm_importance_sampling_clip_max") if old is None else old
-    if options("loss_type") == "vespo":  # which holds the weight itself, as token_truncate
+    if options("loss_type") == "vespo":  # contains the weight itself, as token_truncate
         if not on:
             return {}
         if mode != "token_truncate" or low or cap is None:
@@ -197,7 +197,7 @@ def correction(value: Any, options: Options) -> dict[str, Any]:
 
 
 def sampled(key: str) -> Any:
-    """An option of sampling. TRL trains what was sampled with top_p and the like as if it were the policy's own."""
+    """Return the function of a sampling option. TRL does not correct for top_p and the like."""
 
     def to(value: Any, options: Options) -> dict[str, Any]:
         default = {"rollout.top_p": 1.0, "rollout.logits.repetition_penalty": 1.0}.get(key, 0)
@@ -263,7 +263,7 @@ def warmup(value: Any, options: Options) -> dict[str, Any]:
 
 
 def reward_rows(options: Options) -> list[dict[str, Any]]:
-    """[[rewards.functions]] of reward_funcs: names of functions (FILE:NAME), of models, or whole rows."""
+    """Return [[rewards.functions]] of reward_funcs: names of functions (FILE:NAME) or models, or whole rows."""
     given, weights = options("reward_funcs") or [], options("reward_weights")
     given = given if isinstance(given, list | tuple) else [given]
     if given and weights is not None and len(weights) != len(given):
@@ -331,7 +331,7 @@ def rewards(value: Any, options: Options) -> dict[str, Any]:
 
 
 def lora(value: Any, options: Options) -> dict[str, Any]:
-    """peft's LoraConfig, by its arguments."""
+    """Convert the arguments of peft's LoraConfig."""
     values: dict[str, Any] = {}
     for name, item in (_LORA_DEFAULTS | {"target_modules": None} | dict(value)).items():
         if name == "target_modules":
@@ -367,7 +367,7 @@ def model_options(value: Any, options: Options) -> dict[str, Any]:
 
 
 def dtype(value: Any, options: Options) -> dict[str, Any]:
-    """Not set, TRL takes bfloat16 where the device has it."""
+    """Convert bf16; if it is not set, TRL uses bfloat16 on devices that support it."""
     return {"model.dtype": "auto" if value is None else "bfloat16" if value else "float32"}
 
 
@@ -414,11 +414,11 @@ def saves(value: Any, options: Options) -> dict[str, Any]:
     return {"checkpoint.every_steps": in_steps(options("save_steps"), options)}
 
 
-# Where it is shown
+# Trackers
 
 
 def tools(options: Options) -> list[str]:
-    """What report_to names; "all" stays, as it depends on what is installed."""
+    """Return the trackers of report_to, with "all" as it is."""
     named = options("report_to") or []
     return [name for name in ([named] if isinstance(named, str) else named) if name != "none"]
 

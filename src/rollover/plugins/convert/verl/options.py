@@ -38,8 +38,7 @@ _HYDRA_OUTPUT = re.compile(r"hydra\.(?:run|output_subdir|job_logging|hydra_loggi
 
 
 def options_of_script(text: str, path: Path, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The options of the training commands by name: their values, `Unknown` where they are not known. ValueError where
-    there are none."""
+    """Read the options of the training commands by name. ValueError if there are none."""
     script = read_script(text, str(path), environment)
     found: list[tuple[int, dict[str, Any]]] = []
     left_out: dict[str, Any] = {}
@@ -62,7 +61,7 @@ def options_of_script(text: str, path: Path, environment: Mapping[str, str] = os
 
 
 def _trains(words: Sequence[Text], start: int) -> bool:
-    """Whether a command is verl's: by its module, or by overrides of verl's tables."""
+    """Return whether a command trains with verl: by its module, or by overrides of verl's tables."""
     if start >= 0 and words[start].text.startswith("verl.") and _MAIN.search(words[start].text):
         return True
     if start >= 0 and re.search(r"(?:^|[./])main_\w+(?:\.py)?$", words[start].text):
@@ -86,7 +85,7 @@ class _Training:
         self._flags: dict[str, Text] = {}
 
     def options(self) -> dict[str, Any]:
-        """The overrides, over those of the YAML that `--config-name` names."""
+        """Return the overrides, over the options of the YAML of `--config-name`."""
         options: dict[str, Any] = {}
         lost: dict[str, Any] = {}
         while self._words:
@@ -107,7 +106,7 @@ class _Training:
         return with_program(self._config() | options | lost, self._program)
 
     def _is_flag(self, word: Text) -> bool:
-        """Whether it is one of Hydra's flags for the YAML, which is kept."""
+        """Keep one of Hydra's flags for the YAML. Return whether it is one."""
         flag, equals, value = word.text.partition("=")
         names = next((names for names in (_NAME, _PLACE, _FOLDER) if flag in names), None)
         if names is None or not (equals or self._words):
@@ -142,7 +141,7 @@ class _Training:
 
 
 def _set(options: dict[str, Any], name: str, value: Any) -> None:
-    """Set an option; of a table, each of its options. A part of a table that is a value is put into that."""
+    """Set an option, or each option of a table. chat_template_kwargs stays one value."""
     table, dot, part = name.partition("chat_template_kwargs.")
     if dot:
         whole = f"{table}chat_template_kwargs"
@@ -160,7 +159,7 @@ def _set(options: dict[str, Any], name: str, value: Any) -> None:
 # YAML
 
 
-# verl's own configurations, whose values are the defaults of rows.py, and those in its groups.
+# Configurations of verl itself, and in its groups: their values are the defaults of rows.py.
 _VERL = re.compile(
     r"(?:_generated_)?(?:ppo|dapo|entropy|fully_async_ppo|one_step_off_ppo)(?:_megatron|_torchtitan|_veomni)?_trainer"
     r"|legacy_reward_impl"
@@ -177,28 +176,28 @@ Find = Callable[[Sequence[Path]], str | None]
 
 
 def is_of_verl(name: str) -> bool:
-    """Whether a configuration of this name is verl's own."""
+    """Return whether a configuration of this name is part of verl."""
     return bool(_VERL.fullmatch(name.removesuffix(".yaml")))
 
 
 def options_of_yaml(
     tables: Mapping[str, Any], path: Path, environment: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """The options of a YAML, by dotted names. path: its own, beside which those of its defaults list are."""
+    """Read the options of a YAML by dotted names. The YAMLs of its defaults list are beside `path`."""
     script = Script()
-    composed = _composed(tables, [path.parent], lambda places: find_text(script, places), [0])
+    composed = _compose(tables, [path.parent], lambda places: find_text(script, places), [0])
     return with_program(interpolate(composed, environment))
 
 
 def options_of_config(name: str, directories: Sequence[Path], find: Find) -> dict[str, Any] | None:
-    """The options of a YAML by its name; None if it is in no directory. ValueError for one that cannot be read."""
+    """Read the options of a YAML by its name; None if it is in no directory. ValueError if it is unreadable."""
     return _options_of_file(name, directories, find, [0])
 
 
 def _options_of_file(
     name: str, directories: Sequence[Path], find: Find, num: list[int], group: str = "", package: str = ""
 ) -> dict[str, Any] | None:
-    """The options of a YAML of a group (a folder), by their names in its package. None if it is in no directory."""
+    """Read the options of a YAML of a group (a folder), by their names in its package; None if it is missing."""
     num[0] += 1
     if num[0] > _MOST_FILES:
         raise ValueError(f"it names more than {_MOST_FILES} others")
@@ -208,11 +207,11 @@ def _options_of_file(
         return None
     said = _PACKAGE.match(text)
     package = {"_global_": "", "_group_": group.replace("/", ".")}.get(said[1], said[1]) if said else package
-    found = _composed(tables_of(text), directories, find, num, group)
+    found = _compose(tables_of(text), directories, find, num, group)
     return {f"{package}.{option}" if package else option: value for option, value in found.items()}
 
 
-def _composed(
+def _compose(
     tables: Mapping[str, Any], directories: Sequence[Path], find: Find, num: list[int], group: str = ""
 ) -> dict[str, Any]:
     own = flatten({name: value for name, value in tables.items() if name not in ("defaults", "hydra")})
@@ -224,25 +223,27 @@ def _composed(
             options |= own
         elif isinstance(item, str):
             folder, _, name = item.rpartition("/")
-            options |= _of_entry(_below(group, folder, item), name, "", directories, find, num)
+            options |= _options_of_entry(_group_of_entry(group, folder, item), name, "", directories, find, num)
         elif isinstance(item, dict):
             for folder, names in item.items():
                 folder, _, package = re.sub(r"^(?:override|optional)\s+", "", str(folder)).partition("@")
                 package = "" if package == "_global_" else package or folder.strip("/").replace("/", ".")
                 for name in names if isinstance(names, list) else [names]:
-                    options |= _of_entry(_below(group, folder, folder), name, package, directories, find, num)
+                    options |= _options_of_entry(
+                        _group_of_entry(group, folder, folder), name, package, directories, find, num
+                    )
     return options
 
 
-def _below(group: str, folder: str, said: str) -> str:
-    """The group of an entry of a defaults list in a YAML of `group`."""
+def _group_of_entry(group: str, folder: str, said: str) -> str:
+    """Return the group of an entry of a defaults list in a YAML of `group`."""
     return os.path.normpath(folder.strip("/") if said.startswith("/") else f"{group}/{folder}").strip("./")
 
 
-def _of_entry(
+def _options_of_entry(
     group: str, name: Any, package: str, directories: Sequence[Path], find: Find, num: list[int]
 ) -> dict[str, Any]:
-    """The options of one YAML that a defaults list names."""
+    """Read the options of one YAML of a defaults list."""
     if name is None or group.split("/")[0] == "hydra":
         return {}
     found = _options_of_file(str(name), directories, find, num, group, package)

@@ -1,4 +1,4 @@
-"""verl's training programs: a launch script chooses the trainer, and so when rollouts are generated, by the module.
+"""verl's training programs: the module that a launch script starts determines synchronous or asynchronous training.
 
 Names are those of verl 0.9.1 (verl/trainer, verl/experimental) and of verl-recipe, as modules or as files.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from rollover.plugins.convert.mapping import Options, Unknown
 
 PROGRAM = "program"
-"""The option under which the module of a training command is converted."""
+"""The option name for the module of a training command."""
 
 SYNC, PARTIAL, ASYNC, ONE_STEP = "sync", "partial_rollout", "fully_async_policy", "one_step_off_policy"
 _ACTOR = "actor_rollout_ref.actor"
@@ -29,7 +29,7 @@ _MODES = {
     r"(?:fully_async_policy\.)?fully_async_main|reward_queue\.main": ASYNC,
     r"one_step_off_policy\.main_ppo": ONE_STEP,
 }
-# What trainers of other recipes learn from that no option says.
+# Why trainers of other recipes cannot be converted: differences that are not options.
 _OTHERS = {
     "prime": "it learns a process reward model beside the policy",
     "spin": "its loss is DPO's, on pairs of its own answers",
@@ -47,7 +47,7 @@ _OTHERS = {
 
 
 def mode(program: str) -> str:
-    """The mode of a training program; empty for one that is not known."""
+    """Return the mode of a training program; empty if unknown."""
     parts = program.removesuffix(".py").replace("/", ".").strip(".").split(".")
     tail = next((".".join(parts[i + 1 :]) for i, part in enumerate(parts) if part in ("recipe", "experimental")), None)
     if tail is None and "verl" in parts[:-1]:
@@ -59,8 +59,8 @@ def mode(program: str) -> str:
 def with_program(options: dict[str, Any], program: str = "") -> dict[str, Any]:
     """Add the training program to the options, unless it is PPO's.
 
-    A program that is not known is added under its own name, as a question. An empty `program` is derived: the
-    asynchronous trainer where there are options `async_training.*`, else PPO's.
+    An unknown program becomes a question under its own name. An empty `program` means the asynchronous trainer if there
+    are options `async_training.*`, else PPO's.
     """
     asynchronous = any(name.startswith("async_training.") for name in options)
     program = program or ("fully_async_main" if asynchronous else "main_ppo")
@@ -77,17 +77,17 @@ def with_program(options: dict[str, Any], program: str = "") -> dict[str, Any]:
 
 
 def is_rllm(options: Iterable[str]) -> bool:
-    """Whether options of a script of verl's are rLLM's: by its tables."""
+    """Return whether options contain rLLM's tables."""
     return any(name.startswith(("rllm.", "rllm/")) for name in options)
 
 
 def mode_of(options: Options) -> str:
-    """The mode that the options' program trains in."""
+    """Return the mode of the options' program."""
     return mode(str(options(PROGRAM))) or SYNC
 
 
 def program(value: Any, options: Options) -> dict[str, Any]:
-    """The settings of a program's mode."""
+    """Return the settings of a program's mode."""
     found = mode(str(value))
     if found == PARTIAL:
         return {
@@ -112,23 +112,22 @@ def program(value: Any, options: Options) -> dict[str, Any]:
 
 
 def groups(options: Options) -> int:
-    """Groups that a step trains. The asynchronous trainer takes `require_batches` minibatches (its train_batch_size is
-    0)."""
+    """Return the groups of a step. The asynchronous trainer takes `require_batches` minibatches."""
     if mode_of(options) == ASYNC:
         return options("async_training.require_batches") * options(f"{_ACTOR}.ppo_mini_batch_size")
     return options("data.train_batch_size")
 
 
 def is_async(options: Options) -> bool:
-    """Whether the asynchronous trainer trains, which reads options of its own in the place of some of PPO's."""
+    """Return whether the program is the asynchronous trainer."""
     return mode_of(options) == ASYNC
 
 
 def ahead(value: Any, options: Options) -> dict[str, Any]:
-    """How far generation runs ahead of training.
+    """Return how far generation runs ahead of training.
 
-    Between two weight updates verl generates (1 + staleness_threshold) times what is trained meanwhile
-    (`set_max_required_samples`); the surplus is trained after the next update.
+    Between two weight updates verl generates (1 + staleness_threshold) times the groups that it trains
+    (`set_max_required_samples`); it trains the surplus after the next update.
     """
     share, steps = options("async_training.staleness_threshold"), options("async_training.trigger_parameter_sync_step")
     return {
@@ -143,7 +142,7 @@ def interrupt(value: Any, options: Options) -> dict[str, Any]:
 
 
 def bypass(options: Options) -> bool:
-    """Whether the ratio's denominator is the policy that sampled, whatever `old_log_prob` would be."""
+    """Return whether the ratio's denominator is the sampling policy instead of `old_log_prob`."""
     found = mode_of(options)
     name = "algorithm.rollout_correction.bypass_mode"
     if found == ASYNC and name not in options.given:
@@ -154,10 +153,10 @@ def bypass(options: Options) -> bool:
 
 
 def async_steps(value: Any, options: Options) -> dict[str, Any]:
-    """Of prompts: verl's rollout step is one prompt."""
+    """Convert a number of prompts: verl's rollout step is one prompt."""
     return {"train.num_steps": max(1, int(value) // groups(options))} if value not in (None, "null") else {}
 
 
 def async_evaluations(value: Any, options: Options) -> dict[str, Any]:
-    """Of every so many new weights."""
+    """Convert an interval in weight updates."""
     return {"eval.every_steps": max(int(value), 0) * options("async_training.trigger_parameter_sync_step")}

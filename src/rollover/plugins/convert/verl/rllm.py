@@ -1,7 +1,7 @@
-"""rLLM, whose launch scripts are verl's with tables of its own: verl's rows with rLLM's names, defaults and rules.
+"""rLLM, on top of verl: verl's rows with rLLM's names, defaults and rules.
 
-Of rLLM's unified trainer at commit 9beb6e0 (rllm/trainer/config/rllm/base.yaml, and `sync_config`, which hands its
-options on to verl's). A shared option may be written under either name.
+Source: rLLM's unified trainer at commit 9beb6e0 (rllm/trainer/config/rllm/base.yaml; `sync_config` copies its options
+to verl's). A shared option may have either name.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _population(value: Any, options: Options) -> dict[str, Any]:
-    """rLLM's own advantages: numpy's deviation of a group, and statistics over trajectories."""
+    """Convert rLLM's advantages: numpy's (population) deviation, and statistics over trajectories."""
     values = advantage(value, options)
     if values["algorithm.advantage"] == "grpo":
         values["algorithm.advantage_std"] = "population"
@@ -60,7 +60,7 @@ def _population(value: Any, options: Options) -> dict[str, Any]:
 
 
 def _clip_low(value: Any, options: Options) -> dict[str, Any]:
-    """The upper bound is the lower one, unless it is set."""
+    """Convert the lower bound, which is also the upper one unless that is set."""
     high = options(f"{ACTOR}.clip_ratio_high")
     return {"algorithm.clip_low": value} | ({"algorithm.clip_high": value} if high is None else {})
 

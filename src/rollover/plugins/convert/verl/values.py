@@ -1,4 +1,4 @@
-"""How values of verl's options become values of ours: the functions that rows.py names."""
+"""Functions of rows.py that convert values of verl's options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollover.rewards.built_in import BY_DATA_SOURCE, spec_of
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 IS = "algorithm.rollout_correction"
 OLDER_IS = "algorithm.rollout_is"  # of verl 0.6
-RLLM_SWITCH = "rllm"  # an option that rLLM's rows alone have a default of
+RLLM_SWITCH = "rllm"  # an option with a default in rLLM's rows only
 _OFF = (None, "null", "none", "off")
 _ADVANTAGES = {name: name for name in (
     "gae", "grpo", "rloo", "remax", "opo", "grpo_passk", "gpg", "gdpo", "reinforce_plus_plus_baseline",
@@ -28,7 +28,7 @@ _KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_k
 _KL |= {"kl+": "k1+", "k1+": "k1+", "low_var_kl+": "k3+", "k3+": "k3+"}
 
 
-def of(table: dict[str, str], value: Any, what: str) -> str:
+def look_up(table: dict[str, str], value: Any, what: str) -> str:
     if value not in table:
         raise Unanswered(f"{value} is no {what} that there is here")
     return table[value]
@@ -37,11 +37,11 @@ def of(table: dict[str, str], value: Any, what: str) -> str:
 def loss(options: Options) -> str:
     if _unclipped(options):
         return "reinforce"
-    return of(_LOSSES, options(f"{ACTOR}.policy_loss.loss_mode"), "policy loss")
+    return look_up(_LOSSES, options(f"{ACTOR}.policy_loss.loss_mode"), "policy loss")
 
 
 def _unclipped(options: Options) -> bool:
-    """Whether verl's bypass mode takes the weighed loss without a clip, in the place of `loss_mode`."""
+    """Return whether verl's bypass mode replaces `loss_mode` by the weighted loss without clipping."""
     return bypass(options) and options(f"{IS}.loss_type") == "reinforce"
 
 
@@ -50,7 +50,7 @@ def has_critic(options: Options) -> bool:
 
 
 def advantage(value: Any, options: Options) -> dict[str, Any]:
-    name = of(_ADVANTAGES, value, "advantage estimator")
+    name = look_up(_ADVANTAGES, value, "advantage estimator")
     by_std = options("algorithm.norm_adv_by_std_in_grpo")
     if name == "grpo":
         return {"algorithm.advantage": "grpo" if by_std else "dr_grpo"}
@@ -66,7 +66,7 @@ def has_bounds(options: Options) -> bool:
 def loss_values(value: Any, options: Options) -> dict[str, Any]:
     if _unclipped(options):
         return {"algorithm.loss": "reinforce"}
-    values: dict[str, Any] = {"algorithm.loss": of(_LOSSES, value, "policy loss")}
+    values: dict[str, Any] = {"algorithm.loss": look_up(_LOSSES, value, "policy loss")}
     names = {
         "sapo": {"tau_pos": "tau_positive", "tau_neg": "tau_negative"},
         "clip_cov": {"policy_loss.clip_cov_ratio": "share", "policy_loss.clip_cov_lb": "cov_low",
@@ -92,17 +92,17 @@ def kl_in_reward(options: Options) -> bool:
 
 
 def kl(value: Any, options: Options) -> dict[str, Any]:
-    """Of both switches, whichever option asks: verl may have the KL in the loss, in the reward, or in both."""
+    """Convert both KL switches at once: verl may have the KL in the loss, in the reward, or in both."""
     values: dict[str, Any] = {}
     kinds: list[str] = []
     if kl_in_loss(options):
-        kinds.append(of(_KL, options(f"{ACTOR}.kl_loss_type"), "estimator of the KL"))
+        kinds.append(look_up(_KL, options(f"{ACTOR}.kl_loss_type"), "estimator of the KL"))
         if kinds[0] == "k1":
             raise Unanswered("the gradient of k1 in the loss is 0 on average: name k3 or k1+ (algorithm.kl_kind)")
         coef = options(f"{ACTOR}.kl_loss_coef")
         values = {"algorithm.kl_in": "loss", "algorithm.kl_coef": coef, "algorithm.kl_kind": kinds[0]}
     if kl_in_reward(options):
-        kinds.append(of(_KL, options("algorithm.kl_penalty"), "estimator of the KL").removesuffix("+"))
+        kinds.append(look_up(_KL, options("algorithm.kl_penalty"), "estimator of the KL").removesuffix("+"))
         prefix = "algorithm.kl_reward_" if values else "algorithm.kl_"
         values |= {"algorithm.kl_in": "both" if values else "reward"}
         values |= {f"{prefix}coef": options("algorithm.kl_ctrl.kl_coef"), f"{prefix}kind": kinds[-1]}
@@ -113,7 +113,7 @@ def kl(value: Any, options: Options) -> dict[str, Any]:
 
 
 def uniform(value: Any, options: Options) -> dict[str, Any]:
-    """rLLM's rejection sampling."""
+    """Convert rLLM's rejection sampling."""
     if not value:
         return {}
     if not options("rllm.rejection_sample.filter_uniform_groups"):
@@ -122,7 +122,7 @@ def uniform(value: Any, options: Options) -> dict[str, Any]:
 
 
 def overlong_masked(value: Any, options: Options) -> dict[str, Any]:
-    """rLLM's compact filtering, which masks answers at the limit unless its table says otherwise."""
+    """Convert rLLM's compact filtering, which masks answers at the limit by default."""
     masks = options("rllm.compact_filtering.mask_max_response_length_exceeded")
     return {"filters.mask_truncated": True} if value and masks is not False else {}
 
@@ -139,7 +139,7 @@ def updates(options: Options) -> int:
 def minibatches(options: Options) -> int:
     num, size = groups(options), options(f"{ACTOR}.ppo_mini_batch_size")
     if options(RLLM_SWITCH) and num % max(1, num // size) == 0:
-        return int(max(1, num // size))  # rLLM counts updates, and shares the rows among them
+        return int(max(1, num // size))  # rLLM sets the number of updates, and splits the rows
     if num % size:
         raise Unanswered(
             f"{num} groups a step in minibatches of {size}: the last one is smaller there; here all have as many"
@@ -172,10 +172,10 @@ def older_correction(value: Any, options: Options) -> dict[str, Any]:
 
 
 def older_veto(value: Any, options: Options) -> dict[str, Any]:
-    """Convert verl 0.6.0's veto: it leaves out a sequence if the ratio of one of its tokens is below the bound."""
+    """Convert verl 0.6.0's veto, which drops a sequence if the ratio of one of its tokens is below the bound."""
     if value in _OFF or not float(value):
         return {}
-    # Logarithms of ratios are bounded to +-20: that is no bound of the ratio from above.
+    # Log-ratios are clipped to +-20, so that -20 is no upper bound of the ratio.
     return {"algorithm.rejection": {"sequence_max_k1": [-20.0, round(-math.log(float(value)), 6)]}}
 
 
@@ -221,8 +221,7 @@ def rejection(value: Any, options: Options) -> dict[str, Any]:
 
 
 def uncorrected(value: Any, options: Options) -> dict[str, Any]:
-    """verl trains what was sampled with top_p or top_k or under older weights, and losses without a ratio, without a
-    correction."""
+    """Allow training without correction, as verl does after top_p, top_k, older weights, or without a ratio."""
     clipped = bypass(options) and not _unclipped(options)
     if options(f"{IS}.rollout_is") not in _OFF or has_older_correction(options) or clipped:
         return {}
@@ -244,7 +243,7 @@ def sources(value: Any, options: Options) -> dict[str, Any]:
         common["data_source_column"] = chooses
     if (images := options("data.image_key")) != "images":
         common["image_column"] = images
-    sources = [common | {"path": path} for path in train] or [common]  # whose path a command line gives
+    sources = [common | {"path": path} for path in train] or [common]  # the command line gives its path
     for source, path in zip(sources, held_out, strict=False):
         source["eval_path"] = path
     sources += [common | {"path": path, "weight": 0.0} for path in held_out[len(train) :]]
@@ -252,7 +251,7 @@ def sources(value: Any, options: Options) -> dict[str, Any]:
 
 
 def validation(options: Options) -> list[str]:
-    """The files of validation that are none of training: held-out problems are not trained here."""
+    """Return the validation files that are not training files: held-out problems are not trained here."""
     train = files(options("data.train_files") or [])
     return [path for path in files(options("data.val_files") or []) if path not in train]
 
@@ -271,7 +270,7 @@ def val_files(value: Any, options: Options) -> dict[str, Any]:
 
 
 def held_out(options: Options) -> dict[str, Any]:
-    """Nothing of the rows of training is held out where no file of validation is named."""
+    """Hold out no training rows if there are no validation files."""
     return {} if options("data.val_files") else {"tasks.eval_fraction": 0.0}
 
 
@@ -286,7 +285,7 @@ def reward(value: Any, options: Options) -> dict[str, Any]:
 
 
 def sandbox_fusion(value: Any, options: Options) -> dict[str, Any]:
-    """The reward `code` by a service, for the sources that it scores in verl."""
+    """Convert to the reward `code` with a service, for the sources that verl scores so."""
     url = options("reward.sandbox_fusion.url")
     if url in _OFF:
         return {}
@@ -328,7 +327,7 @@ def warmup(value: Any, options: Options) -> dict[str, Any]:
 
 
 def warmup_ratio(value: Any, options: Options) -> dict[str, Any]:
-    """Of all training steps, as ours is of all updates; a number of steps goes before it."""
+    """Convert a share of all steps; a number of steps takes precedence."""
     return (
         {"train.warmup_ratio": value}
         if value and not warmup(options(f"{ACTOR}.optim.lr_warmup_steps"), options)
@@ -341,7 +340,9 @@ def critic_warmup_steps(value: Any, options: Options) -> dict[str, Any]:
 
 
 def optimizer(value: Any, options: Options) -> dict[str, Any]:
-    return {"train.optimizer": of({"AdamW": "adamw", "adam": "adamw", "AdamW8bit": "adamw_8bit"}, value, "optimizer")}
+    return {
+        "train.optimizer": look_up({"AdamW": "adamw", "adam": "adamw", "AdamW8bit": "adamw_8bit"}, value, "optimizer")
+    }
 
 
 def critic_model(value: Any, options: Options) -> dict[str, Any]:
@@ -358,7 +359,7 @@ def adam(value: Any, options: Options) -> dict[str, Any]:
 
 
 def tools(options: Options) -> list[str]:
-    """What trainer.logger names beside the terminal and files."""
+    """Return the trackers of trainer.logger, without terminal and files."""
     names = ("wandb" if name == "tracking" else name for name in files(options("trainer.logger") or []))
     return [name for name in names if name not in ("console", "file")]
 
@@ -410,7 +411,7 @@ def eval_tasks(value: Any, options: Options) -> dict[str, Any]:
 
 
 def schedule(value: Any, options: Options) -> dict[str, Any]:
-    return {"train.schedule": of({"constant": "constant", "cosine": "cosine"}, value, "schedule")}
+    return {"train.schedule": look_up({"constant": "constant", "cosine": "cosine"}, value, "schedule")}
 
 
 def reshuffles(options: Options) -> bool:

@@ -32,7 +32,7 @@ if __name__ == "__main__":
         "engine": {"kind": "remote", "server": "vllm", **json.loads(tables)["engine"]},
         "backend": json.loads(tables).get("backend", {}),
     }), Path(folder)))
-    print(json.dumps({name: cluster.start(name, Sees).ask(60, "gpus") for name in names}))
+    print(json.dumps({name: cluster.start(name, Sees).call(60, "gpus") for name in names}))
 """
 
 

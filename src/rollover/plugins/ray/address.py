@@ -1,4 +1,4 @@
-"""Whether anything is at the address of a cluster, before its library asks there."""
+"""A quick check of the cluster's address, before ray connects to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ANSWERS_S = 10.0
 
 
 def check_listens(address: str) -> None:
-    """ValueError where nothing listens at `address` (host:port)."""
+    """Raise ValueError if nothing listens at `address` (host:port)."""
     try:
         socket.create_connection(host_and_port(address), _ANSWERS_S).close()
     except OSError as error:
@@ -18,7 +18,7 @@ def check_listens(address: str) -> None:
 
 
 def no_cluster_at(address: str, why: str) -> str:
-    """What to tell whoever wanted that one."""
+    """Return the error message for an address without a cluster."""
     return (
         f"cluster.address = {address!r}: no cluster answers there ({why}). Start one by `ray start --head`, or remove"
         " the key: a Ray of this machine is started then"

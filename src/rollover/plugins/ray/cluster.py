@@ -5,10 +5,10 @@ cluster/assignment.py finds. The only importer of ray.
                               └─▶ ActorRewardNode  ──▶ RewardRole: a RewardPool
 
 Without cluster.address a Ray of this machine is started, which listens on the loopback address alone and ends with this
-process. An actor that ends is never restarted by Ray: who uses it (Fleet, MultiNodePool) starts another, on a node that
-has room then. Ray carries what is asked and answered; weights and gradients never.
+process. Ray never restarts an actor: its user (Fleet, MultiNodePool) starts another one on a node with room. Ray
+carries requests and answers, but no weights and gradients.
 
-Owns the connection to Ray, and which role is on which node. Never decides when a role is lost.
+Owns the connection to Ray, and the assignment of roles to nodes. Does not decide when a role has failed.
 """
 
 from __future__ import annotations
@@ -35,18 +35,17 @@ from rollover.engine.protocol import EngineDied
 from rollover.engine.remote.hosts import Host
 from rollover.models.threads import most_threads
 from rollover.plugins.ray.address import no_cluster_at
-from rollover.plugins.ray.hosted import CALL_S, ActorHost, ActorRewardNode, Gone
+from rollover.plugins.ray.controller import CALL_S, ActorFailed, ActorHost, ActorRewardNode, start_actor_ranks
 from rollover.plugins.ray.multi_node_pool import MultiNodePool
-from rollover.plugins.ray.ranks import start_actor_ranks
-from rollover.plugins.ray.roles import Place, Role
-from rollover.plugins.ray.session import OwnSession
+from rollover.plugins.ray.roles import Role, RoleContext
+from rollover.plugins.ray.session import LocalRay
 from rollover.processes import die_with
 from rollover.rewards.protocol import ScoringPool
 from rollover.trainer.ranks.group import Ranks
 
-_STORE_BYTES = 100 * 2**20  # of the node that is started here; what is larger goes to disk
-_LEAVE_S = 15.0
-_NOTICES_DEATH = {
+_STORE_BYTES = 100 * 2**20  # object store of the local node; larger objects go to disk
+_SHUTDOWN_S = 15.0
+_HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 500,
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 1000,
@@ -55,31 +54,31 @@ _NOTICES_DEATH = {
 
 
 class RayCluster:
-    """A Cluster. See `open_cluster`. `logs`: the folder of what the roles print, on each node under this path."""
+    """A Cluster. See `open_cluster`. `logs`: the folder of the roles' output, under this path on each node."""
 
     def __init__(self, config: Config, logs: Path) -> None:
-        if ray.is_initialized():  # and it is not ours to leave
+        if ray.is_initialized():
             raise ValueError(
                 'cluster.type = "ray": this process is connected to a Ray already. Call ray.shutdown() before, or start'
                 " the run in a process of its own"
             )
         self.config, self.logs = config, logs
-        self._session = None if config.cluster.address else OwnSession()
+        self._session = None if config.cluster.address else LocalRay()
         self._actors: dict[str, RayActor] = {}  # by the name of the role
         self._finding = threading.Lock()  # ranks are started in threads
         try:
             _connect(config.cluster.address, self._session)
-            alive = _alive()
+            alive = _ray_nodes()
             driver = ray.get_runtime_context().get_node_id()
             self._address = alive[driver]["NodeManagerAddress"]
-            there = _with_gpus_of(alive.values(), config)
+            there = _with_gpus_per_node(alive.values(), config)
             self._assignment = Assignment(Needs.of(there), list(_nodes(alive).values()), driver)
             self._holders: list[Any] = []  # an actor ends with its handle
-            # By node, what roles have in turns (cluster.colocate), the controller's first. Ray itself can only divide a
-            # single GPU, and would give two halves of one to two servers.
-            self._in_turns = {driver: self._hold_gpus(devices_of_controller(there), driver)}
+            # GPUs that roles share in turns (cluster.colocate), by node, the controller's first. Ray can only divide
+            # single GPUs, and would give two halves of one to two servers.
+            self._shared_gpus = {driver: self._reserve_controller_gpus(devices_of_controller(there), driver)}
         except BaseException:
-            self._leave()
+            self._shut_down()
             raise
 
     # Builders ask for these
@@ -111,37 +110,39 @@ class RayCluster:
     async def close(self) -> None:
         for name in list(self._actors):
             self.end(name)
-        self._leave()
+        self._shut_down()
 
     # Roles
 
     def start(self, name: str, role: type[Role], *arguments: Any) -> RayActor:
-        """Start an actor of `role(place, *arguments)` on a node that has room; one of that name ends before. Gone if
-        there is no such node."""
+        """Start an actor of `role(context, *arguments)` on a node with room, after ending one of that name.
+
+        Raises ActorFailed if there is no such node.
+        """
         self.end(name)
-        node = self._node_of(name, self._there())
+        node = self._node_of(name, self._alive_nodes())
         gpus = {SERVER: self._assignment.needs.server_gpus, RANK: self._assignment.needs.rank_gpus}.get(
             name.partition(" ")[0], 0
         )
         visible = ""
         if gpus and self._assignment.needs.colocate:
-            visible, gpus = self._gpus_in_turns(name, node), 0
-        place = Place.of_this_process(self.logs / f"{name.replace(' ', '-')}.node.log", visible)
-        self._actors[name] = RayActor(role, (place, *arguments), node, gpus)
+            visible, gpus = self._take_shared_gpus(name, node), 0
+        context = RoleContext.from_this_process(self.logs / f"{name.replace(' ', '-')}.node.log", visible)
+        self._actors[name] = RayActor(role, (context, *arguments), node, gpus)
         return self._actors[name]
 
     def end(self, name: str) -> None:
-        """End the actor of this name at once, if there is one."""
+        """Kill the actor of this name, if any."""
         if (actor := self._actors.pop(name, None)) is not None:
             actor.kill()
 
     def address_of(self, name: str) -> str:
-        """Return the address of the node that the role was last on. Gone if that is gone."""
-        alive = self._there()
+        """Return the address of the role's last node. Raises ActorFailed if the node has failed."""
+        alive = self._alive_nodes()
         return alive[self._node_of(name, alive)]["NodeManagerAddress"]
 
-    def is_elsewhere(self, name: str) -> bool:
-        """Return whether that is another machine than the controller's. Gone."""
+    def is_remote(self, name: str) -> bool:
+        """Return whether the role is on another machine than the controller. Raises ActorFailed."""
         return self.address_of(name) != self._address
 
     def _node_of(self, name: str, alive: Mapping[str, Mapping[str, Any]]) -> str:
@@ -149,37 +150,36 @@ class RayCluster:
             with self._finding:
                 return self._assignment.find(name, _nodes(alive))
         except DoesNotFit as error:
-            raise Gone(f"no node has room for it: {error}") from error
+            raise ActorFailed(f"no node has room for it: {error}") from error
 
-    def _gpus_in_turns(self, name: str, node: str) -> str:
-        """The GPUs of a server or rank, as CUDA_VISIBLE_DEVICES. Gone where others have them."""
+    def _take_shared_gpus(self, name: str, node: str) -> str:
+        """Return the shared GPUs of a server or rank, as CUDA_VISIBLE_DEVICES. ActorFailed if Ray has none left."""
         with self._finding:
-            which, held = self._assignment.gpus(name), self._in_turns.setdefault(node, [])
+            which, held = self._assignment.gpus(name), self._shared_gpus.setdefault(node, [])
             if (lacking := max(which.stop, self._assignment.gpus_on(node)) - len(held)) > 0:
                 try:
-                    held += self._hold(lacking, node)
+                    held += self._reserve_gpus(lacking, node)
                 except ray.exceptions.RayError as error:
-                    raise Gone(f"Ray has no {many(lacking, 'GPU')} left on its node") from error
+                    raise ActorFailed(f"Ray has no {many(lacking, 'GPU')} left on its node") from error
             return ",".join(held[number] for number in which)
 
-    def _hold(self, number: int, node: str) -> list[str]:
-        """Take so many GPUs of a node from Ray, until the run ends. RayError where others have them."""
+    def _reserve_gpus(self, number: int, node: str) -> list[str]:
+        """Reserve GPUs of a node in Ray until the run ends. RayError if none are left."""
         where: Any = NodeAffinitySchedulingStrategy(node, soft=False)
-        holder: Any = ray.remote(num_cpus=0, num_gpus=number, max_restarts=0, scheduling_strategy=where)(_Holder)
+        holder: Any = ray.remote(num_cpus=0, num_gpus=number, max_restarts=0, scheduling_strategy=where)(_GpuHolder)
         actor = holder.remote()
         found = ray.get(actor.which.remote(), timeout=CALL_S)
         self._holders.append(actor)
         return found
 
-    def _hold_gpus(self, numbers: set[str], driver: str) -> list[str]:
-        """Those that the controller computes on, by their numbers among what it sees. ValueError if others have
-        them."""
+    def _reserve_controller_gpus(self, numbers: set[str], driver: str) -> list[str]:
+        """Reserve the controller's GPUs, by their numbers among its visible ones. ValueError if Ray has other ones."""
         if not numbers:
             return []
         seen = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
         wanted = {seen[int(number)] if int(number) < len(seen) else number for number in numbers}
         try:
-            found = self._hold(len(wanted), driver)
+            found = self._reserve_gpus(len(wanted), driver)
         except ray.exceptions.RayError as error:
             raise ValueError(f"Ray has no {many(len(wanted), 'GPU')} left for the controller on its node") from error
         if set(found) != wanted:
@@ -190,32 +190,32 @@ class RayCluster:
             )
         return found
 
-    def _there(self) -> dict[str, dict[str, Any]]:
-        """The nodes that live. EngineDied where none will ever again."""
-        alive = _alive()
+    def _alive_nodes(self) -> dict[str, dict[str, Any]]:
+        """Return the running nodes. EngineDied if the local Ray has ended."""
+        alive = _ray_nodes()
         if not alive and self._session is not None:
             raise EngineDied(f"the Ray that this run started has ended (what it wrote: {self.logs / 'ray'})")
         return alive
 
-    def _leave(self) -> None:
-        """In bounded time: a Ray of which a process is stopped, or cannot be reached, would be waited for for ever."""
+    def _shut_down(self) -> None:
+        """Shut ray down within a timeout: it would wait forever for a stopped or unreachable process."""
         leaving = threading.Thread(target=ray.shutdown, daemon=True, name="ray.shutdown")
         leaving.start()
-        leaving.join(_LEAVE_S)
+        leaving.join(_SHUTDOWN_S)
         if self._session is not None:
             if leaving.is_alive():
                 self._session.kill()
-                leaving.join(_LEAVE_S)
+                leaving.join(_SHUTDOWN_S)
             self._session.end(self.logs)
 
 
-def _alive() -> dict[str, dict[str, Any]]:
-    """What Ray says of its nodes, by their ids."""
+def _ray_nodes() -> dict[str, dict[str, Any]]:
+    """Return Ray's running nodes by id."""
     return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
 
 
 def _address_of_driver() -> str:
-    return _alive()[ray.get_runtime_context().get_node_id()]["NodeManagerAddress"]
+    return _ray_nodes()[ray.get_runtime_context().get_node_id()]["NodeManagerAddress"]
 
 
 def _nodes(alive: Mapping[str, Mapping[str, Any]]) -> dict[str, Node]:
@@ -223,15 +223,15 @@ def _nodes(alive: Mapping[str, Mapping[str, Any]]) -> dict[str, Node]:
     return {name: Node(name, int(of.get("GPU", 0)), int(of.get("CPU", 0))) for name, of in has.items()}
 
 
-def _with_gpus_of(nodes: Iterable[Mapping[str, Any]], config: Config) -> Config:
-    """To plan with the GPUs that there are."""
+def _with_gpus_per_node(nodes: Iterable[Mapping[str, Any]], config: Config) -> Config:
+    """Set cluster.gpus_per_node to the GPUs found."""
     most = max(int(node["Resources"].get("GPU", 0)) for node in nodes)
     cluster = config.cluster.model_copy(update={"gpus_per_node": most})
     return config.model_copy(update={"cluster": cluster})
 
 
-class _Holder:
-    """Has GPUs of the controller's node, and does nothing: Ray gives what its driver takes to others."""
+class _GpuHolder:
+    """An actor that reserves GPUs: Ray would give the driver's GPUs to others."""
 
     def __init__(self) -> None:
         die_with(os.getppid())
@@ -243,19 +243,19 @@ class _Holder:
 # The connection
 
 
-def _connect(address: str, session: OwnSession | None) -> None:
-    """Join the cluster at `address`, or start the one of `session`. ValueError where that cannot be.
+def _connect(address: str, session: LocalRay | None) -> None:
+    """Join the cluster at `address`, or start the local one of `session`. ValueError on failure.
 
-    In the main thread: what Ray starts ends with the thread that started it.
+    Call in the main thread: Ray's processes end with the thread that started them.
     """
-    # Or what a dying node had logged is printed here. In 2.60 there is no other way; who notices a loss tells of it.
+    # Otherwise logs of a dying node are printed here. Ray 2.60 has no public option for it.
     vars(importlib.import_module("ray._private.worker"))["_worker_logs_enabled"] = False
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
-    with _signals_kept(), _threads_kept():
+    with _keep_signals(), _keep_thread_settings():
         if session is None:
             try:
                 ray.init(address=address, **common)
-            except Exception as error:  # it has many for this, Exception itself among them
+            except Exception as error:  # Ray raises many types here, even Exception itself
                 raise ValueError(no_cluster_at(address, _first_line(error))) from error
             return
         ray.init(
@@ -263,7 +263,7 @@ def _connect(address: str, session: OwnSession | None) -> None:
             include_dashboard=False,
             object_store_memory=_STORE_BYTES,
             _temp_dir=str(session.folder),
-            _system_config=_NOTICES_DEATH,
+            _system_config=_HEALTH_CHECKS,
             **common,
         )
     if not _address_of_driver().startswith("127."):
@@ -274,8 +274,8 @@ def _connect(address: str, session: OwnSession | None) -> None:
 
 
 @contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Ray takes SIGTERM."""
+def _keep_signals() -> Iterator[None]:
+    """Restore the handler of SIGTERM, which Ray replaces."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -287,8 +287,8 @@ def _signals_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _threads_kept() -> Iterator[None]:
-    """Ray sets OMP_NUM_THREADS, which what this process starts would have."""
+def _keep_thread_settings() -> Iterator[None]:
+    """Remove OMP_NUM_THREADS, which Ray sets and child processes would inherit."""
     before = os.environ.get("OMP_NUM_THREADS")
     yield
     if before is None:
@@ -299,8 +299,7 @@ def _threads_kept() -> Iterator[None]:
 
 
 class RayActor:
-    """A role in a process of some node, which ends with this object's `kill`, or with its node. `resident`: bytes of
-    memory that it had when that was last told."""
+    """See `Actor`. It ends by `kill`, or with its node."""
 
     def __init__(self, role: type[Role], arguments: tuple[Any, ...], node: str, gpus: int) -> None:
         self.resident = 0
@@ -309,25 +308,23 @@ class RayActor:
         try:
             self._handle: Any = actor.remote(*arguments)
         except ray.exceptions.RayError as error:
-            raise Gone(_first_line(error)) from error
+            raise ActorFailed(_first_line(error)) from error
 
-    def ask(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
-        """Return what the method returns, in any thread but that of an event loop. Gone."""
+    def call(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
         try:
             return ray.get(getattr(self._handle, method).remote(*arguments), timeout=limit_s)
         except ray.exceptions.GetTimeoutError as error:
-            raise Gone(f"it did not answer within {limit_s:g} s") from error
+            raise ActorFailed(f"it did not answer within {limit_s:g} s") from error
         except ray.exceptions.RayError as error:
             raise _gone(error) from error
 
-    async def answer(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
-        """Return what the method returns. Gone; a call that is cancelled is cancelled there."""
+    async def call_async(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
         reference = None
         try:
             reference = getattr(self._handle, method).remote(*arguments)
             return await asyncio.wait_for(asyncio.wrap_future(reference.future()), limit_s)
         except TimeoutError as error:
-            raise Gone(f"it did not answer within {limit_s:g} s") from error
+            raise ActorFailed(f"it did not answer within {limit_s:g} s") from error
         except asyncio.CancelledError:
             if reference is not None:
                 ray.cancel(reference)
@@ -335,9 +332,8 @@ class RayActor:
         except ray.exceptions.RayError as error:
             raise _gone(error) from error
 
-    async def look(self) -> None:
-        """Gone if it does not answer."""
-        self.resident = await self.answer(CALL_S, "look")
+    async def ping(self) -> None:
+        self.resident = await self.call_async(CALL_S, "ping")
 
     def kill(self) -> None:
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
@@ -345,10 +341,10 @@ class RayActor:
 
 
 def _gone(error: BaseException) -> BaseException:
-    """Errors of the role's own code stay what they are."""
+    """Return the exception of the role's code, or ActorFailed."""
     if isinstance(error, ray.exceptions.RayTaskError):
         return error.as_instanceof_cause()
-    return Gone(_first_line(error))
+    return ActorFailed(_first_line(error))
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,10 +1,10 @@
-"""One rewarder over several nodes, each with a RewardPool of its own: scorings go to whichever has room.
+"""One reward pool over several nodes, each with its own RewardPool: a call goes to a node with free workers.
 
-    score(group | rollout) ──▶ waits for a place, in order of arrival ──▶ ActorRewardNode.score ──▶ Reward per request
-                                   └── its node is lost: again elsewhere, before what came later; none left: it waits
+    score(group | rollout) ──▶ queue, in order of arrival ──▶ ActorRewardNode.score ──▶ Reward per request
+                                   └── its node failed: retried on another node, before later calls; none left: it waits
 
-Owns which call is at which node; workers/pool.py starts the nodes again. A call whose node is lost has no rewards, so
-none is counted twice; what its node had counted until it last answered stays counted.
+Owns the assignment of calls to nodes; workers/pool.py restarts the nodes. A call of a failed node has no rewards, so
+that none counts twice; the counters of the node's last answer stay.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rollover.config import RewardsConfig
-from rollover.plugins.ray.hosted import ActorRewardNode, Gone
+from rollover.plugins.ray.controller import ActorFailed, ActorRewardNode
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.registry import Mode
 from rollover.rewards.worker import COUNTERS
@@ -27,14 +27,14 @@ from rollover.workers.pool import Pool, RequestQueue, set_within
 
 logger = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 5.0
+_PING_EVERY_S = 5.0
 
 Result = TypeVar("Result")
 
 
 @dataclass(eq=False)
-class _Serving:
-    """A node from one start to its loss. `free`: calls that it has room for."""
+class _RunningNode:
+    """A node from its start to its failure. `free`: free workers."""
 
     node: ActorRewardNode
     free: int
@@ -47,7 +47,7 @@ class _Serving:
 
 
 class MultiNodePool:
-    """What a run uses of a RewardPool, over `nodes`, which start with the first call."""
+    """The interface of a RewardPool over `nodes`, which start with the first call."""
 
     def __init__(
         self,
@@ -55,21 +55,21 @@ class MultiNodePool:
         nodes: Sequence[ActorRewardNode],
     ) -> None:
         self.config, self.nodes = rewards, nodes
-        self._serving: list[_Serving] = []
-        self._queue: RequestQueue[None, _Serving] = RequestQueue(self._choose, self._free)
-        self._pool = Pool(nodes, self._life, self._on_failure, self._queue)
-        self._began: dict[int, float] = {}  # by the call's number: of calls at a node
+        self._serving: list[_RunningNode] = []
+        self._queue: RequestQueue[None, _RunningNode] = RequestQueue(self._choose, self._free)
+        self._pool = Pool(nodes, self._supervise, self._on_failure, self._queue)
+        self._started_at: dict[int, float] = {}  # start times of running calls, by number
         self._modes: dict[str, Mode] = {}
-        self._counts = Counter(dict.fromkeys((f"rewards/{name}" for name in COUNTERS), 0.0))  # of pools that ended
+        self._counts = Counter(dict.fromkeys((f"rewards/{name}" for name in COUNTERS), 0.0))  # of failed nodes
         self._num_calls = self._num_lost = self._num_losses = 0
 
     async def score(self, requests: list[ScoreRequest]) -> list[Reward]:
-        """One Reward per request, in order. Never raises for a failing function: its rewards are missing."""
-        return await self._somewhere(lambda node: node.score(requests))
+        """Return one Reward per request, in order. The rewards of a failing function are missing."""
+        return await self._call_any_node(lambda node: node.score(requests))
 
     async def probe(self, task: Task) -> None:
         """Call the task's reward on dummy completions, at one node. Raises RewardProbeError."""
-        await self._somewhere(lambda node: node.probe(task))
+        await self._call_any_node(lambda node: node.probe(task))
 
     def scores_singly(self, task: Task) -> bool:
         """See RewardPool."""
@@ -77,34 +77,34 @@ class MultiNodePool:
 
     @property
     def stands_still(self) -> bool:
-        """Whether there is no node at all."""
+        """Whether no node is running."""
         return self._pool.started and not self._serving
 
     def stats(self) -> dict[str, float]:
-        """As those of a RewardPool, of all nodes together, and what was lost with nodes."""
+        """Return the sums of the nodes' RewardPool stats, and the counts of failures."""
         counts = Counter(self._counts)
         for serving in self._serving:
             counts.update(serving.node.counters)
         now = time.monotonic()
         return {
             **counts,
-            "rewards/busy_workers": float(len(self._began)),
-            "rewards/queue": float(self._num_calls - len(self._began)),
-            "rewards/longest_call_s": max((now - began for began in self._began.values()), default=0.0),
+            "rewards/busy_workers": float(len(self._started_at)),
+            "rewards/queue": float(self._num_calls - len(self._started_at)),
+            "rewards/longest_call_s": max((now - began for began in self._started_at.values()), default=0.0),
             "rewards/nodes": float(len(self._serving)),
             "rewards/lost_nodes": float(self._num_losses),
             "rewards/lost_calls": float(self._num_lost),
         }
 
     async def close(self) -> None:
-        """End all nodes; calls that wait are cancelled."""
+        """End all nodes, and cancel queued calls."""
         await self._pool.close()
         self._queue.end(None)
         await asyncio.gather(*(node.close() for node in self.nodes))
 
     # Calls
 
-    async def _somewhere(self, work: Callable[[ActorRewardNode], Awaitable[Result]]) -> Result:
+    async def _call_any_node(self, work: Callable[[ActorRewardNode], Awaitable[Result]]) -> Result:
         if not self._pool.started:
             self._pool.start()
         number = self._queue.number()
@@ -114,41 +114,41 @@ class MultiNodePool:
                 serving = await self._queue.place(None, number)
                 if serving is None:
                     raise asyncio.CancelledError
-                self._began[number] = time.monotonic()
+                self._started_at[number] = time.monotonic()
                 try:
                     result = await work(serving.node)
                     self._modes |= serving.node.modes
                     return result
-                except Gone as error:
+                except ActorFailed as error:
                     self._num_lost += 1
                     serving.lose(str(error))
                     self._remove(serving)
                 finally:
-                    del self._began[number]
+                    del self._started_at[number]
                     self._queue.leave(serving)
         finally:
             self._num_calls -= 1
 
-    def _choose(self, call: None) -> _Serving | None:
-        """A place where most is free."""
+    def _choose(self, call: None) -> _RunningNode | None:
+        """Take a worker of the node with the most free ones."""
         serving = max(self._serving, key=lambda serving: serving.free, default=None)
         if serving is None or serving.free == 0:
             return None
         serving.free -= 1
         return serving
 
-    def _free(self, serving: _Serving) -> None:
+    def _free(self, serving: _RunningNode) -> None:
         serving.free += 1
 
     # Nodes
 
-    async def _life(self, node: ActorRewardNode, works: Callable[[], None]) -> str:
-        """Start it, and look at it until it is lost. Returns why."""
+    async def _supervise(self, node: ActorRewardNode, works: Callable[[], None]) -> str:
+        """Start a node and monitor it. Return why it failed."""
         try:
             await node.start()
-        except Gone as error:
+        except ActorFailed as error:
             return str(error)
-        serving = _Serving(node, node.num_workers)
+        serving = _RunningNode(node, node.num_workers)
         works()
         self._serving.append(serving)
         self._queue.move()
@@ -163,16 +163,16 @@ class MultiNodePool:
             logger.warning(f"the reward node {node.name} is lost ({why}), and is started again{left}")
         await node.discard()
 
-    async def _watch(self, serving: _Serving) -> str:
-        """Returns why it is lost, as soon as that is known."""
-        while not await set_within(serving.lost, _LOOK_EVERY_S):
+    async def _watch(self, serving: _RunningNode) -> str:
+        """Return why the node failed, as soon as that is known."""
+        while not await set_within(serving.lost, _PING_EVERY_S):
             try:
-                await serving.node.look()
-            except Gone as error:
+                await serving.node.ping()
+            except ActorFailed as error:
                 return str(error)
         return serving.why
 
-    def _remove(self, serving: _Serving) -> None:
+    def _remove(self, serving: _RunningNode) -> None:
         if serving in self._serving:
             self._serving.remove(serving)
             self._counts.update(serving.node.counters)

@@ -1,7 +1,7 @@
-"""What runs on a node for a run: a server host, a rank, a reward pool, each in a process that some cluster has started.
+"""The roles of a run on a node: a server host, a rank, a reward pool, each in a process that a cluster started.
 
-Each ends with the process that started it, whatever happens to that: a cluster's daemon that is killed would leave its
-processes behind, beside those that replace them. Knows no cluster; cluster/ray.py makes actors of these classes.
+Each process ends with its parent: a killed cluster daemon would otherwise leave processes behind, next to their
+replacements. Independent of ray; cluster.py creates actors of these classes.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ from rollover.trainer.ranks.local import LocalRanks
 from rollover.trainer.ranks.process import error_answer
 from rollover.types import Task
 
-_LIBRARY_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # which a cluster sets to its own idea of a process
+_LIBRARY_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # clusters set these to their own defaults
 
 
 @dataclass(frozen=True)
-class Place:
-    """How a role finds what its controller has: the file of its output, the working directory, variables."""
+class RoleContext:
+    """The controller's context for a role: log file, working directory, environment variables."""
 
     log: str
     folder: str
     environment: Mapping[str, str]
 
     @classmethod
-    def of_this_process(cls, log: Path, gpus: str = "") -> Place:
-        """For a role whose output goes to `log`, as this process has it. `gpus`: those that it sees; "": as the cluster
-        says."""
+    def from_this_process(cls, log: Path, gpus: str = "") -> RoleContext:
+        """Return this process's context. log: the role's output file. gpus: visible ones; "": the cluster's choice."""
         carried = ("HF_", "ROLLOVER_", "TOKENIZERS_", "GOMP_", "OMP_WAIT_", *_LIBRARY_THREADS)
         environment = {name: value for name, value in os.environ.items() if name.startswith(carried)}
         environment |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
@@ -53,37 +52,37 @@ class Place:
 
 
 class Role:
-    """What all roles have in common."""
+    """The setup shared by all roles."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, context: RoleContext) -> None:
         die_with(os.getppid())
         with contextlib.suppress(OSError):  # of another machine
-            os.chdir(place.folder)
+            os.chdir(context.folder)
         for name in _LIBRARY_THREADS:
             os.environ.pop(name, None)
-        os.environ.update(place.environment)
-        os.makedirs(os.path.dirname(place.log), exist_ok=True)
-        log = os.open(place.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.environ.update(context.environment)
+        os.makedirs(os.path.dirname(context.log), exist_ok=True)
+        log = os.open(context.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         for standard in (1, 2):
             os.dup2(log, standard)
         os.close(log)
 
-    async def look(self) -> int:
-        """Memory of this process and of all that it started, in bytes."""
+    async def ping(self) -> int:
+        """Return the memory of this process and its descendants, in bytes."""
         return resident_bytes(os.getpid())
 
 
 class ServerRole(Role):
-    """`rollover serve` in a child of this process, on `host`, with `server_token`: once."""
+    """`rollover serve` in a child process, on `host`, with `server_token`. It starts once."""
 
-    def __init__(self, place: Place, config: Config, number: int, host: str, server_token: str) -> None:
-        super().__init__(place)
+    def __init__(self, context: RoleContext, config: Config, number: int, host: str, server_token: str) -> None:
+        super().__init__(context)
         self._config, self._number, self._address, self._token = config, number, host, server_token
-        self._logs = Path(place.log).parent  # where the server's own output goes, beside that of this process
+        self._logs = Path(context.log).parent  # where the server's own output goes, beside that of this process
         self._process: ProcessHost | None = None
 
     async def url(self, limit_s: float) -> dict[str, str]:
-        """{"url"} when it answers, or {"failed": why}."""
+        """Return {"url"} when the server answers, or {"failed": why}."""
         if self._process is None:  # in this thread: on Linux a child ends with the thread that started it
             self._process = ProcessHost(self._config, self._number, limit_s, self._logs, self._address, self._token)
         try:
@@ -92,29 +91,29 @@ class ServerRole(Role):
             return {"failed": str(error)}
 
     async def end(self) -> None:
-        """In order, so that it leaves nothing behind."""
+        """Shut the server down."""
         if self._process is not None:
             await self._process.close()
 
 
 class RankRole(Role):
-    """A rank of the trainer, in a child of this process."""
+    """A rank of the trainer, in a child process."""
 
-    def __init__(self, place: Place, config: Config, number: int, host: str) -> None:
-        super().__init__(place)
+    def __init__(self, context: RoleContext, config: Config, number: int, host: str) -> None:
+        super().__init__(context)
         self._config, self._number, self._address = config, number, host
-        self._logs = Path(place.log).parent
+        self._logs = Path(context.log).parent
         self._rank: LocalRanks | None = None
 
     async def begin(self) -> None:
-        """Start it."""
+        """Start the rank."""
         backend, waiting = self._config.backend, brief_waiting(self._config.run)
         self._rank = LocalRanks(  # in this thread: on Linux a child ends with the thread that started it
             1, backend.rank_timeout_s, waiting, self._logs, host=self._address, first=self._number
         )
 
     async def call(self, verb: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What the rank found, under "found"; {"lost": why}; or an error, as process.py answers it."""
+        """Return {"found": result}, {"lost": why}, or an error as process.py returns it."""
         assert self._rank is not None
         try:
             found = await asyncio.to_thread(self._rank.call, verb, {0: values}, limited=False)
@@ -124,28 +123,28 @@ class RankRole(Role):
             return error_answer(error)
         return {"found": found[0]}
 
-    async def lives(self) -> int:
-        """Memory of its processes, in bytes; 0 where the rank's own has ended."""
+    async def rank_memory(self) -> int:
+        """Return the memory of its processes in bytes; 0 if the rank's process has ended."""
         if self._rank is None or any(has_ended(pid) for pid in self._rank.pids):
             return 0
-        return await self.look()
+        return await self.ping()
 
     async def end(self) -> None:
-        """The rank ends."""
+        """End the rank."""
         if self._rank is not None:
             await asyncio.to_thread(self._rank.close)
 
 
 class RewardRole(Role):
-    """A RewardPool. What goes in and out is JSON, and text of JSON where it is long."""
+    """A RewardPool. Requests and rewards travel as JSON text."""
 
-    def __init__(self, place: Place, rewards: RewardsConfig) -> None:
-        super().__init__(place)
+    def __init__(self, context: RoleContext, rewards: RewardsConfig) -> None:
+        super().__init__(context)
         self._functions: dict[str, dict[str, Any]] = {}
-        self._pool = RewardPool(rewards, place.folder, self._packed)
+        self._pool = RewardPool(rewards, context.folder, self._packed)
 
     def _packed(self, spec: str) -> dict[str, Any]:
-        """As `travel.packed`, of a function that its program packed."""
+        """Return the controller's serialized function, else serialize it here."""
         function = self._functions.get(spec)
         if function is None:
             return packed(spec)
@@ -154,17 +153,17 @@ class RewardRole(Role):
         return function
 
     async def num_workers(self) -> int:
-        """As many calls it can be at."""
+        """Return the number of concurrent calls."""
         return self._pool.config.num_processes
 
     async def score(self, requests: str, functions: Mapping[str, dict[str, Any]]) -> str:
-        """`functions`: what travels for each that is an object of a program, or {"refused": why it cannot."""
+        """Score requests. functions: serialized live objects, or {"refused": why}."""
         self._functions |= functions
         rewards = await self._pool.score([request_of(value) for value in json.loads(requests)])
         return json.dumps({"rewards": [reward.to_json() for reward in rewards], **self._known()})
 
     async def probe(self, task: str, functions: Mapping[str, dict[str, Any]]) -> str:
-        """What is wrong with the function, if something is, under "error"."""
+        """Return {"error": what is wrong with the function, or None}."""
         self._functions |= functions
         error = None
         try:
@@ -182,12 +181,12 @@ class RewardRole(Role):
 
 
 def request_to_json(request: ScoreRequest) -> list[Any]:
-    """All of it, as `request_of` reads it."""
+    """Return the request as JSON, for `request_of`."""
     rest = request.num_turns, asdict(request.trainer_state)
     return [request.task.to_json(), request.completion, list(request.completion_ids), *rest]
 
 
 def request_of(value: list[Any]) -> ScoreRequest:
-    """The request that `request_to_json` was asked of."""
+    """Return the request of `request_to_json`."""
     task, completion, ids, num_turns, state = value
     return ScoreRequest(Task.from_json(task), completion, tuple(ids), num_turns, TrainerState(**state))

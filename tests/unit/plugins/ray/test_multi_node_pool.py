@@ -10,7 +10,7 @@ import pytest
 import virtual_time
 from heard import hear
 from rollover.config import RewardsConfig
-from rollover.plugins.ray.hosted import Gone
+from rollover.plugins.ray.controller import ActorFailed
 from rollover.plugins.ray.multi_node_pool import MultiNodePool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.registry import Mode
@@ -39,7 +39,7 @@ class Node:
 
     async def start(self) -> None:
         if not self.may_start:
-            raise Gone("it is down")
+            raise ActorFailed("it is down")
         self._dead = asyncio.Event()
         self.counters, self.hangs = {}, False
         self.starts += 1
@@ -57,16 +57,16 @@ class Node:
             self.counters = {"rewards/errors": self.counters.get("rewards/errors", 0) + 1}
             self.modes = {requests[0].task.reward: "each"}
             return [Reward(float(len(r.completion))) for r in requests]
-        raise Gone("it was killed")
+        raise ActorFailed("it was killed")
 
     async def probe(self, task: Task) -> None:
         if task.task_id == "t13":
             raise RewardProbeError("no luck")
         await self.score([ScoreRequest(task, "")])
 
-    async def look(self) -> None:
+    async def ping(self) -> None:
         if self._dead.is_set() or self.hangs:
-            raise Gone("it does not answer")
+            raise ActorFailed("it does not answer")
 
     async def discard(self) -> None:
         self.kill()

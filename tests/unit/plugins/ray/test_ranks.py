@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from rollover.config import Config
-from rollover.plugins.ray.hosted import Gone
-from rollover.plugins.ray.ranks import ActorRanks
+from rollover.plugins.ray.controller import ActorFailed, ActorRanks
 from rollover.trainer.backend import BackendLost
 from rollover.trainer.ranks.process import VALUE
 
@@ -20,7 +19,7 @@ LIMIT_S = 30
 
 
 class FakeRank:
-    """Answers a call by `answer(verb, values)`; after `kill` every call, also one under way, ends by Gone. `begin`
+    """Answers a call by `answer(verb, values)`; after `kill` every call, pending ones too, raises ActorFailed. `begin`
     takes so long as its function."""
 
     def __init__(self, answer: Callable[[str, Any], dict[str, Any]], begin: Callable[[float], None]) -> None:
@@ -30,10 +29,10 @@ class FakeRank:
     def kill(self) -> None:
         self.dead.set()
 
-    def ask(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
+    def call(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
         if self.dead.is_set():
-            raise Gone("it was killed")
-        if method == "lives":
+            raise ActorFailed("it was killed")
+        if method == "rank_memory":
             return 1000 if self.rank_lives else 0
         if method == "begin":
             assert limit_s is not None
@@ -43,13 +42,13 @@ class FakeRank:
         found = self.answer_(*arguments)
         if "hangs" in found:
             self.dead.wait(LIMIT_S)
-            raise Gone("it was killed")
+            raise ActorFailed("it was killed")
         return found
 
-    async def answer(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
+    async def call_async(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
         raise NotImplementedError
 
-    async def look(self) -> None:
+    async def ping(self) -> None:
         raise NotImplementedError
 
 
@@ -70,7 +69,7 @@ class FakeActors:
     def start(self, name: str, role: type, *arguments: Any) -> FakeRank:
         if self.no_room:
             self.no_room -= 1
-            raise Gone("no node has room for it")
+            raise ActorFailed("no node has room for it")
         self.ranks[name] = FakeRank(self.answers[int(name.split()[1])], self.begin)
         return self.ranks[name]
 
@@ -81,7 +80,7 @@ class FakeActors:
     def address_of(self, name: str) -> str:
         return "127.0.0.1"
 
-    def is_elsewhere(self, name: str) -> bool:
+    def is_remote(self, name: str) -> bool:
         return False
 
 

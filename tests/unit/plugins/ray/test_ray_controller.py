@@ -16,7 +16,7 @@ from rollover import live_objects
 from rollover.config import Config
 from rollover.engine.remote.client import ServerFailed
 from rollover.http_guard import TOKEN_VARIABLE
-from rollover.plugins.ray.hosted import ActorHost, ActorRewardNode, Gone
+from rollover.plugins.ray.controller import ActorFailed, ActorHost, ActorRewardNode
 from rollover.plugins.ray.roles import request_of, request_to_json
 from rollover.rewards.built_in import several_of
 from rollover.rewards.protocol import ScoreRequest
@@ -31,18 +31,18 @@ class FakeActor:
     def __init__(self, answers: dict[str, Any]) -> None:
         self.answers, self.asked, self.resident = answers, [], 0
 
-    def ask(self, limit_s: float, method: str, *arguments: Any) -> Any:
+    def call(self, limit_s: float, method: str, *arguments: Any) -> Any:
         self.asked.append((method, *arguments))
         found = self.answers[method]
         if isinstance(found, Exception):
             raise found
         return found
 
-    async def answer(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
-        return self.ask(limit_s or 0, method, *arguments)
+    async def call_async(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
+        return self.call(limit_s or 0, method, *arguments)
 
-    async def look(self) -> None:
-        await self.answer(1, "look")
+    async def ping(self) -> None:
+        await self.call_async(1, "ping")
 
 
 class FakeActors:
@@ -70,7 +70,7 @@ class FakeActors:
     def address_of(self, name: str) -> str:
         return self.address
 
-    def is_elsewhere(self, name: str) -> bool:
+    def is_remote(self, name: str) -> bool:
         return self.elsewhere
 
 
@@ -98,7 +98,7 @@ def test_a_request_and_its_reward_come_as_they_went() -> None:
 
     async def work() -> None:
         reward = Reward(0.5, {"format": 1.0}, None)
-        actors = FakeActors({"num_workers": 3, "look": None, "score": scored(reward, errors=2)})
+        actors = FakeActors({"num_workers": 3, "ping": None, "score": scored(reward, errors=2)})
         node = ActorRewardNode(actors, 0)
         await node.start()
         assert await node.score([request]) == [reward]
@@ -115,7 +115,7 @@ def test_a_function_of_a_program_travels_once_and_what_cannot_is_refused_in_word
     held.append(live_objects.hold(lambda completions, **_: [float(lock.locked())], "locked"))
 
     async def work() -> None:
-        actors = FakeActors({"num_workers": 1, "look": None, "score": scored(Reward(1.0)), "probe": scored()})
+        actors = FakeActors({"num_workers": 1, "ping": None, "score": scored(Reward(1.0)), "probe": scored()})
         node = ActorRewardNode(actors, 0)
         await node.start()
         for _ in range(2):
@@ -134,20 +134,20 @@ def test_a_function_of_a_program_travels_once_and_what_cannot_is_refused_in_word
 
 def test_a_probe_says_what_is_wrong_and_a_lost_actor_is_a_lost_node() -> None:
     async def work() -> None:
-        answers: dict[str, Any] = {"num_workers": 1, "look": None}
+        answers: dict[str, Any] = {"num_workers": 1, "ping": None}
         node = ActorRewardNode(actors := FakeActors(answers), 0)
-        with pytest.raises(Gone):
+        with pytest.raises(ActorFailed):
             await node.score([ScoreRequest(task(), "x")])
         await node.start()
         answers["probe"] = json.dumps({"error": "it returns None", "counters": {}, "modes": {}})
         with pytest.raises(RewardProbeError, match="it returns None"):
             await node.probe(task())
-        answers["score"] = answers["look"] = Gone("the actor died")
-        for call in (node.score([ScoreRequest(task(), "x")]), node.look(), node.start()):
-            with pytest.raises(Gone, match="the actor died"):
+        answers["score"] = answers["ping"] = ActorFailed("the actor died")
+        for call in (node.score([ScoreRequest(task(), "x")]), node.ping(), node.start()):
+            with pytest.raises(ActorFailed, match="the actor died"):
                 await call
-        answers["start"] = Gone("no node has room for it")
-        with pytest.raises(Gone, match="no node has room"):
+        answers["start"] = ActorFailed("no node has room for it")
+        with pytest.raises(ActorFailed, match="no node has room"):
             await node.start()
         await node.discard()
         assert actors.ended == ["reward 0"]
@@ -157,7 +157,7 @@ def test_a_probe_says_what_is_wrong_and_a_lost_actor_is_a_lost_node() -> None:
 
 def test_a_server_is_started_again_when_it_is_asked_for_after_it_was_discarded() -> None:
     async def work() -> None:
-        answers: dict[str, Any] = {"url": {"url": "http://127.0.0.1:9"}, "look": None, "end": None}
+        answers: dict[str, Any] = {"url": {"url": "http://127.0.0.1:9"}, "ping": None, "end": None}
         host = ActorHost(actors := FakeActors(answers), 4)
         assert await asyncio.to_thread(host.address, 1.0) == "http://127.0.0.1:9"
         server = await host.ready()
@@ -167,7 +167,7 @@ def test_a_server_is_started_again_when_it_is_asked_for_after_it_was_discarded()
         with pytest.raises(ServerFailed, match="said no address"):
             await host.ready()
         await host.discard()
-        answers["url"] = Gone("the actor died")
+        answers["url"] = ActorFailed("the actor died")
         with pytest.raises(ServerFailed, match="the actor died"):
             await host.ready()
         assert [name for name, _ in actors.started] == ["server 4"] * 3
@@ -180,7 +180,10 @@ def test_a_server_is_started_again_when_it_is_asked_for_after_it_was_discarded()
 
 def test_a_server_whose_node_is_gone_before_it_starts_is_waited_for() -> None:
     async def work() -> None:
-        answers: dict[str, Any] = {"start": Gone("no node has room for it"), "url": {"url": "http://127.0.0.1:9"}}
+        answers: dict[str, Any] = {
+            "start": ActorFailed("no node has room for it"),
+            "url": {"url": "http://127.0.0.1:9"},
+        }
         host = ActorHost(FakeActors(answers), 0)
         with pytest.raises(ServerFailed, match="no node has room"):
             await asyncio.to_thread(host.address, 1.0)

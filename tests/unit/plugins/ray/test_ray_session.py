@@ -19,7 +19,7 @@ LIMIT_S = 60
 
 DRIVER = """
 import subprocess, sys, time
-from rollover.plugins.ray.cleanup import start_cleanup
+from rollover.plugins.ray.session import start_cleanup
 start_cleanup(sys.argv[1])
 daemon = "import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
 daemon += " start_new_session=True).pid, flush=True); time.sleep(600)"
@@ -40,15 +40,15 @@ def test_what_a_killed_driver_started_is_killed_and_its_folder_removed(tmp_path:
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     orphan = subprocess.Popen([*sleep, f"--socket={folder}/raylet"])  # of no family: its parent has ended
     reader = subprocess.Popen([*sleep, f"{folder}/log"])
-    warden = next(p for p in psutil.Process(driver.pid).children() if "rollover.plugins.ray.cleanup" in p.cmdline())
+    cleanup = next(p for p in psutil.Process(driver.pid).children() if "rollover.plugins.ray.session" in p.cmdline())
     try:
-        time.sleep(3)  # so that the warden has looked
-        os.kill(warden.pid, signal.SIGTERM)
+        time.sleep(3)  # so that the cleanup has looked
+        os.kill(cleanup.pid, signal.SIGTERM)
         assert not any(map(has_ended, pids)) and resident_bytes(driver.pid) > resident_bytes(pids[1]) > 10**6
         driver.kill()
         driver.wait()
         deadline = time.monotonic() + LIMIT_S
-        ended = [*pids, orphan.pid, warden.pid]
+        ended = [*pids, orphan.pid, cleanup.pid]
         while time.monotonic() < deadline and (folder.exists() or not all(map(has_ended, ended))):
             time.sleep(0.05)
         assert not folder.exists() and all(map(has_ended, ended))

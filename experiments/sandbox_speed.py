@@ -18,12 +18,12 @@ import sys
 import time
 from collections.abc import Callable
 
-from rollover.plugins.sandbox.cases import cases_of
-from rollover.plugins.sandbox.guarantees import probed
+from rollover.plugins.sandbox.cases import read_cases
+from rollover.plugins.sandbox.guarantees import probe_sandbox
 from rollover.plugins.sandbox.guest import program, runner
-from rollover.plugins.sandbox.guest.syscalls import prepare_filter
+from rollover.plugins.sandbox.guest.locks import prepare_filter
 from rollover.plugins.sandbox.guest.values import to_json
-from rollover.plugins.sandbox.judge import Judge, Limits
+from rollover.plugins.sandbox.judge import Judge, RunLimits
 from rollover.plugins.sandbox.launch import Launch
 
 ROWS = {
@@ -51,9 +51,9 @@ def measured(call: Callable[[], object], num: int) -> str:
 def sandbox_cpu(name: str, num: int) -> str:
     """CPU of a sandbox, from its fork to its end, with all its processes: of kind process, without namespaces."""
     code, columns = ROWS[name]
-    cases, policy = cases_of(columns), Launch("process", namespaces=False).policy()
+    cases, policy = read_cases(columns), Launch("process", namespaces=False).policy()
     rows = [list(map(to_json, row)) for row in cases.inputs] if cases.kind == "calls" else list(cases.inputs)
-    limits = dataclasses.asdict(Limits())
+    limits = dataclasses.asdict(RunLimits())
     request = {"mode": cases.kind, "code": code, "name": cases.name, "inputs": rows, "limits": limits}
     line = json.dumps(request).encode() + b"\n"
     _run_in_sandbox(line, policy)
@@ -100,12 +100,12 @@ def main() -> None:
     bare = [sys.executable, "-I", "-S", "-c", "pass"]
     print(f"{'a bare Python':40s} {measured(lambda: subprocess.run(bare, check=True), num)}")
     for launch in (Launch("bubblewrap"), Launch("process"), Launch("process", namespaces=False)):
-        if not (found := probed(launch)).holds:
+        if not (found := probe_sandbox(launch)).holds:
             print(found)
             continue
         judge = Judge(launch)
         for name, (code, columns) in ROWS.items():
-            cases = cases_of(columns)
+            cases = read_cases(columns)
             assert judge.judge(code, cases).share == 1
             label = f"{launch.kind}{'' if launch.namespaces else ' without namespaces'}, {name}"
             print(f"{label:40s} {measured(lambda: judge.judge(code, cases), num)}")  # noqa: B023

@@ -31,7 +31,7 @@ PLUGINS: dict[str, dict[str, str]] = {
     "workflows": {"verifiers": "rollover.plugins.verifiers.workflow:VerifiersWorkflow"},
     "task_sources": {"verifiers": "rollover.plugins.verifiers.source:taskset_source"},
     "rewards": {"code": "rollover.plugins.sandbox.reward:code"},
-    "reward_statements": {"code": "rollover.plugins.sandbox.reward:stated"},
+    "reward_statements": {"code": "rollover.plugins.sandbox.reward:describe"},
     "trackers": {"tools": "rollover.plugins.trackers.tools:Tools"},
 }
 """kind -> name -> module:attribute."""

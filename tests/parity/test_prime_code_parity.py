@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollover.plugins.sandbox.cases import cases_of, code_of
-from rollover.plugins.sandbox.guarantees import chosen
+from rollover.plugins.sandbox.cases import extract_code, read_cases
+from rollover.plugins.sandbox.guarantees import choose_sandbox
 from rollover.plugins.sandbox.judge import Judge
 
 pytest.importorskip("verl")
@@ -66,13 +66,13 @@ def test_a_function_that_passes_half_of_its_tests_has_half_the_score_here() -> N
 
 def ours(completion: str, tests: dict[str, Any]) -> float:
     try:
-        launch, _ = chosen("auto", allow_weak=False)
+        launch, _ = choose_sandbox("auto", allow_weak=False)
     except ValueError as error:
         pytest.skip(str(error))
-    code = code_of(completion)
+    code = extract_code(completion)
     assert code is not None
     judge = Judge(launch, ahead=False)
     try:
-        return judge.judge(code, cases_of({"reward_model": {"ground_truth": json.dumps(tests)}})).share
+        return judge.judge(code, read_cases({"reward_model": {"ground_truth": json.dumps(tests)}})).share
     finally:
         judge.close()

@@ -13,7 +13,7 @@ import pytest
 from documents import ROOT
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.config.load import load_config
-from rollover.plugins.sandbox.cases import code_of
+from rollover.plugins.sandbox.cases import extract_code
 from rollover.rewards.answers import RULES, answer_of
 from rollover.rewards.built_in import BUILT_IN, BY_DATA_SOURCE, NOT_BUILT_IN, parsed, shown, spec_of
 from rollover.rewards.composite import LoadedSum, loaded
@@ -103,7 +103,7 @@ def test_what_a_policy_repeats_for_ever_is_scored_in_time(unit: str) -> None:
     for text in (unit * (60_000 // len(unit)), "answer" + unit * (60_000 // len(unit)) + "!"):
         for name in names:
             assert score(name, text, answer="C") <= 0, name
-        assert code_of("```python\nx = 1\n```" + text) is not None
+        assert extract_code("```python\nx = 1\n```" + text) is not None
     assert time.process_time() - begun < 20
 
 

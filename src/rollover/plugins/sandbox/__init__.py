@@ -1,1 +1,1 @@
-"""Programs that a model wrote, run against tests where they can do no harm."""
+"""The reward `code`: programs of the policy run against tests in a sandbox."""

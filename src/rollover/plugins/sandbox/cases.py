@@ -1,7 +1,6 @@
-"""What a completion is tested by: the program in its text, and the tests of the row, in the forms that data sets have.
+"""The program in a completion, the tests of a row in the formats of data sets, and the comparison of outputs.
 
-Owns the forms, and how an output is compared with the expected one. Never runs anything: the rows are the user's own,
-and their Python is parsed only.
+Runs nothing: Python in rows is only parsed.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class Cases:
-    """stdin: texts in, texts out. calls: arguments of the function `name`, and its results. tests: Python code, each of
-    `tests` after `setup`."""
+    """Tests of a row. stdin: input and output texts. calls: arguments and results of the function `name`. tests: Python
+    code, each of `tests` after `setup`."""
 
     kind: Literal["stdin", "calls", "tests"]
     inputs: tuple[Any, ...] = ()
@@ -40,13 +39,13 @@ class Cases:
         return len(self.tests if self.kind == "tests" else self.inputs)
 
     def first(self, num: int) -> Cases:
-        """The first so many of them."""
+        """Return the first `num` tests."""
         return replace(self, inputs=self.inputs[:num], outputs=self.outputs[:num], tests=self.tests[:num])
 
 
-def code_of(completion: str) -> str | None:
-    """The last block of Python in a completion, else its last block without a language, else (where there is no block
-    at all) the whole text, as verl's prime_code does. None if that is empty."""
+def extract_code(completion: str) -> str | None:
+    """Return the program of a completion, as verl's prime_code: its last Python block, else its last block without a
+    language, else (without any block) the whole text. None if empty."""
     blocks = _FENCE.findall(completion)
     python = [code for language, code in blocks if language.lower() in _PYTHON]
     plain = [code for language, code in blocks if not language]
@@ -54,8 +53,8 @@ def code_of(completion: str) -> str | None:
     return code if code.strip() else None
 
 
-def cases_of(columns: dict[str, Any]) -> Cases:
-    """The tests of a row. ValueError where it has none, or they are none."""
+def read_cases(columns: dict[str, Any]) -> Cases:
+    """Read the tests of a row. ValueError if there are none or they are invalid."""
     reward_model = columns.get("reward_model")
     truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     if columns.get("test_list"):
@@ -97,7 +96,7 @@ def _joined(text: Any) -> str:
 
 
 def _arguments(given: Any) -> list[Any]:
-    """A JSON value in each line, or the list of arguments itself."""
+    """Return arguments from a JSON value per line, or from a list."""
     try:
         values = [json.loads(line) for line in given.split("\n")] if isinstance(given, str) else list(given)
     except (ValueError, TypeError) as error:
@@ -114,7 +113,7 @@ def _result(given: Any) -> Any:
 
 
 def _with_numbers(value: Any) -> Any:
-    """JSON has no keys but texts: those that are whole numbers become them again, where all of them are."""
+    """Convert the keys of a JSON table to integers if all of them are."""
     if isinstance(value, dict) and value and all(re.fullmatch(r"-?\d+", key) for key in value):
         return {int(key): item for key, item in value.items()}
     return value
@@ -137,7 +136,7 @@ def _parsed(code: str) -> ast.Module:
 
 
 def _python(code: str, name: str) -> Cases:
-    """One test for each assert with what stands before it, each function test_*, and each call of HumanEval's check."""
+    """Return a test per assert (with the statements before it), function test_*, and call of HumanEval's check."""
     body = _parsed(code).body
     kept = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
     setup = [node for node in body if isinstance(node, kept)]
@@ -173,8 +172,8 @@ def _text(nodes: list[Any]) -> str:
 
 
 def same_text(output: str, expected: str) -> bool:
-    """Equal but for white space at the ends of lines and of the text; or equal word by word, where words that are
-    numbers with a fraction may differ by 1e-5 of their size, as in verl's prime_code."""
+    """Compare texts without white space at line ends, else word by word, as verl's prime_code: numbers with a fraction
+    may differ by a relative 1e-5."""
     left, right = ([line.strip() for line in text.strip().splitlines()] for text in (output, expected))
     if left == right:
         return True
@@ -195,11 +194,10 @@ def _same_word(word: str, wanted: str) -> bool:
 
 
 def same_value(form: Any, expected: Any) -> bool:
-    """Whether a form (inside/values.py) is of a value equal to `expected`, with tuples as lists.
+    """Return whether a form (guest/values.py) has a value equal to `expected`, with tuples as lists.
 
-    `expected` may be wrapped in a list of one, as APPS has it. It comes from JSON, so no value of another kind is equal
-    to it. The form may be hostile: no value is made of it but numbers of bounded size, and the time is in proportion to
-    its length.
+    `expected` comes from JSON, and may be wrapped in a list of one, as in APPS. The form may be hostile: only numbers
+    of bounded size are created from it, in time proportional to its length.
     """
     try:
         return _same(form, expected) or (isinstance(expected, list) and bool(expected) and _same(form, expected[0]))
@@ -224,7 +222,7 @@ def _same(form: Any, expected: Any) -> bool:
 
 
 def _same_items(pairs: list[Any], expected: dict[Any, Any]) -> bool:
-    """Looked up in the expected ones: in a table of the program's own keys, all of one hash, each would meet all."""
+    """Look keys up in `expected`: the program's keys could all have one hash, which takes quadratic time."""
     found = set()
     if len(pairs) != len(expected):
         return False

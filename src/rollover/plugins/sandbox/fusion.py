@@ -1,8 +1,8 @@
-"""A client of a Sandbox-Fusion-compatible service: POST /run_code for each test, and what its answers mean.
+"""Client of a Sandbox-Fusion-compatible service: POST /run_code for each test.
 
-Field names and statuses: github.com/bytedance/SandboxFusion, sandbox/server/sandbox_api.py. A service that fails, by a
-SandboxError too, is asked again (rewards/service.py); when that does not help there is no verdict: the reward is
-missing, never 0.
+Field names and statuses: github.com/bytedance/SandboxFusion, sandbox/server/sandbox_api.py. A request that fails, also
+by a SandboxError, is retried (rewards/service.py). After the last try there is no verdict: the reward is missing, and
+never 0.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rollover.plugins.sandbox.guest.values import to_json
 from rollover.plugins.sandbox.judge import Verdict
 from rollover.rewards.service import Again, Service
 
-SLACK_S = 10.0  # what the service may take beside the limits that it is given
-# verl puts the same names before a program that is called by a function's name.
+SLACK_S = 10.0  # the service's own overhead
+# verl prepends the same imports to programs that are called by a function's name.
 _PRELUDE = "\n".join(
     f"from {name} import *\nimport {name}"
     for name in (
@@ -38,7 +38,7 @@ print("\\n" + _given["mark"] + _json.dumps(_result, default=list))
 
 
 class FusionClient:
-    """`url`: of the service, or of its run_code. At most `concurrency` requests at a time."""
+    """Client of a service at `url` (or its run_code). At most `concurrency` requests at a time."""
 
     def __init__(self, url: str, timeout_s: float, memory_mb: int, concurrency: int, retries: int) -> None:
         whole = url if url.rstrip("/").endswith("run_code") else url.rstrip("/") + "/run_code"
@@ -52,9 +52,10 @@ class FusionClient:
         self._timeout_s, self._memory_mb = timeout_s, memory_mb
 
     async def run(self, code: str, stdin: str) -> dict[str, Any]:
-        """Run a Python program there, and return its run_result, or the compile_result of one that was not run.
+        """Run a Python program, and return its run_result, or its compile_result if it did not run.
 
-        ServiceFailed when every try failed."""
+        ServiceFailed if every try failed.
+        """
         request = {
             "code": code,
             "language": "python",
@@ -86,17 +87,19 @@ def _result_of(text: bytes) -> dict[str, Any]:
 
 
 class FusionJudge:
-    """As `judge.Judge`, with the service in the place of sandboxes. Tests as code run in the program's own process
-    there: a program can fake them, which the sandboxes of this machine do not allow."""
+    """As `judge.Judge`, with a service instead of local sandboxes.
+
+    Tests as code run in the program's process there, so that a program can fake them; local sandboxes prevent that.
+    """
 
     def __init__(self, client: FusionClient) -> None:
         self._client = client
 
     async def judge(self, code: str, cases: Cases) -> Verdict:
-        """Run all tests at a time. ServiceFailed: there is no verdict."""
+        """Run all tests concurrently. ServiceFailed: there is no verdict."""
         run = {"stdin": self._text, "calls": self._call, "tests": self._test}[cases.kind]
         ends = await asyncio.gather(*(run(code, cases, index) for index in range(len(cases))))
-        return Verdict.of(ends)
+        return Verdict.from_ends(ends)
 
     async def _text(self, code: str, cases: Cases, index: int) -> tuple[str, str]:
         result = await self._client.run(code, cases.inputs[index])
@@ -134,7 +137,7 @@ def _passed(right: bool) -> tuple[str, str]:
 
 
 def _end_of(result: dict[str, Any]) -> tuple[str, str] | None:
-    """How a program ended that did not end well."""
+    """Return how a program failed; None for a success."""
     if result["status"] == "TimeLimitExceeded":
         return "timeout", ""
     if result.get("return_code") == 0:

@@ -1,7 +1,4 @@
-"""What a sandbox holds on this machine: found by trying to break out of it, not by what ought to hold.
-
-Owns the guarantees, the program that tries them, and which sandbox is chosen.
-"""
+"""The guarantees of a sandbox on this machine, tested by attempts to break out, and the choice of a sandbox."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ GUARANTEES = {
 NEEDED = ("network", "reading", "writing", "processes", "memory")
 _LIMIT_S, _MEMORY_BYTES = 20.0, 1 << 29
 
-# Tries each guarantee, and returns those that do not hold.
+# Attacks each guarantee, and returns the broken ones.
 _PROBE = """
 import ctypes, os, signal, socket
 
@@ -76,8 +73,8 @@ def probe(port, secret, folder, pid, memory):
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one kind of sandbox does not hold here; `failed`: why it cannot be had at all."""
+class ProbeResult:
+    """The broken guarantees of one kind of sandbox. `failed`: why it cannot be started."""
 
     kind: Kind
     broken: tuple[str, ...] = ()
@@ -85,7 +82,7 @@ class Found:
 
     @property
     def holds(self) -> bool:
-        """Whether it holds all that a program of the policy needs."""
+        """Whether it keeps all NEEDED guarantees."""
         return not self.failed and not set(self.broken) & set(NEEDED)
 
     def __str__(self) -> str:
@@ -97,8 +94,8 @@ class Found:
         )
 
 
-def probed(launch: Launch) -> Found:
-    """Try to break out of such a sandbox, by a program that is run in it."""
+def probe_sandbox(launch: Launch) -> ProbeResult:
+    """Try to break out of a sandbox, by a program in it."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as listening, socket.socket(socket.AF_UNIX) as unix:
         secret = Path(folder, "secret")
         secret.write_text("x")
@@ -113,8 +110,8 @@ def probed(launch: Launch) -> Found:
         try:
             broken = _broken(launch, values)
         except SandboxFailed as error:
-            return Found(launch.kind, failed=str(error))
-    return Found(launch.kind, tuple(name for name in GUARANTEES if name in broken))
+            return ProbeResult(launch.kind, failed=str(error))
+    return ProbeResult(launch.kind, tuple(name for name in GUARANTEES if name in broken))
 
 
 def _broken(launch: Launch, values: list[Any]) -> set[str]:
@@ -125,10 +122,10 @@ def _broken(launch: Launch, values: list[Any]) -> set[str]:
     try:
         sandbox = template.sandbox()
         try:
-            sandbox.locks(until)
-            sandbox.say({**request, "limits": limits}, until)
-            said = sandbox.hear(until + 1) or {}
-            return set(from_json(said.get("value")))
+            sandbox.wait_ready(until)
+            sandbox.send({**request, "limits": limits}, until)
+            reply = sandbox.receive(until + 1) or {}
+            return set(from_json(reply.get("value")))
         finally:
             sandbox.kill()
     except (TypeError, NotPlain):
@@ -137,11 +134,14 @@ def _broken(launch: Launch, values: list[Any]) -> set[str]:
         template.close()
 
 
-def chosen(sandbox: str, allow_weak: bool) -> tuple[Launch, Found]:
-    """The sandbox that programs run in. `sandbox`: auto (bubblewrap, else a process that locks itself in), bubblewrap
-    or process. ValueError where what can be had does not hold all of NEEDED, unless the user allows that by name."""
+def choose_sandbox(sandbox: str, allow_weak: bool) -> tuple[Launch, ProbeResult]:
+    """Choose the sandbox for programs.
+
+    sandbox: auto (bubblewrap, else a process that locks itself in), bubblewrap or process. ValueError if none keeps all
+    NEEDED guarantees, unless `allow_weak`.
+    """
     kinds: tuple[Kind, ...] = ("bubblewrap", "process")
-    tried = [probed(Launch(kind)) for kind in kinds if sandbox in ("auto", kind)]
+    tried = [probe_sandbox(Launch(kind)) for kind in kinds if sandbox in ("auto", kind)]
     for found in tried:
         if found.holds:
             return Launch(found.kind), found

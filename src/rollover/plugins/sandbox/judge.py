@@ -1,10 +1,10 @@
-"""Runs a program against its tests in sandboxes, and says how each test ended. The expected outputs stay here.
+"""Runs a program against its tests in sandboxes, and returns each test's result. Expected outputs stay here.
 
-    stdin, calls      one sandbox: the inputs go in, outputs and values come out and are compared here
-    tests             two: the program in one, the test code in the other; what the tests call goes through us
+    stdin, calls      one sandbox: inputs go in; outputs and values come out and are compared here
+    tests             two: the program in one, the test code in the other; the judge forwards calls between them
 
-Owns the sandboxes that wait, started ahead, and the time of a call. Believes nothing that comes out: values are plain
-data (inside/values.py), and a test that is not told of has failed.
+Owns the prestarted sandboxes and the time limit. Sandbox output is untrusted: values are plain data (guest/values.py),
+and a test without a result has failed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollover.plugins.sandbox.launch import Launch, Sandbox, SandboxFailed, Temp
 
 ENDS = ("passed", "wrong", "error", "timeout", "memory", "output", "died")
 """How a test ends: with another output than expected (wrong), an exception or an exit code (error), out of time, out of
-memory, with more output than allowed, or by a signal (died), as a crash of the interpreter is one."""
+memory, with too much output, or by a signal (died), such as a crash of the interpreter."""
 _START_LIMIT_S = 20.0
 _GRACE_S = 1.0
 _ANSWER = ("value", "raised", "text", "changed", "none")
@@ -32,8 +32,8 @@ class BrokenTests(ValueError):
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Of all tests of one completion together: seconds. Of each test: memory of its process and what it may print."""
+class RunLimits:
+    """seconds: for all tests of a completion. memory_bytes, output_bytes: per test."""
 
     seconds: float = 10.0
     memory_bytes: int = 1 << 30
@@ -42,31 +42,34 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How each test ended, one of ENDS, and a word on the first that did not pass."""
+    """The end of each test, one of ENDS, and a detail of the first failure."""
 
     ends: tuple[str, ...]
     detail: str = ""
 
     @classmethod
-    def of(cls, ends: Sequence[tuple[str, str]]) -> Self:
-        """Of the end of each test, and what is to be said of it."""
+    def from_ends(cls, ends: Sequence[tuple[str, str]]) -> Self:
+        """Create a verdict from (end, detail) of each test."""
         detail = next((f"{end}: {text}" if text else end for end, text in ends if end != "passed"), "")
         return cls(tuple(end for end, _ in ends), detail)
 
     @property
     def share(self) -> float:
-        """Of the tests, those passed."""
+        """The share of passed tests."""
         return self.ends.count("passed") / len(self.ends)
 
 
 class Judge:
-    """Not for several threads. `stop_at_failure`: tests behind the first that fails are not run, and count as it.
-    `ahead`: the sandboxes of the next call are started when one ends."""
+    """Runs programs one at a time; not thread-safe.
+
+    stop_at_failure: tests after the first failure do not run, and count as failed alike. ahead: start the next call's
+    sandboxes at the end of a call.
+    """
 
     def __init__(
-        self, launch: Launch, limits: Limits | None = None, stop_at_failure: bool = False, ahead: bool = True
+        self, launch: Launch, limits: RunLimits | None = None, stop_at_failure: bool = False, ahead: bool = True
     ) -> None:
-        self._launch, self._limits, self._stop = launch, limits or Limits(), stop_at_failure
+        self._launch, self._limits, self._stop = launch, limits or RunLimits(), stop_at_failure
         self._ahead = ahead
         self._template: Template | None = None
         self._waiting: list[Sandbox] = []
@@ -84,42 +87,42 @@ class Judge:
             for sandbox in sandboxes:
                 sandbox.kill()
             if self._ahead:
-                with contextlib.suppress(SandboxFailed):  # the next call will say so
-                    self.start_ahead()
-        return Verdict.of(trial.ends)
+                with contextlib.suppress(SandboxFailed):  # the next call reports it
+                    self.prestart()
+        return Verdict.from_ends(trial.ends)
 
     def close(self) -> None:
-        """End the sandboxes that wait, and what makes them."""
+        """End the prestarted sandboxes and their template."""
         while self._waiting:
             self._waiting.pop().kill()
         if self._template is not None:
             self._template.close()
             self._template = None
 
-    def start_ahead(self) -> None:
-        """Start what the next call needs, if it is as the last one."""
+    def prestart(self) -> None:
+        """Start the sandboxes of the next call, assuming it is like the last one."""
         while len(self._waiting) < self._used:
-            self._waiting.append(self._made())
+            self._waiting.append(self._create())
 
     def _check_template(self, ends: list[tuple[str, str]]) -> None:
-        """SandboxFailed where sandboxes ended as what made them was killed, which no program can do."""
+        """Raise SandboxFailed if sandboxes died with their template, which no program can kill."""
         lost = ("died", "the sandbox ended") in ends
         if lost and self._template is not None and self._template.has_ended():
             raise SandboxFailed("the sandbox was ended from outside")
 
-    def _made(self) -> Sandbox:
+    def _create(self) -> Sandbox:
         if self._template is None:
             self._template = Template(self._launch)
         return self._template.sandbox()
 
     def _take(self, num: int) -> list[Sandbox]:
-        """Sandboxes that are ready. One that did not come up is tried once more: memory may have been short."""
+        """Return ready sandboxes. Retries failed starts, as memory may have been short."""
         taken: list[Sandbox] = []
         failures = 0
         while len(taken) < num:
             try:
-                taken.append(self._waiting.pop() if self._waiting else self._made())
-                taken[-1].locks(time.monotonic() + _START_LIMIT_S)
+                taken.append(self._waiting.pop() if self._waiting else self._create())
+                taken[-1].wait_ready(time.monotonic() + _START_LIMIT_S)
             except SandboxFailed:
                 for sandbox in taken:
                     sandbox.kill()
@@ -132,25 +135,25 @@ class Judge:
 
 
 class _Trial:
-    """A program against its tests: how each of them ended so far."""
+    """One program, and the results of its tests so far."""
 
-    def __init__(self, code: str, cases: Cases, limits: Limits, stop_at_failure: bool) -> None:
+    def __init__(self, code: str, cases: Cases, limits: RunLimits, stop_at_failure: bool) -> None:
         self._code, self._cases, self._limits, self._stop = code, cases, asdict(limits), stop_at_failure
         self._until = time.monotonic() + limits.seconds + _GRACE_S
         self.ends: list[tuple[str, str]] = []
 
     def compare(self, sandbox: Sandbox) -> None:
-        """Give the inputs, and compare what comes out."""
+        """Send the inputs, and compare the outputs."""
         cases, calls = self._cases, self._cases.kind == "calls"
         inputs = [list(map(to_json, each)) for each in cases.inputs] if calls else list(cases.inputs)
         request = {"mode": cases.kind, "code": self._code, "name": cases.name, "inputs": inputs}
-        sandbox.say({**request, "limits": self._limits}, self._until)
+        sandbox.send({**request, "limits": self._limits}, self._until)
         for expected in cases.outputs:
-            said = sandbox.hear(self._until)
-            if said is None or said.get("test") != len(self.ends):
+            reply = sandbox.receive(self._until)
+            if reply is None or reply.get("test") != len(self.ends):
                 break
-            end, detail = _end_of(said)
-            if end == "passed" and not _is_right(said, expected, calls):
+            end, detail = _end_of(reply)
+            if end == "passed" and not _is_right(reply, expected, calls):
                 end, detail = "wrong", ""
             self.ends.append((end, detail))
             if self._is_over:
@@ -158,73 +161,73 @@ class _Trial:
         self._fill()
 
     def converse(self, program: Sandbox, tests: Sandbox) -> None:
-        """Carry what the tests ask to the program, and what it answers back."""
+        """Forward requests of the tests to the program, and its answers back."""
         cases, until = self._cases, self._until
-        program.say({"mode": "serve", "code": self._code, "limits": self._limits}, until)
+        program.send({"mode": "serve", "code": self._code, "limits": self._limits}, until)
         request = {"mode": "tests", "code": cases.setup, "tests": list(cases.tests), "name": cases.name}
-        tests.say({**request, "limits": self._limits}, until)
+        tests.send({**request, "limits": self._limits}, until)
         last: tuple[str, str] | None = None
         loaded = False
         while len(self.ends) < len(cases):
-            said = tests.hear(until)
-            if said is None:
+            reply = tests.receive(until)
+            if reply is None:
                 break
-            if "ask" in said:
-                # Not before it says so: what comes earlier is read by its parent.
+            if "ask" in reply:
+                # Its parent reads what arrives before "loaded".
                 answer = {} if loaded else _answer(program, until, "loaded")
                 loaded = True
                 if "ended" not in answer:
-                    program.say(said["ask"], until)
+                    program.send(reply["ask"], until)
                     answer = _answer(program, until)
-                if "ended" in answer:  # it asks no more: the program is gone
+                if "ended" in answer:  # the program has ended
                     end, detail = _end_of(answer)
                     last = ("error", detail or "it ended before its tests did") if end == "passed" else (end, detail)
                     break
-                tests.say(answer, until)
-            elif "broken" in said:
-                raise BrokenTests(f"the tests of the task cannot be run: {str(said['broken'])[:300]}")
-            elif said.get("test") == len(self.ends):
-                self.ends.append(_end_of(said))
+                tests.send(answer, until)
+            elif "broken" in reply:
+                raise BrokenTests(f"the tests of the task cannot be run: {str(reply['broken'])[:300]}")
+            elif reply.get("test") == len(self.ends):
+                self.ends.append(_end_of(reply))
                 if self._is_over:
                     break
-            elif "ended" in said:
-                end, detail = _end_of(said)
+            elif "ended" in reply:
+                end, detail = _end_of(reply)
                 last = ("error", "the tests ended early") if end == "passed" else (end, detail)
                 break
         self._fill(last)
 
     @property
     def _is_over(self) -> bool:
-        """Whether no further test is run, as one failed."""
+        """Whether to stop after a failure."""
         return self._stop and bool(self.ends) and self.ends[-1][0] != "passed"
 
     def _fill(self, last: tuple[str, str] | None = None) -> None:
-        """The tests that nothing was said of: out of time, or the sandbox is no more."""
+        """Fill in tests without a result: timeout, or the sandbox ended."""
         left = self.ends[-1] if self._is_over else last
         if left is None:
             left = ("timeout", "") if time.monotonic() >= self._until else ("died", "the sandbox ended")
         self.ends += [left] * (len(self._cases) - len(self.ends))
 
 
-def _is_right(said: dict[str, Any], expected: Any, calls: bool) -> bool:
+def _is_right(reply: dict[str, Any], expected: Any, calls: bool) -> bool:
     if not calls:
-        return same_text(str(said.get("output")), expected)
-    return same_value(said.get("value"), expected)
+        return same_text(str(reply.get("output")), expected)
+    return same_value(reply.get("value"), expected)
 
 
-def _end_of(said: dict[str, Any]) -> tuple[str, str]:
-    """How a test, or a whole sandbox, says that it ended."""
-    end = said.get("ended")
+def _end_of(reply: dict[str, Any]) -> tuple[str, str]:
+    """Return (end, detail) of a test's or sandbox's message."""
+    end = reply.get("ended")
     end = "passed" if end == "ok" else end
-    return (end if end in ENDS else "died"), str(said.get("detail", ""))[:300]
+    return (end if end in ENDS else "died"), str(reply.get("detail", ""))[:300]
 
 
 def _answer(program: Sandbox, until: float, *keys: str) -> dict[str, Any]:
-    """What the program says: only what an answer may have, and that it has one of `keys`; or how it ended."""
+    """Return the program's next message with one of `keys`, reduced to known keys; or how it ended."""
     keys = keys or ("value", "raised", "none")
-    while (said := program.hear(until)) is not None:
-        if "ended" in said:
-            return {"ended": said["ended"], "detail": said.get("detail", "")}
-        if said.keys() & set(keys):
-            return {key: said[key] for key in (*_ANSWER, *keys) if key in said}
+    while (reply := program.receive(until)) is not None:
+        if "ended" in reply:
+            return {"ended": reply["ended"], "detail": reply.get("detail", "")}
+        if reply.keys() & set(keys):
+            return {key: reply[key] for key in (*_ANSWER, *keys) if key in reply}
     return {"ended": "timeout" if time.monotonic() >= until else "died", "detail": ""}

@@ -1,10 +1,9 @@
-"""Starts a sandbox: a bare Python under bubblewrap, or one that locks itself in, with our code inside (inside/).
+"""Starts a sandbox: a bare Python under bubblewrap, or one that locks itself in, with our code inside (guest/).
 
     Template ──fork──▶ Sandbox: locks itself in ──fork──▶ one program
         └── loads Python and our code once
 
-A sandbox runs one request and ends, so that no program meets what another left. It is made ahead (judge.py): what a
-call waits for is the request alone.
+A sandbox runs one request and ends, so that no program can affect the next. judge.py starts sandboxes ahead of calls.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from typing import Any, Literal
 
 MAX_LINE_BYTES = 16 << 20
 _START_LIMIT_S = 20.0
-_ENDING_S = 0.2  # its sandboxes' pipes may close a little before it is gone
+_ENDING_S = 0.2  # its sandboxes' pipes may close slightly before it ends
 _PACKAGE = "rollover.plugins.sandbox.guest"
-_MODULES = ("syscalls", "locks", "values", "program", "serving", "testing", "runner")  # each after what it imports
+_MODULES = ("locks", "values", "program", "testing", "runner")  # in order of imports
 _SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
-# Loads our modules from the standard input: none of our files need be in the sandbox, and none is compiled twice.
+# Loads our modules from standard input, so that the sandbox needs none of our files, and compiles none.
 _BOOT = """
 import sys, types, marshal
 source = sys.stdin.buffer
@@ -55,23 +54,23 @@ Kind = Literal["bubblewrap", "process"]
 
 
 class SandboxFailed(RuntimeError):
-    """The sandbox itself could not be started, or died before it read the program: nobody's program is at fault."""
+    """The sandbox did not start, or died before it read the program."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a sandbox is started. `paths`: what of the machine's files can be read inside."""
+    """How to start a sandbox."""
 
     kind: Kind
     namespaces: bool = True  # kind "process": try namespaces as well
 
     def command(self) -> list[str]:
-        """The command line."""
+        """Return the command line."""
         python = [_python(), "-P", "-s", "-S", "-B", "-c", _BOOT]
         return [*_bubblewrap(), *python] if self.kind == "bubblewrap" else python
 
     def policy(self) -> dict[str, Any]:
-        """What the runner is told of its locks (inside/locks.py)."""
+        """Return the runner's policy (guest/locks.py)."""
         bare = self.kind == "process"
         return {
             "namespaces": self.namespaces,
@@ -83,7 +82,7 @@ class Launch:
 
 
 class Template:
-    """A process that has loaded our code, and makes sandboxes as copies of itself. It never runs a program."""
+    """A process with our code loaded, which forks sandboxes. It never runs a program itself."""
 
     def __init__(self, launch: Launch) -> None:
         self._control, theirs = socket.socketpair()
@@ -108,7 +107,7 @@ class Template:
         self._is_up = False
 
     def sandbox(self) -> Sandbox:
-        """A new one. SandboxFailed if the template does not come up, or has ended."""
+        """Start a sandbox. SandboxFailed if the template did not start or has ended."""
         try:
             if not self._is_up:
                 self._control.sendall(self._starts)
@@ -130,7 +129,7 @@ class Template:
             raise SandboxFailed(f"the sandbox did not come up ({how})") from None
 
     def has_ended(self) -> bool:
-        """Whether it has, or does so now."""
+        """Return whether the template has ended, or ends within a moment."""
         try:
             self._process.wait(_ENDING_S)
         except subprocess.TimeoutExpired:
@@ -138,8 +137,10 @@ class Template:
         return True
 
     def close(self) -> None:
-        """End it, and all that is in its sandboxes. It ends by itself when nobody holds the other end: a bubblewrap
-        that is killed between its two halves would leave the second, which then waits for ever."""
+        """End the template and its sandboxes, by closing the socket.
+
+        Killing bubblewrap between its two forks would leave the second process waiting forever.
+        """
         self._control.close()
         try:
             self._process.wait(_START_LIMIT_S)
@@ -149,7 +150,7 @@ class Template:
 
 
 class Sandbox:
-    """One sandbox that waits for one request, and is ended. `end_in`, `end_out`: of its input and output."""
+    """A sandbox for one request. `end_in`, `end_out`: our ends of its input and output pipes."""
 
     def __init__(self, end_in: int, end_out: int) -> None:
         self._in, self._out = end_in, end_out
@@ -159,23 +160,23 @@ class Sandbox:
         self._unsent = memoryview(b"")
         self._locks: dict[str, Any] | None = None
 
-    def locks(self, until: float) -> dict[str, Any]:
-        """Wait until it is ready, and return which locks it has. SandboxFailed if it does not come up."""
+    def wait_ready(self, until: float) -> dict[str, Any]:
+        """Wait until it is ready, and return its locks. SandboxFailed if it does not start."""
         if self._locks is None:
-            said = self.hear(until)
-            if said is None or not isinstance(said.get("ready"), dict):
+            reply = self.receive(until)
+            if reply is None or not isinstance(reply.get("ready"), dict):
                 raise SandboxFailed("the sandbox did not come up")
-            self._locks = dict(said["ready"])
+            self._locks = dict(reply["ready"])
         return self._locks
 
-    def say(self, message: dict[str, Any], until: float) -> None:
-        """Send a line. What it does not take in time is dropped: its answer, or none, tells."""
+    def send(self, message: dict[str, Any], until: float) -> None:
+        """Send a line. The rest of a line that it does not read in time is dropped."""
         self._unsent = memoryview(bytes(self._unsent) + json.dumps(message).encode() + b"\n")
         while self._unsent and self._flush() and time.monotonic() < until:
             select.select([], [self._in], [], max(0.0, min(until - time.monotonic(), 0.1)))
 
-    def hear(self, until: float) -> dict[str, Any] | None:
-        """The next line; {} for one that is nothing; None when there is none until then, or any more."""
+    def receive(self, until: float) -> dict[str, Any] | None:
+        """Return the next line; {} for an invalid one; None after the timeout or at the end."""
         while True:
             line, found, rest = self._unread.partition(b"\n")
             if found:
@@ -198,12 +199,12 @@ class Sandbox:
             self._unread += data
 
     def kill(self) -> None:
-        """End it: its first process, which sees that nobody reads, kills the one that runs a program, and ends."""
+        """End it: its first process notices the closed pipe, kills the program and exits."""
         for end in (self._in, self._out):
             os.close(end)
 
     def _flush(self) -> bool:
-        """Send what can be sent at once. False where nothing can be sent any more."""
+        """Write without blocking. Return False if the pipe is closed."""
         try:
             while self._unsent:
                 self._unsent = self._unsent[os.write(self._in, self._unsent[:65536]) :]
@@ -217,10 +218,10 @@ class Sandbox:
 
 def _parsed(line: bytes | bytearray) -> dict[str, Any]:
     try:
-        said = json.loads(line)
+        reply = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return reply if isinstance(reply, dict) else {}
 
 
 @cache
@@ -236,27 +237,26 @@ def _boot_data() -> bytes:
 
 @cache
 def _python() -> str:
-    """This Python, without a virtual environment around it."""
+    """Return this Python, outside of a virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
 
 
 @cache
 def _readable() -> list[str]:
-    """Python and the system's libraries: the only files that a program can read."""
+    """Return the paths that a program can read: Python and the system's libraries."""
     own = [_python(), *(os.path.join(sys.base_prefix, name) for name in ("lib", "lib64"))]
     return [path for path in dict.fromkeys([*own, *_SYSTEM]) if os.path.exists(path)]
 
 
 def _readable_by_all() -> bool:
-    """Whether another user could read this Python's files: its folders may be root's own."""
+    """Return whether other users can read this Python's files."""
     folders = [*Path(_python()).parents, *Path(sys.base_prefix, "lib").parents]
     return all(folder.stat().st_mode & 0o001 for folder in folders)
 
 
 @cache
 def _bubblewrap() -> list[str]:
-    """bubblewrap's command line. As root it makes no namespace of users, and keeps what the runner needs to become
-    somebody else; a user's own namespace has that user alone."""
+    """Return bubblewrap's command line. As root, without a user namespace: the runner must change its user id."""
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxFailed("bubblewrap (bwrap) is not installed")
@@ -267,7 +267,7 @@ def _bubblewrap() -> list[str]:
     for path in _readable():
         for folder in reversed([str(parent) for parent in Path(path).parents if str(parent) != "/"]):
             if folder not in out:
-                out += ["--perms", "0755", "--dir", folder]  # else it is its owner's alone
+                out += ["--perms", "0755", "--dir", folder]  # otherwise only its owner can read it
         if os.path.islink(path):
             out += ["--symlink", os.readlink(path), path]
         else:

@@ -1,7 +1,7 @@
-"""The reward `code`: the share of a row's tests that the program in the completion passes, run in a sandbox.
+"""The reward `code`: the share of a row's tests that the completion's program passes in a sandbox.
 
-A completion that fails is worth 0, whatever it did; where there is no verdict (the sandbox cannot be started, the
-service does not answer, the row has no tests that can be run) the reward is missing.
+A failed completion scores 0. Without a verdict (the sandbox does not start, the service does not answer, the row has no
+valid tests) the reward is missing.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rollover.config.rewards import CODE_TIMEOUT_S
-from rollover.plugins.sandbox.cases import Cases, cases_of, code_of
+from rollover.plugins.sandbox.cases import Cases, extract_code, read_cases
 from rollover.plugins.sandbox.fusion import FusionClient, FusionJudge
-from rollover.plugins.sandbox.guarantees import chosen
-from rollover.plugins.sandbox.judge import ENDS, Judge, Limits, Verdict
+from rollover.plugins.sandbox.guarantees import choose_sandbox
+from rollover.plugins.sandbox.judge import ENDS, Judge, RunLimits, Verdict
 
 KINDS = ("auto", "bubblewrap", "process", "http")
 
@@ -30,13 +30,12 @@ def code(  # noqa: PLR0913 - the parameters of the reward
     concurrency: int = 16,
     retries: int = 4,
 ) -> Callable[[dict[str, Any]], Any]:
-    """The function of an item. ValueError for a parameter that is wrong, or without effect, and where no sandbox is
-    here that holds.
+    """Return the reward function. ValueError for invalid parameters, or if no sandbox keeps its guarantees.
 
-    sandbox: auto, bubblewrap, process, or http (a service at `url`; `concurrency` requests at a time from each worker,
-    each tried again `retries` times). allow_weak: run programs also where the sandbox does not hold. all_or_nothing: 1
-    for all tests, else 0. max_tests: the first so many of a row; 0 = all. timeout_s: of all tests of a completion
-    together; of http: of each test. memory_mb: of each test. output_kb: what each test may print.
+    sandbox: auto, bubblewrap, process, or http (a service at `url`, with `concurrency` requests at a time per worker
+    and `retries` per request). allow_weak: run programs even if the sandbox breaks guarantees. all_or_nothing: 1 for
+    all tests, else 0. max_tests: only the first tests of a row; 0 = all. timeout_s: for all tests of a completion; with
+    http for each. memory_mb: limit per test. output_kb: printed output per test.
     """
     for name, value in (("timeout_s", timeout_s), ("memory_mb", memory_mb), ("output_kb", output_kb)):
         if not value > 0:
@@ -50,17 +49,17 @@ def code(  # noqa: PLR0913 - the parameters of the reward
     if sandbox == "http":
         client = FusionClient(url, timeout_s, memory_mb, concurrency, retries)
         return _remote(FusionJudge(client), all_or_nothing, max_tests)
-    launch, _ = chosen(sandbox, allow_weak)
-    judge = Judge(launch, Limits(timeout_s, memory_mb << 20, output_kb << 10), stop_at_failure=all_or_nothing)
-    judge.start_ahead()
+    launch, _ = choose_sandbox(sandbox, allow_weak)
+    judge = Judge(launch, RunLimits(timeout_s, memory_mb << 20, output_kb << 10), stop_at_failure=all_or_nothing)
+    judge.prestart()
     return _local(judge, all_or_nothing, max_tests)
 
 
-def stated(sandbox: str = "auto", allow_weak: bool = False, url: str = "", **_: Any) -> str:
-    """What the reward of these parameters holds on this machine, in a line. ValueError as `code`."""
+def describe(sandbox: str = "auto", allow_weak: bool = False, url: str = "", **_: Any) -> str:
+    """Return a line on the guarantees of this reward on this machine. ValueError as `code`."""
     if sandbox == "http":
         return f"programs run at {url}: what that service guarantees, it has to say"
-    return f"programs run in a sandbox: {chosen(sandbox, allow_weak)[1]}"
+    return f"programs run in a sandbox: {choose_sandbox(sandbox, allow_weak)[1]}"
 
 
 def _local(judge: Judge, all_or_nothing: bool, max_tests: int) -> Callable[[dict[str, Any]], Any]:
@@ -80,13 +79,13 @@ def _remote(judge: FusionJudge, all_or_nothing: bool, max_tests: int) -> Callabl
 
 
 def _parts(item: dict[str, Any], max_tests: int) -> tuple[str | None, Cases]:
-    """The program, and its tests: they are read in any case, so that a row without is never a 0."""
-    cases = cases_of(item["columns"])
-    return code_of(item["completion"]), cases.first(max_tests) if max_tests else cases
+    """Return the program and its tests. Tests are always read, so that a row without tests never scores 0."""
+    cases = read_cases(item["columns"])
+    return extract_code(item["completion"]), cases.first(max_tests) if max_tests else cases
 
 
 def _scored(verdict: Verdict | None, all_or_nothing: bool) -> dict[str, float]:
-    """The score, and the share of the tests that ended in each way. None: there was no program."""
+    """Return the score, and the share of tests per result. None: there was no program."""
     if verdict is None:
         return {"score": 0.0, "no_code": 1.0, **{f"code_{end}": 0.0 for end in ENDS}}
     shares = {f"code_{end}": verdict.ends.count(end) / len(verdict.ends) for end in ENDS}

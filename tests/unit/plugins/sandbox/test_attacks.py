@@ -17,9 +17,9 @@ from typing import Any
 import attacks
 import pytest
 
-from rollover.plugins.sandbox.cases import Cases, cases_of
-from rollover.plugins.sandbox.guarantees import probed
-from rollover.plugins.sandbox.judge import Judge, Limits, Verdict
+from rollover.plugins.sandbox.cases import Cases, read_cases
+from rollover.plugins.sandbox.guarantees import probe_sandbox
+from rollover.plugins.sandbox.judge import Judge, RunLimits, Verdict
 from rollover.plugins.sandbox.launch import Launch
 from rollover.process_tree import descendants
 
@@ -84,14 +84,14 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Outside
 def launch(request: pytest.FixtureRequest) -> Launch:
     """Each kind of sandbox that holds here what programs must be kept from."""
     launch = LAUNCHES[request.param]
-    found = probed(launch)
+    found = probe_sandbox(launch)
     if not found.holds:
         pytest.skip(f"this machine cannot give it: {found}")
     return launch
 
 
 def judged(launch: Launch, code: str, cases: Cases, seconds: float) -> Verdict:
-    judge = Judge(launch, Limits(seconds, MEMORY_BYTES, OUTPUT_BYTES), ahead=False)
+    judge = Judge(launch, RunLimits(seconds, MEMORY_BYTES, OUTPUT_BYTES), ahead=False)
     before = descendants(os.getpid())
     try:
         return judge.judge(code, cases)
@@ -125,7 +125,7 @@ def test_what_uses_up_something_ends_with_its_reason(name: str, launch: Launch) 
 
 @pytest.mark.parametrize("name", attacks.FAKES)
 def test_no_score_is_faked(name: str, launch: Launch) -> None:
-    verdict = judged(launch, attacks.FAKES[name], cases_of({"tests": "assert f(3) == 1234"}), 3.0)
+    verdict = judged(launch, attacks.FAKES[name], read_cases({"tests": "assert f(3) == 1234"}), 3.0)
     assert verdict.ends[0] in ("wrong", "error", "timeout"), verdict
     assert verdict.share == 0
 
@@ -157,5 +157,5 @@ def test_without_a_sandbox_it_works(name: str, outside: Outside) -> None:
 
 def test_a_test_that_would_pass_passes(launch: Launch) -> None:
     """The tests of these fakes can be passed."""
-    verdict = judged(launch, "def f(x):\n    return 1234", cases_of({"tests": "assert f(3) == 1234"}), 30.0)
+    verdict = judged(launch, "def f(x):\n    return 1234", read_cases({"tests": "assert f(3) == 1234"}), 30.0)
     assert verdict == Verdict(("passed",))

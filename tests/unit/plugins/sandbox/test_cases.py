@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.plugins.sandbox.cases import Cases, cases_of, code_of, same_text, same_value
+from rollover.plugins.sandbox.cases import Cases, extract_code, read_cases, same_text, same_value
 from rollover.plugins.sandbox.guest.values import to_json
 
 
@@ -31,31 +31,31 @@ from rollover.plugins.sandbox.guest.values import to_json
     ],
 )
 def test_the_last_block_of_python_is_the_program(completion: str, code: str | None) -> None:
-    assert code_of(completion) == code
+    assert extract_code(completion) == code
 
 
 def test_prime_codes_rows() -> None:
     rows = {"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", ["7"]]}
     for truth in (rows, json.dumps(rows)):
-        cases = cases_of({"reward_model": {"ground_truth": truth}, "data_source": "apps"})
+        cases = read_cases({"reward_model": {"ground_truth": truth}, "data_source": "apps"})
         assert cases == Cases("stdin", ("1 2\n", "3\n4"), ("3\n", "7"))
     called = {"fn_name": "f", "inputs": ["1\n[2]", [3, [4]]], "outputs": ["[1]", [2]]}
-    assert cases_of({"input_output": json.dumps(called)}) == Cases("calls", ([1, [2]], [3, [4]]), ([1], [2]), "f")
+    assert read_cases({"input_output": json.dumps(called)}) == Cases("calls", ([1, [2]], [3, [4]]), ([1], [2]), "f")
     keys = {"fn_name": "f", "inputs": ['{"1": "a"}'], "outputs": ['{"2": "b"}']}
-    assert cases_of({"tests": keys}) == Cases("calls", ([{1: "a"}],), ({2: "b"},), "f")
+    assert read_cases({"tests": keys}) == Cases("calls", ([{1: "a"}],), ({2: "b"},), "f")
 
 
 def test_rows_of_python() -> None:
     mbpp = {"test_list": ["assert f(1) == 2"], "test_setup_code": "import math", "test_imports": ["import re"]}
-    assert cases_of(mbpp) == Cases("tests", setup="import math\nimport re", tests=("assert f(1) == 2",))
+    assert read_cases(mbpp) == Cases("tests", setup="import math\nimport re", tests=("assert f(1) == 2",))
     check = "def check(candidate):\n    assert candidate(1) == 2"
-    assert cases_of({"test": check, "entry_point": "f"}) == Cases("tests", name="f", setup=check, tests=("check(f)",))
+    assert read_cases({"test": check, "entry_point": "f"}) == Cases("tests", name="f", setup=check, tests=("check(f)",))
     code = "import math\nx = [3]\nf(x)\nassert x == [1]\nassert f(2)\ndef test_three():\n    assert f(3)"
-    cases = cases_of({"answer": code})
+    cases = read_cases({"answer": code})
     assert cases.tests == ("x = [3]\nf(x)\nassert x == [1]", "assert f(2)", "test_three()")
     assert len(cases) == 3
     assert cases.first(1).tests == ("x = [3]\nf(x)\nassert x == [1]",)
-    assert cases_of({"tests": {"assert_case": ["assert f(1)"]}}).tests == ("assert f(1)",)
+    assert read_cases({"tests": {"assert_case": ["assert f(1)"]}}).tests == ("assert f(1)",)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_rows_of_python() -> None:
 )
 def test_a_row_that_has_no_tests_is_refused(columns: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        cases_of(columns)
+        read_cases(columns)
 
 
 def test_texts_are_compared_as_judges_do() -> None:

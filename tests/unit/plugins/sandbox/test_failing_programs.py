@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollover.plugins.sandbox.cases import cases_of
-from rollover.plugins.sandbox.guarantees import probed
-from rollover.plugins.sandbox.judge import BrokenTests, Judge, Limits
+from rollover.plugins.sandbox.cases import read_cases
+from rollover.plugins.sandbox.guarantees import probe_sandbox
+from rollover.plugins.sandbox.judge import BrokenTests, Judge, RunLimits
 from rollover.plugins.sandbox.launch import Launch
 
 SECONDS = 3.0
@@ -68,16 +68,16 @@ ENDS_THE_PROGRAM = {"os._exit", "KeyboardInterrupt", "SystemExit", "GeneratorExi
 @pytest.fixture(scope="module", params=["bubblewrap", "process"])
 def judge(request: pytest.FixtureRequest) -> Iterator[Judge]:
     launch = Launch(request.param)
-    if not (found := probed(launch)).holds:
+    if not (found := probe_sandbox(launch)).holds:
         pytest.skip(f"this machine cannot give it: {found}")
-    made = Judge(launch, Limits(SECONDS, output_bytes=1 << 20))
+    made = Judge(launch, RunLimits(SECONDS, output_bytes=1 << 20))
     yield made
     made.close()
 
 
 def share(judge: Judge, code: str, **columns: object) -> float:
     started = time.monotonic()
-    verdict = judge.judge(code, cases_of(columns))
+    verdict = judge.judge(code, read_cases(columns))
     assert time.monotonic() - started < SECONDS + 15, verdict
     return verdict.share
 
@@ -117,4 +117,4 @@ def test_tests_that_are_at_fault_are_told_apart(setup: str, judge: Judge) -> Non
         assert share(judge, code, test=f"{setup}\ncheck(f)", entry_point="f") == 0
         return
     with pytest.raises(BrokenTests, match="the tests of the task cannot be run"):
-        judge.judge(code, cases_of({"test_list": ["assert f(1) == 1"], "test_setup_code": setup}))
+        judge.judge(code, read_cases({"test_list": ["assert f(1) == 1"], "test_setup_code": setup}))

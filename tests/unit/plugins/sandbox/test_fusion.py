@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("aiohttp")
 from aiohttp import web
 
-from rollover.plugins.sandbox.cases import cases_of
+from rollover.plugins.sandbox.cases import read_cases
 from rollover.plugins.sandbox.fusion import FusionClient, FusionJudge
 from rollover.plugins.sandbox.judge import Verdict
 from rollover.rewards.service import ServiceFailed
@@ -100,7 +100,7 @@ def with_service(
 
 
 def judged(code: str, service: Service | None = None, **columns: Any) -> Verdict:
-    return with_service(lambda client: FusionJudge(client).judge(code, cases_of(columns)), service or Service())
+    return with_service(lambda client: FusionJudge(client).judge(code, read_cases(columns)), service or Service())
 
 
 def test_texts_calls_and_asserts() -> None:
@@ -117,7 +117,7 @@ def test_how_programs_end() -> None:
     assert judged("raise MemoryError", tests=ADDS).ends == ("memory", "memory")
     assert judged("import sys\ndef f(x): sys.exit(0)", test_list=["assert f(1)"]).ends == ("error",)
     loop = with_service(
-        lambda client: FusionJudge(client).judge("while True: pass", cases_of({"tests": ADDS})), Service(), 0.5
+        lambda client: FusionJudge(client).judge("while True: pass", read_cases({"tests": ADDS})), Service(), 0.5
     )
     assert loop.ends == ("timeout", "timeout")
 
@@ -186,7 +186,7 @@ def test_so_many_requests_at_a_time_and_no_more() -> None:
     service = Service()
     rows = {"inputs": ["1"] * 9, "outputs": ["2"] * 9}
     verdict = with_service(
-        lambda client: FusionJudge(client).judge("print(2)", cases_of({"tests": rows})), service, concurrency=3
+        lambda client: FusionJudge(client).judge("print(2)", read_cases({"tests": rows})), service, concurrency=3
     )
     assert verdict.share == 1
     assert service.most_running == 3

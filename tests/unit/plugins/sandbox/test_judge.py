@@ -16,34 +16,34 @@ from typing import Any
 import pytest
 
 from rollover.plugins.sandbox import guarantees
-from rollover.plugins.sandbox.cases import cases_of
-from rollover.plugins.sandbox.guarantees import Found, chosen, probed
-from rollover.plugins.sandbox.judge import BrokenTests, Judge, Limits, Verdict
+from rollover.plugins.sandbox.cases import read_cases
+from rollover.plugins.sandbox.guarantees import ProbeResult, choose_sandbox, probe_sandbox
+from rollover.plugins.sandbox.judge import BrokenTests, Judge, RunLimits, Verdict
 from rollover.plugins.sandbox.launch import Launch, SandboxFailed, Template
 
 
 @pytest.fixture(scope="module")
 def launch() -> Launch:
     try:
-        return chosen("auto", allow_weak=False)[0]
+        return choose_sandbox("auto", allow_weak=False)[0]
     except ValueError as error:
         pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
 def judge(launch: Launch) -> Iterator[Judge]:
-    judge = Judge(launch, Limits(30.0))
+    judge = Judge(launch, RunLimits(30.0))
     yield judge
     judge.close()
 
 
 def ends(judge: Judge, code: str, **columns: Any) -> tuple[str, ...]:
-    return judge.judge(code, cases_of(columns)).ends
+    return judge.judge(code, read_cases(columns)).ends
 
 
 def test_texts_in_and_out(judge: Judge) -> None:
     rows = {"inputs": ["1", "2", "3"], "outputs": ["2", "4", "7"]}
-    verdict = judge.judge("print(int(input()) * 2)", cases_of({"tests": rows}))
+    verdict = judge.judge("print(int(input()) * 2)", read_cases({"tests": rows}))
     assert verdict == Verdict(("passed", "passed", "wrong"), "wrong")
     assert verdict.share == pytest.approx(2 / 3)
 
@@ -89,9 +89,9 @@ CALLS = {"fn_name": "f", "inputs": ["0", "1", "2"], "outputs": ["1", "2", "3"]}
 def test_calls_follow_each_other_in_a_process_and_fail_alone(
     launch: Launch, code: str, wanted: tuple[str, ...]
 ) -> None:
-    judge = Judge(launch, Limits(memory_bytes=220 << 20, output_bytes=60_000), ahead=False)
+    judge = Judge(launch, RunLimits(memory_bytes=220 << 20, output_bytes=60_000), ahead=False)
     try:
-        assert judge.judge(code, cases_of({"tests": CALLS})).ends == wanted
+        assert judge.judge(code, read_cases({"tests": CALLS})).ends == wanted
     finally:
         judge.close()
 
@@ -101,9 +101,9 @@ def test_a_call_whose_thread_does_not_end_is_out_of_time(launch: Launch) -> None
         "import threading, time\ndef f(x):\n    if x == 2:\n"
         "        threading.Thread(target=time.sleep, args=(1000,)).start()\n    return x + 1"
     )
-    judge = Judge(launch, Limits(seconds=4.0), ahead=False)
+    judge = Judge(launch, RunLimits(seconds=4.0), ahead=False)
     try:
-        assert judge.judge(code, cases_of({"tests": CALLS})).ends == ("passed", "passed", "timeout")
+        assert judge.judge(code, read_cases({"tests": CALLS})).ends == ("passed", "passed", "timeout")
     finally:
         judge.close()
 
@@ -127,7 +127,7 @@ assert random.random() < 1 and time.time() > 1e9 and datetime.datetime.now().yea
 assert os.getcwd() == "/" and sys.stdin.readline() == "one\\n" and input() == "two"
 print(sys.stdin.read().strip()); sys.exit()
 """
-    verdict = judge.judge(code, cases_of({"tests": {"inputs": ["one\ntwo\nthree"], "outputs": ["three"]}}))
+    verdict = judge.judge(code, read_cases({"tests": {"inputs": ["one\ntwo\nthree"], "outputs": ["three"]}}))
     assert verdict == Verdict(("passed",)), verdict
 
 
@@ -178,7 +178,7 @@ class Solution:
         "t = Stack([1]).push(2)\nassert t.items == [1, 2] and t[1] == 2 and same(t).push(3)[2] == 3",
         "assert Solution().twice(2) == 4 and twice(2) == 4",
     ]
-    verdict = judge.judge(code, cases_of({"test_list": tests, "test_setup_code": setup}))
+    verdict = judge.judge(code, read_cases({"test_list": tests, "test_setup_code": setup}))
     assert verdict == Verdict(("passed",) * 6), verdict
 
 
@@ -187,18 +187,18 @@ def test_tests_that_cannot_be_run_are_nobodys_fault(judge: Judge) -> None:
     for broken in ("import no_such_module\nassert f(1)", "assert f(lambda: 1)", "x = 1 / 0\nassert f(1)"):
         row = {"test_list": ["assert f(1)"], "test_setup_code": broken} if "lambda" not in broken else {"tests": broken}
         with pytest.raises(BrokenTests, match="the tests of the task cannot be run"):
-            judge.judge(code, cases_of(row))
+            judge.judge(code, read_cases(row))
 
 
 def test_a_program_that_does_not_load_fails_all_tests(judge: Judge) -> None:
-    verdict = judge.judge("import nothing_there", cases_of({"test_list": ["assert f(1)", "assert f(2)"]}))
+    verdict = judge.judge("import nothing_there", read_cases({"test_list": ["assert f(1)", "assert f(2)"]}))
     assert verdict.ends == ("error", "error")
     assert "nothing_there" in verdict.detail
 
 
 def test_the_limits_of_the_configuration_hold() -> None:
-    launch, _ = chosen("auto", allow_weak=True)
-    judge = Judge(launch, Limits(30.0, 1 << 28, 1000), ahead=False)
+    launch, _ = choose_sandbox("auto", allow_weak=True)
+    judge = Judge(launch, RunLimits(30.0, 1 << 28, 1000), ahead=False)
     rows = {"inputs": ["10", "10000"], "outputs": ["x" * 10, "x" * 10000]}
     assert ends(judge, "print('x' * int(input()))", tests=rows) == ("passed", "output")
     code = "a = bytearray(int(input()) << 20)\nprint(1)"
@@ -206,8 +206,8 @@ def test_the_limits_of_the_configuration_hold() -> None:
 
 
 def test_it_stops_at_the_first_failure_where_all_count() -> None:
-    launch, _ = chosen("auto", allow_weak=True)
-    judge = Judge(launch, Limits(5.0), stop_at_failure=True, ahead=False)
+    launch, _ = choose_sandbox("auto", allow_weak=True)
+    judge = Judge(launch, RunLimits(5.0), stop_at_failure=True, ahead=False)
     code = "import time\nn = int(input())\ntime.sleep(n)\nprint(1)"
     rows = {"inputs": ["0", "0", "1000"], "outputs": ["1", "2", "1"]}
     assert ends(judge, code, tests=rows) == ("passed", "wrong", "wrong")
@@ -228,8 +228,8 @@ def commands_with(text: str) -> list[str]:
 
 @pytest.mark.parametrize("launch", [Launch("bubblewrap"), Launch("process")], ids=lambda launch: launch.kind)
 def test_one_that_is_ended_while_it_starts_leaves_nothing(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    if probed(launch).failed:
-        pytest.skip(str(probed(launch)))
+    if probe_sandbox(launch).failed:
+        pytest.skip(str(probe_sandbox(launch)))
     mark = f"# {os.urandom(8).hex()}"
     command = [*launch.command()[:-1], f"{mark}\n{launch.command()[-1]}"]
     monkeypatch.setattr(Launch, "command", lambda self: command)
@@ -249,29 +249,37 @@ def test_one_that_is_ended_while_it_starts_leaves_nothing(launch: Launch, monkey
 class Machine:
     """Stands for machines of other kinds."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **found: Found) -> None:
-        monkeypatch.setattr(guarantees, "probed", lambda launch: found[launch.kind])
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **found: ProbeResult) -> None:
+        monkeypatch.setattr(guarantees, "probe_sandbox", lambda launch: found[launch.kind])
 
 
 def test_bubblewrap_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    Machine(monkeypatch, bubblewrap=Found("bubblewrap"), process=Found("process"))
-    assert chosen("auto", allow_weak=False)[0].kind == "bubblewrap"
-    assert chosen("process", allow_weak=False)[0].kind == "process"
+    Machine(monkeypatch, bubblewrap=ProbeResult("bubblewrap"), process=ProbeResult("process"))
+    assert choose_sandbox("auto", allow_weak=False)[0].kind == "bubblewrap"
+    assert choose_sandbox("process", allow_weak=False)[0].kind == "process"
 
 
 def test_a_process_stands_in_for_a_bubblewrap_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    Machine(monkeypatch, bubblewrap=Found("bubblewrap", failed="not installed"), process=Found("process", ("user",)))
-    launch, found = chosen("auto", allow_weak=False)
+    Machine(
+        monkeypatch,
+        bubblewrap=ProbeResult("bubblewrap", failed="not installed"),
+        process=ProbeResult("process", ("user",)),
+    )
+    launch, found = choose_sandbox("auto", allow_weak=False)
     assert launch.kind == "process"
     assert str(found) == ("process holds network, reading, writing, processes, memory; it does not hold user")
 
 
 @pytest.mark.parametrize("what", ["network", "reading", "writing", "processes", "memory"])
 def test_nothing_runs_where_a_guarantee_is_missing(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    Machine(monkeypatch, bubblewrap=Found("bubblewrap", failed="not installed"), process=Found("process", (what,)))
+    Machine(
+        monkeypatch,
+        bubblewrap=ProbeResult("bubblewrap", failed="not installed"),
+        process=ProbeResult("process", (what,)),
+    )
     with pytest.raises(ValueError, match=f"it does not hold {what}.*bubblewrap.*allow_weak = true"):
-        chosen("auto", allow_weak=False)
-    assert chosen("auto", allow_weak=True)[0].kind == "process"
+        choose_sandbox("auto", allow_weak=False)
+    assert choose_sandbox("auto", allow_weak=True)[0].kind == "process"
 
 
 def test_a_sandbox_without_its_locks_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,23 +287,23 @@ def test_a_sandbox_without_its_locks_is_found_out(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Launch, "policy", lambda self: dict.fromkeys(("namespaces", "landlock", "user"), False) | {
         "paths": [], "in_namespaces": False
     })  # fmt: skip
-    found = probed(Launch("process"))
+    found = probe_sandbox(Launch("process"))
     assert "reading" in found.broken
     assert not found.holds
 
 
 def test_a_sandbox_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Launch, "command", lambda self: ["/no/such/program"])
-    assert "cannot be started" in probed(Launch("process")).failed
+    assert "cannot be started" in probe_sandbox(Launch("process")).failed
     with pytest.raises(SandboxFailed):
-        Judge(Launch("process"), ahead=False).judge("", cases_of({"tests": "assert f(1)"}))
+        Judge(Launch("process"), ahead=False).judge("", read_cases({"tests": "assert f(1)"}))
     monkeypatch.setattr(Launch, "command", lambda self: ["/bin/false"])
-    assert "did not come up" in probed(Launch("process")).failed
+    assert "did not come up" in probe_sandbox(Launch("process")).failed
 
 
 def test_a_program_whose_sandbox_is_killed_from_outside_has_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """By somebody who frees memory, say: it would be a silent 0 of a program that may be right."""
-    if shutil.which("bwrap") is None or not probed(Launch("bubblewrap")).holds:
+    if shutil.which("bwrap") is None or not probe_sandbox(Launch("bubblewrap")).holds:
         pytest.skip("no bubblewrap")
     started: list[int] = []
     plain = subprocess.Popen
@@ -306,9 +314,9 @@ def test_a_program_whose_sandbox_is_killed_from_outside_has_no_verdict(monkeypat
         return process
 
     monkeypatch.setattr(subprocess, "Popen", noted)
-    judge = Judge(Launch("bubblewrap"), Limits(60.0), ahead=False)
+    judge = Judge(Launch("bubblewrap"), RunLimits(60.0), ahead=False)
     try:
-        rows = cases_of({"tests": {"inputs": [""], "outputs": ["1"]}})
+        rows = read_cases({"tests": {"inputs": [""], "outputs": ["1"]}})
         assert judge.judge("print(1)", rows).share == 1
         killer = threading.Timer(1.0, lambda: os.kill(started[-1], signal.SIGKILL))
         killer.start()

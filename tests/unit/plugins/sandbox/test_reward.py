@@ -12,8 +12,8 @@ from rollover.config import RewardsConfig
 from rollover.config.load import load_config
 from rollover.config.recipes import recipe
 from rollover.plugins.sandbox import guarantees
-from rollover.plugins.sandbox.cases import cases_of
-from rollover.plugins.sandbox.guarantees import Found, chosen
+from rollover.plugins.sandbox.cases import read_cases
+from rollover.plugins.sandbox.guarantees import ProbeResult, choose_sandbox
 from rollover.rewards.built_in import made, statements
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.worker import RewardProbeError, RewardWorker
@@ -30,7 +30,7 @@ RIGHT, HALF = (
 @pytest.fixture(scope="module", autouse=True)
 def _sandbox() -> None:
     try:
-        chosen("auto", allow_weak=False)
+        choose_sandbox("auto", allow_weak=False)
     except ValueError as error:
         pytest.skip(str(error))
 
@@ -111,9 +111,9 @@ def test_parameters_that_are_wrong_are_refused(params: dict[str, Any], message: 
 
 
 def test_a_machine_without_a_sandbox_refuses_unless_allowed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    weak = Found("process", ("network",))
-    absent = Found("bubblewrap", failed="bubblewrap (bwrap) is not installed")
-    monkeypatch.setattr(guarantees, "probed", lambda launch: weak if launch.kind == "process" else absent)
+    weak = ProbeResult("process", ("network",))
+    absent = ProbeResult("bubblewrap", failed="bubblewrap (bwrap) is not installed")
+    monkeypatch.setattr(guarantees, "probe_sandbox", lambda launch: weak if launch.kind == "process" else absent)
     with pytest.raises(ValueError, match="allow_weak = true"):
         made("code", {}, ".")
     assert statements('code/{"allow_weak": true}') == [
@@ -140,5 +140,5 @@ def test_the_problems_of_the_recipe_are_held_out_as_problems() -> None:
         sides[split] = {str(task.messages) for task in tasks if task is not None}
         for each in tasks:
             assert each is not None and each.reward == "code"
-            assert len(cases_of(json.loads(json.dumps(each.columns)))) == 8
+            assert len(read_cases(json.loads(json.dumps(each.columns)))) == 8
     assert not sides["train"] & sides["eval"]

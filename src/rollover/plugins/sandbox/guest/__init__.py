@@ -1,1 +1,1 @@
-"""What runs inside the sandbox. Standard library only: it is sent to a bare Python (rewards/sandbox/launch.py)."""
+"""Code inside the sandbox. Standard library only: launch.py sends it to a bare Python."""

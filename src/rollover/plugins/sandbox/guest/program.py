@@ -1,4 +1,4 @@
-"""A program of the policy: loaded, run, called. In the child that is locked in, but for finding what it lacks."""
+"""A program of the policy: loaded, run, called. All in the locked child, except for the search for missing imports."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import types
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from rollover.plugins.sandbox.guest.values import NotPlain, from_json, to_json
+from rollover.plugins.sandbox.guest.values import from_json, to_json
 
 _NAME = "<program>"
-# What programs of such data sets use without importing it; verl gives the same to theirs.
+# Modules that programs of such data sets use without an import; verl provides the same.
 MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json", "typing",
@@ -30,11 +30,11 @@ class Channel:
         self._lines = os.fdopen(incoming, "rb")
         self._outgoing = outgoing
 
-    def say(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         write(self._outgoing, message, b"\n")
 
-    def hear(self) -> dict[str, Any]:
-        """The next line. EOFError at the end."""
+    def receive(self) -> dict[str, Any]:
+        """Return the next line. EOFError at the end."""
         line = self._lines.readline()
         if not line:
             raise EOFError
@@ -42,14 +42,14 @@ class Channel:
 
 
 class Source:
-    """The text of a program. What it needs beyond its own imports is loaded here, once, before any child is made."""
+    """The text of a program. Missing imports are loaded once, before any fork."""
 
     def __init__(self, code: str) -> None:
         self.code = code
         self._given = _missing(code)
 
     def run(self, name: str = "__main__") -> dict[str, Any]:
-        """Run it, and return its globals."""
+        """Run the program, and return its globals."""
         module = types.ModuleType(name)
         sys.modules[name] = module
         module.__dict__.update(self._given)
@@ -57,13 +57,13 @@ class Source:
         return module.__dict__
 
     def call(self, name: str, arguments: list[Any]) -> Any:
-        """The form of what the function, or the method of that name of a class Solution, returns."""
+        """Call a function, or that method of a class Solution, and return its result's form."""
         function = self.function(self.run("program"), name)
         return to_json(function(*map(from_json, arguments)))
 
     def calls(self, name: str, rows: list[list[Any]], first: int, end: int) -> None:
-        """Call it with each of `rows` from `first` on, and write a line of each. What is no Exception ends it."""
-        gc.freeze()  # all but what the program makes
+        """Call it with each of `rows` from `first` on, and write a line for each."""
+        gc.freeze()  # collect only the program's objects
         for index in range(first, len(rows)):
             try:
                 value = self.call(name, rows[index])
@@ -73,12 +73,12 @@ class Source:
             except MemoryError:
                 raise
             except Exception as error:  # boundary: code of the policy
-                line = json.dumps({"test": index, "ended": "error", "detail": told(error)})
+                line = json.dumps({"test": index, "ended": "error", "detail": describe_error(error)})
             _write(end, line.encode() + b"\n")
             gc.collect()  # its modules are cycles
 
     def function(self, found: dict[str, Any], name: str) -> Callable[..., Any]:
-        """NameError where the program has no such function."""
+        """Return a function, or a method of a class Solution. NameError if there is none."""
         if name in found:
             return found[name]
         solution = found.get("Solution")
@@ -88,11 +88,11 @@ class Source:
 
 
 def _missing(code: str) -> dict[str, Any]:
-    """Names that the program uses, and neither binds nor imports, of the modules above."""
+    """Return names of MODULES that the program uses without binding or importing them."""
     try:
         nodes = list(ast.walk(ast.parse(code)))
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return {}  # it does not run either
+        return {}  # it will not run either
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     bound |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)}
@@ -127,7 +127,7 @@ def _write(end: int, text: bytes) -> None:
 
 
 def standard_streams() -> None:
-    """New ones over the present descriptors: what the runner has of its own in its streams is not the program's."""
+    """Reopen the standard streams, so that the program cannot use the runner's."""
     sys.stdin = _stream(0, "r")
     sys.stdout = _stream(1, "w")
     sys.stderr = _stream(2, "w")
@@ -140,7 +140,7 @@ def _stream(number: int, mode: str) -> TextIO:
 
 
 def _join_threads() -> None:
-    """Wait for what a call left running, but for threads that need not end."""
+    """Wait for a call's threads, except daemons."""
     if threading := sys.modules.get("threading"):
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
@@ -148,7 +148,7 @@ def _join_threads() -> None:
 
 
 def wait_for_threads() -> None:
-    """As Python does at its end."""
+    """Wait for threads, as Python does at exit."""
     if threading := sys.modules.get("threading"):
         threading._shutdown()
 
@@ -158,8 +158,8 @@ def complain(text: str) -> None:
         os.write(2, b"\n" + text.encode("utf-8", "replace") + b"\n")
 
 
-def told(error: BaseException) -> str:
-    """An exception in a line, with the program's line that raised it."""
+def describe_error(error: BaseException) -> str:
+    """Return an exception in one line, with the program's line number."""
     try:
         line, frame = 0, error.__traceback__
         while frame is not None:
@@ -171,4 +171,46 @@ def told(error: BaseException) -> str:
         return "an exception"
 
 
-__all__ = ["Channel", "NotPlain", "Source", "complain", "standard_streams", "told", "wait_for_threads", "write"]
+# Calls from tests in another sandbox: functions and objects stay here, plain values cross.
+#
+# in   {"get": name} | {"call": handle, "args", "kwargs"} | {"attr": handle, "name"} | {"item": handle, "args"} | {}
+# out  {"value": form, "changed"?: arguments changed in place} | {"raised": type, "text"} | {"none": true}
+
+
+def serve(source: Source, channel: Channel) -> None:
+    """Load the program, report it, and answer requests until an empty one."""
+    objects: list[Any] = []
+
+    def handle(value: Any) -> int:
+        objects.append(value)
+        return len(objects) - 1
+
+    found = source.run("program")
+    channel.send({"loaded": True})
+    while request := channel.receive():
+        try:
+            answer = _answer(request, found, source, objects, handle)
+        except MemoryError:
+            raise
+        except Exception as error:
+            base = next((kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"), "Exception")
+            answer = {"raised": base, "text": describe_error(error)}
+        channel.send(answer)
+
+
+def _answer(request: dict[str, Any], found: dict[str, Any], source: Source, objects: list[Any], handle: Any) -> Any:
+    if "get" in request:
+        try:
+            return {"value": to_json(source.function(found, request["get"]), handle)}
+        except NameError:
+            return {"none": True}
+    if "attr" in request:
+        return {"value": to_json(getattr(objects[request["attr"]], request["name"]), handle)}
+    args = [from_json(form, objects.__getitem__) for form in request["args"]]
+    if "item" in request:
+        return {"value": to_json(objects[request["item"]][args[0]], handle)}
+    kwargs = {name: from_json(form, objects.__getitem__) for name, form in request["kwargs"].items()}
+    result = to_json(objects[request["call"]](*args, **kwargs), handle)
+    after = [to_json(arg, handle) if isinstance(arg, list | dict | set) else None for arg in args]
+    changed = {str(i): form for i, form in enumerate(after) if form is not None and form != request["args"][i]}
+    return {"value": result, **({"changed": changed} if changed else {})}

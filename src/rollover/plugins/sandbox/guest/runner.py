@@ -1,18 +1,17 @@
 """The first process of a sandbox: it locks itself in, reads one request, runs it in children, and ends.
 
-It is a copy of the template (launch.py), which is told its policy (locks.py) and then of a pair of pipes for each
-sandbox. Lines of JSON in these:
+It is a fork of the template (launch.py), which receives the policy (locks.py) and a pair of pipes for each sandbox.
+Lines of JSON in these:
 
-                                                        out  {"ready": what locks it has}
+                                                        out  {"ready": active locks}
     in   {"mode": "stdin", "code", "inputs"}            out  {"test": i, "ended", "detail", "output"} for each
     in   {"mode": "calls", "code", "name", "inputs"}    out  {"test": i, "ended", "detail", "value"} for each
-    in   {"mode": "serve", "code"}                      out  what serving.py says, then {"ended", "detail"}
-    in   {"mode": "tests", "code", "tests", "name"}     out  what testing.py says, then {"ended", "detail"}
+    in   {"mode": "serve", "code"}                      out  answers of program.py, then {"ended", "detail"}
+    in   {"mode": "tests", "code", "tests", "name"}     out  messages of testing.py, then {"ended", "detail"}
 
-each request with its "limits". "ended": ok, error (an exception, or an exit code that is not 0), timeout, memory,
-output (more than allowed) or died (a signal). Each text is a process of its own, which ends with it. Calls follow each
-other in one, in which the program is loaded anew for each; where it ends, the next has another. Nothing that the
-program could want to know is in this sandbox: expected outputs stay outside.
+each request with its "limits". "ended": ok, error (an exception, or an exit code other than 0), timeout, memory, output
+(too much) or died (a signal). Each stdin text runs in its own process. Calls share a process, which loads the program
+for each; if it dies, the next call gets a new one. Expected outputs stay outside, so that programs cannot find them.
 """
 
 from __future__ import annotations
@@ -28,25 +27,24 @@ import time
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from rollover.plugins.sandbox.guest import program, serving, testing
-from rollover.plugins.sandbox.guest.locks import lock_program, lock_runner
-from rollover.plugins.sandbox.guest.syscalls import prepare_filter
+from rollover.plugins.sandbox.guest import program, testing
+from rollover.plugins.sandbox.guest.locks import lock_program, lock_runner, prepare_filter
 
 _OUT_OF_MEMORY = 97
 _POLL_S = 0.002
 
 
-class Ended:
-    """How a child ended: `ended` as above, with a short text, and what it wrote."""
+class ChildResult:
+    """How a child ended: `ended` as above, a short text, and its output."""
 
     def __init__(self, ended: str, detail: str, output: bytes, result: bytes) -> None:
         self.ended, self.detail, self.output, self.result = ended, detail, output, result
 
 
 def main() -> None:
-    """The template: make a sandbox of each pair of pipes that comes, until nobody can send one any more."""
+    """Run the template: fork a sandbox for each pair of pipes, until the socket closes."""
     policy = json.loads(sys.stdin.buffer.readline())
-    for name in program.MODULES:  # of which programs then find most loaded
+    for name in program.MODULES:  # loaded once for all programs
         __import__(name)
     prepare_filter()
     control = socket.socket(fileno=os.dup(0))
@@ -71,10 +69,10 @@ def main() -> None:
 
 
 def _run_one(policy: dict[str, Any]) -> None:
-    """A sandbox, from its locks to its end."""
+    """Run a sandbox, from its locks to its end."""
     requests = open(0, "rb", closefd=False)
     had = lock_runner(policy)
-    say({"ready": had})
+    send({"ready": had})
     line = requests.readline()
     if line:
         request = json.loads(line)
@@ -83,8 +81,8 @@ def _run_one(policy: dict[str, Any]) -> None:
         _MODES[request["mode"]](request, requests)
 
 
-def say(message: dict[str, Any]) -> None:
-    """A line out, which begins a new one: a child that was killed may have left half of its own."""
+def send(message: dict[str, Any]) -> None:
+    """Write a line, on a new one: a killed child may have left half a line."""
     data = memoryview(b"\n" + json.dumps(message).encode() + b"\n")
     while data:
         data = data[os.write(1, data) :]
@@ -95,37 +93,39 @@ def _stdin(request: dict[str, Any], _: BinaryIO) -> None:
     for index, text in enumerate(request["inputs"]):
         ended = run_child(request, lambda _: loaded.run(), text.encode("utf-8", "replace"))
         output = ended.output.decode("utf-8", "replace")
-        say({"test": index, "ended": ended.ended, "detail": ended.detail, "output": output})
+        send({"test": index, "ended": ended.ended, "detail": ended.detail, "output": output})
 
 
 def _calls(request: dict[str, Any], _: BinaryIO) -> None:
     loaded, rows = program.Source(request["code"]), request["inputs"]
-    num_told = 0
+    num_done = 0
 
     def tell(line: bytes) -> None:
-        """What the child says of a call. Of another than the next one, it is nothing."""
-        nonlocal num_told
+        """Forward the child's result of the next call; ignore others."""
+        nonlocal num_done
         try:
             said = json.loads(line)
-            if num_told < len(rows) and said["test"] == num_told and said["ended"] in ("ok", "error"):
-                say({key: said.get(key) for key in ("test", "ended", "detail", "value")})
-                num_told += 1
+            if num_done < len(rows) and said["test"] == num_done and said["ended"] in ("ok", "error"):
+                send({key: said.get(key) for key in ("test", "ended", "detail", "value")})
+                num_done += 1
         except (ValueError, RecursionError, KeyError, TypeError):
             return
 
-    while num_told < len(rows):
-        first = num_told
-        ended = run_child(request, lambda end, at=first: loaded.calls(request["name"], rows, at, end), b"", took=tell)
-        if num_told == len(rows) or (num_told > first and ended.ended in ("memory", "died")):
-            continue  # what calls before it left in the process is no fault of this one: it has another
+    while num_done < len(rows):
+        first = num_done
+        ended = run_child(
+            request, lambda end, at=first: loaded.calls(request["name"], rows, at, end), b"", on_line=tell
+        )
+        if num_done == len(rows) or (num_done > first and ended.ended in ("memory", "died")):
+            continue  # earlier calls of the process may be the cause: retry in a new one
         how = ("error", "it gave no value") if ended.ended == "ok" else (ended.ended, ended.detail)
-        say({"test": num_told, "ended": how[0], "detail": how[1], "value": None})
-        num_told += 1
+        send({"test": num_done, "ended": how[0], "detail": how[1], "value": None})
+        num_done += 1
 
 
 def _serve(request: dict[str, Any], requests: BinaryIO) -> None:
     loaded = program.Source(request["code"])
-    _converse(request, requests, lambda channel: serving.serve(loaded, channel))
+    _converse(request, requests, lambda channel: program.serve(loaded, channel))
 
 
 def _tests(request: dict[str, Any], requests: BinaryIO) -> None:
@@ -133,9 +133,9 @@ def _tests(request: dict[str, Any], requests: BinaryIO) -> None:
 
 
 def _converse(request: dict[str, Any], requests: BinaryIO, talk: Callable[[program.Channel], None]) -> None:
-    """A child that has the sandbox's own input and output, which nobody else reads or writes meanwhile."""
+    """Run a child with the sandbox's input and output."""
     ended = run_child(request, lambda channel: talk(channel), b"", channel=True)
-    say({"ended": ended.ended, "detail": ended.detail})
+    send({"ended": ended.ended, "detail": ended.detail})
 
 
 _MODES: dict[str, Callable[[dict[str, Any], BinaryIO], None]] = {
@@ -154,13 +154,15 @@ def run_child(
     body: Callable[[Any], object],
     stdin: bytes,
     channel: bool = False,
-    took: Callable[[bytes], None] | None = None,
-) -> Ended:
-    """Run `body` in a child that is locked in, until it ends or `request["until"]`. It is given the end of the pipe
-    that its result goes to, or with `channel` the sandbox's own input and output. `took`: called with each line of the
-    result as it comes; what may be written is then that between two lines."""
+    on_line: Callable[[bytes], None] | None = None,
+) -> ChildResult:
+    """Run `body` in a locked child until it ends or `request["until"]`.
+
+    `body` receives the result pipe's end, or with `channel` the sandbox's input and output. on_line: called with each
+    line of the result; the output limit then applies between two lines.
+    """
     if time.monotonic() >= request["until"]:
-        return Ended("timeout", "no time was left", b"", b"")
+        return ChildResult("timeout", "no time was left", b"", b"")
     pipes = {name: os.pipe() for name in ("in", "out", "err", "result")}
     child = os.fork()
     if child == 0:
@@ -168,28 +170,28 @@ def run_child(
     ours = {"in": pipes["in"][1]} | {name: pipes[name][0] for name in ("out", "err", "result")}
     for name, ends in pipes.items():
         os.close(ends[name != "in"])
-    if (told := _told_of_end(child)) is not None:
+    if (told := _open_pidfd(child)) is not None:
         ours["end"] = told
     try:
-        return _watched(child, ours, stdin, request, took)
+        return _watch(child, ours, stdin, request, on_line)
     finally:
         for end in ours.values():
             with contextlib.suppress(OSError):
                 os.close(end)
 
 
-def _told_of_end(child: int) -> int | None:
-    """A descriptor that can be read once the child has ended; None where the kernel has none."""
+def _open_pidfd(child: int) -> int | None:
+    """Return a descriptor that becomes readable when the child ends; None if the kernel has none."""
     try:
         return os.pidfd_open(child)
     except (AttributeError, OSError):
         return None
 
 
-def _watched(  # noqa: C901 - one loop over one child's pipes and limits
-    child: int, ours: dict[str, int], stdin: bytes, request: dict[str, Any], took: Callable[[bytes], None] | None
-) -> Ended:
-    """Feed the child, read what it writes, and end it where it passes a limit."""
+def _watch(  # noqa: C901 - one loop over one child's pipes and limits
+    child: int, ours: dict[str, int], stdin: bytes, request: dict[str, Any], on_line: Callable[[bytes], None] | None
+) -> ChildResult:
+    """Feed the child, read its output, and kill it at a limit."""
     most, why = request["limits"]["output_bytes"], ""
     texts = {ours[name]: bytearray() for name in ("out", "err", "result")}
     reading, left = set(texts), memoryview(stdin)
@@ -202,7 +204,7 @@ def _watched(  # noqa: C901 - one loop over one child's pipes and limits
     outside.register(1, 0)
     while status is None:
         left_s = request["until"] - time.monotonic()
-        if left_s <= 0 or outside.poll(0):  # or nobody reads any more
+        if left_s <= 0 or outside.poll(0):  # or the reader has closed the pipe
             why = "timeout"
         elif any(len(text) > most for text in texts.values()):
             why = "output"
@@ -211,7 +213,7 @@ def _watched(  # noqa: C901 - one loop over one child's pipes and limits
             status = os.waitpid(child, 0)[1]
             break
         waiting = reading | at_end
-        if not waiting:  # it closed its ends, and may go on
+        if not waiting:  # it closed its pipes, and still runs
             time.sleep(_POLL_S)
         writable = [ours["in"]] if "in" in ours else []
         readable, ready, _ = select.select(list(waiting), writable, [], min(left_s, 0.05) if waiting else 0)
@@ -230,31 +232,33 @@ def _watched(  # noqa: C901 - one loop over one child's pipes and limits
             texts[end] += data
             if not data:
                 reading.discard(end)
-        if took is not None:
-            _pass_on(texts, ours["result"], took)
+        if on_line is not None:
+            _pass_on(texts, ours["result"], on_line)
         if not found:
             pid, ended = os.waitpid(child, os.WNOHANG)
             status = ended if pid else None
-    for end in reading:  # what is left of a child that has ended
+    for end in reading:  # the rest of an ended child's output
         with contextlib.suppress(BlockingIOError):
             texts[end] += os.read(end, most)
-    if took is not None:
-        _pass_on(texts, ours["result"], took)
+    if on_line is not None:
+        _pass_on(texts, ours["result"], on_line)
     detail = _last_line(bytes(texts[ours["err"]]))
-    return Ended(*_how(status, why, detail), bytes(texts[ours["out"]][:most]), bytes(texts[ours["result"]]))
+    return ChildResult(
+        *_classify_end(status, why, detail), bytes(texts[ours["out"]][:most]), bytes(texts[ours["result"]])
+    )
 
 
-def _pass_on(texts: dict[int, bytearray], result: int, took: Callable[[bytes], None]) -> None:
-    """The whole lines of the result; with each, what was written beside it is done with."""
+def _pass_on(texts: dict[int, bytearray], result: int, on_line: Callable[[bytes], None]) -> None:
+    """Pass on complete lines of the result, and clear the other output at each."""
     lines = texts[result].split(b"\n")
     texts[result] = lines.pop()
     for line in lines:
-        took(bytes(line))
+        on_line(bytes(line))
         for end in texts.keys() - {result}:
             texts[end].clear()
 
 
-def _how(status: int, why: str, detail: str) -> tuple[str, str]:
+def _classify_end(status: int, why: str, detail: str) -> tuple[str, str]:
     if why:
         return why, ""
     if os.WIFSIGNALED(status):
@@ -299,6 +303,6 @@ def _be_child(limits: dict[str, Any], body: Callable[[Any], object], pipes: dict
     except BaseException as error:
         with contextlib.suppress(BaseException):
             sys.stdout.flush()
-        program.complain(program.told(error))
+        program.complain(program.describe_error(error))
     finally:
         os._exit(code)

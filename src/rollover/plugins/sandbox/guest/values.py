@@ -1,8 +1,8 @@
-"""Plain values as JSON, for results that cross from a program to its tests: nothing is ever unpickled.
+"""Plain values as JSON, for results that cross from a program to its tests. Nothing is unpickled.
 
-What is taken is the content of Python's own types. A value of a subclass is taken as its base's content, so that a list
-whose `==` always says yes is compared as a list. Anything else (an object of the program's own class, a function) has
-no content: `handle` gives it a number, by which it can be called again in the process that it lives in.
+Built-in types cross by content. A value of a subclass crosses as its base type, so that a list whose `==` is always
+true is compared as a list. Other objects (of the program's classes, functions) get a number by `handle`, by which they
+can be used in their own process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class NotPlain(ValueError):
 
 
 def to_json(value: Any, handle: Callable[[Any], int] | None = None, depth: int = 0) -> Any:
-    """NotPlain for what has no form, where there is no `handle` to give it a number, or is nested too deeply."""
+    """Return the form of a value. NotPlain if it has none (and there is no `handle`) or is nested too deeply."""
     if value is None or value is True or value is False:
         return value
     if depth > 200:
@@ -71,11 +71,11 @@ _FORMS: tuple[tuple[type, Callable[[Any, Callable[[Any], Any]], Any]], ...] = (
 
 
 def _by_name(value: Any) -> Any:
-    """Types of modules that need not be loaded."""
+    """Return the form of types whose modules may not be loaded."""
     kind = type(value)
     if kind.__module__ == "collections" and kind.__name__ == "deque":
         return {"q": [to_json(item) for item in value]}
-    # A class of the program's that calls itself so has no such content.
+    # By identity: a class of the program may have the same name.
     if kind is getattr(sys.modules.get("fractions"), "Fraction", None):
         return {"F": [hex(value.numerator), hex(value.denominator)]}
     if kind is getattr(sys.modules.get("decimal"), "Decimal", None):
@@ -91,7 +91,7 @@ def _bounded(values: Any) -> Any:
 
 
 def from_json(form: Any, made: Callable[[int], Any] | None = None) -> Any:
-    """The value of `to_json`; `made` gives what stands for a handle. NotPlain for what is no such form."""
+    """Return the value of a form; `made` resolves handles. NotPlain for an invalid form."""
     if not isinstance(form, dict):
         if form is None or isinstance(form, bool | int | float | str):
             return form
@@ -108,7 +108,7 @@ def from_json(form: Any, made: Callable[[int], Any] | None = None) -> Any:
 
 
 def number(mark: str, content: Any) -> Any:
-    """The number of a form, in a time in proportion to its length; False for a form that is of none."""
+    """Return the number of a form, in linear time; False if it is none."""
     try:
         if mark == "h":
             return int(content, 16)
@@ -121,7 +121,7 @@ def number(mark: str, content: Any) -> Any:
             return __import__("fractions").Fraction(int(above, 16), int(below, 16))
         if mark == "D" and isinstance(content, str) and len(content) <= _LONG_HEX:
             found = __import__("decimal").Decimal(content)
-            # Compared with a fraction, or made an integer, a large exponent is written out.
+            # Comparison with a fraction, or conversion to an integer, writes out a large exponent.
             return found if not found.is_finite() or abs(found.adjusted()) <= _LONG_HEX else False
     except (TypeError, ValueError, ArithmeticError):
         pass

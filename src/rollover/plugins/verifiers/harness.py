@@ -1,7 +1,7 @@
-"""A harness of verifiers that runs in this process: a chat with the tools of the task, without a program of its own.
+"""A verifiers harness that runs in this process: a chat with the task's tools.
 
-verifiers starts a program for each rollout; this one asks the same endpoint, and is there at once. Imported where
-verifiers is (package.py), which finds the class by `__all__`.
+Other harnesses start a program per rollout; this one calls the same endpoint without that. package.py registers the
+module, and verifiers finds the class by `__all__`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NO_ROOM = "context_length_exceeded"
 
 
 class ChatHarness(vf.Harness):
-    """Asks until an answer has no call of a tool. Without room for another turn it ends: what was said is scored."""
+    """A chat until an answer has no tool call, or the context has no room for another turn."""
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
     EXECUTES_CODE = NEEDS_CONTAINER = False
@@ -42,7 +42,9 @@ class ChatHarness(vf.Harness):
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(_wire, prompt or ())
         async with AsyncExitStack() as stack:
-            timeout = _aiohttp.ClientTimeout(total=None)  # the policy may pause; workflow.timeout_s counts without that
+            timeout = _aiohttp.ClientTimeout(
+                total=None
+            )  # the policy may pause, which workflow.timeout_s does not count
             headers = {"Authorization": f"Bearer {secret}"}
             client = await stack.enter_async_context(_aiohttp.ClientSession(timeout=timeout, headers=headers))
             servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
@@ -66,7 +68,7 @@ class ChatHarness(vf.Harness):
 
 
 async def _called(name: str, said: str, places: Mapping[str, Any], connections: Mapping[str, Any]) -> Any:
-    """What a tool answers, or what the policy is told of a call that is none."""
+    """Return the tool's answer, or an error for the policy about an invalid call."""
     try:
         arguments = json.loads(said or "{}")
     except json.JSONDecodeError as error:

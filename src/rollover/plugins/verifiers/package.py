@@ -1,6 +1,6 @@
-"""What is loaded of the package verifiers (0.4): an environment as its own programs load it, the tasks of a taskset.
+"""Loads environments and tasksets of the package verifiers (0.4), with errors that name the configuration key.
 
-Owns what is said where there is no such thing. Imports verifiers when first asked, which may take 15 seconds.
+The first call imports verifiers, which may take 15 seconds.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rollover.functions import explained
 
 KEY, ARGS = "workflow.verifiers", "workflow.verifiers_args"
 HARNESS = "rollover-chat"
-"""The id of our harness, which is there beside those of verifiers."""
-_NO_HARNESS = "bash"  # what verifiers says of a taskset that brings none
+"""The id of our harness, in addition to those of verifiers."""
+_NO_HARNESS = "bash"  # verifiers' default for a taskset without a harness
 
 
-def package() -> Any:
-    """The module verifiers.v1, with our harness known to it. ValueError where it is not installed."""
+def import_verifiers() -> Any:
+    """Import verifiers.v1 and register our harness. ValueError if it is not installed."""
     try:
         vf = importlib.import_module("verifiers.v1")
     except ModuleNotFoundError as error:
@@ -33,18 +33,18 @@ def package() -> Any:
         raise ValueError(f"{KEY} needs the package verifiers, 0.4: pip install 'rollover[verifiers]'") from error
     if not hasattr(vf, "resolve_env_config"):
         raise ValueError(f"{KEY} needs verifiers 0.4, and another version is installed: pip install 'verifiers==0.4.*'")
-    # verifiers finds a harness as a module of this name, at the top.
+    # verifiers finds a harness as a top-level module of this name.
     sys.modules.setdefault(HARNESS.replace("-", "_"), importlib.import_module("rollover.plugins.verifiers.harness"))
     return vf
 
 
 def load_environment(taskset: str, args: Mapping[str, Any]) -> Any:
-    """The verifiers Env of a taskset; `args` as the table [env] of verifiers' own configurations.
+    """Load the verifiers Env of a taskset; `args` as the table [env] of verifiers' own configurations.
 
-    Seats that name neither are played by our harness, unless the taskset brings one, on this machine. ValueError where
-    there is no such taskset, or the arguments do not fit it.
+    Seats without harness and runtime use our harness (unless the taskset has one) on this machine. ValueError if the
+    taskset does not exist or the arguments are invalid.
     """
-    vf = package()
+    vf = import_verifiers()
     try:
         block = _block(vf, taskset, args)
         env = vf.load_environment(vf.resolve_env_config(block))
@@ -54,10 +54,14 @@ def load_environment(taskset: str, args: Mapping[str, Any]) -> Any:
     return env
 
 
+def load_tasks(taskset: str, settings: Mapping[str, Any]) -> Tasks:
+    """Load the tasks of a taskset with its settings. ValueError if it cannot be loaded or is empty."""
+    return _load_tasks(taskset, json.dumps(settings, sort_keys=True))
+
+
 @functools.cache
-def load_tasks(taskset: str, settings: str) -> Tasks:
-    """The tasks of a taskset; `settings`: its own, as JSON text. ValueError where it cannot be loaded, or has none."""
-    vf = package()
+def _load_tasks(taskset: str, settings: str) -> Tasks:
+    vf = import_verifiers()
     try:
         tasks = Tasks(vf.load_taskset(vf.taskset_config_type(taskset).model_validate(
             {**json.loads(settings), "id": taskset}
@@ -71,7 +75,7 @@ def load_tasks(taskset: str, settings: str) -> Tasks:
 
 
 class Tasks:
-    """The tasks of a verifiers Taskset by number, read as far as they were asked for. `num`: None if they never end."""
+    """The tasks of a verifiers Taskset by number, read on demand. `num`: None if infinite."""
 
     def __init__(self, taskset: Any) -> None:
         self._left = iter(taskset)
@@ -79,7 +83,7 @@ class Tasks:
         self.num: int | None = len(self._read) if taskset.bounded else None
 
     def has(self, index: int) -> bool:
-        """Whether there is one of this number."""
+        """Return whether the taskset has a task of this number."""
         while len(self._read) <= index:
             task = next(self._left, None)
             if task is None:
@@ -94,7 +98,7 @@ class Tasks:
 
 
 def seats(vf: Any, config: Any) -> dict[str, Any]:
-    """The AgentConfigs of an environment's configuration, by the names of their seats."""
+    """Return the AgentConfigs of an environment's configuration by seat name."""
     return {name: value for name, value in config if isinstance(value, vf.AgentConfig)}
 
 
@@ -102,7 +106,7 @@ def seats(vf: Any, config: Any) -> dict[str, Any]:
 
 
 def _block(vf: Any, taskset: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """The table [env], with what is ours where it says nothing."""
+    """Return the table [env] with our defaults."""
     block = copy.deepcopy(dict(args))
     block["taskset"] = {**block.get("taskset", {}), "id": taskset}
     fields = vf.env_config_type(taskset, block.get("id", "")).model_fields
@@ -112,7 +116,7 @@ def _block(vf: Any, taskset: str, args: Mapping[str, Any]) -> dict[str, Any]:
             continue
         seat = dict(block.get(name, {}))
         if "runtime" not in declared.model_fields_set:
-            seat.setdefault("runtime", {"type": "subprocess"})  # without a word it is a service on the network
+            seat.setdefault("runtime", {"type": "subprocess"})  # verifiers' default is a service on the network
         if declared.harness is None and not brings_one:
             seat.setdefault("harness", {"id": HARNESS})
         block[name] = seat
@@ -120,7 +124,7 @@ def _block(vf: Any, taskset: str, args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_pairing(vf: Any, env: Any) -> None:
-    """What verifiers would refuse of every single episode."""
+    """Raise verifiers' errors that would fail every episode."""
     validate_pairing = importlib.import_module("verifiers.v1.utils.compile").validate_pairing
     config, only_one = env.config, len(seats(vf, env.config)) == 1
     task = type(env.taskset).task_type() if only_one else vf.Task

@@ -1,8 +1,7 @@
-"""The tasks of workflow.verifiers as a source of tasks: those of its taskset, by number."""
+"""The taskset of workflow.verifiers as a source of tasks."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,16 +10,16 @@ from rollover.tasks.same import problem_text
 from rollover.tasks.source import SourceSetup, all_together, fingerprint_of
 from rollover.types import Task
 
-_ELSEWHERE = {"idx", "prompt", "system_prompt"}  # of a task's data: in its number, and in its messages
-_COLUMN = "verifiers"  # which task of which taskset it is
+_ELSEWHERE = {"idx", "prompt", "system_prompt"}  # fields that are in the task's number and messages
+_COLUMN = "verifiers"  # the identity of the task in its taskset
 
 
 def taskset_source(setup: SourceSetup) -> TasksetSource:
-    """The taskset `setup.config.name`."""
+    """Return the source of the taskset `setup.config.name`."""
     config = setup.config
     held_out = setup.held_out and config.names_held_out
     params = {**config.params, **config.eval_params} if held_out else config.params
-    tasks = tasks_of(config.name, params)
+    tasks = load_tasks(config.name, params)
     if held_out and tasks.num is None:
         raise ValueError(
             f"{KEY}_eval: the taskset {config.name!r} has no end with {params}: nobody can say what is held out"
@@ -28,22 +27,17 @@ def taskset_source(setup: SourceSetup) -> TasksetSource:
     return TasksetSource(tasks, params, setup.label, setup.reward)
 
 
-def tasks_of(taskset: str, params: Mapping[str, Any]) -> Tasks:
-    """The tasks of a taskset with these settings."""
-    return load_tasks(taskset, json.dumps(params, sort_keys=True))
-
-
-def task_again(taskset: str, task: Task) -> Any:
-    """The verifiers Task that `task` was made of. ValueError where the taskset is another than it was."""
+def reload_task(taskset: str, task: Task) -> Any:
+    """Return the verifiers Task of `task`. ValueError if the taskset has changed."""
     which = task.columns[_COLUMN]
-    tasks = tasks_of(taskset, which["params"])
+    tasks = load_tasks(taskset, which["params"])
     if not tasks.has(which["index"]) or (found := tasks[which["index"]]).hash != which["hash"]:
         raise ValueError(f"task {which['index']} of {taskset!r} is another than when it was drawn")
     return found
 
 
 class TasksetSource:
-    """`tasks` as Rollover's: their data, but for the prompt, are columns."""
+    """Verifiers tasks as Rollover's; their data other than prompts become columns."""
 
     def __init__(self, tasks: Tasks, params: Mapping[str, Any], label: str, reward: str) -> None:
         self.tasks, self.params, self.label, self.reward = tasks, dict(params), label, reward
@@ -65,7 +59,7 @@ class TasksetSource:
 
 
 def _messages(data: Any) -> tuple[dict[str, str], ...]:
-    """What the task says first; nothing where a user who is played by the environment does."""
+    """Return the task's first messages; none if a simulated user begins."""
     system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
     if data.prompt is None:
         return ()

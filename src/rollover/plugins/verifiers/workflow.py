@@ -1,56 +1,56 @@
-"""workflow.verifiers: an episode is one of a verifiers environment, and each of its traces is a trajectory.
+"""workflow.verifiers: episodes of a verifiers environment. Each trace of an episode is a trajectory.
 
     verifiers' Env ──▶ a harness for each seat ──call──▶ its interception server ──X-Session-ID──▶ our gateway
          └── traces with rewards and metrics, at the end ──▶ the trajectories that their calls were turns of
 
-Owns the environment while it is served, and which trace is which trajectory. What is sampled, and which Rollout a call
-continues, is the gateway's business as for any agent.
+Owns the served environment, and the mapping from traces to trajectories. The gateway samples, and assigns calls to
+rollouts, as for any agent.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollover.config.workflow import WorkflowConfig
 from rollover.functions import explained
-from rollover.plugins.verifiers.package import ARGS, KEY, load_environment, package, seats
-from rollover.plugins.verifiers.sessions import Sessions
-from rollover.plugins.verifiers.source import task_again
+from rollover.plugins.verifiers.package import ARGS, KEY, import_verifiers, load_environment, seats
+from rollover.plugins.verifiers.source import reload_task
 from rollover.types import Reward, SamplingParams
 from rollover.workflows.episode import Episode, EpisodeTrajectory
 from rollover.workflows.protocol import Answer, Lane, Waiting
 
 MODEL = "policy"
-_NO_VARIABLE = "ROLLOVER_HAS_NO_API_KEY"  # verifiers reads a key from the environment: ours goes by the trace
-_ENDS_S = 10.0  # in which episodes that were cancelled put away what they have started
+_NO_VARIABLE = "ROLLOVER_HAS_NO_API_KEY"  # verifiers reads its key from a variable; ours comes from the trace
+_SESSION, _KEY = b"x-session-id", b"authorization"
+_CLEANUP_S = 10.0  # time for cancelled episodes to clean up
 
 
 class EpisodeFailed(RuntimeError):
-    """An episode of verifiers that is no valid result. The text says why, in verifiers' words."""
+    """An episode without a valid result, with verifiers' reason."""
 
 
 @dataclass(eq=False)
-class _Played:
-    """One Episode as it is played: its trajectories by the ids of their traces."""
+class _EpisodeRun:
+    """One running Episode, with its trajectories by trace id."""
 
     episode: Episode
     sessions: Sessions
-    roles: Mapping[str, str]  # of seats that ask the policy
+    roles: Mapping[str, str]  # of seats that call the policy
     trajectories: dict[str, EpisodeTrajectory] = field(default_factory=dict)
 
     def on_trace(self, trace: Any) -> None:
-        """A seat begins to play, and has not asked for anything yet."""
+        """Create the trajectory of a seat, before its first call."""
         role = self.roles.get(trace.agent.name)
         if role is not None:
             trajectory = self.trajectories[trace.id] = self.episode.trajectory(role)
             self.sessions.add(trace.id, trajectory.api_key)
 
     def on_discard(self, trace: Any) -> None:
-        """verifiers plays the seat again."""
+        """Discard a trajectory, as verifiers retries the seat."""
         if trace.id in self.trajectories:
             self.trajectories[trace.id].reward = Reward(None, error="verifiers has played it again")
 
@@ -60,7 +60,7 @@ class _Played:
 
 
 class VerifiersWorkflow:
-    """Of [workflow]. `sampling`: the run's. ValueError, with the fix, for an environment that cannot be played."""
+    """The workflow of workflow.verifiers. ValueError, with the fix, for an unsupported environment."""
 
     wanted, over_http = ("task", "episode"), True
 
@@ -70,11 +70,11 @@ class VerifiersWorkflow:
             workflow.verifiers,
             workflow.untrained,
         )
-        self._vf = package()
+        self._vf = import_verifiers()
         self.env = load_environment(workflow.verifiers, workflow.verifiers_args)
         found = seats(self._vf, self.env.config)
         asking = [name for name, seat in found.items() if seat.client is None]
-        # A seat that plays alone is the policy of a plain run.
+        # The role of a single seat is that of a plain run.
         self._roles = {name: MODEL if len(found) == 1 else name for name in asking}
         for name in asking:
             self._check_sampling(name, found[name], sampling)
@@ -85,12 +85,11 @@ class VerifiersWorkflow:
         self._stop = asyncio.Event()
 
     def over(self, app: Any) -> Any:
-        """The gateway's ASGI application, for the calls of verifiers."""
-        return self._sessions.over(app)
+        """Wrap the gateway's ASGI application for verifiers' calls."""
+        return self._sessions.wrap(app)
 
     async def start(self, base_url: str) -> None:
-        """Serve what the environment needs while it is played, the servers of its tools among it. `base_url`: the
-        gateway's. ValueError where that cannot be."""
+        """Start the environment's servers, such as tools. base_url: the gateway's. ValueError on failure."""
         vf = self._vf
         client = vf.EvalClientConfig(base_url=base_url, api_key_var=_NO_VARIABLE)
         self._context = vf.ModelContext(model=MODEL, client=client, sampling=vf.Sampling())
@@ -105,9 +104,9 @@ class VerifiersWorkflow:
             raise ValueError(f"{self.spec} cannot be served: {explained(error)}") from error
 
     async def close(self) -> None:
-        """End its servers, after the episodes that were cancelled have ended theirs."""
+        """Stop the environment's servers, after cancelled episodes have cleaned up."""
         if self._playing:
-            await asyncio.wait(self._playing, timeout=_ENDS_S)
+            await asyncio.wait(self._playing, timeout=_CLEANUP_S)
         self._stop.set()
         if self._serving is not None:
             await asyncio.wait([self._serving])
@@ -115,31 +114,31 @@ class VerifiersWorkflow:
     async def __call__(
         self, values: Mapping[str, Any], waiting: Waiting = nullcontext, lane: Lane = Lane.TRAINING, /
     ) -> Answer:
-        """Play one Episode: every trajectory gets the reward of its trace. EpisodeFailed where it is no valid one."""
+        """Play one Episode, and set each trajectory's reward. EpisodeFailed if it has no valid result."""
         task = asyncio.current_task()
         assert task is not None
         self._playing.add(task)
-        played = _Played(values["episode"], self._sessions, self._roles)
+        run = _EpisodeRun(values["episode"], self._sessions, self._roles)
         try:
             done = await self.env.run_episode(
-                task_again(self._taskset, values["task"]),
+                reload_task(self._taskset, values["task"]),
                 self._context,
-                on_trace=played.on_trace,
-                on_discard=played.on_discard,
+                on_trace=run.on_trace,
+                on_discard=run.on_discard,
             )
         finally:
             self._playing.discard(task)
-            self._sessions.forget(played.trajectories)
+            self._sessions.remove(run.trajectories)
         if not self.env.complete(done):
-            raise EpisodeFailed(_why(done))
+            raise EpisodeFailed(_failure(done))
         for trace in done.traces:
-            played.score(trace)
+            run.score(trace)
         return None
 
     # Private
 
     def _check_sampling(self, name: str, seat: Any, sampling: SamplingParams) -> None:
-        """Sampling is the run's: another one would be refused at each call."""
+        """Raise ValueError if a seat samples differently than the run."""
         for key, value in seat.sampling.model_dump(exclude_none=True).items() if seat.sampling else ():
             if key != "max_tokens" and value != getattr(sampling, key, None):
                 raise ValueError(
@@ -148,7 +147,7 @@ class VerifiersWorkflow:
                 )
 
     async def _check_trainable(self) -> None:
-        """ValueError for a role that the environment does not want to be trained, and the configuration does."""
+        """Raise ValueError for a role that the configuration trains and the environment does not."""
         vf, harnesses = self._vf, self.env.config.agent_harnesses()
 
         def make(name: str, seat: Any) -> Any:
@@ -178,10 +177,44 @@ class VerifiersWorkflow:
                 ready.set_exception(error)
 
 
+class Sessions:
+    """API keys of running trajectories by trace id.
+
+    verifiers sends the id with each call; the gateway expects the trajectory's key.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[str, str] = {}
+
+    def add(self, trace_id: str, api_key: str) -> None:
+        """Assign calls of this trace to this trajectory."""
+        self._keys[trace_id] = api_key
+
+    def remove(self, trace_ids: Iterable[str]) -> None:
+        for trace_id in trace_ids:
+            self._keys.pop(trace_id, None)
+
+    def wrap(self, app: Any) -> Any:
+        """Wrap the ASGI application `app`: replace trace ids by keys."""
+
+        async def joined(scope: Any, receive: Any, send: Any) -> None:
+            await app(self._with_key(scope) if scope["type"] == "http" else scope, receive, send)
+
+        return joined
+
+    def _with_key(self, scope: Any) -> Any:
+        session = next((value for name, value in scope["headers"] if name == _SESSION), b"")
+        key = self._keys.get(session.decode("latin-1"))
+        if key is None:
+            return scope
+        headers = [(name, value) for name, value in scope["headers"] if name != _KEY]
+        return {**scope, "headers": [*headers, (_KEY, f"Bearer {key}".encode())]}
+
+
 def reward_of(trace: Any) -> Reward:
-    """The sum of a verifiers Trace's weighted rewards; its extras are each reward by itself, and the metrics."""
+    """Return the weighted sum of a Trace's rewards, with each reward and metric in `extras`."""
     if not trace.ok:
-        return Reward(None, error=_said(trace.last_error) or "verifiers has not completed it")
+        return Reward(None, error=_error_text(trace.last_error) or "verifiers has not completed it")
     if missing := [name for name, reward in trace.rewards.items() if reward is None]:
         return Reward(None, error=f"the environment has not computed {', '.join(missing)}")
     if not trace.rewards:
@@ -191,11 +224,11 @@ def reward_of(trace: Any) -> Reward:
     return Reward(float(trace.reward), extras)
 
 
-def _why(episode: Any) -> str:
-    """Why an episode is no valid result."""
+def _failure(episode: Any) -> str:
+    """Return why an episode has no valid result."""
     errors = [episode.last_error, *(trace.last_error for trace in episode.traces if not trace.ok)]
-    return next(filter(None, map(_said, errors)), "verifiers does not take it for complete")
+    return next(filter(None, map(_error_text, errors)), "verifiers does not take it for complete")
 
 
-def _said(error: Any) -> str:
+def _error_text(error: Any) -> str:
     return "" if error is None else f"{error.type}: {error.message}"

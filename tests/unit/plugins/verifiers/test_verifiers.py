@@ -14,10 +14,9 @@ import pytest
 from rollover.config.load import load_config
 from rollover.config.tasks import TaskSourceConfig
 from rollover.config.workflow import WorkflowConfig
-from rollover.plugins.verifiers.package import package
-from rollover.plugins.verifiers.sessions import Sessions
-from rollover.plugins.verifiers.source import tasks_of, taskset_source
-from rollover.plugins.verifiers.workflow import VerifiersWorkflow
+from rollover.plugins.verifiers.package import import_verifiers, load_tasks
+from rollover.plugins.verifiers.source import taskset_source
+from rollover.plugins.verifiers.workflow import Sessions, VerifiersWorkflow
 from rollover.tasks.source import SourceSetup
 from rollover.tasks.split import SplitName
 from rollover.tasks.stream import TaskStream
@@ -208,7 +207,7 @@ def test_what_cannot_be_played_is_refused(name: str, args: dict[str, Any], why: 
 @pytest.mark.parametrize(("how", "why"), [("load", "OSError: no such data"), ("empty", "no task")])
 def test_a_taskset_without_tasks_is_refused(how: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        tasks_of("broken-taskset", {"how": how})
+        load_tasks("broken-taskset", {"how": how})
 
 
 @needs_verifiers
@@ -239,7 +238,7 @@ def test_a_program_without_verifiers_is_told_what_to_install(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "verifiers", None)
     monkeypatch.delitem(sys.modules, "verifiers.v1", raising=False)
     with pytest.raises(ValueError, match=r"pip install 'rollover\[verifiers\]'"):
-        package()
+        import_verifiers()
 
 
 def test_a_call_with_the_id_of_a_trace_gets_the_key_of_its_trajectory() -> None:
@@ -250,7 +249,7 @@ def test_a_call_with_the_id_of_a_trace_gets_the_key_of_its_trajectory() -> None:
 
     sessions = Sessions()
     sessions.add("abc", "rollover-1")
-    joined = sessions.over(app)
+    joined = sessions.wrap(app)
 
     def ask(**headers: str) -> dict[bytes, bytes]:
         given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
@@ -260,5 +259,5 @@ def test_a_call_with_the_id_of_a_trace_gets_the_key_of_its_trajectory() -> None:
     assert ask(x_session_id="abc", authorization="Bearer EMPTY")[b"authorization"] == b"Bearer rollover-1"
     assert ask(x_session_id="other", authorization="Bearer mine")[b"authorization"] == b"Bearer mine"
     assert ask(authorization="Bearer mine")[b"authorization"] == b"Bearer mine"
-    sessions.forget(["abc"])
+    sessions.remove(["abc"])
     assert ask(x_session_id="abc", authorization="Bearer EMPTY")[b"authorization"] == b"Bearer EMPTY"

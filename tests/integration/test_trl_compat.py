@@ -19,7 +19,7 @@ from documents import blocks
 from rollover.api.settings import Arguments
 from rollover.compat import trl as ours
 from rollover.config import ConfigError
-from rollover.plugins.trl.arguments import run_of
+from rollover.plugins.trl.arguments import convert_arguments
 
 LETTERS = "abcdefgh"
 TEXTS = [{"prompt": f"say {a}{b}", "letter": a} for a in LETTERS for b in LETTERS[:3]]
@@ -196,7 +196,7 @@ def test_a_run_is_evaluated_before_it_begins_and_goes_on_in_another_program(mode
 
 def fields_of(model: str, **fields: Any) -> dict[str, Any]:
     """Keys of ours that a GRPOConfig with these fields says."""
-    return run_of(
+    return convert_arguments(
         ours.GRPOConfig("out", max_steps=2, **fields), model=model, reward_funcs=[share_of_letters],
         train_dataset=TEXTS, eval_dataset=None, peft_config=None, refused={},
     ).values  # fmt: skip
@@ -217,7 +217,7 @@ def test_rewards_with_names_of_settings_get_others(model: str) -> None:
 
     def run(*rewards: Any) -> Any:
         args = ours.GRPOConfig("out", max_steps=2)
-        return run_of(
+        return convert_arguments(
             args, model=model, reward_funcs=rewards, train_dataset=TEXTS, eval_dataset=None, peft_config=None,
             refused={},
         )  # fmt: skip

@@ -1,1 +1,1 @@
-"""Other libraries' classes by their own names, over the public Python API: a script runs with its import changed."""
+"""Other libraries' classes over our Python API: a script runs after a change of its import."""

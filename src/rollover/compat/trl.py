@@ -1,4 +1,4 @@
-"""`from rollover.compat.trl import GRPOConfig, GRPOTrainer`: the plugin of TRL's classes by the name for scripts."""
+"""`from rollover.compat.trl import GRPOConfig, GRPOTrainer`: the public name of the TRL plugin."""
 
 from __future__ import annotations
 

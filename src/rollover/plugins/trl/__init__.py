@@ -1,6 +1,6 @@
-"""`from rollover.compat.trl import GRPOConfig, GRPOTrainer`, in the place of trl's own (docs/coming-from.md).
+"""`from rollover.compat.trl import GRPOConfig, GRPOTrainer`, instead of trl's (docs/coming-from.md).
 
-Names are loaded when they are first used: a worker that is handed a reward function loads no trainer for it.
+Names load at first use, so that reward workers do not load the trainer.
 """
 
 from __future__ import annotations

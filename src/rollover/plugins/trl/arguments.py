@@ -1,6 +1,6 @@
-"""What TRL's GRPOTrainer is given, as options of convert/trl/rows.py and arguments of `rollover.Session`.
+"""Converts arguments of TRL's GRPOTrainer to arguments of `rollover.Session`, by the rows of convert/trl/rows.py.
 
-Every argument is mapped, or refused by name with the reason, before a model is loaded.
+An argument without a counterpart is an error with the reason, before a model is loaded.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rollover.plugins.trl.config import GRPOConfig
 from rollover.plugins.trl.rewards import NanIsNone
 from rollover.tasks.image_parts import IMAGE_COLUMNS
 
-_SOME = "<python>"  # rows and rewards that are handed over as objects
+_SOME = "<python>"  # stands for rows passed as objects
 REWARD_TIMEOUT_S = 600.0  # TRL has no limit
 
 
 @dataclass
-class Run:
-    """What a run is made of. values: the configuration by dotted keys; for_evaluation: those that evaluate beside them.
-    updates: of the optimizer, in a step."""
+class RunArguments:
+    """Arguments of a run. values: the configuration by dotted keys; for_evaluation: additional ones of `evaluate`.
+    updates: of the optimizer per step."""
 
     values: dict[str, Any]
     tasks: Any
@@ -42,7 +42,7 @@ class Run:
     reward_names: list[str] = field(default_factory=list)
 
 
-def run_of(
+def convert_arguments(
     args: GRPOConfig,
     *,
     model: str,
@@ -51,9 +51,11 @@ def run_of(
     eval_dataset: Any,
     peft_config: Any,
     refused: Mapping[str, Any],
-) -> Run:
-    """The run. ConfigError names every field or argument without a counterpart; `refused`: further arguments, each of
-    which has a row without one."""
+) -> RunArguments:
+    """Convert the arguments. ConfigError names every field or argument without a counterpart.
+
+    refused: arguments whose rows have no counterpart.
+    """
     tasks, eval_tasks = _rows(train_dataset, "train_dataset"), _rows(eval_dataset, "eval_dataset")
     if tasks is None:
         raise ConfigError("train_dataset is missing: give a datasets.Dataset, or a list of dicts with a prompt")
@@ -62,7 +64,7 @@ def run_of(
         "model": model, "train_dataset": _SOME, "prompts": _form_of_prompts(tasks), "reward_funcs": rewards,
         "output_dir": args.output_dir or "trainer_output",
     }  # fmt: skip
-    if options.get("report_to") in ("all", ["all"]):  # as transformers has it: of those that are installed
+    if options.get("report_to") in ("all", ["all"]):  # as in transformers: the installed ones
         options["report_to"] = [name for name in TOOLS if is_installed(name)]
     options |= {} if eval_tasks is None else {"eval_dataset": _SOME}
     options |= {} if peft_config is None else {"peft_config": _lora(peft_config)}
@@ -82,7 +84,9 @@ def run_of(
     if _shows_images(tasks):
         values["model.vision"] = "trained"  # as in TRL, where nothing is frozen
     names = [row["name"] for row in rewards]
-    return Run(values, tasks, eval_tasks, evaluated, updates(of), values["train.num_steps"], steps_of_epoch, names)
+    return RunArguments(
+        values, tasks, eval_tasks, evaluated, updates(of), values["train.num_steps"], steps_of_epoch, names
+    )
 
 
 def _values(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,7 +103,7 @@ def _values(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows(rows: Any, name: str) -> Any:
-    """`rows`, checked by the first of them. ConfigError for what TRL would not take, or is not there here."""
+    """Check `rows` by the first one, and return them. ConfigError for unsupported ones."""
     if rows is None:
         return None
     if isinstance(rows, Mapping):
@@ -117,7 +121,7 @@ def _shows_images(rows: Any) -> bool:
 
 
 def _form_of_prompts(rows: Any) -> str:
-    """A chat template puts images into a prompt: one of text becomes a message, as in TRL."""
+    """Return "text" or "messages". Texts with images become messages, as in TRL."""
     is_text = isinstance(next(iter(rows))["prompt"], str) and not _shows_images(rows)
     return "text" if is_text else "messages"
 
@@ -139,7 +143,7 @@ def _no_steps(rows: Any, of: Options) -> str:
 
 
 def _reward(reward: Any) -> dict[str, Any]:
-    """A row of [[rewards.functions]]. A text is a reward model's name."""
+    """Return a row of [[rewards.functions]]. A text is a reward model's name."""
     if isinstance(reward, str | Path):
         return {"function": "reward_model", "name": Path(reward).name, "params": {"path": str(reward)}}
     if not isinstance(reward, Callable):
@@ -149,8 +153,7 @@ def _reward(reward: Any) -> dict[str, Any]:
 
 
 def _named(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, those after the first of a name with a number behind it. One of several gets another name where its own
-    is that of something else in the records."""
+    """Number repeated names. With several rewards, change names that are reserved in the records."""
     seen: Counter[str] = Counter()
     for row in rows:
         row["name"] += "_reward" if row["name"] in RESERVED and len(rows) > 1 else ""
@@ -160,7 +163,7 @@ def _named(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _lora(config: Any) -> dict[str, Any]:
-    """What of a peft.LoraConfig was set, by its arguments."""
+    """Return the arguments of a peft.LoraConfig that differ from defaults."""
     if isinstance(config, Mapping):
         return dict(config)
     if type(config).__name__ != "LoraConfig":

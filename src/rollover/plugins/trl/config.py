@@ -1,4 +1,4 @@
-"""TRL 1.16's GRPOConfig: its fields by name, with its defaults. What each is here stands in convert/trl/rows.py."""
+"""TRL 1.16's GRPOConfig with its fields and defaults. convert/trl/rows.py maps them to our keys."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 @dataclass
 class GRPOConfig:
-    """Every field of TRL's GRPOConfig, those of TrainingArguments included, with TRL's defaults (docs/coming-from.md).
+    """Every field of TRL's GRPOConfig, including those of TrainingArguments, with TRL's defaults (docs/coming-from.md).
 
-    `max_prompt_length` and `warmup_ratio`, of earlier releases, are taken too. A name that TRL does not have is a
-    TypeError, as there. Nothing is checked before a GRPOTrainer is made of it.
+    Accepts `max_prompt_length` and `warmup_ratio` of earlier releases. An unknown name is a TypeError, as in TRL.
+    GRPOTrainer checks the values.
     """
 
     # Of TrainingArguments.
@@ -224,12 +224,12 @@ class GRPOConfig:
                     raise ValueError(f"GRPOConfig.{one.name} = {value!r:.80}: it is no JSON ({error})") from None
 
     def given(self) -> dict[str, Any]:
-        """The fields that differ from their defaults."""
+        """Return the fields that differ from their defaults."""
         usual = {one.name: getattr(_USUAL, one.name) for one in fields(self)}
         return {name: getattr(self, name) for name in usual if getattr(self, name) != usual[name]}
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields by name."""
+        """Return all fields by name."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
 

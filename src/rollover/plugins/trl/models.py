@@ -1,7 +1,6 @@
-"""Models and tokenizers that are handed over as objects, as folders; and a trained model on its way out.
+"""Folders of models and tokenizers that a script passes as objects, and the trained model's way back.
 
-Owns what is written below a run's directory beside the run's own files: `initial_model/`, `initial_adapter/`,
-`reward_models/`.
+Owns `initial_model/`, `initial_adapter/` and `reward_models/` in a run's directory.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from rollover.models.tokenizer_files import save_tokenizer
 ADAPTER = "adapter"
 
 
-def folder_of_model(model: Any, tokenizer: Any, output_dir: str) -> str:
-    """What model.path is: a name as it is, unless the tokenizer is another than its own; else a folder of the object.
+def save_initial_model(model: Any, tokenizer: Any, output_dir: str) -> str:
+    """Return model.path: the name, or the folder of a saved object (or of a name with another tokenizer).
 
-    Of a peft.PeftModel: its base model. ConfigError for what is no model.
+    Saves the base model of a peft.PeftModel. ConfigError for anything but a model.
     """
     if isinstance(model, str):
         if tokenizer is None or _is_of(tokenizer, model):
@@ -36,11 +35,11 @@ def folder_of_model(model: Any, tokenizer: Any, output_dir: str) -> str:
     return _saved(model, tokenizer, Path(output_dir, "initial_model"))
 
 
-def adapters_of(model: Any, peft_config: Any, output_dir: str) -> tuple[Any, str]:
-    """Return (the peft_config, the folder of the adapters that training begins with or "") of a model.
+def save_adapters(model: Any, peft_config: Any, output_dir: str) -> tuple[Any, str]:
+    """Return (peft_config, folder of the initial adapters or "") of a model.
 
-    A peft.PeftModel has a configuration of its own; adapters that add nothing are not written. ConfigError for several
-    adapters, for those that are no peft.PeftModel's, and for a second configuration.
+    Adapters of a peft.PeftModel are saved unless they are zero. ConfigError for several adapters, adapters outside of a
+    peft.PeftModel, and a second configuration.
     """
     if not hasattr(model, "peft_config"):
         return peft_config, ""
@@ -56,12 +55,12 @@ def adapters_of(model: Any, peft_config: Any, output_dir: str) -> tuple[Any, str
     folder = Path(output_dir, "initial_adapter")
     model.save_pretrained(folder)
     config = copy.copy(config)
-    config.init_lora_weights = True  # their weights are those of the folder
+    config.init_lora_weights = True  # the folder has the weights
     return config, str(folder if name == "default" else folder / name)
 
 
-def folders_of_rewards(rewards: Any, tokenizers: Any, output_dir: str) -> list[Any]:
-    """reward_funcs as a list, in which a model is the folder that it was written to."""
+def save_reward_models(rewards: Any, tokenizers: Any, output_dir: str) -> list[Any]:
+    """Return reward_funcs as a list, with models replaced by their saved folders."""
     rewards = list(rewards) if isinstance(rewards, Sequence) and not isinstance(rewards, str) else [rewards]
     tokenizers = tokenizers if isinstance(tokenizers, list) else [tokenizers] * len(rewards)
     if len(tokenizers) != len(rewards):
@@ -76,14 +75,14 @@ def folders_of_rewards(rewards: Any, tokenizers: Any, output_dir: str) -> list[A
 
 
 def copy_trained(model_path: Path, output_dir: Path) -> None:
-    """What TRL's save_model writes: the adapters where there are some, else the model."""
+    """Copy what TRL's save_model writes: the adapters if there are some, else the model."""
     adapter = model_path / ADAPTER
     source = adapter if adapter.is_dir() else model_path
     shutil.copytree(source, output_dir, dirs_exist_ok=True)
 
 
-def take_trained(model: Any, model_path: Path) -> None:
-    """Put the trained weights into a model that was handed over, as TRL trains it in place."""
+def load_trained(model: Any, model_path: Path) -> None:
+    """Load the trained weights into the script's model, as TRL trains it in place."""
     if hasattr(model, "peft_config"):
         from peft import load_peft_weights, set_peft_model_state_dict
 
@@ -111,7 +110,7 @@ def _saved(model: Any, tokenizer: Any, folder: Path) -> str:
 
 
 def _is_of(tokenizer: Any, model: str) -> bool:
-    """Whether it is the model's own tokenizer, as far as prompts and the end of an answer show."""
+    """Return whether prompts and end tokens are those of the model's own tokenizer."""
     from transformers import AutoTokenizer
 
     own = AutoTokenizer.from_pretrained(model)

@@ -1,4 +1,4 @@
-"""TRL's rule that a reward function returns None or nan for "does not apply". It travels to the reward workers."""
+"""TRL's rule that a reward function returns None or nan for "does not apply". Reward workers load this module."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def _awaited(values: Any) -> Any:
 
 
 def _without_nan(values: Any) -> Any:
-    """Anything but a list of scores passes: the caller reports it."""
+    """Replace nan by None in a list of scores; the caller reports other values."""
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple):
         return values

@@ -1,7 +1,4 @@
-"""TRL's GRPOTrainer over `rollover.Session`: the same arguments, one loop (run/loop.py).
-
-Owns no training: arguments.py says what each argument is, the run is a Session's, and what is read of it is its own.
-"""
+"""TRL's GRPOTrainer over `rollover.Session`. arguments.py converts the arguments; the Session trains."""
 
 from __future__ import annotations
 
@@ -17,19 +14,24 @@ from rollover.api.run import Run
 from rollover.api.session import Session
 from rollover.config import ConfigError
 from rollover.files import local_path
-from rollover.plugins.trl.arguments import run_of
-from rollover.plugins.trl.callbacks import Callbacks
+from rollover.plugins.trl.arguments import convert_arguments
+from rollover.plugins.trl.callbacks import Callbacks, evaluation_entry
 from rollover.plugins.trl.config import GRPOConfig
-from rollover.plugins.trl.history import of_evaluation
-from rollover.plugins.trl.models import adapters_of, copy_trained, folder_of_model, folders_of_rewards, take_trained
+from rollover.plugins.trl.models import (
+    copy_trained,
+    load_trained,
+    save_adapters,
+    save_initial_model,
+    save_reward_models,
+)
 from rollover.run.loop import Step
 
 
 class GRPOTrainer:
-    """TRL's arguments, and `config`: keys of ours above all that they say (`{"rollout.interrupt": "when_enough"}`).
+    """TRL's trainer. `config`: our keys, which override TRL's arguments (`{"rollout.interrupt": "when_enough"}`).
 
-    The run is in `args.output_dir`, as docs/running.md describes it; `trainer.run` reads it. ConfigError (a ValueError)
-    names every field and argument that has no counterpart; OSError an unfit system.
+    The run is in `args.output_dir` (docs/running.md); `trainer.run` reads it. ConfigError (a ValueError) names every
+    field and argument without a counterpart; OSError an unfit system.
     """
 
     def __init__(  # noqa: PLR0913 - TRL's signature
@@ -60,12 +62,12 @@ class GRPOTrainer:
             raise ConfigError("reward_funcs is missing: give a function, or a list of them")
         self.args, self.processing_class = args, processing_class
         self.output_dir = args.output_dir = str(local_path(args.output_dir or "trainer_output"))
-        rewards = folders_of_rewards(reward_funcs, reward_processing_classes, self.output_dir)
+        rewards = save_reward_models(reward_funcs, reward_processing_classes, self.output_dir)
         self._model = model
-        peft_config, adapter = adapters_of(model, peft_config, self.output_dir)
-        self._what = run_of(
+        peft_config, adapter = save_adapters(model, peft_config, self.output_dir)
+        self._arguments = convert_arguments(
             args,
-            model=folder_of_model(model, processing_class, self.output_dir),
+            model=save_initial_model(model, processing_class, self.output_dir),
             reward_funcs=rewards,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -77,7 +79,7 @@ class GRPOTrainer:
             },
         )  # fmt: skip
         self._config = ({"model.lora.path": adapter} if adapter else {}) | dict(config or {})
-        self._callbacks = Callbacks(callbacks or [], args, self._what)
+        self._callbacks = Callbacks(callbacks or [], args, self._arguments)
         self._has_begun = False
         self.accelerator = SimpleNamespace(
             print=print, is_main_process=True, is_local_main_process=True, num_processes=1, process_index=0
@@ -85,17 +87,17 @@ class GRPOTrainer:
 
     @property
     def state(self) -> Any:
-        """transformers' TrainerState: `global_step` (updates, as in TRL), `log_history` and what else is known."""
+        """transformers' TrainerState, with `global_step` (updates, as in TRL) and `log_history`."""
         return self._callbacks.state
 
     @property
     def run(self) -> Run:
-        """What the run has written (docs/python.md). ValueError before it has begun."""
+        """The run's directory as an object (docs/python.md). ValueError before it has begun."""
         return Run(self.output_dir)
 
     @property
     def model(self) -> Any:
-        """The model that was handed over, trained by `train`; of a name, what was trained, loaded now."""
+        """The script's model, which `train` trains; for a name, the trained model, loaded at each access."""
         if not isinstance(self._model, str):
             return self._model
         from transformers import AutoModelForCausalLM
@@ -103,7 +105,7 @@ class GRPOTrainer:
         return AutoModelForCausalLM.from_pretrained(self.run.model_path)
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> Any:
-        """Make all steps; returns transformers' TrainOutput. True, or the run's folder, goes on with an earlier run."""
+        """Train all steps. resume_from_checkpoint: True or a run's folder resumes that run."""
         from transformers.trainer_utils import TrainOutput
 
         resume = resume_from_checkpoint or self.args.resume_from_checkpoint
@@ -114,34 +116,34 @@ class GRPOTrainer:
         if resume:
             self.output_dir, self._has_begun = (self.output_dir if resume is True else str(local_path(resume))), True
         began = time.monotonic()
-        _wait_for(self._train())
+        _run_async(self._train())
         if not self.run.finished and self._callbacks.wants_to_stop:
-            _wait_for(self._end_here())
+            _run_async(self._finish_early())
         if not isinstance(self._model, str) and self.run.finished:
-            take_trained(self._model, self.run.model_path)
+            load_trained(self._model, self.run.model_path)
         rows = self.run.metrics
         loss = sum(row.get("loss", 0.0) for row in rows) / max(1, len(rows))
         metrics = {"train_runtime": time.monotonic() - began, "train_loss": loss}
         self._callbacks.log(metrics)
-        self._callbacks.tell("on_train_end")
+        self._callbacks.notify("on_train_end")
         return TrainOutput(self.state.global_step, loss, metrics)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, Any]:
-        """Score answers to the whole eval_dataset, by the present weights; the mean reward is `eval_reward`."""
+        """Evaluate the current weights on the eval_dataset; the mean reward is `eval_reward`."""
         if eval_dataset is not None:
             raise ConfigError("evaluate(eval_dataset): it is GRPOTrainer's argument. Give it there")
-        if self._what.eval_tasks is None:
+        if self._arguments.eval_tasks is None:
             raise ConfigError("evaluate needs GRPOTrainer(eval_dataset=...)")
-        row = _wait_for(self._evaluate())
-        entry = of_evaluation(row or {}, metric_key_prefix)
+        row = _run_async(self._evaluate())
+        entry = evaluation_entry(row or {}, metric_key_prefix)
         self._callbacks.log(entry)
-        self._callbacks.tell("on_evaluate", metrics=entry)
+        self._callbacks.notify("on_evaluate", metrics=entry)
         return entry
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the trained model for from_pretrained; of an adapter, it alone. ValueError before it is trained."""
+        """Save the trained model, or only its adapters, for from_pretrained. ValueError before training."""
         copy_trained(self.run.model_path, Path(output_dir or self.output_dir))
 
     def add_callback(self, callback: Any) -> None:
@@ -155,56 +157,64 @@ class GRPOTrainer:
     # Private
 
     def _session(self, **overrides: Any) -> Session:
-        values = {**self._what.values, **self._config, **overrides}
+        values = {**self._arguments.values, **self._config, **overrides}
         resume = self.output_dir if self._has_begun else None
         values.pop("run.dir", None)
         if resume is None:
             values["run.dir"] = self.output_dir
-        return Session(config=values, tasks=self._what.tasks, eval_tasks=self._what.eval_tasks, resume=resume)
+        return Session(config=values, tasks=self._arguments.tasks, eval_tasks=self._arguments.eval_tasks, resume=resume)
 
     async def _train(self) -> None:
-        self._callbacks.tell("on_train_begin")
+        self._callbacks.notify("on_train_begin")
         seen = len(self.run.evaluations) if self._has_begun else 0
         async with self._session() as session:
             self._has_begun = True
             async for step in session.steps():
-                seen = self._after(step, seen)
+                seen = self._notify_step(step, seen)
                 if self._callbacks.wants_to_stop:
                     break
-        self._tell_evaluations(seen)
+        self._notify_evaluations(seen)
 
-    async def _end_here(self) -> None:
-        """Of a run that a callback ended: its last step is the last one, whose model is saved."""
+    async def _finish_early(self) -> None:
+        """Finish a run that a callback stopped: make its last step the final one, and save the model."""
         async with self._session(**{"train.num_steps": self.run.metrics[-1]["step"]}) as session:
             async for _ in session.steps():
                 pass
 
     async def _evaluate(self) -> dict[str, Any] | None:
         where = {} if self._has_begun else {"run.dir": str(Path(self.output_dir, "before_training"))}
-        values = {**self._what.values, **self._what.for_evaluation, **self._config, **where, "eval.at_start": False}
+        values = {
+            **self._arguments.values,
+            **self._arguments.for_evaluation,
+            **self._config,
+            **where,
+            "eval.at_start": False,
+        }
         resume = self.output_dir if self._has_begun else None
         if resume:
             values.pop("run.dir")
-        async with Session(config=values, tasks=self._what.tasks, eval_tasks=self._what.eval_tasks, resume=resume) as s:
+        async with Session(
+            config=values, tasks=self._arguments.tasks, eval_tasks=self._arguments.eval_tasks, resume=resume
+        ) as s:
             return await s.evaluate()
 
-    def _after(self, step: Step, seen: int) -> int:
-        """Tell of a step; the number of evaluations that were told of."""
+    def _notify_step(self, step: Step, seen: int) -> int:
+        """Notify callbacks of a step; return the number of reported evaluations."""
         self._callbacks.begin_step(step.number)
         self._callbacks.end_step(step.metrics)
-        return self._tell_evaluations(seen)
+        return self._notify_evaluations(seen)
 
-    def _tell_evaluations(self, seen: int) -> int:
+    def _notify_evaluations(self, seen: int) -> int:
         rows = self.run.evaluations
         for row in rows[seen:]:
-            entry = of_evaluation(row)
+            entry = evaluation_entry(row)
             self._callbacks.log(entry)
-            self._callbacks.tell("on_evaluate", metrics=entry)
+            self._callbacks.notify("on_evaluate", metrics=entry)
         return len(rows)
 
 
-def _wait_for(work: Coroutine[Any, Any, Any]) -> Any:
-    """What it returns. In a thread of its own where an event loop is running, as in a notebook."""
+def _run_async(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine; in a new thread if an event loop is running, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

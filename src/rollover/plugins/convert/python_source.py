@@ -9,8 +9,7 @@ from __future__ import annotations
 import ast
 import operator
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 from rollover.plugins.convert.mapping import Unknown
@@ -48,11 +47,8 @@ def parse_python(text: str) -> ast.Module:
         raise ValueError("what it says is nested too deeply") from None
 
 
-@dataclass
 class PythonSource(Definitions):
     """Values of the expressions of a file."""
-
-    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     def __post_init__(self) -> None:
         self._left = _MOST_VALUES
@@ -146,14 +142,14 @@ class PythonSource(Definitions):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.environ.get", "os.getenv", "getenv"):
             name = str(self.value(node.args[0])) if node.args else ""
             default = node.args[1] if len(node.args) > 1 else next((k.value for k in node.keywords), None)
-            if name in self.environment:
-                return True, self.environment[name]
+            if name in os.environ:
+                return True, os.environ[name]
             return True, self.value(default) if default is not None else None
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
             name = str(self.value(node.slice))
-            if name not in self.environment:
+            if name not in os.environ:
                 raise NotEvaluated(f"{name} is not in the environment: `{name}=... rollover convert FILE`")
-            return True, self.environment[name]
+            return True, os.environ[name]
         return False, None
 
     def resolve(self, node: ast.expr) -> ast.expr:

@@ -180,13 +180,11 @@ def is_of_verl(name: str) -> bool:
     return bool(_VERL.fullmatch(name.removesuffix(".yaml")))
 
 
-def options_of_yaml(
-    tables: Mapping[str, Any], path: Path, environment: Mapping[str, str] = os.environ
-) -> dict[str, Any]:
+def options_of_yaml(tables: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Read the options of a YAML by dotted names. The YAMLs of its defaults list are beside `path`."""
     script = Script()
     composed = _compose(tables, [path.parent], lambda places: find_text(script, places), [0])
-    return with_program(interpolate(composed, environment))
+    return with_program(interpolate(composed))
 
 
 def options_of_config(name: str, directories: Sequence[Path], find: Find) -> dict[str, Any] | None:

@@ -82,7 +82,7 @@ def test_contract(check, service: tuple[FakeTinker, str], built: Built) -> None:
     asyncio.run(check(trainer_contract.Subject(make, SAMPLES, weights_stay=True)))
 
 
-def test_the_kl_in_the_reward_is_that_of_the_local_backend(service: tuple[FakeTinker, str], built: Built) -> None:
+def test_reward_kl_equals_local_backend(service: tuple[FakeTinker, str], built: Built) -> None:
     algorithm = {"kl_coef": 0.1, "kl_in": "reward"}
     theirs = built(config(service[1], algorithm=algorithm))
     local = {"model": {"dtype": "float32", "lora": {"rank": 4}}, "backend": {"type": "local"}}
@@ -108,7 +108,7 @@ def test_the_kl_in_the_reward_is_that_of_the_local_backend(service: tuple[FakeTi
         {"rejection": {"token_k3": 2.0}, "ess_step_scaling": True},
     ],
 )
-def test_losses_and_weights_are_those_of_the_local_backend(
+def test_losses_and_weights_equal_local_backend(
     algorithm: dict[str, Any], service: tuple[FakeTinker, str], built: Built
 ) -> None:
     train = {"minibatches_per_step": 3, "schedule": "linear", "weight_decay": 0.1, "max_grad_norm": 0.05}
@@ -140,9 +140,7 @@ def test_losses_and_weights_are_those_of_the_local_backend(
         np.testing.assert_allclose(after[rollout_id], values, atol=5e-3)  # after 12 updates of Adam
 
 
-def test_epochs_and_their_early_stop_are_those_of_the_local_backend(
-    service: tuple[FakeTinker, str], built: Built
-) -> None:
+def test_epochs_and_early_stop_equal_local_backend(service: tuple[FakeTinker, str], built: Built) -> None:
     train = {"minibatches_per_step": 3, "epochs_per_step": 2, "max_kl": 0.02, "schedule": "linear"}
     theirs = built(config(service[1], train=train))
     local = {"model": {"dtype": "float32", "lora": {"rank": 4}}, "backend": {"type": "local"}}
@@ -159,7 +157,7 @@ def test_epochs_and_their_early_stop_are_those_of_the_local_backend(
     assert any(1 < num < 6 for num in made), made
 
 
-def test_a_gradient_that_is_accumulated_is_that_of_one_step(service: tuple[FakeTinker, str], built: Built) -> None:
+def test_accumulated_gradient_equals_one_step(service: tuple[FakeTinker, str], built: Built) -> None:
     plain, streamed = (built(config(service[1])) for _ in range(2))
     streamed.accumulate([s for s in SAMPLES if s.group_id == 1])
     expected, found = plain.train_step(Batch(SAMPLES)), streamed.train_step(Batch(SAMPLES))
@@ -167,7 +165,7 @@ def test_a_gradient_that_is_accumulated_is_that_of_one_step(service: tuple[FakeT
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
 
 
-def test_what_fails_by_the_services_fault_is_asked_again(service: tuple[FakeTinker, str], built: Built) -> None:
+def test_service_failures_are_retried(service: tuple[FakeTinker, str], built: Built) -> None:
     fake, url = service
     plain, troubled = (built(config(url)) for _ in range(2))
     expected = plain.train_step(Batch(SAMPLES))
@@ -178,9 +176,7 @@ def test_what_fails_by_the_services_fault_is_asked_again(service: tuple[FakeTink
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5), "nothing was done twice"
 
 
-def test_a_teachers_log_probs_are_asked_for_again_from_one_sampler(
-    service: tuple[FakeTinker, str], built: Built
-) -> None:
+def test_teacher_logprobs_retry_with_one_sampler(service: tuple[FakeTinker, str], built: Built) -> None:
     fake, url = service
     backend = built(config(url, distill={"teacher": "initial", "privileged": "prompts:told"})).backend
     expected = backend.compute_logprobs(SAMPLES, TEACHER)
@@ -201,7 +197,7 @@ def test_a_teachers_log_probs_are_asked_for_again_from_one_sampler(
     fake.failing_scores = []
 
 
-def test_the_sampler_of_a_refreshed_teacher_is_opened_anew(service: tuple[FakeTinker, str], built: Built) -> None:
+def test_refreshed_teacher_gets_a_new_sampler(service: tuple[FakeTinker, str], built: Built) -> None:
     fake, url = service
     of = built(config(url, distill={"teacher": "policy", "privileged": "prompts:told", "refresh_steps": 2}))
     opened = len(fake.named("create_sampling_session"))
@@ -210,7 +206,7 @@ def test_the_sampler_of_a_refreshed_teacher_is_opened_anew(service: tuple[FakeTi
     assert len(fake.named("create_sampling_session")) == opened + 3, "the base model, and the weights of steps 2 and 4"
 
 
-def test_what_was_sampled_at_another_temperature_is_refused(service: tuple[FakeTinker, str], built: Built) -> None:
+def test_samples_at_another_temperature_are_refused(service: tuple[FakeTinker, str], built: Built) -> None:
     backend = built(config(service[1])).backend
     with pytest.raises(ValueError, match=r"rollout 0-0 was sampled at temperature 0.7, and the service's log-probs"):
         backend.compute_logprobs([replace(SAMPLES[0], temperature=0.7)])
@@ -226,7 +222,7 @@ def test_what_was_sampled_at_another_temperature_is_refused(service: tuple[FakeT
     ],
     ids=["initial", "current", "refreshed", "other"],
 )
-def test_distillation_is_that_of_the_local_backend(
+def test_distillation_equals_local_backend(
     distill: dict[str, Any], service: tuple[FakeTinker, str], built: Built, tmp_path: Path
 ) -> None:
     fake, url = service
@@ -276,7 +272,7 @@ def test_another_model_as_teacher_needs_the_same_vocabulary(service: tuple[FakeT
         built(config(service[1], distill={"teacher": "nowhere"}))
 
 
-def test_precomputed_advantages_are_those_of_the_local_backend(service: tuple[FakeTinker, str], built: Built) -> None:
+def test_precomputed_advantages_equal_local_backend(service: tuple[FakeTinker, str], built: Built) -> None:
     draw = np.random.default_rng(0)
     given = [s.with_streams(advantages=draw.normal(size=len(s.token_ids)).astype(np.float32)) for s in SAMPLES]
     algorithm = {"advantage": "precomputed"}

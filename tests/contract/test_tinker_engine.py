@@ -50,7 +50,7 @@ def request(num: int = 12, **changes: object) -> ExtendRequest:
     return replace(ExtendRequest("0-0", Prompt(PROMPTS[0]), (), num, 7, SamplingParams()), **changes)
 
 
-def test_images_are_refused_for_good(url: str) -> None:
+def test_images_end_the_engine(url: str) -> None:
     """EngineDied ends the run: no prompt with an image is asked for again."""
     media = Media("a.png", "", (8, 8), 1, 1)
 
@@ -63,7 +63,7 @@ def test_images_are_refused_for_good(url: str) -> None:
     asyncio.run(work())
 
 
-def test_an_interruption_loses_the_chunk_that_runs_and_no_other(service: tuple[FakeTinker, str], url: str) -> None:
+def test_interruption_loses_only_the_running_chunk(service: tuple[FakeTinker, str], url: str) -> None:
     """The third call of four hangs: the eight tokens of the first two are there, and the rest is that of the whole."""
     fake = service[0]
 
@@ -87,7 +87,7 @@ def test_an_interruption_loses_the_chunk_that_runs_and_no_other(service: tuple[F
     assert first == whole[:8] and first + rest == whole
 
 
-def test_tokens_after_a_stop_string_are_thrown_away(service: tuple[FakeTinker, str], url: str) -> None:
+def test_tokens_after_a_stop_string_are_discarded(service: tuple[FakeTinker, str], url: str) -> None:
     async def stopped() -> tuple[list[int], list[int], StopReason]:
         of = engine(url)
         whole = tokens_of(await of.extend(request()))
@@ -101,7 +101,7 @@ def test_tokens_after_a_stop_string_are_thrown_away(service: tuple[FakeTinker, s
     assert found == whole[:6] and reason is StopReason.STOP_STRING
 
 
-def test_a_log_prob_above_0_is_refused(service: tuple[FakeTinker, str], url: str) -> None:
+def test_logprob_above_0_is_refused(service: tuple[FakeTinker, str], url: str) -> None:
     """As a remote server's: taken for 0, it would become an importance weight."""
 
     async def wrong() -> None:
@@ -117,7 +117,7 @@ def test_a_log_prob_above_0_is_refused(service: tuple[FakeTinker, str], url: str
         asyncio.run(wrong())
 
 
-def test_a_call_that_is_not_answered_fails_with_a_sentence(service: tuple[FakeTinker, str], url: str) -> None:
+def test_unanswered_call_fails_with_a_message(service: tuple[FakeTinker, str], url: str) -> None:
     async def failing() -> None:
         of = engine(url, timeout_s=0.4)
         service[0].faults = {"asample": [3.0]}
@@ -130,9 +130,7 @@ def test_a_call_that_is_not_answered_fails_with_a_sentence(service: tuple[FakeTi
         asyncio.run(failing())
 
 
-def test_a_session_that_opens_when_nobody_waits_for_it_any_more_is_ended(
-    service: tuple[FakeTinker, str], url: str
-) -> None:
+def test_session_that_opens_after_the_timeout_is_closed(service: tuple[FakeTinker, str], url: str) -> None:
     fake = service[0]
     ended = fake.num_ended
     fake.faults = {"create_session": [1.0]}
@@ -144,7 +142,7 @@ def test_a_session_that_opens_when_nobody_waits_for_it_any_more_is_ended(
         time.sleep(0.02)
 
 
-def test_a_session_without_an_engine_is_ended(service: tuple[FakeTinker, str], url: str) -> None:
+def test_session_without_engine_is_closed(service: tuple[FakeTinker, str], url: str) -> None:
     fake = service[0]
     ended = fake.num_ended
     fake.faults = {"create_sampling_session": [400]}
@@ -153,7 +151,7 @@ def test_a_session_without_an_engine_is_ended(service: tuple[FakeTinker, str], u
     assert fake.num_ended == ended + 1
 
 
-def test_an_answer_that_goes_round_is_stopped_in_its_turn(url: str) -> None:
+def test_repetition_stops_within_its_turn(url: str) -> None:
     """Of a model that repeats itself when it is greedy; the service itself knows nothing of it."""
 
     async def go() -> None:

@@ -28,7 +28,7 @@ def resolved(system: System, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("system", "row"), WITH_OURS)
-def test_each_of_our_names_exists_and_changes_the_resolved_run(system: System, row: Row) -> None:
+def test_every_key_exists_and_changes_the_resolved_run(system: System, row: Row) -> None:
     base = dict(system.base) | BESIDE.get((system.name, row.option), {})
     if row.example is None:
         assert convert(system, base | {row.option: "some value"}).questions[row.option]
@@ -45,14 +45,14 @@ def test_each_of_our_names_exists_and_changes_the_resolved_run(system: System, r
 
 
 @pytest.mark.parametrize(("system", "row"), WITHOUT)
-def test_what_has_no_counterpart_has_a_reason_and_is_named(system: System, row: Row) -> None:
+def test_options_without_counterpart_have_a_reason(system: System, row: Row) -> None:
     assert row.note
     option = row.option.replace("*", "x")
     done = convert(system, dict(system.base) | {option: "some value"})
     assert (done.left_out if row.neutral is None else done.questions)[option] == row.note
 
 
-def test_the_document_holds_the_tables_of_the_mappings() -> None:
+def test_docs_tables_match_the_rows() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     assert all(f"<!-- table: {name} -->" in text for name in SYSTEMS)
     assert "<!-- table: differences -->" in text

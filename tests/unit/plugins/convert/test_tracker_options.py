@@ -80,11 +80,11 @@ def left_out(system: str, **options: Any) -> dict[str, str]:
         ),
     ],
 )  # fmt: skip
-def test_tools_and_what_they_are_told(system: str, options: dict[str, Any], becomes: dict[str, Any]) -> None:
+def test_trackers_and_their_options(system: str, options: dict[str, Any], becomes: dict[str, Any]) -> None:
     assert track(system, **options) == becomes
 
 
-def test_a_tool_that_is_not_there_is_left_out_with_the_reason_and_asks_nothing() -> None:
+def test_unsupported_tracker_is_left_out_without_question() -> None:
     options = {"trainer.logger": ["clearml", "wandb"]}
     assert track("verl", **options)["track.trackers"] == ["wandb"]
     assert "there is no clearml: a run is shown in wandb" in left_out("verl", **options)["trainer.logger"]
@@ -94,7 +94,7 @@ def test_a_tool_that_is_not_there_is_left_out_with_the_reason_and_asks_nothing()
     assert "name them in `track.trackers`" in left_out("trl", report_to="all")["report_to"]
 
 
-def test_of_two_projects_one_is_left_out_with_the_reason() -> None:
+def test_second_project_is_left_out_with_a_reason() -> None:
     options = {"wandb_project": "p", "mlflow_experiment_name": "m"}
     assert track("axolotl", **options)["track.project"] == "p"
     assert left_out("axolotl", **options) == {"mlflow_experiment_name": "all tools have one project, p"}
@@ -107,7 +107,7 @@ python examples/gsm8k_geo3k/train_colocate.py --pretrain me/mine --text_only --a
 """
 
 
-def test_a_key_of_the_environment_is_in_no_output(convert_file, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_in_the_environment_is_not_printed(convert_file, monkeypatch: pytest.MonkeyPatch) -> None:
     """LightRFT's --use_wandb takes it."""
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     words = ("--rewards.function", "boxed", "--train.num_steps", "9")
@@ -116,7 +116,7 @@ def test_a_key_of_the_environment_is_in_no_output(convert_file, monkeypatch: pyt
     assert (config.track.trackers, config.track.project) == (["wandb"], "mine")
 
 
-def test_a_logger_under_a_condition_is_left_out_and_not_asked_about(convert_file) -> None:
+def test_conditional_logger_is_left_out_without_question(convert_file) -> None:
     script = """logger=wandb
 if [ -n "$DEBUG" ]; then
     logger=console

@@ -16,7 +16,7 @@ def at(address: str) -> Config:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "nowhere.invalid"])
-def test_an_address_where_nothing_listens_is_told_at_once(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_without_listener_fails_at_once(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_gcs_server_port_wait_time_s"):
         monkeypatch.setenv(name, "1")  # what is set for Ray is gone after this test
     with socket.socket() as taken:  # bound, and not listening

@@ -86,7 +86,7 @@ def play(work: Callable) -> None:
     virtual_time.run(whole())
 
 
-def test_every_node_works_and_the_oldest_goes_first() -> None:
+def test_all_nodes_score_in_order_of_arrival() -> None:
     async def work() -> None:
         nodes = Node("a"), Node("b")
         pool = spread(*nodes)
@@ -101,7 +101,7 @@ def test_every_node_works_and_the_oldest_goes_first() -> None:
     play(work)
 
 
-def test_what_a_lost_node_was_at_is_scored_elsewhere_before_what_came_later_and_counted_once() -> None:
+def test_calls_of_a_failed_node_are_retried_first_and_count_once() -> None:
     async def work() -> None:
         nodes, said = (Node("a"), Node("b")), hear([])
         pool = spread(*nodes)
@@ -123,7 +123,7 @@ def test_what_a_lost_node_was_at_is_scored_elsewhere_before_what_came_later_and_
     play(work)
 
 
-def test_without_a_node_scorings_wait_for_one() -> None:
+def test_calls_without_a_node_wait_for_one() -> None:
     async def work() -> None:
         node, said = Node("a"), hear([])
         pool = spread(node)
@@ -145,7 +145,7 @@ def test_without_a_node_scorings_wait_for_one() -> None:
     play(work)
 
 
-def test_a_node_that_hangs_or_has_nothing_to_do_is_looked_at() -> None:
+def test_hanging_and_idle_nodes_are_pinged() -> None:
     async def work() -> None:
         nodes = Node("a"), Node("b")
         pool = spread(*nodes)
@@ -160,7 +160,7 @@ def test_a_node_that_hangs_or_has_nothing_to_do_is_looked_at() -> None:
     play(work)
 
 
-def test_a_scoring_that_is_cancelled_gives_its_place_back() -> None:
+def test_cancelled_call_frees_its_worker() -> None:
     async def work() -> None:
         node = Node("a")
         pool = spread(node)
@@ -176,7 +176,7 @@ def test_a_scoring_that_is_cancelled_gives_its_place_back() -> None:
     play(work)
 
 
-def test_a_function_is_tried_and_known_as_with_one_pool() -> None:
+def test_probe_and_modes_are_those_of_one_pool() -> None:
     async def work() -> None:
         pool = spread(Node("a"))
         task = request(0).task
@@ -190,7 +190,7 @@ def test_a_function_is_tried_and_known_as_with_one_pool() -> None:
     play(work)
 
 
-def test_a_node_that_can_never_be_ends_what_waits() -> None:
+def test_impossible_node_fails_waiting_calls() -> None:
     class Refused(Node):
         async def start(self) -> None:
             raise ValueError("no such place")

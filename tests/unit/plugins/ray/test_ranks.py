@@ -104,7 +104,7 @@ def loses(verb: str, values: Any) -> dict[str, Any]:
     return {"lost": "rank 0 of 1 was killed by SIGKILL"}
 
 
-def test_they_are_called_together_and_some_of_them_alone() -> None:
+def test_call_reaches_all_or_some_ranks() -> None:
     ranks = ActorRanks(FakeActors(found, found, no_room=1), 2, LIMIT_S)
     assert ranks.call("step", {0: {"a": 1}, 1: {"a": 2}}) == {0: {"step": {"a": 1}}, 1: {"step": {"a": 2}}}
     assert ranks.call("save", {1: {}}) == {1: {"save": {}}}
@@ -114,7 +114,7 @@ def test_they_are_called_together_and_some_of_them_alone() -> None:
         ranks.call("step", {0: {}, 1: {}})
 
 
-def test_what_all_refuse_is_refused_and_they_go_on() -> None:
+def test_error_of_all_ranks_is_raised_and_ranks_continue() -> None:
     ranks = ActorRanks(FakeActors(refuses, refuses), 2, LIMIT_S)
     for _ in range(2):
         with pytest.raises(ValueError, match="too long"):
@@ -131,7 +131,7 @@ def test_what_all_refuse_is_refused_and_they_go_on() -> None:
         (refuses, "too long"),
     ],
 )
-def test_one_that_is_lost_is_the_end_of_all(other: Callable[[str, Any], dict[str, Any]], said: str) -> None:
+def test_failed_rank_ends_all_ranks(other: Callable[[str, Any], dict[str, Any]], said: str) -> None:
     actors = FakeActors(found, other)
     ranks = ActorRanks(actors, 2, 0.3)
     with pytest.raises((BackendLost, ValueError), match=said):
@@ -143,7 +143,7 @@ def test_one_that_is_lost_is_the_end_of_all(other: Callable[[str, Any], dict[str
 
 
 @pytest.mark.parametrize("gone", [True, False], ids=["actor", "rank"])
-def test_one_that_ends_between_two_calls_ends_the_others(gone: bool) -> None:
+def test_rank_that_ends_between_calls_ends_the_others(gone: bool) -> None:
     actors = FakeActors(found, found)
     ranks = ActorRanks(actors, 2, LIMIT_S)
     lost = actors.ranks["rank 0"]
@@ -160,12 +160,12 @@ def test_one_that_ends_between_two_calls_ends_the_others(gone: bool) -> None:
     ranks.close()
 
 
-def test_where_no_node_has_room_for_too_long_they_are_lost() -> None:
+def test_no_room_within_timeout_loses_the_backend() -> None:
     with pytest.raises(BackendLost, match="rank 0 cannot be started: no node has room"):
         ActorRanks(FakeActors(found, found, no_room=10**6), 2, 0.1)
 
 
-def test_they_are_started_at_the_same_time_and_each_may_take_as_long_as_all() -> None:
+def test_ranks_start_concurrently_within_one_timeout() -> None:
     """What a process imports first may come from a disk that many read."""
     together, limits = threading.Barrier(2), []
 
@@ -177,7 +177,7 @@ def test_they_are_started_at_the_same_time_and_each_may_take_as_long_as_all() ->
     assert len(limits) == 2 and all(limit_s > 900 for limit_s in limits)
 
 
-def test_one_that_cannot_be_started_ends_those_that_are_being_started() -> None:
+def test_failed_start_ends_the_other_starting_ranks() -> None:
     calls = itertools.count()
 
     def begin(limit_s: float) -> None:

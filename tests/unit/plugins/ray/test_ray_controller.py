@@ -92,7 +92,7 @@ def held() -> Iterator[list[str]]:
         live_objects.release(name)
 
 
-def test_a_request_and_its_reward_come_as_they_went() -> None:
+def test_request_and_reward_survive_json() -> None:
     request = ScoreRequest(task(), "four", (7, 8), trainer_state=TrainerState(4, 9, 1.0))
     assert request_of(json.loads(json.dumps(request_to_json(request)))) == request
 
@@ -109,7 +109,7 @@ def test_a_request_and_its_reward_come_as_they_went() -> None:
     asyncio.run(work())
 
 
-def test_a_function_of_a_program_travels_once_and_what_cannot_is_refused_in_words(held: list[str]) -> None:
+def test_live_function_is_sent_once_or_refused_with_a_reason(held: list[str]) -> None:
     lock = threading.Lock()
     held.append(live_objects.hold(lambda completions, **_: [1.0 for _ in completions], "plain"))
     held.append(live_objects.hold(lambda completions, **_: [float(lock.locked())], "locked"))
@@ -132,7 +132,7 @@ def test_a_function_of_a_program_travels_once_and_what_cannot_is_refused_in_word
     asyncio.run(work())
 
 
-def test_a_probe_says_what_is_wrong_and_a_lost_actor_is_a_lost_node() -> None:
+def test_probe_error_is_raised_and_failed_actor_fails_node() -> None:
     async def work() -> None:
         answers: dict[str, Any] = {"num_workers": 1, "ping": None}
         node = ActorRewardNode(actors := FakeActors(answers), 0)
@@ -155,7 +155,7 @@ def test_a_probe_says_what_is_wrong_and_a_lost_actor_is_a_lost_node() -> None:
     asyncio.run(work())
 
 
-def test_a_server_is_started_again_when_it_is_asked_for_after_it_was_discarded() -> None:
+def test_discarded_server_restarts_on_request() -> None:
     async def work() -> None:
         answers: dict[str, Any] = {"url": {"url": "http://127.0.0.1:9"}, "ping": None, "end": None}
         host = ActorHost(actors := FakeActors(answers), 4)
@@ -178,7 +178,7 @@ def test_a_server_is_started_again_when_it_is_asked_for_after_it_was_discarded()
     asyncio.run(work())
 
 
-def test_a_server_whose_node_is_gone_before_it_starts_is_waited_for() -> None:
+def test_server_start_is_retried_after_its_node_failed() -> None:
     async def work() -> None:
         answers: dict[str, Any] = {
             "start": ActorFailed("no node has room for it"),
@@ -204,9 +204,7 @@ def test_servers_on_other_machines_need_a_shared_folder() -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "10.0.0.1"])
 @pytest.mark.parametrize("before", ["", None, "given"])
-def test_every_server_gets_a_token_and_its_client_too(
-    before: str | None, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_and_client_share_a_token(before: str | None, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On loopback too, where web pages could reach it. It goes to no other process of the run."""
     monkeypatch.setenv(TOKEN_VARIABLE, before or "")
     if before is None:

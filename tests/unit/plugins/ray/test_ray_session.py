@@ -29,7 +29,7 @@ time.sleep(600)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
-def test_what_a_killed_driver_started_is_killed_and_its_folder_removed(tmp_path: Path) -> None:
+def test_cleanup_kills_descendants_of_a_killed_driver(tmp_path: Path) -> None:
     folder = tmp_path / "session"
     folder.mkdir()
     driver = subprocess.Popen(

@@ -76,7 +76,7 @@ class Host(ScriptedHost):
 
 
 @needs_verifiers
-def test_one_turn_is_the_task_s_own_rollout_with_its_weighted_rewards() -> None:
+def test_single_turn_rollout_gets_weighted_rewards() -> None:
     host = Host("digits-taskset", lambda before: "four 44", task=7)
     rewards = host.run()
     [rollout] = host.rollouts.values()
@@ -86,7 +86,7 @@ def test_one_turn_is_the_task_s_own_rollout_with_its_weighted_rewards() -> None:
 
 
 @needs_verifiers
-def test_a_tool_is_called_and_its_answer_continues_the_rollout() -> None:
+def test_tool_answer_continues_the_rollout() -> None:
     host = Host("adder-taskset", lambda before: "It is 31" if "31" in before else CALL)
     rewards = host.run()
     [rollout] = host.rollouts.values()
@@ -97,7 +97,7 @@ def test_a_tool_is_called_and_its_answer_continues_the_rollout() -> None:
 
 
 @needs_verifiers
-def test_a_call_of_no_tool_is_told_to_the_policy() -> None:
+def test_invalid_tool_call_is_reported_to_the_policy() -> None:
     wrong = CALL.replace('"add"', '"divide"')
     host = Host("adder-taskset", lambda before: "I give up" if "no tool" in before else wrong)
     assert host.run() == {"0-0": Reward(0.0, {"right": 0.0, "num_calls": 1.0})}
@@ -119,7 +119,7 @@ def test_two_roles_get_their_own_rewards() -> None:
 
 
 @needs_verifiers
-def test_seats_that_play_at_once_get_the_rewards_of_what_they_said() -> None:
+def test_concurrent_seats_get_their_own_rewards() -> None:
     """verifiers' own environment of several attempts, over a taskset that knows nothing of it."""
     said = iter(["4", "44", "a"])
     args = {"id": "best-of-n", "n": 3, "max_concurrent_agents": 3}
@@ -135,7 +135,7 @@ def test_seats_that_play_at_once_get_the_rewards_of_what_they_said() -> None:
 
 @needs_verifiers
 @pytest.mark.parametrize("num_tries", [1, 3])
-def test_a_reward_that_raises_is_missing_and_named(num_tries: int) -> None:
+def test_raising_reward_is_missing_and_named(num_tries: int) -> None:
     host = Host("broken-taskset", lambda before: "four", limits={"retries": num_tries - 1})
     [reward] = host.run().values()
     assert reward.missing and "KeyError: 'no judge'" in str(reward.error)
@@ -144,7 +144,7 @@ def test_a_reward_that_raises_is_missing_and_named(num_tries: int) -> None:
 
 
 @needs_verifiers
-def test_a_reward_that_never_ends_is_cut_off() -> None:
+def test_endless_reward_times_out() -> None:
     host = Host("broken-taskset", lambda before: "four", task=3, limits={"timeout_s": 0.5})
     [reward] = host.run().values()
     assert reward.missing and "workflow.timeout_s" in str(reward.error) and host.seconds < 30
@@ -152,7 +152,7 @@ def test_a_reward_that_never_ends_is_cut_off() -> None:
 
 
 @needs_verifiers
-def test_what_there_is_no_room_for_ends_the_episode_which_is_scored() -> None:
+def test_full_context_ends_and_scores_the_episode() -> None:
     host = Host("adder-taskset", lambda before: CALL, limits={"max_turns": 2})
     # The trace has what was asked with: the answer to the second call is in no request.
     assert host.run() == {"0-0": Reward(0.0, {"right": 0.0, "num_calls": 1.0})}
@@ -160,7 +160,7 @@ def test_what_there_is_no_room_for_ends_the_episode_which_is_scored() -> None:
 
 
 @needs_verifiers
-def test_a_turn_that_is_cut_off_is_scored() -> None:
+def test_truncated_turn_is_scored() -> None:
     host = Host("digits-taskset", lambda before: "four 44", limits={"max_new_tokens": 3})
     [reward] = host.run().values()
     assert reward.score is not None and next(iter(host.rollouts.values())).stop_reason is StopReason.LENGTH
@@ -176,7 +176,7 @@ def test_sixty_four_episodes_take_seconds() -> None:
 
 
 @needs_verifiers
-def test_a_seat_that_the_environment_does_not_train_is_to_be_named() -> None:
+def test_untrainable_seat_must_be_configured() -> None:
     fixed: dict[str, Any] = {"verifiers_args": {"fixed_judge": True}}
     with pytest.raises(ValueError, match=r"workflow\.roles\.judge\.trained = false.*solver"):
         Host("debate-taskset", lambda before: "yes", **fixed).run()
@@ -198,20 +198,20 @@ def test_a_seat_that_the_environment_does_not_train_is_to_be_named() -> None:
         ("digits-taskset", {"agent": {"harness": {"id": "none-such"}}}, "none-such"),
     ],
 )
-def test_what_cannot_be_played_is_refused(name: str, args: dict[str, Any], why: str) -> None:
+def test_unsupported_environment_is_refused(name: str, args: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         VerifiersWorkflow(WorkflowConfig(verifiers=name, verifiers_args=args), SamplingParams())
 
 
 @needs_verifiers
 @pytest.mark.parametrize(("how", "why"), [("load", "OSError: no such data"), ("empty", "no task")])
-def test_a_taskset_without_tasks_is_refused(how: str, why: str) -> None:
+def test_empty_taskset_is_refused(how: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         load_tasks("broken-taskset", {"how": how})
 
 
 @needs_verifiers
-def test_tasks_are_known_again_and_others_are_refused() -> None:
+def test_changed_tasks_are_refused() -> None:
     host = Host("digits-taskset", lambda before: "4", task=3)
     assert host.source.num_problems == 40 and not host.source.endless
     assert host.task.columns["answer"] == "3" and host.task.content == "user: count to 3"
@@ -221,7 +221,7 @@ def test_tasks_are_known_again_and_others_are_refused() -> None:
 
 
 @needs_verifiers
-def test_held_out_tasks_are_a_share_or_those_of_other_settings() -> None:
+def test_held_out_tasks_by_share_or_settings() -> None:
     def openings(split: SplitName, **workflow: Any) -> list[str]:
         config = load_config([{"workflow": {"verifiers": "digits-taskset", **workflow}}]).config
         stream = TaskStream(config.tasks, seed=1, split=split, rewards=config.rewards)
@@ -234,14 +234,14 @@ def test_held_out_tasks_are_a_share_or_those_of_other_settings() -> None:
     assert set(openings("train", **other)) == {f"user: count to {i}" for i in range(40)}
 
 
-def test_a_program_without_verifiers_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_error_names_the_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers", None)
     monkeypatch.delitem(sys.modules, "verifiers.v1", raising=False)
     with pytest.raises(ValueError, match=r"pip install 'rollover\[verifiers\]'"):
         import_verifiers()
 
 
-def test_a_call_with_the_id_of_a_trace_gets_the_key_of_its_trajectory() -> None:
+def test_trace_id_is_replaced_by_the_trajectory_key() -> None:
     seen: list[dict[bytes, bytes]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -37,8 +37,8 @@ class Location:
 
 
 @dataclass
-class Assignment:
-    """A name's value from a line on; None if unknown."""
+class Binding:
+    """Value of a name from a line on; None if unknown."""
 
     line: int
     value: ast.expr | None
@@ -46,8 +46,8 @@ class Assignment:
 
 
 @dataclass
-class AttributeAssignment(Assignment):
-    """An assignment to an attribute of a name, or to EVERY attribute."""
+class AttributeBinding(Binding):
+    """Value of an attribute of a name, or of EVERY attribute."""
 
     name: str
     attribute: str
@@ -63,8 +63,8 @@ class Definitions:
     """
 
     tree: ast.Module
-    names: dict[str, list[Assignment]] = field(default_factory=dict)
-    attributes: list[AttributeAssignment] = field(default_factory=list)
+    names: dict[str, list[Binding]] = field(default_factory=dict)
+    attributes: list[AttributeBinding] = field(default_factory=list)
     functions: dict[str, Function] = field(default_factory=dict)
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
     imported: dict[str, str] = field(default_factory=dict)
@@ -155,11 +155,9 @@ class Definitions:
             for i, item in enumerate(items):
                 one = value if item is target or value is None else item_of(value, i) if exact else None
                 if isinstance(item, ast.Name):
-                    self.names.setdefault(item.id, []).append(Assignment(statement.lineno, one, location))
+                    self.names.setdefault(item.id, []).append(Binding(statement.lineno, one, location))
                 elif isinstance(item, ast.Attribute) and isinstance(item.value, ast.Name) and item.attr != "__dict__":
-                    self.attributes.append(
-                        AttributeAssignment(statement.lineno, one, location, item.value.id, item.attr)
-                    )
+                    self.attributes.append(AttributeBinding(statement.lineno, one, location, item.value.id, item.attr))
                 else:
                     self._changes(item, statement.lineno, location)
 
@@ -167,17 +165,17 @@ class Definitions:
         """Forget what an expression or statement may assign."""
         self._invalidate(bound(node), line, location)
         for name, attribute in mutations(node):
-            self.attributes.append(AttributeAssignment(line, None, location, name, attribute))
+            self.attributes.append(AttributeBinding(line, None, location, name, attribute))
             if attribute == EVERY:
                 self._invalidate([name], line, location)
 
     def _invalidate(self, names: Iterable[str], line: int, location: Location) -> None:
         for name in names:
-            self.names.setdefault(name, []).append(Assignment(line, None, location))
+            self.names.setdefault(name, []).append(Binding(line, None, location))
 
 
 def item_of(value: ast.expr, index: int) -> ast.expr:
-    """One of the values that an expression is unpacked to."""
+    """Return the item `index` of an unpacked expression."""
     if isinstance(value, ast.Tuple | ast.List) and not any(isinstance(item, ast.Starred) for item in value.elts):
         return value.elts[index]
     item = ast.Subscript(value, ast.Constant(index), ast.Load())
@@ -185,20 +183,20 @@ def item_of(value: ast.expr, index: int) -> ast.expr:
 
 
 def name_of(call: ast.Call) -> str:
-    """The last part of the name of what is called."""
+    """Return the last part of the called name."""
     return ast.unparse(call.func).rpartition(".")[2]
 
 
 def calls(tree: ast.AST) -> Iterator[ast.Call]:
-    """All calls in it."""
+    """Yield all calls in a tree."""
     return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
 
 
-# What may change
+# Mutations
 
 
 def bound(node: ast.AST) -> Iterator[str]:
-    """The names that are assigned anywhere in it, but for those of a comprehension."""
+    """Yield the names that a node assigns, except those of comprehensions."""
     inner = {part for each in ast.walk(node) if isinstance(each, ast.comprehension) for part in ast.walk(each.target)}
     for each in ast.walk(node):
         if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load) and each not in inner:

@@ -15,7 +15,7 @@ from typing import Any
 from rollover.plugins.convert.mapping import Unknown
 from rollover.plugins.convert.python_definitions import (
     EVERY,
-    Assignment,
+    Binding,
     Definitions,
     Function,
     calls,
@@ -168,10 +168,10 @@ class PythonSource(Definitions):
             if found and scope is None and scopes[0] is not None:  # a function is called later than it is defined
                 before = found if len(found) == 1 or before == found else []
             if found:
-                return self._last_assignment(node, before)
+                return self._last_binding(node, before)
         raise self.not_evaluated(node)
 
-    def _last_assignment(self, node: ast.Name, before: list[Assignment]) -> ast.expr:
+    def _last_binding(self, node: ast.Name, before: list[Binding]) -> ast.expr:
         if not before or before[-1].value is None or self._left < 0:
             raise self.not_evaluated(node)
         last, block = before[-1], before[-1].location.block

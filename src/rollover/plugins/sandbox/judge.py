@@ -79,7 +79,7 @@ class Judge:
         """Run the program against the tests. SandboxFailed and BrokenTests: there is no verdict."""
         self._used = 2 if cases.kind == "tests" else 1
         sandboxes = self._take(self._used)
-        trial = _Trial(code, cases, self._limits, self._stop)
+        trial = _ProgramRun(code, cases, self._limits, self._stop)
         try:
             trial.converse(*sandboxes) if cases.kind == "tests" else trial.compare(*sandboxes)
             self._check_template(trial.ends)
@@ -134,7 +134,7 @@ class Judge:
         return taken
 
 
-class _Trial:
+class _ProgramRun:
     """One program, and the results of its tests so far."""
 
     def __init__(self, code: str, cases: Cases, limits: RunLimits, stop_at_failure: bool) -> None:

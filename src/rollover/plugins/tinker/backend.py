@@ -26,8 +26,8 @@ import torch
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.limits import Limits
 from rollover.models.tokenizer_files import save_tokenizer
-from rollover.plugins.tinker.engine import service_of
-from rollover.plugins.tinker.service import Service
+from rollover.plugins.tinker.engine import session_of
+from rollover.plugins.tinker.service import TinkerSession
 from rollover.trainer.backend import TEACHER, BackendSetup, Stream, Version
 from rollover.trainer.local_backend import answers_under
 from rollover.trainer.objective import Counts, Objective
@@ -41,7 +41,7 @@ from rollover.types import Sample, Segment
 
 def make_tinker(setup: BackendSetup) -> TinkerBackend:
     """Create the backend in the engine's session at the service."""
-    return TinkerBackend(setup, service_of(setup.engine))
+    return TinkerBackend(setup, session_of(setup.engine))
 
 
 class TinkerBackend:
@@ -50,7 +50,7 @@ class TinkerBackend:
     `setup.loaded` has tokenizer, configuration and shapes of the model; its weights are not used.
     """
 
-    def __init__(self, setup: BackendSetup, service: Service) -> None:
+    def __init__(self, setup: BackendSetup, service: TinkerSession) -> None:
         config = setup.config
         self.config, self.algorithm, self.lora = config.train, config.algorithm, config.model.lora
         self.distill = config.distill

@@ -19,7 +19,7 @@ from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, WeightLo
 from rollover.engine.remote.generation import Generation
 from rollover.engine.validate import usable
 from rollover.models.limits import Limits
-from rollover.plugins.tinker.service import Service
+from rollover.plugins.tinker.service import TinkerSession
 from rollover.types import Segment, StopReason
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class TinkerEngine:
     and repetitions in finished chunks, and discards the tokens behind them.
     """
 
-    def __init__(self, service: Service, max_tokens: int, decode_text: Callable[[list[int]], str]) -> None:
+    def __init__(self, service: TinkerSession, max_tokens: int, decode_text: Callable[[list[int]], str]) -> None:
         self.service, self.max_tokens, self._decode_text = service, max_tokens, decode_text
         self._version, self._sampler = 0, service.sampler(service.base_model)
         self._running: dict[str, _Sequence] = {}
@@ -174,14 +174,14 @@ def _chunk_seed(seed: int, index: int) -> int:
 
 
 def make_tinker(setup: EngineSetup) -> TinkerEngine:
-    """Open a session at the service, and create its engine. Errors: see `Service`."""
+    """Open a session at the service, and create its engine. Errors: see `TinkerSession`."""
     loaded = setup.model()
 
     def decode_text(ids: list[int]) -> str:
         return loaded.tokenizer.decode(ids, skip_special_tokens=False)
 
     longest = Limits.of(loaded.model).positions or 2**31
-    service = Service(setup.config)
+    service = TinkerSession(setup.config)
     try:
         return TinkerEngine(service, longest, decode_text)
     except BaseException:
@@ -189,7 +189,7 @@ def make_tinker(setup: EngineSetup) -> TinkerEngine:
         raise
 
 
-def service_of(engine: Engine | None) -> Service:
+def session_of(engine: Engine | None) -> TinkerSession:
     """Return the session that the engine of `make_tinker` samples in. ValueError for another engine."""
     if not isinstance(engine, TinkerEngine):
         raise ValueError('backend.type = "tinker" samples at the service, too: it needs its own engine')

@@ -26,7 +26,7 @@ _TRIES = 3
 _SAMPLER_TTL_S = 7 * 24 * 3600  # weights to sample with are not needed for longer than a few steps
 
 
-class Service:
+class TinkerSession:
     """One session at the service of `config`. Every method raises ServiceError when the service fails.
 
     Raises ValueError if the SDK or the key is missing.

@@ -16,7 +16,7 @@ from typing import Any
 from rollover.plugins.convert.bash.programs import Script, declare, output_of, run_command
 from rollover.plugins.convert.bash.state import BLANKS, State
 from rollover.plugins.convert.bash.text import Text, plain, unknown
-from rollover.plugins.convert.bash.words import Budget, Words, find_closing
+from rollover.plugins.convert.bash.words import Budget, WordExpansion, find_closing
 
 # Setup commands are assumed to succeed, so that the command behind their `&&` is not in doubt.
 _SETTING_UP = ("cd", "pushd", "popd", "mkdir", "set", "source", ".", "echo", "printf", "rm", "cp", "ulimit", "module",
@@ -81,7 +81,7 @@ class Interpreter:
         self.state, self.script, self.budget = state, script, budget
         self.path, self._line, self._depth = path, line, depth
         self._root, self._text = _parsed(text, line)
-        self.words = Words(state, budget, self._substitute, path)
+        self.words = WordExpansion(state, budget, self._substitute, path)
 
     def run(self) -> None:
         """Evaluate all statements."""

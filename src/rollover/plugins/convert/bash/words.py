@@ -81,7 +81,7 @@ def find_closing(text: str, at: int, close: str, marks: str = _BOTH) -> int:
     return min(at, len(text))
 
 
-class Words:
+class WordExpansion:
     """Word expansion. substitute(script, source): the value of a command substitution. script: the path of `$0`."""
 
     def __init__(self, state: State, budget: Budget, substitute: Callable[[str, str], Text], script: str = "") -> None:

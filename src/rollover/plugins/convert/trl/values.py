@@ -360,7 +360,7 @@ def model_options(value: Any, options: Options) -> dict[str, Any]:
         if name == "revision":
             values["model.revision"] = item
         elif name in ("dtype", "torch_dtype") and str(item).removeprefix("torch.") in ("auto", "bfloat16", "float32"):
-            continue  # master weights are float32 in any case, and bf16 says what is computed with
+            continue  # master weights are always float32, and bf16 sets the compute dtype
         else:
             raise Unanswered(f"there is no option for {name} = {item} of a model")
     return values

@@ -84,7 +84,7 @@ def _unshare() -> bool:
                 with open(f"/proc/self/{name}", "w") as file:
                     file.write(text)
         except OSError:
-            pass  # the ids are then those of nobody, which is as good
+            pass  # the user is then "nobody", which is as good
     child = os.fork()
     if child == 0:
         return True

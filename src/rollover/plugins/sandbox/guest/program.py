@@ -23,7 +23,7 @@ MODULES = (
 )  # fmt: skip
 
 
-class Channel:
+class JsonChannel:
     """Lines of JSON to and from the outside."""
 
     def __init__(self, incoming: int, outgoing: int) -> None:
@@ -177,7 +177,7 @@ def describe_error(error: BaseException) -> str:
 # out  {"value": form, "changed"?: arguments changed in place} | {"raised": type, "text"} | {"none": true}
 
 
-def serve(source: Source, channel: Channel) -> None:
+def serve(source: Source, channel: JsonChannel) -> None:
     """Load the program, report it, and answer requests until an empty one."""
     objects: list[Any] = []
 

@@ -132,7 +132,7 @@ def _tests(request: dict[str, Any], requests: BinaryIO) -> None:
     _converse(request, requests, lambda channel: testing.run_tests(request, channel))
 
 
-def _converse(request: dict[str, Any], requests: BinaryIO, talk: Callable[[program.Channel], None]) -> None:
+def _converse(request: dict[str, Any], requests: BinaryIO, talk: Callable[[program.JsonChannel], None]) -> None:
     """Run a child with the sandbox's input and output."""
     ended = run_child(request, lambda channel: talk(channel), b"", channel=True)
     send({"ended": ended.ended, "detail": ended.detail})
@@ -284,7 +284,7 @@ def _be_child(limits: dict[str, Any], body: Callable[[Any], object], pipes: dict
         for number, (name, end) in enumerate((("in", 0), ("out", 1), ("err", 1))):
             os.dup2(pipes[name][end], number)
         kept = [os.dup2(end, 4 + i) for i, end in enumerate(kept)] if channel else [os.dup2(pipes["result"][1], 4)]
-        given = program.Channel(*kept) if channel else kept[0]
+        given = program.JsonChannel(*kept) if channel else kept[0]
         os.closerange(3, 4)
         os.closerange(4 + len(kept), 256)
         program.standard_streams()

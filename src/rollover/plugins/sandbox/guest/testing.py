@@ -16,7 +16,7 @@ import ast
 import builtins
 from typing import Any
 
-from rollover.plugins.sandbox.guest.program import Channel, describe_error
+from rollover.plugins.sandbox.guest.program import JsonChannel, describe_error
 from rollover.plugins.sandbox.guest.values import NotPlain, from_json, to_json
 
 
@@ -28,14 +28,14 @@ class ChannelClosed(BaseException):
     """The program's sandbox no longer answers."""
 
 
-class Unsupported(BaseException):
+class UnsupportedValue(BaseException):
     """A value of the tests that cannot cross: an error of the tests."""
 
 
 class ProgramClient:
     """Sends requests to the program's sandbox."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: JsonChannel) -> None:
         self._channel = channel
         self.raised: list[BaseException] = []
 
@@ -64,12 +64,12 @@ class ProgramClient:
         def handle(item: Any) -> int:
             if type(item) is RemoteObject:
                 return object.__getattribute__(item, "_handle")
-            raise Unsupported(f"the tests hand {type(item).__name__} to the program, which is no plain value")
+            raise UnsupportedValue(f"the tests hand {type(item).__name__} to the program, which is no plain value")
 
         try:
             return to_json(value, handle)
         except NotPlain as error:
-            raise Unsupported(f"the tests hand the program {error}") from None
+            raise UnsupportedValue(f"the tests hand the program {error}") from None
 
 
 class RemoteObject:
@@ -106,7 +106,7 @@ def _change(argument: Any, after: Any) -> None:
         argument.update(after)
 
 
-def run_tests(request: dict[str, Any], channel: Channel) -> None:
+def run_tests(request: dict[str, Any], channel: JsonChannel) -> None:
     """Run the set-up, then all tests, also after failures."""
     client = ProgramClient(channel)
     space: dict[str, Any] = {"__name__": "tests"}
@@ -132,7 +132,7 @@ def run_tests(request: dict[str, Any], channel: Channel) -> None:
         except AssertionError as error:
             by_program = any(error is raised for raised in client.raised)
             ended, detail = ("error" if by_program else "wrong"), describe_error(error)
-        except Unsupported as error:
+        except UnsupportedValue as error:
             channel.send({"broken": describe_error(error)})
             return
         except ChannelClosed:

@@ -7,17 +7,24 @@ a few engines, and ranks them. Owns the figures of a plan (`Figures`) and the ch
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from rollover.cluster.plan import placement_of
+from rollover.cluster.report import roles_on, summary
 from rollover.config import Config, PlanConfig
+from rollover.config.cluster import planned_devices
+from rollover.config.load import Resolved
 from rollover.config.rollout import RolloutConfig
+from rollover.config.schema import default_of
+from rollover.sim.earlier_run import read_run
 from rollover.sim.memory import Memory, trainer_memory
 from rollover.sim.simulate import Outcome, Simulation
 from rollover.sim.workload import Workload
+from rollover.system import cores
 
 JSON_FORMAT = 1
 _WARM_UP = 0.2  # share of the steps, at the start, whose pipeline is still filling
@@ -239,53 +246,50 @@ def _simulate(
     return Figures.of(Simulation(rollout, plan, slots, workload, publish_every=publish_every).run(), plan)
 
 
-def speeds_of_run(rows: list[dict[str, Any]], prompt_tokens: float) -> dict[str, Any]:
-    """PlanConfig values that the metrics of a run tell: decode steps by batch size, prefill, training, hand-over.
+class PlanResult(NamedTuple):
+    """`sources`: origin of each value of [plan] that is not its default. `config`: with the speeds of the earlier run.
+    `observed`: its group lengths."""
 
-    The time of a decode step is fitted as a line over the steps' mean batch sizes; prefill is none of it, nor the time
-    in which the run waited for environments alone (plan.tool_s has that). Servers tell neither: of a run on servers
-    there are none. ValueError if there are too few.
+    plan: Plan
+    sources: dict[str, str]
+    config: Config
+    observed: list[list[int]] | None
+
+
+def plan_config(
+    resolved: Resolved, from_run: Path | None, say: Callable[[str], None] = lambda text: None
+) -> PlanResult:
+    """Plan a loaded configuration, with the lengths and speeds of `from_run` if given; `say` reports progress.
+
+    ValueError if the files of `from_run` are unusable, or if [cluster] has no room for the processes.
     """
-    of_servers = bool(rows) and rows[-1].get("engine/servers") is not None
-    decoding = {} if of_servers else _decode_steps(rows) | _prefill(rows[-1])
-    tokens = rows[-1]["tokens/trained"]  # as a simulation counts them: masked ones too, and no replayed ones
-    prompts = rows[-1]["groups/consumed"] * prompt_tokens  # of all steps: metrics.jsonl begins with the first
-    train_s = sum(row["time/train_s"] for row in rows)
-    return decoding | {
-        "train_tokens_per_s": (tokens + prompts) / train_s,
-        "weight_sync_s": statistics.mean([s for row in rows if (s := row["time/weights_s"])] or [0.0]),
-    }
+    config = resolved.config
+    sources = {k.removeprefix("plan."): v for k, v in resolved.origin.items() if k.startswith("plan.")}
+    observed = None
+    if from_run is not None:
+        observed, measured = read_run(from_run, say)
+        config = config.model_copy(update={"plan": config.plan.model_copy(update=measured)})
+        sources |= {key: "run" for key in (*measured, "lengths")}
+    elif config.plan.turns == 1 and (named := _names_turns(config)):
+        say(f"{named} makes episodes of several turns, which are planned as one turn each: set plan.turns")
+    nodes = _nodes(config)  # what has no room says so at once
+    plan = make_plan(config, observed, progress=say)
+    return PlanResult(replace(plan, **nodes), sources, config, observed)
 
 
-def _decode_steps(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The part of `speeds_of_run` that decode steps tell."""
-    points: list[tuple[float, float]] = []
-    clean: list[tuple[float, float]] = []  # without the decode steps of an evaluation, which the engine counts too
-    before: dict[str, Any] = {}
-    for row in rows:
-        steps = row["engine/decode_steps"] - before.get("engine/decode_steps", 0.0)
-        prefill_s = (row.get("engine/prefill_s") or 0.0) - (before.get("engine/prefill_s") or 0.0)
-        if steps > 0 and row["tokens/step_generated"] > 0:
-            decoding = max(0.0, row["time/generate_s"] - prefill_s - (row.get("wait/environment_s") or 0.0))
-            points.append((row["tokens/step_generated"] / steps, decoding / steps))
-            if before and not row.get("time/eval_s"):  # before the first step there may have been one
-                clean.append(points[-1])
-        before = row
-    points = clean if len(clean) > 1 else points
-    if len(points) < 2:
-        raise ValueError("--from-run: the run's metrics.jsonl has fewer than two steps that generated something")
-    batches, seconds = zip(*points, strict=True)
-    slope, base = 0.0, statistics.mean(seconds)
-    if max(batches) > 1.2 * min(batches):
-        slope, base = statistics.linear_regression(batches, seconds)
-        if base <= 0 or slope < 0:  # noise: in proportion to the batch, or constant
-            slope, base = (sum(seconds) / sum(batches), 1e-4) if slope >= 0 else (0.0, statistics.mean(seconds))
-    most = max(2, round(max(batches)))
-    return {"decode_batches": [1, most], "decode_step_s": [base + slope, base + slope * most]}
+def _nodes(config: Config) -> dict[str, Any]:
+    """`nodes` and `placed` of a `Plan`. DoesNotFit (a ValueError) where [cluster] has no room."""
+    own = {key: number for key, (number, _) in planned_devices(config).items()}
+    plan = config.plan
+    asked = {"plan.engines": plan.engines, "plan.trainers": plan.trainers}
+    if config.cluster.type == "none" or any(own.get(key, default_of(key)) != asked[key] for key in asked):
+        return {}
+    placement = placement_of(config, cores())
+    nodes = {node.name: roles_on(config, placement, node.name) for node in placement.nodes}
+    return {"nodes": nodes, "placed": summary(placement)}
 
 
-def _prefill(last: dict[str, Any]) -> dict[str, Any]:
-    """The part that the last row's counters of prefill tell."""
-    tokens = sum(last.get(f"engine/{key}_tokens") or 0.0 for key in ("prefill", "reprefill"))
-    seconds = last.get("engine/prefill_s") or 0.0
-    return {"prefill_tokens_per_s": tokens / seconds, "prefill_min_s": 0.0} if tokens and seconds else {}
+def _names_turns(config: Config) -> str:
+    """What may have episodes of several turns; "": nothing."""
+    workflow = config.workflow
+    return workflow.agent or ("workflow.environment" if workflow.environment else "")

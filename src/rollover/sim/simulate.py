@@ -24,9 +24,7 @@ from rollover.rollout.requests import is_asked, to_append
 from rollover.rollout.run_clock import RunClock
 from rollover.rollout.slots import token_budget
 from rollover.sim.fleet import Fleet
-from rollover.sim.segments import Segments
-from rollover.sim.turns import Later, Turns, is_partial
-from rollover.sim.workload import Workload
+from rollover.sim.workload import Later, Segments, Turns, Workload, is_partial
 from rollover.staleness import staleness
 from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, StopReason, Task
 

@@ -1,17 +1,23 @@
-"""How long answers are: lengths by task and sibling, the same for every mode that is compared. Pure.
+"""The simulated work: lengths of answers, turns of episodes, and their segments. Pure.
 
+Lengths depend on task and sibling only, so all compared modes get the same ones.
 Shapes: N groups of a block, G siblings.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections import Counter
 from collections.abc import Sequence
 from statistics import NormalDist
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from rollover.config import PlanConfig
+from rollover.envs.protocol import written
+from rollover.types import Rollout, SamplingParams, Segment, StopReason
 
 _BLOCK = 1024
 _NARROW = 0.3  # log standard deviation of each hump of a bimodal distribution
@@ -69,3 +75,120 @@ class Workload:
         alpha = math.log(50) / ratio
         tail_NG = np.vectorize(math.erfc)(normal_NG / math.sqrt(2)) / 2
         return plan.median_tokens * (0.5 / np.maximum(tail_NG, 1e-12)) ** (1 / alpha)
+
+
+T = TypeVar("T")
+
+
+class Turns:
+    """Of one simulation: every episode is one rollout of plan.turns turns, shorter ones of a token each. After each
+    turn but the last its environment works for plan.tool_s and writes plan.tool_tokens."""
+
+    def __init__(self, plan: PlanConfig) -> None:
+        self.num, self._seconds = plan.turns, plan.tool_s
+        self._written = (0,) * plan.tool_tokens
+
+    def divided(self, lengths: list[int]) -> tuple[list[int], list[list[int]]]:
+        """Where the first turns of episodes that sample so many tokens end, and where those after them do: in tokens
+        after their prompts, those that environments write included."""
+        if self.num == 1:
+            return lengths, []
+        ends = [self._ends(length) for length in lengths]
+        return [of[0] for of in ends], [of[1:] for of in ends]
+
+    def seconds(self, later: list[int]) -> float:
+        """How long the environment works after a turn. `later`: where the turns after it end."""
+        return self._seconds if later else 0.0
+
+    def answer(self, rollout: Rollout, later: list[int]) -> Segment | None:
+        """What it writes then; None: the episode is done."""
+        return written(rollout, self._written) if later else None
+
+    @property
+    def num_written(self) -> int:
+        """Tokens of an answer."""
+        return len(self._written)
+
+    def _ends(self, length: int) -> list[int]:
+        num = min(self.num, length)
+        share, longer = divmod(length, num)
+        ends, at = [], 0
+        for i in range(num):
+            at += share + (i < longer)
+            ends.append(at)
+            at += len(self._written)
+        return ends
+
+
+class Later(Generic[T]):
+    """What comes at a time of its own."""
+
+    def __init__(self) -> None:
+        self._items: list[tuple[float, int, T]] = []
+        self._num = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def first(self) -> float:
+        """When the next one comes; infinite if none does."""
+        return self._items[0][0] if self._items else math.inf
+
+    def add(self, time: float, item: T) -> None:
+        heapq.heappush(self._items, (time, self._num, item))
+        self._num += 1
+
+    def due(self, now: float) -> list[T]:
+        """Those that have come by now, which are taken away."""
+        items = []
+        while self._items and self._items[0][0] <= now:
+            items.append(heapq.heappop(self._items)[2])
+        return items
+
+
+def is_partial(rollout: Rollout) -> bool:
+    """Whether a turn of it has two or more segments: it rolled over."""
+    return len(rollout.segments) > 1 and sum(1 if s.trainable else -1 for s in rollout.segments) > 1
+
+
+_SAMPLING = SamplingParams()
+_PAUSED = StopReason.PAUSED  # a member of an Enum class is slow to look up
+
+
+class Segments:
+    """Makes what extensions return. Only the length counts, so all segments of one length are one object."""
+
+    def __init__(self) -> None:
+        self._ids, self._logprobs = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32)
+        self._made: dict[tuple[int, int, StopReason], Segment] = {}
+        self._cuts: dict[str, Counter[int]] = {}
+        """Tokens by version, by the id of each rollout that met new weights since it was started."""
+
+    def cut(self, rollout: Rollout, num_tokens: int, version: int) -> None:
+        """A running rollout meets new weights. It got `num_tokens` since it was started, the last under `version`."""
+        cuts = self._cuts.setdefault(rollout.rollout_id, Counter())
+        cuts[version] = num_tokens - cuts.total()
+
+    def of(self, rollout: Rollout, num_tokens: int, version: int, reason: StopReason) -> list[Segment]:
+        """One for each version that it met since it was started, empty where it got no token under it."""
+        cuts = self._cuts.pop(rollout.rollout_id, None)
+        if cuts is None:
+            return [self._segment(num_tokens, version, reason)]
+        cuts[version] = num_tokens - cuts.total()
+        *before, last = cuts.items()
+        return [*(self._segment(n, v, _PAUSED) for v, n in before), self._segment(last[1], last[0], reason)]
+
+    def forget(self) -> None:
+        """Make new objects from now on: those of earlier steps are rarely asked for again."""
+        self._made.clear()
+
+    def _segment(self, num_tokens: int, version: int, reason: StopReason) -> Segment:
+        key = (num_tokens, version, reason)
+        if key not in self._made:
+            if num_tokens > len(self._ids):
+                self._ids = np.zeros(2 * num_tokens, dtype=np.int32)
+                self._logprobs = np.zeros(2 * num_tokens, dtype=np.float32)
+            ids, logprobs = self._ids[:num_tokens], self._logprobs[:num_tokens]
+            self._made[key] = Segment(ids, logprobs, version, _SAMPLING, reason)
+        return self._made[key]

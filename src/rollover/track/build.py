@@ -15,8 +15,8 @@ from rollover.rollout.run_clock import RunClock
 from rollover.track.health import Health, passed_over
 from rollover.track.jsonl import EvalFile, MetricsFile
 from rollover.track.live import LiveView
-from rollover.track.metrics_table import MetricsTable
-from rollover.track.recorder import RolloutRecorder
+from rollover.track.parquet import MetricsTable
+from rollover.track.records import RolloutRecorder
 from rollover.track.trace import TRACE, Trace, TraceFile
 from rollover.track.tracker import OwnTracker, Tracker, Trackers
 
@@ -71,7 +71,7 @@ def build_trackers(config: Config, path: Path) -> Trackers:
     trackers = Trackers()
     names = [name for name in config.track.trackers if name in TOOLS]
     # Built first: it refuses a tool that is not installed.
-    tools = registry.load("trackers", "tools")(names, config.track) if names else None
+    external = registry.load("trackers", "external")(names, config.track) if names else None
     setup = TrackerSetup(config, path)
     # What our files have is not told again, after a kill: so it has been told to the user's own by then.
     for spec in config.track.trackers:
@@ -85,6 +85,6 @@ def build_trackers(config: Config, path: Path) -> Trackers:
     for name, make in TRACKERS.items():
         if (tracker := make(setup)) is not None:
             trackers.add(name, tracker)
-    if tools is not None:  # they read what they missed in our files, which have it by then
-        trackers.add("tools", tools)
+    if external is not None:  # they read what they missed in our files, which have it by then
+        trackers.add("external", external)
     return trackers

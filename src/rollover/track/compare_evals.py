@@ -1,6 +1,6 @@
 """An evaluation against a recorded one, paired by task: what became better, and whether that may be chance.
 
-Owns what makes two answers of the same task, and how a comparison is said. The test is sign_flip_test.py's.
+Owns what makes two answers of the same task, and how a comparison is said. The test is `sign_flip_p`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 from rollover.files import lines_of, open_regular
 from rollover.track.answers import Answer
 from rollover.track.figures import decimal
-from rollover.track.sign_flip_test import sign_flip_p
-from rollover.track.statistics import mean_interval
+from rollover.track.statistics import mean_interval, sign_flip_p
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,14 @@
-"""The live view of a run in the terminal: a panel on a TTY, one plain line a step (step_line.py) elsewhere.
+"""The live view of a run in the terminal: a panel on a TTY, one plain line per step elsewhere.
 
-Owns how metric rows look while a run goes on, and what it is busy with. It computes no metric beyond a trend and an
-ETA, and a key that a row does not have is shown as a dash.
+Computes no metric beyond a trend and an ETA. A missing value is shown as a dash. Where lines are plain, a heartbeat
+reports phases that take long.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,9 +25,111 @@ from rollover import logs
 from rollover.track.bottleneck import Verdict, verdict
 from rollover.track.console import new_console, shown, shown_lines
 from rollover.track.figures import DASH, TIME_SPLIT, count, decimal, duration, percent, sparkline, time_split
-from rollover.track.heartbeat import Heartbeat
-from rollover.track.step_line import full_line, staleness, step_line
 from rollover.track.tracker import Cut, Row, RunInfo, Tracker
+
+COLUMNS = 120
+_BETWEEN = " | "
+
+
+def step_line(row: Row, num_steps: int, trend: float | None, eta_s: float | None) -> str:
+    """The most important first; what has no room is left out, from the end."""
+    if "sft/loss" in row:
+        return _sft_line(row, num_steps, eta_s)
+    dropped, generated = row.get("tokens/dropped"), row.get("tokens/generated")
+    parts = [
+        f"step {count(row.get('step'))}/{num_steps}",
+        f"reward {decimal(row.get('reward/mean'))} (trend {decimal(trend)})",
+        f"{decimal(row.get('time/step_s'), 1)} s, ETA {duration(eta_s)}",
+        f"{count(row.get('speed/generated_tokens_per_s'))} tok/s",
+        f"staleness {staleness(row)}",
+        f"partial {percent(row.get('rollouts/partial_share'))}",
+        f"dropped {percent(dropped / generated if generated and dropped is not None else None)}",
+    ]
+    line = parts[0]
+    for part in parts[1:]:
+        if len(line) + len(_BETWEEN) + len(part) > COLUMNS:
+            break
+        line += _BETWEEN + part
+    return line
+
+
+def full_line(row: Row, num_steps: int, trend: float | None, eta_s: float | None) -> str:
+    """Everything, however long."""
+    if "sft/loss" in row:
+        return _sft_line(row, num_steps, eta_s)
+    split, of = " ".join(f"{label} {percent(share)}" for label, share in time_split(row)) or DASH, verdict(row)
+    parts = [
+        f"step {count(row.get('step'))}/{num_steps}",
+        f"reward {decimal(row.get('reward/mean'))} (trend {decimal(trend)})",
+        f"{count(row.get('speed/generated_tokens_per_s'))} tok/s",
+        f"generated {count(row.get('tokens/generated'))} trained {count(row.get('tokens/trained'))}"
+        f" dropped {count(row.get('tokens/dropped'))} held {count(row.get('tokens/held'))}",
+        f"staleness {staleness(row)}",
+        *([f"acting {count(acting)}"] if (acting := row.get("rollouts/acting")) is not None else []),
+        f"resumed {count(row.get('rollouts/resumed'))} partial {percent(row.get('rollouts/partial_share'))}",
+        split,
+        of.text if of is not None else DASH,
+        f"{decimal(row.get('time/step_s'), 1)} s",
+        f"ETA {duration(eta_s)}",
+    ]
+    return _BETWEEN.join(parts)
+
+
+def _sft_line(row: Row, num_steps: int, eta_s: float | None) -> str:
+    """A step of supervised training."""
+    held_out = row.get("eval/sft_loss")
+    parts = [
+        f"step {count(row.get('step'))}/{num_steps}",
+        f"loss {decimal(row.get('sft/loss'))}",
+        *([f"held-out loss {decimal(held_out)}"] if held_out is not None else []),
+        f"pass {decimal(row.get('sft/epoch'), 2)}",
+        f"{decimal(row.get('time/step_s'), 1)} s, ETA {duration(eta_s)}",
+        f"{count(row.get('speed/trained_tokens_per_s'))} tok/s",
+    ]
+    return _BETWEEN.join(parts)
+
+
+def staleness(row: Row) -> str:
+    """The oldest token of the step, and what the bound is."""
+    return f"{count(row.get('staleness/max'))}/{count(row.get('staleness/bound'))}"
+
+
+class Heartbeat:
+    """`say(seconds)` is called in a thread of its own, with how long the present thing has taken."""
+
+    def __init__(self, say: Callable[[float], None], first_s: float = 30.0) -> None:
+        self._say, self._first_s = say, first_s
+        self._timer: threading.Timer | None = None
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Something else is done from now on."""
+        self.end()
+        self._wait(0.0, self._first_s)
+
+    def end(self) -> None:
+        """Nothing is done any more."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _wait(self, so_far: float, pause: float) -> None:
+        with self._lock:
+            timer = self._timer = threading.Timer(pause, lambda: self._again(timer, so_far + pause))
+            timer.daemon = True
+            timer.start()
+
+    def _again(self, timer: threading.Timer, so_far: float) -> None:
+        with self._lock:
+            if self._timer is not timer:
+                return  # it ended meanwhile
+        self._say(so_far)
+        with self._lock:
+            if self._timer is not timer:
+                return
+        self._wait(so_far, so_far)
+
 
 Mode = Literal["auto", "rich", "plain", "verbose", "off"]
 _MAKES_A_STEP = ("generating", "training")

@@ -1,22 +1,78 @@
-"""Every metric key of `metrics.jsonl`: what it means, its unit and how its values are reduced. A table, and no code.
+"""Every metric key of `metrics.jsonl`: its meaning, its unit and the reduction of its values over several steps.
 
-A key may hold placeholders, as in `dropped/{reason}/groups`; each stands for one name, which may itself contain a
-slash (`reward/openai/gsm8k/mean`). docs/metrics.md is made of this table (track/metrics.py).
+A key may hold placeholders, as in `dropped/{reason}/groups`. Each stands for one name, which may contain slashes
+(`reward/openai/gsm8k/mean`). docs/metrics.md is generated from this table (track/metrics.py).
 """
 
 from __future__ import annotations
 
-from rollover.track.engine_keys import ENGINE
-from rollover.track.metric import Metric
-from rollover.track.reward_keys import REWARDS
-from rollover.track.tracker_keys import TRACKERS
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["mean", "sum", "max", "last", "counter", "rate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One key of `metrics.jsonl`.
+
+    `kind` says how the rows of several steps become one: mean, sum, max, the last one (gauges), the last one of a
+    counter that grows over the whole run, or, for a rate, sum of `numerator` / sum of `denominator` (both keys of
+    METRICS).
+    """
+
+    key: str
+    kind: Kind
+    unit: str
+    doc: str
+    numerator: str = ""
+    denominator: str = ""
+
 
 METRICS: list[Metric] = [
     # Progress
     Metric("step", "last", "steps", "Training step that this row describes, from 1."),
     Metric("policy_version", "last", "version", "Policy version after the step: training steps completed."),
     Metric("time", "last", "unix s", "When the row was written."),
-    *REWARDS,
+    # Reward
+    Metric("reward/mean", "mean", "reward", "Mean score of the trained trajectories that have one."),
+    Metric("reward/std", "mean", "reward", "Standard deviation of those scores."),
+    Metric("reward/{source}/mean", "mean", "reward", "Mean score of the trained trajectories of one task source."),
+    Metric("reward/missing", "sum", "trajectories", "Trained groups' trajectories without a reward (masked, never 0)."),
+    Metric(
+        "roles/{role}/reward_mean",
+        "mean",
+        "reward",
+        "Mean score of the trajectories of one role, where there are several roles.",
+    ),
+    Metric("roles/{role}/reward_std", "mean", "reward", "Standard deviation of those scores."),
+    Metric("roles/{role}/advantage_mean", "mean", "", "Mean advantage of its loss tokens, as the loss has them."),
+    Metric("roles/{role}/advantage_std", "mean", "", "Standard deviation of those advantages."),
+    Metric("roles/{role}/advantage_zero_share", "mean", "share", "Share of those tokens whose advantage is 0."),
+    Metric("reward/extra/{name}", "mean", "", "Mean of one further entry of the dicts that the reward returned."),
+    # Shaping: what is trained in the place of scores (docs/rewards.md)
+    Metric("shaping/{term}/mean", "mean", "reward", "Mean of one term of shaping over the trained trajectories."),
+    Metric("shaping/{term}/share", "mean", "share", "Share of those trajectories for which the term is not 0."),
+    Metric("shaping/clipped_share", "mean", "share", "Share of them whose reward rewards.clip_range changed."),
+    Metric("shaping/running_mean", "last", "reward", "Mean of all rewards so far, before normalisation."),
+    Metric("shaping/running_std", "last", "reward", "Their standard deviation, which rewards.running_norm divides by."),
+    Metric("roles/{role}/running_mean", "last", "reward", "That mean of one role, where there are several roles."),
+    Metric("roles/{role}/running_std", "last", "reward", "That deviation of one role, where there are several roles."),
+    Metric("shaping/reward_mean", "mean", "reward", "Mean of the rewards that are trained, after all shaping."),
+    Metric("shaping/reward_std", "mean", "reward", "Standard deviation of those rewards."),
+    # Rewards workers
+    Metric("rewards/timeouts", "counter", "calls", "Reward calls past rewards.timeout_s; the worker was killed."),
+    Metric("rewards/crashes", "counter", "calls", "Reward calls whose worker died, or gave no reply to them."),
+    Metric("rewards/errors", "counter", "rewards", "Missing since the function raised, or returned no score."),
+    Metric("rewards/out_of_memory", "counter", "rewards", "Missing since the function raised a MemoryError."),
+    Metric("rewards/quarantined", "counter", "rewards", "Missing since the task had ended too many workers."),
+    Metric("rewards/retries", "counter", "calls", "Calls made again after a timeout or a crash."),
+    Metric("rewards/busy_workers", "last", "workers", "Reward workers with a group at the end of the step."),
+    Metric("rewards/queue", "last", "groups", "Groups that wait for a reward worker at the end of the step."),
+    Metric("rewards/longest_call_s", "last", "s", "Age of the oldest call that a reward worker is at then; 0: none."),
+    Metric("rewards/nodes", "last", "nodes", "Reward nodes that serve at the end of the step. On a cluster only."),
+    Metric("rewards/lost_nodes", "counter", "nodes", "Times that a reward node was lost. On a cluster only."),
+    Metric("rewards/lost_calls", "counter", "calls", "Calls made again as their node was lost. On a cluster only."),
     # Of the user's own
     Metric("own/{name}", "mean", "", "What the function of track.metrics returned under this name."),
     # Environments of workflow.environment; what evaluations do is not counted
@@ -462,8 +518,58 @@ METRICS: list[Metric] = [
     Metric("journal/failed", "counter", "", "Times that the journal could not be written (full disk), and ended."),
     Metric("journal/cut_bytes", "counter", "bytes", "Of journals read back, what was not trusted: torn, damaged."),
     Metric("mirror/failed", "counter", "", "Times that the run could not be copied to a remote checkpoint.dir."),
-    *TRACKERS,
-    *ENGINE,
+    Metric(
+        "trackers/failed",
+        "counter",
+        "",
+        "Failures of track.trackers. What your own missed is not told again; tools are told from the run's files.",
+    ),
+    Metric(
+        "trackers/lost",
+        "counter",
+        "",
+        "Rows, evaluations and samples that a tool of track.trackers did not take in time (docs/trackers.md).",
+    ),
+    Metric("engine/decode_steps", "counter", "steps", "Decode steps; of servers and services: tokens."),
+    Metric(
+        "engine/prefill_tokens",
+        "counter",
+        "tokens",
+        "Tokens prefilled for the first time; of servers: sent, cached ones included.",
+    ),
+    Metric("engine/reprefill_tokens", "counter", "tokens", "Tokens prefilled again (a cost)."),
+    Metric("engine/prefill_s", "counter", "s", "Time in prefill. Not on a GPU, where it is not known without waiting."),
+    Metric("engine/flops", "counter", "FLOP", "Model FLOPs computed; what a step added is perf/generate_flops."),
+    Metric("engine/decode_s", "counter", "s", "Time in decode steps. Not on a GPU, as engine/prefill_s."),
+    Metric("engine/decode_thread_s", "counter", "thread s", "The time of each decode step times its CPU threads."),
+    Metric("engine/threads", "mean", "threads", "Mean CPU threads of this step's decode steps, by time."),
+    Metric("engine/restarts", "counter", "processes", "Engine processes that died and were started again."),
+    # Of servers (engine.kind = "remote")
+    Metric("engine/servers", "last", "servers", "Servers of a remote engine that serve now."),
+    Metric("engine/ejections", "counter", "servers", "Servers given up: failed, silent, or restarted."),
+    Metric("engine/lost_requests", "counter", "requests", "Requests that broke off; the rollout went on elsewhere."),
+    Metric("engine/abandoned_requests", "counter", "requests", "Requests that no abort ended: disconnected."),
+    Metric("engine/resumed_in_place", "counter", "rollouts", "Resumed on the server that has their tokens."),
+    Metric("engine/resumed_elsewhere", "counter", "rollouts", "Resumed on another one, as theirs had no room."),
+    Metric("engine/surplus_tokens", "counter", "tokens", "Sampled after a rollout's end, and cut off."),
+    Metric("engine/span_mismatches", "counter", "requests", "Whose versions the server told otherwise."),
+    Metric("engine/refused_weights", "counter", "", "New weights that a server refused."),
+    Metric("engine/weights_paused_s", "counter", "s", "Time that servers stood still for new weights."),
+    # Of all
+    Metric("engine/empty_answers", "counter", "", "Answers without a token to rollouts that nobody interrupted."),
+    Metric("engine/failed_extends", "counter", "", "Extensions that ended in an error, each tried again or given up."),
+    Metric("engine/preemptions", "counter", "rollouts", "Rollouts preempted for KV memory."),
+    Metric("engine/{name}", "counter", "", "What an engine of your own counts besides (its `stats`)."),
+    Metric("kv/stale_prefix_tokens", "counter", "tokens", "Tokens served from KV of older weights."),
+    Metric("kv/kept_tokens", "counter", "tokens", "Tokens of resumed rollouts with reused KV."),
+    Metric("kv/shared_prompt_tokens", "counter", "tokens", "Prompt tokens shared with a sibling."),
+    Metric("kv/bytes", "last", "bytes", "Memory of the KV cache now."),
+    Metric(
+        "engine/kernels",
+        "last",
+        "",
+        "1: compiled kernels do the small operations on the CPU; 0: torch does, more slowly (the start says why).",
+    ),
     Metric("memory/peak_rss_bytes", "max", "bytes", "Peak resident memory of the process."),
     Metric("memory/servers_rss_bytes", "last", "bytes", "Resident memory of all servers. On a cluster only."),
     Metric("memory/ranks_rss_bytes", "last", "bytes", "Resident memory of all ranks. On a cluster only."),

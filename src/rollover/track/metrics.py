@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 
 from rollover.functions import is_number
-from rollover.track.metric import Metric
-from rollover.track.metric_keys import METRICS
+from rollover.track.metric_keys import METRICS, Metric
 from rollover.track.tracker import Row
 
 

@@ -1,19 +1,20 @@
-"""Statistics: means with confidence intervals, pass@k and maj@k of an evaluation; means of lengths that are not all
-known yet.
+"""Statistics of evaluations and lengths: intervals, pass@k, maj@k, a paired test, a censored mean. Pure functions.
 
-Owns the estimators and their sources: pure functions on plain numbers. Never samples, scores or writes. Of an
-evaluation the task is the unit of resampling: several rollouts of one task are not independent, so every interval comes
-from the spread of per-task values.
+The unit of resampling is the task: rollouts of one task are not independent, so every interval and test uses one value
+per task.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
-from rollover.track.majority import majority_at_k
+import numpy as np
 
 PER_K = re.compile(r"(pass|maj)@\d+")  # figures of an evaluation by the number of samples
 Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
@@ -171,3 +172,86 @@ def _summarise(tasks: list[_Samples], threshold: float, ks: list[int], majority_
     for k in (k for k in majority_ks if k <= fewest):
         summary |= _proportion(f"maj@{k}", [majority_at_k([(v, passed) for _, v, passed in of], k) for of in valid])
     return {**summary, **counts}
+
+
+MAX_MAJORITY_K = 16
+"""The largest k of a real subset: the work grows with its cube. All samples together are no work."""
+
+
+def majority_at_k(samples: Sequence[tuple[str | None, bool]], k: int) -> float:
+    """Self-consistency (Wang et al. 2022, "Self-Consistency Improves Chain of Thought Reasoning in Language Models"):
+    the expected pass of the answer with the most votes among k of the samples, drawn without replacement.
+
+    samples: (the answer it votes for, or None: it abstains; whether it passes) of each. A tie is broken by lot; k
+    samples that all abstain do not pass. Of one answer some samples may pass and others not: it passes by their share.
+    Raises ValueError unless 1 <= k <= len(samples).
+    """
+    num = len(samples)
+    if not 1 <= k <= num:
+        raise ValueError(f"k = {k} is not within 1 and the number of samples, {num}: sample more, or lower k")
+    votes = Counter(answer for answer, _ in samples)
+    passed = Counter(answer for answer, passes in samples if passes)
+    silent = votes.pop(None, 0)
+    if not votes:
+        return 0.0
+    if k == num:
+        most = max(votes.values())
+        winners = [answer for answer, number in votes.items() if number == most]
+        return sum(passed[answer] for answer in winners) / most / len(winners)
+    sizes = tuple(sorted(votes.values()))
+    chances = {size: _chance_to_win(size, sizes, silent, k) for size in set(sizes) if size}
+    return float(sum(Fraction(passed[answer], size) * chances[size] for answer, size in votes.items()))
+
+
+@functools.lru_cache(4096)  # most tasks of an evaluation have one of few patterns
+def _chance_to_win(size: int, sizes: tuple[int, ...], silent: int, k: int) -> Fraction:
+    """That one answer with `size` votes wins among k of all samples. `sizes`: the votes of each answer, its own too."""
+    others = list(sizes)
+    others.remove(size)
+    ways = Fraction(0)
+    for own in range(1, min(size, k) + 1):
+        left = k - own
+        # (how many votes of others are drawn, how many of them have as many as it) -> in how many ways
+        drawn: dict[tuple[int, int], int] = {
+            (number, 0): math.comb(silent, number) for number in range(min(silent, left) + 1)
+        }
+        for other in others:
+            further: dict[tuple[int, int], int] = {}
+            for (used, ties), number in drawn.items():
+                for more in range(min(other, own, left - used) + 1):
+                    place = (used + more, ties + (more == own))
+                    further[place] = further.get(place, 0) + number * math.comb(other, more)
+            drawn = further
+        whole = sum(Fraction(number, 1 + ties) for (used, ties), number in drawn.items() if used == left)
+        ways += math.comb(size, own) * whole
+    return ways / math.comb(sum(sizes) + silent, k)
+
+
+MOST_EXACT = 20
+"""Tasks that differ, up to which every assignment of signs is looked at (2^20)."""
+NUM_DRAWN = 20_000
+_ROUNDING = 1e-9  # relative: sums of the same numbers in another order are the same sum
+
+
+def sign_flip_p(differences: Sequence[float], seed: int = 0) -> float:
+    """Two-sided p-value of "the sign of each difference is a coin flip" by the size of their sum (Fisher's
+    randomization test for matched pairs, 1935, "The Design of Experiments", section 21).
+
+    Exact for up to MOST_EXACT differences that are not 0. Above that NUM_DRAWN assignments are drawn, and the p-value
+    is (1 + those as extreme) / (1 + NUM_DRAWN), which is never too small (Phipson and Smyth 2010, "Permutation P-values
+    Should Never Be Zero"). 1 where nothing differs.
+    """
+    values_N = np.array([value for value in differences if value != 0], dtype=np.float64)
+    if not len(values_N):
+        return 1.0
+    bound = abs(values_N.sum()) - _ROUNDING * np.abs(values_N).sum()
+    if len(values_N) <= MOST_EXACT:
+        sums = np.zeros(1)
+        for value in values_N:
+            sums = np.concatenate([sums + value, sums - value])
+        return float(np.mean(np.abs(sums) >= bound))
+    random, extreme = np.random.default_rng(seed), 0
+    for _ in range(NUM_DRAWN // 1000):
+        signs_DN = random.integers(0, 2, (1000, len(values_N)), dtype=np.int8) * 2.0 - 1.0
+        extreme += int(np.sum(np.abs(signs_DN @ values_N) >= bound))
+    return (1 + extreme) / (1 + NUM_DRAWN)

@@ -14,14 +14,13 @@ import pytest
 from local_trainer import build_batch
 from rollover.algorithms.shaping import Shaping
 from rollover.config import AlgorithmConfig, RewardsConfig, WorkflowConfig
+from rollover.plugins.dashboard.explain_advantage import why
 from rollover.plugins.dashboard.rollout_index import RolloutIndex
-from rollover.plugins.dashboard.step_statistics import staleness_map
-from rollover.plugins.dashboard.why import why
+from rollover.plugins.dashboard.run_statistics import staleness_map
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.lifecycle import Event, EventKind
 from rollover.run.tracking import Tracking
-from rollover.track.recorded import read_records, read_rollouts
-from rollover.track.recorder import RolloutRecorder
+from rollover.track.records import RolloutRecorder, read_records, read_rollouts
 from rollover.track.tracker import RecordedGroup
 from rollover.types import DropReason, Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, StopReason
 from unit.rollout.world import make_segment, make_task

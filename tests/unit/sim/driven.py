@@ -12,8 +12,7 @@ from rollover.envs.protocol import RunEnvironment
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, Lifecycle
 from rollover.rollout.requests import Requests
-from rollover.sim.turns import Turns
-from rollover.sim.workload import Workload
+from rollover.sim.workload import Turns, Workload
 from rollover.types import Prompt, Reward, Rollout, Segment, Task
 from unit.rollout.world import make_task
 

@@ -17,8 +17,8 @@ from rollover.config.load import load_config
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Event
 from rollover.sim.plan import Figures, make_plan
+from rollover.sim.report import planned_trace
 from rollover.sim.simulate import Outcome, Simulation
-from rollover.sim.timeline import planned_trace
 from rollover.sim.workload import Workload
 from rollover.track.trace import PUBLISH, engine_visits
 from unit.sim.driven import driver_over

@@ -13,10 +13,10 @@ import pytest
 
 from rollover import cli
 from rollover.config.load import load_config
-from rollover.sim.plan import make_plan, speeds_of_run
-from rollover.sim.planned import planned
+from rollover.sim.earlier_run import speeds_of_run
+from rollover.sim.plan import make_plan, plan_config
+from rollover.sim.report import planned_trace
 from rollover.sim.simulate import Simulation
-from rollover.sim.timeline import planned_trace
 from rollover.sim.workload import Workload
 from rollover.track.trace import TRACE, TraceEvent, TraceFile, engine_visits, spans
 from unit.sim.earlier_run import write_run
@@ -300,6 +300,6 @@ def test_turns_of_an_earlier_run(tmp_path: Path) -> None:
         ("finish", 5.0, 0),
     ]
     TraceFile(tmp_path / TRACE).write([TraceEvent(kind, at, 0, 0, sibling) for kind, at, sibling in told])
-    plan, sources, _ = planned(load_config([Path(QUICKSTART)], [("plan.steps", "2")]), tmp_path)
+    plan, sources, *_ = plan_config(load_config([Path(QUICKSTART)], [("plan.steps", "2")]), tmp_path)
     assert (plan.assumed.turns, plan.assumed.tool_tokens, plan.assumed.tool_s) == (2, 5, 2.25)
     assert sources["turns"] == sources["tool_s"] == sources["lengths"] == "run"

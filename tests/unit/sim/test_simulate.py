@@ -16,8 +16,7 @@ from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Event
 from rollover.sim.fleet import step_seconds
 from rollover.sim.simulate import Outcome, Simulation
-from rollover.sim.turns import Turns
-from rollover.sim.workload import Workload
+from rollover.sim.workload import Turns, Workload
 from unit.rollout.test_properties import configs
 from unit.sim.driven import driver_over
 

@@ -17,8 +17,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from rollover.track.figures import count, decimal, duration, percent, sparkline, time_split
-from rollover.track.heartbeat import Heartbeat
-from rollover.track.live import LiveView, Progress
+from rollover.track.live import Heartbeat, LiveView, Progress
 from rollover.track.metrics import validate
 from rollover.track.tracker import RunInfo, Trackers
 

@@ -19,10 +19,8 @@ from rollover import cli
 from rollover.config import Config
 from rollover.track.build import build_trackers
 from rollover.track.jsonl import MetricsFile, read_rows
-from rollover.track.metrics_table import MetricsTable
-from rollover.track.recorded import read_records, read_rollouts, step_files
-from rollover.track.recorder import FORMATS, Format, RolloutRecorder
-from rollover.track.rollout_table import METADATA, read_columns, schema
+from rollover.track.parquet import METADATA, MetricsTable, read_columns, schema
+from rollover.track.records import FORMATS, Format, RolloutRecorder, read_records, read_rollouts, step_files
 from rollover.track.token_stats import KEYS
 from rollover.track.tracker import Cut, RecordedGroup
 from rollover.types import DropReason, Prompt, Reward, Rollout

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.track.recorded import read_records, read_rollouts
-from rollover.track.recorder import RolloutRecorder
+from rollover.track.records import RolloutRecorder, read_records, read_rollouts
 from rollover.track.tracker import Cut, RecordedGroup
 from rollover.types import (
     DropReason,

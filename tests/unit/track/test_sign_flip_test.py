@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.track.sign_flip_test import MOST_EXACT, sign_flip_p
+from rollover.track.statistics import MOST_EXACT, sign_flip_p
 
 
 @given(st.lists(st.sampled_from([-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0]), max_size=8))

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recorded_run import group, recorded
-from rollover.track.recorded import read_records, read_rollouts
-from rollover.track.recorder import Format, RolloutRecorder
+from rollover.track.records import Format, RolloutRecorder, read_records, read_rollouts
 from rollover.track.token_stats import KEYS, TokenStats, by_token, mask_of, run_lengths, short
 from rollover.track.tracker import RecordedCredit, RecordedGroup
 

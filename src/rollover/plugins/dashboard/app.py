@@ -26,8 +26,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollover.http_server import HttpServer, end_of_service
-from rollover.plugins.dashboard.multi_run import Several
-from rollover.plugins.dashboard.parts import CONTENT_TYPES, page_files
+from rollover.plugins.dashboard.compare import Several
+from rollover.plugins.dashboard.page_files import CONTENT_TYPES, page_files
 from rollover.plugins.dashboard.query import NotThere
 from rollover.plugins.dashboard.run_data import RunData
 

@@ -15,7 +15,7 @@ from rollover.plugins.dashboard.query import NotThere, Query, count, real
 from rollover.plugins.dashboard.rollout_query import EXCERPT
 from rollover.run.run_files import EVALUATED
 from rollover.track.compare_evals import read_recorded
-from rollover.track.recorded import step_of
+from rollover.track.records import step_of
 
 MOST_ROWS, MOST_EVALUATIONS = 500, 8
 OWN = "[eval]"  # what the setting without a name is called in a question

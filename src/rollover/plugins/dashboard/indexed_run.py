@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 
-from rollover.plugins.dashboard.accounts import Accounts, accounts_of
 from rollover.plugins.dashboard.columns import Columns
+from rollover.plugins.dashboard.metrics import Accounts, HealthWarning, accounts_of, warnings_of
 from rollover.plugins.dashboard.rollout_index import RolloutIndex
 from rollover.plugins.dashboard.trace_index import TraceIndex
-from rollover.plugins.dashboard.warnings import HealthWarning, warnings_of
 from rollover.run.run_files import METRICS, RunFiles
 from rollover.track.trace import TRACE
 

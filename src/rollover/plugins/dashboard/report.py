@@ -21,17 +21,17 @@ from typing import Any
 
 import numpy as np
 
+from rollover.plugins.dashboard.compare import Several
 from rollover.plugins.dashboard.eval_answers import MOST_ROWS, lowest
 from rollover.plugins.dashboard.indexed_run import IndexedRun
 from rollover.plugins.dashboard.lanes import MOST_COLUMNS, window
-from rollover.plugins.dashboard.multi_run import Several
+from rollover.plugins.dashboard.metrics import AXES, keys_of, series
 from rollover.plugins.dashboard.numbers import numbers
-from rollover.plugins.dashboard.parts import one_script, page_files
+from rollover.plugins.dashboard.page_files import one_script, page_files
 from rollover.plugins.dashboard.rollout_detail import told_in_group
 from rollover.plugins.dashboard.rollout_index import RolloutIndex, rollout_id, staleness, versions
 from rollover.plugins.dashboard.rollout_query import row_of
 from rollover.plugins.dashboard.run_data import RunData
-from rollover.plugins.dashboard.series import AXES, keys_of, series
 from rollover.plugins.dashboard.trace_index import TraceIndex
 
 MOST_BYTES = 2_900_000

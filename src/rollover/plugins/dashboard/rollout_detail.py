@@ -1,25 +1,33 @@
-"""One rollout for the page: what it was asked and answered, which weights sampled which part of that, what it was
-worth, who its siblings were, and its life.
+"""One rollout for the page: prompt, answer, tokens with their versions, siblings, history and images.
 
-Texts are what they are: the page shows them as text and nothing else.
+The page shows texts as text only. Images are decoded and encoded again, and only if their pixels have the recorded
+hash; the bytes of a file are never sent. Texts of tokens come from the run's tokenizer if it is on this machine: no
+network, no weights, no torch.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import shlex
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rollover.images import digest_of, read_image
+from rollover.models.smollm2 import ALIAS, cache_root
+from rollover.plugins.dashboard.explain_advantage import why
 from rollover.plugins.dashboard.indexed_run import IndexedRun
 from rollover.plugins.dashboard.numbers import numbers
 from rollover.plugins.dashboard.query import NotThere
 from rollover.plugins.dashboard.rollout_index import find, staleness
 from rollover.plugins.dashboard.rollout_query import row_of
-from rollover.plugins.dashboard.why import why
 from rollover.track.token_stats import KEYS, by_token
 from rollover.track.trace import TraceEvent
+from rollover.types import Media
 
 MOST_TOKENS = 20_000
 _AROUND = 16  # tokens
@@ -140,3 +148,101 @@ def life(events: Sequence[TraceEvent], of: str) -> list[dict[str, Any]]:
         }
         for event in mine
     ]
+
+
+MOST_PIXELS = 640  # a side
+
+
+def picture(files: IndexedRun, step: int, of: str, number: int) -> dict[str, Any]:
+    """Image `number`, counted from 0, of the rollout of this id that left with `step`: as PNG in a data
+    URL, at most MOST_PIXELS a side; without "url" and with "why", where it has changed or cannot be read. NotThere
+    where there is none."""
+    index = files.rollouts
+    place = find(index.entries(), step, of)
+    if place is None:
+        raise NotThere(f"no rollout {of} left the run with step {step}")
+    record = index.record(index.entries()[place])
+    media = [*(record.get("media") or ()), *(record.get("later_media") or ())]
+    if not 0 <= number < len(media):
+        raise NotThere(f"rollout {of} has {len(media)} images")
+    try:
+        recorded = Media.from_json(media[number])
+        image = read_image(recorded.source, files.directory / "media")
+        if digest_of(image) != recorded.digest:
+            raise ValueError(f"image {recorded.source} has changed since it was in the rollout")
+    except ValueError as error:  # nothing that is asked for is wrong
+        return {"url": None, "why": str(error)}
+    except (TypeError, KeyError, AttributeError) as error:
+        return {"url": None, "why": f"its record is damaged ({type(error).__name__}: {error})"}
+    image.thumbnail((MOST_PIXELS, MOST_PIXELS))
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return {"url": f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}", "why": None}
+
+
+_FILE = "tokenizer.json"
+_WAITING = "\ufffd"  # what a decoder writes for bytes that are no character yet
+_MOST_WAITING = 8  # tokens; a character of UTF-8 has 4 bytes, each a token at most
+_BYTES = 4
+_MOST_BYTES = 1 << 27  # of a tokenizer: those of 250,000 tokens have 34 MB
+
+
+def pieces(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[str]:
+    """The text of each token: together that of all of them."""
+    texts = [""] * len(ids)
+    known = told = 0  # what stands before `known` is told; from there to `told` it is the beginning to compare with
+    for end in range(1, len(ids) + 1):
+        if end - told > _MOST_WAITING:  # these are no character, and never will be: a longer wait would be quadratic
+            settled = end - _BYTES  # the last ones may be the beginning of one
+            texts[settled - 1] = decode(ids[known:settled])[len(decode(ids[known:told])) :]
+            known, told = told, settled
+        before, now = decode(ids[known:told]), decode(ids[known:end])
+        if end == len(ids) or not (now.endswith(_WAITING) or len(now) <= len(before)):
+            texts[end - 1] = now[len(before) :]
+            known, told = told, end
+    return texts
+
+
+class RunTokens:
+    """`pieces` by the tokenizer of a run, read again where it is another file now; None where there is none."""
+
+    def __init__(self, files: IndexedRun) -> None:
+        self._files = files
+        self._lock = threading.Lock()
+        self._decode: Callable[[Sequence[int]], str] | None = None
+        self._of: list[tuple[Path, int, int]] = []  # of which files: their sizes, and when they were written
+
+    def __call__(self, ids: Sequence[int]) -> list[str] | None:
+        with self._lock:
+            if (found := self._found()) != self._of:
+                self._decode, self._of = self._load([path for path, *_ in found]), found
+            decode = self._decode
+        return None if decode is None else pieces(decode, ids)
+
+    def _load(self, paths: Sequence[Path]) -> Callable[[Sequence[int]], str] | None:
+        from tokenizers import Tokenizer
+
+        for path in paths:
+            try:
+                tokenizer = Tokenizer.from_file(str(path))
+            except Exception:  # boundary: a file of another kind, for which the library has an exception of its own
+                continue
+            return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
+        return None
+
+    def _found(self) -> list[tuple[Path, int, int]]:
+        """Where there is one: in the run's directory, beside the models that it saved, or where its model came from."""
+        name = str(self._files.value("model.path") or "")
+        folders = [self._files.directory / folder for folder in ("", "model", "best_model")]
+        if name == ALIAS:
+            folders.append(cache_root() / "models" / ALIAS)
+        elif name:
+            folders.append(Path(name).expanduser())
+        found = [folder / _FILE for folder in folders]
+        if "/" in name and not name.startswith((".", "/", "~")) and "://" not in name:
+            from huggingface_hub import try_to_load_from_cache
+
+            cached = try_to_load_from_cache(name, _FILE)
+            found += [Path(cached)] if isinstance(cached, str) else []
+        sizes = [(path, path.stat()) for path in found if path.is_file()]
+        return [(path, of.st_size, of.st_mtime_ns) for path, of in sizes if of.st_size <= _MOST_BYTES]

@@ -19,8 +19,8 @@ import numpy as np
 
 from rollover.files import line_of, lines_of, open_regular
 from rollover.plugins.dashboard.numbers import Words, structured
-from rollover.track.recorded import StepFile, not_recorded, own_of, records_of, shared_of, step_files
-from rollover.track.rollout_table import read_columns, read_table_rows
+from rollover.track.parquet import read_columns, read_table_rows
+from rollover.track.records import StepFile, not_recorded, own_of, records_of, shared_of, step_files
 
 NO_VERSION = int(np.iinfo("i4").min)  # versions before the first are below 0 (checkpoint.lost_steps = "roll_back")
 UNFINISHED = "unfinished"

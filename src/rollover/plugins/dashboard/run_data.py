@@ -18,21 +18,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from rollover.plugins.dashboard.balance import ledger
 from rollover.plugins.dashboard.eval_answers import answer, answers
 from rollover.plugins.dashboard.indexed_run import IndexedRun
 from rollover.plugins.dashboard.lanes import window
+from rollover.plugins.dashboard.metrics import Warned, keys_of, seconds_a_step, series
 from rollover.plugins.dashboard.numbers import number
-from rollover.plugins.dashboard.pace import seconds_a_step
-from rollover.plugins.dashboard.pictures import picture
-from rollover.plugins.dashboard.planned import plan_of
+from rollover.plugins.dashboard.prediction import plan_of
 from rollover.plugins.dashboard.query import NotThere, Query, count, integer, keys_in, seconds
-from rollover.plugins.dashboard.rollout_detail import Pieces, told
+from rollover.plugins.dashboard.rollout_detail import Pieces, RunTokens, picture, told
 from rollover.plugins.dashboard.rollout_query import Wanted, choices, episode, page
-from rollover.plugins.dashboard.series import keys_of, series
-from rollover.plugins.dashboard.step_statistics import reward_intervals, staleness_map
-from rollover.plugins.dashboard.token_text import RunTokens
-from rollover.plugins.dashboard.warnings import Warned
+from rollover.plugins.dashboard.run_statistics import ledger, reward_intervals, staleness_map
 from rollover.run.run_files import EVALUATIONS, METRICS
 from rollover.track.bottleneck import verdict
 from rollover.track.jsonl import to_json

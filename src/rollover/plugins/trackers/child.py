@@ -1,19 +1,21 @@
-"""The process of one tool: it takes what the run tells, and replies to each message.
+"""The process of one adapter: handles the messages of the run and replies to each.
 
     {"about": ...} once, {"cut": step}, {"row": ...}, {"eval": ...}, {"rollouts": [...], "step": n},
-    {"artifacts": [...]} of a run that is finished, {"close": failed}
-    each may say "gap": something before it was lost, and is told from metrics.jsonl and eval.jsonl
+    {"artifacts": [...]} after the last step of a finished run, {"close": failed}
+    "gap" in a message: an earlier message was lost; its content is read from metrics.jsonl and eval.jsonl
 
-    {"done": true} for each; before it any of {"say": text}, {"failed": text, "again": whether it is tried again}
+    {"done": true} for each; before it any of {"say": text}, {"failed": text, "again": whether it is retried}
 
-Owns what the tool has and what it lacks. A tool that cannot be opened, or fails at a step, is tried again with what
-comes next: nothing is left out for that, and nothing is told twice.
+Tracks which steps the tracker has. An adapter that cannot be opened, or fails at a step, is retried with the next
+message, so no row is skipped or logged twice. No artifact contains checkpoints, logs, settings (the tracker has them as
+its configuration), or a file with a credential.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import time
 from collections.abc import Callable
@@ -21,12 +23,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from rollover.functions import explained
-from rollover.plugins.trackers.artifacts import files_of
+from rollover.plugins.trackers.adapter import About, Adapter, LastSteps, redacted, secrets
 from rollover.plugins.trackers.sample import sample_of_records
-from rollover.plugins.trackers.tool import About, Newest, Tool, redacted
 from rollover.text import named
 from rollover.track.jsonl import read_rows
-from rollover.track.recorded import records_of, step_files
+from rollover.track.parquet import pyarrow_module
+from rollover.track.records import records_of, step_files
 from rollover.track.tracker import Cut
 from rollover.workers.child import Calls
 
@@ -35,7 +37,7 @@ _BROKEN = 2  # rows in a row that it would not take: it is opened again
 _OPEN_AGAIN_S = 30.0
 _NICE = 5
 _ALL = 1 << 62
-_MOST_SAMPLES = 100  # steps whose rollouts are read again, the newest ones: a step's record may be large
+_MOST_SAMPLES = 100  # steps whose rollouts are read again, the last_steps ones: a step's record may be large
 _ANSWER = ("task_id", "source", "setting", "prompt", "answer", "expected", "score", "stop_reason", "num_tokens")
 
 
@@ -45,7 +47,7 @@ def main(name: str, tracker: str, num_shown: str) -> None:
     calls = Calls()
     with contextlib.suppress(OSError):
         os.nice(_NICE)  # training comes first
-    teller = Teller(name, tracker, int(num_shown), calls.reply)
+    teller = AdapterHost(name, tracker, int(num_shown), calls.reply)
     for message in calls:
         try:
             teller.take(message)
@@ -56,18 +58,18 @@ def main(name: str, tracker: str, num_shown: str) -> None:
             return
 
 
-class Teller:
+class AdapterHost:
     """Tells one tool. `answer(say=...)` is heard by the run."""
 
     def __init__(self, name: str, tracker: str, num_shown: int, answer: Callable[..., None]) -> None:
         self.name, self.tracker, self.num_shown, self.answer = name, tracker, num_shown, answer
-        self.tool: Tool | None = None  # None: it could not be loaded
+        self.tool: Adapter | None = None  # None: it could not be loaded
         self._about: About | None = None
         self._is_open, self._tried_at = False, -_OPEN_AGAIN_S
         self._behind = True  # the files may have what the tool lacks
-        self._newest = Newest()
+        self._last_steps = LastSteps()
         self._failures: dict[tuple[int, str], int] = {}
-        self._given_up, self._step = 0, -1  # rows, one after the other; the newest that was told
+        self._given_up, self._step = 0, -1  # rows, one after the other; the last_steps that was told
         self._sampled: set[int] = set()  # steps whose rollouts were told since it was opened
         self._place = ""
 
@@ -110,9 +112,9 @@ class Teller:
         tool = self.tool
         if tool is None:
             module, kind = self.tracker.split(":")
-            tool = self.tool = cast(Tool, getattr(importlib.import_module(module), kind)(self._about))
+            tool = self.tool = cast(Adapter, getattr(importlib.import_module(module), kind)(self._about))
         tool.truncate(Cut(step))
-        self._is_open, self._behind, self._newest = True, True, tool.newest
+        self._is_open, self._behind, self._last_steps = True, True, tool.last_steps
         self._given_up = 0
         self._failures.clear()
         self._sampled.clear()
@@ -135,11 +137,11 @@ class Teller:
         folder = self._about.directory
         rows = [(r["step"], "row", r) for r in read_rows(folder / "metrics.jsonl") if r["step"] <= row]
         evals = [(r["step"], "eval", r) for r in read_rows(folder / "eval.jsonl") if r["step"] <= eval]
-        newest = rows[-1][0] if rows else 0
+        last_steps = rows[-1][0] if rows else 0
         recorded = {of.step: of.path for of in step_files(folder / "rollouts")} if self.num_shown else {}
         for step, kind, what in sorted([*rows, *evals], key=lambda told: (told[0], told[1] == "eval")):
-            lacks = kind == "row" and self._newest.row < step not in self._sampled
-            if lacks and step in recorded and newest - step < _MOST_SAMPLES:
+            lacks = kind == "row" and self._last_steps.row < step not in self._sampled
+            if lacks and step in recorded and last_steps - step < _MOST_SAMPLES:
                 self._rollouts(step, self._sample(recorded[step]))
             self._tell(step, kind, what)
         self._behind = False
@@ -177,7 +179,7 @@ class Teller:
         """Tell the tool, if it has not that already. One that fails is behind: the file has the row."""
         if not self._is_open or self.tool is None:
             return
-        if step <= getattr(self._newest, kind):
+        if step <= getattr(self._last_steps, kind):
             return
         try:
             self.tool.on_step(row) if kind == "row" else self._evaluation(row)
@@ -185,12 +187,12 @@ class Teller:
             tries = self._failures[step, kind] = self._failures.get((step, kind), 0) + 1
             self._behind = True
             if tries >= _TRIES:
-                self._newest = self._newest._replace(**{kind: step})
+                self._last_steps = self._last_steps._replace(**{kind: step})
                 self._given_up += 1
                 self._is_open = self._given_up < _BROKEN
             raise
         self._given_up = 0
-        self._newest = self._newest._replace(**{kind: step})
+        self._last_steps = self._last_steps._replace(**{kind: step})
 
     def _evaluation(self, row: dict[str, Any]) -> None:
         assert self.tool is not None and self._about is not None
@@ -214,3 +216,70 @@ class Teller:
 
 def _cell(value: Any) -> Any:
     return named(value) if isinstance(value, str) else value
+
+
+_PARTS = {
+    "model": ("model",),
+    "best_model": ("best_model",),
+    "records": (
+        "metrics.jsonl",
+        "metrics.parquet",
+        "eval.jsonl",
+        "trace.jsonl",
+        "rollouts",
+        "evaluations",
+    ),
+}
+_WEIGHTS = {".safetensors", ".bin", ".pt"}  # numbers, and gigabytes of them
+_CHUNK = 1 << 22
+
+
+def files_of(name: str, run: Path) -> tuple[dict[str, Path], list[str]]:
+    """The files of an artifact of the run in the directory `run`, by their paths in it; and those that hold a
+    credential of this environment, which are left out."""
+    parts, hidden = _PARTS[name], secrets()
+    root = run / parts[0] if len(parts) == 1 else run
+    found = [file for part in parts for file in _files(run / part)]
+    kept, left_out = {}, []
+    for file in found:
+        path = file.relative_to(root).as_posix()
+        if file.suffix not in _WEIGHTS and (_table_holds if file.suffix == ".parquet" else _holds)(file, hidden):
+            left_out.append(path)
+        else:
+            kept[path] = file
+    return kept, left_out
+
+
+def _files(place: Path) -> list[Path]:
+    if place.is_dir():
+        return sorted(file for file in place.rglob("*") if file.is_file() and not file.is_symlink())
+    return [place] if place.is_file() else []
+
+
+def _holds(file: Path, secrets: list[str]) -> bool:
+    """Whether one of these is in the file, as it is or in JSON, which is read in pieces."""
+    values = [form.encode() for value in secrets for form in (value, json.dumps(value)[1:-1])]
+    longest = max(map(len, values), default=0)
+    before = b""
+    with file.open("rb") as opened:
+        while longest and (piece := opened.read(_CHUNK)):
+            if any(value in before + piece for value in values):
+                return True
+            before = piece[-longest:]
+    return False
+
+
+def _table_holds(file: Path, secrets: list[str]) -> bool:
+    """The same of the texts of a Parquet file, which is packed."""
+    pa, parquet = pyarrow_module(), pyarrow_module("pyarrow.parquet")
+    try:
+        with parquet.ParquetFile(file) as table:
+            leaves = [table.schema.column(number) for number in range(len(table.schema))]
+            texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+            for group in range(table.num_row_groups if texts and secrets else 0):
+                said = str(table.read_row_group(group, columns=texts).to_pylist())
+                if any(form in said for value in secrets for form in (value, repr(value)[1:-1])):
+                    return True
+        return False
+    except (pa.ArrowException, ValueError):  # it is none: as any other file
+        return _holds(file, secrets)

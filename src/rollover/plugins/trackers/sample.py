@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from rollover.text import named
 from rollover.track.jsonl import to_json
-from rollover.track.recorded import outcome_of
+from rollover.track.records import outcome_of
 from rollover.track.tracker import RecordedGroup
 from rollover.types import Rollout
 

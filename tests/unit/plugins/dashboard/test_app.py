@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from recorded_run import HOSTILE, write_run
 from rollover.http_guard import Guard
 from rollover.plugins.dashboard.app import is_of_page, make_app
-from rollover.plugins.dashboard.parts import page_files
+from rollover.plugins.dashboard.page_files import page_files
 from rollover.plugins.dashboard.run_data import RunData
 
 

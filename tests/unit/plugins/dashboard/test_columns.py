@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollover.plugins.dashboard.columns import Columns
-from rollover.plugins.dashboard.warnings import Warned, warnings_of
+from rollover.plugins.dashboard.metrics import Warned, warnings_of
 from rollover.run.tail import Tail
 from rollover.track.health import Health
 

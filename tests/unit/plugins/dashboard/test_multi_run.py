@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recorded_run import write_run
-from rollover.plugins.dashboard.multi_run import Several
+from rollover.plugins.dashboard.compare import Several
 from rollover.plugins.dashboard.run_data import RunData
 
 

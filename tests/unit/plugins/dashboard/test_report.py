@@ -12,7 +12,7 @@ from recorded_run import HOSTILE, group, recorded, write_run, written
 from rollover import cli
 from rollover.plugins.dashboard.report import make_report
 from rollover.plugins.dashboard.run_data import RunData
-from rollover.track.recorder import RolloutRecorder
+from rollover.track.records import RolloutRecorder
 
 
 class Tags(HTMLParser):

@@ -10,9 +10,8 @@ import pytest
 from recorded_run import group, recorded, write_run
 from rollover.plugins.dashboard.rollout_index import RolloutIndex, rollout_id, staleness, versions
 from rollover.plugins.dashboard.rollout_query import Wanted, page
-from rollover.plugins.dashboard.step_statistics import staleness_map
-from rollover.track.recorded import read_records
-from rollover.track.recorder import Format, RolloutRecorder
+from rollover.plugins.dashboard.run_statistics import staleness_map
+from rollover.track.records import Format, RolloutRecorder, read_records
 from rollover.track.tracker import Cut
 from rollover.types import DropReason
 

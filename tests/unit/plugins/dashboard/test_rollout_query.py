@@ -12,7 +12,7 @@ import pytest
 from recorded_run import HOSTILE, group, recorded, write_run
 from rollover.plugins.dashboard.rollout_index import RolloutIndex
 from rollover.plugins.dashboard.rollout_query import Wanted, choices, page
-from rollover.track.recorder import Format, RolloutRecorder
+from rollover.track.records import Format, RolloutRecorder
 from rollover.types import DropReason
 
 

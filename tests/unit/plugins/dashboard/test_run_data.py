@@ -13,11 +13,11 @@ import pytest
 
 from recorded_run import group, recorded, row, segment, write_run
 from rollover.plugins.dashboard.indexed_run import IndexedRun
+from rollover.plugins.dashboard.rollout_detail import pieces
 from rollover.plugins.dashboard.run_data import RunData
-from rollover.plugins.dashboard.token_text import pieces
 from rollover.run.lock import DirectoryLock
 from rollover.track.jsonl import MetricsFile
-from rollover.track.recorder import Format, RolloutRecorder
+from rollover.track.records import Format, RolloutRecorder
 from rollover.track.trace import TRACE, TraceEvent, TraceFile
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rollover.plugins.dashboard.columns import Columns
+from rollover.plugins.dashboard.metrics import axis, keys_of, series
 from rollover.plugins.dashboard.numbers import number, numbers, times
-from rollover.plugins.dashboard.series import axis, keys_of, series
 
 
 def rows(count: int) -> list[dict]:

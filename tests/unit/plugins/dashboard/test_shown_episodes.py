@@ -10,7 +10,7 @@ from recorded_run import group, recorded, write_run
 from rollover.plugins.dashboard.rollout_index import RolloutIndex
 from rollover.plugins.dashboard.rollout_query import Wanted, episode, page
 from rollover.plugins.dashboard.run_data import RunData
-from rollover.track.recorder import Format, RolloutRecorder
+from rollover.track.records import Format, RolloutRecorder
 from rollover.types import Group, Rollout
 
 

@@ -11,8 +11,8 @@ import pytest
 from recorded_run import group, recorded, write_run
 from rollover.plugins.dashboard.rollout_index import RolloutIndex
 from rollover.plugins.dashboard.run_data import RunData
-from rollover.plugins.dashboard.step_statistics import MOST_COLUMNS, MOST_LEVELS, reward_intervals, staleness_map
-from rollover.track.recorder import FORMATS, RolloutRecorder
+from rollover.plugins.dashboard.run_statistics import MOST_COLUMNS, MOST_LEVELS, reward_intervals, staleness_map
+from rollover.track.records import FORMATS, RolloutRecorder
 from rollover.track.statistics import mean_interval
 from rollover.types import DropReason, Group, Rollout
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from recorded_run import write_run
 from rollover.plugins.dashboard.indexed_run import IndexedRun
-from rollover.plugins.dashboard.token_text import RunTokens, pieces
+from rollover.plugins.dashboard.rollout_detail import RunTokens, pieces
 
 TEXT = "naïve 😀 日本語\n\ttab <|end|> \u202eabc"
 

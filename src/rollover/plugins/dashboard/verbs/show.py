@@ -60,7 +60,7 @@ def summary_of(files: IndexedRun) -> Any:
 
 def now(files: IndexedRun) -> dict[str, str]:
     """Where it stands, in words."""
-    from rollover.plugins.dashboard.pace import seconds_a_step
+    from rollover.plugins.dashboard.metrics import seconds_a_step
     from rollover.track.figures import count, decimal, duration
 
     rows, num_steps = files.metrics(), files.value("train.num_steps")

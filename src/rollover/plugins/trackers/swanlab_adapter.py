@@ -17,11 +17,11 @@ from typing import Any
 
 import swanlab  # pyright: ignore[reportMissingImports]
 
-from rollover.plugins.trackers.tool import About, Newest, Tool
+from rollover.plugins.trackers.adapter import About, Adapter, LastSteps
 from rollover.track.tracker import Cut
 
 
-class SwanLab(Tool):
+class SwanLab(Adapter):
     """`place`: the folder that `swanlab sync` sends, or the project."""
 
     def __init__(self, about: About) -> None:
@@ -47,7 +47,7 @@ class SwanLab(Tool):
             id=about.id,
             resume="allow",
         )
-        self._is_open, self.newest = True, Newest()
+        self._is_open, self.last_steps = True, LastSteps()
         self.place = f"{self._folder} (for swanlab sync)" if here else f"project {project} of SwanLab"
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:

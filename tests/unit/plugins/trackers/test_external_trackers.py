@@ -1,4 +1,4 @@
-"""Tools of others in processes of their own: they are told all, and neither a hang nor an end costs the run a step."""
+"""External trackers in processes of their own: they get every event, and neither a hang nor a crash costs a step."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ from rollover.config import TrackConfig
 from rollover.config.load import load_config
 from rollover.config.run import TOOLS
 from rollover.functions import explained
-from rollover.plugins.trackers import names, tool_process
-from rollover.plugins.trackers.artifacts import files_of
-from rollover.plugins.trackers.names import Named
+from rollover.plugins.trackers import external
+from rollover.plugins.trackers.adapter import as_paths, redacted, without_secrets
+from rollover.plugins.trackers.child import files_of
+from rollover.plugins.trackers.external import AdapterSpec, ExternalTrackers
 from rollover.plugins.trackers.sample import sample_of, sample_of_records
-from rollover.plugins.trackers.tool import as_paths, redacted, without_secrets
-from rollover.plugins.trackers.tools import Tools
 from rollover.track.build import build_trackers
 from rollover.track.jsonl import EvalFile, MetricsFile
-from rollover.track.recorded import records_of
-from rollover.track.recorder import RolloutRecorder
+from rollover.track.records import RolloutRecorder, records_of
 from rollover.track.tracker import Cut, RecordedGroup, RunInfo, Tracker, Trackers
 from samples import group, rollout, segment
 
@@ -36,9 +34,9 @@ REPOSITORY = Path(__file__).parents[4]
 QUOTED = json.dumps('with "q\u00e9otes" in it')
 FAKE = """
 import json, os, time
-from rollover.plugins.trackers.tool import Newest, Tool
+from rollover.plugins.trackers.adapter import LastSteps, Adapter
 
-class Kept(Tool):
+class Kept(Adapter):
     '''Writes down what it is told. A file "raise", "hang" or "die" beside that makes it do so at the next step.'''
 
     def truncate(self, cut):
@@ -50,7 +48,7 @@ class Kept(Tool):
         told = [what for what in told if what[1] <= cut.step]
         self.file.write_text("".join(json.dumps(what) + chr(10) for what in told))
         steps = lambda kind: max([what[1] for what in told if what[0] == kind], default=-1)
-        self.newest, self.place = Newest(steps("row"), steps("eval")), "a folder"
+        self.last_steps, self.place = LastSteps(steps("row"), steps("eval")), "a folder"
 
     def tell(self, *what):
         with self.file.open("a") as file:
@@ -107,12 +105,12 @@ class RunOf:
     """The trackers of one process of a run in `folder`, cut after the step `cut` (None: not yet)."""
 
     def __init__(self, folder: Path, cut: int | None = -1, **options: Any) -> None:
-        self.folder, self.heard, self.trackers = folder, Heard(), Trackers()
-        self.trackers.add("heard", self.heard)
+        self.folder, self.messages, self.trackers = folder, Heard(), Trackers()
+        self.trackers.add("heard", self.messages)
         self.trackers.add("metrics", MetricsFile(folder / "metrics.jsonl"))
         self.trackers.add("evals", EvalFile(folder / "eval.jsonl"))
         config = TrackConfig(trackers=["fake"], **{"finish_s": 120.0, **options})
-        self.tools = Tools(["fake"], config)
+        self.tools = ExternalTrackers(["fake"], config)
         hear(self.trackers.on_message)
         self.trackers.add("tools", self.tools)
         self.trackers.on_start(RunInfo("demo", folder, {"run": {"name": "demo"}}, resumed=False))
@@ -147,10 +145,10 @@ def until(holds: Callable[[], object]) -> None:
 @pytest.fixture(autouse=True)
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "fake_tool.py").write_text(FAKE)
+    (tmp_path / "code" / "fake_adapter.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"), prepend=":")
     monkeypatch.setenv("FAKE_API_KEY", "s3cr3t-of-the-user")
-    monkeypatch.setitem(names.TOOLS, "fake", Named("fake_tool:Kept", "json"))
+    monkeypatch.setitem(external.ADAPTERS, "fake", AdapterSpec("fake_adapter:Kept", "json"))
 
 
 def test_it_is_told_all_in_order_and_closed(tmp_path: Path) -> None:
@@ -163,7 +161,7 @@ def test_it_is_told_all_in_order_and_closed(tmp_path: Path) -> None:
     assert run.told() == [
         ["eval", 0, 0.25], ["row", 1, 1 / 3], ["row", 2, 2 / 3], ["eval", 2, 0.5], ["close", -1, False],
     ]  # fmt: skip
-    assert run.heard.lines == ["fake: this run is shown at a folder"]
+    assert run.messages.lines == ["fake: this run is shown at a folder"]
     assert run.trackers.stats() == {"trackers/failed": 0, "trackers/lost": 0}
 
 
@@ -188,18 +186,18 @@ def test_one_that_was_killed_is_told_what_it_missed_and_forgets_what_is_undone(t
 def test_one_that_hangs_is_not_waited_for_and_misses_nothing_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tool_process, "MOST_UNDER_WAY", 4)
+    monkeypatch.setattr(external, "MAX_PENDING", 4)
     (tmp_path / "hang").touch()
     run = RunOf(tmp_path)
     for step in range(1, 21):
         run.step(step)
     lost = run.trackers.stats()["trackers/lost"]
     assert lost == 18, "about, the cut, and two rows were under way"
-    assert [line for line in run.heard.lines if "does not keep up" in line], "it is said"
+    assert [line for line in run.messages.lines if "does not keep up" in line], "it is said"
     assert not run.told("row")
     (tmp_path / "hang").unlink()
     until(lambda: len(run.told("row")) == 2)
-    until(lambda: not run.tools.tools[0].under_way)
+    until(lambda: not run.tools.tools[0].num_pending)
     run.step(21)
     run.end()
     assert run.told("row") == [["row", step, step / 3] for step in range(1, 22)], "told from metrics.jsonl"
@@ -211,18 +209,18 @@ def test_one_that_hangs_is_ended_after_its_time(tmp_path: Path) -> None:
     run.step(1)
     run.end()
     assert run.tools.tools[0].wait(0), "its process is gone"
-    (line,) = [line for line in run.heard.lines if "track.finish_s" in line]
+    (line,) = [line for line in run.messages.lines if "track.finish_s" in line]
     assert "fake had not taken" in line and "0.2 s after the end" in line
 
 
 def test_the_silence_of_one_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollover.plugins.trackers.tools._SILENT_S", 0.0)
+    monkeypatch.setattr("rollover.plugins.trackers.external._SILENT_S", 0.0)
     (tmp_path / "hang").touch()
     run = RunOf(tmp_path, finish_s=0.0)
     for step in (1, 2, 3):
         run.step(step)
     run.end()
-    assert len([line for line in run.heard.lines if "has taken nothing for" in line]) == 1
+    assert len([line for line in run.messages.lines if "has taken nothing for" in line]) == 1
 
 
 def test_one_that_fails_is_said_once_without_secrets_and_told_again(tmp_path: Path) -> None:
@@ -235,7 +233,7 @@ def test_one_that_fails_is_said_once_without_secrets_and_told_again(tmp_path: Pa
     run.step(3)
     run.end()
     assert run.told("row") == [["row", step, step / 3] for step in (1, 2, 3)]
-    (line,) = [line for line in run.heard.lines if "failed" in line]
+    (line,) = [line for line in run.messages.lines if "failed" in line]
     assert (
         line.startswith("track.trackers: fake failed: ConnectionError: no route with ***") and "the run goes on" in line
     )
@@ -272,7 +270,7 @@ def test_one_that_can_be_opened_at_the_end_only_is_told_all_then(tmp_path: Path)
     (tmp_path / "closed").touch()
     run = RunOf(tmp_path)
     run.step(1)
-    until(lambda: not run.tools.tools[0].under_way)
+    until(lambda: not run.tools.tools[0].num_pending)
     (tmp_path / "closed").unlink()
     run.step(2)
     run.end()
@@ -314,7 +312,7 @@ def test_one_whose_process_ends_is_said_and_counted(tmp_path: Path) -> None:
     run.step(3)
     run.end()
     assert run.trackers.stats() == {"trackers/failed": 1, "trackers/lost": 3}, "steps 2 and 3, and the end"
-    assert any("its process ended (out of memory); the run goes on without it" in line for line in run.heard.lines)
+    assert any("its process ended (out of memory); the run goes on without it" in line for line in run.messages.lines)
 
 
 def test_prints_of_a_library_are_no_replies(tmp_path: Path) -> None:
@@ -328,11 +326,11 @@ def test_prints_of_a_library_are_no_replies(tmp_path: Path) -> None:
 
 
 def test_a_class_that_cannot_be_loaded_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(names.TOOLS, "fake", Named("fake_tool:Nothing", "json"))
+    monkeypatch.setitem(external.ADAPTERS, "fake", AdapterSpec("fake_adapter:Nothing", "json"))
     run = RunOf(tmp_path)
     run.step(1)
     run.end()
-    assert any("track.trackers: fake failed: AttributeError" in line for line in run.heard.lines)
+    assert any("track.trackers: fake failed: AttributeError" in line for line in run.messages.lines)
 
 
 def leave(folder: Path, *, finished: bool = True) -> None:
@@ -358,7 +356,7 @@ def leave(folder: Path, *, finished: bool = True) -> None:
 def test_a_finished_run_leaves_its_artifacts_without_credentials(tmp_path: Path) -> None:
     run = RunOf(tmp_path, artifacts=["model", "best_model", "records"])
     run.step(1)
-    until(lambda: not run.tools.tools[0].under_way)
+    until(lambda: not run.tools.tools[0].num_pending)
     leave(tmp_path)
     (tmp_path / "raise").touch()
     run.end()
@@ -372,7 +370,7 @@ def test_a_finished_run_leaves_its_artifacts_without_credentials(tmp_path: Path)
         "eval.jsonl": "",
     }
     assert "best_model" not in found
-    lines = [line for line in run.heard.lines if "did not go there" in line]
+    lines = [line for line in run.messages.lines if "did not go there" in line]
     assert "best_model did not go there: OSError: no space for ***" in lines[0] and "tried again" not in lines[0]
     assert "rollouts/step-000001.jsonl of records did not go there: a credential is in it" in lines[1]
     assert len(lines) == 2 and run.told()[-1] == ["close", -1, False], "it goes on"
@@ -408,22 +406,22 @@ def test_a_run_that_is_not_finished_leaves_none(tmp_path: Path, finished: bool, 
 def test_artifacts_have_their_own_time_and_hold_the_end_up_no_longer(tmp_path: Path) -> None:
     run = RunOf(tmp_path, artifacts=["model"], finish_s=0.2, artifacts_s=0.3)
     run.step(1)
-    until(lambda: not run.tools.tools[0].under_way)
+    until(lambda: not run.tools.tools[0].num_pending)
     leave(tmp_path)
     (tmp_path / "hang").touch()
     run.end()
     assert run.tools.tools[0].wait(0), "its process is gone"
-    waiting, ended = (line for line in run.heard.lines if "model" in line)
+    waiting, ended = (line for line in run.messages.lines if "model" in line)
     assert "waiting for fake to take model, for 0.3 s (track.artifacts_s)" in waiting
     assert "fake had not taken model 0.3 s later, and was ended" in ended and str(tmp_path) in ended
 
 
 def test_one_that_is_not_open_says_that_it_took_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(names.TOOLS, "fake", Named("fake_tool:Nothing", "json"))
+    monkeypatch.setitem(external.ADAPTERS, "fake", AdapterSpec("fake_adapter:Nothing", "json"))
     run = RunOf(tmp_path, artifacts=["model"])
     leave(tmp_path)
     run.end()
-    assert any("it is not open, and model did not go there (track.artifacts)" in line for line in run.heard.lines)
+    assert any("it is not open, and model did not go there (track.artifacts)" in line for line in run.messages.lines)
 
 
 def test_hostile_texts_arrive_as_text_and_long_ones_are_cut(tmp_path: Path) -> None:
@@ -501,7 +499,7 @@ def test_a_damaged_record_is_said_and_costs_no_row(tmp_path: Path) -> None:
     run.trackers.truncate(Cut(1))
     run.end()
     assert run.told("row") == [["row", 1, 0.5]]
-    assert any("step-000001.jsonl:1: not a recorded rollout" in line for line in run.heard.lines)
+    assert any("step-000001.jsonl:1: not a recorded rollout" in line for line in run.messages.lines)
 
 
 def test_names_can_be_paths_of_files() -> None:
@@ -519,7 +517,7 @@ def test_secrets_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_group_is_wanted_where_no_rollout_is_shown(tmp_path: Path) -> None:
-    assert not Tools(["fake"], TrackConfig(trackers=["fake"], tracker_rollouts=0)).wants_groups
+    assert not ExternalTrackers(["fake"], TrackConfig(trackers=["fake"], tracker_rollouts=0)).wants_groups
 
 
 @pytest.mark.parametrize(
@@ -553,7 +551,7 @@ def test_options_without_effect_are_refused(overrides: list[tuple[str, str]], me
 def test_a_tool_that_is_not_installed_is_refused_with_the_line_for_pip(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(names.TOOLS, "tensorboard", Named("x:Y", "no_such_library"))
+    monkeypatch.setitem(external.ADAPTERS, "tensorboard", AdapterSpec("x:Y", "no_such_library"))
     config = load_config([], [("track.trackers", '["tensorboard"]')], require_sources=False).config
     said = 'track.trackers: tensorboard is not installed: pip install "rollover[tensorboard]"'
     with pytest.raises(ValueError, match=re.escape(said)):
@@ -562,21 +560,21 @@ def test_a_tool_that_is_not_installed_is_refused_with_the_line_for_pip(
 
 def test_each_tool_is_an_option_an_extra_and_a_short_file() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    names_of_tools = [name for name in names.TOOLS if name != "fake"]
-    assert tuple(names_of_tools) == TOOLS
-    for name in names_of_tools:
-        module, _, kind = names.TOOLS[name].tracker.partition(":")
+    names = [name for name in external.ADAPTERS if name != "fake"]
+    assert tuple(names) == TOOLS
+    for name in names:
+        module, _, kind = external.ADAPTERS[name].tracker.partition(":")
         file = REPOSITORY / "src" / f"{module.replace('.', '/')}.py"
-        assert len(file.read_text().splitlines()) < 100 and f"class {kind}(Tool)" in file.read_text()
+        assert len(file.read_text().splitlines()) < 100 and f"class {kind}(Adapter)" in file.read_text()
         assert name in project["optional-dependencies"]
 
 
 def test_the_options_reach_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, Any]] = []
-    monkeypatch.setattr(tool_process.ToolProcess, "start", lambda self: None)
-    monkeypatch.setattr(tool_process.ToolProcess, "tell", lambda self, message, always=False: told.append(message))
+    monkeypatch.setattr(external.AdapterProcess, "start", lambda self: None)
+    monkeypatch.setattr(external.AdapterProcess, "tell", lambda self, message, always=False: told.append(message))
     options = {"project": "p", "group": "g", "entity": "e", "tags": ["a", "b"]}
-    tools = Tools(["fake"], TrackConfig(trackers=["fake"], **options))
+    tools = ExternalTrackers(["fake"], TrackConfig(trackers=["fake"], **options))
     tools.on_start(RunInfo("demo", tmp_path, {"key": "s3cr3t-of-the-user"}, resumed=False))
     about = told[0]["about"]
     assert {key: about[key] for key in options} == options and about["config"] == {"key": "***"}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rollover.plugins.dashboard import parts
-from rollover.plugins.dashboard.parts import modules, one_script, page_files
+from rollover.plugins.dashboard import page_files
+from rollover.plugins.dashboard.page_files import modules, one_script, page_files
 
 NODE = shutil.which("node")
 

@@ -1,4 +1,4 @@
-"""What a tool of others is told of a run, and how: `Tool`, which each of them extends in a file of its own.
+"""What a tool of others is told of a run, and how: `Adapter`, which each of them extends in a file of its own.
 
 A tool works in a process of its own (child.py), so it may wait, fail and import what it likes. Owns what all of them
 share: what a row's numbers are called.
@@ -49,19 +49,19 @@ class About:
         return self.project or os.environ.get(variable) or "rollover"
 
 
-class Newest(NamedTuple):
-    """The newest steps that a tool has a row and an evaluation of; -1: none."""
+class LastSteps(NamedTuple):
+    """The last_steps steps that a tool has a row and an evaluation of; -1: none."""
 
     row: int = -1
     eval: int = -1
 
 
-class Tool(Tracker):
-    """A tracker of others. `truncate` opens it, or opens it again, and sets `newest`: what is after that is told from
-    the run's own files. Whatever it raises is reported, and tried again with the next step."""
+class Adapter(Tracker):
+    """A tracker of others. `truncate` opens it, or opens it again, and sets `last_steps`: what is after that is told
+    from the run's own files. Whatever it raises is reported, and tried again with the next step."""
 
     def __init__(self, about: About) -> None:
-        self.about, self.newest = about, Newest()
+        self.about, self.last_steps = about, LastSteps()
         self.place = ""
         """Where it shows the run, once it is open: an address or a folder."""
         self.failed = False

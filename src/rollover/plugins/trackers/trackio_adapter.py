@@ -15,13 +15,13 @@ from typing import Any
 import trackio  # pyright: ignore[reportMissingImports]
 from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
 
-from rollover.plugins.trackers.tool import About, Newest, Tool
+from rollover.plugins.trackers.adapter import About, Adapter, LastSteps
 from rollover.track.tracker import Cut
 
 _RENAMED = {"time": "time_"}  # trackio has a time of its own
 
 
-class Trackio(Tool):
+class Trackio(Adapter):
     """`place`: what it is shown by."""
 
     def __init__(self, about: About) -> None:
@@ -34,10 +34,10 @@ class Trackio(Tool):
         self.close()
         remote = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
         if not remote:
-            self.newest = self._stored()
-            if max(self.newest) > cut.step:
+            self.last_steps = self._stored()
+            if max(self.last_steps) > cut.step:
                 SQLiteStorage.delete_run(self._project, self._name)
-                self.newest = Newest()
+                self.last_steps = LastSteps()
         about = self.about
         self._run = trackio.init(
             project=self._project,
@@ -50,7 +50,7 @@ class Trackio(Tool):
         )
         if remote:
             last = getattr(self._run, "_next_step", 0) - 1
-            self.newest = Newest(last, last)
+            self.last_steps = LastSteps(last, last)
         self.place = f"project {self._project} of {remote}" if remote else f"trackio show --project {self._project}"
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -71,14 +71,14 @@ class Trackio(Tool):
             self._run.finish()
             self._run = None
 
-    def _stored(self) -> Newest:
+    def _stored(self) -> LastSteps:
         row = evaluation = -1
         for log in SQLiteStorage.get_logs(self._project, self._name):
             if "policy_version" in log:
                 row = max(row, log["step"])
             if "eval/policy_version" in log:
                 evaluation = max(evaluation, log["step"])
-        return Newest(row, evaluation)
+        return LastSteps(row, evaluation)
 
 
 def _trace(row: Mapping[str, Any], answer: str) -> Any:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollover.config.traits import estimator
-from rollover.track.recorded import TRAINED
+from rollover.track.records import TRAINED
 from rollover.track.token_stats import by_token
 from rollover.types import DropReason
 

@@ -14,14 +14,14 @@ from typing import Any
 from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
 from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
-from rollover.plugins.trackers.tool import About, Newest, Tool, as_paths, flat
+from rollover.plugins.trackers.adapter import About, Adapter, LastSteps, as_paths, flat
 from rollover.track.tracker import Cut
 
 _ID = "rollover.id"
 _MOST_METRICS, _MOST_PARAMS, _MOST_CHARS, _MOST_NAME = 1000, 100, 500, 250  # of a request; of a value, a name
 
 
-class MLflow(Tool):
+class MLflow(Adapter):
     """`place`: the store and the run's number there."""
 
     def __init__(self, about: About) -> None:
@@ -40,10 +40,10 @@ class MLflow(Tool):
             if max(last.values()) > cut.step or any(_is_torn(client, run, *of) for of in last.items()):
                 client.delete_run(run.info.run_id)
             else:
-                self._run, self.newest = run.info.run_id, Newest(last[""], last["eval/"])
+                self._run, self.last_steps = run.info.run_id, LastSteps(last[""], last["eval/"])
                 client.update_run(self._run, status="RUNNING")
         if not self._run:
-            self._run, self.newest = self._begin(client, number), Newest()
+            self._run, self.last_steps = self._begin(client, number), LastSteps()
         client.log_dict(self._run, dict(self.about.config), "config.json")
         self.place = f"{client.tracking_uri}, run {self._run}"
 

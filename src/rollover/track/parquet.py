@@ -1,15 +1,21 @@
-"""Rollouts as Parquet: one table a step under rollouts/, one row a rollout, of one schema in every run.
+"""Rollouts and metrics as Parquet tables. docs/parquet.md describes both schemas.
 
-Owns that schema (docs/parquet.md), and how a record becomes a row and a row the record again. The keys are those of a
-line of JSONL (track/recorder.py), but what siblings share is in every row, `messages`, `media` and `later_media` are
-JSON inside a string as `columns` is, and `extras`, `shaping` and `texts` are maps: whatever a run records, all its
-files have one schema. pyarrow is loaded where a table is written or read.
+`rollouts/step-*.parquet`: one row per rollout, with the keys of a JSONL record (track/records.py), but siblings do not
+share values, `messages`, `media` and `later_media` are JSON strings, and `extras`, `shaping` and `texts` are maps. So
+all files have one schema, whatever a run records.
+
+`metrics.parquet`: one column per key of metrics.jsonl, rebuilt from that file at every start. Writes between steps take
+at most 1/500 of the time, so after a kill the table may lack some steps; it is never torn and has no step twice.
+
+pyarrow is imported where a table is written or read.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import time
+from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,15 +23,20 @@ from typing import TYPE_CHECKING, Any
 
 from rollover.files import atomic_write_bytes
 from rollover.text import encodable
+from rollover.track.jsonl import read_rows
 from rollover.track.token_stats import KEYS
+from rollover.track.tracker import Cut, Row, Tracker
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-ROLLOUTS, VERSION = "rollouts", 5  # under METADATA of every file; a change that a reader would notice counts up
+ROLLOUTS, ROLLOUTS_VERSION = (
+    "rollouts",
+    5,
+)  # under METADATA of every file; a change that a reader would notice counts up
 METADATA = b"rollover.schema"
 # Schemas that lack columns of this one, and have no others.
-_BEFORE = {f"{ROLLOUTS}/{version}" for version in range(1, VERSION)}
+_BEFORE = {f"{ROLLOUTS}/{version}" for version in range(1, ROLLOUTS_VERSION)}
 _AS_JSON, _MAPS = ("messages", "media", "later_media"), ("extras", "shaping", "texts")
 _MOST_ROWS = 64  # of a row group: what a reader of a few rows has to unpack
 
@@ -98,25 +109,25 @@ def schema() -> pa.Schema:
         **dict.fromkeys(("loss_mask", "rejected"), pa.list_(pa.int32())),
         **dict.fromkeys(KEYS[2:], pa.list_(pa.float32())),
     }
-    return pa.schema(list(fields.items()), metadata={METADATA: f"{ROLLOUTS}/{VERSION}".encode()})
+    return pa.schema(list(fields.items()), metadata={METADATA: f"{ROLLOUTS}/{ROLLOUTS_VERSION}".encode()})
 
 
-def add_rows(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+def append_rollouts(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Write the file, or put the rows behind those that it has. Each record has what siblings share.
 
     The file is replaced as a whole: a kill leaves the one before.
     """
     pa = pyarrow_module()
     table = pa.Table.from_pylist([_row(record) for record in records], schema=schema())
-    _write(path, pa.concat_tables([_read(path), table]) if path.exists() else table)
+    _write_table(path, pa.concat_tables([_read(path), table]) if path.exists() else table)
 
 
-def leave_out(path: Path, comes_again: Callable[[int], bool]) -> None:
+def remove_groups(path: Path, comes_again: Callable[[int], bool]) -> None:
     """Write the file anew without the groups for which that is so, if it has any."""
     table = _read(path)
     kept = [not comes_again(group_id) for group_id in table["group_id"].to_pylist()]
     if not all(kept):
-        _write(path, table.filter(pyarrow_module().array(kept, "bool")))
+        _write_table(path, table.filter(pyarrow_module().array(kept, "bool")))
 
 
 def read_table_rows(path: Path, rows: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
@@ -147,8 +158,8 @@ def _read(path: Path, names: list[str] | None = None, rows: Sequence[int] | None
     try:
         with parquet.ParquetFile(path) as file:
             told = (file.schema_arrow.metadata or {}).get(METADATA, b"nothing").decode()
-            if told not in {f"{ROLLOUTS}/{VERSION}", *_BEFORE}:
-                raise ValueError(f"its schema is {told}, and {ROLLOUTS}/{VERSION} is what this version reads")
+            if told not in {f"{ROLLOUTS}/{ROLLOUTS_VERSION}", *_BEFORE}:
+                raise ValueError(f"its schema is {told}, and {ROLLOUTS}/{ROLLOUTS_VERSION} is what this version reads")
             table = file.read(columns=names) if rows is None else _rows_of(file, names, rows)
             return table if told not in _BEFORE else _with_all_columns(table, names)
     except (pyarrow_module().ArrowException, ValueError) as error:
@@ -181,7 +192,7 @@ def _with_all_columns(table: pa.Table, names: list[str] | None) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=pa.schema(fields, metadata=wanted.metadata))
 
 
-def _write(path: Path, table: pa.Table) -> None:
+def _write_table(path: Path, table: pa.Table) -> None:
     buffer = io.BytesIO()
     pyarrow_module("pyarrow.parquet").write_table(table, buffer, compression="zstd", row_group_size=_MOST_ROWS)
     atomic_write_bytes(path, buffer.getbuffer())
@@ -202,3 +213,70 @@ def _utf8(value: Any) -> Any:
     if isinstance(value, list) and value and isinstance(value[0], tuple):
         return [(_utf8(name), _utf8(of)) for name, of in value]
     return value
+
+
+METRICS, METRICS_VERSION = "metrics", 1
+_INTEGERS = ("step", "policy_version")
+_TIMES_ITS_COST = 500  # how much longer than a write the pause after it is, at least
+
+
+class MetricsTable(Tracker):
+    """Writes `path` of the rows of `source`, and of those that it is told. `clock` gives seconds.
+
+    ValueError where pyarrow is not installed.
+    """
+
+    def __init__(self, path: Path, source: Path, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.path, self.source, self._clock = path, source, clock
+        self._parquet = pyarrow_module("pyarrow.parquet")
+        self._columns: dict[str, array[float]] = {}  # nan: the step has no such value
+        self._num_rows = 0
+        self._unwritten, self._not_before = False, clock()
+
+    def truncate(self, cut: Cut) -> None:
+        """`source` has been cut: the table is what that has now."""
+        self._columns, self._num_rows = {}, 0
+        for row in read_rows(self.source):
+            self._add(row)
+        if self._num_rows:
+            self._write()
+        else:
+            self.path.unlink(missing_ok=True)
+
+    def on_step(self, row: Row) -> None:
+        self._add(row)
+        if self._clock() >= self._not_before:
+            self._write()
+
+    def close(self) -> None:
+        if self._unwritten:
+            self._write()
+
+    def _add(self, row: Row) -> None:
+        for key in row.keys() - self._columns.keys():
+            self._columns[key] = array("d", [float("nan")]) * self._num_rows
+        for key, column in self._columns.items():
+            value = row.get(key)
+            column.append(float("nan") if value is None else value)
+        self._num_rows += 1
+        self._unwritten = True
+
+    def _write(self) -> None:
+        begun, buffer = self._clock(), io.BytesIO()
+        self._parquet.write_table(self._table(), buffer, compression="zstd")
+        atomic_write_bytes(self.path, buffer.getbuffer())
+        now = self._clock()
+        self._unwritten, self._not_before = False, now + _TIMES_ITS_COST * (now - begun)
+
+    def _table(self) -> pa.Table:
+        import numpy as np
+
+        pa = pyarrow_module()
+        names = [*(key for key in _INTEGERS if key in self._columns), *sorted(self._columns.keys() - set(_INTEGERS))]
+        columns = []
+        for name in names:
+            column = pa.array(np.array(self._columns[name]), from_pandas=True)  # nan is null
+            columns.append(column.cast(pa.int64()) if name in _INTEGERS else column)
+        fields = [(name, column.type) for name, column in zip(names, columns, strict=True)]
+        metadata = {METADATA: f"{METRICS}/{METRICS_VERSION}".encode()}
+        return pa.Table.from_arrays(columns, schema=pa.schema(fields, metadata=metadata))

@@ -17,11 +17,11 @@ from typing import Any
 
 import wandb  # pyright: ignore[reportMissingImports]
 
-from rollover.plugins.trackers.tool import About, Newest, Tool
+from rollover.plugins.trackers.adapter import About, Adapter, LastSteps
 from rollover.track.tracker import Cut
 
 
-class Wandb(Tool):
+class Wandb(Adapter):
     """`place`: the address of the run, or the folder for `wandb sync`."""
 
     def __init__(self, about: About) -> None:
@@ -38,7 +38,7 @@ class Wandb(Tool):
                 shutil.rmtree(old)
             self._run = self._begin()
             self.place = f"{self._run.settings.sync_dir} (for wandb sync)"
-            self.newest = Newest()
+            self.last_steps = LastSteps()
             return
         run = self._begin(resume="allow")
         if 0 <= cut.step < run.step - 1:
@@ -48,7 +48,7 @@ class Wandb(Tool):
                 run = self._begin(resume_from=f"{self.about.id}?_step={cut.step}")
             run = run or self._begin(resume="allow")
         self._run, self.place = run, run.url or ""
-        self.newest = Newest(run.step - 1, run.step - 1) if run.step else Newest()
+        self.last_steps = LastSteps(run.step - 1, run.step - 1) if run.step else LastSteps()
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(numbers, step=step)

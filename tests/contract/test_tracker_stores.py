@@ -21,9 +21,8 @@ import pytest
 
 from heard import hear
 from rollover.config import TrackConfig
-from rollover.plugins.trackers.names import TOOLS
-from rollover.plugins.trackers.tool import About, numbers_of, numbers_of_eval
-from rollover.plugins.trackers.tools import Tools
+from rollover.plugins.trackers.adapter import About, numbers_of, numbers_of_eval
+from rollover.plugins.trackers.external import ADAPTERS, ExternalTrackers
 from rollover.track.jsonl import EvalFile, MetricsFile, read_rows
 from rollover.track.metric_keys import METRICS
 from rollover.track.tracker import Cut, RecordedGroup, RunInfo, Trackers
@@ -167,7 +166,7 @@ PARAMS = [pytest.param(name, marks=[] if name == "tensorboard" else pytest.mark.
 
 @pytest.fixture(params=PARAMS)
 def tool(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    pytest.importorskip(TOOLS[request.param].library, reason=f'pip install "rollover[{request.param}]"')
+    pytest.importorskip(ADAPTERS[request.param].library, reason=f'pip install "rollover[{request.param}]"')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("SWANLAB_MODE", "offline")
@@ -185,13 +184,13 @@ class RunOf:
     def __init__(
         self, tool: str, folder: Path, *, resumed: bool, cut: int, name: str = "demo run", project: str = "shown"
     ) -> None:
-        self.path, self.heard = folder / "run", hear([])
+        self.path, self.messages = folder / "run", hear([])
         self.path.mkdir(exist_ok=True)
         config = TrackConfig(
             trackers=[tool], project=project, group="g", tags=["a"], finish_s=300.0, tracker_rollouts=len(HOSTILE),
             artifacts=["model", "records"],
         )  # fmt: skip
-        self.files, self.tools = Trackers(), Tools([tool], config)
+        self.files, self.tools = Trackers(), ExternalTrackers([tool], config)
         self.files.add("metrics", MetricsFile(self.path / "metrics.jsonl"))
         self.files.add("evals", EvalFile(self.path / "eval.jsonl"))
         for trackers in (self.files, self.tools):
@@ -229,7 +228,7 @@ class RunOf:
         self.tools.on_phase("done")
         for trackers in (self.files, self.tools):
             trackers.close()
-        assert self.tools.stats() == {"trackers/failed": 0, "trackers/lost": 0}, self.heard
+        assert self.tools.stats() == {"trackers/failed": 0, "trackers/lost": 0}, self.messages
 
     def kill(self) -> None:
         self.until_taken()
@@ -239,8 +238,8 @@ class RunOf:
 
     def until_taken(self) -> None:
         deadline = time.monotonic() + 300
-        while self.tools.tools[0].under_way:
-            assert time.monotonic() < deadline, self.heard
+        while self.tools.tools[0].num_pending:
+            assert time.monotonic() < deadline, self.messages
             time.sleep(0.05)
 
 
@@ -415,7 +414,7 @@ def test_a_run_may_be_called_as_a_path_is(tool: str, tmp_path: Path, monkeypatch
     for trackers in (run.files, run.tools):
         trackers.close()
     failed = run.tools.stats()["trackers/failed"]
-    assert not failed or any("roject" in line and "../../up" in line for line in run.heard), "it may refuse that one"
+    assert not failed or any("roject" in line and "../../up" in line for line in run.messages), "it may refuse that one"
     assert not [path for path in (tmp_path / "a").rglob("up*") if folder not in path.parents]
     assert not list(tmp_path.parent.glob("up*"))
 
@@ -436,7 +435,7 @@ class Server:
 
 
 @pytest.mark.parametrize(
-    ("last", "cut", "rewinds", "newest", "calls"),
+    ("last", "cut", "rewinds", "last_steps", "calls"),
     [
         (-1, -1, True, -1, 1),  # a new run
         (5, 5, True, 5, 1),  # all is there
@@ -446,17 +445,17 @@ class Server:
     ],
 )
 def test_a_run_of_wandb_online_is_rewound_where_its_server_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int, cut: int, rewinds: bool, newest: int, calls: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int, cut: int, rewinds: bool, last_steps: int, calls: int
 ) -> None:
     pytest.importorskip("wandb", reason='pip install "rollover[wandb]"')
-    ours = importlib.import_module("rollover.plugins.trackers.wandb_tool")
+    ours = importlib.import_module("rollover.plugins.trackers.wandb_adapter")
     server = Server(last, rewinds)
     settings = SimpleNamespace(settings=SimpleNamespace(mode="online"))
     fake = SimpleNamespace(init=server.init, setup=lambda: settings, Settings=dict)
     monkeypatch.setattr(ours, "wandb", fake)
     tool = ours.Wandb(About("1d", "demo", tmp_path, "p", "", "", (), {}))
     tool.truncate(Cut(cut))
-    assert tool.newest == (newest, newest) and len(server.asked) == calls
+    assert tool.last_steps == (last_steps, last_steps) and len(server.asked) == calls
     assert {asked["id"] for asked in server.asked} == {"1d"} and server.asked[0]["resume"] == "allow"
 
 

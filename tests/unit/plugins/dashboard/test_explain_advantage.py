@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from recorded_run import group, recorded
 from rollover.algorithms import advantage
+from rollover.plugins.dashboard.explain_advantage import why, worked
 from rollover.plugins.dashboard.indexed_run import IndexedRun
 from rollover.plugins.dashboard.rollout_detail import told
-from rollover.plugins.dashboard.why import why, worked
-from rollover.track.recorder import RolloutRecorder
+from rollover.track.records import RolloutRecorder
 from rollover.track.token_stats import TokenStats
 from rollover.track.tracker import RecordedCredit, RecordedGroup
 from rollover.types import DropReason

@@ -21,11 +21,11 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore  (ge
 from tensorboard.plugins.text.summary_v2 import text_pb  # pyright: ignore[reportMissingImports]
 from tensorboard.summary.writer.event_file_writer import EventFileWriter  # pyright: ignore[reportMissingImports]
 
-from rollover.plugins.trackers.tool import About, Newest, Tool
+from rollover.plugins.trackers.adapter import About, Adapter, LastSteps
 from rollover.track.tracker import Cut
 
 
-class TensorBoard(Tool):
+class TensorBoard(Adapter):
     """`place` is the folder."""
 
     def __init__(self, about: About) -> None:
@@ -38,7 +38,7 @@ class TensorBoard(Tool):
         with contextlib.suppress(Exception):  # one that failed: its file is left as it is
             self.close()
         row, evaluation = self._found()
-        self.newest = Newest(min(row, cut.step), min(evaluation, cut.step))
+        self.last_steps = LastSteps(min(row, cut.step), min(evaluation, cut.step))
         self._writer = writer = EventFileWriter(self.place)
         # Readers take the first of these for the beginning, and purge at each later one.
         self._add(cut.step + 1, session_log=SessionLog(status=SessionLog.START))
@@ -68,7 +68,7 @@ class TensorBoard(Tool):
         self._writer.add_event(Event(wall_time=time.time(), step=step, **what))
         self._writer.flush()  # a step is in the file before the next one begins
 
-    def _found(self) -> Newest:
+    def _found(self) -> LastSteps:
         """What the files have by now. A record that a kill cut off, and what follows it, does not count."""
         row = evaluation = -1
         for path in sorted(Path(self.place).glob("events.out.tfevents.*")):
@@ -81,7 +81,7 @@ class TensorBoard(Tool):
                         evaluation = event.step
                     else:
                         row = event.step
-        return Newest(row, evaluation)
+        return LastSteps(row, evaluation)
 
 
 def _record(row: Mapping[str, Any]) -> str:

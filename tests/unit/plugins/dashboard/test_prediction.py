@@ -7,7 +7,7 @@ from pathlib import Path
 
 from recorded_run import row, write_run
 from rollover.plugins.dashboard.indexed_run import IndexedRun
-from rollover.plugins.dashboard.planned import happened, plan_of
+from rollover.plugins.dashboard.prediction import happened, plan_of
 
 
 def test_what_happened_is_the_mean_of_the_steps() -> None:

@@ -17,7 +17,7 @@ from rollover.config.table import value_of
 from rollover.config.trust import without_functions
 from rollover.plugins.dashboard.indexed_run import IndexedRun
 from rollover.plugins.dashboard.numbers import number
-from rollover.sim.planned import planned
+from rollover.sim.plan import plan_config
 from rollover.track.metrics import aggregate
 
 _HAPPENED = (
@@ -36,7 +36,7 @@ def plan_of(files: IndexedRun) -> dict[str, Any]:
         config = Config.model_validate(renamed(files.config))
         rollout, left_out = without_functions(config.rollout, "rollout")
         resolved = Resolved(config.model_copy(update={"rollout": rollout}), [], {})
-        plan, sources, _ = planned(resolved, files.directory, said.append)
+        plan, sources, *_ = plan_config(resolved, files.directory, said.append)
     except ValueError as error:
         return {"why": f"This run cannot be planned: {error}"}
     except KeyError as error:  # of an older version, or of an engine that does not tell it

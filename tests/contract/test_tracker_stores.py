@@ -232,13 +232,13 @@ class RunOf:
 
     def kill(self) -> None:
         self.until_taken()
-        for tool in self.tools.tools:
+        for tool in self.tools.adapters:
             tool.kill()
         self.files.close()
 
     def until_taken(self) -> None:
         deadline = time.monotonic() + 300
-        while self.tools.tools[0].num_pending:
+        while self.tools.adapters[0].num_pending:
             assert time.monotonic() < deadline, self.messages
             time.sleep(0.05)
 

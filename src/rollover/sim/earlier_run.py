@@ -17,7 +17,7 @@ _OBSERVED_GROUPS = 20_000
 
 
 def read_run(directory: Path, say: Callable[[str], None]) -> tuple[list[list[int]], dict[str, Any]]:
-    """The lengths of its groups, and what its metrics say about speeds."""
+    """Return the lengths of the run's groups, and values of [plan] from its records and metrics."""
     try:
         files = RunFiles(directory)
     except ValueError as error:
@@ -34,52 +34,51 @@ def read_run(directory: Path, say: Callable[[str], None]) -> tuple[list[list[int
         raise ValueError(f"--from-run {directory}: no group was recorded (track.rollouts was off, or no step was made)")
     prompt_tokens = sum(prompts) / len(prompts)
     values: dict[str, Any] = {"prompt_tokens": max(1, round(prompt_tokens)), **episodes.turns(files.events)}
-    if files.value("rollout.overlap"):  # its seconds of generation are only those that the trainer waited
+    if files.value("rollout.overlap"):  # time/generate_s is only the trainer's waiting time
         say(f"{directory} generated while it trained: its metrics tell no speeds, only its lengths are taken")
         return observed, values
     speeds = speeds_of_run(files.metrics(), prompt_tokens)
-    speeds["train_tokens_per_s"] *= files.value("train.epochs_per_step") or 1  # a rate of one of its epochs
+    speeds["train_tokens_per_s"] *= files.value("train.epochs_per_step") or 1  # [plan] has the rate of one epoch
     return observed, values | speeds
 
 
 class EpisodeCounts:
-    """Counts the episodes of groups; those of several rollouts are planned as one, of all their turns."""
+    """Counts turns and tokens of episodes. Several rollouts of an episode count as one with all their turns."""
 
     def __init__(self) -> None:
-        self._episodes = self._turns = self._told = 0
+        self._episodes = self._turns = self._environment_tokens = 0
 
     def lengths(self, group: Group) -> list[int]:
-        """Sampled tokens of each episode of the group, at least 1."""
+        """Count the group; returns the sampled tokens of each episode, at least 1."""
         lengths: dict[int, int] = {}
         for rollout in group.rollouts:
             lengths[rollout.sibling] = lengths.get(rollout.sibling, 0) + rollout.num_sampled_tokens
             self._turns += len(turns_of(rollout))
-            self._told += rollout.num_tokens - rollout.num_sampled_tokens
+            self._environment_tokens += rollout.num_tokens - rollout.num_sampled_tokens
         self._episodes += len(lengths)
         return [max(1, length) for length in lengths.values()]
 
     def turns(self, events: Callable[[], Iterable[TraceEvent]]) -> dict[str, Any]:
-        """Values of [plan], of the episodes so far and of the trace of their run; {} where they had one turn each."""
+        """Return values of [plan] from the episodes and the trace; {} if they have one turn each."""
         turns = round(self._turns / max(1, self._episodes))
         if turns < 2:
             return {}
         between = self._turns - self._episodes
-        values: dict[str, Any] = {"turns": turns, "tool_tokens": max(1, round(self._told / between))}
+        values: dict[str, Any] = {"turns": turns, "tool_tokens": max(1, round(self._environment_tokens / between))}
         worked = [act.seconds for act in acts(list(events())) if act.goes_on]
         return values | ({"tool_s": sum(worked) / len(worked)} if worked else {})
 
 
 def speeds_of_run(rows: list[dict[str, Any]], prompt_tokens: float) -> dict[str, Any]:
-    """PlanConfig values that the metrics of a run tell: decode steps by batch size, prefill, training, hand-over.
+    """Return PlanConfig values from the metrics of a run: decode steps by batch size, prefill, training, weight sync.
 
-    The time of a decode step is fitted as a line over the steps' mean batch sizes; prefill is none of it, nor the time
-    in which the run waited for environments alone (plan.tool_s has that). Servers tell neither: of a run on servers
-    there are none. ValueError if there are too few.
+    The time of a decode step is a linear fit over the steps' mean batch sizes, without prefill and without waits for
+    environments alone (plan.tool_s). Servers report neither decode steps nor prefill. ValueError with too few steps.
     """
     of_servers = bool(rows) and rows[-1].get("engine/servers") is not None
     decoding = {} if of_servers else _decode_steps(rows) | _prefill(rows[-1])
-    tokens = rows[-1]["tokens/trained"]  # as a simulation counts them: masked ones too, and no reepisodes ones
-    prompts = rows[-1]["groups/consumed"] * prompt_tokens  # of all steps: metrics.jsonl begins with the first
+    tokens = rows[-1]["tokens/trained"]  # as in the simulation: with masked tokens, without replayed ones
+    prompts = rows[-1]["groups/consumed"] * prompt_tokens  # of all steps
     train_s = sum(row["time/train_s"] for row in rows)
     return decoding | {
         "train_tokens_per_s": (tokens + prompts) / train_s,
@@ -88,9 +87,8 @@ def speeds_of_run(rows: list[dict[str, Any]], prompt_tokens: float) -> dict[str,
 
 
 def _decode_steps(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The part of `speeds_of_run` that decode steps tell."""
     points: list[tuple[float, float]] = []
-    clean: list[tuple[float, float]] = []  # without the decode steps of an evaluation, which the engine counts too
+    clean: list[tuple[float, float]] = []  # without evaluations, whose decode steps the engine counts, too
     before: dict[str, Any] = {}
     for row in rows:
         steps = row["engine/decode_steps"] - before.get("engine/decode_steps", 0.0)
@@ -98,7 +96,7 @@ def _decode_steps(rows: list[dict[str, Any]]) -> dict[str, Any]:
         if steps > 0 and row["tokens/step_generated"] > 0:
             decoding = max(0.0, row["time/generate_s"] - prefill_s - (row.get("wait/environment_s") or 0.0))
             points.append((row["tokens/step_generated"] / steps, decoding / steps))
-            if before and not row.get("time/eval_s"):  # before the first step there may have been one
+            if before and not row.get("time/eval_s"):  # an evaluation may precede the first step
                 clean.append(points[-1])
         before = row
     points = clean if len(clean) > 1 else points
@@ -108,14 +106,13 @@ def _decode_steps(rows: list[dict[str, Any]]) -> dict[str, Any]:
     slope, base = 0.0, statistics.mean(seconds)
     if max(batches) > 1.2 * min(batches):
         slope, base = statistics.linear_regression(batches, seconds)
-        if base <= 0 or slope < 0:  # noise: in proportion to the batch, or constant
+        if base <= 0 or slope < 0:  # noise: assume proportional to the batch, or constant
             slope, base = (sum(seconds) / sum(batches), 1e-4) if slope >= 0 else (0.0, statistics.mean(seconds))
     most = max(2, round(max(batches)))
     return {"decode_batches": [1, most], "decode_step_s": [base + slope, base + slope * most]}
 
 
 def _prefill(last: dict[str, Any]) -> dict[str, Any]:
-    """The part that the last row's counters of prefill tell."""
     tokens = sum(last.get(f"engine/{key}_tokens") or 0.0 for key in ("prefill", "reprefill"))
     seconds = last.get("engine/prefill_s") or 0.0
     return {"prefill_tokens_per_s": tokens / seconds, "prefill_min_s": 0.0} if tokens and seconds else {}

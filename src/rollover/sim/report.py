@@ -18,7 +18,7 @@ _SHOWN = 12  # variants
 
 
 def as_text(plan: Plan, sources: dict[str, str]) -> str:
-    """`sources`: for each key of [plan] that is not a default, where its value comes from."""
+    """Format a plan. `sources`: the origin of each value of [plan] that is not a default."""
     lines = [*_assumptions(plan, sources), "", *_comparison(plan), "", *_staleness(plan.figures), "", *_variants(plan)]
     return "\n".join(lines) + "\n"
 
@@ -50,7 +50,6 @@ def _assumptions(plan: Plan, sources: dict[str, str]) -> list[str]:
 
 
 def _turns(plan: Plan, where: Mapping[str, str]) -> list[str]:
-    """The line about episodes, where they have turns."""
     a = plan.assumed
     if a.turns == 1:
         return []
@@ -118,7 +117,7 @@ MOST_SLOTS = 512
 
 
 def timeline(config: Config, observed: list[list[int]] | None = None) -> str:
-    """SVG of the first steps. ValueError where there are too many slots to see any."""
+    """Draw the first steps as SVG, synchronous training above; ValueError with too many slots."""
     rollout, plan, slots = config.rollout, with_epochs(config), config.engine.max_running
     if plan.engines * slots > MOST_SLOTS:
         raise ValueError(
@@ -137,8 +136,8 @@ def timeline(config: Config, observed: list[list[int]] | None = None) -> str:
 def planned_trace(
     rollout: RolloutConfig, plan: PlanConfig, slots: int, workload: Workload, publish_every: int = 1
 ) -> list[TraceEvent]:
-    """The trace that such a run would leave, in virtual seconds."""
-    trace = Trace(RunClock())  # whose clock nobody asks: every event comes with its time
+    """Simulate a run and return its trace, in virtual seconds."""
+    trace = Trace(RunClock())  # the clock is unused: every event has its time
     outcome = Simulation(rollout, plan, slots, workload, [trace.on_event], publish_every=publish_every).run()
     events, begun = trace.drain(), 0.0
     for step in outcome.steps:

@@ -20,13 +20,13 @@ from rollover.envs.protocol import written
 from rollover.types import Rollout, SamplingParams, Segment, StopReason
 
 _BLOCK = 1024
-_NARROW = 0.3  # log standard deviation of each hump of a bimodal distribution
+_NARROW = 0.3  # log standard deviation of both modes of a bimodal distribution
 
 
 class Workload:
-    """Answer lengths, drawn in blocks: those of a task depend on the seed and its index alone.
+    """Answer lengths, drawn in blocks: the lengths of a task depend only on the seed and its index.
 
-    `observed`: the lengths of whole groups of an earlier run; tasks then resemble these, drawn with replacement.
+    `observed`: lengths of whole groups of an earlier run; tasks are then drawn from these with replacement.
     """
 
     def __init__(self, plan: PlanConfig, group_size: int, longest: int, observed: Sequence[Sequence[int]] = ()) -> None:
@@ -39,7 +39,7 @@ class Workload:
             )
 
     def lengths(self, task: int) -> list[int]:
-        """Tokens that each sibling would generate, at least 1; what exceeds the longest possible ends there."""
+        """Return the tokens that each sibling generates, from 1 to `longest`."""
         block, row = divmod(task, _BLOCK)
         if block not in self._blocks:
             self._blocks = {block: self._draw(np.random.default_rng([self.plan.seed, block]))}
@@ -47,7 +47,7 @@ class Workload:
 
     @property
     def mean(self) -> float:
-        """Mean length, of the first block."""
+        """Mean length in the first block."""
         return float(self._draw(np.random.default_rng([self.plan.seed, 0])).mean())
 
     def _draw(self, rng: np.random.Generator) -> np.ndarray:
@@ -81,32 +81,36 @@ T = TypeVar("T")
 
 
 class Turns:
-    """Of one simulation: every episode is one rollout of plan.turns turns, shorter ones of a token each. After each
-    turn but the last its environment works for plan.tool_s and writes plan.tool_tokens."""
+    """Turns of the episodes of a simulation: plan.turns each, fewer if an episode has fewer tokens.
+
+    After each turn but the last the environment works for plan.tool_s and writes plan.tool_tokens.
+    """
 
     def __init__(self, plan: PlanConfig) -> None:
         self.num, self._seconds = plan.turns, plan.tool_s
         self._written = (0,) * plan.tool_tokens
 
-    def divided(self, lengths: list[int]) -> tuple[list[int], list[list[int]]]:
-        """Where the first turns of episodes that sample so many tokens end, and where those after them do: in tokens
-        after their prompts, those that environments write included."""
+    def split(self, lengths: list[int]) -> tuple[list[int], list[list[int]]]:
+        """Return the end of the first turn of each episode, and the ends of its later turns.
+
+        In tokens after the prompt, those of environments included. `lengths`: sampled tokens of each episode.
+        """
         if self.num == 1:
             return lengths, []
         ends = [self._ends(length) for length in lengths]
-        return [of[0] for of in ends], [of[1:] for of in ends]
+        return [episode[0] for episode in ends], [episode[1:] for episode in ends]
 
     def seconds(self, later: list[int]) -> float:
-        """How long the environment works after a turn. `later`: where the turns after it end."""
+        """Return how long the environment works after a turn. `later`: ends of the turns after it."""
         return self._seconds if later else 0.0
 
     def answer(self, rollout: Rollout, later: list[int]) -> Segment | None:
-        """What it writes then; None: the episode is done."""
+        """Return the tokens that the environment writes, None at the end of the episode."""
         return written(rollout, self._written) if later else None
 
     @property
     def num_written(self) -> int:
-        """Tokens of an answer."""
+        """Tokens that the environment writes after a turn."""
         return len(self._written)
 
     def _ends(self, length: int) -> list[int]:
@@ -120,8 +124,8 @@ class Turns:
         return ends
 
 
-class Later(Generic[T]):
-    """What comes at a time of its own."""
+class EventQueue(Generic[T]):
+    """Items that become due at their own times."""
 
     def __init__(self) -> None:
         self._items: list[tuple[float, int, T]] = []
@@ -132,7 +136,7 @@ class Later(Generic[T]):
 
     @property
     def first(self) -> float:
-        """When the next one comes; infinite if none does."""
+        """Time of the next item, infinite without one."""
         return self._items[0][0] if self._items else math.inf
 
     def add(self, time: float, item: T) -> None:
@@ -140,7 +144,7 @@ class Later(Generic[T]):
         self._num += 1
 
     def due(self, now: float) -> list[T]:
-        """Those that have come by now, which are taken away."""
+        """Remove and return the items that are due."""
         items = []
         while self._items and self._items[0][0] <= now:
             items.append(heapq.heappop(self._items)[2])
@@ -148,7 +152,7 @@ class Later(Generic[T]):
 
 
 def is_partial(rollout: Rollout) -> bool:
-    """Whether a turn of it has two or more segments: it rolled over."""
+    """Return whether a turn has two or more segments: the rollout rolled over."""
     return len(rollout.segments) > 1 and sum(1 if s.trainable else -1 for s in rollout.segments) > 1
 
 
@@ -157,30 +161,30 @@ _PAUSED = StopReason.PAUSED  # a member of an Enum class is slow to look up
 
 
 class Segments:
-    """Makes what extensions return. Only the length counts, so all segments of one length are one object."""
+    """Factory of the segments that an engine would return. Equal segments share one object."""
 
     def __init__(self) -> None:
         self._ids, self._logprobs = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32)
         self._made: dict[tuple[int, int, StopReason], Segment] = {}
-        self._cuts: dict[str, Counter[int]] = {}
-        """Tokens by version, by the id of each rollout that met new weights since it was started."""
+        # Rollouts that got new weights since their start: id -> tokens by version.
+        self._tokens_by_version: dict[str, Counter[int]] = {}
 
-    def cut(self, rollout: Rollout, num_tokens: int, version: int) -> None:
-        """A running rollout meets new weights. It got `num_tokens` since it was started, the last under `version`."""
-        cuts = self._cuts.setdefault(rollout.rollout_id, Counter())
-        cuts[version] = num_tokens - cuts.total()
+    def on_new_weights(self, rollout: Rollout, num_tokens: int, version: int) -> None:
+        """Record that a running rollout has `num_tokens` since its start, the last ones under `version`."""
+        tokens = self._tokens_by_version.setdefault(rollout.rollout_id, Counter())
+        tokens[version] = num_tokens - tokens.total()
 
-    def of(self, rollout: Rollout, num_tokens: int, version: int, reason: StopReason) -> list[Segment]:
-        """One for each version that it met since it was started, empty where it got no token under it."""
-        cuts = self._cuts.pop(rollout.rollout_id, None)
-        if cuts is None:
+    def on_stop(self, rollout: Rollout, num_tokens: int, version: int, reason: StopReason) -> list[Segment]:
+        """Return one segment per version since its start, empty if it got no token under a version."""
+        tokens = self._tokens_by_version.pop(rollout.rollout_id, None)
+        if tokens is None:
             return [self._segment(num_tokens, version, reason)]
-        cuts[version] = num_tokens - cuts.total()
-        *before, last = cuts.items()
+        tokens[version] = num_tokens - tokens.total()
+        *before, last = tokens.items()
         return [*(self._segment(n, v, _PAUSED) for v, n in before), self._segment(last[1], last[0], reason)]
 
-    def forget(self) -> None:
-        """Make new objects from now on: those of earlier steps are rarely asked for again."""
+    def clear(self) -> None:
+        """Drop the shared objects; those of earlier steps are rarely used again."""
         self._made.clear()
 
     def _segment(self, num_tokens: int, version: int, reason: StopReason) -> Segment:

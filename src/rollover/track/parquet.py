@@ -30,19 +30,16 @@ from rollover.track.tracker import Cut, Row, Tracker
 if TYPE_CHECKING:
     import pyarrow as pa
 
-ROLLOUTS, ROLLOUTS_VERSION = (
-    "rollouts",
-    5,
-)  # under METADATA of every file; a change that a reader would notice counts up
+ROLLOUTS, ROLLOUTS_VERSION = "rollouts", 5  # under METADATA of every file; each change of the schema increases it
 METADATA = b"rollover.schema"
-# Schemas that lack columns of this one, and have no others.
+# Earlier schemas: subsets of the columns of this one.
 _BEFORE = {f"{ROLLOUTS}/{version}" for version in range(1, ROLLOUTS_VERSION)}
 _AS_JSON, _MAPS = ("messages", "media", "later_media"), ("extras", "shaping", "texts")
-_MOST_ROWS = 64  # of a row group: what a reader of a few rows has to unpack
+_MOST_ROWS = 64  # per row group: a reader of a few rows unpacks whole row groups
 
 
 def pyarrow_module(name: str = "pyarrow") -> Any:
-    """A module of pyarrow. ValueError where that is not installed."""
+    """Import a module of pyarrow; ValueError if it is not installed."""
     from importlib import import_module
 
     try:
@@ -53,7 +50,7 @@ def pyarrow_module(name: str = "pyarrow") -> Any:
 
 @cache
 def schema() -> pa.Schema:
-    """Of every file of rollouts."""
+    """Return the schema of rollouts/*.parquet."""
     pa = pyarrow_module()
     numbers = pa.map_(pa.string(), pa.float64())
     sampling = {"temperature": pa.float64(), "top_p": pa.float64(), "top_k": pa.int64(), "min_p": pa.float64()}
@@ -113,27 +110,27 @@ def schema() -> pa.Schema:
 
 
 def append_rollouts(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write the file, or put the rows behind those that it has. Each record has what siblings share.
+    """Write the file, or append rows to it. Each record has the values that siblings share.
 
-    The file is replaced as a whole: a kill leaves the one before.
+    The file is replaced as a whole: a kill leaves the previous one.
     """
     pa = pyarrow_module()
     table = pa.Table.from_pylist([_row(record) for record in records], schema=schema())
     _write_table(path, pa.concat_tables([_read(path), table]) if path.exists() else table)
 
 
-def remove_groups(path: Path, comes_again: Callable[[int], bool]) -> None:
-    """Write the file anew without the groups for which that is so, if it has any."""
+def remove_groups(path: Path, is_repeated: Callable[[int], bool]) -> None:
+    """Rewrite the file without the groups for which `is_repeated` is true."""
     table = _read(path)
-    kept = [not comes_again(group_id) for group_id in table["group_id"].to_pylist()]
+    kept = [not is_repeated(group_id) for group_id in table["group_id"].to_pylist()]
     if not all(kept):
         _write_table(path, table.filter(pyarrow_module().array(kept, "bool")))
 
 
 def read_table_rows(path: Path, rows: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
-    """The records of a file as JSONL has them, but for what siblings share, which is in each; or those at these places.
+    """Yield the records of a file, or those of the given row numbers, with the values that siblings share.
 
-    ValueError for what is no such file.
+    ValueError for another kind of file.
     """
     for row in (_read(path) if rows is None else _read(path, rows=rows)).to_pylist():
         try:
@@ -147,29 +144,29 @@ def read_table_rows(path: Path, rows: Sequence[int] | None = None) -> Iterator[d
 
 
 def read_columns(path: Path, names: Collection[str]) -> dict[str, list[Any]]:
-    """Some columns of a file, the others are not read. ValueError for what is no such file."""
+    """Read some columns of a file; ValueError for another kind of file."""
     table = _read(path, list(names))
     return {name: table[name].to_pylist() for name in names}
 
 
 def _read(path: Path, names: list[str] | None = None, rows: Sequence[int] | None = None) -> pa.Table:
-    """`names`: of columns; `rows`: places of rows, in the order wanted. All of them where they are None."""
+    """`names`: columns; `rows`: row numbers in the order of the result; None: all."""
     parquet = pyarrow_module("pyarrow.parquet")
     try:
         with parquet.ParquetFile(path) as file:
-            told = (file.schema_arrow.metadata or {}).get(METADATA, b"nothing").decode()
-            if told not in {f"{ROLLOUTS}/{ROLLOUTS_VERSION}", *_BEFORE}:
-                raise ValueError(f"its schema is {told}, and {ROLLOUTS}/{ROLLOUTS_VERSION} is what this version reads")
+            found = (file.schema_arrow.metadata or {}).get(METADATA, b"nothing").decode()
+            if found not in {f"{ROLLOUTS}/{ROLLOUTS_VERSION}", *_BEFORE}:
+                raise ValueError(f"its schema is {found}, and {ROLLOUTS}/{ROLLOUTS_VERSION} is what this version reads")
             table = file.read(columns=names) if rows is None else _rows_of(file, names, rows)
-            return table if told not in _BEFORE else _with_all_columns(table, names)
+            return table if found not in _BEFORE else _with_all_columns(table, names)
     except (pyarrow_module().ArrowException, ValueError) as error:
         raise ValueError(f"{path}: not recorded rollouts: {error}") from error
 
 
 def _rows_of(file: Any, names: list[str] | None, rows: Sequence[int]) -> pa.Table:
-    """Of an open file: only the row groups that have one of these rows are read."""
+    """Read only the row groups that contain one of `rows`."""
     groups: list[int] = []
-    place_of: dict[int, int] = {}  # of a row in what is read
+    place_of: dict[int, int] = {}  # row number -> index in the table that is read
     begin = taken = 0
     for group in range(file.num_row_groups):
         end = begin + file.metadata.row_group(group).num_rows
@@ -184,7 +181,7 @@ def _rows_of(file: Any, names: list[str] | None, rows: Sequence[int]) -> pa.Tabl
 
 
 def _with_all_columns(table: pa.Table, names: list[str] | None) -> pa.Table:
-    """The table of an earlier schema with the columns of this one, null where it lacks them."""
+    """Add the missing columns of an earlier schema as nulls."""
     pa, wanted = pyarrow_module(), schema()
     fields = [of for of in wanted if names is None or of.name in names]
     has = set(table.column_names)
@@ -207,7 +204,7 @@ def _row(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _utf8(value: Any) -> Any:
-    """A lone surrogate is not UTF-8, and the recording of it is not worth the run."""
+    # A lone surrogate is not UTF-8; a failed write would end the run.
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, list) and value and isinstance(value[0], tuple):
@@ -217,24 +214,24 @@ def _utf8(value: Any) -> Any:
 
 METRICS, METRICS_VERSION = "metrics", 1
 _INTEGERS = ("step", "policy_version")
-_TIMES_ITS_COST = 500  # how much longer than a write the pause after it is, at least
+_TIMES_ITS_COST = 500  # shortest pause after a write, as a multiple of its time
 
 
 class MetricsTable(Tracker):
-    """Writes `path` of the rows of `source`, and of those that it is told. `clock` gives seconds.
+    """Tracker that writes the rows of `source` and of later steps to `path`. `clock` returns seconds.
 
-    ValueError where pyarrow is not installed.
+    ValueError if pyarrow is not installed.
     """
 
     def __init__(self, path: Path, source: Path, clock: Callable[[], float] = time.perf_counter) -> None:
         self.path, self.source, self._clock = path, source, clock
         self._parquet = pyarrow_module("pyarrow.parquet")
-        self._columns: dict[str, array[float]] = {}  # nan: the step has no such value
+        self._columns: dict[str, array[float]] = {}  # nan: missing
         self._num_rows = 0
         self._unwritten, self._not_before = False, clock()
 
     def truncate(self, cut: Cut) -> None:
-        """`source` has been cut: the table is what that has now."""
+        """Rebuild the table from `source`, which is truncated before."""
         self._columns, self._num_rows = {}, 0
         for row in read_rows(self.source):
             self._add(row)

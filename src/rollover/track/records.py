@@ -51,9 +51,9 @@ _TEMPORARY = re.compile(r"\.step-\d+\.(jsonl|parquet)\.tmp-\d+")
 
 
 class RolloutRecorder(Tracker):
-    """Writes `<dir>/step-000012.jsonl`, `.parquet`, or both.
+    """Tracker that writes `<dir>/step-000012.jsonl`, `.parquet`, or both.
 
-    `enabled` False: nothing is added, but what an earlier process of the run wrote stays, and is cut like the rest.
+    `enabled` False: it writes nothing, but still truncates the files of earlier processes of the run.
     """
 
     def __init__(self, dir: str | Path, enabled: bool = True, formats: Sequence[Format] = ("jsonl",)) -> None:
@@ -69,37 +69,37 @@ class RolloutRecorder(Tracker):
             self.write(step, groups)
 
     def write(self, step: int, groups: Sequence[RecordedGroup]) -> Path:
-        """Write the files of one step, or add to them. Returns the path of the last.
+        """Write the files of one step, or append to them. Returns the path of the last file.
 
-        A step that has been begun in another format, before a --resume that changed it, goes on in that.
+        A step that was begun in another format, before a --resume that changed it, keeps that format.
         """
         paths = {of: self.dir / f"step-{step:06d}.{of}" for of in FORMATS}
         formats = [of for of in FORMATS if paths[of].exists()] or self.formats
-        # What is read where there are both comes first: a kill in between leaves it whole.
+        # Readers prefer Parquet, so it is written first: a kill in between leaves it complete.
         if "parquet" in formats:
             append_rollouts(paths["parquet"], list(_table_records(step, groups)))
         if "jsonl" in formats:
             lines = [_read_bytes(paths["jsonl"]).decode()] if paths["jsonl"].exists() else []
             lines += [json.dumps(of, ensure_ascii=False, allow_nan=False) + "\n" for of in _jsonl_records(step, groups)]
-            # A lone surrogate in a completion is not UTF-8, and the recording of it is not worth the run.
+            # A lone surrogate in a completion is not UTF-8; a failed write would end the run.
             atomic_write_text(paths["jsonl"], "".join(lines).encode("utf-8", "replace").decode("utf-8"))
         return paths["jsonl" if "jsonl" in formats else "parquet"]
 
     def truncate(self, cut: Cut) -> None:
-        """Remove the files of later steps and half-written ones, and from those of the step what comes again."""
+        """Remove later steps and half-written files, and the repeated groups of the step itself."""
         last = self.dir / f"step-{cut.step:06d}.jsonl"
         if last.exists():
             content, kept = _read_bytes(last), []
-            for line, (number, record) in zip(content.split(b"\n"), rows_of(last), strict=False):
+            for line, (number, record) in zip(content.split(b"\n"), numbered_records(last), strict=False):
                 try:
-                    if not cut.comes_again(record["group_id"]):
+                    if not cut.is_repeated(record["group_id"]):
                         kept.append(line + b"\n")
                 except (KeyError, TypeError) as error:
-                    raise not_recorded(last, number, error) from error
+                    raise invalid_record(last, number, error) from error
             if b"".join(kept) != content:
                 atomic_write_bytes(last, b"".join(kept))
         if last.with_suffix(".parquet").exists():
-            remove_groups(last.with_suffix(".parquet"), cut.comes_again)
+            remove_groups(last.with_suffix(".parquet"), cut.is_repeated)
         for path in self.dir.iterdir():
             step = step_of(path.name)
             if _TEMPORARY.fullmatch(path.name) or (step is not None and step > cut.step):
@@ -112,13 +112,13 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _jsonl_records(step: int, groups: Sequence[RecordedGroup]) -> Iterator[dict[str, Any]]:
-    """As they stand in JSONL."""
+    """Yield the records in JSONL form."""
     for recorded, index, rollout in _each_rollout(groups):
         first = recorded.group.rollouts[0]
         record = _record_of(step, recorded, index, shared=rollout is first)
         if rollout is not first and not _same_prompt(rollout, first):
             record |= {"prompt_ids": list(rollout.prompt.ids), "media": _media(rollout.prompt.media)}
-        # "token_ids" and what is of tokens stay last: who looks for the rest reads up to there.
+        # The keys of tokens stay last: readers of the other keys stop there (plugins/dashboard/rollout_index.py).
         yield record | {
             "token_ids": rollout.token_ids(),
             "logprobs": [x for s in rollout.segments for x in _short_float32(s.logprobs)],
@@ -127,7 +127,7 @@ def _jsonl_records(step: int, groups: Sequence[RecordedGroup]) -> Iterator[dict[
 
 
 def _table_records(step: int, groups: Sequence[RecordedGroup]) -> Iterator[dict[str, Any]]:
-    """As they are put into a table."""
+    """Yield the records in table form."""
     none = np.zeros(0, np.float32)
     for recorded, index, rollout in _each_rollout(groups):
         logprobs = np.concatenate([none, *(s.logprobs.astype(np.float32) for s in rollout.segments)])
@@ -138,19 +138,20 @@ def _table_records(step: int, groups: Sequence[RecordedGroup]) -> Iterator[dict[
 
 
 def _each_rollout(groups: Sequence[RecordedGroup]) -> Iterator[tuple[RecordedGroup, int, Rollout]]:
-    """(its group, its place there, the rollout) of each rollout, in order."""
-    for of in groups:
-        assert len(of.completions) == len(of.advantages) == len(of.group.rollouts)
-        yield from ((of, place, rollout) for place, rollout in enumerate(of.group.rollouts))
+    """Yield (group, index in the group, rollout) in order."""
+    for recorded in groups:
+        rollouts = recorded.group.rollouts
+        assert len(recorded.completions) == len(recorded.advantages) == len(rollouts)
+        yield from ((recorded, index, rollout) for index, rollout in enumerate(rollouts))
 
 
 def _record_of(step: int, recorded: RecordedGroup, place: int, *, shared: bool) -> dict[str, Any]:
-    """All but its tokens, of the rollout at this place. `shared`: also what its siblings have, too."""
+    """Record of one rollout without its tokens. `shared`: with the values that siblings share."""
     group, rollout = recorded.group, recorded.group.rollouts[place]
     task, reward = group.task, rollout.reward
     error = reward.error if reward else None
     if reward is not None and reward.missing and error is None:
-        error = "missing"  # a score and an error that are both null mean: not scored yet
+        error = "missing"  # score and error both null would mean: not scored yet
     return {
         "rollout_id": rollout.rollout_id,
         "group_id": rollout.group_id,
@@ -174,7 +175,7 @@ def _record_of(step: int, recorded: RecordedGroup, place: int, *, shared: bool) 
         "later_media": _media(rollout.later_media),
         "completion": recorded.completions[place],
         "score": to_json(_float(reward.score)) if reward else None,
-        # Without entries null, because Parquet has no struct without fields.
+        # Null instead of {}: Parquet has no struct without fields.
         "extras": {name: to_json(_float(v)) for name, v in reward.extras.items()} if reward and reward.extras else None,
         "texts": reward.texts if reward and reward.texts else None,
         "shaping": {name: float(v) for name, v in reward.shaping.items()} if reward and reward.shaping else None,
@@ -232,39 +233,41 @@ def _same_prompt(a: Rollout, b: Rollout) -> bool:
 
 
 TRAINED = "trained"
-SHARED = ("messages", "prompt", "columns", "prompt_ids")  # of a group's rollouts: in the first line of a JSONL file
-_OF_TRAINED = (DropReason.BASELINE, DropReason.ABANDONED)  # reasons of single rollouts of groups that were trained
+SHARED = ("messages", "prompt", "columns", "prompt_ids")  # only in the first JSONL line of a group
+_OF_TRAINED = (DropReason.BASELINE, DropReason.ABANDONED)  # single rollouts of trained groups
 _FILE = re.compile(r"step-(\d+)\.(jsonl|parquet)")
 
 
 class StepFile(NamedTuple):
-    """What was recorded after `step`."""
+    """The file of one step."""
 
     step: int
     path: Path
 
 
 def step_files(dir: str | Path) -> list[StepFile]:
-    """The files of the folder that are read, by step; [] where there is no folder."""
+    """Return the file to read for each step of the folder, in order; [] without a folder."""
     dir, found = Path(dir), {}
     preferred = ".parquet" if find_spec("pyarrow") else ".jsonl"
     for name in sorted(os.listdir(dir)) if dir.is_dir() else ():
         if (step := step_of(name)) is not None:
             path = dir / name
-            if (step not in found or path.suffix == preferred) and path.is_file():  # no pipe, which has no end
+            if (step not in found or path.suffix == preferred) and path.is_file():  # reading a pipe would not end
                 found[step] = path
     return [StepFile(step, found[step]) for step in sorted(found)]
 
 
 def step_of(name: str) -> int | None:
-    """Whose step the file of this name in rollouts/ is; None: no step's."""
+    """Return the step of a file name in rollouts/, None for other files."""
     match = _FILE.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def outcome_of(dropped: DropReason | None, rollout: Rollout) -> str:
-    """What became of a Rollout of a group that was trained (None) or dropped: what is compared with and never trained
-    itself, or had a call that its agent gave up, is dropped as in the ledger."""
+    """Return the outcome of a rollout: "trained" or "dropped:REASON". `dropped`: of its group, None if trained.
+
+    As in the ledger, a greedy baseline and an abandoned call of a trained group count as dropped.
+    """
     reason = dropped
     if dropped is None and rollout.greedy:
         reason = DropReason.BASELINE
@@ -274,10 +277,10 @@ def outcome_of(dropped: DropReason | None, rollout: Rollout) -> str:
 
 
 def read_rollouts(dir: str | Path, include_dropped: bool = False) -> Iterator[list[Group]]:
-    """The recorded groups, one list a step, in the order they were written.
+    """Yield the recorded groups, one list per step, in the order of writing.
 
-    Trained groups are READY again, dropped ones (only with `include_dropped`) DROPPED; all else is as it was.
-    Raises ValueError if there are no recordings, and for a malformed record with its file and line.
+    Trained groups are READY again, dropped ones (only with `include_dropped`) DROPPED. Raises ValueError without
+    records, and for a malformed record with its file and line.
     """
     files = step_files(dir)
     if not files:
@@ -290,43 +293,42 @@ def read_rollouts(dir: str | Path, include_dropped: bool = False) -> Iterator[li
 
 
 def read_records(dir: str | Path) -> Iterator[dict[str, Any]]:
-    """The recorded rollouts as they are in the files, in the order they were written, dropped ones included.
+    """Yield the records of all rollouts, dropped ones included, in the order of writing.
 
-    What siblings share is in each of them, and "columns" is a dict. Raises ValueError for a line that is not JSON.
+    Each has the values that siblings share, and "columns" as a dict. Raises ValueError for a line that is not JSON.
     """
     for _, path in step_files(dir):
         yield from records_of(path)
 
 
 def records_of(path: Path) -> Iterator[dict[str, Any]]:
-    """`read_records` of one file."""
+    """Yield the records of one file, as `read_records` does."""
     shared: dict[str, Any] = {}
-    for number, record in rows_of(path):
+    for number, record in numbered_records(path):
         try:
             if record["columns"] is not None:
                 record["columns"] = json.loads(record["columns"])
-                shared = shared_of(record)
-            own = own_of(record)
+                shared = shared_fields(record)
+            own = own_prompt_fields(record)
         except (ValueError, KeyError, TypeError) as error:
-            raise not_recorded(path, number, error) from error
+            raise invalid_record(path, number, error) from error
         yield record | shared | own
 
 
-def shared_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What the first line of a group has for all of them. KeyError for another line."""
+def shared_fields(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shared values in the first line of a group; KeyError for other lines."""
     return {key: record[key] for key in SHARED} | {"media": record.get("media")}  # earlier versions had no media
 
 
-def own_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The prompt of a rollout, where it is not that of its group's first one."""
+def own_prompt_fields(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return "prompt_ids" and "media" if the rollout has a prompt of its own, else {}."""
     if record["prompt_ids"] is None:
         return {}
     return {"prompt_ids": record["prompt_ids"], "media": record.get("media")}
 
 
-def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number from 1, record) of each line or row of a file, as it stands there. Half a line at the end of a JSONL
-    file, which a copy in the making may have, is none."""
+def numbered_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (number from 1, record) of each line or row of a file. A truncated last line is ignored."""
     if path.suffix == ".parquet":
         yield from enumerate(read_table_rows(path), start=1)
         return
@@ -336,15 +338,15 @@ def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 record = json.loads(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
                 if line.endswith(b"\n"):
-                    raise not_recorded(path, number, error) from error
+                    raise invalid_record(path, number, error) from error
                 return
             if not isinstance(record, dict):
-                raise not_recorded(path, number, TypeError("no object"))
+                raise invalid_record(path, number, TypeError("no object"))
             yield number, record
 
 
-def not_recorded(path: Path, number: int, error: Exception) -> ValueError:
-    """What to raise where the line or row of this number is no record, as `error` says."""
+def invalid_record(path: Path, number: int, error: Exception) -> ValueError:
+    """Return the error to raise for an invalid line or row."""
     what = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
     return ValueError(f"{path}:{number}: not a recorded rollout: {what}. Restore the file, or remove it")
 
@@ -352,7 +354,7 @@ def not_recorded(path: Path, number: int, error: Exception) -> ValueError:
 def _read_step(path: Path) -> list[Group]:
     groups: dict[int, Group] = {}
     sizes: dict[int, int] = {}
-    for number, record in rows_of(path):
+    for number, record in numbered_records(path):
         try:
             group_id, size = record["group_id"], int(record["group_size"])
             group = groups.get(group_id)
@@ -364,7 +366,7 @@ def _read_step(path: Path) -> list[Group]:
                 raise ValueError(f"rollout {rollout.rollout_id} is out of order")
             group.rollouts.append(rollout)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise not_recorded(path, number, error) from error
+            raise invalid_record(path, number, error) from error
     for group in groups.values():
         if len(group.rollouts) != sizes[group.group_id]:
             raise ValueError(
@@ -375,12 +377,12 @@ def _read_step(path: Path) -> list[Group]:
 
 
 def prompt_of(record: Mapping[str, Any]) -> Prompt:
-    """The prompt of a record that has one."""
+    """Return the prompt of a record with "prompt_ids"."""
     return Prompt.of(record["prompt_ids"], record.get("media") or ())
 
 
 def media_of(record: Mapping[str, Any], key: str) -> tuple[Media, ...]:
-    """Return the images that a record has under "media" or "later_media"."""
+    """Return the images under "media" or "later_media"."""
     return tuple(map(Media.from_json, record.get(key) or ()))
 
 
@@ -437,7 +439,7 @@ def _rollout(record: dict[str, Any], group: Group) -> Rollout:
 
 def _state(outcome: str) -> RolloutState:
     if outcome == TRAINED or DropReason(outcome.removeprefix("dropped:")) in _OF_TRAINED:
-        return RolloutState.READY  # it is a part of its group, which is given whole
+        return RolloutState.READY  # groups are returned complete
     return RolloutState.DROPPED
 
 
@@ -450,6 +452,6 @@ def _reward(record: dict[str, Any]) -> Reward | None:
 
 
 def _own_prompt(record: dict[str, Any], group: Group) -> Prompt:
-    """The group's, where it is the same: one copy of it."""
+    # An equal prompt is the group's object: one copy in memory.
     own = group.prompt if record["prompt_ids"] is None else prompt_of(record)
     return group.prompt if own == group.prompt else own

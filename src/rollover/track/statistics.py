@@ -16,13 +16,15 @@ from typing import Any
 
 import numpy as np
 
-PER_K = re.compile(r"(pass|maj)@\d+")  # figures of an evaluation by the number of samples
+PER_K = re.compile(r"(pass|maj)@\d+")  # metrics of an evaluation for k samples
 Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, tuple[float, float]]:
-    """Mean of per-task values and its 95 % confidence interval, mean +- z * s / sqrt(n) (normal approximation, s with
-    n - 1). With one value the interval is (-inf, inf). Raises ValueError without values."""
+    """Return the mean and its 95 % interval, mean +- z * s / sqrt(n) (normal approximation, s with n - 1).
+
+    With one value the interval is (-inf, inf). Raises ValueError without values.
+    """
     if not values:
         raise ValueError("mean of no values: every task of the evaluation lacks a score")
     count = len(values)
@@ -35,7 +37,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, tuple[float, float]]:
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Unbiased estimate of the chance that at least one of k samples passes: 1 - C(n - c, k) / C(n, k).
+    """Estimate, without bias, the chance that at least one of k samples passes: 1 - C(n - c, k) / C(n, k).
 
     Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1. Raises ValueError unless
     0 <= num_passed <= num_samples and 1 <= k <= num_samples.
@@ -48,7 +50,7 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 def wilson_interval(num_passed: float, num_trials: float) -> tuple[float, float]:
-    """95 % interval of a proportion (Wilson 1927, "Probable Inference", score interval without continuity correction).
+    """Return the 95 % interval of a proportion (Wilson 1927, "Probable Inference", no continuity correction).
 
     Stays within [0, 1] and has a width even at 0 and 1. Fractional counts are allowed (an effective sample size).
     """
@@ -61,11 +63,11 @@ def wilson_interval(num_passed: float, num_trials: float) -> tuple[float, float]
 
 
 def proportion_interval(rates: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the mean of per-task values in [0, 1].
+    """Return the 95 % interval of the mean of per-task values in [0, 1].
 
-    The normal interval of `mean_interval` where it lies within (0, 1). Wilson's with the tasks as trials where it
-    reaches 0 or 1, where all values are equal (the sample then shows no spread, and other tasks may), and where each
-    value is 0 or 1, which Wilson's is for. Wilson's is too wide for values in between, never too narrow.
+    The normal interval of `mean_interval` if it lies within (0, 1). Wilson's, with the tasks as trials, if it reaches 0
+    or 1, if all values are equal (the sample shows no spread, but other tasks may), or if each value is 0 or 1. For
+    values in between Wilson's is too wide, never too narrow.
     """
     _, (low, high) = mean_interval(rates)
     if 0 < low < high < 1 and not set(rates) <= {0.0, 1.0}:
@@ -74,11 +76,11 @@ def proportion_interval(rates: Sequence[float]) -> tuple[float, float]:
 
 
 def censored_mean(known: Mapping[int, int], at_least: Mapping[int, int]) -> float:
-    """Mean of positive numbers of which some are only known to be larger than what was seen of them so far.
+    """Return the mean of positive numbers, some of which (`at_least`) are only known as lower bounds.
 
-    known, at_least: number -> how often. Kaplan and Meier 1958, "Nonparametric Estimation from Incomplete
-    Observations": the area under the survival curve up to the largest number in either. The plain mean if `at_least`
-    is empty. Unbiased where what cut a number short does not depend on how much was still to come. NaN without numbers.
+    known, at_least: number -> count. Kaplan and Meier 1958, "Nonparametric Estimation from Incomplete Observations":
+    the area under the survival curve up to the largest number in either. The plain mean if `at_least` is empty.
+    Unbiased if the censoring does not depend on the remaining length. NaN without numbers.
     """
     left = sum(known.values()) + sum(at_least.values())
     if not left:
@@ -100,18 +102,16 @@ def summarise_eval(
     majority_ks: Iterable[int] = (),
     passing: Mapping[str, Sequence[float | None]] | None = None,
 ) -> dict[str, Any]:
-    """Summary of an evaluation, in all and by source.
+    """Summarise an evaluation, as a whole and by source.
 
-    scores: (source, task_id, the scores of its rollouts; None is missing) per task. A rollout passes if its score is at
-    least `threshold`. `votes`: by task_id the answer that each of these rollouts votes for, None where it abstains.
-    `passing`: by task_id the scores that `threshold` applies to, where they are not those of the mean (eval.shaped).
-    Returns {"mean", "ci": [low, high], "pass@k" and "pass@k_ci" for each k, "maj@k" and "maj@k_ci" for each of
-    `majority_ks`, as far as every counted task has enough scores for it, "tasks", "samples", "missing", "sources":
-    {source: the same without sources}}.
+    scores: per task (source, task_id, the scores of its rollouts, None if missing). A rollout passes if its score is at
+    least `threshold`. `votes`: by task_id the answer of each rollout, None if it abstains. `passing`: by task_id the
+    scores that `threshold` applies to, if they differ from `scores` (eval.shaped). Returns {"mean", "ci": [low, high],
+    "pass@k" and "pass@k_ci" for each k, "maj@k" and "maj@k_ci" for each of `majority_ks`, if every counted task has
+    enough scores, "tasks", "samples", "missing", "sources": {source: the same without sources}}.
 
-    Missing scores are left out; a task without any is counted in "missing" only. mean and its interval: mean_interval
-    over per-task means (None with one task). pass@k_ci, maj@k_ci: `proportion_interval` over tasks. With no score at
-    all, "mean" and "ci" are None.
+    A task without any score counts in "missing" only. mean and ci: mean_interval over per-task means (ci None with one
+    task). pass@k_ci, maj@k_ci: `proportion_interval` over tasks. Without scores "mean" and "ci" are None.
     """
     rows = [
         (source, _samples(list(values), (votes or {}).get(task_id), (passing or {}).get(task_id)))
@@ -128,15 +128,14 @@ def summarise_eval(
 
 
 def parts_of(evaluation: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Label -> figures of the parts of an evaluation: by file (or generator), by the rows' own data_source, by role,
-    by setting."""
+    """Return label -> summary of the parts of an evaluation: by source, data_source, role and setting."""
     parts = dict(evaluation.get("sources", {}))
     parts |= {f"data_source {name}": row for name, row in evaluation.get("data_sources", {}).items()}
     parts |= {f"role {name}": row for name, row in evaluation.get("roles", {}).items()}
     return parts | {f"setting {name}": row for name, row in evaluation.get("settings", {}).items()}
 
 
-# Of a task: the score of each, its vote, and the score that the threshold applies to.
+# Of each sample of a task: its score, its vote, and the score that the threshold applies to.
 _Samples = list[tuple[float | None, str | None, float | None]]
 
 
@@ -152,39 +151,41 @@ def _proportion(name: str, rates: list[float]) -> dict[str, Any]:
 
 def _summarise(tasks: list[_Samples], threshold: float, ks: list[int], majority_ks: list[int]) -> dict[str, Any]:
     valid = [
-        here
-        for of in tasks
-        if (here := [(s, vote, (s if p is None else p) >= threshold) for s, vote, p in of if s is not None])
+        scored
+        for task in tasks
+        if (scored := [(s, vote, (s if p is None else p) >= threshold) for s, vote, p in task if s is not None])
     ]
     counts = {
         "tasks": len(valid),
         "samples": sum(map(len, valid)),
-        "missing": sum(score is None for of in tasks for score, *_ in of),
+        "missing": sum(score is None for task in tasks for score, *_ in task),
     }
     if not valid:
         return {"mean": None, "ci": None, **counts}
-    mean, interval = mean_interval([math.fsum(score for score, *_ in of) / len(of) for of in valid])
+    mean, interval = mean_interval([math.fsum(score for score, *_ in task) / len(task) for task in valid])
     summary: dict[str, Any] = {"mean": mean, "ci": list(interval) if len(valid) > 1 else None}
     fewest = min(map(len, valid))
     for k in (k for k in ks if k <= fewest):
-        rates = [pass_at_k(len(of), sum(passed for *_, passed in of), k) for of in valid]
+        rates = [pass_at_k(len(task), sum(passed for *_, passed in task), k) for task in valid]
         summary |= _proportion(f"pass@{k}", rates)
     for k in (k for k in majority_ks if k <= fewest):
-        summary |= _proportion(f"maj@{k}", [majority_at_k([(v, passed) for _, v, passed in of], k) for of in valid])
+        rates = [majority_at_k([(vote, passed) for _, vote, passed in task], k) for task in valid]
+        summary |= _proportion(f"maj@{k}", rates)
     return {**summary, **counts}
 
 
 MAX_MAJORITY_K = 16
-"""The largest k of a real subset: the work grows with its cube. All samples together are no work."""
+"""Largest k below the number of samples: the work grows with its cube. k = all samples is cheap."""
 
 
 def majority_at_k(samples: Sequence[tuple[str | None, bool]], k: int) -> float:
-    """Self-consistency (Wang et al. 2022, "Self-Consistency Improves Chain of Thought Reasoning in Language Models"):
-    the expected pass of the answer with the most votes among k of the samples, drawn without replacement.
+    """Return maj@k: the chance that the most frequent answer among k samples passes.
 
-    samples: (the answer it votes for, or None: it abstains; whether it passes) of each. A tie is broken by lot; k
-    samples that all abstain do not pass. Of one answer some samples may pass and others not: it passes by their share.
-    Raises ValueError unless 1 <= k <= len(samples).
+    Wang et al. 2022, "Self-Consistency Improves Chain of Thought Reasoning in Language Models"; the k samples are drawn
+    without replacement. Exact over all subsets and tie breaks: random subsets (verl) or the first k samples
+    (lm-evaluation-harness) estimate this value. samples: (answer or None if it abstains, passes). A tie is broken at
+    random; k abstaining samples do not pass. An answer that passes in some samples only passes by their share. Raises
+    ValueError unless 1 <= k <= len(samples).
     """
     num = len(samples)
     if not 1 <= k <= num:
@@ -203,15 +204,15 @@ def majority_at_k(samples: Sequence[tuple[str | None, bool]], k: int) -> float:
     return float(sum(Fraction(passed[answer], size) * chances[size] for answer, size in votes.items()))
 
 
-@functools.lru_cache(4096)  # most tasks of an evaluation have one of few patterns
+@functools.lru_cache(4096)  # most tasks have one of few vote patterns
 def _chance_to_win(size: int, sizes: tuple[int, ...], silent: int, k: int) -> Fraction:
-    """That one answer with `size` votes wins among k of all samples. `sizes`: the votes of each answer, its own too."""
+    """Chance that one answer with `size` votes wins among k samples. `sizes`: votes of each answer, its own too."""
     others = list(sizes)
     others.remove(size)
     ways = Fraction(0)
     for own in range(1, min(size, k) + 1):
         left = k - own
-        # (how many votes of others are drawn, how many of them have as many as it) -> in how many ways
+        # (drawn votes of other answers, answers that tie with it) -> number of ways
         drawn: dict[tuple[int, int], int] = {
             (number, 0): math.comb(silent, number) for number in range(min(silent, left) + 1)
         }
@@ -228,18 +229,18 @@ def _chance_to_win(size: int, sizes: tuple[int, ...], silent: int, k: int) -> Fr
 
 
 MOST_EXACT = 20
-"""Tasks that differ, up to which every assignment of signs is looked at (2^20)."""
+"""Most differing tasks for an exact test over all 2^20 sign assignments."""
 NUM_DRAWN = 20_000
 _ROUNDING = 1e-9  # relative: sums of the same numbers in another order are the same sum
 
 
 def sign_flip_p(differences: Sequence[float], seed: int = 0) -> float:
-    """Two-sided p-value of "the sign of each difference is a coin flip" by the size of their sum (Fisher's
-    randomization test for matched pairs, 1935, "The Design of Experiments", section 21).
+    """Return the two-sided p-value of "the sign of each difference is a coin flip", by the size of their sum.
 
-    Exact for up to MOST_EXACT differences that are not 0. Above that NUM_DRAWN assignments are drawn, and the p-value
-    is (1 + those as extreme) / (1 + NUM_DRAWN), which is never too small (Phipson and Smyth 2010, "Permutation P-values
-    Should Never Be Zero"). 1 where nothing differs.
+    Fisher's randomization test for matched pairs (1935, "The Design of Experiments", section 21). Exact for up to
+    MOST_EXACT nonzero differences. Above that NUM_DRAWN assignments are drawn, and the p-value is
+    (1 + those as extreme) / (1 + NUM_DRAWN), which is never too small (Phipson and Smyth 2010, "Permutation P-values
+    Should Never Be Zero"). 1 if nothing differs.
     """
     values_N = np.array([value for value in differences if value != 0], dtype=np.float64)
     if not len(values_N):

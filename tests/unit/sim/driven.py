@@ -40,7 +40,7 @@ class Tools(Lengths, RunEnvironment):
         return self.ends(rollout_id)[self.taken[rollout_id]]
 
     def ends(self, rollout_id: str) -> list[int]:
-        first, later = self.turns.divided([super().__missing__(rollout_id)])
+        first, later = self.turns.split([super().__missing__(rollout_id)])
         return [first[0], *later[0]]
 
     async def next(self, rollout: Rollout) -> Segment | None:

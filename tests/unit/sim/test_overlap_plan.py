@@ -190,9 +190,9 @@ def test_the_ledger_balances_and_the_bound_holds(mode, data) -> None:
     if not any(s.trained_tokens for s in out.steps[2:]):
         assert config.on_stale == "mask"
         with pytest.raises(ValueError, match="Raise it"):
-            Figures.of(out, plan)
+            Figures.from_outcome(out, plan)
         return
-    figures = Figures.of(out, plan)
+    figures = Figures.from_outcome(out, plan)
     for share in (figures.slots_idle, figures.engines_idle, figures.trainers_idle):
         assert -1e-6 <= share <= 1
 
@@ -274,7 +274,7 @@ def test_on_shared_devices_both_have_half_the_speed_meanwhile() -> None:
     out = constant(10, interrupt="never", plan={"trainers": 0})
     assert phases(out) == [(10, 20, 0)] + 9 * [(0, 20, 0)]
     assert all(s.overlapped_s == pytest.approx(20) for s in out.steps)
-    figures = Figures.of(out, PlanConfig(trainers=0))
+    figures = Figures.from_outcome(out, PlanConfig(trainers=0))
     assert figures.engines_idle == pytest.approx(0) and figures.trainers_idle == pytest.approx(0)
     assert out.slot_s == pytest.approx(8 * (10 + 10 * 20))
     # 6 s of training, alone: 12 s here, in which 6 tokens come; the other 4 come at full speed.

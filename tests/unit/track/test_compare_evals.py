@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollover.track.answers import Answer, write_answers
-from rollover.track.compare_evals import compared, read_recorded
+from rollover.track.compare_evals import compare_answers, read_recorded
 
 
 def answer(task: int, score: float | None, sibling: int = 0, setting: str = "", prompt: str = "") -> Answer:
@@ -22,7 +22,7 @@ def test_tasks_are_paired_by_the_means_of_their_scores(tmp_path: Path) -> None:
     then += [answer(7, 1.0), answer(8, None), answer(9, 1.0, prompt="an older one")]
     write_answers(tmp_path / "then.jsonl", then)
     now = [answer(i, 1.0) for i in range(4)] + [answer(8, 1.0), answer(9, 0.0)]
-    [found] = compared(now, read_recorded(tmp_path / "then.jsonl"))
+    [found] = compare_answers(now, read_recorded(tmp_path / "then.jsonl"))
     assert (found.tasks, found.recorded, found.mean, found.better, found.worse) == (4, 0.25, 1.0, 4, 0)
     assert found.difference == 0.75 and found.p_value == 2 / 16, "four of four signs: 2 of 16 assignments"
     assert found.unpaired == 4, "7 and the two prompts of 9 are in one, 8 had no score"
@@ -32,10 +32,10 @@ def test_tasks_are_paired_by_the_means_of_their_scores(tmp_path: Path) -> None:
 def test_settings_are_compared_apart_and_the_same_answers_are_equal() -> None:
     now = [answer(i, i / 4, setting=setting) for setting in ("", "sampled") for i in range(3)]
     then = [a.as_json() for a in now[3:]] + [answer(0, 0.0, setting="other").as_json()]
-    [found] = compared(now, then)
+    [found] = compare_answers(now, then)
     assert found.setting == "sampled" and found.p_value == 1 and found.difference == 0 == found.better
     with pytest.raises(ValueError, match="no task has a score in both"):
-        compared(now, [answer(5, 1.0).as_json()])
+        compare_answers(now, [answer(5, 1.0).as_json()])
 
 
 def test_the_newest_evaluation_of_a_run_is_taken_and_what_is_none_is_refused(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_what_was_written_is_read_again_whatever_an_answer_holds(tmp_path: Path)
     texts = ["a\u2028b\x85c", "\x0b\x0c\x1c", "\ud800", "\r\n", "\0"]
     now = [answer(i, 1.0, prompt=text) for i, text in enumerate(texts)]
     write_answers(tmp_path / "x.jsonl", now)
-    [found] = compared(now, read_recorded(tmp_path / "x.jsonl"))
+    [found] = compare_answers(now, read_recorded(tmp_path / "x.jsonl"))
     assert found.tasks == len(texts) - 1, "all but the one that is no Unicode, which was written with a question mark"
 
 

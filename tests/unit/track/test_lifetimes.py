@@ -156,7 +156,7 @@ def test_ratio_of_known_lengths() -> None:
     assert bias.ratio([0, 0]) == pytest.approx(3 / 5), "not dispatched yet"
     # At 2 one of 4 ends, at 4 one of 3; the fourth is longer than 7: of those two, one ends at 9, the largest seen.
     assert bias.ratio([7]) == pytest.approx(3 / (2 + 0.75 * 2 + 0.5 * 5))
-    bias.cut[7] = 1
+    bias.unfinished[7] = 1
     assert bias.ratio([]) == pytest.approx(3 / (2 + 0.75 * 2 + 0.5 * 5)), "dropped unfinished counts alike"
 
 

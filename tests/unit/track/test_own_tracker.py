@@ -13,7 +13,7 @@ from heard import hear
 from rollover.config import Config
 from rollover.config.load import load_config
 from rollover.track.build import build_trackers
-from rollover.track.tracker import Cut, OwnTracker, RecordedGroup, Tracker, Trackers
+from rollover.track.tracker import CustomTracker, Cut, RecordedGroup, Tracker, Trackers
 from samples import group, rollout, segment
 
 
@@ -40,7 +40,7 @@ def guarded(tracker: Tracker) -> tuple[Trackers, list[str]]:
 
     trackers = Trackers()
     trackers.add("ours", Listening())
-    trackers.add("mine.py:Mine", OwnTracker(tracker, "mine.py:Mine"))
+    trackers.add("mine.py:Mine", CustomTracker(tracker, "mine.py:Mine"))
     hear(trackers.on_message)
     return trackers, said
 

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from rollover.track.bottleneck import Verdict
+from rollover.track.bottleneck import Bottleneck
 from rollover.track.summary import RunSummary, SampleAnswer, print_summary, run_summary
 
 
@@ -35,7 +35,7 @@ FULL = RunSummary(
     },
     partial_share=0.34,
     time_s={"generate": 300.0, "score": 3.0, "train": 97.0},
-    waits=Verdict("generation", "generation-bound: 300 s", "more engine.threads"),
+    waits=Bottleneck("generation", "generation-bound: 300 s", "more engine.threads"),
     paths={"model": "/runs/quickstart-1/model", "metrics": "/runs/quickstart-1/metrics.jsonl"},
     view_command="rollover view runs/quickstart-1",
 )

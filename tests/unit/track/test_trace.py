@@ -81,10 +81,10 @@ def test_half_a_line_is_no_event_and_a_wrong_one_is_named(tmp_path: Path) -> Non
 def test_full_disk_leaves_whole_lines_and_keeps_the_events(tmp_path: Path) -> None:
     file = TraceFile(tmp_path / "trace.jsonl")
     trace = Trace(RunClock(lambda: 1.0), file)
-    trace.on_published(1)
+    trace.on_weight_sync(1)
     trace.flush()
     for version in range(2, 50):
-        trace.on_published(version)
+        trace.on_weight_sync(version)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:

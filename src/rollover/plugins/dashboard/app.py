@@ -26,9 +26,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollover.http_server import HttpServer, end_of_service
-from rollover.plugins.dashboard.compare import Several
+from rollover.plugins.dashboard.compare import RunComparison
 from rollover.plugins.dashboard.page_files import CONTENT_TYPES, page_files
-from rollover.plugins.dashboard.query import NotThere
+from rollover.plugins.dashboard.query import NotFound
 from rollover.plugins.dashboard.run_data import RunData
 
 POLICY = (
@@ -53,12 +53,12 @@ def is_of_page(path: str) -> bool:
 
 def make_app(runs: Sequence[RunData]) -> ASGIApp:
     """Return the ASGI application. It goes behind a Guard with `is_of_page` as its public paths."""
-    several = Several(runs)
+    several = RunComparison(runs)
 
     def answer(question: Callable[[], Any]) -> Response:
         try:
             return _json(question())
-        except NotThere as error:
+        except NotFound as error:
             return _refused(404, str(error.args[0]))
         except ValueError as error:
             return _refused(400, str(error))

@@ -9,10 +9,10 @@ from typing import Any
 from rollover.plugins.dashboard.indexed_run import IndexedRun
 from rollover.plugins.dashboard.metrics import series
 from rollover.plugins.dashboard.numbers import numbers
-from rollover.plugins.dashboard.query import NotThere, count, keys_in
+from rollover.plugins.dashboard.query import NotFound, count, keys_in
 from rollover.plugins.dashboard.run_data import RunData
 from rollover.run.run_files import EVALUATED
-from rollover.track.compare_evals import compared_recorded, read_recorded
+from rollover.track.compare_evals import compare_recorded, read_recorded
 
 _OWN_PLACE = ("run.dir", "run.name")  # differ always, and say nothing
 
@@ -38,7 +38,7 @@ def evaluations(runs: Sequence[IndexedRun]) -> list[dict[str, Any]]:
     for run in runs[1:]:
         rows, why = _answers(run)
         why = why_not or why
-        comparisons = [] if why else compared_recorded(rows, first)
+        comparisons = [] if why else compare_recorded(rows, first)
         if not why and not comparisons:
             why = "no task has a score in both (the same task_id and prompt, in the same setting)"
         told = [{**of.as_json(), "text": str(of), "ci": of.ci and numbers(of.ci)} for of in comparisons]
@@ -70,7 +70,7 @@ def _flat(config: Mapping[str, Any]) -> dict[str, str]:
 _POINTS = 400
 
 
-class Several:
+class RunComparison:
     """Of these runs, whose numbers are their places."""
 
     def __init__(self, runs: Sequence[RunData]) -> None:
@@ -92,12 +92,12 @@ class Several:
         places = dict.fromkeys(self._place(text) for text in query.get("runs", "").split(",") if text)
         chosen = [self._runs[place] for place in places] or list(self._runs)
         if name not in self._questions:
-            raise NotThere(f"there is no question {name}: there are {', '.join(self._questions)}")
+            raise NotFound(f"there is no question {name}: there are {', '.join(self._questions)}")
         return self._questions[name](query, chosen)
 
     def _place(self, text: str) -> int:
         if not text.isdecimal() or not int(text[:9]) < len(self._runs):
-            raise NotThere(f"runs: there is no run {text:.20}: there are {len(self._runs)}")
+            raise NotFound(f"runs: there is no run {text:.20}: there are {len(self._runs)}")
         return int(text[:9])
 
     def _metrics(self, query: Mapping[str, str], runs: list[RunData]) -> list[dict[str, Any]]:

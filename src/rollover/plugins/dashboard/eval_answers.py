@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.plugins.dashboard.numbers import number
-from rollover.plugins.dashboard.query import NotThere, Query, count, real
+from rollover.plugins.dashboard.query import NotFound, Query, count, real
 from rollover.plugins.dashboard.rollout_query import EXCERPT
 from rollover.run.run_files import EVALUATED
 from rollover.track.compare_evals import read_recorded
@@ -69,7 +69,7 @@ def answer(directory: Path, query: Query) -> dict[str, Any]:
     step, place = count(query, "step", max(files, default=0)), count(query, "place", 0)
     rows = _rows_of(files, step)
     if not place < len(rows):
-        raise NotThere(f"the evaluation after step {step} has no answer {place}: it has {len(rows)}")
+        raise NotFound(f"the evaluation after step {step} has no answer {place}: it has {len(rows)}")
     row, steps = rows[place], list(files)
     whole = _whole_row(rows, place, step)
     looked_at = sorted({*steps[:1], *steps[-MOST_EVALUATIONS:], step})
@@ -105,7 +105,7 @@ def _task(row: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def _rows_of(files: Mapping[int, Path], step: int) -> list[dict[str, Any]]:
     if step not in files:
-        raise NotThere(f"no answers were recorded of an evaluation after step {step}")
+        raise NotFound(f"no answers were recorded of an evaluation after step {step}")
     return read_recorded(files[step], "")
 
 

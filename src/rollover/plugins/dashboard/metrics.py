@@ -13,7 +13,7 @@ from rollover.config import Config
 from rollover.config.schema import renamed
 from rollover.plugins.dashboard.columns import Columns
 from rollover.plugins.dashboard.numbers import number, numbers
-from rollover.track.health import RANGES, Health, passed_over
+from rollover.track.health import RANGES, Health, ignored_figures
 from rollover.track.metrics import find
 
 MOST_POINTS = 4_000  # a screen has fewer
@@ -192,7 +192,7 @@ def warnings_of(rows: Iterable[Mapping[str, Any]], config: Mapping[str, Any]) ->
     return list(_told(_health_of(config), rows))
 
 
-class Warned:
+class LiveWarnings:
     """`warnings_of` the columns of a run that grows, whose rows are looked at once each."""
 
     def __init__(self) -> None:
@@ -214,7 +214,7 @@ class Warned:
 
 def _health_of(config: Mapping[str, Any]) -> Health:
     try:
-        return Health(passed_over(Config.model_validate(renamed(config)))) if config else Health()
+        return Health(ignored_figures(Config.model_validate(renamed(config)))) if config else Health()
     except ValueError:  # a key that is gone, say
         return Health()
 

@@ -44,7 +44,7 @@ def structured(rows: Sequence[tuple[Any, ...]], dtype: np.dtype[Any]) -> np.ndar
     return found
 
 
-class Words(list[str]):
+class WordIndex(list[str]):
     """Words, each once, that numbers stand for: their places."""
 
     def __init__(self) -> None:

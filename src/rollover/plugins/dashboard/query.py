@@ -9,7 +9,7 @@ Query = Mapping[str, str]
 MOST_KEYS = 500
 
 
-class NotThere(KeyError):
+class NotFound(KeyError):
     """What a question asks for is not there: a matter of the question, and of no file of the run. Its one argument is
     the message."""
 

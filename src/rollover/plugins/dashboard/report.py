@@ -1,7 +1,8 @@
 """The dashboard as one file that opens from a disk without a network: the same page, its parts inlined, and its
 answers.
 
-    RunData, Several ──answers──▶ written (JSON, packed, in the file) ──▶ page/sample.js, asked in place of a server
+    RunData, RunComparison ──answers──▶ written (JSON, packed, in the file) ──▶ page/sample.js, asked in place of a
+    server
 
 Owns what a report has of a run, and how large it gets: every curve, thinned out; of every rollout its numbers, and of
 whole groups, the most telling first, all there is, as far as there is room; the whole trace as a screen shows it. What
@@ -21,14 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from rollover.plugins.dashboard.compare import Several
+from rollover.plugins.dashboard.compare import RunComparison
 from rollover.plugins.dashboard.eval_answers import MOST_ROWS, lowest
 from rollover.plugins.dashboard.indexed_run import IndexedRun
 from rollover.plugins.dashboard.lanes import MOST_COLUMNS, window
 from rollover.plugins.dashboard.metrics import AXES, keys_of, series
 from rollover.plugins.dashboard.numbers import numbers
 from rollover.plugins.dashboard.page_files import one_script, page_files
-from rollover.plugins.dashboard.rollout_detail import told_in_group
+from rollover.plugins.dashboard.rollout_detail import detail_in_group
 from rollover.plugins.dashboard.rollout_index import RolloutIndex, rollout_id, staleness, versions
 from rollover.plugins.dashboard.rollout_query import row_of
 from rollover.plugins.dashboard.run_data import RunData
@@ -49,7 +50,7 @@ def make_report(runs: Sequence[RunData], most_bytes: int = MOST_BYTES) -> str:
     """The file's text. ValueError where the settings and evaluations alone do not fit."""
     empty = _html({})
     room = (most_bytes - len(empty.encode())) // len(runs)
-    several = Several(runs)
+    several = RunComparison(runs)
     compare = {name: several.answer(name, {}) for name in ("config", "evaluations")} if len(runs) > 1 else {}
     room -= len(_packed(compare)) // len(runs)
     text = _html({"runs": [_written(run, room) for run in runs], "compare": compare})
@@ -104,7 +105,7 @@ def _texts(
         for place, (entry, record) in enumerate(zip(group, records, strict=True)):
             row = row_of(files.rollouts, entry, record)
             excerpt = {"asked": row["asked"], "answered": row["answered"]}
-            whole = told_in_group(files, place, group, records, 0, _TOKENS, run.pieces)
+            whole = detail_in_group(files, place, group, records, 0, _TOKENS, run.pieces)
             yield f"{row['step']}/{row['id']}", excerpt, whole | {"siblings": []}
 
 

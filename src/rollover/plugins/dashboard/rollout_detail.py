@@ -22,7 +22,7 @@ from rollover.models.smollm2 import ALIAS, cache_root
 from rollover.plugins.dashboard.explain_advantage import why
 from rollover.plugins.dashboard.indexed_run import IndexedRun
 from rollover.plugins.dashboard.numbers import numbers
-from rollover.plugins.dashboard.query import NotThere
+from rollover.plugins.dashboard.query import NotFound
 from rollover.plugins.dashboard.rollout_index import find, staleness
 from rollover.plugins.dashboard.rollout_query import row_of
 from rollover.track.token_stats import KEYS, by_token
@@ -60,18 +60,18 @@ def told(
     entries = index.entries()
     place = find(entries, step, of)
     if place is None:
-        raise NotThere(f"no rollout {of} left the run with step {step}")
+        raise NotFound(f"no rollout {of} left the run with step {step}")
     entry = entries[place]
     places = np.flatnonzero((entries["group_id"] == entry["group_id"]) & (entries["step"] == entry["step"]))
     group = entries[places]
     records = index.records_of(group)
     files.trace.look()
-    found = told_in_group(files, int(np.flatnonzero(places == place)[0]), group, records, first, count, pieces)
+    found = detail_in_group(files, int(np.flatnonzero(places == place)[0]), group, records, first, count, pieces)
     siblings = [row_of(index, *sibling) for sibling in zip(group, records, strict=True)]
     return found | {"siblings": siblings}
 
 
-def told_in_group(
+def detail_in_group(
     files: IndexedRun,
     place: int,
     group: np.ndarray,
@@ -155,16 +155,16 @@ MOST_PIXELS = 640  # a side
 
 def picture(files: IndexedRun, step: int, of: str, number: int) -> dict[str, Any]:
     """Image `number`, counted from 0, of the rollout of this id that left with `step`: as PNG in a data
-    URL, at most MOST_PIXELS a side; without "url" and with "why", where it has changed or cannot be read. NotThere
+    URL, at most MOST_PIXELS a side; without "url" and with "why", where it has changed or cannot be read. NotFound
     where there is none."""
     index = files.rollouts
     place = find(index.entries(), step, of)
     if place is None:
-        raise NotThere(f"no rollout {of} left the run with step {step}")
+        raise NotFound(f"no rollout {of} left the run with step {step}")
     record = index.record(index.entries()[place])
     media = [*(record.get("media") or ()), *(record.get("later_media") or ())]
     if not 0 <= number < len(media):
-        raise NotThere(f"rollout {of} has {len(media)} images")
+        raise NotFound(f"rollout {of} has {len(media)} images")
     try:
         recorded = Media.from_json(media[number])
         image = read_image(recorded.source, files.directory / "media")
@@ -203,7 +203,7 @@ def pieces(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[s
     return texts
 
 
-class RunTokens:
+class RunTokenTexts:
     """`pieces` by the tokenizer of a run, read again where it is another file now; None where there is none."""
 
     def __init__(self, files: IndexedRun) -> None:

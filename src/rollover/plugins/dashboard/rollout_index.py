@@ -18,9 +18,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from rollover.files import line_of, lines_of, open_regular
-from rollover.plugins.dashboard.numbers import Words, structured
+from rollover.plugins.dashboard.numbers import WordIndex, structured
 from rollover.track.parquet import read_columns, read_table_rows
-from rollover.track.records import StepFile, not_recorded, own_of, records_of, shared_of, step_files
+from rollover.track.records import StepFile, invalid_record, own_prompt_fields, records_of, shared_fields, step_files
 
 NO_VERSION = int(np.iinfo("i4").min)  # versions before the first are below 0 (checkpoint.lost_steps = "roll_back")
 UNFINISHED = "unfinished"
@@ -61,7 +61,7 @@ class RolloutIndex:
 
     def __init__(self, dir: Path) -> None:
         self.dir, self.patience, self.share = dir, float("inf"), 1.0
-        self.words = Words()  # "trained", "dropped:stale", "eos", names of sources
+        self.words = WordIndex()  # "trained", "dropped:stale", "eos", names of sources
         self._files: list[StepFile] = []
         self._seen: dict[Path, Seen] = {}
         self._entries: np.ndarray | None = None
@@ -209,7 +209,7 @@ def _line_heads(path: Path) -> Iterator[_Head]:
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 if isinstance(error, ValueError) and not line.endswith(b"\n"):
                     return  # half a line, of a copy that is being made
-                raise not_recorded(path, number, error) from error
+                raise invalid_record(path, number, error) from error
             place += len(line)
 
 
@@ -232,7 +232,7 @@ def _line_records(path: Path, entries: np.ndarray) -> Iterator[dict[str, Any]]:
             place, head = int(entry["place"]), int(entry["head"])
             record = _line_at(file, path, place)
             first = {} if place == head else _line_at(file, path, head)
-            record = record | (shared_of(first) if first else {}) | own_of(record)
+            record = record | (shared_fields(first) if first else {}) | own_prompt_fields(record)
             if wrong := [key for key, kind in _KINDS.items() if not isinstance(record[key], kind)]:
                 raise TypeError(f"{wrong[0]} is {record[wrong[0]]!r:.50}")
             yield record

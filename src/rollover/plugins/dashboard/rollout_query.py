@@ -20,7 +20,7 @@ import numpy as np
 
 from rollover.files import line_of, open_regular
 from rollover.plugins.dashboard.numbers import number
-from rollover.plugins.dashboard.query import NotThere, Query, count, names_in, real
+from rollover.plugins.dashboard.query import NotFound, Query, count, names_in, real
 from rollover.plugins.dashboard.rollout_index import (
     NO_VERSION,
     RolloutIndex,
@@ -59,7 +59,7 @@ _OTHERS = ("text", "sort", "order", "offset", "limit", "scored")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RolloutFilter:
     """`low`, `high`: by names of NUMBERS, both inclusive. `words`: by names of WORDS. `scored`: with a score (True), or
     without. `sort`: "" is the order in which they left the run. `offset`: a place in the order; with a text, of those
     that the numbers let through."""
@@ -75,7 +75,7 @@ class Wanted:
     limit: int = 50
 
     @classmethod
-    def of_query(cls, query: Mapping[str, str]) -> Wanted:
+    def from_query(cls, query: Mapping[str, str]) -> RolloutFilter:
         """ValueError names what is no filter, or no value of it."""
         known = {f"{name}_{end}" for name in NUMBERS for end in ("from", "to")} | {*WORDS, *_OTHERS}
         if unknown := sorted(query.keys() - known):
@@ -121,7 +121,7 @@ class Wanted:
 
 
 def page(
-    index: RolloutIndex, wanted: Wanted, search_s: float = _SEARCH_S, clock: Callable[[], float] = time.monotonic
+    index: RolloutIndex, wanted: RolloutFilter, search_s: float = _SEARCH_S, clock: Callable[[], float] = time.monotonic
 ) -> dict[str, Any]:
     """The rows of a page, and how many there are: "total" recorded, "passed" by numbers and words.
 
@@ -167,7 +167,7 @@ def _with_text(
     index: RolloutIndex,
     entries: np.ndarray,
     left: np.ndarray,
-    wanted: Wanted,
+    wanted: RolloutFilter,
     search_s: float,
     clock: Callable[[], float],
 ) -> tuple[list[int], int]:
@@ -241,7 +241,7 @@ def episode(index: RolloutIndex, step: int, group: int, sibling: int) -> dict[st
     of_episode = (entries["step"] == step) & (entries["group_id"] == group) & (entries["sibling"] == sibling)
     places = np.flatnonzero(of_episode)
     if not len(places):
-        raise NotThere(f"no episode {group}-{sibling} left the run with step {step}")
+        raise NotFound(f"no episode {group}-{sibling} left the run with step {step}")
     places = places[np.lexsort((entries["context"][places], entries["trajectory"][places]))]
     contexts, shown = [], entries[places[:MOST_CONTEXTS]]
     for entry, record in zip(shown, index.records_of(shown), strict=True):

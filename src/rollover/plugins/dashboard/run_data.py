@@ -21,15 +21,15 @@ from typing import Any, Literal, get_args
 from rollover.plugins.dashboard.eval_answers import answer, answers
 from rollover.plugins.dashboard.indexed_run import IndexedRun
 from rollover.plugins.dashboard.lanes import window
-from rollover.plugins.dashboard.metrics import Warned, keys_of, seconds_a_step, series
+from rollover.plugins.dashboard.metrics import LiveWarnings, keys_of, seconds_a_step, series
 from rollover.plugins.dashboard.numbers import number
 from rollover.plugins.dashboard.prediction import plan_of
-from rollover.plugins.dashboard.query import NotThere, Query, count, integer, keys_in, seconds
-from rollover.plugins.dashboard.rollout_detail import Pieces, RunTokens, picture, told
-from rollover.plugins.dashboard.rollout_query import Wanted, choices, episode, page
+from rollover.plugins.dashboard.query import NotFound, Query, count, integer, keys_in, seconds
+from rollover.plugins.dashboard.rollout_detail import Pieces, RunTokenTexts, picture, told
+from rollover.plugins.dashboard.rollout_query import RolloutFilter, choices, episode, page
 from rollover.plugins.dashboard.run_statistics import ledger, reward_intervals, staleness_map
 from rollover.run.run_files import EVALUATIONS, METRICS
-from rollover.track.bottleneck import verdict
+from rollover.track.bottleneck import find_bottleneck
 from rollover.track.jsonl import to_json
 from rollover.track.trace import TRACE
 
@@ -58,8 +58,8 @@ class RunData:
         self, directory: str | Path, pieces: Pieces | None = None, *, patience_s: float = float("inf")
     ) -> None:
         self.files = IndexedRun(directory, patience_s=patience_s)
-        self._warned = Warned()
-        self.pieces = RunTokens(self.files) if pieces is None else pieces
+        self._warned = LiveWarnings()
+        self.pieces = RunTokenTexts(self.files) if pieces is None else pieces
         self._locks = {part: threading.Lock() for part in PARTS}
         self._asking: set[int] = set()  # the threads that answer something at this moment
         self._asked, self._answered_at = threading.Event(), 0.0
@@ -71,7 +71,7 @@ class RunData:
             "warnings": (self._warnings, ("rows",)),
             "choices": (lambda query: choices(self.files.rollouts), ("rollouts",)),
             "intervals": (lambda query: reward_intervals(self.files.rollouts, self._untrained()), ("rollouts",)),
-            "rollouts": (lambda query: page(self.files.rollouts, Wanted.of_query(query)), ("rollouts",)),
+            "rollouts": (lambda query: page(self.files.rollouts, RolloutFilter.from_query(query)), ("rollouts",)),
             "rollout": (self._rollout, ("rollouts", "trace")),
             "picture": (self._picture, ("rollouts",)),
             "episode": (self._episode, ("rollouts",)),
@@ -94,7 +94,7 @@ class RunData:
         """JSON-able. KeyError where there is no such question, or what it asks for is not there; ValueError for a value
         that cannot be meant, and for files that are damaged."""
         if name not in self._questions:
-            raise NotThere(f"there is no question {name}: there are {', '.join(self._questions)}")
+            raise NotFound(f"there is no question {name}: there are {', '.join(self._questions)}")
         question, parts = self._questions[name]
         with self.reading(*parts):
             return question(query)
@@ -147,7 +147,7 @@ class RunData:
                     held.enter_context(self._locks[part])
             try:
                 yield
-            except (NotThere, ValueError):
+            except (NotFound, ValueError):
                 raise
             except OSError as error:
                 where = error.filename or self.files.directory
@@ -179,7 +179,7 @@ class RunData:
         left = None
         if state == "running" and num_steps is not None and pace is not None and files.shares["metrics"] == 1:
             left = max(0, num_steps - step) * pace
-        waits = verdict(columns.last) if columns.last else None
+        waits = find_bottleneck(columns.last) if columns.last else None
         return {
             "name": files.name,
             "directory": str(files.directory),

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rollover.files import MOST_ROW_BYTES, check_line, open_regular
-from rollover.plugins.dashboard.numbers import Words, structured
+from rollover.plugins.dashboard.numbers import WordIndex, structured
 from rollover.rollout.lifecycle import EventKind
 from rollover.track.trace import BEGINS_VISIT, ENDS_VISIT, PUBLISH, Acts, Span, Spans, TraceEvent, Visits, bars_of
 
@@ -90,7 +90,7 @@ class TraceIndex:
     def _forget(self) -> None:
         self._end, self._last, self._number = 0, b"", 0
         self.seconds, self.share = 0.0, 1.0
-        self.siblings, self.reasons = Words(), Words()
+        self.siblings, self.reasons = WordIndex(), WordIndex()
         self.consumed: set[int] = set()
         self._bars, self._acts = _Numbers(BAR), _Numbers(ACT)
         self._drops, self._published = _Numbers(DROP), _Numbers(PUBLISHED)
@@ -246,7 +246,7 @@ class TraceIndex:
         if (act := self._at_work.add(event)) is not None:
             self._acts.add((act.start, act.end, event.group, self._sibling(event.sibling), act.lane))
         if event.kind == _DROP:
-            self._visits.give_up(event.group)
+            self._visits.release_group(event.group)
             self._drops.add((event.seconds, event.group, self.reasons.number(event.reason), event.tokens))
 
     def _sibling(self, sibling: int | str | None) -> int:

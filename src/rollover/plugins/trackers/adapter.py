@@ -1,7 +1,6 @@
-"""What a tool of others is told of a run, and how: `Adapter`, which each of them extends in a file of its own.
+"""`Adapter`, the base class of the adapters of external trackers, and what they share: names, numbers, redaction.
 
-A tool works in a process of its own (child.py), so it may wait, fail and import what it likes. Owns what all of them
-share: what a row's numbers are called.
+An adapter runs in a process of its own (child.py), so it may block, fail and import anything.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _LEAST_SECRET = 8  # characters: shorter values are words such as "true"
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _NOT_IN_PATHS = re.compile(r"[^\w\-. :/]|(?<![^/])\.*(?![^/])", re.ASCII)  # also a part that is "", . or ..
-_IN_ADDRESS = re.compile(r"(?<=://)\S+(?=@)")  # a password may have what ends one
+_IN_ADDRESS = re.compile(r"(?<=://)\S+(?=@)")  # a password may contain any character
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """The run that a tool shows. `id`: the same over all processes of the run. `project`, `group`, `entity`: "" where
-    none is chosen. `config`: by table, without credentials."""
+    """The run, for an adapter. `id`: constant over all processes of the run. `project`, `group`, `entity`: "" if not
+    set. `config`: by table, without credentials."""
 
     id: str
     name: str
@@ -41,16 +40,16 @@ class About:
 
     @property
     def file_name(self) -> str:
-        """Name and id as a file, or an artifact, may be called: letters, digits, dots, underscores and hyphens."""
+        """Name and id as a file name: letters, digits, dots, underscores and hyphens."""
         return f"{_NOT_IN_NAMES.sub('-', self.name).strip('.-') or 'run'}-{self.id}"
 
     def project_or(self, variable: str) -> str:
-        """The project that is chosen, or that the environment's `variable` names, or "rollover"."""
+        """Return the configured project, else that of the environment `variable`, else "rollover"."""
         return self.project or os.environ.get(variable) or "rollover"
 
 
 class LastSteps(NamedTuple):
-    """The last_steps steps that a tool has a row and an evaluation of; -1: none."""
+    """The last steps with a row and with an evaluation in a tracker; -1: none."""
 
     row: int = -1
     eval: int = -1
@@ -63,9 +62,9 @@ class Adapter(Tracker):
     def __init__(self, about: About) -> None:
         self.about, self.last_steps = about, LastSteps()
         self.place = ""
-        """Where it shows the run, once it is open: an address or a folder."""
+        """Address or folder of the run there, once it is open."""
         self.failed = False
-        """Whether the run ended by an error, when it is closed."""
+        """Set before `close`: whether the run ended by an error."""
 
     def truncate(self, cut: Cut) -> None:
         raise NotImplementedError
@@ -77,29 +76,36 @@ class Adapter(Tracker):
         self.log(row["step"], numbers_of_eval(row))
 
     def log(self, step: Any, numbers: Mapping[str, float]) -> None:
-        """What was measured in a step, or in the evaluation after it."""
+        """Log the numbers of a step, or of the evaluation after it."""
         raise NotImplementedError
 
     def show(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A sample, of rows that have the same keys. name: "rollouts", which left the run with `step`, or "answers" of
-        the evaluation after it. A tool that shows no texts does nothing."""
+        """Log a sample as rows with equal keys. name: "rollouts" of `step`, or "answers" of the evaluation after it.
+
+        A tracker without texts does nothing.
+        """
 
     def on_artifact(self, name: str, files: Mapping[str, Path]) -> None:
-        """What the finished run leaves as `name` (track.artifacts): its files by their paths in it. Once they are where
-        they belong, it returns. A tool that keeps no files does nothing."""
+        """Upload the artifact `name` (track.artifacts) of a finished run; returns when the upload is complete.
+
+        `files`: path in the artifact -> file. A tracker without files does nothing.
+        """
 
 
 def numbers_of(row: Row) -> dict[str, float]:
-    """What a step's row measures, by key; None is no measurement. "policy_version" is the last: it says that the row is
-    whole, where a tool takes one number after the other."""
+    """Return the numbers of a step's row by key, without missing ones.
+
+    "policy_version" is last: it marks a complete row in trackers that store one number after the other.
+    """
     found = {named(key): value for key, value in row.items() if value is not None and key != "step"}
     return _last(found, "policy_version")
 
 
 def numbers_of_eval(row: Mapping[str, Any]) -> dict[str, float]:
-    """What an evaluation measures: eval/mean, eval/ci/0, eval/sources/NAME/mean ..., and last "eval/policy_version"."""
-    numbers = {key: value for key, value in flat(row).items() if isinstance(value, int | float)}
-    found = {f"eval/{named(key)}": value for key, value in numbers.items()}  # a source may be called anything
+    """Return the numbers of an evaluation: eval/mean, eval/ci/0, eval/sources/NAME/mean, ..., eval/policy_version
+    last."""
+    numbers = {key: value for key, value in flatten(row).items() if isinstance(value, int | float)}
+    found = {f"eval/{named(key)}": value for key, value in numbers.items()}  # names of sources are arbitrary
     return _last(found, "eval/policy_version")
 
 
@@ -108,21 +114,23 @@ def _last(numbers: Mapping[str, float], key: str) -> dict[str, float]:
     return others | ({key: numbers[key]} if key in numbers else {})
 
 
-def flat(values: Mapping[str, Any] | Sequence[Any], under: str = "") -> dict[str, Any]:
-    """Every leaf of tables and lists, by the keys on the way to it, joined by slashes."""
+def flatten(values: Mapping[str, Any] | Sequence[Any], under: str = "") -> dict[str, Any]:
+    """Return the leaves of nested tables and lists by their paths, joined by slashes."""
     found: dict[str, Any] = {}
     pairs = values.items() if isinstance(values, Mapping) else enumerate(values)
     for key, value in pairs:
         if isinstance(value, Mapping | list | tuple):
-            found |= flat(value, f"{under}{key}/")
+            found |= flatten(value, f"{under}{key}/")
         elif value is not None:
             found[f"{under}{key}"] = value
     return found
 
 
 def as_paths(values: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """The values by names that can be paths of files, of `most` characters: what else is in a name, and parts such as
-    .. are _, and a name that would also be the folder of another ends with _."""
+    """Rename the keys so that they are valid file paths of at most `most` characters.
+
+    Other characters and parts such as .. become _; a name that is also the folder of another gets a trailing _.
+    """
     names = {key: _NOT_IN_PATHS.sub("_", key) for key in values}
     names = {key: of if len(of) <= most else f"{of[:100]}...{of[103 - most :]}" for key, of in names.items()}
     parts = [name.split("/") for name in names.values()]
@@ -131,15 +139,14 @@ def as_paths(values: Mapping[str, Any], most: int) -> dict[str, Any]:
 
 
 def redacted(text: str) -> str:
-    """The text without what variables of the environment hold that are named as secrets are, and without the user and
-    password of an address."""
+    """Mask the values of environment variables that are named like secrets, and credentials in addresses."""
     for form in sorted({form for value in secrets() for form in _forms(value)}, key=len, reverse=True):
         text = text.replace(form, "***")
     return _IN_ADDRESS.sub("***", text)
 
 
 def _forms(value: str) -> set[str]:
-    """As it may stand in a message: as it is, as a part of an address, in JSON or as Python shows it, on one line."""
+    """Return the forms of a secret in messages: plain, in an address, in JSON, as Python repr, on one line."""
     return {
         value,
         quote(value, safe=""),
@@ -151,12 +158,12 @@ def _forms(value: str) -> set[str]:
 
 
 def secrets() -> list[str]:
-    """What variables of the environment hold that are named as secrets are."""
+    """Return the values of environment variables that are named like secrets."""
     return [value for name, value in os.environ.items() if _SECRET.search(name) and len(value) >= _LEAST_SECRET]
 
 
 def without_secrets(value: Any) -> Any:
-    """A JSON value with each of its strings `redacted`."""
+    """Redact each string of a JSON value."""
     if isinstance(value, str):
         return redacted(value)
     if isinstance(value, Mapping):

@@ -28,25 +28,26 @@ from rollover.plugins.trackers.adapter import redacted, without_secrets
 from rollover.plugins.trackers.sample import sample_of
 from rollover.processes import child_environment
 from rollover.track.jsonl import to_json
-from rollover.track.tracker import Counted, Cut, RecordedGroup, Row, RunInfo
+from rollover.track.tracker import CountingTracker, Cut, RecordedGroup, Row, RunInfo
 from rollover.workers.worker import Reply, Worker
 
 logger = logging.getLogger(__name__)
 
 ID_FILE = "tracked_as"
-FINISHED = "finished"  # of a run that has made all its steps
+FINISHED = "finished"  # file of a run with all its steps
 _SILENT_S = 60.0
 _LAST_TWO = 2  # messages: the artifacts, and the end
 
 
-class ExternalTrackers(Counted):
-    """The tools `names` of `track.trackers`. ValueError for one that is not installed."""
+class ExternalTrackers(CountingTracker):
+    """The tracker that sends the events of a run to the adapter processes `names`; ValueError if one is not
+    installed."""
 
     def __init__(self, names: Sequence[str], config: TrackConfig) -> None:
         for name in names:
             check_installed(name)
         self._config = config
-        self.tools = [AdapterProcess(name, ADAPTERS[name].tracker, config.tracker_rollouts) for name in names]
+        self.adapters = [AdapterProcess(name, ADAPTERS[name].adapter, config.tracker_rollouts) for name in names]
         self._silent: set[str] = set()
         self._lossy: set[str] = set()
         self._failed = False
@@ -68,40 +69,40 @@ class ExternalTrackers(Counted):
             "config": without_secrets(to_json(run.config)),
         }
         self._finished = run.directory / FINISHED
-        for tool in self.tools:
-            tool.start()
-        self._tell({"about": about}, always=True)
+        for adapter in self.adapters:
+            adapter.start()
+        self._send({"about": about}, always=True)
 
     def truncate(self, cut: Cut) -> None:
-        self._tell({"cut": cut.step}, always=True)
+        self._send({"cut": cut.step}, always=True)
 
     def on_step(self, row: Row) -> None:
-        self._tell({"row": to_json(row)})
+        self._send({"row": to_json(row)})
         now = time.monotonic()
-        for tool in self.tools:
-            if not tool.num_pending or now < tool.last_reply_at + _SILENT_S:
-                self._silent.discard(tool.name)
-            elif tool.name not in self._silent:
-                self._silent.add(tool.name)
+        for adapter in self.adapters:
+            if not adapter.num_pending or now < adapter.last_reply_at + _SILENT_S:
+                self._silent.discard(adapter.name)
+            elif adapter.name not in self._silent:
+                self._silent.add(adapter.name)
                 logger.warning(
-                    f"track.trackers: {tool.name} has taken nothing for {now - tool.last_reply_at:.0f} s"
-                    f" ({tool.num_pending} messages wait for it); the run goes on without waiting"
+                    f"track.trackers: {adapter.name} has taken nothing for {now - adapter.last_reply_at:.0f} s"
+                    f" ({adapter.num_pending} messages wait for it); the run goes on without waiting"
                 )
-            if tool.lost and tool.name not in self._lossy:
-                self._lossy.add(tool.name)
+            if adapter.lost and adapter.name not in self._lossy:
+                self._lossy.add(adapter.name)
                 logger.warning(
-                    f"track.trackers: {tool.name} does not keep up, or is gone: what it misses is counted"
-                    " (trackers/lost). It is told again from the files of the run as soon as it goes on, or with"
+                    f"track.trackers: {adapter.name} does not keep up, or has ended: lost messages are counted"
+                    " (trackers/lost). They are sent again from the files of the run when it recovers, or with"
                     " --resume"
                 )
         self._relay()
 
     def on_eval(self, row: Mapping[str, Any]) -> None:
-        self._tell({"eval": to_json(row)})
+        self._send({"eval": to_json(row)})
 
     def on_groups(self, step: int, groups: Sequence[RecordedGroup]) -> None:
         if rows := sample_of(step, groups, self._config.tracker_rollouts):
-            self._tell({"rollouts": rows, "step": step})
+            self._send({"rollouts": rows, "step": step})
 
     def on_phase(self, name: str) -> None:
         self._failed = name == "stopped"
@@ -112,54 +113,56 @@ class ExternalTrackers(Counted):
         try:
             hands_over = bool(config.artifacts) and not self._failed and self._finished.is_file()
             if hands_over:
-                self._tell({"artifacts": config.artifacts}, always=True)
-            for tool in self.tools:
-                tool.close(self._failed)
-            for tool in self.tools:
-                if tool.wait(max(0.0, deadline - time.monotonic())) or not tool.num_pending:
+                self._send({"artifacts": config.artifacts}, always=True)
+            for adapter in self.adapters:
+                adapter.close(self._failed)
+            for adapter in self.adapters:
+                if adapter.wait(max(0.0, deadline - time.monotonic())) or not adapter.num_pending:
                     continue
-                if hands_over and tool.num_pending <= _LAST_TWO:
-                    self._wait_for_artifacts(tool, deadline + config.artifacts_s)
+                if hands_over and adapter.num_pending <= _LAST_TWO:
+                    self._wait_for_artifacts(adapter, deadline + config.artifacts_s)
                 else:
-                    tool.messages.append(
-                        f"track.trackers: {tool.name} had not taken {tool.num_pending} messages {config.finish_s:g} s"
-                        " after the end (track.finish_s), and was ended"
+                    adapter.messages.append(
+                        f"track.trackers: {adapter.name} had not taken {adapter.num_pending} messages"
+                        f" {config.finish_s:g} s after the end (track.finish_s), and was ended"
                     )
         finally:
-            for tool in self.tools:
-                tool.kill()
+            for adapter in self.adapters:
+                adapter.kill()
         self._relay()
 
     def stats(self) -> dict[str, float]:
-        """How often tools failed, and what they lost."""
+        """Return the numbers of failures and of lost messages."""
         return {
-            "trackers/failed": sum(tool.failures for tool in self.tools),
-            "trackers/lost": sum(tool.lost for tool in self.tools),
+            "trackers/failed": sum(adapter.failures for adapter in self.adapters),
+            "trackers/lost": sum(adapter.lost for adapter in self.adapters),
         }
 
-    def _wait_for_artifacts(self, tool: AdapterProcess, deadline: float) -> None:
+    def _wait_for_artifacts(self, adapter: AdapterProcess, deadline: float) -> None:
         limit_s = self._config.artifacts_s
         names = " and ".join(self._config.artifacts)
-        logger.info(f"track.trackers: waiting for {tool.name} to take {names}, for {limit_s:g} s (track.artifacts_s)")
-        if not tool.wait(max(0.0, deadline - time.monotonic())) and tool.num_pending:
-            tool.messages.append(
-                f"track.trackers: {tool.name} had not taken {names} {limit_s:g} s later, and was ended; they are in"
+        logger.info(
+            f"track.trackers: waiting for {adapter.name} to take {names}, for {limit_s:g} s (track.artifacts_s)"
+        )
+        if not adapter.wait(max(0.0, deadline - time.monotonic())) and adapter.num_pending:
+            adapter.messages.append(
+                f"track.trackers: {adapter.name} had not taken {names} {limit_s:g} s later, and was ended; they are in"
                 f" {self._finished.parent}"
             )
 
-    def _tell(self, message: dict[str, Any], *, always: bool = False) -> None:
-        for tool in self.tools:
-            tool.tell(message, always=always)
+    def _send(self, message: dict[str, Any], *, always: bool = False) -> None:
+        for adapter in self.adapters:
+            adapter.send(message, always=always)
 
     def _relay(self) -> None:
-        """What was heard of the tools since, in the thread of the run."""
-        for tool in self.tools:
-            while tool.messages:
-                logger.info(tool.messages.popleft())
+        # Called in the thread of the run: the messages come from other threads.
+        for adapter in self.adapters:
+            while adapter.messages:
+                logger.info(adapter.messages.popleft())
 
 
 def run_id(directory: Path) -> str:
-    """What tools know the run by, over all its processes: 16 hexadecimal digits, in a file of the run."""
+    """Return the run's id for trackers, constant over its processes: 16 hexadecimal digits, in a file of the run."""
     path = directory / ID_FILE
     if not path.exists():
         atomic_write_text(path, secrets.token_hex(8) + "\n")
@@ -167,35 +170,35 @@ def run_id(directory: Path) -> str:
 
 
 MAX_PENDING = 256
-"""Messages that the tool has not answered yet: what comes then is lost."""
+"""Most messages without a reply; further ones are lost."""
 _MAX_MESSAGES = 100
 _LISTEN_LIMIT_S = 5.0
 _LAST_CHARS = 300
 
 
 class AdapterProcess:
-    """`name`: of the tool; `arguments`: for child.main."""
+    """The process of one adapter. Only `wait` blocks. `name`: of the tracker; `arguments`: for child.main."""
 
     def __init__(self, name: str, *arguments: object) -> None:
         self.name, self._arguments = name, arguments
         self.lost = 0  # messages
         self.failures = 0
         self.messages: deque[str] = deque(maxlen=_MAX_MESSAGES)  # lines for the user
-        self.last_reply_at = time.monotonic()  # when it last took something, or had nothing to take
+        self.last_reply_at = time.monotonic()  # time of the last reply, or of the first message after an idle time
         self._gap = False
         self._gone, self._closing, self._missed = False, False, False
         self._said: set[str] = set()
         self._worker: Worker | None = None
         self._listener = threading.Thread(target=self._listen, name=f"{name}-listener", daemon=True)
-        self._printed = b""  # the end of what it prints: the last line says why it ended
+        self._printed = b""  # the end of its output: the last line explains a crash
 
     @property
     def num_pending(self) -> int:
-        """Messages that the tool has not taken yet."""
+        """Messages without a reply."""
         return 0 if self._worker is None or self._gone else self._worker.num_pending
 
     def start(self) -> None:
-        """It dies with this process, and with it whatever it starts."""
+        """Start the process. It and its children end with this process."""
         try:
             self._worker = Worker(
                 self.name,
@@ -212,8 +215,8 @@ class AdapterProcess:
             return
         self._listener.start()
 
-    def tell(self, message: dict[str, Any], *, always: bool = False) -> None:
-        """Returns at once. Lost, and counted, where too much is under way, but if it must come `always`."""
+    def send(self, message: dict[str, Any], *, always: bool = False) -> None:
+        """Send a message without waiting. Beyond MAX_PENDING it is lost and counted, unless `always`."""
         if self._gone or self._worker is None or (self.num_pending >= MAX_PENDING and not always):
             self.lost += 1
             self._gap = True
@@ -224,21 +227,21 @@ class AdapterProcess:
         self._gap = False
 
     def close(self, failed: bool) -> None:
-        """Returns at once: the last message, after which its process may end."""
+        """Send the last message, after which the process ends."""
         self._closing = True
-        self.tell({"close": failed}, always=True)
+        self.send({"close": failed}, always=True)
 
     def wait(self, limit_s: float) -> bool:
-        """Whether it has ended by itself, or does so within the limit."""
+        """Return whether the process ends within the limit."""
         return self._worker is None or self._worker.wait(limit_s)
 
     def kill(self) -> None:
-        """End what is left of it, and return when it is gone."""
+        """Kill the process, and return when it has ended."""
         self._gone = True
         if self._worker is not None:
             self._worker.close()
 
-    # In threads of the Worker, and of the listener
+    # The methods below run in threads of the Worker and of the listener.
 
     def _on_reply(self, reply: Reply) -> bool:
         if isinstance(reply, Exception):
@@ -271,13 +274,11 @@ class AdapterProcess:
         self._say(f"{why}; the run goes on without it")
 
     def _say(self, what: str) -> None:
-        """Each thing once."""
         if what not in self._said and len(self._said) < _MAX_MESSAGES:
             self._said.add(what)
             self.messages.append(f"track.trackers: {self.name} {what} (trackers/failed counts; this is said once)")
 
     def _last_words(self) -> str:
-        """The end of what it printed."""
         self._listener.join(_LISTEN_LIMIT_S)
         lines = self._printed.decode("utf-8", "replace").strip().splitlines()
         return f" ({redacted(lines[-1])[:_LAST_CHARS]})" if lines else ""
@@ -285,9 +286,9 @@ class AdapterProcess:
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """`tracker`: module:Class of ours; `library`: what it imports, and the name of our extra is the tool's own."""
+    """`adapter`: module:Class; `library`: the package that it imports. Our extra has the name of the tracker."""
 
-    tracker: str
+    adapter: str
     library: str
 
 
@@ -302,12 +303,12 @@ ADAPTERS = {
 
 
 def check_installed(name: str) -> None:
-    """ValueError with the line for pip where the tool's library is missing."""
+    """Raise ValueError with the pip command if the tracker's library is missing."""
     if not is_installed(name):
         raise ValueError(f'track.trackers: {name} is not installed: pip install "rollover[{name}]"')
 
 
 def is_installed(name: str) -> bool:
-    """Whether the tool's library is there. It is not imported: that takes seconds."""
+    """Return whether the tracker's library is installed, without importing it, which takes seconds."""
     found = importlib.util.find_spec(ADAPTERS[name].library)
-    return found is not None and found.origin is not None  # no mere folder, as wandb makes one where it is used
+    return found is not None and found.origin is not None  # not a bare folder, such as wandb's in the working directory

@@ -1,7 +1,7 @@
-"""MLflow: one run of an experiment, found again by the tag rollover.id, in the store of MLflow's own variables.
+"""MLflow: one run of an experiment, identified by the tag rollover.id. MLflow's own variables choose the store.
 
-A value once logged can be neither changed nor removed there. So where a run goes back, or a kill left a part of a row,
-it becomes a new MLflow run, with all steps before; the old one is deleted, which MLflow can undo.
+A logged value can be neither changed nor removed there. So after a rollback, or if a kill left a part of a row, a new
+MLflow run gets all earlier steps, and the old one is deleted (MLflow can restore it).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
 from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
-from rollover.plugins.trackers.adapter import About, Adapter, LastSteps, as_paths, flat
+from rollover.plugins.trackers.adapter import About, Adapter, LastSteps, as_paths, flatten
 from rollover.track.tracker import Cut
 
 _ID = "rollover.id"
-_MOST_METRICS, _MOST_PARAMS, _MOST_CHARS, _MOST_NAME = 1000, 100, 500, 250  # of a request; of a value, a name
+_MOST_METRICS, _MOST_PARAMS, _MOST_CHARS, _MOST_NAME = 1000, 100, 500, 250  # per request; per value, name
 
 
 class MLflow(Adapter):
-    """`place`: the store and the run's number there."""
+    """`place`: the store and the run's id there."""
 
     def __init__(self, about: About) -> None:
         super().__init__(about)
@@ -56,7 +56,7 @@ class MLflow(Adapter):
 
     def show(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         assert self._client is not None
-        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}  # as MLflow's own
+        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}  # MLflow's own format
         self._client.log_dict(self._run, table, f"{name}/step-{step:06d}.json")
 
     def on_artifact(self, name: str, files: Mapping[str, Path]) -> None:
@@ -73,7 +73,7 @@ class MLflow(Adapter):
         group = {"group": about.group} if about.group else {}
         tags = {_ID: about.id} | group | as_paths(dict.fromkeys(about.tags, "true"), _MOST_NAME)
         run = client.create_run(experiment, run_name=about.name, tags=tags).info.run_id
-        values = {key: str(value)[:_MOST_CHARS] for key, value in flat(about.config).items() if value != ""}
+        values = {key: str(value)[:_MOST_CHARS] for key, value in flatten(about.config).items() if value != ""}
         params = [Param(key.replace("/", "."), value) for key, value in as_paths(values, _MOST_NAME).items()]
         for start in range(0, len(params), _MOST_PARAMS):
             client.log_batch(run, params=params[start : start + _MOST_PARAMS])
@@ -81,7 +81,7 @@ class MLflow(Adapter):
 
 
 def _is_torn(client: MlflowClient, run: Any, kind: str, last: int) -> bool:
-    """Whether numbers of a row of this kind ("" or "eval/") are there after the `last` whole one, as files may have."""
+    """Return whether a file store has a part of a row of this kind ("" or "eval/") after the `last` complete one."""
     of_files = client.tracking_uri.startswith("file:") or "://" not in client.tracking_uri
     keys = [key for key in run.data.metrics if of_files and key.startswith("eval/") == bool(kind)]
     return any(max(of.step for of in client.get_metric_history(run.info.run_id, key)) > last for key in keys)

@@ -1,9 +1,9 @@
 """SwanLab: one experiment by id, with the step as its step.
 
-Project, workspace and mode are those of the configuration or of SwanLab's own variables (SWANLAB_PROJ_NAME,
-SWANLAB_WORKSPACE, SWANLAB_MODE). Its files lie under <run.dir>/swanlog, or SWANLAB_LOG_DIR. Everything is told again
-when a run goes on: offline into new files, in place of those before; online SwanLab itself leaves out each key's steps
-up to the last that it has, so steps after a cut stay as they are, and later ones follow.
+Project, workspace and mode come from the configuration or from SwanLab's variables (SWANLAB_PROJ_NAME,
+SWANLAB_WORKSPACE, SWANLAB_MODE). Its files are in <run.dir>/swanlog, or SWANLAB_LOG_DIR. A resumed run sends everything
+again: offline into new files that replace the old ones; online SwanLab ignores each key's steps up to its last one, so
+steps after a rollback keep their old values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollover.track.tracker import Cut
 
 
 class SwanLab(Adapter):
-    """`place`: the folder that `swanlab sync` sends, or the project."""
+    """`place`: the folder for `swanlab sync`, or the project."""
 
     def __init__(self, about: About) -> None:
         super().__init__(about)
@@ -70,5 +70,4 @@ class SwanLab(Adapter):
 
 
 def _text(row: Mapping[str, Any]) -> Any:
-    """A line for each value."""
     return swanlab.Text("\n".join(f"{key}: {value}" for key, value in row.items()))

@@ -1,8 +1,8 @@
 """TensorBoard: event files, as `tensorboard --logdir` reads them.
 
-Under <run.dir>/tensorboard, or a folder of the run under TENSORBOARD_LOGGING_DIR (or TENSORBOARD_DIR, as verl has it).
-A step is one event with all its values. What comes after a cut is purged as TensorBoard does it: a record says at which
-step the run was started again, and readers drop what they have from there on.
+Under <run.dir>/tensorboard, or a folder of the run under TENSORBOARD_LOGGING_DIR (or TENSORBOARD_DIR, as in verl). A
+step is one event with all its values. Steps after a rollback are purged in TensorBoard's way: a record contains the
+step of the restart, and readers drop everything from there on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollover.track.tracker import Cut
 
 
 class TensorBoard(Adapter):
-    """`place` is the folder."""
+    """`place`: the folder."""
 
     def __init__(self, about: About) -> None:
         super().__init__(about)
@@ -35,12 +35,12 @@ class TensorBoard(Adapter):
         self._writer: EventFileWriter | None = None
 
     def truncate(self, cut: Cut) -> None:
-        with contextlib.suppress(Exception):  # one that failed: its file is left as it is
+        with contextlib.suppress(Exception):  # a failed writer: its file stays as it is
             self.close()
         row, evaluation = self._found()
         self.last_steps = LastSteps(min(row, cut.step), min(evaluation, cut.step))
         self._writer = writer = EventFileWriter(self.place)
-        # Readers take the first of these for the beginning, and purge at each later one.
+        # Readers take the first START as the beginning, and purge at each later one.
         self._add(cut.step + 1, session_log=SessionLog(status=SessionLog.START))
         if max(row, evaluation) < 0:
             self._text("config", -1, json.dumps(self.about.config, indent=2))
@@ -59,17 +59,17 @@ class TensorBoard(Adapter):
             writer.close()
 
     def _text(self, tag: str, step: int, text: str) -> None:
-        """As a block of code: what is in it is neither markdown nor HTML."""
+        # A code block: the text is neither Markdown nor HTML.
         block = "\n".join(f"    {line}" for line in text.split("\n"))
         self._add(max(step, 0), summary=text_pb(tag, block))
 
     def _add(self, step: int, **what: Any) -> None:
         assert self._writer is not None
         self._writer.add_event(Event(wall_time=time.time(), step=step, **what))
-        self._writer.flush()  # a step is in the file before the next one begins
+        self._writer.flush()  # each step reaches the file before the next one begins
 
     def _found(self) -> LastSteps:
-        """What the files have by now. A record that a kill cut off, and what follows it, does not count."""
+        """Read the last steps of the files, up to a truncated record."""
         row = evaluation = -1
         for path in sorted(Path(self.place).glob("events.out.tfevents.*")):
             for record in RawEventFileLoader(str(path)).Load():
@@ -85,5 +85,4 @@ class TensorBoard(Adapter):
 
 
 def _record(row: Mapping[str, Any]) -> str:
-    """A line for each value; the lines of a text below its name."""
     return "\n".join(f"{key}: {value}" for key, value in row.items())

@@ -1,8 +1,7 @@
-"""trackio: one run of a project, by its name and id.
+"""trackio: one run of a project, by name and id. Rollouts are traces.
 
-Where it writes is as its own variables say (TRACKIO_DIR; TRACKIO_SPACE_ID, TRACKIO_SERVER_URL). Rollouts are traces.
-Steps after a cut: a local run is deleted and told again; of one that is elsewhere nothing can be deleted, so what it
-has stays, and ours go on after that.
+trackio's variables choose the store (TRACKIO_DIR; TRACKIO_SPACE_ID, TRACKIO_SERVER_URL). After a rollback a local run
+is deleted and sent again; a remote run cannot be changed, so its later steps stay, and new ones follow.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissin
 from rollover.plugins.trackers.adapter import About, Adapter, LastSteps
 from rollover.track.tracker import Cut
 
-_RENAMED = {"time": "time_"}  # trackio has a time of its own
+_RENAMED = {"time": "time_"}  # trackio reserves "time"
 
 
 class Trackio(Adapter):
-    """`place`: what it is shown by."""
+    """`place`: the command that shows the run, or the project."""
 
     def __init__(self, about: About) -> None:
         super().__init__(about)
         self._project = about.project_or("TRACKIO_PROJECT")
-        self._name = f"{about.name}-{about.id[:4]}"  # by which trackio finds a run again
+        self._name = f"{about.name}-{about.id[:4]}"  # trackio's key of a run
         self._run: Any = None
 
     def truncate(self, cut: Cut) -> None:

@@ -1,9 +1,8 @@
 """Weights & Biases: one run by id, with the step as its step.
 
-Project, entity and mode are those of the configuration or of W&B's own variables (WANDB_PROJECT, WANDB_ENTITY,
-WANDB_MODE, WANDB_BASE_URL). Its files lie under <run.dir>/wandb, or WANDB_DIR. Steps after a cut: offline, where there
-is nobody to ask what a run has, the files are written anew with all steps; online the run is rewound, and where the
-server does not do that, its steps stay and ours go on after the last of them.
+Project, entity and mode come from the configuration or from W&B's variables (WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE,
+WANDB_BASE_URL). Its files are in <run.dir>/wandb, or WANDB_DIR. After a rollback, offline files are written again with
+all steps; an online run is rewound. If the server cannot rewind, old steps stay, and new ones follow after the last.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Wandb(Adapter):
         if 0 <= cut.step < run.step - 1:
             run.finish()
             run = None
-            with contextlib.suppress(Exception):  # boundary: not every server can
+            with contextlib.suppress(Exception):  # boundary: not every server supports rewinding
                 run = self._begin(resume_from=f"{self.about.id}?_step={cut.step}")
             run = run or self._begin(resume="allow")
         self._run, self.place = run, run.url or ""
@@ -79,7 +78,7 @@ class Wandb(Adapter):
             tags=list(about.tags) or None,
             config=dict(about.config),
             dir=str(self._folder),
-            # What the run prints is not this process's; what it computes is its parent's.
+            # Console output and load are the run's: it is the parent process.
             settings=wandb.Settings(console="off", silent=True, x_stats_pid=os.getppid(), save_code=False),
             **how,
         )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollover.plugins.dashboard.columns import Columns
-from rollover.plugins.dashboard.metrics import Warned, warnings_of
+from rollover.plugins.dashboard.metrics import LiveWarnings, warnings_of
 from rollover.run.tail import Tail
 from rollover.track.health import Health
 
@@ -96,7 +96,7 @@ def test_warnings_are_those_of_the_rows_and_each_is_looked_at_once(
     path = tmp_path / "metrics.jsonl"
     rows = [{"step": step, "entropy": 0.01 if step > 290 else 1.0, "grad_norm": None} for step in range(1, 600)]
     rows[400] |= {"train/skipped_steps": 1}
-    columns, warned, looked_at = Columns(path), Warned(), []
+    columns, warned, looked_at = Columns(path), LiveWarnings(), []
     look = Health.look
     monkeypatch.setattr(Health, "look", lambda health, row: looked_at.append(row["step"]) or look(health, row))
     for end in (100, 293, 500, 599):

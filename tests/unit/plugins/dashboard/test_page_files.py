@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from rollover.plugins.dashboard import page_files
 from rollover.plugins.dashboard.page_files import modules, one_script, page_files
 
 NODE = shutil.which("node")
@@ -56,7 +55,7 @@ def write(folder: Path, **texts: str) -> None:
 
 
 def test_one_script_is_all_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PAGE", tmp_path)
+    monkeypatch.setattr("rollover.plugins.dashboard.page_files.PAGE", tmp_path)
     write(
         tmp_path,
         main='import { a } from "./one.js";\nimport { b } from "./two.js";\n\nconsole.log(a() + b);\n',
@@ -82,7 +81,7 @@ def test_one_script_is_all_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_what_cannot_be_one_script_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: str, says: str
 ) -> None:
-    monkeypatch.setattr(parts, "PAGE", tmp_path)
+    monkeypatch.setattr("rollover.plugins.dashboard.page_files.PAGE", tmp_path)
     write(tmp_path, main=main, one="export const a = 1;\nconst a1 = 2;\n", two='import { x } from "./main.js";\n')
     with pytest.raises(ValueError, match=says):
         one_script()

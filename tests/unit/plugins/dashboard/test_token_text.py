@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from recorded_run import write_run
 from rollover.plugins.dashboard.indexed_run import IndexedRun
-from rollover.plugins.dashboard.rollout_detail import RunTokens, pieces
+from rollover.plugins.dashboard.rollout_detail import RunTokenTexts, pieces
 
 TEXT = "naïve 😀 日本語\n\ttab <|end|> \u202eabc"
 
@@ -65,21 +65,21 @@ def test_spaces_before_words_are_told_with_them(tmp_path: Path, folder: str) -> 
     run = write_run(tmp_path)
     (run / "model").mkdir()
     tokenizer.save(str(run / folder / "tokenizer.json"))
-    assert RunTokens(IndexedRun(run))([0, 1, 2]) == ["one", " two", "x"]
+    assert RunTokenTexts(IndexedRun(run))([0, 1, 2]) == ["one", " two", "x"]
 
 
 def test_a_run_whose_tokenizer_is_not_here_or_is_none(tmp_path: Path) -> None:
     run = write_run(tmp_path)
-    assert RunTokens(IndexedRun(run))([0, 1]) is None
+    assert RunTokenTexts(IndexedRun(run))([0, 1]) is None
     (run / "model").mkdir()
     (run / "model" / "tokenizer.json").write_text("no tokenizer")
-    assert RunTokens(IndexedRun(run))([0, 1]) is None
+    assert RunTokenTexts(IndexedRun(run))([0, 1]) is None
     (run / "config.resolved.json").write_text(json.dumps({"model": {"path": "nobody/has-this-model-here"}}))
-    assert RunTokens(IndexedRun(run))([0, 1]) is None
+    assert RunTokenTexts(IndexedRun(run))([0, 1]) is None
 
 
 def test_another_run_in_the_same_place_has_its_own_tokenizer(tmp_path: Path) -> None:
-    tokens = RunTokens(IndexedRun(write_run(tmp_path)))
+    tokens = RunTokenTexts(IndexedRun(write_run(tmp_path)))
     assert tokens([0]) is None
     for word in ("one", "another"):
         Tokenizer(models.WordLevel({word: 0}, unk_token=word)).save(str(tmp_path / "tokenizer.json"))

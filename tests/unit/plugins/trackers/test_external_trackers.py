@@ -131,7 +131,7 @@ class RunOf:
 
     def kill(self) -> None:
         """As where the run is killed: its children go with it."""
-        for tool in self.tools.tools:
+        for tool in self.tools.adapters:
             tool.kill()
 
 
@@ -197,7 +197,7 @@ def test_one_that_hangs_is_not_waited_for_and_misses_nothing_in_the_end(
     assert not run.told("row")
     (tmp_path / "hang").unlink()
     until(lambda: len(run.told("row")) == 2)
-    until(lambda: not run.tools.tools[0].num_pending)
+    until(lambda: not run.tools.adapters[0].num_pending)
     run.step(21)
     run.end()
     assert run.told("row") == [["row", step, step / 3] for step in range(1, 22)], "told from metrics.jsonl"
@@ -208,7 +208,7 @@ def test_one_that_hangs_is_ended_after_its_time(tmp_path: Path) -> None:
     run = RunOf(tmp_path, finish_s=0.2)
     run.step(1)
     run.end()
-    assert run.tools.tools[0].wait(0), "its process is gone"
+    assert run.tools.adapters[0].wait(0), "its process is gone"
     (line,) = [line for line in run.messages.lines if "track.finish_s" in line]
     assert "fake had not taken" in line and "0.2 s after the end" in line
 
@@ -270,7 +270,7 @@ def test_one_that_can_be_opened_at_the_end_only_is_told_all_then(tmp_path: Path)
     (tmp_path / "closed").touch()
     run = RunOf(tmp_path)
     run.step(1)
-    until(lambda: not run.tools.tools[0].num_pending)
+    until(lambda: not run.tools.adapters[0].num_pending)
     (tmp_path / "closed").unlink()
     run.step(2)
     run.end()
@@ -356,7 +356,7 @@ def leave(folder: Path, *, finished: bool = True) -> None:
 def test_a_finished_run_leaves_its_artifacts_without_credentials(tmp_path: Path) -> None:
     run = RunOf(tmp_path, artifacts=["model", "best_model", "records"])
     run.step(1)
-    until(lambda: not run.tools.tools[0].num_pending)
+    until(lambda: not run.tools.adapters[0].num_pending)
     leave(tmp_path)
     (tmp_path / "raise").touch()
     run.end()
@@ -406,11 +406,11 @@ def test_a_run_that_is_not_finished_leaves_none(tmp_path: Path, finished: bool, 
 def test_artifacts_have_their_own_time_and_hold_the_end_up_no_longer(tmp_path: Path) -> None:
     run = RunOf(tmp_path, artifacts=["model"], finish_s=0.2, artifacts_s=0.3)
     run.step(1)
-    until(lambda: not run.tools.tools[0].num_pending)
+    until(lambda: not run.tools.adapters[0].num_pending)
     leave(tmp_path)
     (tmp_path / "hang").touch()
     run.end()
-    assert run.tools.tools[0].wait(0), "its process is gone"
+    assert run.tools.adapters[0].wait(0), "its process is gone"
     waiting, ended = (line for line in run.messages.lines if "model" in line)
     assert "waiting for fake to take model, for 0.3 s (track.artifacts_s)" in waiting
     assert "fake had not taken model 0.3 s later, and was ended" in ended and str(tmp_path) in ended
@@ -563,7 +563,7 @@ def test_each_tool_is_an_option_an_extra_and_a_short_file() -> None:
     names = [name for name in external.ADAPTERS if name != "fake"]
     assert tuple(names) == TOOLS
     for name in names:
-        module, _, kind = external.ADAPTERS[name].tracker.partition(":")
+        module, _, kind = external.ADAPTERS[name].adapter.partition(":")
         file = REPOSITORY / "src" / f"{module.replace('.', '/')}.py"
         assert len(file.read_text().splitlines()) < 100 and f"class {kind}(Adapter)" in file.read_text()
         assert name in project["optional-dependencies"]
@@ -572,7 +572,7 @@ def test_each_tool_is_an_option_an_extra_and_a_short_file() -> None:
 def test_the_options_reach_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, Any]] = []
     monkeypatch.setattr(external.AdapterProcess, "start", lambda self: None)
-    monkeypatch.setattr(external.AdapterProcess, "tell", lambda self, message, always=False: told.append(message))
+    monkeypatch.setattr(external.AdapterProcess, "send", lambda self, message, always=False: told.append(message))
     options = {"project": "p", "group": "g", "entity": "e", "tags": ["a", "b"]}
     tools = ExternalTrackers(["fake"], TrackConfig(trackers=["fake"], **options))
     tools.on_start(RunInfo("demo", tmp_path, {"key": "s3cr3t-of-the-user"}, resumed=False))

@@ -1,10 +1,10 @@
-"""Why a rollout got its advantage: from its score to what each of its tokens had in the loss, in sentences.
+"""Explanation of a rollout's advantage, from its score to its tokens in the loss, in sentences.
 
-    score + terms ──▶ reward that is trained ──▶ compared with its siblings' ──▶ the estimator's rule ──▶ what became of
-    it in the loss: tokens that were no part of it, importance weights, bounds
+    score + terms ──▶ trained reward ──▶ comparison with siblings ──▶ the estimator's rule ──▶ the loss: excluded
+    tokens, importance weights, bounds
 
-Reads what was recorded (docs/running.md) and the run's configuration; computes no advantage but those that follow from
-one group, to show the sum. The formulas are those of algorithms/advantage.py.
+Uses the records (docs/running.md) and the run's configuration. It computes only advantages that depend on one group, to
+show the calculation. The formulas are those of algorithms/advantage.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _DIVIDED = {
 
 @dataclass(frozen=True)
 class _Compared:
-    """`rewards`: of the trajectories compared, as they were trained, None where missing; `own`: this one's."""
+    """`rewards`: trained rewards of the compared trajectories, None if missing; `own`: this one's; `greedy`: of the
+    greedy baseline."""
 
     rewards: Sequence[float | None]
     own: float | None
@@ -42,38 +43,38 @@ class _Compared:
         return [reward for reward in self.rewards if reward is not None]
 
 
-def why(
+def explain_advantage(
     record: Mapping[str, Any], group: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
 ) -> list[dict[str, str]]:
-    """Sentences in order, each {"about", "text"}, of a rollout as it was recorded. `group`: the records of all that
-    left with it of its group, itself too, without their tokens. `config`: every value of the run; {} is not known."""
-    said = [("score", _score(record, config))]
+    """Return sentences {"about", "text"}, in order, about a record. `group`: all records of its group, without tokens.
+    `config`: the run's configuration, {} if unknown."""
+    sentences = [("score", _score(record, config))]
     credit = record.get("credit")
     if _is_greedy(record):
-        return _told([*said, *_of_greedy(record, config)])
+        return _sentences([*sentences, *_of_greedy(record, config)])
     if record["outcome"] == f"dropped:{DropReason.ABANDONED.value}":
         text = "Its agent gave up a call of it, so none of its tokens is trained, though its group was."
-        return _told([*said, ("outcome", text)])
+        return _sentences([*sentences, ("outcome", text)])
     if record["outcome"] != TRAINED:
         reason = record["outcome"].partition(":")[2]
         text = f"Its group was dropped ({reason}) before a step trained it: no advantage was made."
-        return _told([*said, ("outcome", text)])
+        return _sentences([*sentences, ("outcome", text)])
     if credit is None:
-        return _told([*said, ("outcome", _in_no_batch(record))])
-    said += _reward(record, credit, config)
+        return _sentences([*sentences, ("outcome", _in_no_batch(record))])
+    sentences += _reward(record, credit, config)
     name = _estimator(record["role"], config)
     if credit["compared"] is not None:
         compared = _compared(record, group)
-        said += _siblings(compared, name, config.get("algorithm", {}))
-        said += _rule(record, compared, name, config)
+        sentences += _siblings(compared, name, config.get("algorithm", {}))
+        sentences += _rule(record, compared, name, config)
     if credit["left_out"]:
-        said.append(("left out", f"None of its tokens is in the loss: {credit['left_out']}."))
-    said += _in_the_loss(record, config)
-    return _told(said)
+        sentences.append(("left out", f"None of its tokens is in the loss: {credit['left_out']}."))
+    sentences += _in_the_loss(record, config)
+    return _sentences(sentences)
 
 
-def _told(said: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
-    return [{"about": about, "text": text} for about, text in said if text]
+def _sentences(sentences: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
+    return [{"about": about, "text": text} for about, text in sentences if text]
 
 
 def _score(record: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -89,7 +90,7 @@ def _score(record: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 
 
 def _plays(config: Mapping[str, Any]) -> bool:
-    """Whether an agent or an environment plays, which may give scores."""
+    """Return whether an agent or an environment may give scores."""
     workflow = config.get("workflow", {})
     others = any(workflow.get(name) for name in ("environment", "function", "command", "verifiers"))
     return others or config.get("rollout", {}).get("environment", "single_turn") != "single_turn"
@@ -112,11 +113,10 @@ def _of_greedy(record: Mapping[str, Any], config: Mapping[str, Any]) -> list[tup
 
 
 def _reward(record: Mapping[str, Any], credit: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What became of the score before it was compared."""
-    said: list[tuple[str, str]] = []
+    sentences: list[tuple[str, str]] = []
     rewards = config.get("rewards", {})
     if credit["reward"] is None:
-        counts = record["score"] is not None and credit["compared"] is not None  # else its role is not trained
+        counts = record["score"] is not None and credit["compared"] is not None  # otherwise its role is not trained
         return [("reward", "Its reward counts as missing.")] if counts else []
     terms = {name: value for name, value in (credit["terms"] or {}).items() if value}
     steps = [f"{name} adds {_n(value)}" for name, value in terms.items()]
@@ -127,14 +127,14 @@ def _reward(record: Mapping[str, Any], credit: Mapping[str, Any], config: Mappin
         steps.append(f"it is bounded to [{_n(bounds[0])}, {_n(bounds[1])}]")
     if steps or not _same(credit["reward"], record["score"]):
         how = "; ".join(steps) or "it is that of its whole trajectory"
-        said.append(("shaping", f"Then {how}: the reward that is trained is {_n(credit['reward'])}."))
+        sentences.append(("shaping", f"Then {how}: the reward that is trained is {_n(credit['reward'])}."))
     if credit["kl_penalty"] is not None:
-        said.append(("KL", f"The KL to the reference policy takes {_n(credit['kl_penalty'])} off it."))
-    return said
+        sentences.append(("KL", f"The KL to the reference policy takes {_n(credit['kl_penalty'])} off it."))
+    return sentences
 
 
 def _compared(record: Mapping[str, Any], group: Sequence[Mapping[str, Any]]) -> _Compared:
-    """By trajectory: several contexts of one have one reward."""
+    # By trajectory: its contexts share one reward.
     number, rewards = record["credit"]["compared"], dict[tuple[int, int], float | None]()
     baselines = [_greedy_reward(of) for of in group if _is_greedy(of) and of["role"] == record["role"]]
     for of in group:
@@ -149,7 +149,7 @@ def _trained_reward(credit: Mapping[str, Any]) -> float | None:
 
 
 def _greedy_reward(record: Mapping[str, Any]) -> float | None:
-    """As it was compared with; of an earlier version's record, which has no credit, its score."""
+    # Records of earlier versions have no credit: then the score.
     return (record.get("credit") or {"reward": record["score"]})["reward"]
 
 
@@ -175,7 +175,7 @@ def _rule(
     record: Mapping[str, Any], compared: _Compared, name: str, config: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
     workflow, algorithm = config.get("workflow", {}), config.get("algorithm", {})
-    said: list[tuple[str, str]] = []
+    sentences: list[tuple[str, str]] = []
     std = algorithm.get("passk_std", "none") if name == "grpo_passk" else algorithm.get("advantage_std", "sample")
     rule = estimator(name).about.replace("{divided}", _DIVIDED.get(std, ""))
     distill = config.get("distill", {})
@@ -183,29 +183,29 @@ def _rule(
         taught = "By token: log teacher/policy, times distill.coef"
         if distill.get("mix") == "replace":
             return [("rule", f"{taught}. Rewards are only reported.")]
-        said.append(("teacher", f"{taught}, is added to what follows."))
+        sentences.append(("teacher", f"{taught}, is added to what follows."))
     by_turns = workflow.get("credit") == "turn_returns"
-    found = None if by_turns else worked(name, compared.valid, compared.own, compared.greedy, algorithm)
+    found = None if by_turns else calculation(name, compared.valid, compared.own, compared.greedy, algorithm)
     text = f"{name}: {rule}"
     if by_turns:
         text += ", over the returns of all turns (workflow.credit = turn_returns)"
-    said.append(("rule", f"{text}{'' if found is None else f': {found[0]}'}."))
+    sentences.append(("rule", f"{text}{'' if found is None else f': {found[0]}'}."))
     if workflow.get("own_advantages") == "auto":
-        said.append(("own", "A group whose trajectories all bring advantages of their own has those instead."))
+        sentences.append(("own", "A group whose trajectories all bring advantages of their own has those instead."))
     weight = workflow.get("roles", {}).get(record["role"], {}).get("weight", 1.0)
     if weight != 1.0:
-        said.append(("role", f"Its role {record['role']} has the weight {_n(weight)}."))
+        sentences.append(("role", f"Its role {record['role']} has the weight {_n(weight)}."))
     if own := algorithm.get("after_scoring"):
-        said.append(("after_scoring", f"Then {own} may have changed it."))
+        sentences.append(("after_scoring", f"Then {own} may have changed it."))
     advantage = record["advantage"]
     if advantage is not None:
-        taught = any(about == "teacher" for about, _ in said)
-        told = by_turns or name == "precomputed"
+        taught = any(about == "teacher" for about, _ in sentences)
+        by_token_only = by_turns or name == "precomputed"
         of_tokens = set(_numbers(by_token(record) or {}, "advantages"))
-        one = not taught and (len(of_tokens) == 1 or not (of_tokens or told))
+        one = not taught and (len(of_tokens) == 1 or not (of_tokens or by_token_only))
         how = _sign(advantage) if one else f" {'by its reward' if taught else 'in the mean of its tokens'}."
-        said.append(("advantage", f"Its advantage is {_n(advantage)}{how}"))
-    return said
+        sentences.append(("advantage", f"Its advantage is {_n(advantage)}{how}"))
+    return sentences
 
 
 def _sign(advantage: float) -> str:
@@ -214,12 +214,12 @@ def _sign(advantage: float) -> str:
     return f": its reward asks for {'more' if advantage > 0 else 'less'} of it."
 
 
-def worked(
+def calculation(
     name: str, rewards: Sequence[float], own: float | None, greedy: float | None, algorithm: Mapping[str, Any]
 ) -> tuple[str, float] | None:
-    """The sum in numbers, and what comes out, of an estimator that looks at one group alone; None for others.
+    """Return the calculation as text, and its result, for estimators over a single group; None for others.
 
-    `rewards`: those compared, as they were trained; `own`: that of the rollout, None where it is missing."""
+    `rewards`: trained rewards of the compared ones; `own`: of this rollout, None if missing."""
     if own is None:
         return None
     if estimator(name).greedy:
@@ -249,38 +249,37 @@ def worked(
 
 
 def _in_the_loss(record: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What became of its tokens."""
     algorithm, tokens = config.get("algorithm", {}), by_token(record)
     if tokens is None:
         return []
     num, of = sum(tokens["mask"]), record["num_tokens"]
-    said = [("tokens", f"{num} of its {of} tokens came to the loss.")]
+    sentences = [("tokens", f"{num} of its {of} tokens came to the loss.")]
     if num < of:
-        said[0] = ("tokens", f"{said[0][1][:-1]}; the others are an environment's, or too old for it.")
+        sentences[0] = ("tokens", f"{sentences[0][1][:-1]}; the others are an environment's, or too old for it.")
     advantages = _numbers(tokens, "advantages")
     if advantages and min(advantages) < max(advantages):
-        said.append(("by token", f"Their advantages are {_n(min(advantages))} to {_n(max(advantages))}."))
+        sentences.append(("by token", f"Their advantages are {_n(min(advantages))} to {_n(max(advantages))}."))
     if rejected := sum(tokens["rejected"]):
         bounds = " and ".join(f"{name} within {bound}" for name, bound in algorithm.get("rejection", {}).items())
-        said.append(("rejection", f"{rejected} of these were rejected (algorithm.rejection: {bounds})."))
+        sentences.append(("rejection", f"{rejected} of these were rejected (algorithm.rejection: {bounds})."))
     if ratios := _numbers(tokens, "importance_weights"):
         text = (
             f"Importance weights (now / as sampled) are {_n(min(ratios))} to {_n(max(ratios))}, in the mean"
             f" {_n(statistics.fmean(ratios))}."
         )
-        said.append(("importance", text))
+        sentences.append(("importance", text))
     weights = zip(tokens.get("loss_weights", ()), tokens["rejected"], strict=False)
     kept = [weight for weight, rejects in weights if weight is not None and not rejects]
     if kept:
         nothing = sum(weight == 0 for weight in kept)
         correction = algorithm.get("correction", "none")
         text = f"In the loss their advantages are multiplied by {_n(min(kept))} to {_n(max(kept))}"
-        said.append(("weight", f"{text} (algorithm.loss = {algorithm.get('loss')}, correction = {correction})."))
+        sentences.append(("weight", f"{text} (algorithm.loss = {algorithm.get('loss')}, correction = {correction})."))
         if nothing:
-            said.append(("clipped", f"{nothing} of them have no gradient: a clip or a mask of the loss took it."))
+            sentences.append(("clipped", f"{nothing} of them have no gradient: a clip or a mask of the loss took it."))
     elif not rejected and not ratios:
-        said.append(("not computed", _not_computed(any(advantages), config)))
-    return said
+        sentences.append(("not computed", _not_computed(any(advantages), config)))
+    return sentences
 
 
 def _not_computed(has_signal: bool, config: Mapping[str, Any]) -> str:
@@ -301,7 +300,7 @@ def _estimator(role: str, config: Mapping[str, Any]) -> str:
 
 
 def _is_greedy(record: Mapping[str, Any]) -> bool:
-    """A baseline. That of an earlier version has the outcome of its group, and no credit."""
+    # A baseline of an earlier version has the outcome of its group, and no credit.
     if record["outcome"] != TRAINED:
         return record["outcome"] == f"dropped:{DropReason.BASELINE.value}"
     sampled = [of for of in record["segments"] if of["trainable"]]
@@ -309,7 +308,6 @@ def _is_greedy(record: Mapping[str, Any]) -> bool:
 
 
 def _beyond(difference: float, rounding: float) -> float:
-    """0 where it is no more than rounding may have left."""
     return 0.0 if abs(difference) <= rounding else difference
 
 

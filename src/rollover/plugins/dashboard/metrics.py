@@ -23,30 +23,29 @@ AXES = {
     "samples": "rollouts trained (of agents: episodes)",
     "time": "seconds in steps",
 }
-"""What a curve may be drawn over, and in what it is counted."""
+"""Horizontal axes of curves, with their units."""
 
 
-def axis(of: Columns, name: str, group_size: int | None = None) -> np.ndarray:
-    """[step] float64: where each step lies on one of AXES. ValueError for another name.
+def axis(columns: Columns, name: str, group_size: int | None = None) -> np.ndarray:
+    """Return [step] float64, the position of each step on one of AXES; ValueError for another name.
 
-    "time" is the sum of the steps' times, so that an interruption takes none. "samples" counts groups where nobody
-    knows `group_size`.
+    "time" is the sum of the steps' times, without interruptions. "samples" counts groups if `group_size` is unknown.
     """
     if name == "step":
-        return of.column("step")
+        return columns.column("step")
     if name == "tokens":
-        return of.column("tokens/generated")
+        return columns.column("tokens/generated")
     if name == "samples":
-        return of.column("groups/consumed") * (group_size or 1)
+        return columns.column("groups/consumed") * (group_size or 1)
     if name == "time":
-        return np.cumsum(np.nan_to_num(of.column("time/step_s")))
+        return np.cumsum(np.nan_to_num(columns.column("time/step_s")))
     raise ValueError(f"x: {name!r} is no axis: give one of {', '.join(AXES)}")
 
 
-def keys_of(of: Columns) -> list[dict[str, Any]]:
-    """Every key that some step has, in the order of their first steps: its latest value, unit and meaning."""
+def keys_of(columns: Columns) -> list[dict[str, Any]]:
+    """Return every key with its latest value, unit and meaning, in the order of the first steps with them."""
     found = []
-    for key, value in of.latest.items():
+    for key, value in columns.latest.items():
         metric = find(key)
         unit, doc, kind = (metric.unit, metric.doc, metric.kind) if metric else ("", "", "")
         found.append({"key": key, "last": number(value), "unit": unit, "doc": doc, "kind": kind})
@@ -54,7 +53,7 @@ def keys_of(of: Columns) -> list[dict[str, Any]]:
 
 
 def series(
-    of: Columns,
+    source: Columns,
     keys: Sequence[str],
     points: int,
     first: int | None = None,
@@ -62,21 +61,20 @@ def series(
     x: str = "step",
     group_size: int | None = None,
 ) -> dict[str, Any]:
-    """Columns of `keys` over the steps from `first` to `last`, of some `points` values each.
+    """Return columns of `keys` over the steps from `first` to `last`, about `points` values each.
 
-    Where there are more steps than that, consecutive ones are one bucket, of which the least and the largest value are
-    left: a spike of one step stays a spike. "first", "last": the bucket of each value, which may be of any step in it;
-    "steps": where it is drawn, at one end of that; "x": where this lies on the axis; "thinned": how many steps are in a
-    bucket, 1 where every step is there.
+    Consecutive steps share a bucket if there are more; its least and largest value remain, so a spike of one step stays
+    visible. "first", "last": steps of each value's bucket; "steps": the end of it where the value is drawn; "x":
+    position on the axis; "thinned": steps per bucket, 1 without thinning.
     """
-    place = axis(of, x, group_size)
-    steps = of.column("step")
+    place = axis(source, x, group_size)
+    steps = source.column("step")
     chosen = np.ones(len(steps), bool)
     if first is not None:
         chosen &= steps >= first
     if last is not None:
         chosen &= steps <= last
-    columns = {key: of.column(key)[chosen] for key in keys}
+    columns = {key: source.column(key)[chosen] for key in keys}
     steps, place = steps[chosen], place[chosen]
     count = len(steps)
     buckets = max(1, min(points, MOST_POINTS) // 2)
@@ -104,7 +102,7 @@ def _pairs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _extremes(values: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Of each bucket its least and its largest value, in the order in which the bucket goes."""
+    """Least and largest value of each bucket; the larger one first if the bucket falls."""
     low, high = np.fmin.reduceat(values, begins), np.fmax.reduceat(values, begins)
     falls = values[ends] < values[begins]
     return _pairs(np.where(falls, high, low), np.where(falls, low, high))
@@ -116,7 +114,7 @@ _FILTERED = re.compile(r"filtered/(.+)/groups")
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """How much is in an account. `tokens`: sampled ones."""
+    """Content of an account: groups and sampled tokens."""
 
     groups: int
     tokens: int
@@ -124,9 +122,9 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Accounts:
-    """Where everything is that the run generated so far. `dropped`: by reason, those that are not empty. `filtered`:
-    the groups of dropped["filtered"] by the filter's name. `reprefilled`: tokens that the engine computed twice, a
-    cost beside the accounts."""
+    """The ledger's accounts: generated = trained + dropped + held. `dropped`: by reason, without empty ones.
+    `filtered`: groups of dropped["filtered"] by filter. `reprefilled`: tokens prefilled again, a cost and no
+    account."""
 
     generated: Amount
     trained: Amount
@@ -137,7 +135,7 @@ class Accounts:
 
     @property
     def missing(self) -> Amount:
-        """What is in no account: nothing, in the row of a run."""
+        """Content of no account; zero in an intact run."""
         left = [self.trained, self.held, *self.dropped.values()]
         return Amount(
             self.generated.groups - sum(amount.groups for amount in left),
@@ -145,12 +143,12 @@ class Accounts:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return a JSON-able dict."""
         return asdict(self)
 
 
 def accounts_of(row: Mapping[str, Any]) -> Accounts | None:
-    """The accounts in a row of metrics.jsonl; None where it has none (before the first step)."""
+    """Return the accounts in a row of metrics.jsonl, None without them."""
     if row.get("tokens/generated") is None:
         return None
 
@@ -173,13 +171,13 @@ _LATEST = 20  # steps
 
 
 def seconds_a_step(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """The mean time of its latest steps, evaluations and checkpoints in them; None where no row has times."""
+    """Return the mean time of the latest steps, with evaluations and checkpoints; None without times."""
     times = [row["time/step_s"] for row in rows[-_LATEST:] if row.get("time/step_s")]
     return sum(times) / len(times) if times else None
 
 
 class HealthWarning(NamedTuple):
-    """`key` of metrics.jsonl was out of its range at `step`; `text` says how, and what to try."""
+    """A warning of track/health.py at `step` about `key` of metrics.jsonl; `text` has the advice."""
 
     step: int
     key: str
@@ -187,27 +185,27 @@ class HealthWarning(NamedTuple):
 
 
 def warnings_of(rows: Iterable[Mapping[str, Any]], config: Mapping[str, Any]) -> list[HealthWarning]:
-    """What a run with these rows was told, in order. `config`: its config.resolved.json, or {}; that of an older
-    version counts as far as it can be read."""
-    return list(_told(_health_of(config), rows))
+    """Return the warnings of a run with these rows. `config`: its config.resolved.json or {}, also of an older
+    version."""
+    return list(_warnings(_health_of(config), rows))
 
 
 class LiveWarnings:
-    """`warnings_of` the columns of a run that grows, whose rows are looked at once each."""
+    """Warnings of a growing run: each row is checked once."""
 
     def __init__(self) -> None:
         self._begin({}, -1)
 
-    def of(self, columns: Columns, config: Mapping[str, Any]) -> list[HealthWarning]:
-        """What was said up to now. From the beginning where rows went away, or under another configuration."""
-        if (config, columns.cuts) != (self._config, self._cuts):
-            self._begin(config, columns.cuts)
-        self._found += _told(self._health, columns.rows([wanted.key for wanted in RANGES], self._looked_at))
+    def update(self, columns: Columns, config: Mapping[str, Any]) -> list[HealthWarning]:
+        """Return all warnings. Starts again if rows were removed or the configuration changed."""
+        if (config, columns.rollbacks) != (self._config, self._rollbacks):
+            self._begin(config, columns.rollbacks)
+        self._found += _warnings(self._health, columns.rows([wanted.key for wanted in RANGES], self._looked_at))
         self._looked_at = len(columns)
         return list(self._found)
 
-    def _begin(self, config: Mapping[str, Any], cuts: int) -> None:
-        self._config, self._cuts = config, cuts
+    def _begin(self, config: Mapping[str, Any], rollbacks: int) -> None:
+        self._config, self._rollbacks = config, rollbacks
         self._health, self._looked_at = _health_of(config), 0
         self._found: list[HealthWarning] = []
 
@@ -215,11 +213,11 @@ class LiveWarnings:
 def _health_of(config: Mapping[str, Any]) -> Health:
     try:
         return Health(ignored_figures(Config.model_validate(renamed(config)))) if config else Health()
-    except ValueError:  # a key that is gone, say
+    except ValueError:  # a removed key, for example
         return Health()
 
 
-def _told(health: Health, rows: Iterable[Mapping[str, Any]]) -> Iterator[HealthWarning]:
+def _warnings(health: Health, rows: Iterable[Mapping[str, Any]]) -> Iterator[HealthWarning]:
     for row in rows:
         for text in health.look({key: value for key, value in row.items() if value is not None}):
             yield HealthWarning(int(row["step"]), text.partition(" = ")[0], text)

@@ -1,8 +1,7 @@
-"""The files that the page is made of, as they lie in page/.
+"""The files of the page (the folder page/), and its modules joined to one script.
 
-Owns which they are, and how its modules become one script for a page in one file: they import from each other by name
-alone, each at its top (`import { a, b } from "./c.js";`), and no two of them have a name in common, so that one after
-the other without their imports they are the same program.
+The modules import only names, at their top (`import { a, b } from "./c.js";`), and no two of them define the same name.
+So joined in order, without imports, they are the same program.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ _NAME = re.compile(r"^(?:export )?(?:async )?(?:function\*?|class|const|let) (\w
 
 
 def page_files() -> dict[str, bytes]:
-    """By name, as it stands in addresses: "index.html", "vendor/uPlot.min.css"."""
+    """Read the files by their paths in addresses: "index.html", "vendor/uPlot.min.css"."""
     found = sorted(path for path in PAGE.rglob("*") if path.suffix in CONTENT_TYPES)
     return {path.relative_to(PAGE).as_posix(): path.read_bytes() for path in found}
 
 
 def modules() -> dict[str, str]:
-    """Our own modules by name, each after those that it imports from. ValueError for a circle, or one that is
-    missing."""
+    """Read our modules by name, each after its imports; ValueError for a circle or a missing module."""
     texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(PAGE.glob("*.js"))}
     ordered: dict[str, str] = {}
 
@@ -43,7 +41,7 @@ def modules() -> dict[str, str]:
 
 
 def one_script() -> str:
-    """All modules as one. ValueError where two have a name in common, or an import or export is of another form."""
+    """Join all modules; ValueError if two define one name, or for another form of import or export."""
     owner: dict[str, str] = {}
     parts = []
     for name, text in modules().items():

@@ -26,11 +26,13 @@ _HELD = "held"
 
 
 def ledger(files: IndexedRun) -> dict[str, Any]:
-    """ "accounts": as `rollover show --json` has them, None before the first step. "waste": what was computed in vain
-    or twice, in tokens and (as metrics.jsonl estimates it) seconds. "slot_seconds": by what became of the group, None
-    without a trace. "lengths": of the recorded rollouts, by outcome. "bias": what training takes of lengths, as
-    metrics.jsonl says of the run so far, and of what it says of single steps the mean of these. "read": the share of
-    the run's files that all this is of."""
+    """Return the ledger of a run.
+
+    "accounts": as in `rollover show --json`, None before the first step. "waste": tokens and (estimated) seconds of
+    dropped and repeated work. "slot_seconds": by outcome of the group, None without a trace. "lengths": of the recorded
+    rollouts, by outcome. "bias": the bias/ metrics, of single steps their mean. "read": share of the run's files that
+    are read.
+    """
     columns = files.columns()
     accounts = accounts_of(columns.last)
     files.trace.look()
@@ -46,9 +48,10 @@ def ledger(files: IndexedRun) -> dict[str, Any]:
 
 
 def waste(columns: Columns) -> dict[str, dict[str, float | int | None]]:
-    """ "dropped": sampled and never trained; "reprefilled": computed again as a rollout went on. Of all steps together,
-    "tokens" and "seconds"; a key that no step has is left out. What was dropped at a step that generated nothing took
-    as long as a token of the run."""
+    """Return "tokens" and "seconds" of all steps, for "dropped" (sampled, never trained) and "reprefilled" work.
+
+    Missing keys are omitted. Drops in a step without generation count with the run's mean time per token.
+    """
     found: dict[str, dict[str, float | int | None]] = {}
     for of in ("dropped", "reprefilled"):
         keys = {"tokens": f"waste/{of}_tokens", "seconds": f"waste/{of}_s"}
@@ -62,13 +65,13 @@ def waste(columns: Columns) -> dict[str, dict[str, float | int | None]]:
 
 
 def _token_s(columns: Columns) -> float:
-    """The mean time of a generated token; nan where nothing was generated."""
+    """Mean time of a generated token, nan without tokens."""
     tokens = np.nansum(columns.column("tokens/step_generated"))
     return float(np.nansum(columns.column("time/generate_s")) / tokens) if tokens else float("nan")
 
 
 def bias(columns: Columns) -> dict[str, float | int | None]:
-    """Of each key bias/ its value; None where no step has one."""
+    """Return the value of each bias/ key, None if missing."""
     found = {}
     for key in (key for key in columns.last if key.startswith("bias/")):
         if (metric := find(key)) is not None and metric.kind == "mean":
@@ -81,8 +84,8 @@ def bias(columns: Columns) -> dict[str, float | int | None]:
 
 
 def slot_seconds(index: TraceIndex) -> dict[str, float] | None:
-    """Seconds that rollouts were in slots of engines, by what became of their groups: "trained", "held", or
-    "dropped:" and the reason. None where no trace was written."""
+    """Return seconds in engine slots by outcome of the group: "trained", "held" or "dropped:REASON"; None without a
+    trace."""
     bars, drops = index.bars(), index.drops()
     if not len(bars):
         return None
@@ -99,7 +102,7 @@ def slot_seconds(index: TraceIndex) -> dict[str, float] | None:
 
 
 def lengths(files: IndexedRun) -> dict[str, Any]:
-    """A histogram of the lengths of answers, of the same bins for each outcome: "edges" are one more than counts."""
+    """Return a histogram of lengths with equal bins for each outcome."""
     entries = files.rollouts.entries()
     tokens = entries["num_tokens"]
     edges = np.unique(np.linspace(0, int(tokens.max(initial=1)) + 1, _BINS + 1).astype(np.int64))
@@ -118,9 +121,11 @@ MOST_COLUMNS, MOST_LEVELS = 200, 12
 
 
 def reward_intervals(index: RolloutIndex, untrained: Collection[str] = ()) -> dict[str, Any]:
-    """Of each of "steps" the "low" and the "high" end: the mean of its trained groups' mean scores, +- z * s / sqrt(n)
-    over n groups (95 %, normal, s with n - 1). A step of one group has none. Of more than MOST_STEPS steps some are
-    told, evenly chosen. `untrained`: roles whose scores are no part of it."""
+    """Return the 95 % interval of the mean reward per step: "steps", "low", "high".
+
+    Mean over the n trained groups' mean scores, +- z * s / sqrt(n) (normal, s with n - 1). Steps with one group have
+    none; above MOST_STEPS, evenly spaced steps. `untrained`: roles to exclude.
+    """
     entries = _trained(index)
     entries = entries[~np.isnan(entries["score"]) & (entries["context"] == 0)]
     left_out = [number for number, word in enumerate(index.words) if word in untrained]
@@ -140,9 +145,10 @@ def reward_intervals(index: RolloutIndex, untrained: Collection[str] = ()) -> di
 
 
 def staleness_map(index: RolloutIndex) -> dict[str, Any]:
-    """Of the trained rollouts that were recorded: "counts" [level][column], where a column is the steps from "first" to
-    "last", and a level the stalenesses from "low" to "high" (of the oldest token of a rollout, in policy versions).
-    Where there are more steps than columns, or more stalenesses than levels, consecutive ones are one."""
+    """Count trained rollouts by step and staleness (of the oldest token): "counts" [level][column].
+
+    A column is the steps from "first" to "last", a level the stalenesses from "low" to "high".
+    """
     entries = _trained(index)
     entries = entries[entries["oldest"] != NO_VERSION]
     steps, ages = entries["step"].astype(np.int64), staleness(entries).astype(np.int64)

@@ -97,8 +97,8 @@ def test_of_many_evaluations_the_first_and_the_newest_are_read(run: Path, monkey
     [
         ({"step": "1"}, KeyError, "no answers were recorded of an evaluation after step 1"),
         ({"colour": "red"}, ValueError, "colour: there is no such filter"),
-        ({"score_from": "low"}, ValueError, "score_from: 'low' is no number"),
-        ({"offset": "-1"}, ValueError, "offset: '-1' is no number from 0"),
+        ({"score_from": "low"}, ValueError, "score_from: 'low' is not a number"),
+        ({"offset": "-1"}, ValueError, "offset: '-1' is not a number from 0"),
         ({"limit": "100000"}, ValueError, "limit: 100000 is more than 500"),
         ({"sort": "colour"}, ValueError, "sort: 'colour' is not one of"),
         ({"order": "sideways"}, ValueError, "order: 'sideways' is neither"),

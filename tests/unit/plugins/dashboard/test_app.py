@@ -58,7 +58,7 @@ def test_runs_and_their_answers(run: Path) -> None:
         ("/api/runs/2/state", 404, "there is no run 2"),
         ("/api/runs/0/secrets", 404, "there is no question secrets"),
         ("/api/runs/0/rollout?step=1&id=99-0", 404, "no rollout 99-0"),
-        ("/api/runs/0/rollouts?score_from=x", 400, "score_from: 'x' is no number"),
+        ("/api/runs/0/rollouts?score_from=x", 400, "score_from: 'x' is not a number"),
         ("/api/compare/metrics?runs=7", 404, "there is no run 7"),
         ("/api/compare/other", 404, "there is no question other"),
     ],

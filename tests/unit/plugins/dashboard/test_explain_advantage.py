@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from recorded_run import group, recorded
 from rollover.algorithms import advantage
-from rollover.plugins.dashboard.explain_advantage import why, worked
+from rollover.plugins.dashboard.explain_advantage import calculation, explain_advantage
 from rollover.plugins.dashboard.indexed_run import IndexedRun
-from rollover.plugins.dashboard.rollout_detail import told
+from rollover.plugins.dashboard.rollout_detail import rollout_detail
 from rollover.track.records import RolloutRecorder
 from rollover.track.token_stats import TokenStats
 from rollover.track.tracker import RecordedCredit, RecordedGroup
@@ -39,7 +39,7 @@ def test_the_sum_that_is_shown_is_the_estimators(values: list[float], std: Any) 
     }
     for name, expected in theirs.items():
         for own, wanted in zip(values, expected.tolist(), strict=True):
-            found = worked(name, values, own, 0.5, {"advantage_std": std})
+            found = calculation(name, values, own, 0.5, {"advantage_std": std})
             assert found is not None and found[1] == pytest.approx(wanted, rel=1e-4, abs=1e-5), name
             assert found[0].endswith(f"= {found[1]:.4g}") or "nothing to be compared" in found[0]
 
@@ -49,14 +49,14 @@ def test_what_differs_little_for_its_size_is_an_advantage(std: Any) -> None:
     values = [40_000.0, 40_000.03125, 40_000.0625, 40_000.0625]
     wanted = advantage.grpo(torch.tensor(values), torch.zeros(4, dtype=torch.int64), std=std)
     for own, expected in zip(values, wanted.tolist(), strict=True):
-        found = worked("grpo", values, own, None, {"advantage_std": std})
+        found = calculation("grpo", values, own, None, {"advantage_std": std})
         assert found is not None and found[1] == pytest.approx(expected, rel=1e-3), found
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "max_rl"])
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e5 + 0.1])
 def test_equal_rewards_give_no_advantage(name: str, value: float) -> None:
-    found = worked(name, [value] * 3, value, None, {})
+    found = calculation(name, [value] * 3, value, None, {})
     assert found is not None and found[1] == 0
 
 
@@ -76,9 +76,9 @@ def run(
         of = replace(of, credits=credits, tokens=[tokens, *[None] * (len(scores) - 1)])
     RolloutRecorder(folder / "rollouts").write(1, [of])
     (folder / "config.resolved.json").write_text("{}")
-    found = told(IndexedRun(folder), 1, "7-0")
+    found = rollout_detail(IndexedRun(folder), 1, "7-0")
     records = list(IndexedRun(folder).rollouts.records())
-    sentences = why(records[0], records, config or {})
+    sentences = explain_advantage(records[0], records, config or {})
     assert [s["about"] for s in found["why"]][0] == "score"
     return {s["about"]: s["text"] for s in sentences}
 
@@ -111,8 +111,8 @@ def test_what_left_the_run_without_an_advantage(tmp_path: Path) -> None:
     record: dict[str, Any] = {
         "outcome": "trained", "score": 1.0, "extras": None, "reward": "own", "error": None, "segments": [], "role": "a"
     }  # fmt: skip
-    assert "by an earlier version" in why(record, [record], {})[-1]["text"]
-    assert "replay was trained in its place" in why(record | {"credit": None}, [], {})[-1]["text"]
+    assert "by an earlier version" in explain_advantage(record, [record], {})[-1]["text"]
+    assert "replay was trained in its place" in explain_advantage(record | {"credit": None}, [], {})[-1]["text"]
 
 
 def test_other_rules_are_said_in_words(tmp_path: Path) -> None:

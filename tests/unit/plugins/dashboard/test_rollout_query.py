@@ -140,13 +140,13 @@ def test_hostile_texts_are_found_as_they_are(tmp_path: Path, of_format: Format, 
     ("query", "says"),
     [
         ({"socre_from": "1"}, "socre_from: there is no such filter"),
-        ({"score_from": "much"}, "score_from: 'much' is no number"),
-        ({"score_from": "nan"}, "score_from: 'nan' is no number"),
+        ({"score_from": "much"}, "score_from: 'much' is not a number"),
+        ({"score_from": "nan"}, "score_from: 'nan' is not a number"),
         ({"sort": "beauty"}, "sort: 'beauty' is not one of step, score"),
         ({"order": "sideways"}, "order: 'sideways' is neither up nor down"),
         ({"scored": "maybe"}, "scored: 'maybe' is neither yes nor no"),
         ({"limit": "501"}, "limit: 501 is more than 500"),
-        ({"offset": "-1"}, "offset: '-1' is no number from 0"),
+        ({"offset": "-1"}, "offset: '-1' is not a number from 0"),
     ],
 )
 def test_what_cannot_be_meant_is_named(query: Mapping[str, str], says: str) -> None:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from recorded_run import write_run
 from rollover.plugins.dashboard.indexed_run import IndexedRun
-from rollover.plugins.dashboard.rollout_detail import RunTokenTexts, pieces
+from rollover.plugins.dashboard.rollout_detail import RunTokenTexts, split_text
 
 TEXT = "naïve 😀 日本語\n\ttab <|end|> \u202eabc"
 
@@ -23,21 +23,21 @@ def by_bytes(ids: Sequence[int]) -> str:
 
 
 def test_tokens_together_are_the_text() -> None:
-    told = pieces(by_bytes, list(TEXT.encode()))
+    told = split_text(by_bytes, list(TEXT.encode()))
     assert "".join(told) == TEXT and len(told) == len(TEXT.encode())
     assert "😀" in told and told[told.index("😀") - 3 : told.index("😀")] == ["", "", ""]
 
 
 def test_bytes_that_never_become_a_character_are_told_as_such() -> None:
-    assert "".join(pieces(by_bytes, [65, 0xF0, 0x9F])) == by_bytes([65, 0xF0, 0x9F])
-    assert "".join(pieces(by_bytes, [])) == ""
+    assert "".join(split_text(by_bytes, [65, 0xF0, 0x9F])) == by_bytes([65, 0xF0, 0x9F])
+    assert "".join(split_text(by_bytes, [])) == ""
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_the_bytes_are_nothing_after_them_is_lost(seed: int) -> None:
     rng = random.Random(seed)
     ids = [rng.randrange(256) for _ in range(60)] + list(b" the end")
-    assert "".join(pieces(by_bytes, ids)).endswith("the end") and len(pieces(by_bytes, ids)) == len(ids)
+    assert "".join(split_text(by_bytes, ids)).endswith("the end") and len(split_text(by_bytes, ids)) == len(ids)
 
 
 @pytest.mark.parametrize("ids", [[0x9F] * 400, [300] * 400, [0xF0] * 400], ids=["inside", "unknown", "begins"])
@@ -51,7 +51,7 @@ def test_what_is_no_character_takes_a_time_of_its_length(ids: list[int]) -> None
         return by_bytes([of for of in some if of < 256])
 
     whole = [*ids, *"a😀b".encode()]
-    told = pieces(decode, whole)
+    told = split_text(decode, whole)
     assert "".join(told) == by_bytes([of for of in whole if of < 256]) and len(told) == len(whole)
     assert told[-1] == "b" and "😀" in told[-2]
     assert decoded < 60 * len(whole)

@@ -40,7 +40,7 @@ def index_of(path: Path, events: list[TraceEvent] = EVENTS) -> TraceIndex:
     return index
 
 
-def told(index: TraceIndex) -> list[object]:
+def rollout_detail(index: TraceIndex) -> list[object]:
     """All that it says."""
     groups = {event.group for event in EVENTS if event.group is not None}
     arrays = index.bars(), index.open_bars(), index.published(), index.drops()
@@ -70,7 +70,7 @@ def test_a_visit_of_several_versions_is_a_bar_for_each(tmp_path: Path) -> None:
 
 
 def test_it_is_the_same_however_the_file_grew(tmp_path: Path) -> None:
-    whole = told(index_of(tmp_path / "whole.jsonl"))
+    whole = rollout_detail(index_of(tmp_path / "whole.jsonl"))
     text = (tmp_path / "whole.jsonl").read_bytes()
     cuts = random.Random(0).sample(range(len(text)), 60)
     growing = TraceIndex(tmp_path / TRACE)
@@ -78,7 +78,7 @@ def test_it_is_the_same_however_the_file_grew(tmp_path: Path) -> None:
     for cut in [*sorted(cuts), len(text)]:
         growing.path.write_bytes(text[:cut])
         growing.look()
-    assert told(growing) == whole
+    assert rollout_detail(growing) == whole
 
 
 def test_a_file_that_was_cut_back_and_written_on_is_read_anew(tmp_path: Path) -> None:
@@ -87,10 +87,10 @@ def test_a_file_that_was_cut_back_and_written_on_is_read_anew(tmp_path: Path) ->
     index.path.unlink()
     TraceFile(index.path).write(again)
     index.look()
-    assert told(index) == told(index_of(tmp_path / "other.jsonl", again))
+    assert rollout_detail(index) == rollout_detail(index_of(tmp_path / "other.jsonl", again))
     index.path.unlink()
     index.look()
-    assert told(index) == told(index_of(tmp_path / "none.jsonl", []))
+    assert rollout_detail(index) == rollout_detail(index_of(tmp_path / "none.jsonl", []))
 
 
 def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ def test_tasks_are_paired_by_the_means_of_their_scores(tmp_path: Path) -> None:
     assert "4 tasks: mean reward 0.250 -> 1.000, +0.750 [+" in str(found) and "p = 0.12; 4 tasks are not" in str(found)
 
 
-def test_settings_are_compared_apart_and_the_same_answers_are_equal() -> None:
+def test_settings_are_compared_separately() -> None:
     now = [answer(i, i / 4, setting=setting) for setting in ("", "sampled") for i in range(3)]
     then = [a.as_json() for a in now[3:]] + [answer(0, 0.0, setting="other").as_json()]
     [found] = compare_answers(now, then)
@@ -38,7 +38,7 @@ def test_settings_are_compared_apart_and_the_same_answers_are_equal() -> None:
         compare_answers(now, [answer(5, 1.0).as_json()])
 
 
-def test_the_newest_evaluation_of_a_run_is_taken_and_what_is_none_is_refused(tmp_path: Path) -> None:
+def test_read_recorded_takes_the_newest_evaluation(tmp_path: Path) -> None:
     folder = tmp_path / "evaluations"
     with pytest.raises(ValueError, match="has no evaluations/step-"):
         read_recorded(tmp_path)
@@ -67,9 +67,7 @@ def test_what_was_written_is_read_again_whatever_an_answer_holds(tmp_path: Path)
     [{"score": "1"}, {"score": math.nan}, {"score": math.inf}, {"score": 10**400}, {"score": [1]}, {"task_id": [1]},
      {"prompt": {}}, {"setting": None}, {"setting": [1]}],
 )  # fmt: skip
-def test_values_of_another_kind_are_refused_before_anything_is_generated(
-    change: dict[str, Any], tmp_path: Path
-) -> None:
+def test_invalid_recorded_values_are_rejected(change: dict[str, Any], tmp_path: Path) -> None:
     rows = [answer(0, 1.0).as_json(), answer(1, None).as_json() | change]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ValueError, match="line 2 is no answer: task_id, prompt and setting are texts"):

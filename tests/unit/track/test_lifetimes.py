@@ -61,7 +61,7 @@ def test_times_in_states_add_up_to_a_rollouts_life(mode: str) -> None:
     assert (parked > 0) == (MODES[mode].get("interrupt", "never") != "never")
 
 
-def test_a_transition_has_one_time_in_the_trace_and_in_the_metrics() -> None:
+def test_trace_and_lifetimes_share_transition_times() -> None:
     run, readings = TracedRun(**MODES["partial"]), itertools.accumulate(itertools.cycle([1, 10, 100]))
     clock = RunClock(lambda: float(next(readings)))  # no two readings are the same
     run.lifecycle.clock = run.tracing.clock = clock

@@ -144,7 +144,7 @@ def test_what_is_no_file_of_rollouts_is_named(tmp_path: Path) -> None:
         list(read_records(tmp_path))
 
 
-def test_a_file_of_the_first_schema_is_read_and_goes_on_in_this_one(tmp_path: Path) -> None:
+def test_a_file_of_the_first_schema_is_read_and_extended(tmp_path: Path) -> None:
     """A run that an earlier version began, and this one resumes within the step."""
     recorder = RolloutRecorder(tmp_path, formats=["parquet"])
     path = recorder.write(1, rich_groups())

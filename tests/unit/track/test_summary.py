@@ -138,7 +138,7 @@ def test_missing_scores_are_dashes() -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_answers_cannot_control_the_terminal_or_break_its_encoding(terminal: bool) -> None:
+def test_printed_answers_are_escaped_and_encodable(terminal: bool) -> None:
     answer = SampleAnswer("\x1b[2Jp", "\u2192 ü \x07", "x" * 1000)
     text = text_of(RunSummary("run", 1, samples=[answer]), terminal=terminal, encoding="ascii")
     assert "\x1b[2J" not in text and "\x07" not in text

@@ -201,7 +201,7 @@ def test_who_is_at_work_and_for_how_long() -> None:
     assert "4 times: environments and agents worked 11.5 s, 7.5 at most" in summary("run", events)
 
 
-def test_the_picture_tells_an_interruption_from_an_environment_at_work() -> None:
+def test_svg_distinguishes_parked_from_acting() -> None:
     lines = [
         ("start", 0.0),
         ("act", 1.0),

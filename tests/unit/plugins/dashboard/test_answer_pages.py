@@ -115,7 +115,7 @@ def test_a_run_without_evaluations_has_no_answers(tmp_path: Path) -> None:
         answer(tmp_path, {"place": "0"})
 
 
-def test_a_damaged_file_is_said_and_a_report_is_made_all_the_same(run: Path) -> None:
+def test_report_of_a_run_with_a_damaged_file(run: Path) -> None:
     (run / "evaluations" / "step-000002.jsonl").write_text("no answer\n")
     with pytest.raises(ValueError, match="no JSON"):
         RunData(run).answer("answers", {})

@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> Path:
     return write_run(tmp_path, text=lambda step: HOSTILE["script"])
 
 
-def test_every_file_of_the_page_comes_with_its_kind_and_a_strict_policy(run: Path) -> None:
+def test_page_files_have_content_types_and_a_csp(run: Path) -> None:
     asked = client(run)
     for name in ["", *page_files()]:
         answer = asked.get(f"/{name}")

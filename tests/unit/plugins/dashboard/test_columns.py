@@ -90,9 +90,7 @@ def test_a_line_that_is_no_row_names_the_file(tmp_path: Path, wrong: str) -> Non
         Columns(path).look()
 
 
-def test_warnings_are_those_of_the_rows_and_each_is_looked_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_warnings_check_each_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     rows = [{"step": step, "entropy": 0.01 if step > 290 else 1.0, "grad_norm": None} for step in range(1, 600)]
     rows[400] |= {"train/skipped_steps": 1}

@@ -183,7 +183,7 @@ def test_a_rule_divides_by_the_deviation_that_the_run_divides_by(
     assert words in run(tmp_path, config={"algorithm": {"advantage": name, **std}})["rule"]
 
 
-def test_tokens_of_different_advantages_are_not_all_made_more_likely(tmp_path: Path) -> None:
+def test_explanation_of_tokens_with_different_advantages(tmp_path: Path) -> None:
     stats = TokenStats(
         mask=np.ones(3, bool),
         rejected=np.zeros(3, bool),
@@ -212,7 +212,7 @@ def test_what_was_not_trained_though_it_had_an_advantage(tmp_path: Path) -> None
     assert "did not tell" in run(tmp_path / "b", config={"train": {"max_kl": 0.0}}, tokens=stats)["not computed"]
 
 
-def test_of_several_rewards_it_is_said_that_the_scores_are_not_all_that_counts(tmp_path: Path) -> None:
+def test_explanation_of_several_rewards(tmp_path: Path) -> None:
     algorithm = {"advantage": "gdpo", "reward_weights": {"correct": 1.0, "format": 0.5}}
     said = run(tmp_path / "a", config={"algorithm": algorithm})["siblings"]
     assert "the scores are 1, 0, 0.5:" in said and said.endswith("What counts is correct by 1.0, format by 0.5.")

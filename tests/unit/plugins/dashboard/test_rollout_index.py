@@ -120,9 +120,7 @@ def test_a_rollout_whose_file_is_gone_is_said(tmp_path: Path) -> None:
 
 
 @EITHER
-def test_without_patience_a_look_reads_one_file_and_says_how_far_it_is(
-    tmp_path: Path, formats: tuple[Format, ...]
-) -> None:
+def test_index_without_patience_reads_one_file(tmp_path: Path, formats: tuple[Format, ...]) -> None:
     folder = write_run(tmp_path, steps=4, formats=formats) / "rollouts"
     index = RolloutIndex(folder)
     index.patience = 0.0

@@ -56,7 +56,7 @@ def test_the_state_of_a_live_run(tmp_path: Path) -> None:
     assert stopped["resume"] == {"command": f"rollover train FILE.toml --run.dir {tmp_path} --resume", "folder": ""}
 
 
-def test_revisions_change_with_what_is_written_and_with_nothing_else(tmp_path: Path) -> None:
+def test_revisions_change_only_with_the_files(tmp_path: Path) -> None:
     data = RunData(write_run(tmp_path))
     before = asked(data, "state")["revisions"]
     assert asked(data, "state")["revisions"] == before and all(before.values())
@@ -185,7 +185,7 @@ def test_what_cannot_be_meant_is_named(tmp_path: Path, name: str, query: dict[st
         RunData(write_run(tmp_path)).answer(name, query)
 
 
-def test_without_patience_what_was_read_is_answered_and_that_it_is_a_part(tmp_path: Path) -> None:
+def test_without_patience_answers_are_partial(tmp_path: Path) -> None:
     """The page asks again for what has another revision: until it has all."""
     write_run(tmp_path, steps=6)
     data, whole = RunData(tmp_path, patience_s=0.0), RunData(tmp_path)
@@ -203,7 +203,7 @@ def test_without_patience_what_was_read_is_answered_and_that_it_is_a_part(tmp_pa
     assert revisions[-1] == asked(whole, "state")["revisions"]["rollouts"]
 
 
-def test_without_patience_metrics_are_answered_as_far_as_they_were_read(tmp_path: Path) -> None:
+def test_without_patience_metrics_are_partial(tmp_path: Path) -> None:
     """Those of a long run take longer to read than anybody waits."""
     write_run(tmp_path, steps=6)
     data, whole = RunData(tmp_path, patience_s=0.0), RunData(tmp_path)
@@ -218,7 +218,7 @@ def test_without_patience_metrics_are_answered_as_far_as_they_were_read(tmp_path
     assert seen[-1]["revisions"] == asked(whole, "state")["revisions"]
 
 
-def test_a_rollout_is_found_wherever_it_is_and_reading_ahead_ends(tmp_path: Path) -> None:
+def test_unread_rollouts_are_found_and_reading_ahead_ends(tmp_path: Path) -> None:
     write_run(tmp_path, steps=6)
     data = RunData(tmp_path, patience_s=0.0)
     assert asked(data, "rollout", step=6, id="18-0")["step"] == 6

@@ -115,7 +115,7 @@ def many_events(count: int) -> list[TraceEvent]:
     return sorted(events, key=lambda event: event.seconds)
 
 
-def test_without_patience_a_look_takes_in_one_chunk_and_says_how_far_it_is(tmp_path: Path) -> None:
+def test_trace_index_without_patience_reads_one_chunk(tmp_path: Path) -> None:
     whole = index_of(tmp_path / TRACE, many_events(20_000))
     size = whole.path.stat().st_size
     index = TraceIndex(whole.path)
@@ -143,7 +143,7 @@ def test_the_events_of_a_group_are_known_wherever_reading_is(tmp_path: Path) -> 
         index.look()
 
 
-def test_a_rollout_that_begins_twice_and_a_group_that_left_hold_no_slot(tmp_path: Path) -> None:
+def test_slots_are_freed_after_kills_and_drops(tmp_path: Path) -> None:
     """As after a kill, where nobody told of an end: a row of the picture would look busy for ever."""
     events = [
         TraceEvent("start", 0.0, 0, 0, 0),

@@ -166,7 +166,7 @@ def test_it_is_told_all_in_order_and_closed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 3])
-def test_one_that_was_killed_is_told_what_it_missed_and_forgets_what_is_undone(tmp_path: Path, cut: int) -> None:
+def test_a_killed_adapter_catches_up_after_resume(tmp_path: Path, cut: int) -> None:
     first = RunOf(tmp_path)
     first.step(1)
     first.step(2)
@@ -183,9 +183,7 @@ def test_one_that_was_killed_is_told_what_it_missed_and_forgets_what_is_undone(t
     assert len((tmp_path / "tracked_as").read_text().strip()) == 16
 
 
-def test_one_that_hangs_is_not_waited_for_and_misses_nothing_in_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hanging_adapter_delays_nothing_and_catches_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external, "MAX_PENDING", 4)
     (tmp_path / "hang").touch()
     run = RunOf(tmp_path)
@@ -223,7 +221,7 @@ def test_the_silence_of_one_is_said_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert len([line for line in run.messages.lines if "has taken nothing for" in line]) == 1
 
 
-def test_one_that_fails_is_said_once_without_secrets_and_told_again(tmp_path: Path) -> None:
+def test_a_failing_adapter_is_reported_once_and_retried(tmp_path: Path) -> None:
     (tmp_path / "raise").touch()
     run = RunOf(tmp_path)
     run.step(1)
@@ -403,7 +401,7 @@ def test_a_run_that_is_not_finished_leaves_none(tmp_path: Path, finished: bool, 
     assert [what[0] for what in run.told()] == ["close"]
 
 
-def test_artifacts_have_their_own_time_and_hold_the_end_up_no_longer(tmp_path: Path) -> None:
+def test_artifacts_have_their_own_time_limit(tmp_path: Path) -> None:
     run = RunOf(tmp_path, artifacts=["model"], finish_s=0.2, artifacts_s=0.3)
     run.step(1)
     until(lambda: not run.tools.adapters[0].num_pending)
@@ -548,9 +546,7 @@ def test_options_without_effect_are_refused(overrides: list[tuple[str, str]], me
         load_config([], overrides, require_sources=False)
 
 
-def test_a_tool_that_is_not_installed_is_refused_with_the_line_for_pip(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_tracker_package_names_the_pip_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(external.ADAPTERS, "tensorboard", AdapterSpec("x:Y", "no_such_library"))
     config = load_config([], [("track.trackers", '["tensorboard"]')], require_sources=False).config
     said = 'track.trackers: tensorboard is not installed: pip install "rollover[tensorboard]"'

@@ -28,7 +28,7 @@ def test_of_passes_it_is_the_exact_sign_test() -> None:
     assert sign_flip_p([]) == sign_flip_p([0.0, 0.0]) == 1
 
 
-def test_by_drawing_it_is_near_the_exact_one_and_the_same_every_time() -> None:
+def test_sampled_p_value_is_close_and_deterministic() -> None:
     draws = random.Random(0)
     differences = [draws.choice([-1.0, 1.0, 1.0]) for _ in range(MOST_EXACT + 5)]
     num, total = len(differences), abs(sum(differences))
@@ -38,7 +38,7 @@ def test_by_drawing_it_is_near_the_exact_one_and_the_same_every_time() -> None:
 
 
 @pytest.mark.parametrize("num", [10, 30])
-def test_where_nothing_differs_it_is_below_five_percent_in_five_percent(num: int) -> None:
+def test_false_positive_rate_is_five_percent(num: int) -> None:
     draws = random.Random(num)
     ps = [sign_flip_p([draws.gauss(0, 1) for _ in range(num)], seed) for seed in range(400 if num == 10 else 100)]
     assert sum(p <= 0.05 for p in ps) / len(ps) < 0.05 + 3 * math.sqrt(0.05 * 0.95 / len(ps))

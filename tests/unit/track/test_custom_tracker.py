@@ -71,7 +71,7 @@ def test_ours_do_raise() -> None:
     assert trackers.stats() == {}, "there is none of the user's own"
 
 
-def test_groups_are_wanted_where_someone_does_something_with_them() -> None:
+def test_wants_groups_follows_the_trackers() -> None:
     class Counting(Tracker):
         def on_groups(self, step: int, groups: Any) -> None:
             pass

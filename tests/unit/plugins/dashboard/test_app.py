@@ -56,11 +56,11 @@ def test_runs_and_their_answers(run: Path) -> None:
     ("path", "status", "says"),
     [
         ("/api/runs/2/state", 404, "there is no run 2"),
-        ("/api/runs/0/secrets", 404, "there is no question secrets"),
+        ("/api/runs/0/secrets", 404, "there is no query secrets"),
         ("/api/runs/0/rollout?step=1&id=99-0", 404, "no rollout 99-0"),
         ("/api/runs/0/rollouts?score_from=x", 400, "score_from: 'x' is not a number"),
         ("/api/compare/metrics?runs=7", 404, "there is no run 7"),
-        ("/api/compare/other", 404, "there is no question other"),
+        ("/api/compare/other", 404, "there is no query other"),
     ],
 )
 def test_what_is_not_there_is_said(run: Path, path: str, status: int, says: str) -> None:

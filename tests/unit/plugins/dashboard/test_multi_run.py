@@ -35,7 +35,7 @@ def test_all_runs_or_those_that_are_named(tmp_path: Path) -> None:
     [
         ("metrics", {"runs": "3"}, KeyError, "there is no run 3: there are 3"),
         ("metrics", {"runs": "-1"}, KeyError, "there is no run -1"),
-        ("secrets", {}, KeyError, "there is no question secrets"),
+        ("secrets", {}, KeyError, "there is no query secrets"),
         ("metrics", {"x": "miles"}, ValueError, "no axis"),
         ("metrics", {"points": "x"}, ValueError, "points"),
         ("metrics", {"keys": ",".join(map(str, range(501)))}, ValueError, "501 keys, at most 500 are allowed"),

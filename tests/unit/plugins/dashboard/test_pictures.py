@@ -58,7 +58,7 @@ def test_what_is_not_recorded_is_not_shown(tmp_path: Path, media: Media) -> None
     for number, of in ((1, "50-0"), (0, "51-0")):
         with pytest.raises(NotFound):
             asked(data, number, of)
-    with pytest.raises(ValueError, match="give the id of the rollout"):
+    with pytest.raises(ValueError, match="give the id and the step of the rollout"):
         data.answer("picture", {"step": "4", "id": "50-0"})
 
 

@@ -169,7 +169,7 @@ def test_the_ledger_adds_up_in_tokens_and_seconds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "query", "says"),
     [
-        ("rollout", {}, "give the id of the rollout"),
+        ("rollout", {}, "give the id and the step of the rollout"),
         ("rollout", {"step": "-1", "id": "3-0"}, "step: '-1' is not a number"),
         ("rollout", {"step": "1" * 20, "id": "3-0"}, "step: '1+' is not a number"),
         ("metrics", {"points": "many"}, "points: 'many' is not a number"),

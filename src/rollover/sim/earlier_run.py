@@ -35,7 +35,7 @@ def read_run(directory: Path, say: Callable[[str], None]) -> tuple[list[list[int
     prompt_tokens = sum(prompts) / len(prompts)
     values: dict[str, Any] = {"prompt_tokens": max(1, round(prompt_tokens)), **episodes.turns(files.events)}
     if files.value("rollout.overlap"):  # time/generate_s is only the trainer's waiting time
-        say(f"{directory} generated while it trained: its metrics tell no speeds, only its lengths are taken")
+        say(f"{directory} generated during training: its metrics have no speeds, so only its lengths are used")
         return observed, values
     speeds = speeds_of_run(files.metrics(), prompt_tokens)
     speeds["train_tokens_per_s"] *= files.value("train.epochs_per_step") or 1  # [plan] has the rate of one epoch

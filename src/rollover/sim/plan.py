@@ -281,8 +281,8 @@ def _nodes(config: Config) -> dict[str, Any]:
     """Return `nodes` and `placed` of a `Plan`; DoesNotFit (a ValueError) if [cluster] has no room."""
     own = {key: number for key, (number, _) in planned_devices(config).items()}
     plan = config.plan
-    asked = {"plan.engines": plan.engines, "plan.trainers": plan.trainers}
-    if config.cluster.type == "none" or any(own.get(key, default_of(key)) != asked[key] for key in asked):
+    configured = {"plan.engines": plan.engines, "plan.trainers": plan.trainers}
+    if config.cluster.type == "none" or any(own.get(key, default_of(key)) != n for key, n in configured.items()):
         return {}
     placement = placement_of(config, cores())
     nodes = {node.name: roles_on(config, placement, node.name) for node in placement.nodes}

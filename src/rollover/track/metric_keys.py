@@ -51,7 +51,7 @@ METRICS: list[Metric] = [
     Metric("roles/{role}/advantage_std", "mean", "", "Standard deviation of the advantages of the role's loss tokens."),
     Metric("roles/{role}/advantage_zero_share", "mean", "share", "Share of the role's loss tokens with advantage 0."),
     Metric("reward/extra/{name}", "mean", "", "Mean of a further entry of the dicts that the reward function returns."),
-    # Shaping: what is trained in the place of scores (docs/rewards.md)
+    # Shaping of the trained rewards (docs/rewards.md)
     Metric("shaping/{term}/mean", "mean", "reward", "Mean of one term of shaping over the trained trajectories."),
     Metric(
         "shaping/{term}/share", "mean", "share", "Share of the trained trajectories with a nonzero value of the term."

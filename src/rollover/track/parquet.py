@@ -2,7 +2,7 @@
 
 `rollouts/step-*.parquet`: one row per rollout, with the keys of a JSONL record (track/records.py), but siblings do not
 share values, `messages`, `media` and `later_media` are JSON strings, and `extras`, `shaping` and `texts` are maps. So
-all files have one schema, whatever a run records.
+all files have one schema.
 
 `metrics.parquet`: one column per key of metrics.jsonl, rebuilt from that file at every start. Writes between steps take
 at most 1/500 of the time, so after a kill the table may lack some steps; it is never torn and has no step twice.

@@ -196,8 +196,8 @@ class CustomTracker(CountingTracker):
         self.failed += 1
         if self.failed == 1:
             logger.warning(
-                f"track.trackers: {self.spec} failed: {explained(error)}; the run goes on without what it missed"
-                " (trackers/failed counts; this is said once)"
+                f"track.trackers: {self.spec} failed: {explained(error)}; the run continues, and events that it missed"
+                " are not sent again (trackers/failed counts; reported once)"
             )
 
 
@@ -256,7 +256,7 @@ class Trackers(Tracker):
             tracker.on_message(text)
 
     def close(self) -> None:
-        with ExitStack() as stack:  # each is closed, whatever another raises
+        with ExitStack() as stack:  # closes all, even if one raises
             for tracker in self.named.values():
                 stack.callback(tracker.close)
 

@@ -52,7 +52,7 @@ def test_one_that_raises_is_reported_once_and_counted(error: BaseException) -> N
         trackers.on_step({"step": step})
     (told,) = said
     assert told.startswith(f"track.trackers: mine.py:Mine failed: {type(error).__name__}: {error} (")
-    assert "test_own_tracker.py" in told and "the run goes on" in told
+    assert "test_custom_tracker.py" in told and "the run continues" in told
     # Two steps, and the message about the first of them.
     assert trackers.stats() == {"trackers/failed": 3}
 

@@ -287,7 +287,7 @@ def _not_computed(has_signal: bool, config: Mapping[str, Any]) -> str:
         return "No pass was made over it, as all its advantages are 0 (train.skip_zero_advantage)."
     if config.get("train", {}).get("max_kl"):
         return "It changed no weight: the KL to the step's start passed train.max_kl before its minibatch was trained."
-    return "The backend did not tell what the loss made of them."
+    return "The backend did not report per-token values of the loss."
 
 
 def _numbers(tokens: Mapping[str, Sequence[Any]], name: str) -> list[float]:

@@ -56,8 +56,8 @@ class LastSteps(NamedTuple):
 
 
 class Adapter(Tracker):
-    """A tracker of others. `truncate` opens it, or opens it again, and sets `last_steps`: what is after that is told
-    from the run's own files. Whatever it raises is reported, and tried again with the next step."""
+    """Base class of adapters. `truncate` opens the tracker (again) and sets `last_steps`; later rows then come from the
+    run's files. Exceptions are reported, and the call is retried with the next step."""
 
     def __init__(self, about: About) -> None:
         self.about, self.last_steps = about, LastSteps()

@@ -86,7 +86,7 @@ class ExternalTrackers(CountingTracker):
                 self._silent.add(adapter.name)
                 logger.warning(
                     f"track.trackers: {adapter.name} has taken nothing for {now - adapter.last_reply_at:.0f} s"
-                    f" ({adapter.num_pending} messages wait for it); the run goes on without waiting"
+                    f" ({adapter.num_pending} messages are pending); the run continues without waiting"
                 )
             if adapter.lost and adapter.name not in self._lossy:
                 self._lossy.add(adapter.name)
@@ -255,7 +255,7 @@ class AdapterProcess:
         elif "failed" in reply:
             self.failures += 1
             again = ", and it is tried again with the next step" if reply.get("again", True) else ""
-            self._say(f"failed: {reply['failed']}; the run goes on{again}")
+            self._say(f"failed: {reply['failed']}; the run continues{again}")
         return "done" in reply
 
     def _on_end(self, worker: Worker) -> None:
@@ -271,12 +271,12 @@ class AdapterProcess:
     def _ended(self, why: str) -> None:
         self._gone = True
         self.failures += 1
-        self._say(f"{why}; the run goes on without it")
+        self._say(f"{why}; the run continues without it")
 
     def _say(self, what: str) -> None:
         if what not in self._said and len(self._said) < _MAX_MESSAGES:
             self._said.add(what)
-            self.messages.append(f"track.trackers: {self.name} {what} (trackers/failed counts; this is said once)")
+            self.messages.append(f"track.trackers: {self.name} {what} (trackers/failed counts; reported once)")
 
     def _last_words(self) -> str:
         self._listener.join(_LISTEN_LIMIT_S)

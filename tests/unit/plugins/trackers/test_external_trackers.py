@@ -233,7 +233,8 @@ def test_a_failing_adapter_is_reported_once_and_retried(tmp_path: Path) -> None:
     assert run.told("row") == [["row", step, step / 3] for step in (1, 2, 3)]
     (line,) = [line for line in run.messages.lines if "failed" in line]
     assert (
-        line.startswith("track.trackers: fake failed: ConnectionError: no route with ***") and "the run goes on" in line
+        line.startswith("track.trackers: fake failed: ConnectionError: no route with ***")
+        and "the run continues" in line
     )
 
 
@@ -310,7 +311,7 @@ def test_one_whose_process_ends_is_said_and_counted(tmp_path: Path) -> None:
     run.step(3)
     run.end()
     assert run.trackers.stats() == {"trackers/failed": 1, "trackers/lost": 3}, "steps 2 and 3, and the end"
-    assert any("its process ended (out of memory); the run goes on without it" in line for line in run.messages.lines)
+    assert any("its process ended (out of memory); the run continues without it" in line for line in run.messages.lines)
 
 
 def test_prints_of_a_library_are_no_replies(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_what_was_not_trained_though_it_had_an_advantage(tmp_path: Path) -> None
     stats = TokenStats(np.ones(3, bool), np.zeros(3, bool), np.full(3, 0.25, np.float32), nothing, nothing, nothing)
     ended = run(tmp_path / "a", config={"train": {"max_kl": 0.01}}, tokens=stats)["not computed"]
     assert "train.max_kl" in ended and "skip_zero" not in ended
-    assert "did not tell" in run(tmp_path / "b", config={"train": {"max_kl": 0.0}}, tokens=stats)["not computed"]
+    assert "did not report" in run(tmp_path / "b", config={"train": {"max_kl": 0.0}}, tokens=stats)["not computed"]
 
 
 def test_explanation_of_several_rewards(tmp_path: Path) -> None:

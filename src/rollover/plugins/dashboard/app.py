@@ -82,7 +82,7 @@ def make_app(runs: Sequence[RunData]) -> ASGIApp:
             Route("/api/compare/{name}", of_several),
         ]
     )
-    return _Front(GZipMiddleware(api, _SMALL, _FAST), _Page())
+    return _SecurityMiddleware(GZipMiddleware(api, _SMALL, _FAST), _Page())
 
 
 class _Page:
@@ -100,7 +100,7 @@ class _Page:
             await _refused(404, "there is no such page")(scope, receive, send)
 
 
-class _Front:
+class _SecurityMiddleware:
     """Rejects other methods than GET, and adds the security headers."""
 
     def __init__(self, api: ASGIApp, page: ASGIApp) -> None:

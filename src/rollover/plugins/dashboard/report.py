@@ -80,10 +80,10 @@ def _run_answers(run: RunData, room: int) -> dict[str, Any]:
             "lanes": [lanes],
             "rollouts": numbers_of,
         }
-        space, too_large = _Room(room - len(_packed(found))), 0
+        budget, too_large = _ByteBudget(room - len(_packed(found))), 0
         found |= {"excerpts": {}, "records": {}, "left_out": 0}
         for name, excerpt, record in _texts(run, files, entries):
-            if not space.add([name, record], [name, excerpt]):
+            if not budget.add([name, record], [name, excerpt]):
                 too_large += 1
                 if too_large > _TOO_LARGE:
                     break
@@ -116,9 +116,9 @@ def _evaluated(run: RunData, room: int) -> dict[str, Any]:
         lowest_first = list(islice(lowest(run.files.directory), MOST_ROWS))
     except ValueError:  # damaged: the live dashboard shows the error; the rest of the report is usable
         return found
-    space = _Room(room)
+    budget = _ByteBudget(room)
     for row, whole in lowest_first:
-        if not space.add(row, [row["place"], whole]):
+        if not budget.add(row, [row["place"], whole]):
             break
         found["rows"].append(row)
         found["whole"][row["place"]] = whole
@@ -180,7 +180,7 @@ def _interesting_groups(entries: np.ndarray) -> Iterator[np.ndarray]:
             yield np.flatnonzero((entries["step"] == group[0]) & (entries["group_id"] == group[1]))
 
 
-class _Room:
+class _ByteBudget:
     """Budget of bytes for values that are compressed one after the other, in several separate streams."""
 
     def __init__(self, size: int) -> None:

@@ -33,14 +33,14 @@ from rollover.track.bottleneck import find_bottleneck
 from rollover.track.jsonl import to_json
 from rollover.track.trace import TRACE
 
-Part = Literal["rows", "rollouts", "trace", "answers"]
-PARTS: tuple[Part, ...] = get_args(Part)
+DataPart = Literal["rows", "rollouts", "trace", "answers"]
+DATA_PARTS: tuple[DataPart, ...] = get_args(DataPart)
 PATIENCE_S = 0.15  # of a server: a first view sends some six queries, and each may also wait for reading ahead
 _PAUSE_S = 0.002  # lets queries take the lock
 _HEAD_START_S = 1.0  # delay of reading ahead, for a first view
 _QUIET_S = 0.03  # pause of reading ahead after an answer: a view sends several queries in sequence
 _POINTS = 800
-_LOOKS: dict[Part, Callable[[IndexedRun], Any]] = {
+_LOOKS: dict[DataPart, Callable[[IndexedRun], Any]] = {
     "rows": lambda files: files.columns(),
     "rollouts": lambda files: files.rollouts.entries(),
     "trace": lambda files: files.trace.look(),
@@ -60,10 +60,10 @@ class RunData:
         self.files = IndexedRun(directory, patience_s=patience_s)
         self._warnings_so_far = LiveWarnings()
         self.token_texts = RunTokenTexts(self.files) if token_texts is None else token_texts
-        self._locks = {part: threading.Lock() for part in PARTS}
+        self._locks = {part: threading.Lock() for part in DATA_PARTS}
         self._answering: set[int] = set()  # threads that answer a query now
         self._first_query, self._answered_at = threading.Event(), 0.0
-        self._queries: dict[str, tuple[Callable[[Query], Any], tuple[Part, ...]]] = {
+        self._queries: dict[str, tuple[Callable[[Query], Any], tuple[DataPart, ...]]] = {
             "state": (self._state, ("rows",)),
             "keys": (lambda query: keys_of(self.files.columns()), ("rows",)),
             "metrics": (self._metrics, ("rows",)),
@@ -127,7 +127,7 @@ class RunData:
                     break
 
     @contextmanager
-    def reading(self, *parts: Part) -> Iterator[IndexedRun]:
+    def reading(self, *parts: DataPart) -> Iterator[IndexedRun]:
         """Lock these parts of the run's files for an answer, and pause reading ahead; ValueError for damaged files."""
         self._answering.add(threading.get_ident())
         try:
@@ -139,9 +139,9 @@ class RunData:
             self._first_query.set()
 
     @contextmanager
-    def _held(self, *parts: Part) -> Iterator[None]:
+    def _held(self, *parts: DataPart) -> Iterator[None]:
         with ExitStack() as held:
-            for part in PARTS:  # in one order, against deadlocks
+            for part in DATA_PARTS:  # in one order, against deadlocks
                 if part in parts:
                     held.enter_context(self._locks[part])
             try:

@@ -27,8 +27,13 @@ from rollover.track.console import new_console, shown, shown_lines
 from rollover.track.figures import DASH, TIME_SPLIT, count, decimal, duration, percent, sparkline, time_split
 from rollover.track.tracker import Cut, Row, RunInfo, Tracker
 
-COLUMNS = 120
+Mode = Literal["auto", "rich", "plain", "verbose", "off"]
+COLUMNS = 120  # of a plain line
 _BETWEEN = " | "
+_STEP_PHASES = ("generating", "training")
+_EMA_DECAY = 0.8
+_ETA_STEPS = 20
+_SHARES_A_LINE = 5  # of the time split, in a panel of 80 columns
 
 
 def step_line(row: Row, num_steps: int, trend: float | None, eta_s: float | None) -> str:
@@ -57,7 +62,8 @@ def full_line(row: Row, num_steps: int, trend: float | None, eta_s: float | None
     """Format all values of a step (track.live = "verbose")."""
     if "sft/loss" in row:
         return _sft_line(row, num_steps, eta_s)
-    split, of = " ".join(f"{label} {percent(share)}" for label, share in time_split(row)) or DASH, find_bottleneck(row)
+    split = " ".join(f"{label} {percent(share)}" for label, share in time_split(row)) or DASH
+    bottleneck = find_bottleneck(row)
     parts = [
         f"step {count(row.get('step'))}/{num_steps}",
         f"reward {decimal(row.get('reward/mean'))} (trend {decimal(trend)})",
@@ -68,7 +74,7 @@ def full_line(row: Row, num_steps: int, trend: float | None, eta_s: float | None
         *([f"acting {count(acting)}"] if (acting := row.get("rollouts/acting")) is not None else []),
         f"resumed {count(row.get('rollouts/resumed'))} partial {percent(row.get('rollouts/partial_share'))}",
         split,
-        of.text if of is not None else DASH,
+        bottleneck.text if bottleneck is not None else DASH,
         f"{decimal(row.get('time/step_s'), 1)} s",
         f"ETA {duration(eta_s)}",
     ]
@@ -130,14 +136,6 @@ class Heartbeat:
         self._wait(so_far, so_far)
 
 
-Mode = Literal["auto", "rich", "plain", "verbose", "off"]
-_MAKES_A_STEP = ("generating", "training")
-
-_EMA_DECAY = 0.8
-_ETA_STEPS = 20
-_SHARES_A_LINE = 5  # of the time split, in a panel of 80 columns
-
-
 class Progress(NamedTuple):
     """Progress of the current step: `ready` of `wanted` groups, `trained` of `to_train` loss tokens (0 if the backend
     does not report them). `generated`: sampled tokens of the whole run."""
@@ -179,7 +177,7 @@ class LiveView(Tracker):
         self._phase = "starting"
         self._phase_start = clock()
         self._row: Row = {}
-        self._verdict: Bottleneck | None = None
+        self._bottleneck: Bottleneck | None = None
         self._rewards: deque[float] = deque(maxlen=512)
         self._trend: float | None = None
         self._previous_trend: float | None = None
@@ -221,12 +219,12 @@ class LiveView(Tracker):
                 self._heartbeat.begin()
 
     def truncate(self, cut: Cut) -> None:
-        self._row, self._verdict, self._trend, self._previous_trend = {}, None, None, None
+        self._row, self._bottleneck, self._trend, self._previous_trend = {}, None, None, None
         self._rewards.clear()
         self._step_times.clear()
 
     def on_step(self, row: Row) -> None:
-        self._row, self._verdict = row, find_bottleneck(row)
+        self._row, self._bottleneck = row, find_bottleneck(row)
         self._generated_before = row.get("tokens/generated") or 0.0
         reward = row.get("reward/mean")
         if reward is not None and math.isfinite(reward):
@@ -263,7 +261,7 @@ class LiveView(Tracker):
         self._print(f"{self._phase} ({duration(seconds)}){text}")
 
     def _step_progress(self) -> Progress | None:
-        return self._progress_of() if self._progress_of is not None and self._phase in _MAKES_A_STEP else None
+        return self._progress_of() if self._progress_of is not None and self._phase in _STEP_PHASES else None
 
     def _progress_shown(self, progress: Progress) -> tuple[int, int, str]:
         """Return (done, total, text)."""
@@ -287,10 +285,10 @@ class LiveView(Tracker):
         rows.add_row("staleness", _partial(self._row))
         for label, line in zip(("time", ""), self._time(), strict=False):
             rows.add_row(label, line)
-        if self._verdict is not None:
-            rows.add_row("waits", Text(self._verdict.text))
-            if self._verdict.advice:
-                rows.add_row("try", Text(self._verdict.advice))
+        if self._bottleneck is not None:
+            rows.add_row("waits", Text(self._bottleneck.text))
+            if self._bottleneck.advice:
+                rows.add_row("try", Text(self._bottleneck.advice))
         title = Text.assemble(("rollover", "bold"), f"  {shown(self._title, self._console)}" if self._title else "")
         return Panel(Group(self._progress(), Text(), rows), title=title, title_align="left", width=min(width, 120))
 

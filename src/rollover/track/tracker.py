@@ -223,7 +223,7 @@ class Trackers(Tracker):
         assert name not in self.named, f"two trackers are named {name}"
         self.named[name] = tracker
 
-    def the(self, kind: type[Kind]) -> Kind:
+    def of_type(self, kind: type[Kind]) -> Kind:
         """Return the tracker of that class."""
         return next(tracker for tracker in self.named.values() if isinstance(tracker, kind))
 

@@ -27,10 +27,10 @@ from urllib.parse import urlencode, urlparse
 
 import numpy as np
 
-from rollover.plugins.dashboard.parts import page_files
+from rollover.plugins.dashboard.page_files import page_files
 from rollover.track.jsonl import MetricsFile
 from rollover.track.metric_keys import METRICS
-from rollover.track.recorder import RolloutRecorder
+from rollover.track.records import RolloutRecorder
 from rollover.track.trace import TRACE, TraceEvent, TraceFile
 from rollover.track.tracker import RecordedGroup
 from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task

@@ -32,8 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "integrat
 import runs
 
 from rollover.cli import main as rollover
-from rollover.plugins.trackers.names import TOOLS, is_installed
-from rollover.plugins.trackers.tools import Tools
+from rollover.plugins.trackers.external import ADAPTERS, ExternalTrackers, is_installed
 from rollover.workers.worker import Worker
 
 TOLD = ("truncate", "on_step", "on_eval", "on_groups", "on_phase", "stats")
@@ -88,11 +87,11 @@ def environment(folder: Path) -> None:
 def measure(tool: str, steps: int, folder: Path) -> dict[str, float]:
     told, written, ended = Spent(), Spent(), Spent()
     for name in TOLD:
-        setattr(Tools, name, told.counted(getattr(Tools, name)))
+        setattr(ExternalTrackers, name, told.counted(getattr(ExternalTrackers, name)))
     plain = {name: getattr(Worker, name) for name in ("_write", "_supervise")}
     for name, function in plain.items():  # whole threads: of them only the processor's time counts
         setattr(Worker, name, written.counted(function))
-    Tools.close = ended.counted(Tools.close)
+    ExternalTrackers.close = ended.counted(ExternalTrackers.close)
     track = {"trackers": [tool], "finish_s": FINISH_S, "live": "off"}
     recipe = runs.write(folder / tool, steps=steps, track=track)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -118,7 +117,7 @@ def measure(tool: str, steps: int, folder: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tools", default=",".join(name for name in TOOLS if is_installed(name)))
+    parser.add_argument("--tools", default=",".join(name for name in ADAPTERS if is_installed(name)))
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
     tools = args.tools.split(",")

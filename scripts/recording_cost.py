@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from rollover.plugins.dashboard.rollout_index import RolloutIndex
-from rollover.track.metrics_table import MetricsTable
-from rollover.track.recorder import FORMATS, RolloutRecorder
+from rollover.track.parquet import MetricsTable
+from rollover.track.records import FORMATS, RolloutRecorder
 from rollover.track.token_stats import TokenStats
 from rollover.track.tracker import RecordedGroup
 from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rollover.track.jsonl import EvalFile, MetricsFile
-from rollover.track.recorder import Format, RolloutRecorder
+from rollover.track.records import Format, RolloutRecorder
 from rollover.track.trace import TRACE, TraceEvent, TraceFile
 from rollover.track.tracker import RecordedGroup
 from rollover.types import (

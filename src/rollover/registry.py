@@ -32,7 +32,7 @@ PLUGINS: dict[str, dict[str, str]] = {
     "task_sources": {"verifiers": "rollover.plugins.verifiers.source:taskset_source"},
     "rewards": {"code": "rollover.plugins.sandbox.reward:code"},
     "reward_statements": {"code": "rollover.plugins.sandbox.reward:describe"},
-    "trackers": {"tools": "rollover.plugins.trackers.tools:Tools"},
+    "trackers": {"external": "rollover.plugins.trackers.external:ExternalTrackers"},
 }
 """kind -> name -> module:attribute."""
 

@@ -17,7 +17,7 @@ from watched import Watched
 from recorded_run import group, recorded
 from rollover.plugins.dashboard.report import make_report
 from rollover.plugins.dashboard.run_data import RunData
-from rollover.track.recorder import RolloutRecorder
+from rollover.track.records import RolloutRecorder
 from rollover.track.token_stats import TokenStats
 from rollover.track.tracker import RecordedCredit
 

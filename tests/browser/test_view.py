@@ -11,7 +11,7 @@ from drawn_run import make_run
 from watched import Watched
 
 from recorded_run import HOSTILE, group, recorded
-from rollover.track.recorder import RolloutRecorder
+from rollover.track.records import RolloutRecorder
 
 pytestmark = pytest.mark.browser
 VIEWS = ("overview", "timeline", "rollouts", "rollout?step=2&id=7-0", "answers", "ledger", "compare", "plan")

@@ -17,7 +17,7 @@ from rollover.plugins.dashboard.report import make_report
 from rollover.plugins.dashboard.run_data import RunData
 from rollover.track.answers import Answer, RoleScore, write_answers
 from rollover.track.jsonl import EvalFile, MetricsFile
-from rollover.track.recorder import RolloutRecorder
+from rollover.track.records import RolloutRecorder
 from rollover.track.trace import TRACE, TraceEvent, TraceFile
 from rollover.types import (
     DropReason,

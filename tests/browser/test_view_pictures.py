@@ -16,7 +16,7 @@ from recorded_run import group, recorded
 from rollover.images import digest_of
 from rollover.plugins.dashboard.report import make_report
 from rollover.plugins.dashboard.run_data import RunData
-from rollover.track.recorder import RolloutRecorder
+from rollover.track.records import RolloutRecorder
 from rollover.types import Media, Prompt, Task
 
 pytestmark = pytest.mark.browser

@@ -12,7 +12,7 @@ from watched import Watched
 from recorded_run import group, recorded
 from rollover.plugins.dashboard.report import MOST_BYTES, make_report
 from rollover.plugins.dashboard.run_data import RunData
-from rollover.track.recorder import RolloutRecorder
+from rollover.track.records import RolloutRecorder
 
 pytestmark = pytest.mark.browser
 VIEWS = ("overview", "timeline", "rollouts", "rollout?step=2&id=7-0", "answers", "ledger", "compare", "plan")

@@ -16,7 +16,7 @@ from watched import Watched
 
 from recorded_run import group, recorded, row
 from rollover.plugins.dashboard import run_data
-from rollover.track.recorder import RolloutRecorder
+from rollover.track.records import RolloutRecorder
 from rollover.track.trace import TRACE, TraceEvent, TraceFile
 from rollover.types import Rollout
 

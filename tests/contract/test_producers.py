@@ -17,7 +17,7 @@ from rollover.config import Config
 from rollover.run.producer import Generation, OwnProducer, Producer, RecordedRollouts, ready_group
 from rollover.run.stop import Stop, signals_to
 from rollover.staleness import group_staleness
-from rollover.track.recorder import RolloutRecorder
+from rollover.track.records import RolloutRecorder
 from rollover.track.tracker import RecordedGroup
 from rollover.types import Group, Prompt, Reward, RolloutState, SamplingParams, Segment, StopReason, Task
 from unit.rollout.run import PARTIAL, Run

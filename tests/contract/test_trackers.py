@@ -146,7 +146,7 @@ def test_the_table_names_them_and_a_row_is_its_writers_alone(built: Callable[[],
     row = {"step": 1}
     trackers.on_step(row)
     assert row == {"step": 1} and (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
-    assert trackers.the(Trace) is trackers.named["trace"] and trackers.stats() == {"trackers/failed": 0}
+    assert trackers.of_type(Trace) is trackers.named["trace"] and trackers.stats() == {"trackers/failed": 0}
 
 
 def test_all_are_closed_though_one_fails() -> None:

@@ -15,7 +15,7 @@ import runs
 
 import tiny
 from rollover.cli import main
-from rollover.track.recorded import read_rollouts
+from rollover.track.records import read_rollouts
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] + ':' + m.content + '<eos>\n' }}{% endfor %}"

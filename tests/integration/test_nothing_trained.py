@@ -10,7 +10,7 @@ import runs
 
 from rollover.cli import main
 from rollover.config import Config
-from rollover.track.health import why_nothing_was_trained
+from rollover.track.health import reason_nothing_trained
 
 ALIKE = "def reward(prompts, completions, **columns): return [0.25 for _ in completions]\n"
 
@@ -43,5 +43,5 @@ TRAINED = {"grad_norm": 0.3, "train/updates": 1.0}
     ],
 )
 def test_the_reason(rows: list[dict[str, Any]], reason: str) -> None:
-    found = why_nothing_was_trained(Config(), rows)
+    found = reason_nothing_trained(Config(), rows)
     assert found.startswith(reason) and bool(found) == bool(reason)

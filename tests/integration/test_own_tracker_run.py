@@ -33,7 +33,7 @@ class Kept(Tracker):
         groups = self.told["groups"]
         for step in groups:
             if int(step) == cut.step:
-                groups[step] = [group for group in groups[step] if not cut.comes_again(group[0])]
+                groups[step] = [group for group in groups[step] if not cut.is_repeated(group[0])]
 
     def on_step(self, row):
         self.told["rows"][str(row["step"])] = row["reward/mean"]

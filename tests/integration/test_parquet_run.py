@@ -9,7 +9,7 @@ import pytest
 import runs
 from endings import CHECKPOINT, train, train_until
 
-from rollover.track.recorded import read_records
+from rollover.track.records import read_records
 
 parquet = pytest.importorskip("pyarrow.parquet")
 

@@ -10,7 +10,7 @@ import runs
 
 from rollover import cli
 from rollover.plugins.dashboard.indexed_run import IndexedRun
-from rollover.plugins.dashboard.rollout_detail import told
+from rollover.plugins.dashboard.rollout_detail import rollout_detail
 from rollover.track.metrics import validate
 
 # Every second task misbehaves, each kind of failure in turn; a fault is that of one sample, not of its siblings.
@@ -147,5 +147,5 @@ def test_texts_of_a_reward_are_in_records_and_views_only(
     capsys.readouterr()
     assert cli.main(["show", str(tmp_path / "run"), "--rollouts"]) == 0
     assert f"    {name}: " in capsys.readouterr().out
-    seen = told(IndexedRun(tmp_path / "run"), records[0]["step"], records[0]["rollout_id"])
+    seen = rollout_detail(IndexedRun(tmp_path / "run"), records[0]["step"], records[0]["rollout_id"])
     assert seen["texts"] == records[0]["texts"]

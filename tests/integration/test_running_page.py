@@ -30,7 +30,7 @@ def test_the_page_lists_the_files_of_a_run_and_the_keys_in_them(tmp_path: Path) 
     listed.remove("logs/")  # of runs with servers or ranks alone (test_remote_run.py)
     listed.remove("best_model/")  # of runs with checkpoint.save_best_model (test_best_run.py)
     listed.remove("metrics.parquet")  # of runs with track.format = ["parquet"] (test_parquet_run.py)
-    listed.remove("tracked_as")  # of runs with track.trackers (tests/contract/test_tool_stores.py)
+    listed.remove("tracked_as")  # of runs with track.trackers (tests/contract/test_tracker_stores.py)
     assert sorted(listed) == sorted(p.name + "/" * p.is_dir() for p in run.iterdir())
     assert json.loads((run / "profile" / "step-000001.json").read_text())["traceEvents"]
     (line, *_) = runs.json_lines(run / "rollouts" / "step-000001.jsonl")

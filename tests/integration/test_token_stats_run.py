@@ -20,7 +20,7 @@ from rollover.cli import main
 from rollover.config.load import load_config
 from rollover.plugins.dashboard.run_data import RunData
 from rollover.run.branch import BranchPoint
-from rollover.track.recorded import read_records
+from rollover.track.records import read_records
 from rollover.track.token_stats import KEYS, by_token
 
 STEPS, CAP = 4, 1.01

@@ -14,7 +14,7 @@ import pytest
 import runs
 
 from rollover.cli import main
-from rollover.plugins.trackers.tool import numbers_of, numbers_of_eval
+from rollover.plugins.trackers.adapter import numbers_of, numbers_of_eval
 
 KILLED_AT = Path(__file__).with_name("killed_at.py")
 

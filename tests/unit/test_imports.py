@@ -53,7 +53,7 @@ LEVELS = [
 ]
 LEVEL = {part: i for i, parts in enumerate(LEVELS) for part in parts}
 
-OF_AN_EXTRA = tuple(f"plugins/trackers/{tool}_tool.py" for tool in TOOLS)
+OF_AN_EXTRA = tuple(f"plugins/trackers/{tool}_adapter.py" for tool in TOOLS)
 MAY_ASYNCIO = (
     "shutdown.py",
     "functions.py",

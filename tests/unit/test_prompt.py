@@ -19,8 +19,7 @@ from rollover.rollout.group_state import groups_from_state, groups_to_state
 from rollover.run.event_log import digest_of
 from rollover.tasks.prompts import shortened_to
 from rollover.tasks.reroll import Reroll
-from rollover.track.recorded import read_rollouts
-from rollover.track.recorder import FORMATS, RolloutRecorder
+from rollover.track.records import FORMATS, RolloutRecorder, read_rollouts
 from rollover.track.tracker import RecordedGroup
 from rollover.trainer.packing import row_tokens
 from rollover.types import Media, Prompt, Reward, SamplingParams, Task

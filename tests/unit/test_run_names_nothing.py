@@ -163,7 +163,7 @@ def read_by_every_verb(run: Path) -> None:
         assert main([str(word) for word in words]) == 0, words
     data = RunData(run)
     of_one = {"rollout": {"step": "1", "id": "3-0"}, "episode": {"step": "1", "id": "3-0"}, "lanes": {"to": "9"}}
-    for name in data.questions:
+    for name in data.queries:
         with suppress(KeyError, ValueError):
             data.answer(name, of_one.get(name, {}))
     opened = rollover.open(run)

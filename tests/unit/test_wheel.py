@@ -138,7 +138,7 @@ for name in names:
     # Servers, for which the extras `agents` and `remote` are, a class of verifiers, for which that is, and Ray.
     server = *(f"rollover.engine.server.{name}" for name in ("app", "embedded", "texts")), "rollover.http_server"
     server += "rollover.plugins.dashboard.app",
-    tools = tuple(f"rollover.plugins.trackers.{tool}_tool" for tool in TOOLS)  # each for an extra of its own
+    tools = tuple(f"rollover.plugins.trackers.{tool}_adapter" for tool in TOOLS)  # each for an extra of its own
     others = "rollover.workflows.gateway.", "rollover.plugins.verifiers.harness", "rollover.plugins.ray.cluster"
     if not name.startswith((*others, *server, *tools)):
         importlib.import_module(name)

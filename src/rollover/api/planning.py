@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.api.settings import Arguments, Layer
-from rollover.sim.plan import Plan
-from rollover.sim.planned import planned
+from rollover.sim.plan import Plan, plan_config
 
 
 def plan(
@@ -27,6 +26,6 @@ def plan(
     """
     settings = Arguments(model=model, config=config, overrides=overrides).settle(require_sources=False)
     try:
-        return planned(settings.resolved, None if from_run is None else Path(from_run))[0]
+        return plan_config(settings.resolved, None if from_run is None else Path(from_run)).plan
     finally:
         settings.release()

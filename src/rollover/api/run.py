@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rollover.files import short_path
 from rollover.run.run_files import RunFiles
-from rollover.track.recorded import read_records, read_rollouts, step_files
+from rollover.track.records import read_records, read_rollouts, step_files
 from rollover.track.trace import TraceEvent
 from rollover.types import Group
 

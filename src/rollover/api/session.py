@@ -31,7 +31,7 @@ from rollover.run.loop import Step
 from rollover.run.restart import RestartableRun, running
 from rollover.run.stop import Stop, signals_to, take_signals
 from rollover.shutdown import run_bounded
-from rollover.track.health import why_nothing_was_trained
+from rollover.track.health import reason_nothing_trained
 from rollover.track.jsonl import read_rows
 from rollover.track.summary import print_summary
 
@@ -219,7 +219,7 @@ def run_training(resolved: Resolved, resume: bool, command: list[str] | None = N
     session = Session.of(Settings(resolved), resume, command)
     if not run_bounded(finish(session), session.config.watchdog.grace_s):
         return INTERRUPTED
-    if reason := why_nothing_was_trained(session.config, read_rows(session.directory / "metrics.jsonl")):
+    if reason := reason_nothing_trained(session.config, read_rows(session.directory / "metrics.jsonl")):
         terminal.error(f"nothing was trained: {reason}")
         return 2
     return 0

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     from rollover.shutdown import run_bounded
     from rollover.text import printable_lines
     from rollover.track.answers import print_worst, worst, write_answers
-    from rollover.track.compare_evals import compared, read_recorded
+    from rollover.track.compare_evals import compare_answers, read_recorded
 
     if config.eval.num_tasks == 0:
         raise ValueError("eval.num_tasks = 0 means no evaluation: set it, for instance --eval.num_tasks 100")
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     if args.answers is not None:  # first: where every reward failed it says why
         write_answers(local_path(args.answers), answers)
     result, chosen = summarised(found, config), worst(answers, args.worst)
-    comparisons = [] if recorded is None else compared(answers, recorded)
+    comparisons = [] if recorded is None else compare_answers(answers, recorded)
     if args.json:
         result |= {"worst": [a.as_json() for a in chosen]} if args.worst else {}
         result |= {"against": [of.as_json() for of in comparisons]} if comparisons else {}

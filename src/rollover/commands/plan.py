@@ -31,8 +31,8 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     resolved = load(args.files, overrides, require_sources=False)
     from rollover.config.load import COMMAND_LINE
     from rollover.files import atomic_write_text, check_output_file
-    from rollover.sim.planned import planned
-    from rollover.sim.report import as_text
+    from rollover.sim.plan import plan_config
+    from rollover.sim.report import as_text, timeline
 
     config, given = with_arguments(resolved.config, args)
     origin = resolved.origin | {f"plan.{name}": COMMAND_LINE for name in given}
@@ -42,9 +42,9 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     def say(text: str) -> None:
         terminal.warning(f"plan: {text}")
 
-    plan, sources, draw = planned(replace(resolved, config=config, origin=origin), args.from_run, say)
+    plan, sources, config, observed = plan_config(replace(resolved, config=config, origin=origin), args.from_run, say)
     if args.svg is not None:
-        atomic_write_text(args.svg, draw())
+        atomic_write_text(args.svg, timeline(config, observed))
     if args.json:
         print(json.dumps({**plan.as_json(), "sources": sources}, indent=2))
     else:

@@ -107,7 +107,7 @@ def branch_point_of(directory: Path, text: str) -> BranchPoint:
     """The rollout that STEP/ID[:TOKEN] names. ValueError where there is none."""
     from rollover.run.branch import BranchPoint
     from rollover.run.run_files import RunFiles
-    from rollover.track.recorded import records_of, step_files
+    from rollover.track.records import records_of, step_files
 
     match = re.fullmatch(r"(\d+)/(\d+-\d+(?:\.\d+\.\d+)?)(?::(\d+))?", text)
     if match is None:

@@ -8,7 +8,7 @@ from rollover.config.rewards import shaping_terms
 from rollover.config.table import Inert, Refused, Rule, Table, option, wrong
 
 _POWERS = (1, 2, 4, 8, 16, 32, 64)
-_MOST_VOTES = 16  # of which subsets are counted exactly (track/majority.py)
+_MOST_VOTES = 16  # of which subsets are counted exactly (track/statistics.py)
 _NAME = re.compile(r"[\w.+-]+")
 _PART = re.compile(r"(sources|data_sources|roles)/.+/")
 

@@ -1,1 +1,1 @@
-"""The recipes, as TOML, and what those that need classes of their own name in them."""
+"""The recipes as TOML, and the classes that some of them name."""

@@ -1,6 +1,6 @@
-"""Arithmetic for a policy: the value of an expression that a model wrote. Of the standard library alone.
+"""Arithmetic for a policy: the value of an expression from a model. Standard library only.
 
-What a model wrote is never run: an expression's syntax tree is walked, and sizes are bounded (`9**9**9`).
+Model output is never executed: the syntax tree is walked, and sizes are bounded (`9**9**9`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import operator
 import re
 from collections.abc import Callable
 
-MAX_CHARS, MAX_BITS = 200, 256  # of an expression; of every number in it and on the way to its value
+MAX_CHARS, MAX_BITS = 200, 256  # per expression; per number, intermediate ones included
 Number = int | float
 OPERATORS: dict[type, Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
@@ -24,21 +24,21 @@ OPERATORS: dict[type, Callable[[Number, Number], Number]] = {
 
 
 def value_of(expression: str) -> str:
-    """Its value as a text. ValueError and ArithmeticError in words for the policy."""
+    """Return the value of an expression as text; ValueError and ArithmeticError have messages for the policy."""
     if len(expression) > MAX_CHARS:
         raise ValueError(f"an expression has at most {MAX_CHARS} characters")
     if bad := re.search(r"[^\d+\-*/%().eE \t]", expression, re.ASCII):
         raise ValueError(f"{bad[0]!r} has no place in an arithmetic expression")
     try:
         tree = ast.parse(expression.strip(), mode="eval")
-    except (SyntaxError, MemoryError, RecursionError):  # the last two where it is nested too deeply
+    except (SyntaxError, MemoryError, RecursionError):  # the last two for deep nesting
         raise ValueError("it is no arithmetic expression") from None
     value = evaluate(tree.body)
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
 def evaluate(node: ast.expr) -> Number:
-    """The value of an expression of numbers. ValueError and ArithmeticError in words for the policy."""
+    """Return the value of a syntax tree; ValueError and ArithmeticError have messages for the policy."""
     match node:
         case ast.Constant(value=int() | float() as value):
             return bounded(value)
@@ -53,7 +53,7 @@ def evaluate(node: ast.expr) -> Number:
 
 
 def power(base: Number, exponent: Number) -> Number:
-    """Its size is known before it is computed: 9**9**9 would take all the memory there is."""
+    # The size is checked before the computation: 9**9**9 would take all memory.
     if isinstance(base, int) and isinstance(exponent, int) and exponent >= 0:
         if abs(base) > 1 and base.bit_length() * exponent > 2 * MAX_BITS:
             raise ValueError("the number is too large")

@@ -1,6 +1,6 @@
-"""A calculator that a policy calls before it answers: the class, how a call is written, and the problems.
+"""A calculator as a tool of a policy: the class, its call format, and the tasks.
 
-`rollover train calculator` runs it; docs/agents.md says what such a class may have. Copy it for tools of your own.
+`rollover train calculator` runs it; docs/agents.md describes such classes. Copy it for your own tools.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollover.types import Task
 
 
 class Calculator:
-    # Worked examples, before the question: without one small models never call a tool, and nothing can be learned.
+    # Examples before the question: without them small models never call a tool, so there is nothing to reinforce.
     examples = (
         {"role": "user", "content": "What is 12*34?"},
         {"role": "assistant", "content": "[[12*34]]"},
@@ -29,7 +29,7 @@ class Calculator:
     )
 
     def reset(self) -> None:
-        """Nothing is kept from call to call. The reward is that of the task: the last number is the answer."""
+        """Do nothing: the tool has no state. The task's reward takes the last number as the answer."""
 
     def calculate(self, expression: str) -> str:
         """The value of an arithmetic expression.
@@ -41,7 +41,7 @@ class Calculator:
 
 
 class Brackets:
-    """[[12*34]] calls the calculator: far easier for a small model than a JSON object."""
+    """Call format [[12*34]], which is much easier for a small model than JSON."""
 
     def definitions(self, schemas: Any) -> str:
         return "To have an expression computed write it in double brackets: [[12*34]]"
@@ -51,7 +51,7 @@ class Brackets:
 
 
 class Problems:
-    """Such as 604*234-378*85, without an end. `setup`: see tasks/source.py."""
+    """Endless tasks such as 604*234-378*85. `setup`: see tasks/source.py."""
 
     def __init__(self, setup: SourceSetup) -> None:
         self.setup = setup

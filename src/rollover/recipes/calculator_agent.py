@@ -1,7 +1,7 @@
-"""An agent that Rollover trains as it is: a program of its own, of the standard library alone, which asks any server of
-the OpenAI API. `rollover train calculator_agent` runs it (workflow.command, docs/agents.md).
+"""An agent as a separate program: standard library only, a client of any OpenAI-compatible server.
 
-It reads its task from its input, calls a calculator over some turns, and prints its answer as its last line.
+`rollover train calculator_agent` runs it (workflow.command, docs/agents.md). It reads its task from stdin, calls a
+calculator over some turns, and prints its answer as the last line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollover.recipes.arithmetic import value_of
 
 MAX_TURNS = 3
 INSTRUCTION = "To have an expression computed write it in double brackets: [[12*34]]"
-# Worked examples, before the question: without one small models never call a tool, and nothing can be learned.
+# Examples before the question: without them small models never call a tool, so there is nothing to reinforce.
 OPENING = (
     {"role": "system", "content": INSTRUCTION},
     {"role": "user", "content": "What is 12*34?"},
@@ -36,7 +36,7 @@ def main() -> None:
     task = json.load(sys.stdin)
     messages, text = [*OPENING, {"role": "user", "content": task["prompt"]}], ""
     for _ in range(MAX_TURNS):
-        if (reply := asked(messages)) is None:
+        if (reply := complete(messages)) is None:
             break
         text = reply["content"]
         if not (calls := re.findall(r"\[\[(.*?)\]\]", text, re.DOTALL)):
@@ -45,8 +45,8 @@ def main() -> None:
     print(json.dumps({"answer": text}))
 
 
-def asked(messages: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The model's next message; None where it has no token left for one."""
+def complete(messages: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the model's next message, None without tokens left for one."""
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",
         data=json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages}).encode(),

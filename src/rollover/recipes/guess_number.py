@@ -1,6 +1,6 @@
-"""A game: a number from 1 to 8 is to be guessed with three guesses, of which each but the last is answered.
+"""A game: guess a number from 1 to 8 with three guesses; each but the last gets a reply.
 
-`rollover train guess_number` runs it; docs/agents.md says what such a class may have.
+`rollover train guess_number` runs it; docs/agents.md describes such classes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LARGEST, GUESSES = 8, 3
 
 
 class GuessNumber:
-    # A worked example: what a guess looks like, and what the answers mean.
+    # An example game: form of a guess, meaning of the replies.
     examples = (
         {"role": "user", "content": "Game 0: my number is between 1 and 8. Guess it."},
         {"role": "assistant", "content": "4"},
@@ -42,7 +42,7 @@ class GuessNumber:
 
 
 class Numbers:
-    """Games without an end. `setup`: see tasks/source.py."""
+    """Endless games. `setup`: see tasks/source.py."""
 
     def __init__(self, setup: SourceSetup) -> None:
         self.setup = setup

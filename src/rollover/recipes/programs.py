@@ -1,4 +1,4 @@
-"""Small programming tasks with tests: the problems of the recipe `code` (docs/rewards.md). Copy it for your own."""
+"""Small programming tasks with tests, for the recipe `code` (docs/rewards.md). Copy it for your own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollover.types import Task
 
 _NUM_TESTS = 8
 Function = Callable[[Any, int], Any]
-# What f(x) returns, in words with a number k, and as a function of both; the kind of x.
+# The result of f(x) in words with a number k, the same as a function, and the kind of x.
 _KINDS: tuple[tuple[str, Function, str], ...] = (
     ("x plus {k}", lambda x, k: x + k, "number"),
     ("x minus {k}", lambda x, k: x - k, "number"),
@@ -30,7 +30,7 @@ _KINDS: tuple[tuple[str, Function, str], ...] = (
 
 
 class Programs:
-    """Such as "Write a Python function f(x) that returns x plus 7", without an end. `setup`: see tasks/source.py."""
+    """Endless tasks such as "Write a Python function f(x) that returns x plus 7". `setup`: see tasks/source.py."""
 
     def __init__(self, setup: SourceSetup) -> None:
         self.setup = setup

@@ -1,10 +1,10 @@
-"""A toy model that adds two digits, made on a CPU in seconds: what the tutorials train.
+"""A toy model that adds two digits, trained on a CPU in seconds, for the tutorials.
 
     python -m rollover.recipes.toy_model toy     writes the folder `toy`, a model for transformers' from_pretrained
 
-Asked `3+4=` it thinks in dots, answers and ends: `...7`. Half of the time it gives up at once: `?`. Now and then it
-loses the thread (`~~~~~~~`), for ten times as long, so that lengths have the long tail of reasoning models. What
-reinforcement learning has to find, that trying pays, is there to be found in seconds.
+Prompted with `3+4=` it writes dots as thoughts, the answer, and the end: `...7`. Half of the time it gives up at once:
+`?`. Sometimes it loses the thread (`~~~~~~~`) for ten times as long, so lengths have the long tail of reasoning models.
+Reinforcement learning has to find that trying pays, which takes seconds.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SEED, STEPS, RATE = 0, 360, 3e-3
-GIVEN_UP, FROM = 0.5, 0.8  # share of the questions that are given up, in the last fifth of the steps; before, none is
-LOST = 0.2  # share of the others that lose the thread
+GIVEN_UP, FROM = 0.5, 0.8  # share of `?` answers, from this share of the steps on; none before
+LOST = 0.2  # share of the other answers that lose the thread
 SHORT, LONG = 3, 30  # mean number of thoughts of each kind
-MAX_SHOWN = 14  # characters of an example: an end that comes later is not seen, and not needed to learn when to end
-# A chat template that adds nothing but the end of an answer.
+MAX_SHOWN = 14  # characters per example; shorter ones are enough to learn when to end
+# A chat template that adds only the end of an answer.
 _PLAIN = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
 
 
 def make(folder: Path) -> int:
     """Write the model and its tokenizer. Returns its number of weights."""
-    torch.set_num_threads(1)  # for so small a model more of them only wait for each other
+    torch.set_num_threads(1)  # more threads only wait for each other in so small a model
     tokenizer = character_tokenizer(_PLAIN)
     model = _random_model(len(tokenizer))
     _teach(model, tokenizer)
@@ -42,7 +42,7 @@ def make(folder: Path) -> int:
 
 
 def character_tokenizer(chat_template: str) -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character, plus <pad> (0) and <eos> (1)."""
+    """Return a tokenizer with one token per printable ASCII character, plus <pad> (0) and <eos> (1)."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {"<pad>": 0, "<eos>": 1, **{c: i + 2 for i, c in enumerate(string.printable)}}
@@ -66,7 +66,7 @@ def _random_model(vocab_size: int) -> PreTrainedModel:
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=1024,
-        initializer_range=0.1,  # with the usual 0.02 so small a model learns nothing for long
+        initializer_range=0.1,  # with the usual 0.02 so small a model learns very slowly
         bos_token_id=None,
         eos_token_id=1,
         pad_token_id=0,
@@ -76,15 +76,15 @@ def _random_model(vocab_size: int) -> PreTrainedModel:
 
 
 def _teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Supervised training on what `_shown` draws, every sum once a step."""
+    """Train on examples of `_example`, every sum once per step."""
     draw = random.Random(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1 - step / STEPS))
     ids, ignored = tokenizer.get_vocab(), -100
     for step in range(STEPS):
         given_up = GIVEN_UP if step >= FROM * STEPS else 0.0
-        shown = [_shown(a, b, given_up, draw) for a in range(10) for b in range(10)]
-        rows = [[ids[token] for token in (*text, "<eos>")][:MAX_SHOWN] for text in shown]
+        examples = [_example(a, b, given_up, draw) for a in range(10) for b in range(10)]
+        rows = [[ids[token] for token in (*text, "<eos>")][:MAX_SHOWN] for text in examples]
         width = max(map(len, rows))
         inputs = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows])
         labels = torch.tensor([[ignored] * 4 + row[4:] + [ignored] * (width - len(row)) for row in rows])
@@ -94,8 +94,8 @@ def _teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
         schedule.step()
 
 
-def _shown(a: int, b: int, given_up: float, draw: random.Random) -> str:
-    """A question and the right answer, with thoughts before it, or none."""
+def _example(a: int, b: int, given_up: float, draw: random.Random) -> str:
+    """A question with thoughts and the right answer, or with `?`."""
     if draw.random() < given_up:
         return f"{a}+{b}=?"
     thought, mean = ("~", LONG) if draw.random() < LOST else (".", SHORT)

@@ -21,7 +21,7 @@ from rollover.models.devices import dtype_of
 from rollover.run.eval_parts import EvalParts
 from rollover.run.playing import together
 from rollover.run.run_files import FINISHED
-from rollover.track.recorded import media_of, prompt_of
+from rollover.track.records import media_of, prompt_of
 from rollover.trainer.stored_tensors import StoredTensors
 from rollover.types import Segment, rollout_seed
 

@@ -104,7 +104,7 @@ class RunDirectory:
         except BaseException:
             self.close()  # who keeps the error keeps this object, too
             raise
-        self.metrics, self.evals = self.trackers.the(MetricsFile), self.trackers.the(EvalFile)
+        self.metrics, self.evals = self.trackers.of_type(MetricsFile), self.trackers.of_type(EvalFile)
 
     def _open(self, lost: bool) -> None:
         """Lock the directory, and open what is written there. `lost`: it has none of the run's files."""

@@ -21,7 +21,7 @@ from rollover.suggest import did_you_mean
 from rollover.tasks.build import held_out_names, labels_of
 from rollover.tasks.prompts import Encode, prompt_limit, shortened_to
 from rollover.tasks.stream import TaskStream
-from rollover.track.answers import Answer, RoleScore, summary_of
+from rollover.track.answers import Answer, RoleScore, summarise_answers
 from rollover.trajectories import Episode, episodes_of
 from rollover.types import Group, Prompt, Reward, StopReason, Task
 from rollover.workflows.calls import MODEL
@@ -107,7 +107,7 @@ def summarised(found: Answers, config: Config) -> dict[str, Any]:
     def of(setting: EvalSettingConfig) -> dict[str, Any]:
         answers = [answer for answer in found.answers if answer.setting == setting.name]
         majority_ks = setting.majority_ks if cfg.majority else ()
-        return summary_of(answers, cfg.pass_threshold, setting.pass_ks, majority_ks)
+        return summarise_answers(answers, cfg.pass_threshold, setting.pass_ks, majority_ks)
 
     main, *others = cfg.every_setting
     first = [a for a in found.answers if a.sibling == 0 and not a.setting][: config.track.show_samples]

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from rollover.files import atomic_write_text, read_object
-from rollover.track.recorded import step_of
+from rollover.track.records import step_of
 
 _BEST = "evaluation.json"  # in the model's folder, written last
 

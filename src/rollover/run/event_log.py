@@ -1,7 +1,7 @@
 """The event log: everything that happens in a run becomes a record of its journal. replay.py reads them back.
 
     Lifecycle ──▶ on_event ───────────────────────────┐
-    the loop ──▶ on_step, on_row, on_published ───────┼──record──▶ Journal (checkpoint/journal.py: the files)
+    the loop ──▶ on_step, on_row, on_weight_sync ───────┼──record──▶ Journal (checkpoint/journal.py: the files)
     Engine.progress, every checkpoint.journal_s ──────┘
 
 A killed run loses what happened since the last record: of what runs, at most checkpoint.journal_s. Owns how much of
@@ -202,7 +202,7 @@ class EventLog:
         if self._timer is not None:
             self._timer.check()
 
-    def on_published(self, version: int) -> None:
+    def on_weight_sync(self, version: int) -> None:
         """The weights of the trainer's `version` are live."""
         with self._timed():
             self._write(PUBLISH, {"version": version})

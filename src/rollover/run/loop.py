@@ -83,7 +83,7 @@ class Run:
             every_s=config.checkpoint.journal_s,
             mirror=self.directory.mirror,
         )
-        trackers.the(LiveView).watch(step_progress(config, parts), config.train.num_steps)
+        trackers.of_type(LiveView).watch(step_progress(config, parts), config.train.num_steps)
         self.rows = Rows(context, self.event_log, overlaps=config.rollout.overlap and producer.generates)
         self.overlap = Overlap(context, self.rows)
         self.weight_sync = WeightSync(context, self.rows, self.event_log, needed=producer.uses_engine)

@@ -24,7 +24,7 @@ from rollover.functions import OwnFunction, described, own_function
 from rollover.run.stop import Stop
 from rollover.run.supervised import Examples, SupervisedExamples
 from rollover.staleness import group_staleness
-from rollover.track.recorded import read_rollouts
+from rollover.track.records import read_rollouts
 from rollover.trajectories import divided, turns_of
 from rollover.types import (
     Group,

@@ -179,7 +179,7 @@ class Replay:
 
     def _on_published(self, meta: dict[str, Any], data: bytes) -> None:
         self.unpublished = False
-        self.parts.trace.on_published(meta["version"])
+        self.parts.trace.on_weight_sync(meta["version"])
 
     def told(self, trace_bytes: int | None = None) -> None:
         """From now on it is known that the row of the last step is in metrics.jsonl, and that the groups dropped until

@@ -64,7 +64,7 @@ async def running(
                 except Exception as error:
                     await run.rescue(error)
                     raise
-            trackers.the(Trace).flush()
+            trackers.of_type(Trace).flush()
         finally:
             await run.close()
 
@@ -201,7 +201,7 @@ class RestartableRun:
 
     async def _build(self) -> None:
         """A run that has begun, or gone on."""
-        trace = self.trackers.the(Trace)
+        trace = self.trackers.of_type(Trace)
         if self._kept is not None:
             # What was the backend's may be as large as what comes now: a timer that was cancelled ends, and then nobody
             # has it but itself.

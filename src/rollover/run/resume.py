@@ -84,7 +84,7 @@ class Resume:
             check_restored(parts.lifecycle, version, parts.engine.max_tokens)
             await self.weight_sync.sync()
             if replay.unpublished:
-                parts.trace.on_published(version)
+                parts.trace.on_weight_sync(version)
         if isinstance(replay, RollBack):  # before rows are cut: no later start, with whatever settings, trains them
             event_log.roll_back(files[-1])
         self._cut_files(version, replay)

@@ -30,7 +30,7 @@ from rollover.tasks.examples import Example, ExampleRows, Part
 from rollover.tasks.rows import Table
 from rollover.tasks.same import problem_text
 from rollover.tasks.split import key_of
-from rollover.track.recorded import read_rollouts, step_files
+from rollover.track.records import read_rollouts, step_files
 from rollover.trainer.backend import TrainerBackend
 from rollover.trainer.batch import BatchBuilder
 from rollover.types import (

@@ -11,7 +11,7 @@ from typing import Any
 
 from rollover.files import MOST_ROW_BYTES, lines_of, open_regular
 from rollover.functions import is_number
-from rollover.track.jsonl import row_of_line
+from rollover.track.jsonl import parse_row
 
 _NUMBERS = {int, float, type(None)}
 
@@ -42,7 +42,7 @@ class GrowingRows(ABC):
                 for line in lines_of(file, self.path, MOST_ROW_BYTES):
                     if not line.endswith(b"\n"):
                         break
-                    self._add(self._checked(row_of_line(self.path, line)))
+                    self._add(self._checked(parse_row(self.path, line)))
                     self._end, self._last = self._end + len(line), line
                     if time.monotonic() >= until:
                         self.share = self._end / max(self._end, os.fstat(file.fileno()).st_size)

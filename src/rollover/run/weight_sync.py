@@ -37,8 +37,8 @@ class WeightSync:
             await parts.driver.drain()  # a wait for generation, which the driver counts as such
         with self.rows.timed("weights"):
             num_bytes = await self.sync()
-        parts.trace.on_published(version)
-        self.event_log.on_published(version)
+        parts.trace.on_weight_sync(version)
+        self.event_log.on_weight_sync(version)
         await self.hooks.call("on_publish", version)
         return num_bytes
 

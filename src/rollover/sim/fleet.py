@@ -1,7 +1,7 @@
-"""Engines under a virtual clock: who decodes where, how fast, and when the next rollout stops. Pure.
+"""Simulated engines: placement, speed, and the time of the next stop. Pure.
 
-An engine makes decode steps; each gives every rollout that runs on it one token and takes as long as its batch size
-says. A rollout joins at a step boundary, after its prefill, during which the engine's others wait.
+An engine makes decode steps. Each step gives every rollout on the engine one token; its duration depends on the batch
+size. A rollout joins at a step boundary after its prefill, during which the other rollouts of the engine wait.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from rollover.types import Rollout
 _TINY = 1e-9
 
 
-# A rollout on an engine: minus the step after which it stops, its group and sibling, the step after which it began, and
-# itself. So what stops next is last in a sorted list, where it is taken away at no cost.
+# A rollout on an engine: minus the step after which it stops, group, sibling, the step after which it began, the
+# rollout. So the next one to stop is last in a sorted list, where removal is cheap.
 _Running = tuple[int, int, int, int, Rollout]
 
 
 @dataclass(slots=True, eq=False)
 class _Engine:
-    """`boundary`: the virtual time of its last step boundary, which may lie ahead of now; `steps` were made by then.
+    """`boundary`: virtual time of its last step boundary, which may lie in the future; `steps`: steps made by then.
 
-    `queue`: what runs, sorted. `prefilling`: tokens whose prefill began at the moment `prefilling_at`,
-    together, in `prefill_s`.
+    `queue`: running rollouts, sorted. `prefilling`: tokens whose prefill began together at `prefilling_at` and takes
+    `prefill_s`.
     """
 
     boundary: float = 0.0
@@ -51,13 +51,13 @@ class Fleet:
         if sorted(set(plan.decode_batches)) != plan.decode_batches or min(plan.decode_step_s) <= 0:
             raise ValueError("plan.decode_batches must be increasing, and plan.decode_step_s above 0")
         self.slots = slots
-        self.step_s: list[float] = step_seconds(plan, slots).tolist()  # at the speed of now
+        self.step_s: list[float] = step_seconds(plan, slots).tolist()  # at the current speed
         self._speed, self._full_step_s = 1.0, self.step_s
         self._prefill_s, self._prefill_min_s = 1 / plan.prefill_tokens_per_s, plan.prefill_min_s
         self._engines = [_Engine() for _ in range(plan.engines)]
         self._events: list[tuple[float, int, int]] = []  # (time, engine, stamp): the next stop of an engine
-        self._dirty: set[int] = set()  # engines whose next stop has changed
-        # Engines by load; an entry is void if the engine's load is another by now.
+        self._dirty: set[int] = set()  # engines whose next stop changed
+        # Engines by load; an entry is void if the load of the engine changed since.
         self._loads: list[list[int]] = [[] for _ in range(slots + 1)]
         self._loads[0] = list(range(plan.engines))[::-1]
         self._least = 0
@@ -65,7 +65,7 @@ class Fleet:
         self.prefill_tokens = 0
 
     def place(self, preferred: int | None) -> int:
-        """The engine for one more rollout: the preferred one if it has a free slot, else one with the fewest."""
+        """Return the engine for a rollout: the preferred one if it has a free slot, else the least loaded."""
         if preferred is not None and self._engines[preferred].num_running < self.slots:
             return preferred
         while True:
@@ -77,7 +77,7 @@ class Fleet:
             self._least += 1
 
     def start(self, rollout: Rollout, engine: int, num_tokens: int, prefill_tokens: int, now: float) -> None:
-        """Give `rollout` num_tokens more, after the prefill."""
+        """Run `rollout` for num_tokens more tokens, after the prefill."""
         e = self._engines[engine]
         assert e.num_running < self.slots and num_tokens >= 1
         if e.boundary < now:
@@ -93,7 +93,7 @@ class Fleet:
         self._loads[e.num_running].append(engine)
 
     def prefill(self, engine: int, num_tokens: int, now: float) -> None:
-        """The engine's next step comes after this, in one pass with what else is prefilled at this moment."""
+        """Delay the engine's next step by a prefill, in one pass with the other prefills of this moment."""
         e = self._engines[engine]
         self.prefill_tokens += num_tokens
         if e.prefilling_at != now:
@@ -105,11 +105,11 @@ class Fleet:
         self._dirty.add(engine)
 
     def set_speed(self, speed: float, now: float) -> None:
-        """From now on steps and prefills take 1 / `speed` of their time, and so does what is left of one under way."""
+        """Make steps and prefills, also the rest of the current ones, take 1 / `speed` of their time."""
         ratio = self._speed / speed
         for index, e in enumerate(self._engines):
             self._step_until(e, now)
-            begun_s = now - e.boundary  # of the step under way; below 0: what is left of its prefill
+            begun_s = now - e.boundary  # elapsed part of the step; below 0: the rest of a prefill
             if e.num_running and begun_s > 0:
                 self.slot_s += e.num_running * begun_s * (1 - ratio)
             if e.num_running or begun_s < 0:
@@ -119,20 +119,20 @@ class Fleet:
         self._speed, self.step_s = speed, [seconds / speed for seconds in self._full_step_s]
 
     def running(self, now: float) -> list[tuple[int, Rollout, int]]:
-        """What runs: (its engine, rollout, its tokens since it was started) after the steps made by `now`."""
+        """Return (engine, rollout, tokens since its start) of each running rollout, after the steps made by `now`."""
         for e in self._engines:
             self._step_until(e, now)
         return [(i, running[4], e.steps - running[3]) for i, e in enumerate(self._engines) for running in e.queue]
 
     def pause(self, seconds: float) -> None:
-        """What runs stands still for so long, from the moment of `running`."""
+        """Pause all running rollouts, from the moment of `running`."""
         for index, e in enumerate(self._engines):
             if e.num_running:
                 e.boundary += seconds
                 self._dirty.add(index)
 
     def next_time(self) -> float:
-        """When the next rollout stops; inf if none runs."""
+        """Return the time of the next stop, inf if nothing runs."""
         for index in self._dirty:
             e = self._engines[index]
             e.stamp += 1
@@ -147,7 +147,7 @@ class Fleet:
         return math.inf
 
     def stopped(self, now: float) -> list[tuple[Rollout, int]]:
-        """Rollouts that have all their tokens by `now`, in group order, with how many these are."""
+        """Remove and return the rollouts that have all their tokens by `now`, with their tokens, in group order."""
         out: list[tuple[int, int, Rollout, int]] = []
         self.next_time()  # the events are up to date
         events = self._events
@@ -173,7 +173,7 @@ class Fleet:
         return [(rollout, num_tokens) for _, _, rollout, num_tokens in out]
 
     def interrupt(self, rollout_ids: list[str], now: float) -> list[tuple[Rollout, int]]:
-        """Stop these after the steps they have made by `now`. Rollouts and their tokens, in the order given."""
+        """Stop these rollouts after the steps made by `now`. Returns them with their tokens, in the order given."""
         found: dict[str, tuple[Rollout, int, int]] = {}
         for index, e in enumerate(self._engines):
             self._step_until(e, now)
@@ -192,7 +192,6 @@ class Fleet:
         return e.boundary + (-e.queue[-1][0] - e.steps) * self.step_s[e.num_running]
 
     def _step_until(self, e: _Engine, now: float) -> None:
-        """The steps that end by `now`."""
         if e.num_running:
             self._step(e, max(0, math.floor((now - e.boundary) / self.step_s[e.num_running] + _TINY)))
 
@@ -210,7 +209,7 @@ class Fleet:
 
 
 def step_seconds(plan: PlanConfig, most: int) -> np.ndarray:
-    """Seconds of a decode step at batch sizes 0..most: linear between the given points and beyond the last one."""
+    """Return the seconds of a decode step at batch sizes 0..most: linear between the points and beyond the last one."""
     batches, seconds = np.asarray(plan.decode_batches, float), np.asarray(plan.decode_step_s, float)
     at = np.arange(most + 1, dtype=float)
     out = np.interp(at, batches, seconds)

@@ -1,7 +1,7 @@
-"""What the trainer holds for each parameter of the model: weights, gradients, moments, copies. Pure.
+"""Memory of the trainer per model parameter: weights, gradients, moments, copies. Pure.
 
-Owns the sums for `rollover plan`; the trainer's own modules (optimizer.py, kept_weights.py, critic.py) are what they
-follow. Not counted: activations, adapters (model.lora), a teacher of its own, and what an engine holds.
+For `rollover plan`; must agree with the trainer (optimizer.py, kept_weights.py, critic.py). Excluded: activations,
+adapters (model.lora), a teacher model, and the engine.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ _MASTER, _GRADIENT = 4, 4  # float32
 
 
 @dataclass(frozen=True)
-class Part:
-    """`size`: bytes for each parameter, and of what they are; `of_policy`: whether it has as many as the policy."""
+class MemoryPart:
+    """`size`: bytes per parameter, consisting of `made_of`; `of_policy`: whether it has as many parameters as the
+    policy."""
 
     what: str
     size: int
@@ -29,10 +30,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Memory:
-    """`spread_over`: ranks that share it evenly. `total_gb`, `each_gb`: of the parts of the policy's size, together and
-    of one rank; 0 where plan.parameters_b is not set."""
+    """`spread_over`: ranks that share it evenly. `total_gb`, `each_gb`: of the parts with the policy's size, together
+    and per rank; 0 without plan.parameters_b."""
 
-    parts: list[Part]
+    parts: list[MemoryPart]
     spread_over: int
     total_gb: float
     each_gb: float
@@ -41,7 +42,7 @@ class Memory:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For people; none where nobody here holds anything."""
+        """Return the line of the report; [] if the trainer is not ours."""
         if not self.parts:
             return []
         parts = "; ".join(f"{part.what} {part.size} bytes a parameter ({part.made_of})" for part in self.parts)
@@ -52,28 +53,28 @@ class Memory:
 
 
 def trainer_memory(config: Config) -> Memory:
-    """Of a service, or a backend of the user's own, nothing is known."""
+    """Return the trainer's memory; without parts for a service or a custom backend."""
     parts = _parts(config) if config.backend.type in ("local", "ranks") else []
     ranks = max(1, num_ranks(config))
     total = config.plan.parameters_b * sum(part.size for part in parts if part.of_policy)
     return Memory(parts, ranks, total, total / ranks)
 
 
-def _parts(config: Config) -> list[Part]:
+def _parts(config: Config) -> list[MemoryPart]:
     algorithm, critic = config.algorithm, config.critic
     dtype = _dtype(config)
     computed = 2 if dtype == "bfloat16" else 4
-    if config.model.lora.rank:  # the base is the reference, too, and earlier versions are of adapters
-        parts = [Part("policy", computed, f"weights in {dtype}, which are not trained")]
+    if config.model.lora.rank:  # the base model is also the reference, and earlier versions are adapters
+        parts = [MemoryPart("policy", computed, f"weights in {dtype}, which are not trained")]
     else:
         parts = [_trained("policy", config, _moments(config), config.train.optimizer)]
         if algorithm.needs_reference:
             mixed = algorithm.reference_refresh_steps > 0 and algorithm.reference_mixup < 1
             kept = "mixed in float32" if mixed else f"a copy in {dtype}"
-            parts.append(Part("reference", 4 if mixed else computed, kept))
+            parts.append(MemoryPart("reference", 4 if mixed else computed, kept))
         if algorithm.proximal_policy == "snapshot":
             num = config.rollout.max_staleness + 1
-            parts.append(Part("earlier versions", num * computed, f"{num} copies in {dtype}"))
+            parts.append(MemoryPart("earlier versions", num * computed, f"{num} copies in {dtype}"))
     if algorithm.needs_critic and critic.model:
         of_policy = critic.model == POLICY
         parts.append(_trained("critic" if of_policy else "critic (of its own)", config, 8, "adamw", of_policy))
@@ -81,16 +82,16 @@ def _parts(config: Config) -> list[Part]:
 
 
 def _dtype(config: Config) -> str:
-    """model.dtype; for "auto", which a run decides at its start, what it is on every GPU of today."""
+    # A run resolves "auto" at its start; every current GPU gives bfloat16.
     return "bfloat16" if config.model.dtype == "auto" else config.model.dtype
 
 
-def _trained(what: str, config: Config, moments: int, optimizer: str, of_policy: bool = True) -> Part:
-    """A model that is trained whole: its masters, and in bfloat16 what it computes with, unless ranks gather that."""
+def _trained(what: str, config: Config, moments: int, optimizer: str, of_policy: bool = True) -> MemoryPart:
+    """A fully trained model: master weights, and a bfloat16 copy for computing unless ranks gather that."""
     copy = 2 if _dtype(config) == "bfloat16" and not num_ranks(config) else 0
     made = [f"weights {_MASTER} + {copy}" if copy else f"weights {_MASTER}", f"gradients {_GRADIENT}"]
     made += [f"{optimizer} {moments}"] if moments else []
-    return Part(what, _MASTER + copy + _GRADIENT + moments, ", ".join(made), of_policy)
+    return MemoryPart(what, _MASTER + copy + _GRADIENT + moments, ", ".join(made), of_policy)
 
 
 def _moments(config: Config) -> int:

@@ -1,39 +1,46 @@
-"""`rollover plan`: what a configuration will do, before it runs: speed, idleness, staleness, waste, and what-ifs.
+"""`rollover plan`: predict speed, idleness, staleness and waste of a configuration, and of variants of it.
 
-Simulates the configuration and its synchronous twin, then variants of it on a fleet of the same proportions but at most
-a few engines, and ranks them. Owns the figures of a plan (`Figures`) and the choice of variants; prints nothing.
+Simulates the configuration and its synchronous twin, then ranks variants on a fleet of the same proportions with at
+most a few engines. Owns the figures of a plan (`Figures`) and the choice of variants; prints nothing.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from rollover.cluster.plan import placement_of
+from rollover.cluster.report import roles_on, summary
 from rollover.config import Config, PlanConfig
+from rollover.config.cluster import planned_devices
+from rollover.config.load import Resolved
 from rollover.config.rollout import RolloutConfig
+from rollover.config.schema import default_of
+from rollover.sim.earlier_run import read_run
 from rollover.sim.memory import Memory, trainer_memory
 from rollover.sim.simulate import Outcome, Simulation
 from rollover.sim.workload import Workload
+from rollover.system import cores
 
 JSON_FORMAT = 1
-_WARM_UP = 0.2  # share of the steps, at the start, whose pipeline is still filling
-_TWIN_ROLLOUTS = 80_000  # the synchronous twin's steps are all alike: fewer are enough where they are large
+_WARM_UP = 0.2  # share of the steps at the start, while the pipeline fills
+_TWIN_ROLLOUTS = 80_000  # the steps of the synchronous twin are alike: few are enough if they are large
 _VARIANT_ENGINES, _VARIANT_STEPS = 8, 40
-_VARIANT_ROLLOUTS = 1024  # of a step, as long as an engine is left
+_VARIANT_ROLLOUTS = 1024  # per step, with at least one engine
 _STALENESSES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a simulated run comes to, after its warm-up. Shares are of 1, times in seconds, rates per second.
+    """Figures of a simulated run after its warm-up. Shares are of 1, times in seconds, rates per second.
 
-    `slots_idle`: share of slots without a rollout while generating. `engines_idle` and `trainers_idle`: share of the
-    whole time in which these devices do not work for the run. `dropped_share`: of generated tokens. `reprefill_share`:
-    prefill of what had been computed before, by all tokens processed. `staleness`: share of trained tokens by age.
+    `slots_idle`: share of slots without a rollout during generation. `engines_idle`, `trainers_idle`: share of the
+    whole time. `dropped_share`: of generated tokens. `reprefill_share`: tokens prefilled again / all processed tokens.
+    `staleness`: share of trained tokens by age.
     """
 
     step_s: float
@@ -53,7 +60,7 @@ class Figures:
     reprefill_share: float
 
     @classmethod
-    def of(cls, outcome: Outcome, plan: PlanConfig) -> Figures:
+    def from_outcome(cls, outcome: Outcome, plan: PlanConfig) -> Figures:
         steps = outcome.steps[math.floor(len(outcome.steps) * _WARM_UP) :]
         total = sum(s.seconds for s in steps)
         generating = sum(s.generating_s for s in steps)
@@ -89,7 +96,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Variant:
-    """A setting tried, and what came of it. `speedup`: trained tokens per second by those of the synchronous twin."""
+    """A variant and its figures. `speedup`: trained tokens per second relative to the synchronous twin."""
 
     in_flight_groups: int | str
     max_staleness: int
@@ -101,11 +108,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole answer. `best`: the fastest variant within the staleness that the configuration allows.
+    """The result of `rollover plan`. `best`: the fastest variant within the configured staleness bound.
 
-    `memory`: what the trainer holds. `epochs`: passes over a step's groups, whose time is in the figures.
-    `nodes`: the roles that each node of [cluster] would have, and `placed`, the same in one line; empty where
-    everything is on this machine, or [plan] has other engines and trainers than the rest of the configuration.
+    `memory`: of the trainer. `epochs`: passes over a step's groups, included in the figures. `nodes`: the roles of each
+    node of [cluster]; `placed`: the same in one line; both empty on a single machine, or if [plan] has other engines
+    and trainers than the rest of the configuration.
     """
 
     config: RolloutConfig
@@ -125,7 +132,7 @@ class Plan:
         return self.figures.trained_tokens_per_s / self.synchronous.trained_tokens_per_s
 
     def as_json(self) -> dict[str, Any]:
-        """See docs/planning.md."""
+        """Return the JSON of docs/planning.md."""
         return {
             "format": JSON_FORMAT,
             "rollout": self.config.model_dump(mode="json"),
@@ -147,7 +154,7 @@ def make_plan(
     observed: list[list[int]] | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """Simulate `config`. `observed`: group lengths of an earlier run, in place of the assumed distribution."""
+    """Simulate `config`. `observed`: group lengths of an earlier run instead of the assumed distribution."""
     rollout, plan, slots = config.rollout, with_epochs(config), config.engine.max_running
     workload = Workload(plan, rollout.rollouts_per_group, rollout.max_new_tokens, observed or ())
     size = rollout.groups_per_step * rollout.rollouts_per_group
@@ -165,13 +172,13 @@ def make_plan(
 
 
 def with_epochs(config: Config) -> PlanConfig:
-    """[plan], whose trainers pass over a step's groups as often as train.epochs_per_step says."""
+    """Return [plan] with the training speed divided by train.epochs_per_step."""
     rate = config.plan.train_tokens_per_s / config.train.epochs_per_step
     return config.plan.model_copy(update={"train_tokens_per_s": rate})
 
 
 def synchronous(rollout: RolloutConfig) -> RolloutConfig:
-    """The same step without anything that rolls over."""
+    """Return the settings of the same step without partial rollouts."""
     return RolloutConfig(
         groups_per_step=rollout.groups_per_step,
         group_size=rollout.group_size,
@@ -181,7 +188,7 @@ def synchronous(rollout: RolloutConfig) -> RolloutConfig:
 
 
 def _variants(config: Config, plan: PlanConfig, workload: Workload) -> list[Variant]:
-    """In-flight groups x staleness x engines and trainers, fastest first."""
+    """Simulate in-flight groups x staleness x engines and trainers; fastest first."""
     size = config.rollout.groups_per_step * config.rollout.rollouts_per_group
     shrink = max(1.0, plan.engines / _VARIANT_ENGINES, min(plan.engines, size / _VARIANT_ROLLOUTS))
     groups = max(2, round(config.rollout.groups_per_step / shrink))
@@ -192,7 +199,7 @@ def _variants(config: Config, plan: PlanConfig, workload: Workload) -> list[Vari
             update={
                 "engines": max(1, round(engines / shrink)),
                 "trainers": min(1, trainers),
-                # One trainer stands for all: the same tokens per second, by the same proportion.
+                # One trainer stands for all, with their tokens per second in proportion.
                 "train_tokens_per_s": plan.train_tokens_per_s * (trainers / shrink if trainers else 1),
                 "steps": _VARIANT_STEPS,
             }
@@ -202,7 +209,7 @@ def _variants(config: Config, plan: PlanConfig, workload: Workload) -> list[Vari
         ):
             publish_every = config.train.publish_every if rollout.max_staleness else 1
             figures = _simulate(rollout, small, config.engine.max_running, workload, publish_every)
-            base = base or figures  # the first one is synchronous, on the devices as they are given
+            base = base or figures  # the first one is synchronous, on the configured devices
             n = rollout.in_flight_groups
             given = n if isinstance(n, str) else round(n / groups * config.rollout.groups_per_step)
             speedup = figures.trained_tokens_per_s / base.trained_tokens_per_s
@@ -211,7 +218,7 @@ def _variants(config: Config, plan: PlanConfig, workload: Workload) -> list[Vari
 
 
 def _settings(rollout: RolloutConfig, publish_every: int) -> Iterator[RolloutConfig]:
-    """The synchronous one, then what may be in flight under each staleness that the weights of the engines allow."""
+    """Yield the synchronous setting, then in-flight sizes for each staleness that train.publish_every allows."""
     yield synchronous(rollout)
     groups = rollout.groups_per_step
     interrupt = "when_enough" if rollout.interrupt == "never" and not rollout.overlap else rollout.interrupt
@@ -222,7 +229,7 @@ def _settings(rollout: RolloutConfig, publish_every: int) -> Iterator[RolloutCon
 
 
 def _splits(plan: PlanConfig) -> Iterator[tuple[int, int]]:
-    """(engines, trainers): as given, then other shares of the same devices."""
+    """Yield (engines, trainers): as configured, then other splits of the same devices."""
     yield plan.engines, plan.trainers
     devices = plan.engines + plan.trainers
     if plan.trainers:
@@ -236,56 +243,53 @@ def _splits(plan: PlanConfig) -> Iterator[tuple[int, int]]:
 def _simulate(
     rollout: RolloutConfig, plan: PlanConfig, slots: int, workload: Workload, publish_every: int = 1
 ) -> Figures:
-    return Figures.of(Simulation(rollout, plan, slots, workload, publish_every=publish_every).run(), plan)
+    return Figures.from_outcome(Simulation(rollout, plan, slots, workload, publish_every=publish_every).run(), plan)
 
 
-def speeds_of_run(rows: list[dict[str, Any]], prompt_tokens: float) -> dict[str, Any]:
-    """PlanConfig values that the metrics of a run tell: decode steps by batch size, prefill, training, hand-over.
+class PlanResult(NamedTuple):
+    """`sources`: origin of each value of [plan] that is not its default. `config`: with the speeds of the earlier run.
+    `observed`: its group lengths."""
 
-    The time of a decode step is fitted as a line over the steps' mean batch sizes; prefill is none of it, nor the time
-    in which the run waited for environments alone (plan.tool_s has that). Servers tell neither: of a run on servers
-    there are none. ValueError if there are too few.
+    plan: Plan
+    sources: dict[str, str]
+    config: Config
+    observed: list[list[int]] | None
+
+
+def plan_config(
+    resolved: Resolved, from_run: Path | None, say: Callable[[str], None] = lambda text: None
+) -> PlanResult:
+    """Plan a loaded configuration, with the lengths and speeds of `from_run` if given; `say` reports progress.
+
+    ValueError if the files of `from_run` are unusable, or if [cluster] has no room for the processes.
     """
-    of_servers = bool(rows) and rows[-1].get("engine/servers") is not None
-    decoding = {} if of_servers else _decode_steps(rows) | _prefill(rows[-1])
-    tokens = rows[-1]["tokens/trained"]  # as a simulation counts them: masked ones too, and no replayed ones
-    prompts = rows[-1]["groups/consumed"] * prompt_tokens  # of all steps: metrics.jsonl begins with the first
-    train_s = sum(row["time/train_s"] for row in rows)
-    return decoding | {
-        "train_tokens_per_s": (tokens + prompts) / train_s,
-        "weight_sync_s": statistics.mean([s for row in rows if (s := row["time/weights_s"])] or [0.0]),
-    }
+    config = resolved.config
+    sources = {k.removeprefix("plan."): v for k, v in resolved.origin.items() if k.startswith("plan.")}
+    observed = None
+    if from_run is not None:
+        observed, measured = read_run(from_run, say)
+        config = config.model_copy(update={"plan": config.plan.model_copy(update=measured)})
+        sources |= {key: "run" for key in (*measured, "lengths")}
+    elif config.plan.turns == 1 and (named := _names_turns(config)):
+        say(f"{named} makes episodes of several turns, which are planned as one turn each: set plan.turns")
+    nodes = _nodes(config)  # first, because it may raise
+    plan = make_plan(config, observed, progress=say)
+    return PlanResult(replace(plan, **nodes), sources, config, observed)
 
 
-def _decode_steps(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The part of `speeds_of_run` that decode steps tell."""
-    points: list[tuple[float, float]] = []
-    clean: list[tuple[float, float]] = []  # without the decode steps of an evaluation, which the engine counts too
-    before: dict[str, Any] = {}
-    for row in rows:
-        steps = row["engine/decode_steps"] - before.get("engine/decode_steps", 0.0)
-        prefill_s = (row.get("engine/prefill_s") or 0.0) - (before.get("engine/prefill_s") or 0.0)
-        if steps > 0 and row["tokens/step_generated"] > 0:
-            decoding = max(0.0, row["time/generate_s"] - prefill_s - (row.get("wait/environment_s") or 0.0))
-            points.append((row["tokens/step_generated"] / steps, decoding / steps))
-            if before and not row.get("time/eval_s"):  # before the first step there may have been one
-                clean.append(points[-1])
-        before = row
-    points = clean if len(clean) > 1 else points
-    if len(points) < 2:
-        raise ValueError("--from-run: the run's metrics.jsonl has fewer than two steps that generated something")
-    batches, seconds = zip(*points, strict=True)
-    slope, base = 0.0, statistics.mean(seconds)
-    if max(batches) > 1.2 * min(batches):
-        slope, base = statistics.linear_regression(batches, seconds)
-        if base <= 0 or slope < 0:  # noise: in proportion to the batch, or constant
-            slope, base = (sum(seconds) / sum(batches), 1e-4) if slope >= 0 else (0.0, statistics.mean(seconds))
-    most = max(2, round(max(batches)))
-    return {"decode_batches": [1, most], "decode_step_s": [base + slope, base + slope * most]}
+def _nodes(config: Config) -> dict[str, Any]:
+    """Return `nodes` and `placed` of a `Plan`; DoesNotFit (a ValueError) if [cluster] has no room."""
+    own = {key: number for key, (number, _) in planned_devices(config).items()}
+    plan = config.plan
+    configured = {"plan.engines": plan.engines, "plan.trainers": plan.trainers}
+    if config.cluster.type == "none" or any(own.get(key, default_of(key)) != n for key, n in configured.items()):
+        return {}
+    placement = placement_of(config, cores())
+    nodes = {node.name: roles_on(config, placement, node.name) for node in placement.nodes}
+    return {"nodes": nodes, "placed": summary(placement)}
 
 
-def _prefill(last: dict[str, Any]) -> dict[str, Any]:
-    """The part that the last row's counters of prefill tell."""
-    tokens = sum(last.get(f"engine/{key}_tokens") or 0.0 for key in ("prefill", "reprefill"))
-    seconds = last.get("engine/prefill_s") or 0.0
-    return {"prefill_tokens_per_s": tokens / seconds, "prefill_min_s": 0.0} if tokens and seconds else {}
+def _names_turns(config: Config) -> str:
+    """Return the option that may cause several turns, "" without one."""
+    workflow = config.workflow
+    return workflow.agent or ("workflow.environment" if workflow.environment else "")

@@ -1,17 +1,24 @@
-"""`rollover plan` as text: what was assumed, what came out, and the table of variants."""
+"""A plan as text (assumptions, figures, table of variants), and its first steps as SVG."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rollover.sim.plan import Figures, Plan, Variant
+from rollover.config import Config, PlanConfig
+from rollover.config.rollout import RolloutConfig
+from rollover.rollout.run_clock import RunClock
+from rollover.sim.plan import Figures, Plan, Variant, synchronous, with_epochs
+from rollover.sim.simulate import Simulation
+from rollover.sim.workload import Workload
+from rollover.track.trace import PUBLISH, SPAN_END, SPAN_START, Trace, TraceEvent
+from rollover.track.trace_svg import draw
 
 _BAR = 30
 _SHOWN = 12  # variants
 
 
 def as_text(plan: Plan, sources: dict[str, str]) -> str:
-    """`sources`: for each key of [plan] that is not a default, where its value comes from."""
+    """Format a plan. `sources`: the origin of each value of [plan] that is not a default."""
     lines = [*_assumptions(plan, sources), "", *_comparison(plan), "", *_staleness(plan.figures), "", *_variants(plan)]
     return "\n".join(lines) + "\n"
 
@@ -43,7 +50,6 @@ def _assumptions(plan: Plan, sources: dict[str, str]) -> list[str]:
 
 
 def _turns(plan: Plan, where: Mapping[str, str]) -> list[str]:
-    """The line about episodes, where they have turns."""
     a = plan.assumed
     if a.turns == 1:
         return []
@@ -104,3 +110,46 @@ def _row(v: Variant) -> str:
 
 def _share(value: float) -> str:
     return f"{100 * value:.1f} %"
+
+
+MOST_STEPS = 8
+MOST_SLOTS = 512
+
+
+def timeline(config: Config, observed: list[list[int]] | None = None) -> str:
+    """Draw the first steps as SVG, synchronous training above; ValueError with too many slots."""
+    rollout, plan, slots = config.rollout, with_epochs(config), config.engine.max_running
+    if plan.engines * slots > MOST_SLOTS:
+        raise ValueError(
+            f"--svg draws every slot: {plan.engines} engines x {slots} are more than {MOST_SLOTS}. Give fewer --engines"
+        )
+    plan = plan.model_copy(update={"steps": min(plan.steps, MOST_STEPS)})
+    workload = Workload(plan, rollout.rollouts_per_group, rollout.max_new_tokens, observed or ())
+    return draw(
+        [
+            ("synchronous (planned)", planned_trace(synchronous(rollout), plan, slots, workload)),
+            ("this configuration (planned)", planned_trace(rollout, plan, slots, workload, config.train.publish_every)),
+        ]
+    )
+
+
+def planned_trace(
+    rollout: RolloutConfig, plan: PlanConfig, slots: int, workload: Workload, publish_every: int = 1
+) -> list[TraceEvent]:
+    """Simulate a run and return its trace, in virtual seconds."""
+    trace = Trace(RunClock())  # the clock is unused: every event has its time
+    outcome = Simulation(rollout, plan, slots, workload, [trace.on_event], publish_every=publish_every).run()
+    events, begun = trace.drain(), 0.0
+    for step in outcome.steps:
+        generated = begun + step.generate_s + step.score_s
+        trained = generated + step.train_s
+        events += [
+            TraceEvent("generate" + SPAN_START, begun, step.version),
+            TraceEvent("generate" + SPAN_END, generated, step.version),
+            TraceEvent("train" + SPAN_START, generated, step.version),
+            TraceEvent("train" + SPAN_END, trained, step.version),
+        ]
+        if (step.version + 1) % publish_every == 0:
+            events.append(TraceEvent(PUBLISH, trained + step.sync_s, step.version + 1))
+        begun = trained + step.sync_s
+    return sorted(events, key=lambda event: event.seconds)

@@ -1,12 +1,11 @@
 """A run under a virtual clock: the real scheduler, cache and ledger on simulated engines, without a model.
 
-    phase (admit, start, stop, score; what the driver does) -> train -> hand over weights -> ...
+    phase (admit, start, stop, score; as the driver does) -> train -> sync weights -> ...
 
-With rollout.overlap generation goes on while the trainer trains, and meets new weights as in run/loop.py.
+With rollout.overlap generation continues during training, and gets new weights as in run/loop.py.
 
-Owns the virtual clock and the engines' policy version. Every decision is the Lifecycle's, every duration the Fleet's or
-the plan's. Pure: no asyncio, no wall clock; the same input gives the same outcome. Tokens have lengths and versions,
-but no ids.
+Owns the virtual clock and the engines' policy version. The Lifecycle makes every decision; Fleet and plan give every
+duration. Pure: no asyncio, no wall clock; equal input gives equal output. Tokens have lengths and versions, but no ids.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from rollover.rollout.requests import is_asked, to_append
 from rollover.rollout.run_clock import RunClock
 from rollover.rollout.slots import token_budget
 from rollover.sim.fleet import Fleet
-from rollover.sim.segments import Segments
-from rollover.sim.turns import Later, Turns, is_partial
-from rollover.sim.workload import Workload
+from rollover.sim.workload import EventQueue, Segments, Turns, Workload, is_partial
 from rollover.staleness import staleness
 from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, StopReason, Task
 
@@ -36,17 +33,14 @@ _REWARD = Reward(1.0)
 _PAUSED, _EOS, _LENGTH = StopReason.PAUSED, StopReason.EOS, StopReason.LENGTH
 _ACTING, _PARKED = RolloutState.ACTING, RolloutState.PARKED
 _NEVER = float("inf")
-_SHARED = 0.5  # speed of engines and trainer where both work on the same devices: engine.threads' default, too
+_SHARED_SPEED = 0.5  # of engines and trainer on the same devices; engine.threads has the same default
 
 
 @dataclass(slots=True)
-class _Simulated:
-    """What the planner knows of a held group. `lengths` by sibling, after which its present turn ends if nothing stops
-    it before; `later`, where the turns after that end.
-
-    `kv_on`, `kv_version` by sibling: engine and version of its keys and values. `prompt_on`: engines that have those of
-    the prompt.
-    """
+class _SimulatedGroup:
+    """State of a held group, by sibling. `lengths`: end of the present turn unless something stops it earlier; `later`:
+    ends of the later turns. `kv_on`, `kv_version`: engine and version of its KV. `prompt_on`: engines with the KV of
+    the prompt. `appended`: tokens from the environment that no engine has seen."""
 
     lengths: list[int]
     kv_on: list[int | None]
@@ -54,16 +48,15 @@ class _Simulated:
     prompt_on: set[int] = field(default_factory=set)
     later: list[list[int]] = field(default_factory=list)
     appended: dict[int, int] = field(default_factory=dict)
-    """By sibling: tokens that its environment wrote, and that no engine has seen."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SimulatedStep:
     """One training step, in virtual seconds and tokens. `staleness`: tokens in the loss by their age in versions.
 
-    The trainer waits `generate_s` for rollouts, `score_s` for scores alone, trains, and waits `sync_s` until its
-    weights are live (with interrupt = "never" what runs ends first). `generating_s`: seconds in which the engines
-    generate, `overlapped_s`: those of them in which the trainer trains.
+    The trainer waits `generate_s` for rollouts and `score_s` for scores alone, trains, and waits `sync_s` for the
+    weight sync (with interrupt = "never" running rollouts end first). `generating_s`: time in which the engines
+    generate; `overlapped_s`: the part of it during training.
     """
 
     version: int
@@ -84,10 +77,10 @@ class Step:
 
 @dataclass(slots=True)
 class Outcome:
-    """A whole simulated run. `slot_s`: slots x seconds in which a rollout decoded; `slots`: of all engines."""
+    """Result of a simulated run. `slot_s`: slots x seconds of decoding; `slots`: of all engines."""
 
     slots: int
-    steps: list[Step] = field(default_factory=list)
+    steps: list[SimulatedStep] = field(default_factory=list)
     slot_s: float = 0.0
     prefill_tokens: int = 0
     reprefilled_tokens: int = 0
@@ -97,12 +90,11 @@ class Outcome:
 
 
 class Simulation:
-    """`listeners` are told of every event of the lifecycle, with its virtual time.
+    """A simulated run. `listeners` get every event of the lifecycle with its virtual time.
 
-    Many engines stop something every few milliseconds. What stops within a quarter of the shortest decode step of the
-    first is handled with it, which is then late by so much; with one engine nothing is.
-
-    New weights reach the engines after every `publish_every` steps.
+    Several engines stop rollouts every few milliseconds, so stops within a quarter of the shortest decode step are
+    handled together. With one engine each stop is handled at its time. The engines get new weights after every
+    `publish_every` steps.
     """
 
     def __init__(
@@ -132,13 +124,13 @@ class Simulation:
         self._prompt = Prompt((0,) * plan.prompt_tokens)
         self._segments, self._turns = Segments(), Turns(plan)
         self._generating_s = 0.0
-        self._groups: dict[int, _Simulated] = {}
-        self._scoring: Later[int] = Later()  # group ids
-        self._acting: Later[Rollout] = Later()
+        self._groups: dict[int, _SimulatedGroup] = {}
+        self._scoring: EventQueue[int] = EventQueue()  # group ids
+        self._acting: EventQueue[Rollout] = EventQueue()
 
     def run(self) -> Outcome:
-        """Simulate plan.steps steps, fewer if the tasks end before."""
-        with _nothing_collected():
+        """Simulate plan.steps steps, fewer if the tasks run out."""
+        with _garbage_collection_off():
             for version in range(self.plan.steps):
                 if not self._train_step(version):
                     break
@@ -148,14 +140,14 @@ class Simulation:
         return self.outcome
 
     def train_seconds(self, tokens: int) -> float:
-        """How long the trainer takes for a step of so many tokens."""
-        speed = _SHARED if self.config.overlap and not self.plan.trainers else 1.0
+        """Return the duration of a training step over so many tokens."""
+        speed = _SHARED_SPEED if self.config.overlap and not self.plan.trainers else 1.0
         return tokens / (self.plan.train_tokens_per_s * (self.plan.trainers or self.plan.engines) * speed)
 
     def _train_step(self, version: int) -> bool:
         self.version = self.clock.version = version
         before, generating = self.lifecycle.ledger.generated_tokens, self._generating_s
-        self._segments.forget()
+        self._segments.clear()
         self.lifecycle.scheduler.on_begin(version, self.engine_version)
         generate_s, score_s = self._collect(version)
         groups = self.lifecycle.consume(version, self._stream_ended)
@@ -170,14 +162,14 @@ class Simulation:
             train_s, overlapped_s, sync_s = self._train_meanwhile(version, train_s)
             generating_s = self._generating_s - generating
         else:
-            sync_s = self.plan.weight_sync_s if self._hands_over(version) else 0.0
+            sync_s = self.plan.weight_sync_s if self._syncs_weights(version) else 0.0
             self.now += train_s + sync_s
             overlapped_s, generating_s = 0.0, generate_s
-        if self._hands_over(version):
+        if self._syncs_weights(version):
             self.engine_version = version + 1
         for group in [*groups, *self.lifecycle.on_new_version(version + 1)]:
             del self._groups[group.group_id]
-        step = Step(
+        step = SimulatedStep(
             version, generate_s, score_s, train_s, sync_s, generating_s, overlapped_s,
             generated_tokens=self.lifecycle.ledger.generated_tokens - before,
             trained_tokens=sum(ages.values()),
@@ -186,12 +178,12 @@ class Simulation:
         self.outcome.steps.append(step)
         return True
 
-    def _hands_over(self, version: int) -> bool:
-        """Whether the weights of the step at `version` go to the engines."""
+    def _syncs_weights(self, version: int) -> bool:
         return (version + 1) % self.publish_every == 0
 
     def _collect(self, version: int) -> tuple[float, float]:
-        """One generation phase, as Driver.collect. Seconds waited for rollouts, then for scores alone."""
+        """Simulate one generation phase, as Driver.collect. Returns seconds waited for rollouts, and for scores
+        alone."""
         started, generating = self.now, self._generating_s
         scheduler = self.lifecycle.scheduler
         while True:
@@ -204,7 +196,7 @@ class Simulation:
             generate_s = self._generating_s - generating
             return generate_s, max(0.0, self.now - started - generate_s)
         interrupted = scheduler.to_interrupt(version, self._stream_ended)
-        if stopped := self.fleet.interrupt(interrupted, self.now):  # some end with their last step
+        if stopped := self.fleet.interrupt(interrupted, self.now):  # some end at the same time
             self._handle(stopped)
         generated = self.now
         while self._scoring:
@@ -212,29 +204,28 @@ class Simulation:
             self._handle([])
         return generated - started, self.now - generated
 
-    # Generation while the trainer trains
-
     def _train_meanwhile(self, version: int, train_s: float) -> tuple[float, float, float]:
-        """Driver.go_on and the hand-over after it. Seconds: trained; generated meanwhile; from then to live weights.
+        """Simulate training with generation in parallel, then the weight sync.
 
-        On shared devices the trainer has those of engines with nothing to run, as Run._take_cores.
+        Returns the seconds of training, of generation during it, and of the weight sync. On shared devices an idle
+        engine leaves its share to the trainer, as Run._take_cores does.
         """
         started, ends, generating, alone = self.now, self.now + train_s, self._generating_s, False
         self.lifecycle.scheduler.on_begin(version + 1, self.engine_version)
         if not self.plan.trainers:
-            self.fleet.set_speed(_SHARED, self.now)
+            self.fleet.set_speed(_SHARED_SPEED, self.now)
         while True:
             self._admit(version + 1)
             self._dispatch(self.lifecycle.start(version + 1))
             if not self.plan.trainers and not alone and self.fleet.next_time() == _NEVER:
-                alone, ends = True, self.now + (ends - self.now) * _SHARED
+                alone, ends = True, self.now + (ends - self.now) * _SHARED_SPEED
             if self.now >= ends and self.now < min(self._scoring.first, self._acting.first):
                 break
             self._wait(ends)
         if not self.plan.trainers:
             self.fleet.set_speed(1.0, self.now)
         overlapped_s = self._generating_s - generating
-        if self._hands_over(version):
+        if self._syncs_weights(version):
             if self.config.interrupt == "never":
                 while self.fleet.next_time() < _NEVER:
                     self._wait()
@@ -242,10 +233,10 @@ class Simulation:
         return ends - started, overlapped_s, self.now - ends
 
     def _update_in_flight(self) -> None:
-        """What runs stands still for the hand-over, and goes on in a new segment; as Engine.load_weights."""
+        """Pause running rollouts for the weight sync; they continue in a new segment, as in Engine.load_weights."""
         running = self.fleet.running(self.now)
         for _, rollout, num_tokens in running:
-            self._segments.cut(rollout, num_tokens, self.engine_version)
+            self._segments.on_new_weights(rollout, num_tokens, self.engine_version)
         self.fleet.pause(self.plan.weight_sync_s)
         self.now += self.plan.weight_sync_s
         if self.config.kv_on_resume != "keep":
@@ -261,8 +252,6 @@ class Simulation:
                 self.outcome.reprefilled_tokens += prefill
                 self.fleet.prefill(engine, prefill, self.now)
 
-    # Parts of a phase
-
     def _admit(self, version: int) -> None:
         for _ in range(self.lifecycle.scheduler.num_to_admit()):
             task = self.lifecycle.cache.num_admitted
@@ -270,9 +259,9 @@ class Simulation:
                 self._stream_ended = True
                 return
             group = self.lifecycle.admit(_TASK, self._prompt, version)
-            lengths, later = self._turns.divided(self.workload.lengths(task))
+            lengths, later = self._turns.split(self.workload.lengths(task))
             num = len(lengths)
-            self._groups[group.group_id] = _Simulated(lengths, [None] * num, [version] * num, later=later)
+            self._groups[group.group_id] = _SimulatedGroup(lengths, [None] * num, [version] * num, later=later)
 
     def _dispatch(self, started: list[Rollout]) -> None:
         version = self.engine_version
@@ -296,22 +285,21 @@ class Simulation:
             group.kv_on[sibling], group.kv_version[sibling] = engine, version
 
     def _wait(self, until: float = _NEVER) -> None:
-        """To the next moment at which something stops, is answered or scored, and handle all that does; to `until` at
-        the latest."""
+        """Advance to the next stop, answer or score, at most to `until`, and handle everything that is due."""
         begun, next_stop = self.now, self.fleet.next_time()
         other_at = min(self._scoring.first, self._acting.first)
         self.now = max(self.now, min(next_stop + self._resolution_s, other_at, until))
-        assert self.now < _NEVER, "nothing runs and there is not enough for a step"
+        assert self.now < _NEVER, "nothing runs, and a step lacks groups"
         if next_stop < _NEVER:
             self._generating_s += self.now - begun
         self._handle(self.fleet.stopped(self.now))
 
     def _handle(self, stopped: list[tuple[Rollout, int]]) -> None:
-        """As Player.handle_done: what stopped, then what environments and scorings that were begun have given."""
+        """Handle stopped rollouts, then answers of environments, then scores, as Player.handle_done."""
         answered, scored = self._acting.due(self.now), self._scoring.due(self.now)
         self._append(stopped)
         for rollout in sorted(answered, key=lambda rollout: (rollout.group_id, rollout.sibling)):
-            if rollout.group_id in self._groups:  # else it was dropped meanwhile
+            if rollout.group_id in self._groups:  # dropped meanwhile otherwise
                 self._answer(rollout)
         for group_id in sorted(scored):
             group = self.lifecycle.cache.groups[group_id]
@@ -328,14 +316,14 @@ class Simulation:
                 reason = _EOS
             elif so_far == longest:
                 reason = _LENGTH
-            segments = self._segments.of(rollout, num_tokens, self.engine_version, reason)
+            segments = self._segments.on_stop(rollout, num_tokens, self.engine_version, reason)
             acts = self._turns.num > 1 and is_asked(rollout, segments, longest)
             self._on_stop(self.lifecycle.append(rollout, segments, acts=acts))
             if rollout.state is _ACTING:
                 self._acting.add(self.now + self._turns.seconds(group.later[sibling]), rollout)
 
     def _answer(self, rollout: Rollout) -> None:
-        """Its environment has answered: the next turn may begin, or it is done."""
+        """Append the environment's answer: the next turn begins, or the episode ends."""
         group, sibling = self._groups[rollout.group_id], rollout.sibling
         later = group.later[sibling]
         answer = self._turns.answer(rollout, later)
@@ -349,8 +337,8 @@ class Simulation:
 
 
 @contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Nothing here is cyclic, and looking for cycles among so many rollouts takes a third of the time."""
+def _garbage_collection_off() -> Iterator[None]:
+    """Disable cyclic garbage collection: nothing here is cyclic, and the search takes a third of the time."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -361,8 +349,8 @@ def _nothing_collected() -> Iterator[None]:
 
 
 def _trained(groups: list[Group], oldest: int, version: int) -> tuple[Counter[int], int]:
-    """Tokens in the loss by staleness, those of policy versions from `oldest` on; and how many tokens pass through the
-    trainer after the prompts, what environments wrote included."""
+    """Return the tokens in the loss by staleness (policy versions from `oldest` on), and the tokens that the trainer
+    processes after the prompts, those of environments included."""
     tokens: defaultdict[int, int] = defaultdict(int)  # by policy version
     context = 0
     for group in groups:

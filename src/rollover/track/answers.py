@@ -1,7 +1,4 @@
-"""The answers of an evaluation, to be read: a JSONL file of all of them, and the worst ones on the console.
-
-Owns the record (below) and what "worst" means. It scores nothing.
-"""
+"""The answers of an evaluation for people: a file of all of them, and the worst ones on the console."""
 
 from __future__ import annotations
 
@@ -22,12 +19,12 @@ from rollover.track.figures import decimal
 from rollover.track.jsonl import to_json
 from rollover.track.statistics import summarise_eval
 
-_WHERE_THERE = ("roles", "setting", "vote", "task_score")
+_OPTIONAL = ("roles", "setting", "vote", "task_score")
 
 
 @dataclass(frozen=True, slots=True)
 class RoleScore:
-    """Of a trajectory of this role. None: missing."""
+    """Score of one trajectory; None if missing."""
 
     role: str
     score: float | None
@@ -35,11 +32,13 @@ class RoleScore:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer to one held-out task. `source`: the file (or generator) that the task is from; `data_source`: the
-    row's own, if it has one. `expected`: the reference answer, if there is one. `score` None: missing, for `error`.
-    `roles`: the scores of the trajectories that it is made of, where workflows name roles. `setting`: of
-    [[eval.settings]], "" for that of [eval] itself. `vote`: what it says for maj@k, None where it says nothing, or
-    nobody asks. `task_score`: with eval.shaped, the score without the shaping terms that `score` includes."""
+    """One answer to a held-out task.
+
+    `source`: file or generator of the task; `data_source`: of its row, if any. `expected`: the reference answer, if
+    any. `score`: None if missing, because of `error`. `roles`: scores of its trajectories, if workflows name roles.
+    `setting`: of [[eval.settings]], "" for [eval] itself. `vote`: its answer for maj@k, None if it abstains or without
+    maj@k. `task_score`: with eval.shaped, the score without shaping terms.
+    """
 
     task_id: str
     sibling: int
@@ -58,24 +57,22 @@ class Answer:
     task_score: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """JSON-able; "roles", "setting", "vote" and "task_score" only where there are some."""
+        """Return a JSON-able dict, without empty "roles", "setting", "vote" and "task_score"."""
         fields = {**asdict(self), "score": to_json(self.score)}
         empty = (None, "", ())
-        return {name: value for name, value in fields.items() if name not in _WHERE_THERE or value not in empty}
+        return {name: value for name, value in fields.items() if name not in _OPTIONAL or value not in empty}
 
 
 def write_answers(path: Path, answers: Sequence[Answer]) -> None:
-    """One JSON object a line, in the order of tasks; of a name that ends in .md a text to be read. An existing file is
-    replaced."""
+    """Write one JSON object per line in the order of tasks, or Markdown if the name ends in .md. Replaces the file."""
     if path.suffix == ".md":
-        text = "".join(map(_to_read, answers))
+        text = "".join(map(_markdown, answers))
     else:
         text = "".join(json.dumps(a.as_json(), ensure_ascii=False) + "\n" for a in answers)
     atomic_write_text(path, encodable(text))
 
 
-def _to_read(answer: Answer) -> str:
-    """In Markdown: a heading with score and stop reason, then prompt and answer as a terminal may have them."""
+def _markdown(answer: Answer) -> str:
     score = f"no score: {answer.error}" if answer.score is None else f"score {decimal(answer.score, 2)}"
     expected = "" if answer.expected is None else f", expected {answer.expected!r}"
     setting = f" ({answer.setting})" if answer.setting else ""
@@ -87,12 +84,12 @@ def _to_read(answer: Answer) -> str:
 
 
 def worst(answers: Sequence[Answer], num: int) -> list[Answer]:
-    """The `num` answers of the lowest scores, in the order of tasks where these are equal; last those without one."""
+    """Return the `num` answers with the lowest scores, ties in the order of tasks, unscored ones last."""
     return sorted(answers, key=lambda a: (a.score is None, a.score or 0.0))[:num]
 
 
 def print_worst(answers: Sequence[Answer], console: Console | None = None) -> None:
-    """Each with its task, score and stop reason, what was expected, and the beginnings of prompt and answer."""
+    """Print each answer: task, score, stop reason, expected answer, beginnings of prompt and answer."""
     console = console or new_console()
     for a in answers:
         score = f"no score: {a.error}" if a.score is None else f"score {decimal(a.score, 2)}"
@@ -106,13 +103,15 @@ def print_worst(answers: Sequence[Answer], console: Console | None = None) -> No
             console.print(Text(text), soft_wrap=True)
 
 
-def summary_of(
+def summarise_answers(
     answers: Sequence[Answer], threshold: float, ks: Sequence[int], majority_ks: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """`summarise_eval` of the answers, with the same under "data_sources" where rows name theirs and these are not the
-    sources, and of the trajectories of each role under "roles" where there are several. "missing" counts every missing
-    reward; a task without any reward is in no other statistic. "tokens": sampled tokens of an answer, on average;
-    "truncated": the share of answers that the limit of tokens ended."""
+    """Summarise the answers by `summarise_eval`.
+
+    "data_sources": the same by data source, if these differ from the sources. "roles": the same by role, if there are
+    several. "missing" counts every missing reward; a task without any is in no other statistic. "tokens": mean sampled
+    tokens of an answer; "truncated": share of answers that ended at the token limit.
+    """
     tasks: dict[str, list[Answer]] = {}
     for answer in answers:
         tasks.setdefault(answer.task_id, []).append(answer)
@@ -135,6 +134,5 @@ def summary_of(
 def _of_role(
     role: str, tasks: Mapping[str, Sequence[Answer]], threshold: float, ks: Sequence[int]
 ) -> Mapping[str, Any]:
-    """Of the trajectories of this role: all of a task are samples of it."""
     scores = {task: [of.score for a in answers for of in a.roles if of.role == role] for task, answers in tasks.items()}
     return summarise_eval([(role, task, of) for task, of in scores.items() if of], threshold, ks)["sources"][role]

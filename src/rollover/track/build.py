@@ -1,5 +1,4 @@
-"""The trackers of a run: ours, by the table TRACKERS, and those that `track.trackers` names: the user's own, and tools
-of others (trackers/)."""
+"""The trackers of a run: ours (the table TRACKERS), and the custom and external ones that `track.trackers` names."""
 
 from __future__ import annotations
 
@@ -12,20 +11,20 @@ from rollover.config import Config
 from rollover.config.run import TOOLS
 from rollover.functions import own_function
 from rollover.rollout.run_clock import RunClock
-from rollover.track.health import Health, passed_over
+from rollover.track.health import Health, ignored_figures
 from rollover.track.jsonl import EvalFile, MetricsFile
 from rollover.track.live import LiveView
-from rollover.track.metrics_table import MetricsTable
-from rollover.track.recorder import RolloutRecorder
+from rollover.track.parquet import MetricsTable
+from rollover.track.records import RolloutRecorder
 from rollover.track.trace import TRACE, Trace, TraceFile
-from rollover.track.tracker import OwnTracker, Tracker, Trackers
+from rollover.track.tracker import CustomTracker, Tracker, Trackers
 
-OWN = "a rollover.Tracker"
+CUSTOM = "a rollover.Tracker"
 
 
 @dataclass(frozen=True)
 class TrackerSetup:
-    """What a tracker is made for: a run of `config` in the directory `path`."""
+    """The run that a tracker is built for: its configuration and directory."""
 
     config: Config
     path: Path
@@ -33,13 +32,13 @@ class TrackerSetup:
 
 def _trace(setup: TrackerSetup) -> Trace:
     clock = RunClock()
-    clock.stand_at(0.0)  # loading a model is no part of a run's time
+    clock.stand_at(0.0)  # the time of a run excludes model loading
     return Trace(clock, TraceFile(setup.path / TRACE, setup.config.track.trace))
 
 
 def _metrics_table(setup: TrackerSetup) -> Tracker | None:
     path = setup.path / "metrics.parquet"
-    if "parquet" not in setup.config.track.format and not path.exists():  # one that is there does not fall behind
+    if "parquet" not in setup.config.track.format and not path.exists():  # an existing table stays up to date
         return None
     try:
         return MetricsTable(path, setup.path / "metrics.jsonl")
@@ -47,8 +46,7 @@ def _metrics_table(setup: TrackerSetup) -> Tracker | None:
         raise ValueError(f"track.format: {error}") from error
 
 
-# In the order in which they are told: files before what is shown, since a reader that went away ends the run there.
-# None: the configuration asks for none.
+# In calling order: files before the live view, because a closed terminal may end the run there. None: not configured.
 TRACKERS: dict[str, Callable[[TrackerSetup], Tracker | None]] = {
     "rollouts": lambda setup: RolloutRecorder(
         setup.path / "rollouts",
@@ -60,31 +58,32 @@ TRACKERS: dict[str, Callable[[TrackerSetup], Tracker | None]] = {
     "evaluations": lambda setup: EvalFile(setup.path / "eval.jsonl"),
     "trace": _trace,
     "live": lambda setup: LiveView(setup.config.track.live, setup.config.train.num_steps, title=setup.config.run.name),
-    "health": lambda setup: Health(passed_over(setup.config)),
+    "health": lambda setup: Health(ignored_figures(setup.config)),
 }
 
 
 def build_trackers(config: Config, path: Path) -> Trackers:
-    """All of a run in the directory `path`, the user's own before ours, tools of others after them. ValueError for an
-    entry of track.trackers that names no tracker, or a tool that is not installed; OSError where a file cannot be
-    opened."""
+    """Build all trackers of a run in the directory `path`: custom ones, then ours, then external ones.
+
+    ValueError for an invalid entry of track.trackers or a missing package; OSError if a file cannot be opened.
+    """
     trackers = Trackers()
     names = [name for name in config.track.trackers if name in TOOLS]
-    # Built first: it refuses a tool that is not installed.
-    tools = registry.load("trackers", "tools")(names, config.track) if names else None
+    # Built first: it refuses a tracker that is not installed.
+    external = registry.load("trackers", "external")(names, config.track) if names else None
     setup = TrackerSetup(config, path)
-    # What our files have is not told again, after a kill: so it has been told to the user's own by then.
+    # Custom trackers come first: after a kill, events in our files are not sent again.
     for spec in config.track.trackers:
         if spec in TOOLS:
             continue
-        make_own = own_function("track.trackers", spec, OWN)
-        tracker = make_own()
+        make_custom = own_function("track.trackers", spec, CUSTOM)
+        tracker = make_custom()
         if not isinstance(tracker, Tracker):
-            raise make_own.refused(repr(tracker))
-        trackers.add(spec, OwnTracker(tracker, spec))
+            raise make_custom.refused(repr(tracker))
+        trackers.add(spec, CustomTracker(tracker, spec))
     for name, make in TRACKERS.items():
         if (tracker := make(setup)) is not None:
             trackers.add(name, tracker)
-    if tools is not None:  # they read what they missed in our files, which have it by then
-        trackers.add("tools", tools)
+    if external is not None:  # last: they read missed rows from our files
+        trackers.add("external", external)
     return trackers

@@ -1,7 +1,4 @@
-"""An evaluation against a recorded one, paired by task: what became better, and whether that may be chance.
-
-Owns what makes two answers of the same task, and how a comparison is said. The test is sign_flip_test.py's.
-"""
+"""Comparison of two evaluations, paired by task: what became better, and whether that may be chance."""
 
 from __future__ import annotations
 
@@ -16,18 +13,16 @@ from typing import Any
 from rollover.files import lines_of, open_regular
 from rollover.track.answers import Answer
 from rollover.track.figures import decimal
-from rollover.track.sign_flip_test import sign_flip_p
-from rollover.track.statistics import mean_interval
+from rollover.track.statistics import mean_interval, sign_flip_p
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Of one setting ("": that of [eval] itself), over the tasks that have a score in both evaluations; a task counts
-    by the mean of its scores.
+    """Comparison of one setting ("": [eval] itself) over the tasks with scores in both evaluations, by their mean
+    scores.
 
-    `recorded`, `mean`: the mean score then and now; `ci`: the 95 % interval of `difference` over tasks (None of one);
-    `better`, `worse`: tasks; `p_value`: two-sided, of "the sign of each task's difference is chance"; `unpaired`: tasks
-    that are not in both, or have no score in one.
+    `recorded`, `mean`: mean score before and now; `ci`: 95 % interval of `difference` over tasks (None with one task);
+    `better`, `worse`: numbers of tasks; `p_value`: of `sign_flip_p`; `unpaired`: tasks without a score in one of them.
     """
 
     setting: str
@@ -42,7 +37,7 @@ class Comparison:
     unpaired: int
 
     def as_json(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return a JSON-able dict."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -57,9 +52,11 @@ class Comparison:
 
 
 def read_recorded(path: Path, option: str = "--against ") -> list[dict[str, Any]]:
-    """The rows of a file that --answers wrote, or of the newest evaluation of a run's directory. ValueError where there
-    are none; it begins with the `option` that named the path."""
-    of_run = path.is_dir() or not option  # not of the user: no pipe
+    """Read the rows of a file of --answers, or of the newest evaluation in a run's directory.
+
+    ValueError without rows; the message begins with `option`.
+    """
+    of_run = path.is_dir() or not option  # a file of the user may be a pipe
     if path.is_dir():
         files = sorted((path / "evaluations").glob("step-*.jsonl"))
         if not files:
@@ -90,11 +87,8 @@ def _is_score(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
 
 
-def compared(answers: Sequence[Answer], recorded: Sequence[Mapping[str, Any]]) -> list[Comparison]:
-    """A comparison for each setting that both have. ValueError where no task has a score in both.
-
-    Tasks are the same where task_id and prompt are.
-    """
+def compare_answers(answers: Sequence[Answer], recorded: Sequence[Mapping[str, Any]]) -> list[Comparison]:
+    """Compare each setting that both have, pairing tasks by task_id and prompt; ValueError without a pair."""
     now = _by_setting((a.setting, (a.task_id, a.prompt), a.score) for a in answers)
     found = _of_settings(now, _recorded_scores(recorded))
     if not found:
@@ -105,12 +99,12 @@ def compared(answers: Sequence[Answer], recorded: Sequence[Mapping[str, Any]]) -
     return found
 
 
-def compared_recorded(rows: Sequence[Mapping[str, Any]], recorded: Sequence[Mapping[str, Any]]) -> list[Comparison]:
-    """As `compared`, of two recorded evaluations; [] where no task has a score in both."""
+def compare_recorded(rows: Sequence[Mapping[str, Any]], recorded: Sequence[Mapping[str, Any]]) -> list[Comparison]:
+    """Compare two recorded evaluations, as `compare_answers`; [] without a pair."""
     return _of_settings(_recorded_scores(rows), _recorded_scores(recorded))
 
 
-_Scores = dict[tuple[str, str], list[float]]  # of each task: those that are there
+_Scores = dict[tuple[str, str], list[float]]  # (task_id, prompt) -> scores, without missing ones
 
 
 def _of_settings(now: Mapping[str, _Scores], then: Mapping[str, _Scores]) -> list[Comparison]:

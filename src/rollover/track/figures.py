@@ -1,4 +1,4 @@
-"""How figures of a run are written: counts, shares, times, a sparkline, and how a step's time is split. Pure."""
+"""Formatting of numbers (counts, shares, times), a sparkline, and the time split of a step. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollover.track.tracker import Row
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 DASH = "-"
-# (label, key, colour) of the time split; what is left of time/step_s is "other".
+# (label, key, colour) of the time split; the rest of time/step_s is "other".
 TIME_SPLIT = (
     ("generate", "time/generate_s", "cyan"),
     ("score", "time/score_s", "magenta"),
@@ -23,7 +23,7 @@ _NOT_EVERY_STEP = ("sleep", "checkpoint", "eval")  # shown in the steps that hav
 
 
 def count(value: float | None) -> str:
-    """1234567 as 1.23M; None as a dash."""
+    """Format 1234567 as 1.23M, None as a dash."""
     if value is None or not math.isfinite(value):
         return DASH
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -38,7 +38,7 @@ def decimal(value: float | None, digits: int = 3) -> str:
 
 
 def with_interval(value: float | None, interval: Sequence[float] | None) -> str:
-    """`0.512 [0.488, 0.536]`; without an interval the value alone."""
+    """Format as `0.512 [0.488, 0.536]`, without an interval as the value alone."""
     return decimal(value) + (f" [{decimal(interval[0])}, {decimal(interval[1])}]" if interval else "")
 
 
@@ -47,7 +47,7 @@ def percent(share: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """75 as 1:15, 4000 as 1:06:40; None as a dash."""
+    """Format 75 as 1:15, 4000 as 1:06:40, None as a dash."""
     if seconds is None or not math.isfinite(seconds):
         return DASH
     minutes, secs = divmod(round(seconds), 60)
@@ -56,7 +56,7 @@ def duration(seconds: float | None) -> str:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The last `width` values as bars between their smallest and largest."""
+    """Draw the last `width` values as bars between their smallest and largest."""
     shown = values[-width:]
     if not shown:
         return ""
@@ -65,9 +65,9 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def time_split(row: Row) -> list[tuple[str, float]]:
-    """Shares of time/step_s by label, "other" last; empty if the row has no times.
+    """Return shares of time/step_s by label, "other" last; [] without times.
 
-    Checkpoint and evaluation are left out of a step that had none.
+    Sleep, checkpoint and evaluation are omitted in a step without them.
     """
     total = row.get("time/step_s")
     if not total:

@@ -1,7 +1,7 @@
-"""Figures of a run that left the range in which training usually goes well, and what to try. Pure.
+"""Warnings about metrics outside the range of healthy training, with advice. Pure.
 
-The ranges are those that Axolotl documents for GRPO (docs/training_stability), under our metric names. They are habits,
-not laws: a warning is said once, when a figure was out of its range for several steps in a row.
+The ranges are those that Axolotl documents for GRPO (docs/training_stability), under our metric names. They are rules
+of thumb: a warning is logged once, after several steps in a row outside the range.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ PATIENCE = 5  # steps in a row
 
 @dataclass(frozen=True)
 class Range:
-    """`low` <= value <= `high`, from step `after` on; a warning after `patience` steps in a row out of it.
+    """`low` <= value <= `high` after step `after`; a warning after `patience` steps in a row outside.
 
-    `at_zero`: other advice where the value is exactly 0. `cause`: the key of another range; steps in which that figure
-    is out of its own do not count, as its advice is the one that helps. What is no finite number is passed over:
-    train/skipped_steps tells of it.
+    `at_zero`: advice if the value is exactly 0. `cause`: key of another range; steps outside that one do not count,
+    because its advice is the one that helps. Non-finite values are ignored: train/skipped_steps counts them.
     """
 
     key: str
@@ -39,7 +38,7 @@ class Range:
     patience: int = PATIENCE
 
     def advice_for(self, value: float | None, step: float) -> str:
-        """What to try; "" if nothing is wrong."""
+        """Return the advice for a value, "" if it is in range."""
         if value is None or step <= self.after or self.low <= value <= self.high or not math.isfinite(value):
             return ""
         return self.at_zero if value == 0 and self.at_zero else self.advice
@@ -86,15 +85,15 @@ RANGES = (
     Range("clip_fraction", 0.0, 0.1, "updates are clipped often: try a lower train.learning_rate or fewer minibatches"),
     Range(
         "episodes/timeout_share", 0.0, 0.05,
-        "environments work for too long, and what they are given up at is no answer: look for one that hangs, or raise"
+        "environments take too long, and their rollouts end without an answer: look for one that hangs, or raise"
         " workflow.timeout_s", patience=1,
     ),
     Range("length/truncated", 0.0, 0.3, "many answers are cut off: try a larger rollout.max_new_tokens"),
 )  # fmt: skip
 
 
-def why_nothing_was_trained(config: Config, rows: Sequence[Row]) -> str:
-    """Why a run that has come to its end changed no weight in any of its steps; "" if it did, or was not to."""
+def reason_nothing_trained(config: Config, rows: Sequence[Row]) -> str:
+    """Explain why a finished run changed no weight in any step; "" if it changed some, or had no steps to make."""
     if not config.train.num_steps or any(_trained(row) for row in rows):
         return ""
     if not rows:
@@ -110,12 +109,12 @@ def why_nothing_was_trained(config: Config, rows: Sequence[Row]) -> str:
 
 
 def _trained(row: Row) -> bool:
-    """Whether a step changed weights. A gradient of which no norm is told counts."""
+    """Return whether a step changed weights; a missing gradient norm counts as a change."""
     return bool(row.get("train/updates", 1)) and row.get("grad_norm") != 0
 
 
-def passed_over(config: Config) -> list[str]:
-    """Keys of figures that say nothing of what a run of this configuration learns."""
+def ignored_figures(config: Config) -> list[str]:
+    """Return the keys of RANGES that are meaningless under this configuration."""
     keys = [] if config.equal_scores_teach_nothing else ["groups/zero_variance"]
     if config.algorithm.supervised:
         return ["entropy", "groups/zero_variance", "reward/mean"]  # examples may be all but certain
@@ -123,14 +122,13 @@ def passed_over(config: Config) -> list[str]:
 
 
 class Health(Tracker):
-    """Warns of figures that left their range: it counts, for each, the steps in a row that it was out of it.
+    """Logs a warning for each metric that stays outside its range; never ends a run (rollout/watchdog.py finds hangs).
 
-    `passed_over`: keys of figures that do not matter in this run, however high or low. It watches what the run learns;
-    it ends nothing. What does not come to an end is the matter of rollout/watchdog.py.
+    `ignored`: keys without a warning.
     """
 
-    def __init__(self, passed_over: Collection[str] = ()) -> None:
-        self._ranges = [wanted for wanted in RANGES if wanted.key not in passed_over]
+    def __init__(self, ignored: Collection[str] = ()) -> None:
+        self._ranges = [wanted for wanted in RANGES if wanted.key not in ignored]
         self._out: Counter[str] = Counter()
         self._said: set[str] = set()
 
@@ -142,7 +140,7 @@ class Health(Tracker):
             logger.warning(f"health: {warning}")
 
     def look(self, row: Mapping[str, float]) -> list[str]:
-        """Warnings of this step's row."""
+        """Return the warnings that this step's row triggers."""
         warnings = []
         for wanted in self._ranges:
             value = row.get(wanted.key)
@@ -156,5 +154,5 @@ class Health(Tracker):
         return warnings
 
     def _is_out(self, row: Mapping[str, float], key: str) -> bool:
-        """Whether the figure is out of its range in this step. False for the key ""."""
+        """Return whether the metric is outside its range in this step; False for the key ""."""
         return any(wanted.advice_for(row.get(key), row["step"]) for wanted in self._ranges if wanted.key == key)

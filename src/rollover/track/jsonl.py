@@ -1,7 +1,6 @@
 """The append-only JSONL files of a run: metrics and evaluations.
 
-Owns how a row becomes a line and where a resumed run goes on. It never decides what is in a row, and never rewrites
-a line: resuming cuts the file back to the step of the snapshot, so no step appears twice.
+Lines are never rewritten. Resuming truncates a file to the step of the snapshot, so no step appears twice.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rollover.track.tracker import Cut, Row, Tracker
 
 
 def to_json(value: Any) -> Any:
-    """`value` as strict JSON: NaN and infinities become None, numpy scalars and arrays plain numbers and lists."""
+    """Convert to strict JSON: NaN and infinities to None, numpy scalars and arrays to numbers and lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, str | int):
@@ -37,7 +36,7 @@ def to_json(value: Any) -> Any:
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """The complete rows of a JSONL file, [] where there is none; half a line, left by a killed writer, is no row.
+    """Read the complete rows of a JSONL file, [] without a file. A truncated last line is ignored.
 
     ValueError for a line that is not JSON.
     """
@@ -46,60 +45,60 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
         return []
     with open_regular(path) as file:
         lines = lines_of(file, path, MOST_ROW_BYTES)
-        return [row_of_line(path, line) for line in lines if line.endswith(b"\n")]
+        return [parse_row(path, line) for line in lines if line.endswith(b"\n")]
 
 
 class JsonlSink(Tracker):
-    """Append rows to a JSONL file, one object a line, visible to readers at once.
+    """Appends rows to a JSONL file, one object per line, visible to readers at once.
 
-    `check` is called with every row before it is written (metrics.validate for metrics.jsonl).
+    `check` is called with every row before it is written.
     """
 
     def __init__(self, path: str | Path, check: Callable[[Mapping[str, object]], None] | None = None) -> None:
         self.path = Path(path)
         self._check = check
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Unbuffered: what could not be written must not follow later, behind what another start has written since.
+        # Unbuffered: after a failed write, no bytes may follow later, behind the rows of a resumed process.
         self._file = open(self.path, "ab", buffering=0)
 
     def write(self, row: Mapping[str, object]) -> None:
-        """Append one row. NaN and infinities are written as null."""
+        """Append one row; NaN and infinities are written as null."""
         if self._check is not None:
             self._check(row)
         line = json.dumps(to_json(row), ensure_ascii=False, allow_nan=False)
-        left = memoryview(line.encode("utf-8", "replace") + b"\n")  # data may call a source by half a character
+        left = memoryview(line.encode("utf-8", "replace") + b"\n")  # the name of a source may have a lone surrogate
         with naming(self.path):
             while left:
                 left = left[self._file.write(left) :]
 
     def sync(self) -> None:
-        """Return when every row is on disk: before a checkpoint that counts on them."""
+        """Flush every row to disk, before a checkpoint that refers to them."""
         with naming(self.path):
             os.fsync(self._file.fileno())
 
     def rows(self) -> list[dict[str, Any]]:
-        """The complete rows of the file."""
+        """Read the complete rows of the file."""
         return read_rows(self.path)
 
     def truncate(self, cut: Cut) -> None:
-        """Forget the rows of later steps (their key "step"), half-written ones included."""
+        """Remove the rows of later steps (their key "step"), half-written ones included."""
         with naming(self.path):
             self._file.truncate(self._up_to(cut.step)[0])
             os.fsync(self._file.fileno())
 
     def reaches(self, step: int) -> bool:
-        """Whether the row of `step` would be the last after `truncate(Cut(step))`."""
+        """Return whether the row of `step` would be the last after `truncate(Cut(step))`."""
         return self._up_to(step)[1] == step
 
     def _up_to(self, step: int) -> tuple[int, int | None]:
-        """Bytes of the rows up to `step`, and the step of the last of them (None: there is none)."""
+        """Return the bytes of the rows up to `step`, and the step of the last one (None without rows)."""
         kept, last = 0, None
         with open_regular(self.path) as file:
             for line in lines_of(file, self.path, MOST_ROW_BYTES):
                 try:
-                    of_line = row_of_line(self.path, line)["step"]
+                    of_line = parse_row(self.path, line)["step"]
                     whole = line.endswith(b"\n") and of_line <= step
-                except (ValueError, KeyError, TypeError):  # torn by a crash: what follows is not whole either
+                except (ValueError, KeyError, TypeError):  # torn by a crash: later lines are incomplete, too
                     break
                 if not whole:
                     break
@@ -119,14 +118,14 @@ class JsonlSink(Tracker):
 
 
 class MetricsFile(JsonlSink):
-    """metrics.jsonl: a row for each step, of registered keys."""
+    """metrics.jsonl: one row per step, of registered keys."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path, check=validate)
 
     @property
     def last_row(self) -> dict[str, Any]:
-        """The newest row; {} where there is none."""
+        """The newest row, {} without rows."""
         return (self.rows() or [{}])[-1]
 
     def on_step(self, row: Row) -> None:
@@ -134,13 +133,13 @@ class MetricsFile(JsonlSink):
 
 
 class EvalFile(JsonlSink):
-    """eval.jsonl: a row for each evaluation."""
+    """eval.jsonl: one row per evaluation."""
 
     def on_eval(self, row: Mapping[str, Any]) -> None:
         self.write(row)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The complete rows of the file. ValueError for values of another kind than evaluations have."""
+        """Read the complete rows of the file. ValueError for a value of a wrong type."""
         rows = super().rows()
         for row in rows:
             check_evaluation(self.path, row)
@@ -153,8 +152,10 @@ _OF_SAMPLE = {"prompt": str, "completion": str, "score": (int, float, type(None)
 
 
 def check_evaluation(path: Path, row: Mapping[str, Any], place: str = "") -> None:
-    """ValueError where a row of the file at `path`, or the part at `place` of one, has a value of another kind than
-    what reads it takes: a run must not end by it when all its steps are made."""
+    """Raise ValueError for a value of a wrong type in a row of `path`, or in the part of it at `place`.
+
+    Called at the start of a run: the summary at its end must not fail on such a value.
+    """
     for name, value in row.items():
         if _FIGURE.fullmatch(name):
             is_one = value is None or is_number(value)
@@ -181,8 +182,8 @@ def _is_sample(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in _OF_SAMPLE.items())
 
 
-def row_of_line(path: Path, line: bytes) -> dict[str, Any]:
-    """The row that a line of the file at `path` is. ValueError where it is none."""
+def parse_row(path: Path, line: bytes) -> dict[str, Any]:
+    """Parse a line of the file at `path`; ValueError if it is not a JSON object."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""How long rollouts are where, and whether short ones are trained first: the metrics that only their history gives.
+"""Times of rollouts in each state, and length bias: metrics that need the history of the rollouts.
 
 Owns the history of every held rollout (seconds in each state, trainer versions of admission and READY) and the lengths
-of all that left. Both are in the checkpoint. A reader of Lifecycle's events, which say when they were.
-Never changes a rollout. Pure: no torch, no event loop.
+of all that left; both are in the checkpoint. A listener of Lifecycle, whose events have times. Pure: no torch, no event
+loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STATES = tuple(s for s in RolloutState if s not in (RolloutState.CONSUMED, Rollo
 
 @dataclass(slots=True)
 class _Life:
-    """The life of one rollout: its state, since when, and the seconds that it spent in earlier states."""
+    """History of one rollout: its state, the time of the last change, and the seconds in earlier states."""
 
     state: RolloutState
     since: float
@@ -37,8 +37,7 @@ class _Life:
 
 @dataclass(slots=True)
 class _GroupLife:
-    """The life of a held or consumed group, with the trainer versions at which it was admitted, became READY and was
-    consumed (None: not yet)."""
+    """History of a held or consumed group, with the trainer versions of its admission, READY and consumption."""
 
     group: Group
     admitted_at: int
@@ -49,7 +48,7 @@ class _GroupLife:
 
     @property
     def in_order(self) -> list[_Life]:
-        """Those of its rollouts, in their order."""
+        """Histories in the order of the rollouts."""
         return [self.lives[rollout.rollout_id] for rollout in self.group.rollouts]
 
     @property
@@ -60,28 +59,27 @@ class _GroupLife:
 
 
 class LengthBias:
-    """Lengths of all rollouts that were trained, and of all that were dispatched (got a token), since step 1."""
+    """Lengths of all trained and of all dispatched rollouts (with a token), since step 1."""
 
     def __init__(self) -> None:
         self.trained_rollouts = 0
         self.trained_tokens = 0
         self.finished: Counter[int] = Counter()  # length -> rollouts whose generation stopped
-        self.cut: Counter[int] = Counter()  # length -> rollouts that were dropped unfinished
+        self.unfinished: Counter[int] = Counter()  # length -> rollouts that were dropped unfinished
 
     def add_trained(self, group: Group, times: int) -> None:
         self.trained_rollouts += times * len(group.rollouts)
         self.trained_tokens += times * sum(r.num_tokens for r in group.rollouts)
 
-    def ratio(self, unfinished: Iterable[int]) -> float:
-        """Mean length of the trained rollouts / mean length of the dispatched ones; NaN before the first was trained.
+    def ratio(self, held: Iterable[int]) -> float:
+        """Return mean length of trained / mean length of dispatched rollouts; NaN before the first was trained.
 
-        `unfinished`: the lengths so far of those that are held, 0 where there is none. Of those, and of the dropped
-        ones, only a lower bound of the length is known, so the denominator is Kaplan and Meier's mean. 1 means that
-        training sees lengths as they are dispatched, below 1 that it sees short ones first.
+        `held`: current lengths of the held, unfinished rollouts. These lengths and those of dropped rollouts are lower
+        bounds, so the denominator is the Kaplan-Meier mean. 1: no bias; below 1: training sees short rollouts first.
         """
         if not self.trained_tokens:
             return float("nan")
-        censored = self.cut + Counter(length for length in unfinished if length)
+        censored = self.unfinished + Counter(length for length in held if length)
         return self.trained_tokens / self.trained_rollouts / censored_mean(self.finished, censored)
 
 
@@ -94,10 +92,9 @@ class Lifetimes:
         self._consumed: list[_GroupLife] = []
 
     def on_event(self, event: Event) -> None:
-        """A listener of Lifecycle."""
         group, kind, version, now = event.group, event.kind, event.trainer_version, event.seconds
         if kind in (EventKind.SCORE, EventKind.KEEP):
-            return  # it is scoring until its group is
+            return  # a rollout stays SCORING until its group is scored
         if kind is EventKind.ADMIT:
             self._hold(group, version, now)
             return
@@ -108,9 +105,9 @@ class Lifetimes:
             self._on_members(held, now)
         for rollout in group.rollouts if event.rollout is None else (event.rollout,):
             if (life := held.lives.get(rollout.rollout_id)) is None:
-                continue  # it left its group
+                continue  # not in the group any more
             if kind is EventKind.AGAIN and life.state in (RolloutState.SCORING, RolloutState.READY):
-                self.bias.finished[rollout.num_tokens] -= 1  # it goes on after all
+                self.bias.finished[rollout.num_tokens] -= 1  # it continues
             life.move(rollout.state, now)
         if kind is EventKind.FINISH and event.rollout is not None:
             self.bias.finished[event.rollout.num_tokens] += 1
@@ -122,15 +119,13 @@ class Lifetimes:
             self.bias.add_trained(group, 1)
         elif kind is EventKind.DROP:
             del self._held[group.group_id]
-            self.bias.cut.update(r.num_tokens for r in group.rollouts if _is_unfinished(r) and r.num_tokens)
+            self.bias.unfinished.update(r.num_tokens for r in group.rollouts if _is_unfinished(r) and r.num_tokens)
 
     def _on_members(self, held: _GroupLife, now: float) -> None:
-        """Rollouts joined or left the group."""
         members = {r.rollout_id: r for r in held.group.rollouts}
         held.lives = {i: held.lives.get(i) or _Life(r.state, now, {}) for i, r in members.items()}
 
     def _give_back(self, group: Group) -> None:
-        """It was not trained after all."""
         held = next(g for g in self._consumed if g.group is group)
         self._consumed.remove(held)
         self._held[group.group_id], held.consumed_at = held, None
@@ -142,11 +137,11 @@ class Lifetimes:
         return {g.group.group_id: g.ready_at for g in self._consumed if g.ready_at is not None}
 
     def step_metrics(self) -> dict[str, float]:
-        """state/, bias/: of the groups consumed since the last call. {} if there are none."""
+        """Return the state/ and bias/ metrics of the groups consumed since the last call, {} without groups."""
         consumed, self._consumed = self._consumed, []
         if not consumed:
             return {}
-        trained = [(r, g) for g in consumed for r in g.group.rollouts if not r.greedy]  # a baseline is compared with
+        trained = [(r, g) for g in consumed for r in g.group.rollouts if not r.greedy]  # baselines are not trained
         lives = [g.lives[r.rollout_id] for r, g in trained]
         rollouts = [(r.num_tokens, g.waited) for r, g in trained]
         held = [r.num_tokens for g in self._held.values() for r in g.group.rollouts if _is_unfinished(r)]
@@ -158,10 +153,8 @@ class Lifetimes:
             **wait_by_quarter(*map(list, zip(*rollouts, strict=True))),
         }
 
-    # Snapshots
-
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: the held groups and the lengths of all that left. Consumed groups must have been reported."""
+        """Return the JSON-able state; call `step_metrics` before."""
         return {
             "groups": {
                 str(group_id): {
@@ -173,13 +166,13 @@ class Lifetimes:
             },
             "trained": [self.bias.trained_rollouts, self.bias.trained_tokens],
             "finished": list(self.bias.finished.items()),
-            "cut": list(self.bias.cut.items()),
+            "cut": list(self.bias.unfinished.items()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], groups: Iterable[Group], version: int, now: float) -> None:
-        """`groups`: the held ones, as RolloutCache restored them.
+        """Restore the state. `groups`: the held ones, as RolloutCache restored them.
 
-        A group that the state does not know, of a checkpoint older than this record, begins now, at trainer `version`.
+        A group that is missing in the state (an older checkpoint) begins now, at trainer `version`.
         """
         self.bias, self._held, self._consumed = LengthBias(), {}, []
         for group in groups:
@@ -193,11 +186,11 @@ class Lifetimes:
             for i, (state_then, since, seconds) in enumerate(saved["lives"]):
                 rollout = group.rollouts[i]
                 life = held.lives[rollout.rollout_id] = _Life(RolloutState(state_then), since, dict(seconds))
-                if life.state is not rollout.state:  # what ran then is parked now
+                if life.state is not rollout.state:  # running rollouts are parked by now
                     life.move(rollout.state, now)
         self.bias.trained_rollouts, self.bias.trained_tokens = state.get("trained", (0, 0))
         self.bias.finished.update(dict(state.get("finished", ())))
-        self.bias.cut.update(dict(state.get("cut", ())))
+        self.bias.unfinished.update(dict(state.get("cut", ())))
 
     def _hold(self, group: Group, version: int, now: float) -> _GroupLife:
         held = _GroupLife(group, version, {r.rollout_id: _Life(r.state, now, {}) for r in group.rollouts})
@@ -206,7 +199,8 @@ class Lifetimes:
 
 
 def wait_by_quarter(lengths: list[int], waits: list[int]) -> dict[str, float]:
-    """bias/wait_steps_q1 (the shortest quarter of the rollouts) to q4: the mean of `waits`; NaN for an empty one."""
+    """Return bias/wait_steps_q1 (shortest quarter of the rollouts) to q4: means of `waits`, NaN for an empty
+    quarter."""
     by_length = np.asarray(waits, dtype=float)[np.argsort(lengths, kind="stable")]
     quarters = enumerate(np.array_split(by_length, 4), start=1)
     return {f"bias/wait_steps_q{i}": float(q.mean()) if len(q) else float("nan") for i, q in quarters}

@@ -1,13 +1,14 @@
-"""The live view of a run in the terminal: a panel on a TTY, one plain line a step (step_line.py) elsewhere.
+"""The live view of a run in the terminal: a panel on a TTY, one plain line per step elsewhere.
 
-Owns how metric rows look while a run goes on, and what it is busy with. It computes no metric beyond a trend and an
-ETA, and a key that a row does not have is shown as a dash.
+Computes no metric beyond a trend and an ETA. A missing value is shown as a dash. Where lines are plain, a heartbeat
+reports phases that take long.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,24 +22,123 @@ from rich.table import Table
 from rich.text import Text
 
 from rollover import logs
-from rollover.track.bottleneck import Verdict, verdict
+from rollover.track.bottleneck import Bottleneck, find_bottleneck
 from rollover.track.console import new_console, shown, shown_lines
 from rollover.track.figures import DASH, TIME_SPLIT, count, decimal, duration, percent, sparkline, time_split
-from rollover.track.heartbeat import Heartbeat
-from rollover.track.step_line import full_line, staleness, step_line
 from rollover.track.tracker import Cut, Row, RunInfo, Tracker
 
 Mode = Literal["auto", "rich", "plain", "verbose", "off"]
-_MAKES_A_STEP = ("generating", "training")
-
+COLUMNS = 120  # of a plain line
+_BETWEEN = " | "
+_STEP_PHASES = ("generating", "training")
 _EMA_DECAY = 0.8
 _ETA_STEPS = 20
 _SHARES_A_LINE = 5  # of the time split, in a panel of 80 columns
 
 
+def step_line(row: Row, num_steps: int, trend: float | None, eta_s: float | None) -> str:
+    """Format a step in at most COLUMNS characters, the most important values first."""
+    if "sft/loss" in row:
+        return _sft_line(row, num_steps, eta_s)
+    dropped, generated = row.get("tokens/dropped"), row.get("tokens/generated")
+    parts = [
+        f"step {count(row.get('step'))}/{num_steps}",
+        f"reward {decimal(row.get('reward/mean'))} (trend {decimal(trend)})",
+        f"{decimal(row.get('time/step_s'), 1)} s, ETA {duration(eta_s)}",
+        f"{count(row.get('speed/generated_tokens_per_s'))} tok/s",
+        f"staleness {staleness(row)}",
+        f"partial {percent(row.get('rollouts/partial_share'))}",
+        f"dropped {percent(dropped / generated if generated and dropped is not None else None)}",
+    ]
+    line = parts[0]
+    for part in parts[1:]:
+        if len(line) + len(_BETWEEN) + len(part) > COLUMNS:
+            break
+        line += _BETWEEN + part
+    return line
+
+
+def full_line(row: Row, num_steps: int, trend: float | None, eta_s: float | None) -> str:
+    """Format all values of a step (track.live = "verbose")."""
+    if "sft/loss" in row:
+        return _sft_line(row, num_steps, eta_s)
+    split = " ".join(f"{label} {percent(share)}" for label, share in time_split(row)) or DASH
+    bottleneck = find_bottleneck(row)
+    parts = [
+        f"step {count(row.get('step'))}/{num_steps}",
+        f"reward {decimal(row.get('reward/mean'))} (trend {decimal(trend)})",
+        f"{count(row.get('speed/generated_tokens_per_s'))} tok/s",
+        f"generated {count(row.get('tokens/generated'))} trained {count(row.get('tokens/trained'))}"
+        f" dropped {count(row.get('tokens/dropped'))} held {count(row.get('tokens/held'))}",
+        f"staleness {staleness(row)}",
+        *([f"acting {count(acting)}"] if (acting := row.get("rollouts/acting")) is not None else []),
+        f"resumed {count(row.get('rollouts/resumed'))} partial {percent(row.get('rollouts/partial_share'))}",
+        split,
+        bottleneck.text if bottleneck is not None else DASH,
+        f"{decimal(row.get('time/step_s'), 1)} s",
+        f"ETA {duration(eta_s)}",
+    ]
+    return _BETWEEN.join(parts)
+
+
+def _sft_line(row: Row, num_steps: int, eta_s: float | None) -> str:
+    held_out = row.get("eval/sft_loss")
+    parts = [
+        f"step {count(row.get('step'))}/{num_steps}",
+        f"loss {decimal(row.get('sft/loss'))}",
+        *([f"held-out loss {decimal(held_out)}"] if held_out is not None else []),
+        f"pass {decimal(row.get('sft/epoch'), 2)}",
+        f"{decimal(row.get('time/step_s'), 1)} s, ETA {duration(eta_s)}",
+        f"{count(row.get('speed/trained_tokens_per_s'))} tok/s",
+    ]
+    return _BETWEEN.join(parts)
+
+
+def staleness(row: Row) -> str:
+    """Format the largest staleness of the step and the bound."""
+    return f"{count(row.get('staleness/max'))}/{count(row.get('staleness/bound'))}"
+
+
+class Heartbeat:
+    """Calls `report(seconds)` in its own thread after `first_s`, then whenever the elapsed time has doubled."""
+
+    def __init__(self, report: Callable[[float], None], first_s: float = 30.0) -> None:
+        self._report, self._first_s = report, first_s
+        self._timer: threading.Timer | None = None
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Restart the clock."""
+        self.end()
+        self._wait(0.0, self._first_s)
+
+    def end(self) -> None:
+        """Stop reporting."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _wait(self, so_far: float, pause: float) -> None:
+        with self._lock:
+            timer = self._timer = threading.Timer(pause, lambda: self._again(timer, so_far + pause))
+            timer.daemon = True
+            timer.start()
+
+    def _again(self, timer: threading.Timer, so_far: float) -> None:
+        with self._lock:
+            if self._timer is not timer:
+                return  # stopped or restarted meanwhile
+        self._report(so_far)
+        with self._lock:
+            if self._timer is not timer:
+                return
+        self._wait(so_far, so_far)
+
+
 class Progress(NamedTuple):
-    """Of the step being made: `ready` of the `wanted` groups; the sampled tokens of the whole run so far; and `trained`
-    of the `to_train` loss tokens of its updates (0 where the backend does not tell)."""
+    """Progress of the current step: `ready` of `wanted` groups, `trained` of `to_train` loss tokens (0 if the backend
+    does not report them). `generated`: sampled tokens of the whole run."""
 
     ready: int
     wanted: int
@@ -48,11 +148,11 @@ class Progress(NamedTuple):
 
 
 class LiveView(Tracker):
-    """Shows a run as it goes.
+    """The tracker behind track.live.
 
-    `mode` is track.live: "auto" is "rich" on a terminal that can show it, otherwise "plain"; "verbose" is "plain" with
-    longer lines; "off" shows only messages. `num_steps` is the last step's number; `clock` gives seconds. Where lines
-    are plain, one says every now and then what takes so long (from `still_s` on).
+    `mode`: "auto" is "rich" on a capable terminal, otherwise "plain"; "verbose" is "plain" with longer lines; "off"
+    shows only messages. `num_steps`: number of the last step. `clock` returns seconds. `heartbeat_s`: plain lines
+    report phases that take longer.
     """
 
     def __init__(
@@ -62,7 +162,7 @@ class LiveView(Tracker):
         title: str = "",
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
-        still_s: float = 30.0,
+        heartbeat_s: float = 30.0,
     ) -> None:
         self._console = console or new_console()
         if mode in ("auto", "rich") and logs.is_json():
@@ -77,13 +177,13 @@ class LiveView(Tracker):
         self._phase = "starting"
         self._phase_start = clock()
         self._row: Row = {}
-        self._verdict: Verdict | None = None
+        self._bottleneck: Bottleneck | None = None
         self._rewards: deque[float] = deque(maxlen=512)
         self._trend: float | None = None
         self._previous_trend: float | None = None
         self._step_times: deque[float] = deque(maxlen=_ETA_STEPS)
         self._live: Live | None = None
-        self._still = Heartbeat(self._say_still, still_s)
+        self._heartbeat = Heartbeat(self._print_heartbeat, heartbeat_s)
         self._progress_of: Callable[[], Progress] | None = None
         self._generated_before = 0.0
 
@@ -96,34 +196,35 @@ class LiveView(Tracker):
             self._live.start()
 
     def watch(self, progress: Callable[[], Progress], num_steps: int | None = None) -> None:
-        """`progress` tells of the step that is being made; it is asked from any thread. `num_steps`: of the run, where
-        its data decided it (sft.epochs)."""
+        """Show `progress()` of the current step; any thread may call it.
+
+        `num_steps`: of the run, if the data decide it (sft.epochs).
+        """
         self._progress_of = progress
         self._num_steps = self._num_steps if num_steps is None else num_steps
 
     def close(self) -> None:
-        self._still.end()
+        self._heartbeat.end()
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def on_phase(self, name: str) -> None:
-        """Shown with its duration; in plain lines if it takes long."""
         if name != self._phase:
             self._phase = name
             self._phase_start = self._clock()
-            if not self._row and self._progress_of is not None:  # a run that goes on has generated before
+            if not self._row and self._progress_of is not None:  # a resumed run has generated before
                 self._generated_before = self._progress_of().generated
             if self.mode in ("plain", "verbose"):
-                self._still.begin()
+                self._heartbeat.begin()
 
     def truncate(self, cut: Cut) -> None:
-        self._row, self._verdict, self._trend, self._previous_trend = {}, None, None, None
+        self._row, self._bottleneck, self._trend, self._previous_trend = {}, None, None, None
         self._rewards.clear()
         self._step_times.clear()
 
     def on_step(self, row: Row) -> None:
-        self._row, self._verdict = row, verdict(row)
+        self._row, self._bottleneck = row, find_bottleneck(row)
         self._generated_before = row.get("tokens/generated") or 0.0
         reward = row.get("reward/mean")
         if reward is not None and math.isfinite(reward):
@@ -137,47 +238,42 @@ class LiveView(Tracker):
             self._print(line(row, self._num_steps, self._trend, self.eta_s))
 
     def on_message(self, text: str) -> None:
-        """Printed above the view if there is one, where it stays."""
-        if not logs.is_json():  # then the handler of the logger prints it, with its level
+        if not logs.is_json():  # the handler of the logger prints JSON, with its level
             self._print(text)
 
     def _print(self, text: str) -> None:
         if logs.is_json():
             return logs.print_json(__name__, "INFO", text, self._console.file)
-        with contextlib.suppress(OSError):  # no reader, or a full disk: the run is worth more than a line of it
+        with contextlib.suppress(OSError):  # no reader, or a full disk: no reason to end the run
             self._console.print(Text(shown_lines(text, self._console)), soft_wrap=True)
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the last step at the pace of the latest ones; None before the first."""
+        """Seconds to the last step at the recent pace; None before the first step."""
         if not self._step_times:
             return None
         left = max(0, self._num_steps - int(self._row.get("step") or 0))
         return left * sum(self._step_times) / len(self._step_times)
 
-    def _say_still(self, seconds: float) -> None:
-        """In a thread: a line of what has taken so long already."""
-        made = self._made()
-        so_far = f": {self._so_far(made)[-1]}" if made is not None else ""
-        self._print(f"{self._phase} ({duration(seconds)}){so_far}")
+    def _print_heartbeat(self, seconds: float) -> None:
+        progress = self._step_progress()
+        text = f": {self._progress_shown(progress)[-1]}" if progress is not None else ""
+        self._print(f"{self._phase} ({duration(seconds)}){text}")
 
-    def _made(self) -> Progress | None:
-        """How far the step is; None while none is made."""
-        return self._progress_of() if self._progress_of is not None and self._phase in _MAKES_A_STEP else None
+    def _step_progress(self) -> Progress | None:
+        return self._progress_of() if self._progress_of is not None and self._phase in _STEP_PHASES else None
 
-    def _so_far(self, made: Progress) -> tuple[int, int, str]:
-        """(how much is done, of how much, in words)."""
-        if self._phase == "training" and made.to_train:
-            return made.trained, made.to_train, f"{count(made.trained)} of {count(made.to_train)} tokens"
-        return made.ready, made.wanted, f"{made.ready} of {made.wanted} groups ready, {self._tokens_of(made)}"
-
-    def _tokens_of(self, made: Progress) -> str:
-        return f"{count(max(0.0, made.generated - self._generated_before))} tokens"
-
-    # ---- the panel
+    def _progress_shown(self, progress: Progress) -> tuple[int, int, str]:
+        """Return (done, total, text)."""
+        if self._phase == "training" and progress.to_train:
+            text = f"{count(progress.trained)} of {count(progress.to_train)} tokens"
+            return progress.trained, progress.to_train, text
+        tokens = count(max(0.0, progress.generated - self._generated_before))
+        ready, wanted = progress.ready, progress.wanted
+        return ready, wanted, f"{ready} of {wanted} groups ready, {tokens} tokens"
 
     def render(self) -> RenderableType:
-        """The panel as it is now."""
+        """Render the panel."""
         width = self._console.width
         rows = Table.grid(padding=(0, 2), expand=True)
         rows.add_column(style="dim", no_wrap=True)
@@ -189,23 +285,22 @@ class LiveView(Tracker):
         rows.add_row("staleness", _partial(self._row))
         for label, line in zip(("time", ""), self._time(), strict=False):
             rows.add_row(label, line)
-        if self._verdict is not None:
-            rows.add_row("waits", Text(self._verdict.text))
-            if self._verdict.advice:
-                rows.add_row("try", Text(self._verdict.advice))
+        if self._bottleneck is not None:
+            rows.add_row("waits", Text(self._bottleneck.text))
+            if self._bottleneck.advice:
+                rows.add_row("try", Text(self._bottleneck.advice))
         title = Text.assemble(("rollover", "bold"), f"  {shown(self._title, self._console)}" if self._title else "")
         return Panel(Group(self._progress(), Text(), rows), title=title, title_align="left", width=min(width, 120))
 
     def _now(self) -> RenderableType:
-        """What it is busy with, and a bar for the step being made."""
         doing = Text(f"{self._phase} ({duration(self._clock() - self._phase_start)})", "bold")
-        if (made := self._made()) is None:
+        if (progress := self._step_progress()) is None:
             return doing
         grid = Table.grid(padding=(0, 2), expand=True)
         grid.add_column(no_wrap=True)
         grid.add_column(ratio=1)
         grid.add_column(no_wrap=True)
-        done, total, words = self._so_far(made)
+        done, total, words = self._progress_shown(progress)
         grid.add_row(doing, ProgressBar(total=max(1, total), completed=min(done, total)), words)
         return grid
 
@@ -234,7 +329,6 @@ class LiveView(Tracker):
         return text
 
     def _time(self) -> list[Text]:
-        """The time split, on one line or two."""
         colours = {label: colour for label, _, colour in TIME_SPLIT}
         split = time_split(self._row)
         shares = [Text(f"{label} {percent(share)}", colours.get(label, "dim")) for label, share in split]

@@ -1,48 +1,124 @@
-"""Every metric key of `metrics.jsonl`: what it means, its unit and how its values are reduced. A table, and no code.
+"""Every metric key of `metrics.jsonl`: its meaning, its unit and the reduction of its values over several steps.
 
-A key may hold placeholders, as in `dropped/{reason}/groups`; each stands for one name, which may itself contain a
-slash (`reward/openai/gsm8k/mean`). docs/metrics.md is made of this table (track/metrics.py).
+A key may hold placeholders, as in `dropped/{reason}/groups`. Each stands for one name, which may contain slashes
+(`reward/openai/gsm8k/mean`). docs/metrics.md is generated from this table (track/metrics.py).
 """
 
 from __future__ import annotations
 
-from rollover.track.engine_keys import ENGINE
-from rollover.track.metric import Metric
-from rollover.track.reward_keys import REWARDS
-from rollover.track.tracker_keys import TRACKERS
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["mean", "sum", "max", "last", "counter", "rate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One key of `metrics.jsonl`.
+
+    `kind`: the reduction over several steps: mean, sum, max, last (gauges), counter (last value of a counter over the
+    whole run), or rate: sum of `numerator` / sum of `denominator` (both keys of METRICS).
+    """
+
+    key: str
+    kind: Kind
+    unit: str
+    doc: str
+    numerator: str = ""
+    denominator: str = ""
+
 
 METRICS: list[Metric] = [
     # Progress
     Metric("step", "last", "steps", "Training step that this row describes, from 1."),
     Metric("policy_version", "last", "version", "Policy version after the step: training steps completed."),
     Metric("time", "last", "unix s", "When the row was written."),
-    *REWARDS,
-    # Of the user's own
-    Metric("own/{name}", "mean", "", "What the function of track.metrics returned under this name."),
-    # Environments of workflow.environment; what evaluations do is not counted
-    Metric("tools/calls", "counter", "calls", "Calls that the policy wrote, malformed ones included."),
-    Metric("tools/malformed", "counter", "calls", "Of them, those that cannot be read."),
-    Metric("tools/errors", "counter", "calls", "Of them: no such tool, wrong arguments, or the tool raised."),
-    Metric("tools/timeouts", "counter", "calls", "Of them, those without an answer within workflow.tool_timeout_s."),
-    Metric("tools/time_s", "counter", "s", "Time in tools, of each call."),
-    Metric("tools/left_behind", "counter", "threads", "Threads of the class that did not come back in time."),
-    Metric("episodes/done", "counter", "episodes", "Those that ended by themselves: no call, done, returned."),
-    Metric("episodes/error", "counter", "episodes", "Runs of an agent that failed, and were not tried again."),
-    Metric("episodes/restarted", "counter", "episodes", "Failed runs of agents, and lost environments, begun again."),
-    Metric("episodes/restored", "counter", "episodes", "Objects of an environment that went on from a snapshot."),
-    Metric("episodes/unsaved", "counter", "episodes", "Those of environments whose snapshot failed."),
-    Metric("episodes/replayed", "counter", "episodes", "Those whose agent ended with the process, and was run again."),
+    # Reward
+    Metric("reward/mean", "mean", "reward", "Mean score of the trained trajectories with a score."),
+    Metric("reward/std", "mean", "reward", "Standard deviation of the scores in reward/mean."),
+    Metric("reward/{source}/mean", "mean", "reward", "Mean score of the trained trajectories of one task source."),
+    Metric("reward/missing", "sum", "trajectories", "Trained groups' trajectories without a reward (masked, never 0)."),
     Metric(
-        "episodes/diverged", "counter", "episodes", "Of them, those that did not ask again for all that they had asked."
+        "roles/{role}/reward_mean",
+        "mean",
+        "reward",
+        "Mean score of the trained trajectories of one role; only with several roles.",
     ),
+    Metric(
+        "roles/{role}/reward_std", "mean", "reward", "Standard deviation of the scores in roles/{role}/reward_mean."
+    ),
+    Metric("roles/{role}/advantage_mean", "mean", "", "Mean advantage of the role's loss tokens, as in the loss."),
+    Metric("roles/{role}/advantage_std", "mean", "", "Standard deviation of the advantages of the role's loss tokens."),
+    Metric("roles/{role}/advantage_zero_share", "mean", "share", "Share of the role's loss tokens with advantage 0."),
+    Metric("reward/extra/{name}", "mean", "", "Mean of a further entry of the dicts that the reward function returns."),
+    # Shaping of the trained rewards (docs/rewards.md)
+    Metric("shaping/{term}/mean", "mean", "reward", "Mean of one term of shaping over the trained trajectories."),
+    Metric(
+        "shaping/{term}/share", "mean", "share", "Share of the trained trajectories with a nonzero value of the term."
+    ),
+    Metric(
+        "shaping/clipped_share",
+        "mean",
+        "share",
+        "Share of the trained trajectories whose reward rewards.clip_range changed.",
+    ),
+    Metric("shaping/running_mean", "last", "reward", "Mean of all rewards so far, before normalisation."),
+    Metric(
+        "shaping/running_std",
+        "last",
+        "reward",
+        "Standard deviation of all rewards so far, the divisor of rewards.running_norm.",
+    ),
+    Metric("roles/{role}/running_mean", "last", "reward", "shaping/running_mean of one role; only with several roles."),
+    Metric("roles/{role}/running_std", "last", "reward", "shaping/running_std of one role; only with several roles."),
+    Metric("shaping/reward_mean", "mean", "reward", "Mean of the trained rewards, after all shaping."),
+    Metric("shaping/reward_std", "mean", "reward", "Standard deviation of the trained rewards, after all shaping."),
+    # Rewards workers
+    Metric("rewards/timeouts", "counter", "calls", "Reward calls past rewards.timeout_s; the worker was killed."),
+    Metric("rewards/crashes", "counter", "calls", "Reward calls whose worker died or did not reply."),
+    Metric("rewards/errors", "counter", "rewards", "Missing rewards: the function raised, or returned no score."),
+    Metric("rewards/out_of_memory", "counter", "rewards", "Missing rewards: the function raised a MemoryError."),
+    Metric("rewards/quarantined", "counter", "rewards", "Missing rewards: the task had crashed too many workers."),
+    Metric("rewards/retries", "counter", "calls", "Calls repeated after a timeout or a crash."),
+    Metric("rewards/busy_workers", "last", "workers", "Reward workers with a group at the end of the step."),
+    Metric("rewards/queue", "last", "groups", "Groups that wait for a reward worker at the end of the step."),
+    Metric(
+        "rewards/longest_call_s", "last", "s", "Age of the oldest running reward call at the end of the step; 0: none."
+    ),
+    Metric("rewards/nodes", "last", "nodes", "Reward nodes that serve at the end of the step. On a cluster only."),
+    Metric("rewards/lost_nodes", "counter", "nodes", "Failures of reward nodes. On a cluster only."),
+    Metric("rewards/lost_calls", "counter", "calls", "Calls repeated after a node failure. On a cluster only."),
+    # Of the user's own
+    Metric("own/{name}", "mean", "", "Value of this name from the function of track.metrics."),
+    # Environments of workflow.environment; what evaluations do is not counted
+    Metric("tools/calls", "counter", "calls", "Tool calls of the policy, malformed ones included."),
+    Metric("tools/malformed", "counter", "calls", "Tool calls that cannot be parsed."),
+    Metric(
+        "tools/errors", "counter", "calls", "Tool calls to an unknown tool, with wrong arguments, or whose tool raised."
+    ),
+    Metric("tools/timeouts", "counter", "calls", "Tool calls without an answer within workflow.tool_timeout_s."),
+    Metric("tools/time_s", "counter", "s", "Sum of the durations of all tool calls."),
+    Metric("tools/left_behind", "counter", "threads", "Threads of tool calls that did not end in time."),
+    Metric("episodes/done", "counter", "episodes", "Episodes that ended by themselves: no call, done, returned."),
+    Metric("episodes/error", "counter", "episodes", "Episodes whose agent failed, after all retries."),
+    Metric("episodes/restarted", "counter", "episodes", "Restarts after a failed agent or a lost environment."),
+    Metric("episodes/restored", "counter", "episodes", "Environments restored from a snapshot."),
+    Metric("episodes/unsaved", "counter", "episodes", "Environments whose snapshot failed."),
+    Metric("episodes/replayed", "counter", "episodes", "Agents that ended with the process and were run again."),
+    Metric("episodes/diverged", "counter", "episodes", "Replayed agents that did not repeat all their requests."),
     Metric("turns/continued", "counter", "turns", "Model calls of agents that continued a rollout."),
-    Metric("turns/breaks/{reason}", "counter", "turns", "Calls after a trajectory's first that opened a rollout."),
-    Metric("episodes/max_turns", "counter", "episodes", "Those of environments that ended at workflow.max_turns."),
+    Metric(
+        "turns/breaks/{reason}",
+        "counter",
+        "turns",
+        "Model calls, after a trajectory's first, that opened a new rollout.",
+    ),
+    Metric("episodes/max_turns", "counter", "episodes", "Episodes of environments that ended at workflow.max_turns."),
     Metric(
         "episodes/length",
         "counter",
         "episodes",
-        "Those that ended at rollout.max_new_tokens; runs of agents for want of tokens or turns.",
+        "Episodes that ended at rollout.max_new_tokens; of agents: without tokens or turns left.",
     ),
     # Ledger
     Metric("tokens/generated", "counter", "tokens", "Sampled tokens since step 1. Equals trained + dropped + held."),
@@ -50,44 +126,47 @@ METRICS: list[Metric] = [
         "tokens/trained", "counter", "tokens", "Sampled tokens of consumed rollouts, rejected ones too; cumulative."
     ),
     Metric("tokens/dropped", "counter", "tokens", "Sampled tokens whose group was dropped, cumulative, all reasons."),
-    Metric("tokens/environment", "counter", "tokens", "Tokens that environments wrote; in none of the others."),
-    Metric("tokens/held", "last", "tokens", "Sampled tokens of groups now in the system, unfinished ones included."),
+    Metric("tokens/environment", "counter", "tokens", "Tokens from environments; in no other account."),
+    Metric("tokens/held", "last", "tokens", "Sampled tokens of groups in the system, unfinished ones included."),
     Metric(
         "tokens/step_generated",
         "sum",
         "tokens",
-        "Tokens sampled in this step; after a restart in it, since then, as are its times.",
+        "Tokens sampled in this step; after a restart within the step, since the restart.",
     ),
     Metric(
         "tokens/step_processed",
         "sum",
         "tokens",
-        "Tokens that the engine computed while this step was generated: prefilled, prefilled again and sampled.",
+        "Tokens computed by the engine in this step: prefilled, prefilled again and sampled.",
     ),
-    Metric("tokens/step_trained", "sum", "tokens", "Tokens in the loss of this step, of replayed groups too."),
+    Metric("tokens/step_trained", "sum", "tokens", "Loss tokens of this step, with those of replayed groups."),
     Metric(
         "dropped/{reason}/groups",
         "counter",
         "groups",
-        "Groups dropped for this reason (masked, abandoned: 0, their tokens are of trained groups), cumulative.",
+        "Groups dropped for this reason, cumulative (masked, abandoned: 0, as their groups are trained).",
     ),
     Metric("dropped/{reason}/tokens", "counter", "tokens", "Sampled tokens dropped for this reason, cumulative."),
     Metric(
         "filtered/{filter}/groups",
         "counter",
         "groups",
-        "Of dropped/filtered/groups, those that this filter dropped, cumulative; absent before its first.",
+        "Part of dropped/filtered/groups that this filter dropped, cumulative; absent before its first.",
     ),
+    Metric("watchdog/stalled_rollouts", "counter", "rollouts", "Stalls of rollouts (watchdog.rollout_timeout_s)."),
+    Metric("watchdog/stalled_rewards", "counter", "groups", "Stalls of scorings (watchdog.reward_timeout_s)."),
     Metric(
-        "watchdog/stalled_rollouts", "counter", "rollouts", "Times that a rollout stalled (watchdog.rollout_timeout_s)."
+        "watchdog/redispatched",
+        "counter",
+        "",
+        "Stalled rollouts that were continued, and stalled scorings that were repeated.",
     ),
-    Metric("watchdog/stalled_rewards", "counter", "groups", "Scorings that stalled (watchdog.reward_timeout_s)."),
-    Metric("watchdog/redispatched", "counter", "", "Of these, rollouts continued and scorings repeated."),
     Metric(
         "watchdog/refused_answers",
         "counter",
         "",
-        "Answers of the engine that are refused, as docs/watchdog.md says; their tokens count as never generated.",
+        "Rejected answers of the engine (docs/watchdog.md); their tokens count as never generated.",
     ),
     Metric(
         "groups/batches_drawn",
@@ -98,112 +177,121 @@ METRICS: list[Metric] = [
     Metric("groups/admitted", "counter", "groups", "Groups admitted since step 1. Equals consumed + dropped + held."),
     Metric("groups/consumed", "counter", "groups", "Groups trained, cumulative."),
     Metric("groups/dropped", "counter", "groups", "Groups dropped, cumulative, all reasons."),
-    Metric("groups/held", "last", "groups", "Groups now in the system."),
+    Metric("groups/held", "last", "groups", "Groups in the system."),
     Metric(
-        "groups/in_flight_limit", "last", "groups", "Groups held at once; rollout.in_flight_groups = auto moves it."
+        "groups/in_flight_limit",
+        "last",
+        "groups",
+        "Limit of groups held at once; rollout.in_flight_groups = auto adapts it.",
     ),
     Metric(
         "groups/zero_variance",
         "mean",
         "share",
-        "Of the trained groups with two or more rewards of a role, the share in which those of each role are all equal:"
-        " compared, they teach nothing.",
+        "Share of the trained groups with equal rewards in every role, among those with two or more rewards of a "
+        "role; they give no signal.",
     ),
     Metric(
         "precomputed/groups",
         "sum",
         "groups",
-        "TrajectoryGroups of the step trained with advantages that they bring (workflow.own_advantages = auto).",
+        "TrajectoryGroups of the step with their own advantages (workflow.own_advantages = auto).",
     ),
     Metric(
         "precomputed/partial_groups",
         "sum",
         "groups",
-        "TrajectoryGroups that bring advantages for some of their turns only, and are estimated instead; with"
-        " workflow.own_advantages = auto only.",
+        "TrajectoryGroups with own advantages for some turns only, which are estimated instead "
+        "(workflow.own_advantages = auto).",
     ),
     Metric("tasks/left_out", "counter", "tasks", "Tasks for which tasks.before_produce returned None."),
     Metric("tasks/dropped_last", "counter", "tasks", "Tasks dropped at the end of a pass (tasks.drop_last)."),
-    Metric("tasks/failed", "counter", "tasks", "Problems left out because their generator failed, cumulative."),
+    Metric("tasks/failed", "counter", "tasks", "Problems skipped because their generator failed, cumulative."),
     # Supervised training (only of examples)
-    Metric(
-        "sft/loss", "mean", "nats", "Negative log-likelihood of a trained token of the examples, as they are trained."
-    ),
+    Metric("sft/loss", "mean", "nats", "Negative log-likelihood per trained token of the examples."),
     Metric("sft/epoch", "last", "passes", "Passes over the examples so far."),
-    Metric("sft/examples", "counter", "examples", "Examples trained, those of earlier passes too."),
-    Metric("sft/skipped", "last", "examples", "Examples left out as they are longer than sft.max_tokens."),
+    Metric("sft/examples", "counter", "examples", "Trained examples, those of earlier passes included."),
+    Metric("sft/skipped", "last", "examples", "Examples skipped because they are longer than sft.max_tokens."),
     Metric(
         "eval/sft_loss",
         "mean",
         "nats",
-        "The same of the held-out examples, under the weights after the step (sft.eval_every_steps).",
+        "sft/loss of the held-out examples, under the weights after the step (sft.eval_every_steps).",
     ),
     # Replay and re-roll (only when on)
     Metric(
         "tokens/replayed",
         "counter",
         "tokens",
-        "Loss tokens of replayed groups, cumulative: in tokens/trained at their first use, here at each other.",
+        "Loss tokens of replayed groups after their first use, cumulative; the first use counts in tokens/trained.",
     ),
-    Metric("replay/replaced", "counter", "groups", "Groups without signal whose place in a step a kept one took."),
-    Metric("replay/size", "last", "groups", "Groups now in the replay buffer."),
-    Metric("replay/stale", "counter", "groups", "Groups that left the replay buffer past replay.max_staleness."),
-    Metric("replay/evicted", "counter", "groups", "Groups that left a full replay buffer: the lowest score."),
-    Metric("reroll/size", "last", "tasks", "Failed tasks that wait to be given again."),
+    Metric("replay/replaced", "counter", "groups", "Groups without signal replaced by groups from the replay buffer."),
+    Metric("replay/size", "last", "groups", "Groups in the replay buffer."),
+    Metric("replay/stale", "counter", "groups", "Groups removed from the replay buffer beyond replay.max_staleness."),
+    Metric("replay/evicted", "counter", "groups", "Groups with the lowest score removed from a full replay buffer."),
+    Metric("reroll/size", "last", "tasks", "Failed tasks in the queue."),
     Metric("reroll/queued", "counter", "tasks", "Failed tasks that were queued."),
-    Metric("reroll/given", "counter", "tasks", "Failed tasks given again."),
-    Metric("reroll/solved", "counter", "tasks", "Of them: trained since, and not failed again."),
-    Metric("reroll/dropped", "counter", "tasks", "Failed tasks that found reroll.size of them waiting."),
+    Metric("reroll/given", "counter", "tasks", "Failed tasks admitted again."),
+    Metric("reroll/solved", "counter", "tasks", "Tasks admitted again that were trained without failing again."),
+    Metric("reroll/dropped", "counter", "tasks", "Failed tasks that found a full queue (reroll.size)."),
     # Curriculum (only when on)
-    Metric("curriculum/known", "last", "tasks", "Tasks (sources, levels) with a pass rate from visits."),
-    Metric("curriculum/easy", "last", "tasks", "Of them: easy (tasks.curriculum.easy_from)."),
-    Metric("curriculum/normal", "last", "tasks", "Of them: neither easy nor hard."),
-    Metric("curriculum/hard", "last", "tasks", "Of them: hard (tasks.curriculum.hard_to)."),
-    Metric("curriculum/pass_rate", "last", "share", "Mean of the pass rates known."),
+    Metric("curriculum/known", "last", "tasks", "Tasks (sources, levels) with a measured pass rate."),
+    Metric("curriculum/easy", "last", "tasks", "Easy tasks with a measured pass rate (tasks.curriculum.easy_from)."),
+    Metric("curriculum/normal", "last", "tasks", "Tasks with a measured pass rate, neither easy nor hard."),
+    Metric("curriculum/hard", "last", "tasks", "Hard tasks with a measured pass rate (tasks.curriculum.hard_to)."),
+    Metric("curriculum/pass_rate", "last", "share", "Mean of the measured pass rates."),
     Metric(
         "curriculum/given_pass_rate",
         "mean",
         "share",
-        "Mean of the pass rates known of the tasks given since the step before; left out where none was known.",
+        "Mean of the measured pass rates of the tasks admitted in the step; absent without any.",
     ),
-    Metric("curriculum/passed_over", "counter", "tasks", "Times that a task's turn came and it was not given."),
-    Metric("tasks/truncated_prompt", "counter", "tasks", "Tasks whose prompt was cut (tasks.truncation), cumulative."),
+    Metric("curriculum/passed_over", "counter", "tasks", "Tasks skipped at their turn."),
+    Metric(
+        "tasks/truncated_prompt", "counter", "tasks", "Tasks with a truncated prompt (tasks.truncation), cumulative."
+    ),
     Metric("tasks/skipped_long_prompt", "counter", "tasks", "Tasks skipped by tasks.max_prompt_tokens, cumulative."),
     # Rollouts
     Metric("turns/mean", "mean", "turns", "Mean number of the policy's turns in a trained trajectory."),
-    Metric("turns/max", "max", "turns", "Most turns of the policy in one trained trajectory."),
+    Metric("turns/max", "max", "turns", "Largest number of the policy's turns in a trained trajectory."),
     Metric(
         "turns/merged_share",
         "mean",
         "share",
-        "Of the turns of trained trajectories after the first, those that continued a rollout: 1 where each did, 0"
-        " where each opened one.",
+        "Share of the later turns of trained trajectories that continued a rollout instead of opening one.",
     ),
-    Metric("rollouts/acting", "last", "rollouts", "Rollouts whose environment is at work at the end of the step."),
-    Metric("episodes/ended", "counter", "episodes", "Those that ended with what their environment or function did."),
-    Metric("episodes/timeout", "counter", "episodes", "Of them: given up at workflow.timeout_s, cumulative."),
-    Metric("episodes/failed", "counter", "rollouts", "Rollouts at which the environment failed each time, cumulative."),
-    Metric("episodes/retried", "counter", "turns", "Turns that an environment failed at, and was asked again."),
-    Metric("episodes/timeout_share", "mean", "share", "Share of those that ended in this step that were given up so."),
-    Metric("rollouts/resumed", "counter", "rollouts", "Times that an unfinished rollout was continued."),
+    Metric("rollouts/acting", "last", "rollouts", "Rollouts with a working environment at the end of the step."),
+    Metric("episodes/ended", "counter", "episodes", "Episodes that ended by their environment or function."),
+    Metric("episodes/timeout", "counter", "episodes", "Episodes that ended at workflow.timeout_s, cumulative."),
+    Metric("episodes/failed", "counter", "rollouts", "Rollouts whose environment failed in every retry, cumulative."),
+    Metric("episodes/retried", "counter", "turns", "Turns repeated after a failure of the environment."),
+    Metric(
+        "episodes/timeout_share",
+        "mean",
+        "share",
+        "Share of the episodes of this step that ended at workflow.timeout_s.",
+    ),
+    Metric("rollouts/resumed", "counter", "rollouts", "Continuations of unfinished rollouts."),
     Metric(
         "rollouts/partial_share", "mean", "share", "Share of trained rollouts with segments of >= 2 policy versions."
     ),
     Metric("rollouts/versions_mean", "mean", "versions", "Mean number of policy versions in a trained rollout."),
-    Metric("rollouts/versions_max", "max", "versions", "Most policy versions in one trained rollout."),
+    Metric("rollouts/versions_max", "max", "versions", "Largest number of policy versions in a trained rollout."),
     Metric("length/mean", "mean", "tokens", "Mean length of the trained rollouts, without prompt."),
     Metric("length/min", "last", "tokens", "Shortest trained rollout, without prompt."),
     Metric("length/max", "max", "tokens", "Longest trained rollout, without prompt."),
     Metric("length/prompt_mean", "mean", "tokens", "Mean length of the trained rollouts' prompts."),
-    Metric("length/prompt_min", "last", "tokens", "Shortest prompt of them."),
-    Metric("length/prompt_max", "max", "tokens", "Longest prompt of them."),
+    Metric("length/prompt_min", "last", "tokens", "Shortest prompt of the trained rollouts."),
+    Metric("length/prompt_max", "max", "tokens", "Longest prompt of the trained rollouts."),
     Metric(
         "length/longest_of_group", "last", "tokens", "Longest rollout of a group, running mean over finished groups."
     ),
     Metric(
         "length/repetition", "mean", "share", "Share of trained rollouts stopped by rollout.stop_repetition_tokens."
     ),
-    Metric("length/truncated", "mean", "share", "Share of trained rollouts cut off by a limit, as of mask_truncated."),
+    Metric(
+        "length/truncated", "mean", "share", "Share of trained rollouts truncated by a limit (as for mask_truncated)."
+    ),
     Metric("staleness/max", "max", "versions", "Largest trainer_version - policy_version of a token in the loss."),
     Metric("staleness/mean", "mean", "versions", "Mean staleness over the tokens in the loss."),
     Metric(
@@ -214,40 +302,48 @@ METRICS: list[Metric] = [
         " are of fresh rollouts.",
     ),
     Metric(
-        "staleness/p{percent}", "mean", "versions", "Its 50th, 95th and 99th percentile over the tokens in the loss."
+        "staleness/p{percent}",
+        "mean",
+        "versions",
+        "50th, 95th and 99th percentile of the staleness over the loss tokens.",
     ),
     Metric(
         "staleness/rollout_mean", "mean", "versions", "Mean over trained rollouts of their oldest token in the loss."
     ),
-    Metric("staleness/rollout_p95", "mean", "versions", "Its 95th percentile over trained rollouts."),
+    Metric(
+        "staleness/rollout_p95",
+        "mean",
+        "versions",
+        "95th percentile over trained rollouts of their oldest token in the loss.",
+    ),
     Metric(
         "staleness/in_flight_mean",
         "mean",
         "versions",
-        "Part of staleness/mean: policy versions between the sampling of the token and its group's being READY.",
+        "Part of staleness/mean: policy versions from sampling the token to its group's READY.",
     ),
     Metric(
         "staleness/in_queue_mean",
         "mean",
         "versions",
-        "The rest of it: policy versions between the group's being READY and its step.",
+        "The rest of staleness/mean: policy versions from the group's READY to its step.",
     ),
-    Metric("staleness/bound", "last", "versions", "The bound that holds for staleness/max: rollout.max_staleness."),
+    Metric("staleness/bound", "last", "versions", "Bound of staleness/max: rollout.max_staleness."),
     Metric(
         "state/{state}_s",
         "mean",
         "s",
-        "Mean time that a trained rollout spent waiting (for its first slot), running, parked, acting (its"
-        " environment's work, where there was any), scoring (its siblings' generation and the reward) and ready (for"
-        " its step). They add up to its life from admission.",
+        "Mean time of a trained rollout in each state: waiting (for its first slot), running, parked, acting (its "
+        "environment works), scoring (generation of its siblings, and the reward), ready (for its step). The sum "
+        "is its life from admission.",
     ),
     # Waste
-    Metric("waste/reprefilled_tokens", "sum", "tokens", "Tokens prefilled again while this step was generated."),
+    Metric("waste/reprefilled_tokens", "sum", "tokens", "Tokens prefilled again in this step."),
     Metric(
         "waste/reprefilled_share",
         "rate",
         "share",
-        "Share of the tokens that the engine computed which were prefilled again.",
+        "Share of the computed tokens that were prefilled again.",
         "waste/reprefilled_tokens",
         "tokens/step_processed",
     ),
@@ -255,86 +351,69 @@ METRICS: list[Metric] = [
         "waste/reprefilled_s",
         "sum",
         "s",
-        "Estimate: measured prefill time of this step (engine/prefill_s) by the share of prefilled tokens that were"
-        " prefilled again. Only where the engine measures it.",
+        "Estimate: prefill time of this step (engine/prefill_s) times the share of tokens prefilled again, if the "
+        "engine measures it.",
     ),
     Metric("waste/dropped_tokens", "sum", "tokens", "Sampled tokens dropped in this step, masked ones included."),
-    Metric("waste/dropped_share", "last", "share", "tokens/dropped by tokens/generated: of the whole run so far."),
-    Metric(
-        "waste/dropped_s",
-        "sum",
-        "s",
-        "Estimate: waste/dropped_tokens by speed/generated_tokens_per_s, what they cost at this step's speed.",
-    ),
+    Metric("waste/dropped_share", "last", "share", "tokens/dropped / tokens/generated, over the whole run so far."),
+    Metric("waste/dropped_s", "sum", "s", "Estimate: waste/dropped_tokens / speed/generated_tokens_per_s."),
     # Length bias
     Metric(
         "bias/trained_vs_dispatched_length",
         "last",
         "",
-        "Mean length of all rollouts trained so far by that of all dispatched (that got a token) so far. 1: no bias;"
-        " below 1: short ones are trained first, or long ones dropped. Of a rollout that is unfinished, or was dropped"
-        " so, only a lower bound of its length is known: the second mean is Kaplan and Meier's, which allows for that.",
+        "Mean length of all trained rollouts / mean length of all dispatched rollouts (with a token), so far. 1: "
+        "no bias; below 1: short rollouts are trained first, or long ones dropped. Lengths of unfinished rollouts "
+        "are lower bounds: the second mean is the Kaplan-Meier estimate.",
     ),
     Metric(
         "bias/wait_steps_q{quarter}",
         "mean",
         "versions",
-        "Mean policy versions between admission and step of the trained rollouts, by quarter of their lengths: 1 the"
-        " shortest, 4 the longest.",
+        "Mean policy versions from admission to the step of the trained rollouts, by quarter of their lengths (1: "
+        "shortest, 4: longest).",
     ),
     # Time
-    Metric(
-        "time/step_s",
-        "sum",
-        "s",
-        "Wall-clock time of the step. Without streaming the phases add up to it (not their parts).",
-    ),
-    Metric("time/generate_s", "sum", "s", "Time in which the trainer waited for generation."),
-    Metric("time/score_s", "sum", "s", "Time in which the trainer waited for rewards only."),
-    Metric("time/schedule_s", "sum", "s", "New tasks, the scheduler's decisions and the bookkeeping of rollouts."),
-    Metric("time/train_s", "sum", "s", "Proximal log-probs, forward, backward and optimizer."),
-    Metric("time/logprobs_s", "sum", "s", "Of time/train_s: log-probs of the policy before the updates."),
-    Metric("time/reference_s", "sum", "s", "Of time/train_s: log-probs of the reference (algorithm.kl_coef)."),
-    Metric("time/teacher_s", "sum", "s", "Of time/train_s: the teacher's passes ([distill])."),
-    Metric("time/values_s", "sum", "s", "Of time/train_s: the critic's values."),
+    Metric("time/step_s", "sum", "s", "Wall-clock time of the step: the sum of its phases, without streaming."),
+    Metric("time/generate_s", "sum", "s", "Time the trainer waited for generation."),
+    Metric("time/score_s", "sum", "s", "Time the trainer waited for rewards only."),
+    Metric("time/schedule_s", "sum", "s", "Time for new tasks, scheduling and bookkeeping of rollouts."),
+    Metric("time/train_s", "sum", "s", "Time for proximal log-probs, forward, backward and optimizer."),
+    Metric("time/logprobs_s", "sum", "s", "Part of time/train_s: log-probs of the policy before the updates."),
+    Metric("time/reference_s", "sum", "s", "Part of time/train_s: log-probs of the reference (algorithm.kl_coef)."),
+    Metric("time/teacher_s", "sum", "s", "Part of time/train_s: passes of the teacher ([distill])."),
+    Metric("time/values_s", "sum", "s", "Part of time/train_s: values of the critic."),
     Metric(
         "time/update_s",
         "sum",
         "s",
-        "Of time/train_s: forward, backward and optimizer; train.streaming_min_groups: that of early groups, too.",
+        "Part of time/train_s: forward, backward and optimizer, also of early groups (train.streaming_min_groups).",
     ),
-    Metric("time/critic_s", "sum", "s", "Of time/update_s: the critic's own part."),
-    Metric("time/weights_s", "sum", "s", "Handing the new weights to the engine."),
-    Metric("time/sleep_s", "sum", "s", "Sending servers to sleep before training (cluster.colocate)."),
-    Metric("time/checkpoint_s", "sum", "s", "Writing checkpoints."),
-    Metric("time/eval_s", "sum", "s", "Evaluation between steps."),
+    Metric("time/critic_s", "sum", "s", "Part of time/update_s: the critic."),
+    Metric("time/weights_s", "sum", "s", "Time of the weight sync."),
+    Metric("time/sleep_s", "sum", "s", "Time to put servers to sleep before training (cluster.colocate)."),
+    Metric("time/checkpoint_s", "sum", "s", "Time to write checkpoints."),
+    Metric("time/eval_s", "sum", "s", "Time of evaluations between steps."),
     Metric("time/other_s", "sum", "s", "The rest of the step."),
     Metric(
         "wait/engine_for_trainer_s",
         "sum",
         "s",
-        "With rollout.overlap: time in which the engine was idle, since nothing may start before the trainer has"
-        " trained or handed over new weights. What the trainer waited for is in time/generate_s and time/score_s.",
+        "With rollout.overlap: idle time of the engine until the trainer has trained or synced weights. Waits of "
+        "the trainer are in time/generate_s and time/score_s.",
     ),
     Metric(
         "wait/engine_for_rewards_s",
         "sum",
         "s",
-        "With rollout.overlap: time in which the engine was idle while the trainer worked, and only rewards were under"
-        " way.",
+        "With rollout.overlap: idle time of the engine while the trainer works and only rewards are pending.",
     ),
-    Metric(
-        "wait/environment_s",
-        "sum",
-        "s",
-        "Part of time/generate_s: time in which the trainer waited for environments alone. Only where one answers the"
-        " policy, as all of turns/ and episodes/.",
-    ),
+    Metric("wait/environment_s", "sum", "s", "Part of time/generate_s: time the trainer waited for environments only."),
     Metric(
         "speed/generated_tokens_per_s",
         "rate",
         "tokens/s",
-        "Generation speed while generating.",
+        "Generation speed during generation.",
         "tokens/step_generated",
         "time/generate_s",
     ),
@@ -342,7 +421,7 @@ METRICS: list[Metric] = [
         "speed/trained_tokens_per_s",
         "rate",
         "tokens/s",
-        "Training speed while training.",
+        "Training speed during training.",
         "tokens/step_trained",
         "time/train_s",
     ),
@@ -350,12 +429,12 @@ METRICS: list[Metric] = [
         "speed/step_tokens_per_s",
         "rate",
         "tokens/s",
-        "Throughput of the whole loop: trained tokens by the time of the step.",
+        "Throughput of the whole loop: trained tokens / time of the step.",
         "tokens/step_trained",
         "time/step_s",
     ),
     Metric("perf/train_flops", "sum", "FLOP", "Model FLOPs of the step's training (docs/gpu.md); recomputation once."),
-    Metric("perf/generate_flops", "sum", "FLOP", "Model FLOPs of the step's generation: prefilled again ones, too."),
+    Metric("perf/generate_flops", "sum", "FLOP", "Model FLOPs of the step's generation, repeated prefill included."),
     Metric("perf/mfu_train", "mean", "share", "perf/train_flops by the trainer's peak in time/train_s."),
     Metric(
         "perf/mfu_generate",
@@ -410,7 +489,7 @@ METRICS: list[Metric] = [
     Metric("importance/max", "max", "", "Its maximum, before the cap."),
     Metric("importance/capped_share", "mean", "share", "Share of tokens whose weight passed algorithm.correction_cap."),
     Metric("mismatch/logprob_abs_mean", "mean", "nats", "Mean |proximal - behavior| log-prob of computed tokens."),
-    Metric("mismatch/logprob_abs_max", "max", "nats", "Its maximum."),
+    Metric("mismatch/logprob_abs_max", "max", "nats", "Maximum of the differences in mismatch/logprob_abs_mean."),
     Metric("importance/below_share", "mean", "share", "Share of tokens whose weight was below its floor."),
     Metric("importance/weight_mean", "mean", "", "Mean importance weight as applied: capped, masked ones 0."),
     Metric("importance/normalizer", "mean", "", "What algorithm.correction_normalize divided the weights by."),
@@ -442,10 +521,12 @@ METRICS: list[Metric] = [
     Metric("off_policy/rejected_share", "mean", "share", "Share of the loss that algorithm.rejection leaves out."),
     Metric("off_policy/masked_share", "mean", "share", "Share left out by off_policy_mask_above."),
     Metric("critic/loss", "mean", "", "Value loss (algorithm.advantage = gae), clipped as critic.value_clip says."),
-    Metric("critic/grad_norm", "mean", "", "The same of the critic."),
-    Metric("critic/grad_norm_max", "max", "", "The largest of the step's updates."),
-    Metric("critic/learning_rate", "last", "", "Of the critic's own model, else of the value head."),
-    Metric("critic/skipped_steps", "sum", "updates", "Its skipped optimizer steps: a gradient was not finite."),
+    Metric("critic/grad_norm", "mean", "", "Gradient norm of the critic, mean over the step's updates."),
+    Metric("critic/grad_norm_max", "max", "", "Largest gradient norm of the critic's updates in the step."),
+    Metric("critic/learning_rate", "last", "", "Learning rate of the critic's own model, else of the value head."),
+    Metric(
+        "critic/skipped_steps", "sum", "updates", "Skipped optimizer steps of the critic: a gradient was not finite."
+    ),
     Metric("critic/clipped_share", "mean", "share", "Share of loss tokens whose value critic.value_clip holds."),
     Metric("critic/value_mean", "mean", "", "Mean value of a loss token before the step."),
     Metric("critic/return_mean", "mean", "", "Mean return of a loss token."),
@@ -457,15 +538,88 @@ METRICS: list[Metric] = [
     ),
     Metric("mismatch/kl", "mean", "nats", "KL(behavior, proximal), k1 estimate: mean of behavior - proximal log-prob."),
     # Journal
-    Metric("journal/time_s", "sum", "s", "Time spent on the journal; it is part of the time/ keys."),
+    Metric("journal/time_s", "sum", "s", "Time spent on the journal; part of the time/ keys."),
     Metric("journal/bytes", "last", "bytes", "Size of the journal since the newest checkpoint."),
-    Metric("journal/failed", "counter", "", "Times that the journal could not be written (full disk), and ended."),
-    Metric("journal/cut_bytes", "counter", "bytes", "Of journals read back, what was not trusted: torn, damaged."),
-    Metric("mirror/failed", "counter", "", "Times that the run could not be copied to a remote checkpoint.dir."),
-    *TRACKERS,
-    *ENGINE,
+    Metric("journal/failed", "counter", "", "Failed writes of the journal (full disk), which end it."),
+    Metric("journal/cut_bytes", "counter", "bytes", "Bytes of torn or damaged journals that were ignored on resume."),
+    Metric("mirror/failed", "counter", "", "Failed copies of the run to a remote checkpoint.dir."),
+    Metric(
+        "trackers/failed",
+        "counter",
+        "",
+        "Failures of track.trackers. Events that a custom tracker missed are not sent again; external trackers get "
+        "them from the run's files.",
+    ),
+    Metric(
+        "trackers/lost",
+        "counter",
+        "",
+        "Rows, evaluations and samples that an external tracker did not take in time (docs/trackers.md).",
+    ),
+    Metric("engine/decode_steps", "counter", "steps", "Decode steps; with servers and services: tokens."),
+    Metric(
+        "engine/prefill_tokens",
+        "counter",
+        "tokens",
+        "Tokens prefilled for the first time; with servers: sent tokens, cached ones included.",
+    ),
+    Metric("engine/reprefill_tokens", "counter", "tokens", "Tokens prefilled again (a cost)."),
+    Metric("engine/prefill_s", "counter", "s", "Time in prefill. Not on a GPU, where it is not known without waiting."),
+    Metric("engine/flops", "counter", "FLOP", "Model FLOPs computed; perf/generate_flops has those of the step."),
+    Metric("engine/decode_s", "counter", "s", "Time in decode steps. Not on a GPU, as engine/prefill_s."),
+    Metric("engine/decode_thread_s", "counter", "thread s", "The time of each decode step times its CPU threads."),
+    Metric("engine/threads", "mean", "threads", "Mean CPU threads of this step's decode steps, by time."),
+    Metric("engine/restarts", "counter", "processes", "Restarts of dead engine processes."),
+    # Of servers (engine.kind = "remote")
+    Metric("engine/servers", "last", "servers", "Serving servers of a remote engine."),
+    Metric("engine/ejections", "counter", "servers", "Servers ejected: failed, silent, or restarted."),
+    Metric(
+        "engine/lost_requests",
+        "counter",
+        "requests",
+        "Requests that broke off; the rollout continued on another server.",
+    ),
+    Metric(
+        "engine/abandoned_requests", "counter", "requests", "Requests that ignored an abort, and were disconnected."
+    ),
+    Metric(
+        "engine/resumed_in_place",
+        "counter",
+        "rollouts",
+        "Rollouts resumed on the server with their tokens in the cache.",
+    ),
+    Metric(
+        "engine/resumed_elsewhere",
+        "counter",
+        "rollouts",
+        "Rollouts resumed on another server, because theirs had no room.",
+    ),
+    Metric("engine/surplus_tokens", "counter", "tokens", "Tokens sampled after a rollout's end, and removed."),
+    Metric(
+        "engine/span_mismatches",
+        "counter",
+        "requests",
+        "Requests with inconsistent policy versions in the server's reply.",
+    ),
+    Metric("engine/refused_weights", "counter", "", "Weight syncs that a server rejected."),
+    Metric("engine/weights_paused_s", "counter", "s", "Time that servers were paused for weight syncs."),
+    # Of all
+    Metric("engine/empty_answers", "counter", "", "Answers without a token for rollouts that were not interrupted."),
+    Metric("engine/failed_extends", "counter", "", "Extensions that ended in an error, and were retried or dropped."),
+    Metric("engine/preemptions", "counter", "rollouts", "Rollouts preempted for KV memory."),
+    Metric("engine/{name}", "counter", "", "Further counters of a custom engine (its `stats`)."),
+    Metric("kv/stale_prefix_tokens", "counter", "tokens", "Tokens served from KV of older weights."),
+    Metric("kv/kept_tokens", "counter", "tokens", "Tokens of resumed rollouts with reused KV."),
+    Metric("kv/shared_prompt_tokens", "counter", "tokens", "Prompt tokens shared with a sibling."),
+    Metric("kv/bytes", "last", "bytes", "Memory of the KV cache."),
+    Metric(
+        "engine/kernels",
+        "last",
+        "",
+        "1: compiled kernels do the small operations on the CPU; 0: torch does, more slowly (the start says why).",
+    ),
     Metric("memory/peak_rss_bytes", "max", "bytes", "Peak resident memory of the process."),
     Metric("memory/servers_rss_bytes", "last", "bytes", "Resident memory of all servers. On a cluster only."),
     Metric("memory/ranks_rss_bytes", "last", "bytes", "Resident memory of all ranks. On a cluster only."),
-    Metric("memory/reward_nodes_rss_bytes", "last", "bytes", "Of all reward nodes. On a cluster only."),
+    Metric("memory/reward_nodes_rss_bytes", "last", "bytes", "Resident memory of all reward nodes. On a cluster only."),
 ]

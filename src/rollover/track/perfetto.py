@@ -1,8 +1,8 @@
-"""A trace as Chrome trace events: the JSON that ui.perfetto.dev and chrome://tracing open.
+"""A trace as Chrome trace events, the JSON that ui.perfetto.dev and chrome://tracing open.
 
 One process per engine with one track per slot: a slice per segment, named by rollout and policy version. One process
-for environments and agents at work, which have tracks enough for all that are at once. One
-for the loop with a track per kind of span, and publications as instants. Format: "Trace Event Format" (Google, 2016).
+for environments and agents at work, with as many tracks as were at work at once. One for the loop with a track per kind
+of span; weight syncs are instants. Format: "Trace Event Format" (Google, 2016).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ACTING, _LOOP = 0, 1  # process ids; engine i has _LOOP + 1 + i
 
 
 def perfetto(events: Sequence[TraceEvent]) -> dict[str, Any]:
-    """JSON-able. Times in microseconds."""
+    """Convert to a JSON-able dict, times in microseconds."""
     visits, of_spans = engine_visits(events), spans(events)
     names = list(dict.fromkeys(["generate", "train", PUBLISH, *(s.name for s in of_spans)]))
     tracks: dict[tuple[int, int], tuple[str, str]] = {(_LOOP, i): ("loop", name) for i, name in enumerate(names)}

@@ -1,7 +1,4 @@
-"""What is printed at the end of a run: what training did to the reward, where the tokens and the time went, the files.
-
-Owns the layout, and what is read out of a run's rows. It never opens a run's files.
-"""
+"""The summary at the end of a run: change of the reward, use of tokens and time, files. Opens no files of the run."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollover.track.bottleneck import Verdict, verdict
+from rollover.track.bottleneck import Bottleneck, find_bottleneck
 from rollover.track.console import excerpt, new_console, shown, shown_lines
 from rollover.track.figures import count, decimal, duration, percent, with_interval
 from rollover.track.metrics import aggregate
@@ -26,7 +23,7 @@ _PHASES = ("generate", "score", "schedule", "train", "weights", "sleep", "checkp
 
 @dataclass(frozen=True, slots=True)
 class SampleAnswer:
-    """One held-out problem and what the model answered before and after training. A score is None if missing."""
+    """A held-out task and the model's answers before and after training. A score is None if missing."""
 
     prompt: str
     before: str
@@ -37,15 +34,14 @@ class SampleAnswer:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """Plain data of a finished (or stopped) run.
+    """Plain data of a run.
 
     `eval_before`, `eval_after`: {"mean", "ci": [low, high], "pass@1", ..., "sources": {name: the same}} or None.
-    `last_row`: the last metrics row (the waste report is read from its cumulative counters). `time_s`: seconds by
-    phase, which are more than `total_s` together where training streamed. `waits`: who waited for whom, over all steps.
-    `partial_share`: share of all trained rollouts with segments of >= 2 policy versions. `paths`: by label.
-    `reward_errors`: how many rewards failed, and the most frequent error.
-    `enough`: why it ended before its last step, "" if it did not. `view_command` is what shows the run in a browser.
-    `now`: by label, where a run stands that somebody looks at.
+    `last_row`: the last metrics row (its counters give the waste report). `time_s`: seconds by phase; with streaming
+    they sum to more than `total_s`. `waits`: the bottleneck over all steps. `partial_share`: share of trained rollouts
+    with segments of >= 2 policy versions. `paths`: by label. `reward_errors`: number of failed rewards and the most
+    frequent error. `enough`: the reason of an early end, else "". `view_command`: the command that shows the run in a
+    browser. `now`: current state by label (`rollover show`).
     """
 
     title: str
@@ -57,7 +53,7 @@ class RunSummary:
     partial_share: float | None = None
     time_s: Mapping[str, float] = field(default_factory=dict)
     total_s: float = 0.0
-    waits: Verdict | None = None
+    waits: Bottleneck | None = None
     paths: Mapping[str, str] = field(default_factory=dict)
     reward_errors: str = ""
     enough: str = ""
@@ -74,8 +70,8 @@ def run_summary(
     enough: str = "",
     view_command: str = "",
 ) -> RunSummary:
-    """The summary of a whole run, resumptions included, from the rows of metrics.jsonl and eval.jsonl."""
-    before = evals[0] if evals and evals[0].get("step", 0) == 0 else None  # not with eval.at_start = false
+    """Summarise a run, resumptions included, from the rows of metrics.jsonl and eval.jsonl."""
+    before = evals[0] if evals and evals[0].get("step", 0) == 0 else None  # missing with eval.at_start = false
     after = evals[-1] if evals and evals[-1] is not before else None
     if after is None:
         before = None
@@ -89,7 +85,7 @@ def run_summary(
     evaluated = sum(e.get("seconds", 0.0) for e in evals)
     total_s = sum((row.get("time/step_s") or 0.0) - (row.get("time/eval_s") or 0.0) for row in rows) + evaluated
     time_s["eval"] = evaluated
-    consumed = [0.0, *(row.get("groups/consumed") or 0.0 for row in rows)]  # a run of an older version may have none
+    consumed = [0.0, *(row.get("groups/consumed") or 0.0 for row in rows)]  # missing in runs of older versions
     shares = [row.get("rollouts/partial_share") or 0.0 for row in rows]
     partial = sum((b - a) * share for a, b, share in zip(consumed, consumed[1:], shares, strict=False))
     return RunSummary(
@@ -102,7 +98,9 @@ def run_summary(
         partial_share=partial / consumed[-1] if consumed[-1] else None,
         time_s={phase: seconds for phase, seconds in time_s.items() if seconds > 0},
         total_s=total_s,
-        waits=verdict(aggregate({k: v for k, v in row.items() if k.startswith(("time/", "wait/"))} for row in rows)),
+        waits=find_bottleneck(
+            aggregate({k: v for k, v in row.items() if k.startswith(("time/", "wait/"))} for row in rows)
+        ),
         paths=paths,
         reward_errors=reward_errors,
         enough=enough,
@@ -113,8 +111,8 @@ def run_summary(
 def print_summary(summary: RunSummary, console: Console | None = None) -> None:
     """Print the summary: tables on a terminal, plain aligned lines elsewhere (never wrapped, without colour).
 
-    Shares of tokens are of those generated; `prefilled again` is a cost beside them, not one of their accounts.
-    An account, a cost or a phase that is zero has no line.
+    Shares of tokens are relative to the generated ones; `prefilled again` is a cost, not one of their accounts. Zero
+    accounts, costs and phases have no line.
     """
     console = console or new_console()
     plain = not console.is_terminal
@@ -129,7 +127,7 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
         ("Files", (), list(summary.paths.items())),
     ):
         if rows:
-            # Paths stay whole: a table would fold them, and they could not be copied.
+            # A table would fold paths, so that they could not be copied.
             _print_table(console, title, header, rows, plain or title in ("Run", "Files"))
         if title == "Held-out tasks":
             _print_samples(console, summary.samples, plain)
@@ -143,7 +141,7 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
 
 
 def _print(console: Console, text: Text) -> None:
-    text.plain = shown_lines(text.plain, console)  # a run may be somebody else's
+    text.plain = shown_lines(text.plain, console)  # the run may be untrusted
     console.print(text, soft_wrap=True)
 
 
@@ -209,7 +207,7 @@ def _waste_rows(summary: RunSummary) -> list[list[str]]:
     if len(accounts) == 2:
         accounts.append(("dropped", row.get("tokens/dropped")))
     accounts.append(("held, unfinished or not trained", row.get("tokens/held")))
-    # Not an account of the ledger: work done twice, beside the tokens generated.
+    # Not an account of the ledger: work done twice.
     accounts.append(("prefilled again (cost)", row.get("engine/reprefill_tokens")))
     rows = [
         [label, count(tokens), percent(tokens / generated) if generated and tokens is not None else decimal(None)]

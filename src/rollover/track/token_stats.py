@@ -1,8 +1,7 @@
-"""What training made of the tokens of one rollout, as it is recorded (track.token_stats): the loss mask, and of each
-token that came to the loss its advantage, importance weight, weight in the loss and entropy.
+"""Per-token training statistics of a rollout (track.token_stats): loss mask, advantages, weights, entropies.
 
-Owns how that is written: the mask as lengths of runs, numbers with five significant digits, one number where all are
-the same. [n]: all tokens of a rollout; M: those that came to the loss.
+Record format: the mask as run lengths; numbers with five significant digits, a single number if all are equal.
+Shapes: [n] all tokens of a rollout; [M] its tokens in the loss.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ _NOTHING: dict[str, Any] = dict.fromkeys(KEYS)
 
 @dataclass(frozen=True)
 class TokenStats:
-    """`mask` [n] bool: the tokens that came to the loss, M of them. `rejected` [M] bool: those that algorithm.rejection
-    took out of it again. The others [M] float32, NaN where there is none.
+    """`mask` [n] bool: the M tokens in the loss. `rejected` [M] bool: tokens that algorithm.rejection removed from it.
+    The others [M] float32, NaN if missing.
 
-    advantages: as the loss had them. importance_weights: exp(log-prob in the first forward pass of the step - log-prob
-    as it was sampled), before any bound; of rejected tokens under the weights at the start of the step. loss_weights:
-    by what the advantage was multiplied in the gradient of the token's log-prob, after every bound, clip and mask.
-    entropies: of the distribution in that first pass, at the temperature of sampling (nats).
+    advantages: as in the loss. importance_weights: exp(log-prob in the first forward pass of the step - log-prob when
+    sampled), before any bound; of rejected tokens under the weights at the start of the step. loss_weights: factor of
+    the advantage in the gradient of the token's log-prob, after every bound, clip and mask. entropies: of the
+    distribution in that first pass, at the sampling temperature (nats).
     """
 
     mask: np.ndarray
@@ -39,31 +38,30 @@ class TokenStats:
     entropies: np.ndarray
 
     def record(self) -> dict[str, Any]:
-        """By KEYS, for JSON: what there is of none of its tokens is None."""
+        """Return the JSON values by KEYS; None if no token has a value."""
         rejected = None
         if self.rejected.any():
             places = np.zeros(len(self.mask), bool)
             places[np.flatnonzero(self.mask)[self.rejected]] = True
             rejected = run_lengths(places)
-        numbers = short(np.stack([getattr(self, name) for name in _NUMBERS]))
+        numbers = rounded(np.stack([getattr(self, name) for name in _NUMBERS]))
         return {"loss_mask": run_lengths(self.mask), "rejected": rejected, **dict(zip(_NUMBERS, numbers, strict=True))}
 
 
 def record_of(stats: TokenStats | None) -> dict[str, Any]:
-    """By KEYS: of a rollout that no token of came to a loss, or that nothing was told of, None."""
+    """Return the JSON values by KEYS, all None without statistics."""
     return _NOTHING if stats is None else stats.record()
 
 
 def by_token(record: Mapping[str, Any]) -> dict[str, list[Any]] | None:
-    """The same by token [n] of a record as it was written: "mask" and "rejected" as bool, and by KEYS the numbers, None
-    where there is none. None: nothing is recorded of it.
+    """Return the statistics of a record by token [n]: "mask" and "rejected" as bool, numbers by KEYS, None if missing.
 
-    ValueError where the lengths do not agree.
+    None if the record has no statistics. ValueError if the lengths do not agree.
     """
     if record.get("loss_mask") is None:
         return None
-    mask = mask_of(record["loss_mask"])
-    rejected = mask_of(record["rejected"]) if record.get("rejected") else np.zeros_like(mask)
+    mask = mask_from_run_lengths(record["loss_mask"])
+    rejected = mask_from_run_lengths(record["rejected"]) if record.get("rejected") else np.zeros_like(mask)
     if not len(mask) == len(rejected) == record["num_tokens"]:
         raise ValueError(f"loss_mask is of {len(mask)} tokens, and there are {record['num_tokens']}")
     places = np.flatnonzero(mask).tolist()
@@ -81,7 +79,7 @@ def by_token(record: Mapping[str, Any]) -> dict[str, list[Any]] | None:
 
 
 def run_lengths(mask: np.ndarray) -> list[int]:
-    """How many are out, in, out, in...: [0, 5] is five that are in."""
+    """Return the lengths of the runs of False, True, False...: [0, 5] is five times True."""
     if mask.all():
         return [0, len(mask)] if len(mask) else [0]
     changes = np.flatnonzero(np.diff(mask)) + 1
@@ -90,8 +88,8 @@ def run_lengths(mask: np.ndarray) -> list[int]:
     return [0, *lengths] if len(mask) and mask[0] else lengths
 
 
-def mask_of(lengths: Sequence[int]) -> np.ndarray:
-    """The mask of these `run_lengths`."""
+def mask_from_run_lengths(lengths: Sequence[int]) -> np.ndarray:
+    """Return the mask of these `run_lengths`."""
     mask = np.zeros(sum(lengths), bool)
     for index, end in enumerate(accumulate(lengths)):
         if index % 2:
@@ -99,11 +97,11 @@ def mask_of(lengths: Sequence[int]) -> np.ndarray:
     return mask
 
 
-def short(rows_KM: np.ndarray) -> list[list[float | None] | None]:
-    """Each row with five significant digits; one number where all are the same, None where none is a number."""
+def rounded(rows_KM: np.ndarray) -> list[list[float | None] | None]:
+    """Round each row to five significant digits; one number if all are equal, None if none is finite."""
     finite_KM = np.isfinite(rows_KM)
     found_KM = np.where(finite_KM, rows_KM, 0.0).astype(np.float64)
-    # 10 to a whole power is exact, and so the quotient is the number that its decimals say.
+    # A whole power of 10 is exact, so the quotient is the float nearest to the decimal.
     digits_KM = _DIGITS - 1 - np.floor(np.log10(np.abs(np.where(found_KM == 0, 1.0, found_KM))))
     scale_KM = 10.0 ** digits_KM.clip(0, 22)
     rounded_KM = np.round(found_KM * scale_KM) / scale_KM + 0.0

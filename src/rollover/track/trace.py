@@ -1,10 +1,10 @@
 """The trace of a run: what happened to every rollout and when. docs/trace.md describes trace.jsonl line by line.
 
-    Lifecycle ──▶ Trace.on_event ────────────TraceEvent──▶ TraceFile             (trace.jsonl)
-    the loop ──▶ Trace.span, Trace.on_published ────┘         └──▶ engine_visits, spans  (picture, Perfetto, summary)
+    Lifecycle ──▶ Trace.on_event ──────────────TraceEvent──▶ TraceFile           (trace.jsonl)
+    the loop ──▶ Trace.span, Trace.on_weight_sync ────┘         └──▶ engine_visits, spans  (picture, Perfetto, summary)
 
-Owns the events, their lines, and how they are paired up again. The clock is the run's, or a planner's virtual one.
-Never decides anything, and nothing is decided by it. No torch, no event loop.
+Owns the events, their lines, and their pairing. The clock is the run's, or the planner's virtual one. No decision
+depends on the trace. No torch, no event loop.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class TraceEvent(NamedTuple):
 
     `kind`: an EventKind's value, `<span>_start`, `<span>_end` or "publish". `seconds`: since the start of the run.
     `version`: the trainer's. `group` is None for events of the loop, `sibling` for those of a whole group. `engine`: 0
-    is the embedded one. `tokens`, sampled ones: start and resume: so far; park, act and finish: since the start or
-    resume before (answer, and finish after act: 0); ready, consume, drop: the whole group's. `segments`: (policy
-    version, tokens) of what park, act and finish add. `reason`: of a drop.
+    is the embedded one. `tokens`: sampled tokens. start, resume: so far; park, act, finish: since the last start or
+    resume (answer, and finish after act: 0); ready, consume, drop: of the whole group. `segments`: (policy version,
+    tokens) that park, act and finish add. `reason`: of a drop.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class TraceEvent(NamedTuple):
     reason: str = ""
 
     def to_line(self) -> str:
-        """Compact JSON array, without line end. Microseconds are kept."""
+        """Return a compact JSON array without line end, with times in microsecond precision."""
         values: list[object] = [self.kind, round(self.seconds, 6), self.version]
         if self.group is not None:
             values += [self.group, self.sibling, self.engine, self.tokens]
@@ -64,12 +64,12 @@ class TraceEvent(NamedTuple):
 
     @classmethod
     def from_line(cls, line: str | bytes) -> TraceEvent:
-        """The inverse of `to_line`. Raises ValueError for anything else."""
+        """Parse a line of `to_line`; ValueError for anything else."""
         return cls.from_values(json.loads(line))
 
     @classmethod
     def from_values(cls, values: object) -> TraceEvent:
-        """Of what a line says as JSON. ValueError for what no line says."""
+        """Convert the JSON value of a line; ValueError for anything else."""
         if not isinstance(values, list) or len(values) not in (3, 7, 8):
             raise ValueError("not an array of 3, 7 or 8 values")
         if len(values) < 8:
@@ -81,25 +81,26 @@ class TraceEvent(NamedTuple):
 
 
 class Trace(Tracker):
-    """A reader of Lifecycle's events: collects their lines in memory, in the order of their happening, and adds them to
-    `file` once a step. Without a `file` they stay in memory. `clock`: that of the events.
+    """Tracker that collects the events of Lifecycle and of the loop in memory, and appends them to `file` once per
+    step.
+
+    Without a `file` they stay in memory. `clock`: of the events.
     """
 
     def __init__(self, clock: RunClock, file: TraceFile | None = None) -> None:
         self.clock = clock
         self.events: list[TraceEvent] = []
-        self.resumes_at = 0  # size of the file in bytes where the run goes on
+        self.resumes_at = 0  # size of the file in bytes at the resume point
         self._file = file
-        self._segments_before: dict[str, int] = {}  # of what runs
+        self._segments_before: dict[str, int] = {}  # by running rollout: segments at its start or resume
 
     def on_event(self, event: Event) -> None:
-        """A listener of Lifecycle."""
         kind, group, rollout = event.kind.value, event.group, event.rollout
         if event.kind in (EventKind.SCORE, EventKind.KEEP):
-            return  # scores are told with the group: ready, or drop
-        if event.kind is EventKind.GIVE_BACK:  # it was not consumed after all: no line of the file says so yet
-            untold = (EventKind.CONSUME.value, group.group_id)
-            self.events = [e for e in self.events if (e.kind, e.group) != untold]
+            return  # the group's ready or drop event follows
+        if event.kind is EventKind.GIVE_BACK:  # undoes a consume event, which is not written yet
+            undone = (EventKind.CONSUME.value, group.group_id)
+            self.events = [e for e in self.events if (e.kind, e.group) != undone]
             return
         segments: tuple[tuple[int, int], ...] = ()
         if rollout is None:
@@ -108,7 +109,7 @@ class Trace(Tracker):
             self._segments_before[rollout.rollout_id] = len(rollout.segments)
             tokens = rollout.num_sampled_tokens
         else:
-            # Without a visit before it, its environment was at work: it wrote something that no policy sampled.
+            # Without a visit before it, its environment wrote tokens, which no policy sampled.
             new = rollout.segments[self._segments_before.pop(rollout.rollout_id, len(rollout.segments)) :]
             segments = tuple((s.policy_version, len(s)) for s in new if s.trainable)
             tokens = sum(n for _, n in segments)
@@ -119,8 +120,10 @@ class Trace(Tracker):
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """The loop does something for a while: "generate", "train". Spans of one name do not overlap. While the clock
-        stands nothing is recorded: a span would have no length."""
+        """Record a phase of the loop: "generate", "train". Spans of one name do not overlap.
+
+        Nothing is recorded while the clock stands, because a span would have no length.
+        """
         if self.clock.stands:
             yield
             return
@@ -130,59 +133,57 @@ class Trace(Tracker):
         finally:
             self.events.append(TraceEvent(name + SPAN_END, self.clock.seconds(), self.clock.version))
 
-    def on_published(self, version: int) -> None:
-        """The engine samples with the weights of `version` from now on. Called before anything is dropped for it."""
+    def on_weight_sync(self, version: int) -> None:
+        """Record that the engine samples with the weights of `version` now; called before the drops that it causes."""
         self.events.append(TraceEvent(PUBLISH, self.clock.seconds(), version))
 
     def drain(self) -> list[TraceEvent]:
-        """The events since the last call."""
+        """Return the events since the last call."""
         events, self.events = self.events, []
         return events
-
-    # Its file
 
     def on_step(self, row: Row) -> None:
         self.flush()
 
     def truncate(self, cut: Cut) -> None:
-        """Cut the file to its size at `cut`, which may be in the middle of a step: `resumes_at`."""
+        """Truncate the file to `resumes_at`, which may be in the middle of a step."""
         if self._file is not None:
             self._file.truncate(self.resumes_at)
 
     @property
     def num_bytes(self) -> int:
-        """The size of the file now."""
+        """The size of the file."""
         return 0 if self._file is None else self._file.num_bytes
 
     def flush(self) -> None:
         """Write the new events."""
         if self._file is not None:
             self._file.write(self.events)
-            self.drain()  # not before: events that could not be written are written with the next ones
+            self.drain()  # only now: after a failed write the events stay for the next one
 
     def sync(self) -> int:
-        """Write the new events to the disk. Returns the size of the file, to which a run that resumes here cuts it."""
+        """Flush the new events to disk. Returns the size of the file for `resume_at`."""
         self.flush()
         if self._file is not None:
             self._file.sync()
         return self.num_bytes
 
     def resume_at(self, num_bytes: int) -> None:
-        """The run goes on where the file had this size: what is not in it is forgotten."""
+        """Set the resume point to this size of the file, and discard the events in memory."""
         self.drain()
         self.resumes_at = num_bytes
 
 
 def _sibling(rollout: Rollout) -> int | str:
-    """The number of its Episode; of the further Rollouts of one, their places in it as well: "3.0.1"."""
+    """Sibling number; for further rollouts of an episode with trajectory and context: "3.0.1"."""
     place = rollout.rollout_id.partition("-")[2]
     return rollout.sibling if place == str(rollout.sibling) else place
 
 
 class TraceFile:
-    """trace.jsonl: append-only, cut back to a checkpoint's size when a run resumes from it.
+    """trace.jsonl: append-only, truncated to a checkpoint's size when a run resumes from it.
 
-    `enabled` False: nothing is added, but what an earlier process of the run wrote stays and is cut like the rest.
+    `enabled` False: it appends nothing, but still truncates the file of an earlier process of the run.
     """
 
     def __init__(self, path: str | Path, enabled: bool = True) -> None:
@@ -193,7 +194,7 @@ class TraceFile:
         return self.path.stat().st_size if self.path.exists() else 0
 
     def write(self, events: Iterable[TraceEvent]) -> None:
-        """Append; readers see all of them at once. After an OSError the file is as it was before."""
+        """Append events; readers see all of them at once. An OSError leaves the file unchanged."""
         lines = "".join(event.to_line() + "\n" for event in events) if self.enabled else ""
         if not lines:
             return
@@ -207,11 +208,11 @@ class TraceFile:
             raise
 
     def sync(self) -> None:
-        """Return when every line is on disk: before a checkpoint that counts on them."""
+        """Flush every line to disk, before a checkpoint that refers to them."""
         self._change(None)
 
     def truncate(self, num_bytes: int) -> None:
-        """Forget what was written beyond the first `num_bytes`."""
+        """Remove everything after the first `num_bytes`."""
         self._change(num_bytes)
 
     def _change(self, num_bytes: int | None) -> None:
@@ -223,10 +224,7 @@ class TraceFile:
 
 
 def trace_events(path: str | Path) -> Iterator[TraceEvent]:
-    """The events of a trace.jsonl, read as they are wanted; half a line, left by a killed writer, is none.
-
-    ValueError names a wrong line.
-    """
+    """Yield the events of a trace.jsonl. A truncated last line is ignored; ValueError names an invalid line."""
     with open_regular(path) as file:
         for number, line in enumerate(lines_of(file, path, MOST_ROW_BYTES), start=1):
             if not line.endswith(b"\n"):
@@ -237,13 +235,10 @@ def trace_events(path: str | Path) -> Iterator[TraceEvent]:
                 raise ValueError(f"{path}:{number}: not a trace event ({error}): restore the file") from error
 
 
-# What the events say together
-
-
 class EngineVisit(NamedTuple):
-    """What one rollout did on an engine from one start or resume to the park, act or finish after it.
+    """One stay of a rollout on an engine, from start or resume to park, act or finish.
 
-    `slot`: the engine's smallest one that was free then. `resumed`: it had been interrupted before. `parked`: it was
+    `slot`: the engine's smallest free one at its start. `resumed`: it had been interrupted before. `parked`: it was
     interrupted and rolls over. `dropped`: its group was dropped later. Times in seconds.
     """
 
@@ -266,23 +261,22 @@ class EngineVisit(NamedTuple):
 def bars_of(
     segments: Sequence[tuple[int, int]], trainer_version: int, start: float, end: float
 ) -> list[tuple[int, int, float, float]]:
-    """(policy version, tokens, start, end) of each segment of a visit; one of 0 tokens if there is none.
+    """Return (policy version, tokens, start, end) of each segment of a visit; one bar of 0 tokens without segments.
 
-    The trace knows when a visit began and ended, not when weights changed in the middle of it: there the time is split
-    in proportion to the tokens.
+    The trace does not have the time of a weight sync during a visit: the time is split in proportion to the tokens.
     """
     if len(segments) < 2:
         ((version, tokens),) = segments or [(trainer_version, 0)]
         return [(version, tokens, start, end)]
-    total, seen, cuts = sum(n for _, n in segments), 0, [start]
+    total, seen, starts = sum(n for _, n in segments), 0, [start]
     for _, tokens in segments[:-1]:
         seen += tokens
-        cuts.append(start + (end - start) * seen / total)
-    return [(v, n, a, b) for (v, n), a, b in zip(segments, cuts, [*cuts[1:], end], strict=True)]
+        starts.append(start + (end - start) * seen / total)
+    return [(v, n, a, b) for (v, n), a, b in zip(segments, starts, [*starts[1:], end], strict=True)]
 
 
 class Span(NamedTuple):
-    """The loop was doing `name` at trainer version `version`. Times in seconds."""
+    """A phase of the loop at trainer version `version`. Times in seconds."""
 
     name: str
     version: int
@@ -290,16 +284,12 @@ class Span(NamedTuple):
     end: float
 
 
-_Key = tuple[int | None, int | str | None]  # a rollout: its group, and its name in that
-Begun = tuple[float, int, int, int, bool]
+_Key = tuple[int | None, int | str | None]  # group and sibling of a rollout
+Begun = tuple[float, int, int, int, bool]  # start, trainer version, engine, slot, resumed
 
 
 class Visits:
-    """Which rollout is in which slot, by what begins and ends.
-
-    `running`: of each rollout in a slot, since when it is, the trainer's version then, engine, slot, and whether it had
-    been interrupted before.
-    """
+    """Assignment of rollouts to slots, from the events that begin and end visits. `running`: the open visits."""
 
     def __init__(self) -> None:
         self.running: dict[_Key, Begun] = {}
@@ -307,8 +297,7 @@ class Visits:
         self._num_slots: dict[int, int] = {}
 
     def begin(self, rollout: _Key, seconds: float, version: int, engine: int, resumed: bool) -> None:
-        """It has got a slot: the engine's smallest free one. A visit of it that has no end, as its process was killed
-        meanwhile, is forgotten."""
+        """Give it the engine's smallest free slot. An earlier visit without an end (a killed process) is discarded."""
         if rollout in self.running:
             self.end(rollout)
         if free := self._free.get(engine):
@@ -319,20 +308,20 @@ class Visits:
         self.running[rollout] = seconds, version, engine, slot, resumed
 
     def end(self, rollout: _Key) -> Begun | None:
-        """It left its slot: how that visit began. None where it was in none."""
+        """Free its slot and return the beginning of the visit, None if it had no slot."""
         begun = self.running.pop(rollout, None)
         if begun is not None:
             heapq.heappush(self._free.setdefault(begun[2], []), begun[3])
         return begun
 
-    def give_up(self, group: int) -> None:
-        """The group left: none of its rollouts is in a slot any more."""
+    def release_group(self, group: int) -> None:
+        """Free the slots of all rollouts of the group."""
         for rollout in [rollout for rollout in self.running if rollout[0] == group]:
             self.end(rollout)
 
 
 def engine_visits(events: Sequence[TraceEvent]) -> list[EngineVisit]:
-    """In order of their ends. What ran when the trace began or broke off is left out."""
+    """Return the complete visits, in the order of their ends."""
     visits, found = Visits(), []
     dropped = {e.group for e in events if e.kind == EventKind.DROP.value}
     for event in events:
@@ -340,7 +329,7 @@ def engine_visits(events: Sequence[TraceEvent]) -> list[EngineVisit]:
         if event.kind in BEGINS_VISIT:
             visits.begin(rollout, event.seconds, event.version, event.engine, event.kind == EventKind.RESUME.value)
         elif event.kind == EventKind.DROP.value and event.group is not None:
-            visits.give_up(event.group)
+            visits.release_group(event.group)
         elif event.kind in ENDS_VISIT and (begun := visits.end(rollout)) is not None:
             start, version, engine, slot, resumed = begun
             assert event.group is not None and event.sibling is not None
@@ -351,8 +340,10 @@ def engine_visits(events: Sequence[TraceEvent]) -> list[EngineVisit]:
 
 
 class Act(NamedTuple):
-    """A turn of a rollout had ended, and its environment, or its agent, was at work; an agent is before its first call,
-    too. `lane`: the smallest one that was free then. `goes_on`: the policy had another turn. Times in seconds."""
+    """The work of an environment or agent for a rollout, after a turn; of an agent also before its first call.
+
+    `lane`: the smallest free one at its start. `goes_on`: the policy had another turn. Times in seconds.
+    """
 
     group: int | None
     sibling: int | str | None
@@ -367,18 +358,18 @@ class Act(NamedTuple):
 
 
 class Acts:
-    """Pairs events up to acts, as they come. `begun`: of what is at work since when, and in which lane."""
+    """Pairs events to acts as they come. `begun`: start and lane of the open acts."""
 
     def __init__(self) -> None:
         self.begun: dict[_Key, tuple[float, int]] = {}
         self._free: list[int] = []
 
     def add(self, event: TraceEvent) -> Act | None:
-        """The act that the event ends, if it ends one."""
+        """Return the act that the event ends, if any."""
         rollout = (event.group, event.sibling)
         if event.kind in (EventKind.RESTART.value, EventKind.DROP.value):
-            for given_up in [key for key in self.begun if _is_of(key, event)]:
-                heapq.heappush(self._free, self.begun.pop(given_up)[1])
+            for cancelled in [key for key in self.begun if _concerns(event, key)]:
+                heapq.heappush(self._free, self.begun.pop(cancelled)[1])
         elif event.kind in _BEGINS_ACT and rollout not in self.begun:
             self.begun[rollout] = event.seconds, heapq.heappop(self._free) if self._free else len(self.begun)
         elif event.kind in _ENDS_ACT and rollout in self.begun:
@@ -389,25 +380,25 @@ class Acts:
 
 
 def acts(events: Sequence[TraceEvent]) -> list[Act]:
-    """In order of their ends. What was at work when the trace ended, or was given up, is left out."""
+    """Return the complete acts, in the order of their ends."""
     pairing = Acts()
     return [act for event in events if (act := pairing.add(event)) is not None]
 
 
-def _is_of(rollout: _Key, event: TraceEvent) -> bool:
-    """Whether the event is about the rollout's Episode, or its whole group."""
+def _concerns(event: TraceEvent, rollout: _Key) -> bool:
+    """Return whether the event is about the rollout's episode, or its whole group."""
     group, sibling = rollout
     return group == event.group and event.sibling in (None, sibling, int(str(sibling).partition(".")[0]))
 
 
 class Spans:
-    """Pairs events of the loop up to spans, as they come."""
+    """Pairs events of the loop to spans as they come."""
 
     def __init__(self) -> None:
         self.begun: dict[str, TraceEvent] = {}
 
     def add(self, event: TraceEvent) -> Span | None:
-        """The span that the event ends, if it ends one."""
+        """Return the span that the event ends, if any."""
         if event.kind.endswith(SPAN_START):
             self.begun[event.kind.removesuffix(SPAN_START)] = event
         elif event.kind.endswith(SPAN_END) and (begin := self.begun.pop(event.kind.removesuffix(SPAN_END), None)):
@@ -416,16 +407,16 @@ class Spans:
 
 
 def spans(events: Sequence[TraceEvent]) -> list[Span]:
-    """In order of their ends. One that was cut off by the end of a process is left out."""
+    """Return the complete spans, in the order of their ends."""
     pairing = Spans()
     return [span for event in events if (span := pairing.add(event)) is not None]
 
 
 def busy_share(events: Sequence[TraceEvent]) -> float:
-    """Share of the slots' time that a rollout ran in, while something was generated; NaN if nothing ever was.
+    """Return the share of slot time in use during generation, NaN without generation.
 
-    Slots: as many per engine as ever ran at once. The time: when the loop waits for rollouts, or (with rollout.overlap)
-    some run beside the training.
+    Slots: per engine as many as ever ran at once. Generation: the loop waits for rollouts, or some run during training
+    (rollout.overlap).
     """
     visits = engine_visits(events)
     num_slots = len({(s.engine, s.slot) for s in visits})
@@ -435,7 +426,7 @@ def busy_share(events: Sequence[TraceEvent]) -> float:
 
 
 def _covered(intervals: list[tuple[float, float]]) -> float:
-    """Seconds that at least one of them covers."""
+    """Seconds that at least one interval covers."""
     covered, until = 0.0, float("-inf")
     for start, end in sorted(intervals):
         covered += max(0.0, end - max(start, until))

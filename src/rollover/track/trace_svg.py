@@ -1,7 +1,7 @@
-"""The picture of a trace as SVG: time to the right, engine slots downward, every segment a bar coloured by its version.
+"""A trace as SVG: time to the right, engine slots downward, each segment a bar coloured by its policy version.
 
-Owns the layout. Several traces are drawn one above the other on one time scale. Written by hand, without script or
-font, so that it opens anywhere; it follows the reader's light or dark mode. docs/trace.md says how to read it.
+Several traces are drawn one above the other on one time scale. No script and no font, so the file opens anywhere; it
+follows the reader's light or dark mode. docs/trace.md explains the picture.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ text{{fill:#e6edf3}} .small{{fill:#9198a1}} .paper{{fill:#0d1117}} .idle{{fill:#
 
 
 def draw(traces: Sequence[tuple[str, Sequence[TraceEvent]]]) -> str:
-    """SVG text. `traces`: (title, events) from top to bottom. Time 0 is the start of each one's first generation."""
+    """Draw `traces`, (title, events) from top to bottom, as SVG text. Time 0 is the start of each first generation."""
     panels = [_Panel(title, events) for title, events in traces]
     seconds = max((p.seconds for p in panels), default=0.0) or 1.0
     parts, top = [], float(_GAP)
@@ -86,9 +86,8 @@ class _Panel:
             if event.kind == PUBLISH:
                 x_publish = x(event.seconds)
                 out.append(_line("publish", x_publish, first - 8, x_publish, bottom + 4))
-        left_at: dict[
-            tuple[int, int | str], tuple[str, float, float]
-        ] = {}  # rollout -> how and where its last bar ends
+        # rollout -> style, x and y of the line to its next bar
+        left_at: dict[tuple[int, int | str], tuple[str, float, float]] = {}
         for visit in self.visits:
             y = first + self.lane * self.lanes[visit.engine, visit.slot]
             rollout, middle = (visit.group, visit.sibling), y + self.lane * 0.43

@@ -1,10 +1,10 @@
-"""Who is told what happens in a run: `Tracker`, which ours and the user's own extend, and `Trackers`, all of a run.
+"""Events of a run: `Tracker`, the base class of ours and of custom ones, and `Trackers`, all trackers of a run.
 
-    the run ──one call for each event──▶ Trackers ──▶ metrics, evaluations, rollouts, trace, live, health, your own,
-                                                      and tools of others, in processes of their own (trackers/)
+    the run ──one call for each event──▶ Trackers ──▶ metrics, evaluations, rollouts, trace, live view, health, custom
+                                                      trackers, and adapters of external ones (plugins/trackers/)
 
-Owns what the events are, their order, and what becomes of a tracker that fails: one of ours raises; one of the user's
-own is reported once and counted, and the run goes on. Which trackers a run has: track/build.py. None changes a run.
+Owns the events and their order. A failing tracker of ours ends the run; a failing custom one is reported once and
+counted. track/build.py chooses the trackers of a run.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ Kind = TypeVar("Kind", bound="Tracker")
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """A run, as its trackers are told of it. `config`: what config.resolved.json holds. `resumed`: an earlier process
-    made a part of it."""
+    """The run, for its trackers. `config`: the content of config.resolved.json. `resumed`: by `--resume`."""
 
     name: str
     directory: Path
@@ -43,13 +42,12 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCredit:
-    """What the advantage of a rollout was made of, in the step that trained it.
+    """The components of a rollout's advantage, in the step that trained it.
 
-    `compared`: rollouts of one group that have the same number were compared; None: with no other (a role that is not
-    trained, or the greedy rollout that the others are compared with). `reward`: that of its trajectory, after `terms`,
-    normalisation and clipping ([rewards]); None where it is missing. `terms`: what was added to the score, by name.
-    `kl_penalty`: what the KL to the reference takes off the reward then; None without one. `left_out`: why none of its
-    tokens is in the loss, "" where some may be.
+    `compared`: rollouts of a group with the same number were compared; None: with no other (an untrained role, or the
+    greedy baseline). `reward`: of its trajectory, after `terms`, normalisation and clipping ([rewards]); None if
+    missing. `terms`: terms added to the score, by name. `kl_penalty`: penalty subtracted from the reward, None without
+    one. `left_out`: the reason why none of its tokens is in the loss, "" if some may be.
     """
 
     compared: int | None
@@ -61,12 +59,11 @@ class RecordedCredit:
 
 @dataclass(frozen=True, slots=True)
 class RecordedGroup:
-    """A group that left the run: trained (`dropped` is None), or dropped for a reason. To be read, not changed.
+    """A group that left the run: trained (`dropped` is None), or dropped for a reason. Read-only.
 
-    Of each rollout, in order: `completions` its text; `advantages` one number, the mean of its loss tokens, None where
-    it has none of its rewards; `credits` what that was made of, None where it was in no batch; `tokens` what training
-    made of its tokens, None where that is not wanted or no token came to the loss. The last two are empty where no
-    rollout has any.
+    One entry per rollout, in order. `completions`: texts. `advantages`: mean over its loss tokens, None without one
+    from its rewards. `credits`: components of the advantage, None if in no batch. `tokens`: per-token statistics, None
+    if not recorded or without loss tokens. The last two are empty if no rollout has any.
     """
 
     group: Group
@@ -79,97 +76,97 @@ class RecordedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where a run goes on from: after `step`. -1: from its very beginning, before the first evaluation.
+    """The point from which a run continues: after `step`; -1: the start, before the first evaluation.
 
-    What was told of later steps does not count, and they are told again. So it is with groups that were told together
-    with `step` itself but are in the run again: those in `held`, which are in the cache, and all from `next_group_id`
-    on (None: there are none of these).
+    Records after `step` were undone and will be sent again. So were groups that were sent with `step` but are in the
+    run again: those in `held` (in the cache), and all from `next_group_id` on (None: none).
     """
 
     step: int
     held: Collection[int] = ()
     next_group_id: int | None = None
 
-    def comes_again(self, group_id: int) -> bool:
+    def is_repeated(self, group_id: int) -> bool:
         return group_id in self.held or (self.next_group_id is not None and group_id >= self.next_group_id)
 
 
 class Tracker:
-    """Is told of a run. Every method does nothing: a tracker defines those that it needs.
+    """Receiver of the events of a run. Every method does nothing: a tracker overrides those that it needs.
 
-    They are called one after the other, in the thread of the run, which waits for them.
+    The thread of the run calls them one after the other, and waits for them.
     """
 
     def on_start(self, run: RunInfo) -> None:
-        """Once, before everything else. Nothing is loaded yet."""
+        """Called once, before everything else. Nothing is loaded yet."""
 
     def truncate(self, cut: Cut) -> None:
-        """Forget what comes after `cut`: the run begins or goes on there. Before the first step of a process, and where
-        the trainer's backend was lost."""
+        """Remove everything after `cut`. Called before the first step of a process, and after a backend failure."""
 
     def on_step(self, row: Row) -> None:
-        """A step was trained: its row of metrics.jsonl (docs/metrics.md)."""
+        """Called after each step with its row of metrics.jsonl (docs/metrics.md)."""
 
     def on_eval(self, row: Mapping[str, Any]) -> None:
-        """An evaluation was made: its row of eval.jsonl."""
+        """Called after each evaluation with its row of eval.jsonl."""
 
     def on_groups(self, step: int, groups: Sequence[RecordedGroup]) -> None:
-        """Groups that left the run since the last call: those that `step` trained, if it is told before its row, and
-        those that were dropped."""
+        """Called with the groups that left the run since the last call.
+
+        These are the groups that `step` trained (sent before its row), and dropped groups.
+        """
 
     def on_phase(self, name: str) -> None:
-        """The run is busy with something else from now on: "generating", "training", "writing a checkpoint"."""
+        """Called when a phase begins: "generating", "training", "writing a checkpoint"."""
 
     def on_message(self, text: str) -> None:
-        """A line for the user."""
+        """Called with a line for the user."""
 
     def close(self) -> None:
-        """Once, at the end, also when an error ends the run."""
+        """Called once, at the end, also after an error."""
 
     @property
     def wants_groups(self) -> bool:
-        """Whether it does anything with groups: their texts are decoded only if a tracker does."""
+        """Whether it uses groups; their texts are decoded only for trackers that do."""
         return type(self).on_groups is not Tracker.on_groups
 
 
-class Counted(Tracker):
-    """A tracker that counts something about itself, for the row of each step."""
+class CountingTracker(Tracker):
+    """A tracker with counters of its own in the row of each step."""
 
     def stats(self) -> dict[str, float]:
-        """Counters by key. What several trackers have by one key is summed."""
+        """Return counters by key; equal keys of several trackers are summed."""
         raise NotImplementedError
 
 
-class OwnTracker(Counted):
-    """A tracker of the user's own, which `track.trackers` names as `spec`. Whatever it raises is reported once and
-    counted: the run goes on, and goes on telling it. It gets copies of rows and groups."""
+class CustomTracker(CountingTracker):
+    """Wrapper of a custom tracker, named `spec` in `track.trackers`. An exception is reported once and counted; the run
+    continues and keeps calling it. It gets copies of rows and groups."""
 
     def __init__(self, tracker: Tracker, spec: str) -> None:
         self.tracker, self.spec, self.failed = tracker, spec, 0
 
     def on_start(self, run: RunInfo) -> None:
-        self._tell(lambda: self.tracker.on_start(run))
+        self._call(lambda: self.tracker.on_start(run))
 
     def truncate(self, cut: Cut) -> None:
-        self._tell(lambda: self.tracker.truncate(cut))
+        self._call(lambda: self.tracker.truncate(cut))
 
     def on_step(self, row: Row) -> None:
-        self._tell(lambda: self.tracker.on_step(dict(row)))
+        self._call(lambda: self.tracker.on_step(dict(row)))
 
     def on_eval(self, row: Mapping[str, Any]) -> None:
-        self._tell(lambda: self.tracker.on_eval(dict(row)))
+        self._call(lambda: self.tracker.on_eval(dict(row)))
 
     def on_groups(self, step: int, groups: Sequence[RecordedGroup]) -> None:
-        self._tell(lambda: self.tracker.on_groups(step, [_copied(recorded) for recorded in groups]))
+        self._call(lambda: self.tracker.on_groups(step, [_copied(recorded) for recorded in groups]))
 
     def on_phase(self, name: str) -> None:
-        self._tell(lambda: self.tracker.on_phase(name))
+        self._call(lambda: self.tracker.on_phase(name))
 
     def on_message(self, text: str) -> None:
-        self._tell(lambda: self.tracker.on_message(text))
+        self._call(lambda: self.tracker.on_message(text))
 
     def close(self) -> None:
-        self._tell(self.tracker.close)
+        self._call(self.tracker.close)
 
     @property
     def wants_groups(self) -> bool:
@@ -184,12 +181,12 @@ class OwnTracker(Counted):
     def stats(self) -> dict[str, float]:
         return {"trackers/failed": self.failed}
 
-    def _tell(self, event: Callable[[], object]) -> None:
+    def _call(self, event: Callable[[], object]) -> None:
         try:
-            answer = event()
-            if inspect.iscoroutine(answer):
-                answer.close()
-                raise TypeError(f"{answer.__qualname__} is an async def, which nobody awaits: write def")
+            result = event()
+            if inspect.iscoroutine(result):
+                result.close()
+                raise TypeError(f"{result.__qualname__} is an async def, which nobody awaits: write def")
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # boundary: the user's tracker
@@ -199,8 +196,8 @@ class OwnTracker(Counted):
         self.failed += 1
         if self.failed == 1:
             logger.warning(
-                f"track.trackers: {self.spec} failed: {explained(error)}; the run goes on without what it missed"
-                " (trackers/failed counts; this is said once)"
+                f"track.trackers: {self.spec} failed: {explained(error)}; the run continues, and events that it missed"
+                " are not sent again (trackers/failed counts; reported once)"
             )
 
 
@@ -216,8 +213,8 @@ def _copied(recorded: RecordedGroup) -> RecordedGroup:
 
 
 class Trackers(Tracker):
-    """All trackers of a run, by name, told in the order in which they were added. A context manager: within it they get
-    what is logged, and it closes them."""
+    """All trackers of a run by name, called in the order of adding. A context manager: forwards log messages to them,
+    and closes them."""
 
     def __init__(self) -> None:
         self.named: dict[str, Tracker] = {}
@@ -226,8 +223,8 @@ class Trackers(Tracker):
         assert name not in self.named, f"two trackers are named {name}"
         self.named[name] = tracker
 
-    def the(self, kind: type[Kind]) -> Kind:
-        """The one of that class."""
+    def of_type(self, kind: type[Kind]) -> Kind:
+        """Return the tracker of that class."""
         return next(tracker for tracker in self.named.values() if isinstance(tracker, kind))
 
     def on_start(self, run: RunInfo) -> None:
@@ -259,7 +256,7 @@ class Trackers(Tracker):
             tracker.on_message(text)
 
     def close(self) -> None:
-        with ExitStack() as stack:  # each is closed, whatever another raises
+        with ExitStack() as stack:  # closes all, even if one raises
             for tracker in self.named.values():
                 stack.callback(tracker.close)
 
@@ -268,10 +265,10 @@ class Trackers(Tracker):
         return any(tracker.wants_groups for tracker in self.named.values())
 
     def stats(self) -> dict[str, float]:
-        """What those count that `track.trackers` names; nothing without them."""
+        """Return the summed counters of the trackers that `track.trackers` names."""
         sums: dict[str, float] = {}
         for tracker in self.named.values():
-            for key, value in tracker.stats().items() if isinstance(tracker, Counted) else ():
+            for key, value in tracker.stats().items() if isinstance(tracker, CountingTracker) else ():
                 sums[key] = sums.get(key, 0) + value
         return sums
 

@@ -15,7 +15,7 @@ from rollover.api.settings import Arguments, Settings, key_of
 from rollover.config import ConfigError
 from rollover.live_objects import live_object
 from rollover.track.build import build_trackers
-from rollover.track.tracker import OwnTracker, Tracker
+from rollover.track.tracker import CustomTracker, Tracker
 
 ROWS = [{"prompt": f"count to {i}", "answer": str(i)} for i in range(40)]
 
@@ -198,5 +198,5 @@ def test_a_tracker_that_the_program_has_made_is_handed_over_by_a_function(tmp_pa
     (spec,) = settings.config.track.trackers
     with build_trackers(settings.config, tmp_path) as trackers:
         own = trackers.named[spec]
-    assert isinstance(own, OwnTracker) and own.tracker is mine
+    assert isinstance(own, CustomTracker) and own.tracker is mine
     settings.release()

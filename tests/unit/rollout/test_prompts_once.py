@@ -16,8 +16,7 @@ from rollover.engine.process.messages import requests_from_json, requests_to_jso
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.group_state import groups_from_state, groups_to_state
 from rollover.rollout.requests import Requests
-from rollover.track.recorded import read_records, read_rollouts
-from rollover.track.recorder import RolloutRecorder
+from rollover.track.records import RolloutRecorder, read_records, read_rollouts
 from rollover.track.tracker import RecordedGroup
 from rollover.trainer.replay_buffer import Kept, ReplayBuffer
 from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, StopReason, Task

@@ -14,14 +14,13 @@ import pytest
 from local_trainer import build_batch
 from rollover.algorithms.shaping import Shaping
 from rollover.config import AlgorithmConfig, RewardsConfig, WorkflowConfig
+from rollover.plugins.dashboard.explain_advantage import explain_advantage
 from rollover.plugins.dashboard.rollout_index import RolloutIndex
-from rollover.plugins.dashboard.step_statistics import staleness_map
-from rollover.plugins.dashboard.why import why
+from rollover.plugins.dashboard.run_statistics import staleness_map
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.lifecycle import Event, EventKind
 from rollover.run.tracking import Tracking
-from rollover.track.recorded import read_records, read_rollouts
-from rollover.track.recorder import RolloutRecorder
+from rollover.track.records import RolloutRecorder, read_records, read_rollouts
 from rollover.track.tracker import RecordedGroup
 from rollover.types import DropReason, Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, StopReason
 from unit.rollout.world import make_segment, make_task
@@ -94,9 +93,13 @@ def test_a_greedy_rollout_is_recorded_as_what_the_others_are_compared_with(tmp_p
         "compared": None, "reward": 0.0, "terms": {"overlong": -1.0}, "kl_penalty": None, "left_out": None
     }  # fmt: skip
     assert records[0]["advantage"] == 0.5
-    said = {of["about"]: of["text"] for of in why(records[0], records, {"algorithm": {"advantage": "remax"}})}
+    said = {
+        of["about"]: of["text"] for of in explain_advantage(records[0], records, {"algorithm": {"advantage": "remax"}})
+    }
     assert said["siblings"] == "The greedy answer to its task has 0." and said["rule"].endswith(": 0.5 - 0 = 0.5.")
-    baseline = {of["about"]: of["text"] for of in why(records[1], records, {"algorithm": {"advantage": "remax"}})}
+    baseline = {
+        of["about"]: of["text"] for of in explain_advantage(records[1], records, {"algorithm": {"advantage": "remax"}})
+    }
     assert "overlong adds -1" in baseline["shaping"] and "never trained itself" in baseline["outcome"]
     (again,) = read_rollouts(tmp_path)
     assert [[r.rollout_id for r in g.rollouts if r.state is RolloutState.READY] for g in again] == [["0-0", "0-1"]]
@@ -118,7 +121,7 @@ def test_a_rollout_whose_agent_gave_up_a_call_is_dropped_as_in_the_ledger(tmp_pa
     assert [record["outcome"] for record in records] == ["dropped:abandoned", "trained", "trained"]
     trained = sum(record["num_tokens"] for record in records if record["outcome"] == "trained")
     assert trained == ledger.trained.tokens and ledger.dropped[DropReason.ABANDONED].tokens == 3
-    assert "gave up a call" in why(records[0], records, {})[-1]["text"]
+    assert "gave up a call" in explain_advantage(records[0], records, {})[-1]["text"]
     (again,) = read_rollouts(tmp_path)
     assert [[r.rollout_id for r in g.rollouts if r.state is RolloutState.READY] for g in again] == [
         ["0-0", "0-1", "0-2"]

@@ -12,8 +12,7 @@ from rollover.envs.protocol import RunEnvironment
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, Lifecycle
 from rollover.rollout.requests import Requests
-from rollover.sim.turns import Turns
-from rollover.sim.workload import Workload
+from rollover.sim.workload import Turns, Workload
 from rollover.types import Prompt, Reward, Rollout, Segment, Task
 from unit.rollout.world import make_task
 
@@ -41,7 +40,7 @@ class Tools(Lengths, RunEnvironment):
         return self.ends(rollout_id)[self.taken[rollout_id]]
 
     def ends(self, rollout_id: str) -> list[int]:
-        first, later = self.turns.divided([super().__missing__(rollout_id)])
+        first, later = self.turns.split([super().__missing__(rollout_id)])
         return [first[0], *later[0]]
 
     async def next(self, rollout: Rollout) -> Segment | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollover.track.recorder import RolloutRecorder
+from rollover.track.records import RolloutRecorder
 from rollover.track.tracker import RecordedGroup
 from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 

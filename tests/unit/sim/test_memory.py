@@ -117,5 +117,5 @@ def test_the_recipe_of_128_gpus_is_planned() -> None:
     assert (plan.engines, plan.trainers) == (16, 64)
     workload = Workload(plan, rollout.rollouts_per_group, rollout.max_new_tokens)
     outcome = Simulation(rollout, plan, config.engine.max_running, workload).run()
-    figures = Figures.of(outcome, plan)
+    figures = Figures.from_outcome(outcome, plan)
     assert outcome.trained_rollouts == 2 * 512 * 16 and 60 < figures.step_s < 3600

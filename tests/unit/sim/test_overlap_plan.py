@@ -17,8 +17,8 @@ from rollover.config.load import load_config
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Event
 from rollover.sim.plan import Figures, make_plan
+from rollover.sim.report import planned_trace
 from rollover.sim.simulate import Outcome, Simulation
-from rollover.sim.timeline import planned_trace
 from rollover.sim.workload import Workload
 from rollover.track.trace import PUBLISH, engine_visits
 from unit.sim.driven import driver_over
@@ -190,9 +190,9 @@ def test_the_ledger_balances_and_the_bound_holds(mode, data) -> None:
     if not any(s.trained_tokens for s in out.steps[2:]):
         assert config.on_stale == "mask"
         with pytest.raises(ValueError, match="Raise it"):
-            Figures.of(out, plan)
+            Figures.from_outcome(out, plan)
         return
-    figures = Figures.of(out, plan)
+    figures = Figures.from_outcome(out, plan)
     for share in (figures.slots_idle, figures.engines_idle, figures.trainers_idle):
         assert -1e-6 <= share <= 1
 
@@ -229,7 +229,7 @@ def phases(outcome: Outcome) -> list[tuple[float, ...]]:
 
 
 @pytest.mark.parametrize("train_s", [4.0, 10.0, 25.0])
-def test_one_step_off_takes_the_longer_of_generation_and_training(train_s: float) -> None:
+def test_one_step_off_takes_the_longer_phase(train_s: float) -> None:
     out = constant(train_s, interrupt="never")
     drain_s = max(0.0, 10 - train_s)  # the next step's answers end under the weights they began with
     assert phases(out) == [(10, train_s, drain_s)] + 9 * [(0, train_s, drain_s)]
@@ -240,13 +240,13 @@ def test_one_step_off_takes_the_longer_of_generation_and_training(train_s: float
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 3])
-def test_fully_async_behind_a_slow_trainer_is_as_stale_as_it_may_be(staleness: int) -> None:
+def test_fully_async_with_a_slow_trainer_reaches_the_bound(staleness: int) -> None:
     out = constant(25, interrupt="on_weight_update", max_staleness=staleness, in_flight_groups=4 * (1 + staleness))
     assert phases(out)[0] == (10, 25, 0) and phases(out)[staleness + 2 :] == (8 - staleness) * [(0, 25, 0)]
     assert [s.staleness for s in out.steps[staleness + 2 :]] == (8 - staleness) * [{staleness: 80}]
 
 
-def test_fully_async_ahead_of_a_fast_trainer_meets_new_weights_in_flight() -> None:
+def test_fully_async_gets_new_weights_in_flight() -> None:
     """Training takes 4 s of the next step's 10: each answer has 4 tokens under the old weights and 6 under the new."""
     out = constant(4, interrupt="on_weight_update")
     assert phases(out) == [(10, 4, 0)] + 9 * [(6, 4, 0)]
@@ -254,7 +254,7 @@ def test_fully_async_ahead_of_a_fast_trainer_meets_new_weights_in_flight() -> No
     assert out.partial_rollouts == 9 * 8 and out.reprefilled_tokens > 0
 
 
-def test_weights_in_flight_cost_a_pause_and_the_prefill_of_what_runs() -> None:
+def test_weight_sync_in_flight_costs_pause_and_prefill() -> None:
     """A hand-over of 2 s; then, unless it is kept, 4 prompts of 5 and 8 answers of 3 tokens at 22 a second: 2 s.
 
     3 whole steps have passed in the 4 s of training, and before them the prefill of the prompts.
@@ -274,14 +274,14 @@ def test_on_shared_devices_both_have_half_the_speed_meanwhile() -> None:
     out = constant(10, interrupt="never", plan={"trainers": 0})
     assert phases(out) == [(10, 20, 0)] + 9 * [(0, 20, 0)]
     assert all(s.overlapped_s == pytest.approx(20) for s in out.steps)
-    figures = Figures.of(out, PlanConfig(trainers=0))
+    figures = Figures.from_outcome(out, PlanConfig(trainers=0))
     assert figures.engines_idle == pytest.approx(0) and figures.trainers_idle == pytest.approx(0)
     assert out.slot_s == pytest.approx(8 * (10 + 10 * 20))
     # 6 s of training, alone: 12 s here, in which 6 tokens come; the other 4 come at full speed.
     assert phases(constant(6, interrupt="never", plan={"trainers": 0}))[3] == (0, 12, 4)
 
 
-def test_on_shared_devices_the_trainer_has_those_of_engines_that_may_run_nothing_more() -> None:
+def test_idle_engines_leave_shared_devices_to_the_trainer() -> None:
     # The next step's 10 tokens take 20 s, in which 10 of the 25 s of training are done; the other 15 go at full speed.
     out = constant(25, interrupt="never", plan={"trainers": 0})
     assert phases(out)[3] == (0, 35, 0)
@@ -296,7 +296,7 @@ def test_a_decode_step_under_way_goes_on_at_the_new_speed() -> None:
     assert out.slot_s == pytest.approx(8 * (10 + 10 * 12.25))
 
 
-def test_a_prefill_on_shared_devices_takes_twice_as_long_and_is_one_pass_with_what_joins_it() -> None:
+def test_prefill_on_shared_devices_takes_twice_as_long() -> None:
     # 4 prompts of 5 tokens: 1 s alone, 2 s here; then 9 tokens in the 20 s of training, and the last one alone.
     out = constant(10, interrupt="never", plan={"trainers": 0, "prefill_tokens_per_s": 20})
     assert phases(out)[3] == (0, 20, 1)
@@ -345,7 +345,7 @@ def test_the_recipes_are_planned(recipe: str) -> None:
         assert variant.figures.staleness_max <= variant.max_staleness
 
 
-def test_variants_generate_while_training_too_and_allow_for_the_age_of_the_weights() -> None:
+def test_variants_overlap_and_respect_publish_every() -> None:
     changes = [("plan.steps", "8"), ("plan.trainers", "1"), ("train.publish_every", "3")]
     plan = make_plan(load_config([ROOT / "configs" / "fully_async.toml"], changes).config)
     assert {v.max_staleness for v in plan.variants} == {0, 2, 4, 8}
@@ -353,13 +353,13 @@ def test_variants_generate_while_training_too_and_allow_for_the_age_of_the_weigh
     assert max(v.speedup for v in ahead) > 1.1 and all(v.figures.staleness_mean > 0 for v in ahead)
 
 
-def test_variants_of_one_step_off_let_rollouts_end_under_one_version() -> None:
+def test_one_step_off_variants_never_interrupt() -> None:
     changes = [("plan.steps", "8"), ("plan.trainers", "1"), ("plan.train_tokens_per_s", "3000")]
     plan = make_plan(load_config([ROOT / "configs" / "one_step_off.toml"], changes).config)
     assert all(v.figures.partial_share == 0 for v in plan.variants)
 
 
-def test_the_picture_has_the_versions_and_the_weights_that_were_handed_over() -> None:
+def test_timeline_has_versions_and_weight_syncs() -> None:
     config = load_config([ROOT / "configs" / "fully_async.toml"], [("plan.trainers", "1")]).config
     plan = config.plan.model_copy(update={"steps": 6, "train_tokens_per_s": 3000.0})
     workload = Workload(plan, 8, 128)

@@ -13,10 +13,10 @@ import pytest
 
 from rollover import cli
 from rollover.config.load import load_config
-from rollover.sim.plan import make_plan, speeds_of_run
-from rollover.sim.planned import planned
+from rollover.sim.earlier_run import speeds_of_run
+from rollover.sim.plan import make_plan, plan_config
+from rollover.sim.report import planned_trace
 from rollover.sim.simulate import Simulation
-from rollover.sim.timeline import planned_trace
 from rollover.sim.workload import Workload
 from rollover.track.trace import TRACE, TraceEvent, TraceFile, engine_visits, spans
 from unit.sim.earlier_run import write_run
@@ -45,7 +45,7 @@ def test_nothing_is_gained_where_training_takes_all_the_time() -> None:
     assert plan.figures.train_s > 10 * plan.figures.generate_s
 
 
-def test_variants_are_ranked_and_the_best_one_keeps_the_staleness_allowed() -> None:
+def test_variants_are_ranked_and_best_keeps_max_staleness() -> None:
     plan = plan_of(("plan.train_tokens_per_s", "5000"))
     speedups = [v.speedup for v in plan.variants]
     assert speedups == sorted(speedups, reverse=True) and len(speedups) >= 9
@@ -56,7 +56,7 @@ def test_variants_are_ranked_and_the_best_one_keeps_the_staleness_allowed() -> N
     assert sync.speedup == 1
 
 
-def test_separate_trainers_leave_devices_idle_in_turns_and_splits_are_tried() -> None:
+def test_separate_trainers_idle_and_splits_are_tried() -> None:
     plan = plan_of(("plan.engines", "6"), ("plan.trainers", "2"))
     f = plan.figures
     assert f.engines_idle == pytest.approx((f.train_s + 0.2) / f.step_s, rel=0.02)
@@ -110,7 +110,7 @@ RAY = ("--cluster.type", "ray", "--cluster.num_nodes", "2", "--cluster.gpus_per_
        "--cluster.cpus_per_node", "2", "--engine.weights_dir", "/w", "--engine.num_servers")  # fmt: skip
 
 
-def test_engines_trainers_and_nodes_are_those_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_uses_configured_engines_trainers_and_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     out = json.loads(run(capsys, "--json", *SMALL, *RAY, "3"))
     assert (out["assumed"]["engines"], out["assumed"]["trainers"]) == (3, 1)
     assert out["sources"]["engines"] == "derived from engine.num_servers"
@@ -123,7 +123,7 @@ def test_engines_trainers_and_nodes_are_those_of_the_configuration(capsys: pytes
     assert text[2].endswith("(cluster.num_nodes): the controller on 1, 3 servers on 2, 1 reward pool on 1")
 
 
-def test_a_plan_without_room_is_refused_and_another_number_of_engines_has_no_nodes(
+def test_plan_without_room_is_rejected(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert cli.main(["plan", QUICKSTART, "--steps", "5", *RAY, "17"]) == 2
@@ -300,6 +300,6 @@ def test_turns_of_an_earlier_run(tmp_path: Path) -> None:
         ("finish", 5.0, 0),
     ]
     TraceFile(tmp_path / TRACE).write([TraceEvent(kind, at, 0, 0, sibling) for kind, at, sibling in told])
-    plan, sources, _ = planned(load_config([Path(QUICKSTART)], [("plan.steps", "2")]), tmp_path)
+    plan, sources, *_ = plan_config(load_config([Path(QUICKSTART)], [("plan.steps", "2")]), tmp_path)
     assert (plan.assumed.turns, plan.assumed.tool_tokens, plan.assumed.tool_s) == (2, 5, 2.25)
     assert sources["turns"] == sources["tool_s"] == sources["lengths"] == "run"

@@ -16,8 +16,7 @@ from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Event
 from rollover.sim.fleet import step_seconds
 from rollover.sim.simulate import Outcome, Simulation
-from rollover.sim.turns import Turns
-from rollover.sim.workload import Workload
+from rollover.sim.workload import Turns, Workload
 from unit.rollout.test_properties import configs
 from unit.sim.driven import driver_over
 
@@ -82,7 +81,7 @@ def test_the_same_trace_as_the_real_driver_on_the_fake_engine(config, max_runnin
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(configs(), st.integers(1, 8), st.integers(0, 1000), st.none() | st.integers(0, 20), st.integers(2, 4))
-def test_the_same_trace_with_turns_and_an_environment_that_answers_at_once(config, max_running, seed, num_tasks, num):
+def test_an_instant_environment_keeps_the_trace(config, max_running, seed, num_tasks, num):
     plan = PLAN.model_copy(update={"turns": num, "tool_s": 0.0, "tool_tokens": 2})
     ours = simulated(config, max_running, seed, num_tasks, plan)
     assert ours == driven(config, max_running, seed, num_tasks, Turns(plan))
@@ -120,7 +119,7 @@ def test_with_every_slot_busy_the_rate_is_that_of_full_batches() -> None:
     assert out.slot_s / (32 * sum(s.generate_s for s in out.steps)) == pytest.approx(1, rel=1e-3)
 
 
-def test_training_prefill_scores_and_sync_take_what_the_plan_says() -> None:
+def test_durations_of_train_prefill_score_and_sync() -> None:
     plan = {"decode_batches": [1], "decode_step_s": [0.1], "prefill_tokens_per_s": 100, "prompt_tokens": 50,
             "train_tokens_per_s": 10, "trainers": 4, "weight_sync_s": 3, "reward_s": 7}  # fmt: skip
     out, workload = outcome({"groups_per_step": 1, "group_size": 2}, plan)
@@ -130,7 +129,7 @@ def test_training_prefill_scores_and_sync_take_what_the_plan_says() -> None:
         assert step.train_s == pytest.approx((sum(lengths) + 50) / 40) and step.sync_s == 3
 
 
-def test_kv_kept_costs_no_prefill_and_recomputed_costs_all_that_was_there() -> None:
+def test_prefill_cost_of_kept_and_recomputed_kv() -> None:
     partial = {"interrupt": "when_enough", "in_flight_groups": 48, "max_staleness": 2}
     kept, _ = outcome({**partial, "kv_on_resume": "keep"}, {})
     again, _ = outcome(partial, {})
@@ -147,7 +146,7 @@ def test_what_joins_together_is_prefilled_together() -> None:
         assert out.steps[0].generate_s == pytest.approx(0.1 * longest + prefill_s)
 
 
-def test_tools_hold_up_a_synchronous_phase_and_cost_their_prefill() -> None:
+def test_tools_delay_a_synchronous_phase_and_cost_prefill() -> None:
     """Two turns each, no tool works while its rollout decodes, and the longest episode ends last."""
     constant = {"decode_batches": [1], "decode_step_s": [0.5], "turns": 2, "tool_s": 10.0, "tool_tokens": 7}
     plain, _ = outcome({}, constant | {"turns": 1, "tool_s": 0})

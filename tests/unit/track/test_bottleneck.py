@@ -8,7 +8,7 @@ import pytest
 
 from rollover.config import Config
 from rollover.track import bottleneck
-from rollover.track.bottleneck import verdict
+from rollover.track.bottleneck import find_bottleneck
 from rollover.track.metrics import validate
 
 AHEAD = "a larger rollout.max_staleness and rollout.in_flight_groups"
@@ -82,24 +82,25 @@ def overlap(step: float, generate: float, score: float, trainer: float, rewards:
 )  # fmt: skip
 def test_verdict(row: dict[str, float], bound: str, text: str, advice: str) -> None:
     validate(row)
-    found = verdict(row)
+    found = find_bottleneck(row)
     assert found is not None
     assert (found.bound, found.text, found.advice) == (bound, text, advice)
 
 
 @pytest.mark.parametrize("row", [{}, {"step": 3}, {"time/step_s": 0.0}, {"time/step_s": None, "time/generate_s": None}])
 def test_no_times_no_verdict(row: dict[str, float | None]) -> None:
-    assert verdict(row) is None
+    assert find_bottleneck(row) is None
 
 
 def test_waits_from_a_tenth_of_the_step_on() -> None:
     for waited, bound in ((1.99, "balanced"), (2.0, "generation")):
-        found = verdict(overlap(20, waited, 0, 0, 0))
+        found = find_bottleneck(overlap(20, waited, 0, 0, 0))
         assert found is not None and found.bound == bound
 
 
 def test_every_option_that_is_advised_exists() -> None:
-    advice = [bottleneck._MORE_AHEAD, *bottleneck._ADVICE_BESIDE.values(), *bottleneck._ADVICE_IN_TURNS.values()]
+    advice = [*bottleneck._ADVICE_OVERLAPPED.values(), *bottleneck._ADVICE_SEQUENTIAL.values()]
+    advice.append(bottleneck._ADVICE_BOTH_WAIT)
     options = {tuple(name.split(".")) for text in advice for name in re.findall(r"[a-z]+\.[a-z_]+", text)}
     assert len(options) >= 6
     for table, key in options:

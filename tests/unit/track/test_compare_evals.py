@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollover.track.answers import Answer, write_answers
-from rollover.track.compare_evals import compared, read_recorded
+from rollover.track.compare_evals import compare_answers, read_recorded
 
 
 def answer(task: int, score: float | None, sibling: int = 0, setting: str = "", prompt: str = "") -> Answer:
@@ -22,23 +22,23 @@ def test_tasks_are_paired_by_the_means_of_their_scores(tmp_path: Path) -> None:
     then += [answer(7, 1.0), answer(8, None), answer(9, 1.0, prompt="an older one")]
     write_answers(tmp_path / "then.jsonl", then)
     now = [answer(i, 1.0) for i in range(4)] + [answer(8, 1.0), answer(9, 0.0)]
-    [found] = compared(now, read_recorded(tmp_path / "then.jsonl"))
+    [found] = compare_answers(now, read_recorded(tmp_path / "then.jsonl"))
     assert (found.tasks, found.recorded, found.mean, found.better, found.worse) == (4, 0.25, 1.0, 4, 0)
     assert found.difference == 0.75 and found.p_value == 2 / 16, "four of four signs: 2 of 16 assignments"
     assert found.unpaired == 4, "7 and the two prompts of 9 are in one, 8 had no score"
     assert "4 tasks: mean reward 0.250 -> 1.000, +0.750 [+" in str(found) and "p = 0.12; 4 tasks are not" in str(found)
 
 
-def test_settings_are_compared_apart_and_the_same_answers_are_equal() -> None:
+def test_settings_are_compared_separately() -> None:
     now = [answer(i, i / 4, setting=setting) for setting in ("", "sampled") for i in range(3)]
     then = [a.as_json() for a in now[3:]] + [answer(0, 0.0, setting="other").as_json()]
-    [found] = compared(now, then)
+    [found] = compare_answers(now, then)
     assert found.setting == "sampled" and found.p_value == 1 and found.difference == 0 == found.better
     with pytest.raises(ValueError, match="no task has a score in both"):
-        compared(now, [answer(5, 1.0).as_json()])
+        compare_answers(now, [answer(5, 1.0).as_json()])
 
 
-def test_the_newest_evaluation_of_a_run_is_taken_and_what_is_none_is_refused(tmp_path: Path) -> None:
+def test_read_recorded_takes_the_newest_evaluation(tmp_path: Path) -> None:
     folder = tmp_path / "evaluations"
     with pytest.raises(ValueError, match="has no evaluations/step-"):
         read_recorded(tmp_path)
@@ -58,7 +58,7 @@ def test_what_was_written_is_read_again_whatever_an_answer_holds(tmp_path: Path)
     texts = ["a\u2028b\x85c", "\x0b\x0c\x1c", "\ud800", "\r\n", "\0"]
     now = [answer(i, 1.0, prompt=text) for i, text in enumerate(texts)]
     write_answers(tmp_path / "x.jsonl", now)
-    [found] = compared(now, read_recorded(tmp_path / "x.jsonl"))
+    [found] = compare_answers(now, read_recorded(tmp_path / "x.jsonl"))
     assert found.tasks == len(texts) - 1, "all but the one that is no Unicode, which was written with a question mark"
 
 
@@ -67,9 +67,7 @@ def test_what_was_written_is_read_again_whatever_an_answer_holds(tmp_path: Path)
     [{"score": "1"}, {"score": math.nan}, {"score": math.inf}, {"score": 10**400}, {"score": [1]}, {"task_id": [1]},
      {"prompt": {}}, {"setting": None}, {"setting": [1]}],
 )  # fmt: skip
-def test_values_of_another_kind_are_refused_before_anything_is_generated(
-    change: dict[str, Any], tmp_path: Path
-) -> None:
+def test_invalid_recorded_values_are_rejected(change: dict[str, Any], tmp_path: Path) -> None:
     rows = [answer(0, 1.0).as_json(), answer(1, None).as_json() | change]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ValueError, match="line 2 is no answer: task_id, prompt and setting are texts"):

@@ -14,7 +14,7 @@ from rich.console import Console
 from rollover.commands.eval import print_eval
 from rollover.config import TaskSourceConfig
 from rollover.tasks.build import held_out_names
-from rollover.track.answers import Answer, RoleScore, print_worst, summary_of, worst, write_answers
+from rollover.track.answers import Answer, RoleScore, print_worst, summarise_answers, worst, write_answers
 from rollover.track.statistics import parts_of
 
 
@@ -48,10 +48,10 @@ def test_roles_are_written_and_summarised_where_there_are_some(tmp_path: Path) -
     write_answers(tmp_path / "out.jsonl", answers)
     row = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[2])
     assert row["roles"][:2] == [{"role": "solver", "score": None}, {"role": "solver", "score": 1.0}]
-    roles = summary_of(answers, 1.0, [1])["roles"]
+    roles = summarise_answers(answers, 1.0, [1])["roles"]
     assert roles["solver"]["mean"] == 0.875 and (roles["solver"]["samples"], roles["solver"]["missing"]) == (5, 1)
     assert roles["judge"]["mean"] == 0.5 and list(roles) == ["judge", "solver"]
-    assert "roles" not in summary_of([answer(0, roles=(RoleScore("solver", 1.0),))], 1.0, [1])
+    assert "roles" not in summarise_answers([answer(0, roles=(RoleScore("solver", 1.0),))], 1.0, [1])
 
 
 def test_the_worst_come_first_and_missing_scores_last() -> None:
@@ -80,7 +80,7 @@ def test_figures_by_file_and_by_data_source() -> None:
         return [answer(start + i, s, source=source, data_source=data_source) for i, s in enumerate(scores)]
 
     answers = [*of("test", "a", 1.0, 0.0), *of("test", "b", 1.0, None), *of("sums", None, 0.0)]
-    summary = summary_of(answers, 1.0, [1])
+    summary = summarise_answers(answers, 1.0, [1])
     assert summary["mean"] == 0.5 and summary["missing"] == 1 and summary["tasks"] == 4
     means = {name: row["mean"] for name, row in parts_of(summary).items()}
     assert means == {
@@ -95,7 +95,7 @@ def test_each_part_counts_its_own_missing_rewards(capsys: pytest.CaptureFixture[
         *(answer(0, score, data_source="a") for score in (1.0, None, 0.0)),
         *(answer(1, score, source="sums", data_source="b") for score in (None, None, None)),
     ]
-    summary = summary_of(answers, 1.0, [1, 2])
+    summary = summarise_answers(answers, 1.0, [1, 2])
     assert summary["missing"] == 4 and summary["mean"] == 0.5 and summary["pass@2"] == 1.0
     missing = {name: row["missing"] for name, row in parts_of(summary).items()}
     assert missing == {"test": 1, "sums": 3, "data_source a": 1, "data_source b": 3}

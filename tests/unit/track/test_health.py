@@ -15,7 +15,7 @@ from rollover.track.health import PATIENCE, RANGES, Health
 from rollover.track.metric_keys import METRICS
 
 
-def test_a_figure_is_named_once_after_some_steps_out_of_its_range() -> None:
+def test_health_warns_once_after_several_steps_out_of_range() -> None:
     health = Health()
     rows = [{"step": i + 1, "length/truncated": 0.5, "grad_norm": 0.1} for i in range(3 * PATIENCE)]
     found = [warning for row in rows for warning in health.look(row)]
@@ -37,7 +37,7 @@ def test_a_low_reward_is_no_warning_at_first() -> None:
     assert found == [20 + PATIENCE]
 
 
-def test_a_gradient_that_is_not_finite_is_told_at_once_as_what_it_is() -> None:
+def test_health_warns_at_once_about_a_nonfinite_gradient() -> None:
     health = Health()
     rows = [{"step": i + 1, "grad_norm": float("nan"), "train/skipped_steps": 1.0} for i in range(3 * PATIENCE)]
     (warning,) = [warning for row in rows for warning in health.look(row)]
@@ -62,14 +62,14 @@ def test_ranges_are_of_real_metrics_and_name_real_options(wanted) -> None:
         (0.0, "no token has a gradient", "learning_rate"),
     ],
 )
-def test_a_higher_learning_rate_is_no_remedy_for_a_gradient_of_zero(value: float, wanted: str, wrong: str) -> None:
+def test_health_advice_for_a_zero_gradient(value: float, wanted: str, wrong: str) -> None:
     health = Health()
     (warning,) = [w for i in range(2 * PATIENCE) for w in health.look({"step": i, "grad_norm": value})]
     assert wanted in warning and wrong not in warning
 
 
 @pytest.mark.parametrize("grad_norm", [0.0, 1e-5], ids=["no gradient", "that of the KL term"])
-def test_groups_without_variance_are_named_as_the_cause_of_a_small_gradient(grad_norm: float) -> None:
+def test_zero_variance_replaces_the_small_gradient_warning(grad_norm: float) -> None:
     """A streak of groups whose rewards are all equal: a higher learning rate would only hurt."""
     health = Health()
     rows = [{"step": i, "grad_norm": grad_norm, "groups/zero_variance": 1.0} for i in range(1, 3 * PATIENCE)]
@@ -83,7 +83,7 @@ def test_groups_without_variance_are_named_as_the_cause_of_a_small_gradient(grad
     assert not any(warnings[:-1]) and len(warnings[-1]) == 1 and warnings[-1][0].startswith("grad_norm = ")
 
 
-def test_a_figure_that_is_passed_over_is_no_cause_of_another_either() -> None:
+def test_an_ignored_metric_suppresses_no_other_warning() -> None:
     """An advantage that compares no siblings learns from groups of equal rewards, too."""
     health = Health(["groups/zero_variance"])
     rows = [{"step": i, "grad_norm": 1e-5, "groups/zero_variance": 1.0} for i in range(1, 3 * PATIENCE)]
@@ -103,9 +103,7 @@ def test_a_figure_that_is_passed_over_is_no_cause_of_another_either() -> None:
     ],
     ids=["no teacher", "add", "replace"],
 )
-def test_scores_that_teach_nothing_do_not_matter_beside_a_teacher(
-    distill: dict[str, str], told: list[str], tmp_path: Path
-) -> None:
+def test_equal_scores_are_ignored_with_a_teacher(distill: dict[str, str], told: list[str], tmp_path: Path) -> None:
     said: list[str] = hear([])
     config = Config.model_validate({"distill": distill})
     health = TRACKERS["health"](TrackerSetup(config, tmp_path))

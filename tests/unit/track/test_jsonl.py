@@ -149,6 +149,6 @@ def test_half_a_character_is_not_worth_the_run(tmp_path: Path) -> None:
         assert sink.rows() == [{"step": 1, "sources": {"half ?": 1.0}}]
 
 
-def test_a_full_disk_is_named_and_what_found_no_room_never_comes_later(tmp_path: Path) -> None:
+def test_full_disk_is_reported_and_the_row_never_follows(tmp_path: Path) -> None:
     """A run that is gone on with in the same process has another sink, while the first may still be alive."""
     output_of(FULL, tmp_path)

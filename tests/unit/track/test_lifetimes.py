@@ -61,7 +61,7 @@ def test_times_in_states_add_up_to_a_rollouts_life(mode: str) -> None:
     assert (parked > 0) == (MODES[mode].get("interrupt", "never") != "never")
 
 
-def test_a_transition_has_one_time_in_the_trace_and_in_the_metrics() -> None:
+def test_trace_and_lifetimes_share_transition_times() -> None:
     run, readings = TracedRun(**MODES["partial"]), itertools.accumulate(itertools.cycle([1, 10, 100]))
     clock = RunClock(lambda: float(next(readings)))  # no two readings are the same
     run.lifecycle.clock = run.tracing.clock = clock
@@ -156,7 +156,7 @@ def test_ratio_of_known_lengths() -> None:
     assert bias.ratio([0, 0]) == pytest.approx(3 / 5), "not dispatched yet"
     # At 2 one of 4 ends, at 4 one of 3; the fourth is longer than 7: of those two, one ends at 9, the largest seen.
     assert bias.ratio([7]) == pytest.approx(3 / (2 + 0.75 * 2 + 0.5 * 5))
-    bias.cut[7] = 1
+    bias.unfinished[7] = 1
     assert bias.ratio([]) == pytest.approx(3 / (2 + 0.75 * 2 + 0.5 * 5)), "dropped unfinished counts alike"
 
 

@@ -17,8 +17,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from rollover.track.figures import count, decimal, duration, percent, sparkline, time_split
-from rollover.track.heartbeat import Heartbeat
-from rollover.track.live import LiveView, Progress
+from rollover.track.live import Heartbeat, LiveView, Progress
 from rollover.track.metrics import validate
 from rollover.track.tracker import RunInfo, Trackers
 
@@ -202,7 +201,7 @@ def test_training_is_told_in_tokens() -> None:
     text = "\n".join(panel(view, console))
     assert "training (0:00)" in text and "2,310 of 4,900 tokens" in text and "groups" not in text.partition("reward")[0]
     plain = plain_console()
-    view = LiveView("plain", 100, console=plain, still_s=0.02)
+    view = LiveView("plain", 100, console=plain, heartbeat_s=0.02)
     view.watch(lambda: made)
     view.on_phase("training")
     eventually(lambda: "training (0:00): 2,310 of 4,900 tokens\n" in output(plain))
@@ -220,7 +219,7 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 def test_plain_lines_say_what_takes_long() -> None:
     console = plain_console()
-    view = LiveView("plain", 100, console=console, still_s=0.02)
+    view = LiveView("plain", 100, console=console, heartbeat_s=0.02)
     view.watch(lambda: Progress(3, 8, 500))
     view.on_phase("evaluating")
     eventually(lambda: output(console).count("evaluating (0:00)\n") >= 2)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.track.majority import majority_at_k
+from rollover.track.statistics import majority_at_k
 
 Samples = list[tuple[str | None, bool]]
 

@@ -19,10 +19,8 @@ from rollover import cli
 from rollover.config import Config
 from rollover.track.build import build_trackers
 from rollover.track.jsonl import MetricsFile, read_rows
-from rollover.track.metrics_table import MetricsTable
-from rollover.track.recorded import read_records, read_rollouts, step_files
-from rollover.track.recorder import FORMATS, Format, RolloutRecorder
-from rollover.track.rollout_table import METADATA, read_columns, schema
+from rollover.track.parquet import METADATA, MetricsTable, read_columns, schema
+from rollover.track.records import FORMATS, Format, RolloutRecorder, read_records, read_rollouts, step_files
 from rollover.track.token_stats import KEYS
 from rollover.track.tracker import Cut, RecordedGroup
 from rollover.types import DropReason, Prompt, Reward, Rollout
@@ -146,7 +144,7 @@ def test_what_is_no_file_of_rollouts_is_named(tmp_path: Path) -> None:
         list(read_records(tmp_path))
 
 
-def test_a_file_of_the_first_schema_is_read_and_goes_on_in_this_one(tmp_path: Path) -> None:
+def test_a_file_of_the_first_schema_is_read_and_extended(tmp_path: Path) -> None:
     """A run that an earlier version began, and this one resumes within the step."""
     recorder = RolloutRecorder(tmp_path, formats=["parquet"])
     path = recorder.write(1, rich_groups())

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.track.recorded import read_records, read_rollouts
-from rollover.track.recorder import RolloutRecorder
+from rollover.track.records import RolloutRecorder, read_records, read_rollouts
 from rollover.track.tracker import Cut, RecordedGroup
 from rollover.types import (
     DropReason,
@@ -268,7 +267,7 @@ def test_no_recordings_is_an_error(tmp_path: Path) -> None:
             list(read_rollouts(dir))
 
 
-def test_a_pipe_in_the_place_of_a_step_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_instead_of_a_step_file_is_rejected(tmp_path: Path) -> None:
     recorder = RolloutRecorder(tmp_path)
     os.mkfifo(tmp_path / "step-000001.jsonl")
     with pytest.raises(ValueError, match="step-000001.jsonl is no file"):

@@ -67,7 +67,7 @@ def test_summary_by_source():
     assert summary["pass@2_ci"] == pytest.approx(list(wilson_interval(2, 3))), "each task has 0 or 1"
 
 
-def test_tasks_are_the_unit_more_rollouts_of_one_task_do_not_narrow_the_interval():
+def test_more_rollouts_per_task_keep_the_interval():
     few = summarise_eval([("a", str(i), [float(i % 2)]) for i in range(20)], 1.0)
     many = summarise_eval([("a", str(i), [float(i % 2)] * 50) for i in range(20)], 1.0)
     assert few["ci"] == pytest.approx(many["ci"]) and few["pass@1_ci"] == pytest.approx(many["pass@1_ci"])
@@ -78,7 +78,7 @@ def test_without_any_score_there_is_no_mean():
     assert summarise_eval([], 1.0)["mean"] is None
 
 
-def test_the_votes_of_a_task_decide_and_its_interval_is_over_tasks():
+def test_majority_uses_votes_and_intervals_use_tasks():
     rows = [("a", "1", [1.0, 0.0, 1.0]), ("a", "2", [0.0, 0.0, 1.0]), ("a", "3", [1.0, None, 0.0])]
     votes = {"1": ["4", "5", "4"], "2": ["7", "7", "8"], "3": ["1", "2", None]}
     summary = summarise_eval(rows[:2], 1.0, (1,), votes, (3,))
@@ -100,7 +100,7 @@ def test_pass_at_k_of_equal_tasks_has_an_interval_with_a_width(k: int):
             assert high - low > 0.25 and low <= summary[name] <= high
 
 
-def test_the_intervals_of_clustered_samples_hold_the_truth_as_often_as_they_say():
+def test_intervals_of_clustered_samples_have_their_coverage():
     """Tasks of very different difficulty, eight samples each: an interval over samples would be far too small."""
     draws, held, held_pass, num = random.Random(1), 0, 0, 400
     for _ in range(num):

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from rollover.track.bottleneck import Verdict
+from rollover.track.bottleneck import Bottleneck
 from rollover.track.summary import RunSummary, SampleAnswer, print_summary, run_summary
 
 
@@ -35,7 +35,7 @@ FULL = RunSummary(
     },
     partial_share=0.34,
     time_s={"generate": 300.0, "score": 3.0, "train": 97.0},
-    waits=Verdict("generation", "generation-bound: 300 s", "more engine.threads"),
+    waits=Bottleneck("generation", "generation-bound: 300 s", "more engine.threads"),
     paths={"model": "/runs/quickstart-1/model", "metrics": "/runs/quickstart-1/metrics.jsonl"},
     view_command="rollover view runs/quickstart-1",
 )
@@ -138,7 +138,7 @@ def test_missing_scores_are_dashes() -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_answers_cannot_control_the_terminal_or_break_its_encoding(terminal: bool) -> None:
+def test_printed_answers_are_escaped_and_encodable(terminal: bool) -> None:
     answer = SampleAnswer("\x1b[2Jp", "\u2192 ü \x07", "x" * 1000)
     text = text_of(RunSummary("run", 1, samples=[answer]), terminal=terminal, encoding="ascii")
     assert "\x1b[2J" not in text and "\x07" not in text

@@ -1,4 +1,4 @@
-"""How what training made of each token is written: short, and read back as it was, from both formats."""
+"""How what training made of each token is written: rounded, and read back as it was, from both formats."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recorded_run import group, recorded
-from rollover.track.recorded import read_records, read_rollouts
-from rollover.track.recorder import Format, RolloutRecorder
-from rollover.track.token_stats import KEYS, TokenStats, by_token, mask_of, run_lengths, short
+from rollover.track.records import Format, RolloutRecorder, read_records, read_rollouts
+from rollover.track.token_stats import KEYS, TokenStats, by_token, mask_from_run_lengths, rounded, run_lengths
 from rollover.track.tracker import RecordedCredit, RecordedGroup
 
 
@@ -23,13 +22,13 @@ from rollover.track.tracker import RecordedCredit, RecordedGroup
 def test_a_mask_is_its_runs(mask: list[bool]) -> None:
     lengths = run_lengths(np.array(mask, bool))
     assert sum(lengths) == len(mask) and all(lengths[1:]), lengths
-    assert mask_of(lengths).tolist() == mask
+    assert mask_from_run_lengths(lengths).tolist() == mask
 
 
 @given(st.lists(st.floats(width=32), min_size=1))
 def test_numbers_have_five_digits(values: list[float]) -> None:
     array = np.array(values, np.float32)
-    (found,) = short(array[None])
+    (found,) = rounded(array[None])
     if not np.isfinite(array).any():
         assert found is None
         return
@@ -47,7 +46,7 @@ def test_numbers_have_five_digits(values: list[float]) -> None:
 
 def test_one_number_stands_for_all() -> None:
     rows = np.array([[0.25, 0.25], [0.0, 0.0], [-0.0, 1.0], [0.25, np.nan], [np.nan, np.inf]], np.float32)
-    assert short(rows) == [[0.25], [0.0], [0.0, 1.0], [0.25, None], None]
+    assert rounded(rows) == [[0.25], [0.0], [0.0, 1.0], [0.25, None], None]
 
 
 def stats() -> TokenStats:

@@ -81,10 +81,10 @@ def test_half_a_line_is_no_event_and_a_wrong_one_is_named(tmp_path: Path) -> Non
 def test_full_disk_leaves_whole_lines_and_keeps_the_events(tmp_path: Path) -> None:
     file = TraceFile(tmp_path / "trace.jsonl")
     trace = Trace(RunClock(lambda: 1.0), file)
-    trace.on_published(1)
+    trace.on_weight_sync(1)
     trace.flush()
     for version in range(2, 50):
-        trace.on_published(version)
+        trace.on_weight_sync(version)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
@@ -201,7 +201,7 @@ def test_who_is_at_work_and_for_how_long() -> None:
     assert "4 times: environments and agents worked 11.5 s, 7.5 at most" in summary("run", events)
 
 
-def test_the_picture_tells_an_interruption_from_an_environment_at_work() -> None:
+def test_svg_distinguishes_parked_from_acting() -> None:
     lines = [
         ("start", 0.0),
         ("act", 1.0),

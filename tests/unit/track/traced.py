@@ -54,7 +54,7 @@ class TracedRun(Run):
 
     def publish(self) -> list[Group]:
         self.lifecycle.clock.version = self.version + 1
-        self.tracing.on_published(self.version + 1)
+        self.tracing.on_weight_sync(self.version + 1)
         return super().publish()
 
     def save(self):

@@ -1,10 +1,8 @@
-"""The dashboard: a run, or several, as pages of a browser; live by a server, or as one file that opens without a
-network.
+"""The dashboard: runs as pages of a browser, live from a server, or as one file that opens without a network.
 
-    IndexedRun ──▶ RunData, compare: questions answered as JSON ──▶ app (HTTP) or report (one file) ──▶ page/
+    IndexedRun ──▶ RunData, RunComparison: queries answered as JSON ──▶ app (HTTP) or report (one file) ──▶ page/
 
-The page asks the same questions of both. run_data (what one run answers, and which question is whose), series
-(metrics), found (filters, order, pages, search), lanes (the trace as slots over time), told (one rollout), balance
-(the ledger), stale (staleness over steps), episodes (the contexts of one), answered (answers of evaluations), compare
-(several runs), numbers (JSON that is short).
+The page sends the same queries to both. run_data: all queries of one run. compare: those of several runs. metrics:
+curves, accounts, warnings. run_statistics: ledger and staleness. rollout_query: lists of rollouts. rollout_detail: one
+rollout. lanes: the trace as slots over time. eval_answers: answers of evaluations.
 """

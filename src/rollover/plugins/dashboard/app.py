@@ -1,13 +1,13 @@
-"""The dashboard over HTTP: the page and its parts, and what it asks as JSON.
+"""The dashboard over HTTP: the page with its files, and JSON answers to its queries.
 
-    GET /                                the page: main.js, page.css, vendor/... (nothing of a run is in them)
-    GET /api/runs                        the runs by number, as their "state" (RunData.state)
-    GET /api/runs/0/<question>?<query>   RunData.answer
-    GET /api/compare/<question>?<query>  the runs beside each other
+    GET /                             the page: main.js, page.css, vendor/... (without data of a run)
+    GET /api/runs                     the runs by number, as their "state" (RunData.state)
+    GET /api/runs/0/<name>?<query>    RunData.answer
+    GET /api/compare/<name>?<query>   the runs beside each other
 
-Only GET. The page may run no script but its own files (Content-Security-Policy), and no page of another site can ask
-(http_guard.py, which HttpServer puts before this). With a token every question needs it, in `Authorization: Bearer`;
-the page, which is public, takes it from the end of its address, which a browser sends to nobody.
+Only GET. The page may run no script but its own files (Content-Security-Policy), and pages of other sites cannot send
+requests (http_guard.py, which HttpServer puts in front). With a token every API request needs it, in `Authorization:
+Bearer`; the page itself is public and takes the token from the fragment of its address, which browsers do not send.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollover.http_server import HttpServer, end_of_service
-from rollover.plugins.dashboard.multi_run import Several
-from rollover.plugins.dashboard.parts import CONTENT_TYPES, page_files
-from rollover.plugins.dashboard.query import NotThere
+from rollover.plugins.dashboard.compare import RunComparison
+from rollover.plugins.dashboard.page_files import CONTENT_TYPES, page_files
+from rollover.plugins.dashboard.query import NotFound
 from rollover.plugins.dashboard.run_data import RunData
 
 POLICY = (
@@ -43,27 +43,27 @@ _HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",  # a newer version of the page may have the same address
 }
-_SMALL, _FAST = 1024, 1  # bytes that are not worth packing; what packing may cost
+_SMALL, _FAST = 1024, 1  # bytes that are not worth compressing; compression level
 
 
 def is_of_page(path: str) -> bool:
-    """Return whether the path is one of the page's files, which hold nothing of a run."""
+    """Return whether the path is one of the page's files, which have no data of a run."""
     return not path.startswith("/api/")
 
 
 def make_app(runs: Sequence[RunData]) -> ASGIApp:
-    """Return the ASGI application. It goes behind a Guard with `is_of_page` as its public paths."""
-    several = Several(runs)
+    """Return the ASGI application, to be served behind a Guard with `is_of_page` as its public paths."""
+    several = RunComparison(runs)
 
-    def answer(question: Callable[[], Any]) -> Response:
+    def answer(query: Callable[[], Any]) -> Response:
         try:
-            return _json(question())
-        except NotThere as error:
+            return _json(query())
+        except NotFound as error:
             return _refused(404, str(error.args[0]))
         except ValueError as error:
             return _refused(400, str(error))
         except RecursionError:
-            return _refused(400, "what is recorded there is nested too deeply to be told")
+            return _refused(400, "the record is nested too deeply to be shown")
 
     def of_run(request: Request) -> Response:
         number, name = request.path_params["number"], request.path_params["name"]
@@ -82,11 +82,11 @@ def make_app(runs: Sequence[RunData]) -> ASGIApp:
             Route("/api/compare/{name}", of_several),
         ]
     )
-    return _Front(GZipMiddleware(api, _SMALL, _FAST), _Page())
+    return _SecurityMiddleware(GZipMiddleware(api, _SMALL, _FAST), _Page())
 
 
 class _Page:
-    """The files of the page, each at its name."""
+    """ASGI application of the page's files."""
 
     def __init__(self) -> None:
         self._files = page_files()
@@ -100,8 +100,8 @@ class _Page:
             await _refused(404, "there is no such page")(scope, receive, send)
 
 
-class _Front:
-    """Refuses changes, and says to the browser what its answers may do."""
+class _SecurityMiddleware:
+    """Rejects other methods than GET, and adds the security headers."""
 
     def __init__(self, api: ASGIApp, page: ASGIApp) -> None:
         self._api, self._page = api, page
@@ -124,15 +124,18 @@ class _Front:
 
 
 async def serve(runs: Sequence[RunData], host: str, port: int, token: str, ready: Callable[[str], None]) -> int:
-    """0 by SIGTERM, 130 by Ctrl-C. `ready` gets the URL when it answers. ValueError where the port cannot be had."""
+    """Serve until a signal: returns 0 after SIGTERM, 130 after Ctrl-C. ValueError if the port is taken.
+
+    `ready` gets the URL when the server accepts requests.
+    """
     server = HttpServer(make_app(runs), port, host, "--port", token=token, is_public=is_of_page)
-    told = end_of_service()
+    end = end_of_service()
     await server.start()
     ready(server.url)
     for run in runs:
         threading.Thread(target=run.read_ahead, name="read_ahead", daemon=True).start()
     try:
-        return await told
+        return await end
     finally:
         await server.close()
 

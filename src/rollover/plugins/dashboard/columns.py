@@ -1,7 +1,7 @@
-"""The metrics of a run by their keys, as far as they are written: what a curve needs of 100,000 steps, and no more.
+"""The metrics of a run as columns: the data of curves over 100,000 steps, in little memory.
 
-Rows as dicts take some 15 kB a step. Here the latest rows are dicts, and all before them are numbers in blocks: of a
-key that did not change in a block one number, else four or eight bytes a step.
+Rows as dicts take some 15 kB per step. Here the latest rows are dicts, and earlier ones are blocks of numbers: a key
+that is constant in a block takes one number, other keys four or eight bytes per step.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ import numpy as np
 from rollover.run.tail import GrowingRows
 
 _BLOCK = 256  # steps
-_LATEST = 32  # steps that are left as rows, at least
-_Block = dict[str, np.ndarray]  # of each key its [step] values, nan where there is none; one value where all are alike
+_LATEST = 32  # fewest steps that stay rows
+_Block = dict[str, np.ndarray]  # key -> [step] values, nan if missing; a single value if all are equal
 
 
 class Columns(GrowingRows):
-    """Of the file at `path`, each step once. Call `look` before anything else is asked.
+    """Columns of the metrics file at `path`, each step once. Call `look` before reading.
 
-    `latest`: of each key that some step has its newest value, in the order of their first steps. `cuts`: how often rows
-    went away again, as where a run goes on from before.
+    `latest`: newest value of each key, in the order of the first steps with them. `rollbacks`: how often rows were
+    removed again, as after a resume.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, numbers=True)
-        self.cuts = 0
+        self.rollbacks = 0
         self._forget()
 
     @classmethod
-    def of(cls, rows: Iterable[Mapping[str, Any]]) -> Columns:
-        """Of rows that are in no file."""
+    def from_rows(cls, rows: Iterable[Mapping[str, Any]]) -> Columns:
+        """Make columns without a file."""
         made = cls(Path())
         made.extend(rows)
         return made
 
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Further rows, which are in no file."""
+        """Add rows that are in no file."""
         for row in rows:
             self._add(self._checked(dict(row)))
 
@@ -49,51 +49,50 @@ class Columns(GrowingRows):
 
     @property
     def kept(self) -> tuple[int, int]:
-        """How many rows are kept as they are, and how many bytes the numbers of all others take."""
+        """Number of rows kept as dicts, and bytes of the blocks."""
         return len(self._rows), sum(values.nbytes for block in self._blocks for values in block.values())
 
     @property
     def newest(self) -> Sequence[Mapping[str, Any]]:
-        """The latest rows as they were written, the last one last; some of those that there are."""
+        """The latest rows as dicts, in order."""
         return self._rows[-_LATEST:]
 
     @property
     def last(self) -> Mapping[str, Any]:
-        """The last row; {} before there is one."""
+        """The last row, {} without rows."""
         return self._rows[-1] if self._rows else {}
 
     def column(self, key: str, first: int = 0) -> np.ndarray:
-        """[step] float64 of a metric, from the row number `first` on; nan where a step has none."""
+        """Return [step] float64 of a metric from row `first` on, nan if missing."""
         skipped = min(first // _BLOCK, len(self._blocks))
         parts = [np.broadcast_to(block.get(key, np.float64("nan")), _BLOCK) for block in self._blocks[skipped:]]
         rows = np.array([row.get(key) for row in self._rows], np.float64)
         return np.concatenate([*parts, rows])[first - skipped * _BLOCK :].astype(np.float64)
 
     def rows(self, keys: Sequence[str], first: int = 0) -> Iterator[dict[str, float | None]]:
-        """Of each row, from the number `first` on, "step" and those of these keys that any row has: None where it has
-        none itself."""
+        """Yield "step" and the existing ones of `keys` for each row from `first` on, None if missing."""
         names = [key for key in ("step", *keys) if key in self.latest]
         for values in zip(*(self.column(key, first).tolist() for key in names), strict=True):
             yield {name: value if value == value else None for name, value in zip(names, values, strict=True)}
 
     def _forget(self) -> None:
-        self.cuts += 1
+        self.rollbacks += 1
         self.latest: dict[str, Any] = {}
         self._blocks: list[_Block] = []
         self._rows: list[dict[str, Any]] = []
 
     def _add(self, row: dict[str, Any]) -> None:
         while len(self) and self._rows[-1]["step"] >= row["step"]:
-            self._take_back()
-        # The names are the same in every row: one copy of each.
+            self._remove_last()
+        # One copy of each name in memory.
         self._rows.append({sys.intern(key): value for key, value in row.items()})
         self.latest |= self._rows[-1]
         if len(self._rows) >= _BLOCK + _LATEST:
             self._blocks.append(_packed(self._rows[:_BLOCK]))
             del self._rows[:_BLOCK]
 
-    def _take_back(self) -> None:
-        self.cuts += 1
+    def _remove_last(self) -> None:
+        self.rollbacks += 1
         self._rows.pop()
         if not self._rows and self._blocks:
             block = self._blocks.pop()

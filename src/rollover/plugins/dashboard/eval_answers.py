@@ -1,7 +1,6 @@
-"""The answers of a run's evaluations: a page of those that are wanted, and one of them whole, with what the same task
-got in other evaluations.
+"""Answers of a run's evaluations: a filtered page, and one answer with the scores of its task in other evaluations.
 
-Owns the names of the filters. A file is read for each question, and nothing of it is kept.
+Owns the names of the filters. Each query reads the file again; nothing is cached.
 """
 
 from __future__ import annotations
@@ -11,32 +10,32 @@ from pathlib import Path
 from typing import Any
 
 from rollover.plugins.dashboard.numbers import number
-from rollover.plugins.dashboard.query import NotThere, Query, count, real
+from rollover.plugins.dashboard.query import NotFound, Query, count, real
 from rollover.plugins.dashboard.rollout_query import EXCERPT
 from rollover.run.run_files import EVALUATED
 from rollover.track.compare_evals import read_recorded
-from rollover.track.recorded import step_of
+from rollover.track.records import step_of
 
 MOST_ROWS, MOST_EVALUATIONS = 500, 8
-OWN = "[eval]"  # what the setting without a name is called in a question
+UNNAMED = "[eval]"  # name of the unnamed setting in a query
 _FILTERS = ("step", "text", "setting", "scored", "score_from", "score_to", "sort", "order", "offset", "limit")
 _SORTS = {"score": "score", "tokens": "num_tokens"}
 _SEARCHED = ("task_id", "prompt", "answer", "expected")
 
 
 def evaluated_steps(directory: Path) -> dict[int, Path]:
-    """After which steps of the run in `directory` answers were recorded, and where; in order."""
+    """Return step -> file of the recorded answers, in order."""
     folder = directory / EVALUATED
     files = sorted(folder.glob("step-*.jsonl")) if folder.is_dir() else []
     return {step: path for path in files if (step := step_of(path.name)) is not None}
 
 
 def answers(directory: Path, query: Query) -> dict[str, Any]:
-    """The "rows" of a page of the evaluation after "step" (by default the newest): "place" in its file, task, score,
-    and how prompt and answer begin. "steps": of all evaluations; "settings" of this one; "of": how many answers it has,
-    "passed": as many as the filters let through; "next": the offset of the page after this one, None after the last.
+    """Return a page of the evaluation after "step" (default: the newest).
 
-    ValueError for what is no filter or no value of it, KeyError where there is no such evaluation.
+    "rows": place in the file, task, score, excerpts of prompt and answer. "steps": of all evaluations; "settings": of
+    this one; "of": number of answers; "passed": after filtering; "next": offset of the next page, None after the last.
+    ValueError for an unknown filter or an invalid value, NotFound for a missing evaluation.
     """
     if unknown := sorted(query.keys() - set(_FILTERS)):
         raise ValueError(f"{unknown[0]}: there is no such filter; there are {', '.join(_FILTERS)}")
@@ -62,14 +61,16 @@ def answers(directory: Path, query: Query) -> dict[str, Any]:
 
 
 def answer(directory: Path, query: Query) -> dict[str, Any]:
-    """The answer in "place" of the evaluation after "step", whole. "over": of the first and the newest evaluations
-    "step", "mean" score and "count" of scores of the same task (by task_id and prompt, in the same setting), where it
-    is in them. KeyError where there is none."""
+    """Return the complete answer at "place" of the evaluation after "step"; NotFound without it.
+
+    "over": "step", mean score and "count" of the same task (task_id, prompt and setting) in the first and the newest
+    evaluations.
+    """
     files = evaluated_steps(directory)
     step, place = count(query, "step", max(files, default=0)), count(query, "place", 0)
     rows = _rows_of(files, step)
     if not place < len(rows):
-        raise NotThere(f"the evaluation after step {step} has no answer {place}: it has {len(rows)}")
+        raise NotFound(f"the evaluation after step {step} has no answer {place}: it has {len(rows)}")
     row, steps = rows[place], list(files)
     whole = _whole_row(rows, place, step)
     looked_at = sorted({*steps[:1], *steps[-MOST_EVALUATIONS:], step})
@@ -82,8 +83,7 @@ def answer(directory: Path, query: Query) -> dict[str, Any]:
 
 
 def lowest(directory: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The answers of the newest evaluation, the lowest scores first: each as in a list, and as `answer` tells it, but
-    for other evaluations. None where there is no evaluation."""
+    """Yield the answers of the newest evaluation by increasing score: (list row, complete answer without "over")."""
     files = evaluated_steps(directory)
     if not files:
         return
@@ -105,7 +105,7 @@ def _task(row: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def _rows_of(files: Mapping[int, Path], step: int) -> list[dict[str, Any]]:
     if step not in files:
-        raise NotThere(f"no answers were recorded of an evaluation after step {step}")
+        raise NotFound(f"no answers were recorded of an evaluation after step {step}")
     return read_recorded(files[step], "")
 
 
@@ -117,17 +117,17 @@ def _passes(row: Mapping[str, Any], query: Query) -> bool:
         return False
     if (scored := query.get("scored")) and (score is not None) != (scored == "yes"):
         return False
-    if (setting := query.get("setting")) and (row.get("setting") or OWN) != setting:
+    if (setting := query.get("setting")) and (row.get("setting") or UNNAMED) != setting:
         return False
-    return not text or any(text in said.lower() for said in _said(row))
+    return not text or any(text in other.lower() for other in _searched_texts(row))
 
 
-def _said(row: Mapping[str, Any]) -> Iterator[str]:
+def _searched_texts(row: Mapping[str, Any]) -> Iterator[str]:
     return (row[key] for key in _SEARCHED if isinstance(row.get(key), str))
 
 
 def _ordered(passed: list[tuple[int, dict[str, Any]]], query: Query) -> list[tuple[int, dict[str, Any]]]:
-    """What has no value to sort by comes last."""
+    """Sort; rows without a value come last."""
     sort, order = query.get("sort", ""), query.get("order") or "up"
     if sort and sort not in _SORTS:
         raise ValueError(f"sort: {sort!r} is not one of {', '.join(_SORTS)}")
@@ -154,7 +154,7 @@ def _row(place: int, row: Mapping[str, Any]) -> dict[str, Any]:
         "score": number(row["score"]),
         "tokens": row.get("num_tokens"),
         "stop": row.get("stop_reason") or "",
-        "asked": row["prompt"][-EXCERPT:],  # the question stands at its end, after what is the same for all
+        "asked": row["prompt"][-EXCERPT:],  # the question is at the end, after the common part
         "answered": str(row.get("answer") or "")[:EXCERPT],
         "expected": str(row["expected"])[:EXCERPT] if row.get("expected") is not None else None,
         "error": row.get("error"),

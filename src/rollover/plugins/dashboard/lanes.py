@@ -1,8 +1,8 @@
-"""Rollouts over time: the slots of the engines as lanes of a window of time, and what the loop did beside them. Pure.
+"""A window of the trace: engine slots as lanes over time, and the phases of the loop. Pure.
 
-A window with few bars is told bar by bar. One with many is told as cells of a grid, a cell for each lane and column of
-the screen: which version worked longest in it, and for which share of it the slot was busy. What a screen could not
-show is not sent, and nothing of it is left out of the shares.
+A window with few bars has every bar. One with many has a grid with a cell per lane and screen column: the version with
+the longest time in it, and the busy share of the slot. Details finer than the screen are not sent, but the shares
+include them.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from rollover.plugins.dashboard.trace_index import BAR, TraceIndex
 from rollover.track.trace import Span
 
 MOST_BARS, MOST_COLUMNS = 4000, 4000
-_MOST_CELLS, _FEWEST_COLUMNS = 60_000, 150  # before those that are alike become one
-_ENGINE = 1 << 32  # slots of an engine, in the number of a lane
-_BUSY_STEPS = 20  # shades of busy that are told apart
+_MOST_CELLS, _FEWEST_COLUMNS = 60_000, 150  # before equal neighbours are merged
+_ENGINE = 1 << 32  # a lane's number is engine * _ENGINE + slot
+_BUSY_STEPS = 20  # levels of the busy share
 
 
 def window(index: TraceIndex, start: float, end: float, columns: int, most_bars: int = MOST_BARS) -> dict[str, Any]:
-    """What happened from `start` to `end` seconds. ValueError where that is no time, or `columns` are no columns.
+    """Return the window from `start` to `end` seconds; ValueError for an invalid window or number of columns.
 
-    "lanes": [engine, slot] of each. "bars" or "cells" is None. A bar's "how" has RESUMED and PARKED
-    (trace_index.py), 4 where its group was dropped, and 8 where it still runs. Cells next to each other that
-    are alike are one, of some `length`, and with many lanes there are fewer columns than asked for; "busy" is in
-    twentieths. "spans" of one name that no column tells apart are one. "read": the share of the trace that all this is
-    of. "acts": environments and agents at work, in lanes of their own, as "bars" or "cells" (of version -1); None in a
-    run without any.
+    "lanes": [engine, slot] of each. "bars" or "cells" is None. A bar's "how" is a sum of RESUMED and PARKED
+    (trace_index.py), 4 if its group was dropped, and 8 if it still runs. Equal neighbouring cells are one cell of some
+    `length`; with many lanes there are fewer columns than requested; "busy" is in twentieths. Spans of one name within
+    one column are merged. "read": share of the trace that was read. "acts": environments and agents at work, in lanes
+    of their own, as "bars" or "cells" (of version -1); None without any.
     """
     if not end > start:
         raise ValueError(f"from, to: {start:g} to {end:g} is no window of time")
@@ -94,7 +93,7 @@ def _acts(
         bars["start"], bars["end"], bars["version"] = acts["start"], acts["end"], -1
         return {"lanes": lanes, "bars": None, "cells": _cells(bars, acts["lane"], start, end, columns)}
     words, sibling = np.unique(acts["sibling"], return_inverse=True)
-    told = {
+    shown = {
         "lane": acts["lane"].tolist(),
         "start": times(acts["start"], resolution),
         "end": times(acts["end"], resolution),
@@ -102,7 +101,7 @@ def _acts(
         "sibling": sibling.tolist(),
         "siblings": [index.siblings[number] for number in words],
     }
-    return {"lanes": lanes, "bars": told, "cells": None}
+    return {"lanes": lanes, "bars": shown, "cells": None}
 
 
 def _cells(bars: np.ndarray, lane: np.ndarray, start: float, end: float, columns: int) -> dict[str, Any]:
@@ -116,7 +115,7 @@ def _cells(bars: np.ndarray, lane: np.ndarray, start: float, end: float, columns
     left = start + column * width
     seconds = np.maximum(0.0, np.minimum(ends[of], left + width) - np.maximum(begins[of], left))
     versions, version = np.unique(bars["version"], return_inverse=True)
-    # The seconds of each version in each cell, then of each cell the version with most.
+    # Seconds of each version in each cell, then the version with most seconds of each cell.
     part, place = np.unique((lane[of] * columns + column) * len(versions) + version[of], return_inverse=True)
     of_part = np.bincount(place, weights=seconds, minlength=len(part))
     cell_of_part = part // len(versions)
@@ -125,16 +124,16 @@ def _cells(bars: np.ndarray, lane: np.ndarray, start: float, end: float, columns
     cell = cell_of_part[longest]
     busy_s = np.bincount(np.searchsorted(cell, cell_of_part), weights=of_part, minlength=len(cell))
     busy = np.clip(np.round(busy_s / width * _BUSY_STEPS), 1, _BUSY_STEPS).astype(np.int64)
-    told = versions[part[longest] % len(versions)]
-    # Runs of cells that are alike, in one lane.
-    alike = (np.diff(cell) == 1) & (cell[1:] % columns != 0) & (np.diff(told) == 0) & (np.diff(busy) == 0)
+    shown = versions[part[longest] % len(versions)]
+    # Runs of equal cells in one lane.
+    alike = (np.diff(cell) == 1) & (cell[1:] % columns != 0) & (np.diff(shown) == 0) & (np.diff(busy) == 0)
     begin = np.flatnonzero(np.append(True, ~alike))
     return {
         "columns": columns,
         "lane": (cell[begin] // columns).tolist(),
         "column": (cell[begin] % columns).tolist(),
         "length": np.diff(np.append(begin, len(cell))).tolist(),
-        "version": told[begin].tolist(),
+        "version": shown[begin].tolist(),
         "busy": busy[begin].tolist(),
     }
 
@@ -144,7 +143,7 @@ def _between(points: np.ndarray, start: float, end: float) -> np.ndarray:
 
 
 def _thinned(points: np.ndarray, names: Sequence[str], columns: int, resolution: float) -> dict[str, Any]:
-    """Points in time; where there are more than columns, the first of each column. "of": how many there are."""
+    """Thin out points in time to the first of each column. "of": number of all points."""
     shown = points
     if len(points) > columns:
         shown = points[np.unique((points["seconds"] / resolution).astype(np.int64), return_index=True)[1]]
@@ -152,21 +151,21 @@ def _thinned(points: np.ndarray, names: Sequence[str], columns: int, resolution:
 
 
 def _spans(spans: Sequence[Span], start: float, end: float, resolution: float) -> dict[str, Any]:
-    """By name. Those that follow each other closer than the resolution are told as one, of the first one's version."""
+    """Group spans by name, merging neighbours that are closer than the resolution."""
     found: dict[str, list[list[float]]] = {}
     for span in spans:
         if span.end < start or span.start > end:
             continue
-        told = found.setdefault(span.name, [])
-        if told and 0 <= span.start - told[-1][1] < resolution and span.end - told[-1][0] < 2 * resolution:
-            told[-1][1] = span.end
+        shown = found.setdefault(span.name, [])
+        if shown and 0 <= span.start - shown[-1][1] < resolution and span.end - shown[-1][0] < 2 * resolution:
+            shown[-1][1] = span.end
         else:
-            told.append([span.start, span.end, span.version])
+            shown.append([span.start, span.end, span.version])
     return {
         name: {
-            "start": times(np.array([of[0] for of in told]), resolution),
-            "end": times(np.array([of[1] for of in told]), resolution),
-            "version": [int(of[2]) for of in told],
+            "start": times(np.array([start for start, _, _ in shown]), resolution),
+            "end": times(np.array([end for _, end, _ in shown]), resolution),
+            "version": [int(version) for _, _, version in shown],
         }
-        for name, told in found.items()
+        for name, shown in found.items()
     }

@@ -1,9 +1,9 @@
-"""All rollouts that a run recorded, at some hundred bytes each: what there is to sort and choose by, and where it lies.
+"""Index of all recorded rollouts, some hundred bytes each: values to sort and filter by, and the place of the record.
 
-    rollouts/step-*.jsonl, .parquet ──the short values of each──▶ numbers (one array) ──place──▶ record (read again)
+    rollouts/step-*.jsonl, .parquet ──short values──▶ entries (one array) ──place──▶ record (read again)
 
-Owns what is known of a rollout without reading its text. A file that did not change is not read again, so an index of a
-live run is asked again and again.
+Texts and tokens are read only for single records. Unchanged files are not read again, so a live run can be queried
+often.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from rollover.files import line_of, lines_of, open_regular
-from rollover.plugins.dashboard.numbers import Words, structured
-from rollover.track.recorded import StepFile, not_recorded, own_of, records_of, shared_of, step_files
-from rollover.track.rollout_table import read_columns, read_table_rows
+from rollover.plugins.dashboard.numbers import WordIndex, structured
+from rollover.track.parquet import read_columns, read_table_rows
+from rollover.track.records import StepFile, invalid_record, own_prompt_fields, records_of, shared_fields, step_files
 
-NO_VERSION = int(np.iinfo("i4").min)  # versions before the first are below 0 (checkpoint.lost_steps = "roll_back")
+NO_VERSION = int(np.iinfo("i4").min)  # not -1: versions may be negative (checkpoint.lost_steps = "roll_back")
 UNFINISHED = "unfinished"
-# A rollout as numbers. `place`: where its line begins, or the number of its row. `head`: the place of its group's first
-# line. `outcome`, `source`, `stop`, `role`: places in `RolloutIndex.words`; `stop` of what never stopped: UNFINISHED.
-# `oldest`, `newest`: policy versions of what was sampled, NO_VERSION of nothing. `score`, `advantage`: nan where there
-# is none.
+# One rollout. `place`: offset of its line, or number of its row. `head`: place of its group's first line. `outcome`,
+# `source`, `stop`, `role`: codes of `RolloutIndex.words`; `stop` without a stop reason: UNFINISHED. `oldest`, `newest`:
+# policy versions of its sampled tokens, NO_VERSION without any. `score`, `advantage`: nan if missing.
 ENTRY = np.dtype(
     [
         ("file", "i4"), ("place", "i8"), ("head", "i8"), ("step", "i4"), ("group_id", "i8"), ("sibling", "i4"),
@@ -41,44 +40,44 @@ _COLUMNS = (
     "source", "stop_reason", "role",
 )  # fmt: skip
 _KINDS = {"completion": str, "columns": str, "segments": list, "prompt_ids": list, "token_ids": list, "logprobs": list}
-_TOKENS = b', "token_ids": ['  # nothing after it is of interest here, and most of a line is; no string has such a quote
+# Begins the largest, unneeded part of a line; a string cannot contain these quotes unescaped.
+_TOKENS = b', "token_ids": ['
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # the same only where it was not read again
-class Seen:
-    """A file as it was read: (its size, when it was written), and its part of the index."""
+@dataclass(frozen=True, slots=True, eq=False)  # identity: the file was not read again
+class IndexedFile:
+    """A file's part of the index, with its size and modification time when it was read."""
 
     stamp: tuple[int, int]
     entries: np.ndarray
 
 
 class RolloutIndex:
-    """Of the folder `rollouts/` of a run. It may not be there (yet), and grow.
+    """Index of the folder `rollouts/` of a run, which may be missing or growing.
 
-    `patience`: seconds that a look at it may take; it reads one new file at least, and `share` says how many
-    of the files that makes. Those of early steps come first.
+    `patience`: seconds for reading new files, at least one at a time, in the order of steps. `share`: share of the
+    files that are read.
     """
 
     def __init__(self, dir: Path) -> None:
         self.dir, self.patience, self.share = dir, float("inf"), 1.0
-        self.words = Words()  # "trained", "dropped:stale", "eos", names of sources
+        self.words = WordIndex()  # "trained", "dropped:stale", "eos", names of sources
         self._files: list[StepFile] = []
-        self._seen: dict[Path, Seen] = {}
+        self._seen: dict[Path, IndexedFile] = {}
         self._entries: np.ndarray | None = None
 
     def entries(self) -> np.ndarray:
-        """An array of ENTRY, in the order in which the rollouts left the run: those that are there now, as far as
-        patience goes.
+        """Return an array of ENTRY in the order in which the rollouts left the run, as far as they are read.
 
-        ValueError for a file that is damaged.
+        ValueError for a damaged file.
         """
         files, until = step_files(self.dir), time.monotonic() + self.patience
         before, read, skipped = self._seen, False, 0
-        seen: dict[Path, Seen] = {}
+        seen: dict[Path, IndexedFile] = {}
         for file in files:
             known = file.path in before
             if not known and read and time.monotonic() >= until:
-                skipped += 1  # what is known is still looked at
+                skipped += 1  # known files are still checked for changes
                 continue
             if (of := self._look(file)) is not None:
                 seen[file.path] = of
@@ -97,21 +96,21 @@ class RolloutIndex:
         return self._entries
 
     def look_at_step(self, step: int) -> None:
-        """Have what left with this step among the next `entries`, however impatient these are."""
+        """Read the files of this step now, regardless of patience."""
         for file in step_files(self.dir):
             if file.step == step and file.path not in self._seen and (of := self._look(file)) is not None:
                 self._seen[file.path], self._entries = of, None
 
     def record(self, entry: np.void) -> dict[str, Any]:
-        """One dict with texts and tokens, as `Run.records` gives it, of one of `entries()`.
+        """Return the record of an entry, with texts and tokens, as `Run.records` does.
 
-        ValueError where its file is gone since, or damaged.
+        ValueError if its file is missing or damaged.
         """
         (record,) = self.records_of(np.array([entry], ENTRY))
         return record
 
     def records_of(self, entries: np.ndarray) -> list[dict[str, Any]]:
-        """`record` of each, in their order: a file is opened once for all that lie in it."""
+        """Return the record of each entry, opening each file once."""
         found: list[dict[str, Any]] = [{}] * len(entries)
         for file in np.unique(entries["file"]):
             of_file = np.flatnonzero(entries["file"] == file)
@@ -126,20 +125,20 @@ class RolloutIndex:
         return found
 
     def path(self, entry: np.void) -> Path:
-        """The file that one of `entries()` lies in."""
+        """Return the file of an entry."""
         return self._files[int(entry["file"])].path
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """All records, one after the other."""
+        """Yield all records."""
         for file in step_files(self.dir):
             yield from records_of(file.path)
 
     def word(self, number: int) -> str:
-        """What stands in "outcome", "source" or "stop" of an entry."""
+        """Return the word of a code in "outcome", "source", "stop" or "role"."""
         return self.words[number]
 
-    def _look(self, file: StepFile) -> Seen | None:
-        """The part of a file; None where it is gone, as a step is that is made again."""
+    def _look(self, file: StepFile) -> IndexedFile | None:
+        """Read a file's part if it changed; None if the file is gone, as after a rollback."""
         try:
             status = file.path.stat()
             stamp = status.st_size, status.st_mtime_ns
@@ -147,11 +146,11 @@ class RolloutIndex:
             if before is not None and before.stamp == stamp:
                 return before
             rows = _table_heads(file.path) if file.path.suffix == ".parquet" else _line_heads(file.path)
-            return Seen(stamp, structured([self._entry(*row) for row in rows], ENTRY))
+            return IndexedFile(stamp, structured([self._entry(*row) for row in rows], ENTRY))
         except FileNotFoundError:
             return None
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            if str(error).startswith(str(file.path)):  # it has said where
+            if str(error).startswith(str(file.path)):  # the message has the file already
                 raise
             what = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"{file.path}: it has no recorded rollouts: {what}") from error
@@ -169,28 +168,29 @@ class RolloutIndex:
 
 
 def rollout_id(entry: np.void) -> str:
-    """The id of the rollout, as records have it."""
+    """Return the id of the rollout as in its record."""
     name = f"{entry['group_id']}-{entry['sibling']}"
     inner = entry["trajectory"], entry["context"]
     return name if inner == (0, 0) else f"{name}.{inner[0]}.{inner[1]}"
 
 
 def find(entries: np.ndarray, step: int, of: str) -> int | None:
-    """Where among them the rollout is that has this id and left with this step; the last one, where it left more than
-    once."""
+    """Return the index of the rollout with this id and step, the last one of several; None without it."""
     places = map(int, np.flatnonzero(entries["step"] == step)[::-1])
     return next((place for place in places if rollout_id(entries[place]) == of), None)
 
 
 def staleness(entries: np.ndarray | np.void) -> np.ndarray:
-    """Of each rollout, or of one: trainer version at the step that it left with, less the oldest version that sampled
-    of it; 0 where nothing was sampled. A step of number n is made at version n - 1."""
+    """Return trainer version when it left minus oldest sampled version, 0 without sampled tokens.
+
+    Step n is trained at version n - 1.
+    """
     age = entries["step"] - 1 - entries["oldest"].astype("i8")
     return np.where(entries["oldest"] == NO_VERSION, 0, np.maximum(age, 0))
 
 
 def versions(entries: np.ndarray | np.void, name: str) -> np.ndarray:
-    """float64: the "oldest" or the "newest" policy version that sampled of each, nan where none did."""
+    """Return float64 "oldest" or "newest" policy versions, nan without sampled tokens."""
     return np.where(entries[name] == NO_VERSION, np.nan, entries[name])
 
 
@@ -208,16 +208,16 @@ def _line_heads(path: Path) -> Iterator[_Head]:
                 yield place, head, record
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 if isinstance(error, ValueError) and not line.endswith(b"\n"):
-                    return  # half a line, of a copy that is being made
-                raise not_recorded(path, number, error) from error
+                    return  # a truncated last line of an unfinished copy
+                raise invalid_record(path, number, error) from error
             place += len(line)
 
 
 def short_line(line: bytes) -> dict[str, Any]:
-    """A line without its tokens."""
-    cut = line.find(_TOKENS) if line.endswith(b"\n") else -1  # half a line must be found out
+    """Parse a line without its tokens."""
+    end = line.find(_TOKENS) if line.endswith(b"\n") else -1  # a truncated line must fail
     try:
-        return json.loads(line if cut < 0 else line[:cut] + b"}")
+        return json.loads(line if end < 0 else line[:end] + b"}")
     except ValueError:
         return json.loads(line)
 
@@ -232,7 +232,7 @@ def _line_records(path: Path, entries: np.ndarray) -> Iterator[dict[str, Any]]:
             place, head = int(entry["place"]), int(entry["head"])
             record = _line_at(file, path, place)
             first = {} if place == head else _line_at(file, path, head)
-            record = record | (shared_of(first) if first else {}) | own_of(record)
+            record = record | (shared_fields(first) if first else {}) | own_prompt_fields(record)
             if wrong := [key for key, kind in _KINDS.items() if not isinstance(record[key], kind)]:
                 raise TypeError(f"{wrong[0]} is {record[wrong[0]]!r:.50}")
             yield record

@@ -1,24 +1,36 @@
-"""Which of a run's rollouts are wanted, in which order, a page at a time.
+"""Selection of recorded rollouts: filters, sort order, pages, text search.
 
-Owns the names of the filters, which stand in the page's address as they are here. By numbers all rollouts are chosen at
-once; a text is looked for in blocks, in the order that is wanted, until a page is full or the time is up: then the
-answer says how far it got, and the next question goes on from there.
+The names of the filters are those in the page's address. Numeric filters apply to all rollouts at once. A text search
+reads blocks in sort order until the page is full or the time is up; the answer says how far it read, and the next query
+continues there. The search ignores case. It reads a JSONL line up to its tokens, and decodes a line only if the bytes
+of an ASCII text occur in it.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rollover.files import line_of, open_regular
 from rollover.plugins.dashboard.numbers import number
-from rollover.plugins.dashboard.query import NotThere, Query, count, names_in, real
-from rollover.plugins.dashboard.rollout_index import NO_VERSION, RolloutIndex, rollout_id, staleness, versions
-from rollover.plugins.dashboard.text_search import TextSearch
+from rollover.plugins.dashboard.query import NotFound, Query, count, names_in, real
+from rollover.plugins.dashboard.rollout_index import (
+    NO_VERSION,
+    RolloutIndex,
+    rollout_id,
+    short_line,
+    staleness,
+    versions,
+)
+from rollover.text import encodable
+from rollover.track.parquet import read_columns
 from rollover.types import content_text
 
 MOST_ROWS, MOST_CONTEXTS = 500, 500
@@ -39,18 +51,17 @@ NUMBERS: dict[str, _Values] = {
     "group": lambda e: e["group_id"],
     "sibling": lambda e: e["sibling"],
 }
-"""What a range may be given of, as `score_from` and `score_to`, and what rollouts may be sorted by. "version": the
-newest that sampled of it; "versions": how many it spans."""
+"""Values for ranges (`score_from`, `score_to`) and sorting. "version": newest sampled version; "versions": span."""
 WORDS = {"outcome": "outcome", "source": "source", "stop": "stop"}
-"""What may be one of several words (`names_in`): which field of an entry it is."""
+"""Filters by words (`names_in`), with their fields of an entry."""
 _OTHERS = ("text", "sort", "order", "offset", "limit", "scored")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """`low`, `high`: by names of NUMBERS, both inclusive. `words`: by names of WORDS. `scored`: with a score (True), or
-    without. `sort`: "" is the order in which they left the run. `offset`: a place in the order; with a text, of those
-    that the numbers let through."""
+class RolloutFilter:
+    """Filters, order and page. `low`, `high`: by names of NUMBERS, inclusive. `words`: by names of WORDS. `scored`:
+    with a score (True) or without (False). `sort`: "" is the order of leaving the run. `offset`: among the rollouts
+    that pass numbers and words."""
 
     low: Mapping[str, float] = field(default_factory=dict)
     high: Mapping[str, float] = field(default_factory=dict)
@@ -63,8 +74,8 @@ class Wanted:
     limit: int = 50
 
     @classmethod
-    def of_query(cls, query: Mapping[str, str]) -> Wanted:
-        """ValueError names what is no filter, or no value of it."""
+    def from_query(cls, query: Mapping[str, str]) -> RolloutFilter:
+        """Parse a query; ValueError for an unknown filter or an invalid value."""
         known = {f"{name}_{end}" for name in NUMBERS for end in ("from", "to")} | {*WORDS, *_OTHERS}
         if unknown := sorted(query.keys() - known):
             raise ValueError(f"{unknown[0]}: there is no such filter; there are {', '.join(sorted(known))}")
@@ -89,11 +100,10 @@ class Wanted:
         )
 
     def places(self, index: RolloutIndex, entries: np.ndarray) -> np.ndarray:
-        """Places of `entries` that the numbers and words let through, in order. What has no value to sort by comes
-        last."""
+        """Return the places of `entries` that pass numbers and words, sorted; missing values come last."""
         chosen = np.ones(len(entries), bool)
         for name, bound in self.low.items():
-            chosen &= NUMBERS[name](entries) >= bound  # not what has none
+            chosen &= NUMBERS[name](entries) >= bound  # nan does not pass
         for name, bound in self.high.items():
             chosen &= NUMBERS[name](entries) <= bound
         for name, words in self.words.items():
@@ -109,14 +119,13 @@ class Wanted:
 
 
 def page(
-    index: RolloutIndex, wanted: Wanted, search_s: float = _SEARCH_S, clock: Callable[[], float] = time.monotonic
+    index: RolloutIndex, wanted: RolloutFilter, search_s: float = _SEARCH_S, clock: Callable[[], float] = time.monotonic
 ) -> dict[str, Any]:
-    """The rows of a page, and how many there are: "total" recorded, "passed" by numbers and words.
+    """Return the "rows" of a page; "total": recorded rollouts, "passed": those that pass numbers and words.
 
-    "next": the offset of the page after this one, None after the last. With a text, "searched" says how many of those
-    passed were read, counted from the first of this page: a page may have fewer rows than wanted, and a next one.
-    "read": the share of the run's files that all this is of. A row's "contexts": how many rollouts its episode has.
-    ValueError where a file is damaged or gone.
+    "next": offset of the next page, None after the last. "searched": with a text, the number of rollouts read for this
+    page, which may have fewer rows than the limit. "read": share of the run's files that are read. A row's "contexts":
+    rollouts of its episode. ValueError for a damaged or missing file.
     """
     entries = index.entries()
     places = wanted.places(index, entries)
@@ -144,7 +153,7 @@ def page(
 
 
 def _contexts(entries: np.ndarray, places: np.ndarray) -> list[int]:
-    """Of each of these entries how many there are of its episode (step, group and sibling)."""
+    """Count the entries of each one's episode (step, group and sibling)."""
     episode = ["step", "group_id", "sibling"]
     wanted = entries[episode][places]
     counts = Counter(entries[episode][np.isin(entries["group_id"], wanted["group_id"])].tolist())
@@ -155,15 +164,15 @@ def _with_text(
     index: RolloutIndex,
     entries: np.ndarray,
     left: np.ndarray,
-    wanted: Wanted,
+    wanted: RolloutFilter,
     search_s: float,
     clock: Callable[[], float],
 ) -> tuple[list[int], int]:
-    """(those that have it, how many were read)."""
+    """Return (places with the text, number of places read)."""
     search, until, shown, read = TextSearch(index, wanted.text), clock() + search_s, [], 0
     while read < len(left) and len(shown) < wanted.limit and (not read or clock() < until):
         block = left[read : read + _BLOCK]
-        has = search.has(entries[block])
+        has = search.matches(entries[block])
         hits = np.flatnonzero(has)[: wanted.limit - len(shown)]
         shown += [int(block[hit]) for hit in hits]
         full = len(shown) == wanted.limit
@@ -172,7 +181,7 @@ def _with_text(
 
 
 def row_of(index: RolloutIndex, entry: np.void, record: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A rollout in a list; with the beginnings of prompt and answer where its `record` is given."""
+    """Return a row of a list, with excerpts of prompt and answer if its `record` is given."""
     row = {
         "id": rollout_id(entry),
         "step": int(entry["step"]),
@@ -190,19 +199,19 @@ def row_of(index: RolloutIndex, entry: np.void, record: Mapping[str, Any] | None
         "stop": index.word(entry["stop"]),
     }
     if record is not None:
-        row |= {"asked": asked(record)[:EXCERPT], "answered": record["completion"][:EXCERPT]}
+        row |= {"asked": question(record)[:EXCERPT], "answered": record["completion"][:EXCERPT]}
     return row
 
 
-def asked(record: Mapping[str, Any]) -> str:
-    """What the last message says, or the prompt."""
+def question(record: Mapping[str, Any]) -> str:
+    """Return the text of the last message, or the prompt."""
     if record["messages"]:
         return content_text(record["messages"][-1].get("content"))
     return record["prompt"] or ""
 
 
 def choices(index: RolloutIndex) -> dict[str, Any]:
-    """What there is to choose from: the words with their counts, and of each number the least and the largest."""
+    """Return the choices of the filters: words with counts, least and largest value of each number."""
     entries = index.entries()
     found: dict[str, Any] = {"total": len(entries), "words": {}, "numbers": {}}
     for name, of in WORDS.items():
@@ -216,20 +225,21 @@ def choices(index: RolloutIndex) -> dict[str, Any]:
 
 
 def _bounds(given: Query, end: str) -> dict[str, float]:
-    """Of each number that has one at this end ("from", "to")."""
     found = {name: real(given, f"{name}_{end}") for name in NUMBERS}
     return {name: bound for name, bound in found.items() if bound is not None}
 
 
 def episode(index: RolloutIndex, step: int, group: int, sibling: int) -> dict[str, Any]:
-    """Episode `sibling` of the group that left with this step: "contexts" in the order of trajectories and contexts,
-    each as in a list of rollouts, with its "role" and the rewards of its "turns"; "of": how many there are. KeyError
-    where there is none."""
+    """Return episode `sibling` of a group; NotFound without it.
+
+    "contexts": its rollouts in the order of trajectories and contexts, as list rows with "role" and rewards of "turns";
+    "of": their number.
+    """
     entries = index.entries()
     of_episode = (entries["step"] == step) & (entries["group_id"] == group) & (entries["sibling"] == sibling)
     places = np.flatnonzero(of_episode)
     if not len(places):
-        raise NotThere(f"no episode {group}-{sibling} left the run with step {step}")
+        raise NotFound(f"no episode {group}-{sibling} left the run with step {step}")
     places = places[np.lexsort((entries["context"][places], entries["trajectory"][places]))]
     contexts, shown = [], entries[places[:MOST_CONTEXTS]]
     for entry, record in zip(shown, index.records_of(shown), strict=True):
@@ -244,3 +254,77 @@ def episode(index: RolloutIndex, step: int, group: int, sibling: int) -> dict[st
             }
         )
     return {"group": group, "sibling": sibling, "step": step, "of": len(places), "contexts": contexts}
+
+
+_OWN, _OF_GROUP = ("rollout_id", "task_id", "completion"), ("prompt", "messages")
+
+
+class TextSearch:
+    """Search for `text` in recorded rollouts. Caches for each group whether its prompt matches."""
+
+    def __init__(self, index: RolloutIndex, text: str) -> None:
+        self.index = index
+        self._wanted = _folded(text)
+        self._as_json = (
+            json.dumps(text, ensure_ascii=False)[1:-1].lower().encode() if text.isascii() else b""
+        )  # bytes.lower() changes ASCII only
+        self._prompts: dict[tuple[Path, int], bool] = {}
+
+    def matches(self, entries: np.ndarray) -> np.ndarray:
+        """Return [entry] bool; ValueError for a missing file."""
+        found = np.zeros(len(entries), bool)
+        for file in np.unique(entries["file"]):
+            of_file = np.flatnonzero(entries["file"] == file)
+            path = self.index.path(entries[int(of_file[0])])
+            try:
+                look = self._rows if path.suffix == ".parquet" else self._lines
+                found[of_file] = look(path, entries[of_file])
+            except (OSError, ValueError, IndexError) as error:
+                raise ValueError(f"{path}: it cannot be searched any more ({error}): look again") from error
+        return found
+
+    def _lines(self, path: Path, entries: np.ndarray) -> list[bool]:
+        with open_regular(path) as file:
+
+            def at(place: int) -> bytes:
+                file.seek(place)
+                return line_of(file, path)
+
+            return [
+                self._in_line(at(int(entry["place"])), _OWN) or self._of_group(path, int(entry["head"]), at)
+                for entry in entries
+            ]
+
+    def _of_group(self, path: Path, head: int, at: Any) -> bool:
+        if (path, head) not in self._prompts:
+            self._prompts[path, head] = self._in_line(at(head), _OF_GROUP)
+        return self._prompts[path, head]
+
+    def _in_line(self, line: bytes, keys: Sequence[str]) -> bool:
+        return self._as_json in line.lower() and self._in_record(short_line(line), keys)
+
+    def _rows(self, path: Path, entries: np.ndarray) -> list[bool]:
+        columns = read_columns(path, (*_OWN, *_OF_GROUP))
+
+        def record(row: int) -> dict[str, Any]:
+            of = {key: values[row] for key, values in columns.items()}
+            return of | {"messages": of["messages"] and json.loads(of["messages"])}
+
+        return [self._in_record(record(int(entry["place"])), (*_OWN, *_OF_GROUP)) for entry in entries]
+
+    def _in_record(self, record: Mapping[str, Any], keys: Sequence[str]) -> bool:
+        return any(self._wanted in _folded(text) for key in keys for text in _texts(record[key]))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts of a value: of a string or of chat messages."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for message in value:
+            parts = [part for key, part in message.items() if key != "role"]
+            yield from (part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts)
+
+
+def _folded(text: str) -> str:
+    return encodable(text).lower()

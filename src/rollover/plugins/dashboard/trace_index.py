@@ -1,11 +1,9 @@
-"""The trace of a run, paired up as it grows: which rollout had which slot when, what the loop did, and where the events
-of a group lie.
+"""Index of a trace, updated as the file grows: slots of rollouts, phases of the loop, offsets of a group's events.
 
-    trace.jsonl ──only what is new──▶ bars, acts, spans, publications, drops (numbers) ──group──▶ its events (again)
+    trace.jsonl ──only new lines──▶ bars, acts, spans, weight syncs, drops (numbers) ──group──▶ its events (read again)
 
-Owns what is known of a trace without reading it again: some 60 bytes a segment. A file that was cut back, as where
-a run goes on from a checkpoint, is read from its beginning. Lines become numbers without a TraceEvent in between where
-there are many of them: those of rollouts that get a slot and leave it.
+Takes some 60 bytes per segment. A truncated file, as after a resume, is read from its start. Frequent lines (visits of
+rollouts) become numbers directly, without a TraceEvent.
 """
 
 from __future__ import annotations
@@ -19,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from rollover.files import MOST_ROW_BYTES, check_line, open_regular
-from rollover.plugins.dashboard.numbers import Words, structured
+from rollover.plugins.dashboard.numbers import WordIndex, structured
 from rollover.rollout.lifecycle import EventKind
 from rollover.track.trace import BEGINS_VISIT, ENDS_VISIT, PUBLISH, Acts, Span, Spans, TraceEvent, Visits, bars_of
 
-# What one policy version sampled of a rollout while that was in a slot of an engine. `sibling`: a place in `siblings`.
-# `tokens`: 0 where nothing was sampled. `how`: RESUMED, PARKED.
+# Tokens of one policy version during a visit of a rollout to a slot. `sibling`: code of `siblings`. `tokens`: 0 without
+# samples. `how`: RESUMED, PARKED.
 BAR = np.dtype(
     [
         ("start", "f8"), ("end", "f8"), ("group", "i8"), ("sibling", "i4"), ("engine", "i4"), ("slot", "i4"),
@@ -32,13 +30,13 @@ BAR = np.dtype(
     ]
 )  # fmt: skip
 RESUMED, PARKED = 1, 2
-"""Of a bar's `how`: the rollout had been interrupted before it; it was interrupted at the end of it, and rolls over."""
-# An environment or an agent was at work for a rollout. `lane`: the smallest one that was free then.
+"""Bits of `how`: the rollout was interrupted before the bar; it was interrupted at its end, and rolls over."""
+# Work of an environment or agent for a rollout. `lane`: the smallest free one at its start.
 ACT = np.dtype([("start", "f8"), ("end", "f8"), ("group", "i8"), ("sibling", "i4"), ("lane", "i4")])
-# A group that was dropped. `reason`: a place in `reasons`.
+# A dropped group. `reason`: code of `reasons`.
 DROP = np.dtype([("seconds", "f8"), ("group", "i8"), ("reason", "i4"), ("tokens", "i8")])
 PUBLISHED = np.dtype([("seconds", "f8"), ("version", "i4")])
-_CHUNK, _BLOCK = 1 << 18, 1 << 12  # objects of a chunk, or a block, that live long cost a collection each
+_CHUNK, _BLOCK = 1 << 18, 1 << 12  # small: long-lived objects of a chunk or block cost garbage collections
 _DROP, _CONSUME, _PARK, _RESUME, _ACT, _FINISH = (
     kind.value
     for kind in (
@@ -53,7 +51,7 @@ _DROP, _CONSUME, _PARK, _RESUME, _ACT, _FINISH = (
 
 
 class _Numbers:
-    """Rows of a dtype: as many as there are, in one array."""
+    """Growing array of a dtype."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self._dtype, self._blocks, self._new = dtype, [np.zeros(0, dtype)], []
@@ -76,38 +74,37 @@ class _Numbers:
 
 
 class TraceIndex:
-    """Of the file at `path`, which may not be there (yet), and grow. Call `look` before anything else is asked.
+    """Index of the trace at `path`, which may be missing or growing. Call `look` before reading.
 
-    `seconds`: of the last event. `siblings`, `reasons`: the words that numbers stand for. `consumed`: the groups that
-    left for training. `patience`: seconds that a look may take; it takes in one chunk of the file at least,
-    and `share` says how much of the file that makes.
+    `seconds`: of the last event. `siblings`, `reasons`: words of the codes. `consumed`: trained groups. `patience`:
+    seconds that a look may take, with at least one chunk of the file. `share`: share of the file that is read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.patience = path, float("inf")
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._end, self._last, self._number = 0, b"", 0
         self.seconds, self.share = 0.0, 1.0
-        self.siblings, self.reasons = Words(), Words()
+        self.siblings, self.reasons = WordIndex(), WordIndex()
         self.consumed: set[int] = set()
         self._bars, self._acts = _Numbers(BAR), _Numbers(ACT)
         self._drops, self._published = _Numbers(DROP), _Numbers(PUBLISHED)
         self._of_loop: list[Span] = []
         self._visits, self._at_work, self._spans = Visits(), Acts(), Spans()
-        # Of each group where its first line begins, and its last one ends.
+        # By group: offset of its first line, and end of its last one.
         self._begins: dict[int, int] = {}
         self._ends: dict[int, int] = {}
 
     def look(self) -> None:
-        """Read what was written since, as far as patience goes. ValueError names a line that is no event."""
+        """Read new lines, as far as patience goes; ValueError names an invalid line."""
         until = time.monotonic() + self.patience
         try:
             with open_regular(self.path) as file:
                 file.seek(self._end - len(self._last))
-                if file.read(len(self._last)) != self._last:  # cut back meanwhile, and perhaps written on
-                    self._forget()
+                if file.read(len(self._last)) != self._last:  # truncated meanwhile, and perhaps extended
+                    self._reset()
                     file.seek(0)
                 left, whole_file = b"", True
                 while chunk := file.read(_CHUNK):
@@ -121,17 +118,17 @@ class TraceIndex:
                 size = file.seek(0, 2)
                 self.share = 1.0 if whole_file or not size else min(self._end / size, 0.999)
         except FileNotFoundError:
-            self._forget()
+            self._reset()
         except ValueError:
-            self._forget()  # half of what a file says is nothing to go on from
+            self._reset()  # start again after a partly read file
             raise
 
     def bars(self) -> np.ndarray:
-        """An array of BAR, in the order of their ends; what runs now is in `open_bars`."""
+        """Return complete bars as BAR, in the order of their ends."""
         return self._bars.array()
 
     def open_bars(self) -> np.ndarray:
-        """What runs at the last event, as BAR: of 0 tokens, and of the trainer's version at its start."""
+        """Return running rollouts as BAR with 0 tokens and the trainer's version at their start."""
         rows = [
             (start, self.seconds, group, self._sibling(sibling), engine, slot, version, 0, RESUMED if resumed else 0)
             for (group, sibling), (start, version, engine, slot, resumed) in self._visits.running.items()
@@ -139,7 +136,7 @@ class TraceIndex:
         return np.array(rows, BAR)
 
     def acts(self) -> np.ndarray:
-        """An array of ACT, in the order of their ends; what is at work at the last event comes behind them."""
+        """Return ACT in the order of their ends, followed by the open ones."""
         at_work = [
             (start, self.seconds, group, self._sibling(sibling), lane)
             for (group, sibling), (start, lane) in self._at_work.begun.items()
@@ -147,25 +144,24 @@ class TraceIndex:
         return np.concatenate([self._acts.array(), np.array(at_work, ACT)])
 
     def spans(self) -> Sequence[Span]:
-        """What the loop did, in the order of the ends."""
+        """Complete spans of the loop, in the order of their ends."""
         return self._of_loop
 
     def open_spans(self) -> list[Span]:
-        """What the loop does at the last event."""
+        """Open spans at the last event."""
         begun = self._spans.begun.items()
         return [Span(name, begin.version, begin.seconds, self.seconds) for name, begin in begun]
 
     def published(self) -> np.ndarray:
-        """An array of PUBLISHED: from when on each version was sampled from."""
+        """Return the weight syncs as PUBLISHED."""
         return self._published.array()
 
     def drops(self) -> np.ndarray:
-        """An array of DROP, in order."""
+        """Return the dropped groups as DROP, in order."""
         return self._drops.array()
 
     def events_of(self, group: int) -> Iterator[TraceEvent]:
-        """All events of a group and its rollouts, in order, those too that no look has come to yet. Nothing of one that
-        is not known."""
+        """Yield all events of a group and its rollouts, in order, also from the unread part of the file."""
         begin, end = self._begins.get(group, self._end), self._ends.get(group, self._end)
         if begin == end and self.share == 1:
             return
@@ -179,26 +175,23 @@ class TraceIndex:
                     whole, newline, left = (left + chunk).rpartition(b"\n")
                     yield from _of_group(whole + newline, group)
 
-    # Private
-
     def _add_lines(self, whole: bytes) -> None:
         lines = whole.split(b"\n")
         try:
-            told = json.loads(b"[" + whole.replace(b"\n", b",") + b"]")  # a call for each line takes thrice that
+            values = json.loads(b"[" + whole.replace(b"\n", b",") + b"]")  # a call per line takes three times longer
         except (ValueError, RecursionError):
-            told = []
-        one_each = len(told) == len(lines)
+            values = []
+        one_each = len(values) == len(lines)
         for place, line in enumerate(lines):
             begin, self._end = self._end, self._end + len(line) + 1
             try:
-                self._add(told[place] if one_each else json.loads(line), begin)
+                self._add(values[place] if one_each else json.loads(line), begin)
             except (ValueError, TypeError, AttributeError, RecursionError) as error:
                 where = f"{self.path}:{self._number + place + 1}"
                 raise ValueError(f"{where}: not a trace event ({error}): restore the file") from error
         self._last, self._number = lines[-1] + b"\n", self._number + len(lines)
 
     def _add(self, values: Any, begin: int) -> None:
-        """What a line says as JSON that begins at this place of the file."""
         if not isinstance(values, list) or len(values) not in (3, 7, 8):
             raise ValueError("not an array of 3, 7 or 8 values")
         kind, seconds = values[0], values[1]
@@ -246,16 +239,15 @@ class TraceIndex:
         if (act := self._at_work.add(event)) is not None:
             self._acts.add((act.start, act.end, event.group, self._sibling(event.sibling), act.lane))
         if event.kind == _DROP:
-            self._visits.give_up(event.group)
+            self._visits.release_group(event.group)
             self._drops.add((event.seconds, event.group, self.reasons.number(event.reason), event.tokens))
 
     def _sibling(self, sibling: int | str | None) -> int:
-        """The place of its name."""
         return self.siblings.number(str(sibling or 0))
 
 
 def _of_group(text: bytes, group: int) -> Iterator[TraceEvent]:
-    """Of whole lines the events of this group: most of them are not even cut apart."""
+    """Yield the events of a group from complete lines, parsing only lines with its number."""
     wanted, at = b",%d," % group, 0
     while (at := text.find(wanted, at)) >= 0:
         begin, end = text.rfind(b"\n", 0, at) + 1, text.index(b"\n", at)

@@ -1,5 +1,6 @@
-"""A sample of the rollouts that left a run with a step, as tools show it: of groups as they leave, or of the record of
-them (rollouts/). Both give the same rows."""
+"""A sample of a step's rollouts for external trackers: of live groups, or of their records (rollouts/). Both give equal
+rows.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 
 from rollover.text import named
 from rollover.track.jsonl import to_json
-from rollover.track.recorded import outcome_of
+from rollover.track.records import outcome_of
 from rollover.track.tracker import RecordedGroup
 from rollover.types import Rollout
 
@@ -17,7 +18,7 @@ Item = TypeVar("Item")
 
 
 def sample_of(step: int, groups: Sequence[RecordedGroup], most: int) -> list[dict[str, Any]]:
-    """At most so many of the rollouts of these groups, evenly over all of them in their order."""
+    """Return at most `most` rollouts of these groups, evenly spaced in their order."""
     each = [
         (recorded, *of)
         for recorded in groups
@@ -27,7 +28,7 @@ def sample_of(step: int, groups: Sequence[RecordedGroup], most: int) -> list[dic
 
 
 def sample_of_records(records: Sequence[Mapping[str, Any]], most: int) -> list[dict[str, Any]]:
-    """The same of a step's records (recorded.records_of)."""
+    """Return the same sample of a step's records (records.records_of)."""
     return [_of_record(record) for record in _evenly(records, most)]
 
 

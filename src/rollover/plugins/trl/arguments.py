@@ -18,7 +18,7 @@ from rollover.config.rewards import RESERVED
 from rollover.plugins.convert.mapping import Options, convert
 from rollover.plugins.convert.trl.rows import TRL
 from rollover.plugins.convert.trl.values import step, updates
-from rollover.plugins.trackers.names import TOOLS, is_installed
+from rollover.plugins.trackers.external import ADAPTERS, is_installed
 from rollover.plugins.trl.config import GRPOConfig
 from rollover.plugins.trl.rewards import NanIsNone
 from rollover.tasks.image_parts import IMAGE_COLUMNS
@@ -65,7 +65,7 @@ def convert_arguments(
         "output_dir": args.output_dir or "trainer_output",
     }  # fmt: skip
     if options.get("report_to") in ("all", ["all"]):  # as in transformers: the installed ones
-        options["report_to"] = [name for name in TOOLS if is_installed(name)]
+        options["report_to"] = [name for name in ADAPTERS if is_installed(name)]
     options |= {} if eval_tasks is None else {"eval_dataset": _SOME}
     options |= {} if peft_config is None else {"peft_config": _lora(peft_config)}
     options |= {name: value for name, value in refused.items() if value not in (None, [])}

@@ -97,8 +97,8 @@ def test_of_many_evaluations_the_first_and_the_newest_are_read(run: Path, monkey
     [
         ({"step": "1"}, KeyError, "no answers were recorded of an evaluation after step 1"),
         ({"colour": "red"}, ValueError, "colour: there is no such filter"),
-        ({"score_from": "low"}, ValueError, "score_from: 'low' is no number"),
-        ({"offset": "-1"}, ValueError, "offset: '-1' is no number from 0"),
+        ({"score_from": "low"}, ValueError, "score_from: 'low' is not a number"),
+        ({"offset": "-1"}, ValueError, "offset: '-1' is not a number from 0"),
         ({"limit": "100000"}, ValueError, "limit: 100000 is more than 500"),
         ({"sort": "colour"}, ValueError, "sort: 'colour' is not one of"),
         ({"order": "sideways"}, ValueError, "order: 'sideways' is neither"),
@@ -115,7 +115,7 @@ def test_a_run_without_evaluations_has_no_answers(tmp_path: Path) -> None:
         answer(tmp_path, {"place": "0"})
 
 
-def test_a_damaged_file_is_said_and_a_report_is_made_all_the_same(run: Path) -> None:
+def test_report_of_a_run_with_a_damaged_file(run: Path) -> None:
     (run / "evaluations" / "step-000002.jsonl").write_text("no answer\n")
     with pytest.raises(ValueError, match="no JSON"):
         RunData(run).answer("answers", {})

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from recorded_run import HOSTILE, write_run
 from rollover.http_guard import Guard
 from rollover.plugins.dashboard.app import is_of_page, make_app
-from rollover.plugins.dashboard.parts import page_files
+from rollover.plugins.dashboard.page_files import page_files
 from rollover.plugins.dashboard.run_data import RunData
 
 
@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> Path:
     return write_run(tmp_path, text=lambda step: HOSTILE["script"])
 
 
-def test_every_file_of_the_page_comes_with_its_kind_and_a_strict_policy(run: Path) -> None:
+def test_page_files_have_content_types_and_a_csp(run: Path) -> None:
     asked = client(run)
     for name in ["", *page_files()]:
         answer = asked.get(f"/{name}")
@@ -56,11 +56,11 @@ def test_runs_and_their_answers(run: Path) -> None:
     ("path", "status", "says"),
     [
         ("/api/runs/2/state", 404, "there is no run 2"),
-        ("/api/runs/0/secrets", 404, "there is no question secrets"),
+        ("/api/runs/0/secrets", 404, "there is no query secrets"),
         ("/api/runs/0/rollout?step=1&id=99-0", 404, "no rollout 99-0"),
-        ("/api/runs/0/rollouts?score_from=x", 400, "score_from: 'x' is no number"),
+        ("/api/runs/0/rollouts?score_from=x", 400, "score_from: 'x' is not a number"),
         ("/api/compare/metrics?runs=7", 404, "there is no run 7"),
-        ("/api/compare/other", 404, "there is no question other"),
+        ("/api/compare/other", 404, "there is no query other"),
     ],
 )
 def test_what_is_not_there_is_said(run: Path, path: str, status: int, says: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollover.plugins.dashboard.columns import Columns
-from rollover.plugins.dashboard.warnings import Warned, warnings_of
+from rollover.plugins.dashboard.metrics import LiveWarnings, warnings_of
 from rollover.run.tail import Tail
 from rollover.track.health import Health
 
@@ -48,7 +48,7 @@ def test_they_are_what_the_rows_say(tmp_path: Path, count: int) -> None:
     columns = Columns(tmp_path / "metrics.jsonl")
     columns.look()
     check(columns, rows)
-    check(Columns.of(rows), rows)
+    check(Columns.from_rows(rows), rows)
     assert len(columns.newest) == min(count, 32)
 
 
@@ -57,10 +57,10 @@ def test_they_grow_and_are_cut_back_with_the_file(tmp_path: Path) -> None:
     columns, tail = Columns(path), Tail(path)
     for end in (0, 10, 500, 700, 300, 310, 900):
         write(path, rows[:end])
-        before = columns.cuts
+        before = columns.rollbacks
         columns.look()
         check(columns, tail.rows())
-        assert (columns.cuts > before) == (end == 300), "who keeps something of them learns that rows went away"
+        assert (columns.rollbacks > before) == (end == 300), "who keeps something of them learns that rows went away"
     path.unlink()
     columns.look()
     assert len(columns) == 0
@@ -79,7 +79,7 @@ def test_steps_that_were_made_again_are_there_once(tmp_path: Path, again: int) -
         np.testing.assert_array_equal(
             columns.column(key), np.array([row.get(key) for row in expected], np.float64), err_msg=key
         )
-    assert columns.last == expected[-1] and columns.cuts > 1
+    assert columns.last == expected[-1] and columns.rollbacks > 1
 
 
 @pytest.mark.parametrize("wrong", ["nonsense\n", "[1]\n", '{"loss": 1}\n', '{"step": 2, "loss": "low"}\n'])
@@ -90,21 +90,19 @@ def test_a_line_that_is_no_row_names_the_file(tmp_path: Path, wrong: str) -> Non
         Columns(path).look()
 
 
-def test_warnings_are_those_of_the_rows_and_each_is_looked_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_warnings_check_each_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     rows = [{"step": step, "entropy": 0.01 if step > 290 else 1.0, "grad_norm": None} for step in range(1, 600)]
     rows[400] |= {"train/skipped_steps": 1}
-    columns, warned, looked_at = Columns(path), Warned(), []
+    columns, warned, looked_at = Columns(path), LiveWarnings(), []
     look = Health.look
     monkeypatch.setattr(Health, "look", lambda health, row: looked_at.append(row["step"]) or look(health, row))
     for end in (100, 293, 500, 599):
         write(path, rows[:end])
         columns.look()
-        found = warned.of(columns, {})
+        found = warned.update(columns, {})
     assert looked_at == list(range(1, 600)) and [of.key for of in found] == ["entropy", "train/skipped_steps"]
     assert found == warnings_of(rows, {})
     write(path, rows[:299])
     columns.look()
-    assert [of.step for of in warned.of(columns, {})] == [295]
+    assert [of.step for of in warned.update(columns, {})] == [295]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recorded_run import write_run
-from rollover.plugins.dashboard.multi_run import Several
+from rollover.plugins.dashboard.compare import RunComparison
 from rollover.plugins.dashboard.run_data import RunData
 
 
@@ -20,13 +20,13 @@ def runs(tmp_path: Path, count: int) -> list[RunData]:
 
 
 def test_all_runs_or_those_that_are_named(tmp_path: Path) -> None:
-    several = Several(runs(tmp_path, 3))
+    several = RunComparison(runs(tmp_path, 3))
     assert [of["steps"] for of in several.answer("metrics", {"keys": "reward/mean"})] == [[1], [1, 2], [1, 2, 3]]
     found = several.answer("metrics", {"keys": "reward/mean", "runs": "2,0", "x": "tokens"})
     assert [of["x"] for of in found] == [[23, 42, 61], [23]]
     assert len(several.answer("metrics", {"runs": "0," * 1000})) == 1, "each once"
     assert several.answer("config", {}) == [] and len(several.answer("evaluations", {"runs": "0,1"})) == 1
-    for name in several.questions:
+    for name in several.queries:
         several.answer(name, {})
 
 
@@ -35,15 +35,15 @@ def test_all_runs_or_those_that_are_named(tmp_path: Path) -> None:
     [
         ("metrics", {"runs": "3"}, KeyError, "there is no run 3: there are 3"),
         ("metrics", {"runs": "-1"}, KeyError, "there is no run -1"),
-        ("secrets", {}, KeyError, "there is no question secrets"),
+        ("secrets", {}, KeyError, "there is no query secrets"),
         ("metrics", {"x": "miles"}, ValueError, "no axis"),
         ("metrics", {"points": "x"}, ValueError, "points"),
-        ("metrics", {"keys": ",".join(map(str, range(501)))}, ValueError, "501 are asked for, and 500 are the most"),
+        ("metrics", {"keys": ",".join(map(str, range(501)))}, ValueError, "501 keys, at most 500 are allowed"),
     ],
 )
 def test_what_is_not_there_is_named(tmp_path: Path, name: str, query: dict, error: type, says: str) -> None:
     with pytest.raises(error, match=says):
-        Several(runs(tmp_path, 3)).answer(name, query)
+        RunComparison(runs(tmp_path, 3)).answer(name, query)
 
 
 def test_a_question_waits_for_nobody_who_reads_something_else(tmp_path: Path) -> None:

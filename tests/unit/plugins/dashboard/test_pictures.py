@@ -12,10 +12,10 @@ from PIL import Image
 
 from recorded_run import group, recorded, write_run
 from rollover.images import digest_of
-from rollover.plugins.dashboard.pictures import MOST_PIXELS
-from rollover.plugins.dashboard.query import NotThere
+from rollover.plugins.dashboard.query import NotFound
+from rollover.plugins.dashboard.rollout_detail import MOST_PIXELS
 from rollover.plugins.dashboard.run_data import RunData
-from rollover.track.recorder import RolloutRecorder
+from rollover.track.records import RolloutRecorder
 from rollover.types import Media, Prompt
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (30, 1300, 3), dtype=np.uint8)
@@ -56,9 +56,9 @@ def test_image_is_drawn_anew_and_small(tmp_path: Path, media: Media) -> None:
 def test_what_is_not_recorded_is_not_shown(tmp_path: Path, media: Media) -> None:
     data = run_with(tmp_path / "run", media)
     for number, of in ((1, "50-0"), (0, "51-0")):
-        with pytest.raises(NotThere):
+        with pytest.raises(NotFound):
             asked(data, number, of)
-    with pytest.raises(ValueError, match="give the id of the rollout"):
+    with pytest.raises(ValueError, match="give the id and the step of the rollout"):
         data.answer("picture", {"step": "4", "id": "50-0"})
 
 

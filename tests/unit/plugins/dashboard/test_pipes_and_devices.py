@@ -51,7 +51,7 @@ for run in sys.argv[1:]:
     with suppress(ValueError):
         data = RunData(run)
         of_one = {"rollout": {"step": "1", "id": "3-0"}, "episode": {"step": "1", "id": "3-0"}}
-        for name in data.questions:
+        for name in data.queries:
             with suppress(ValueError, KeyError):
                 data.answer(name, of_one.get(name, {}))
         data.state()

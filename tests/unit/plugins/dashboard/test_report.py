@@ -12,7 +12,7 @@ from recorded_run import HOSTILE, group, recorded, write_run, written
 from rollover import cli
 from rollover.plugins.dashboard.report import make_report
 from rollover.plugins.dashboard.run_data import RunData
-from rollover.track.recorder import RolloutRecorder
+from rollover.track.records import RolloutRecorder
 
 
 class Tags(HTMLParser):
@@ -113,4 +113,4 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{out}\n" and out.read_text().startswith("<!doctype html>")
     assert cli.main(["report", str(run), "-o", str(tmp_path / "none" / "out.html")]) == 2
     assert cli.main(["report", str(tmp_path / "none")]) == 2
-    assert cli.main(["report", *[str(run)] * 9]) == 2 and "8 runs at most" in capsys.readouterr().err
+    assert cli.main(["report", *[str(run)] * 9]) == 2 and "9 runs, at most 8" in capsys.readouterr().err

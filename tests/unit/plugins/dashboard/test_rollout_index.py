@@ -9,10 +9,9 @@ import pytest
 
 from recorded_run import group, recorded, write_run
 from rollover.plugins.dashboard.rollout_index import RolloutIndex, rollout_id, staleness, versions
-from rollover.plugins.dashboard.rollout_query import Wanted, page
-from rollover.plugins.dashboard.step_statistics import staleness_map
-from rollover.track.recorded import read_records
-from rollover.track.recorder import Format, RolloutRecorder
+from rollover.plugins.dashboard.rollout_query import RolloutFilter, page
+from rollover.plugins.dashboard.run_statistics import staleness_map
+from rollover.track.records import Format, RolloutRecorder, read_records
 from rollover.track.tracker import Cut
 from rollover.types import DropReason
 
@@ -80,11 +79,11 @@ def test_versions_before_the_first_are_versions(tmp_path: Path) -> None:
     assert staleness(entries).tolist() == [1, 0] and index.word(entries[1]["stop"]) == "unfinished"
     assert [math.isnan(of) for of in versions(entries, "oldest")] == [False, True]
     assert staleness_map(index)["counts"] == [[0], [1]]
-    told = page(index, Wanted.of_query({"version_from": "-9"}))["rows"]
+    told = page(index, RolloutFilter.from_query({"version_from": "-9"}))["rows"]
     assert [(row["oldest"], row["newest"]) for row in told] == [(-1, 0)]
-    (row,) = page(index, Wanted.of_query({"stop": "unfinished"}))["rows"]
+    (row,) = page(index, RolloutFilter.from_query({"stop": "unfinished"}))["rows"]
     assert (row["oldest"], row["newest"], row["stop"]) == (None, None, "unfinished")
-    assert [row["id"] for row in page(index, Wanted.of_query({"versions_from": "2"}))["rows"]] == ["1-0"]
+    assert [row["id"] for row in page(index, RolloutFilter.from_query({"versions_from": "2"}))["rows"]] == ["1-0"]
 
 
 def test_a_name_among_extras_that_is_the_one_of_the_tokens(tmp_path: Path) -> None:
@@ -121,9 +120,7 @@ def test_a_rollout_whose_file_is_gone_is_said(tmp_path: Path) -> None:
 
 
 @EITHER
-def test_without_patience_a_look_reads_one_file_and_says_how_far_it_is(
-    tmp_path: Path, formats: tuple[Format, ...]
-) -> None:
+def test_index_without_patience_reads_one_file(tmp_path: Path, formats: tuple[Format, ...]) -> None:
     folder = write_run(tmp_path, steps=4, formats=formats) / "rollouts"
     index = RolloutIndex(folder)
     index.patience = 0.0

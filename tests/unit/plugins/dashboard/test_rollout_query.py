@@ -11,8 +11,8 @@ import pytest
 
 from recorded_run import HOSTILE, group, recorded, write_run
 from rollover.plugins.dashboard.rollout_index import RolloutIndex
-from rollover.plugins.dashboard.rollout_query import Wanted, choices, page
-from rollover.track.recorder import Format, RolloutRecorder
+from rollover.plugins.dashboard.rollout_query import RolloutFilter, choices, page
+from rollover.track.records import Format, RolloutRecorder
 from rollover.types import DropReason
 
 
@@ -28,7 +28,7 @@ def index(tmp_path: Path, of_format: Format) -> RolloutIndex:
 
 
 def found(index: RolloutIndex, **query: Any) -> list[str]:
-    return [row["id"] for row in page(index, Wanted.of_query({k: str(v) for k, v in query.items()}))["rows"]]
+    return [row["id"] for row in page(index, RolloutFilter.from_query({k: str(v) for k, v in query.items()}))["rows"]]
 
 
 ALL = "3-0 3-1 4-0 4-1 5-0 6-0 6-1 7-0 7-1 8-0 9-0 9-1 10-0 10-1 11-0".split()
@@ -78,7 +78,7 @@ def test_filters_and_order(index: RolloutIndex, query: Mapping[str, Any], expect
 def test_pages_join_to_the_whole(index: RolloutIndex) -> None:
     shown, offset = [], 0
     while offset is not None:
-        of = page(index, Wanted(offset=offset, limit=4))
+        of = page(index, RolloutFilter(offset=offset, limit=4))
         assert (of["total"], of["passed"], of["searched"]) == (15, 15, None) and len(of["rows"]) <= 4
         shown += [row["id"] for row in of["rows"]]
         offset = of["next"]
@@ -86,7 +86,7 @@ def test_pages_join_to_the_whole(index: RolloutIndex) -> None:
 
 
 def test_a_row_says_what_a_list_shows(index: RolloutIndex) -> None:
-    (row,) = page(index, Wanted.of_query({"step_from": "2", "text": "7-0"}))["rows"]
+    (row,) = page(index, RolloutFilter.from_query({"step_from": "2", "text": "7-0"}))["rows"]
     assert row == {
         "id": "7-0", "step": 2, "group": 7, "sibling": 0, "contexts": 1, "score": 0.5, "advantage": 0.25,
         "tokens": 6, "segments": 2, "oldest": 0, "newest": 1, "staleness": 1, "outcome": "trained", "source": "sums",
@@ -119,7 +119,7 @@ def test_a_search_whose_time_is_up_goes_on_where_it_stopped(tmp_path: Path, of_f
     index, clock = RolloutIndex(tmp_path), iter(float(second) for second in range(1000))
     searched, shown, offset = [], [], 0
     while offset is not None:
-        of = page(index, Wanted(text="seldom 1199", offset=offset), search_s=0.5, clock=lambda: next(clock))
+        of = page(index, RolloutFilter(text="seldom 1199", offset=offset), search_s=0.5, clock=lambda: next(clock))
         searched.append(of["searched"])
         shown += [row["id"] for row in of["rows"]]
         offset = of["next"]
@@ -132,7 +132,7 @@ def test_hostile_texts_are_found_as_they_are(tmp_path: Path, of_format: Format, 
     recorder.write(1, [recorded(group(0, [1.0, 0.0]), DropReason.STALE, text=HOSTILE[name]), recorded(group(1, [1.0]))])
     index, wanted = RolloutIndex(tmp_path), HOSTILE[name][:60]
     assert found(index, text=wanted) == ["0-0", "0-1"]  # half a surrogate is a question mark, asked for and recorded
-    (row, *_) = page(index, Wanted())["rows"]
+    (row, *_) = page(index, RolloutFilter())["rows"]
     assert len(row["answered"]) <= 200
 
 
@@ -140,18 +140,18 @@ def test_hostile_texts_are_found_as_they_are(tmp_path: Path, of_format: Format, 
     ("query", "says"),
     [
         ({"socre_from": "1"}, "socre_from: there is no such filter"),
-        ({"score_from": "much"}, "score_from: 'much' is no number"),
-        ({"score_from": "nan"}, "score_from: 'nan' is no number"),
+        ({"score_from": "much"}, "score_from: 'much' is not a number"),
+        ({"score_from": "nan"}, "score_from: 'nan' is not a number"),
         ({"sort": "beauty"}, "sort: 'beauty' is not one of step, score"),
         ({"order": "sideways"}, "order: 'sideways' is neither up nor down"),
         ({"scored": "maybe"}, "scored: 'maybe' is neither yes nor no"),
         ({"limit": "501"}, "limit: 501 is more than 500"),
-        ({"offset": "-1"}, "offset: '-1' is no number from 0"),
+        ({"offset": "-1"}, "offset: '-1' is not a number from 0"),
     ],
 )
 def test_what_cannot_be_meant_is_named(query: Mapping[str, str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        Wanted.of_query(query)
+        RolloutFilter.from_query(query)
 
 
 def test_what_there_is_to_choose_from(index: RolloutIndex) -> None:
@@ -163,4 +163,4 @@ def test_what_there_is_to_choose_from(index: RolloutIndex) -> None:
 
 def test_nothing_recorded_is_no_error(tmp_path: Path) -> None:
     index = RolloutIndex(tmp_path / "rollouts")
-    assert page(index, Wanted(text="x"))["rows"] == [] and choices(index)["total"] == 0
+    assert page(index, RolloutFilter(text="x"))["rows"] == [] and choices(index)["total"] == 0

@@ -13,11 +13,11 @@ import pytest
 
 from recorded_run import group, recorded, row, segment, write_run
 from rollover.plugins.dashboard.indexed_run import IndexedRun
+from rollover.plugins.dashboard.rollout_detail import split_text
 from rollover.plugins.dashboard.run_data import RunData
-from rollover.plugins.dashboard.token_text import pieces
 from rollover.run.lock import DirectoryLock
 from rollover.track.jsonl import MetricsFile
-from rollover.track.recorder import Format, RolloutRecorder
+from rollover.track.records import Format, RolloutRecorder
 from rollover.track.trace import TRACE, TraceEvent, TraceFile
 
 
@@ -34,7 +34,7 @@ def asked(data: RunData, name: str, **query: Any) -> Any:
 def test_every_question_has_an_answer_in_a_run_without_anything(tmp_path: Path) -> None:
     (tmp_path / "config.resolved.json").write_text("{}")
     data = RunData(tmp_path)
-    for name in data.questions:
+    for name in data.queries:
         if name not in ("rollout", "episode", "answer", "picture"):
             asked(data, name)
     with pytest.raises(KeyError):
@@ -56,7 +56,7 @@ def test_the_state_of_a_live_run(tmp_path: Path) -> None:
     assert stopped["resume"] == {"command": f"rollover train FILE.toml --run.dir {tmp_path} --resume", "folder": ""}
 
 
-def test_revisions_change_with_what_is_written_and_with_nothing_else(tmp_path: Path) -> None:
+def test_revisions_change_only_with_the_files(tmp_path: Path) -> None:
     data = RunData(write_run(tmp_path))
     before = asked(data, "state")["revisions"]
     assert asked(data, "state")["revisions"] == before and all(before.values())
@@ -90,7 +90,8 @@ def test_a_rollout_with_its_segments_siblings_and_life(tmp_path: Path, of_format
         TraceEvent("consume", 13.0, 1, 7, tokens=12),
     ]
     TraceFile(tmp_path / TRACE).write(events)
-    told = asked(RunData(tmp_path, pieces=lambda ids: [f"<{token}>" for token in ids]), "rollout", step=2, id="7-0")
+    data = RunData(tmp_path, token_texts=lambda ids: [f"<{token}>" for token in ids])
+    told = asked(data, "rollout", step=2, id="7-0")
     assert told["messages"] == [{"role": "user", "content": "7 + 1?"}] and told["completion"] == "the answer 0"
     assert [(s["policy_version"], s["first"], s["num_tokens"], s["staleness"]) for s in told["segments"]] == [
         (0, 0, 3, 1), (1, 3, 3, 0)
@@ -112,7 +113,7 @@ def test_a_part_may_end_amid_a_character(tmp_path: Path) -> None:
     ids = np.frombuffer(text, np.uint8).astype(np.int32)
     of.rollouts[0].segments = [replace(segment(0, len(ids)), token_ids=ids)]
     RolloutRecorder(write_run(tmp_path) / "rollouts").write(4, [recorded(of)])
-    data = RunData(tmp_path, lambda some: pieces(lambda part: bytes(part).decode("utf-8", "replace"), some))
+    data = RunData(tmp_path, lambda some: split_text(lambda part: bytes(part).decode("utf-8", "replace"), some))
     told = [asked(data, "rollout", step=4, id="50-0", first=at, count=2)["tokens"]["texts"] for at in range(0, 10, 2)]
     assert "".join(token for part in told for token in part) == text.decode()
 
@@ -168,12 +169,12 @@ def test_the_ledger_adds_up_in_tokens_and_seconds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "query", "says"),
     [
-        ("rollout", {}, "give the id of the rollout"),
-        ("rollout", {"step": "-1", "id": "3-0"}, "step: '-1' is no number"),
-        ("rollout", {"step": "1" * 20, "id": "3-0"}, "step: '1+' is no number"),
-        ("metrics", {"points": "many"}, "points: 'many' is no number"),
+        ("rollout", {}, "give the id and the step of the rollout"),
+        ("rollout", {"step": "-1", "id": "3-0"}, "step: '-1' is not a number"),
+        ("rollout", {"step": "1" * 20, "id": "3-0"}, "step: '1+' is not a number"),
+        ("metrics", {"points": "many"}, "points: 'many' is not a number"),
         ("metrics", {"x": "miles"}, "x: 'miles' is no axis"),
-        ("lanes", {"from": "inf"}, "from: 'inf' is no number of seconds"),
+        ("lanes", {"from": "inf"}, "from: 'inf' is not a number of seconds"),
         ("lanes", {"from": "5", "to": "4"}, "from, to: 5 to 4"),
         ("lanes", {"columns": "100000"}, "columns: 100000"),
         ("rollouts", {"sort": "beauty"}, "sort: 'beauty'"),
@@ -184,7 +185,7 @@ def test_what_cannot_be_meant_is_named(tmp_path: Path, name: str, query: dict[st
         RunData(write_run(tmp_path)).answer(name, query)
 
 
-def test_without_patience_what_was_read_is_answered_and_that_it_is_a_part(tmp_path: Path) -> None:
+def test_without_patience_answers_are_partial(tmp_path: Path) -> None:
     """The page asks again for what has another revision: until it has all."""
     write_run(tmp_path, steps=6)
     data, whole = RunData(tmp_path, patience_s=0.0), RunData(tmp_path)
@@ -202,7 +203,7 @@ def test_without_patience_what_was_read_is_answered_and_that_it_is_a_part(tmp_pa
     assert revisions[-1] == asked(whole, "state")["revisions"]["rollouts"]
 
 
-def test_without_patience_metrics_are_answered_as_far_as_they_were_read(tmp_path: Path) -> None:
+def test_without_patience_metrics_are_partial(tmp_path: Path) -> None:
     """Those of a long run take longer to read than anybody waits."""
     write_run(tmp_path, steps=6)
     data, whole = RunData(tmp_path, patience_s=0.0), RunData(tmp_path)
@@ -217,7 +218,7 @@ def test_without_patience_metrics_are_answered_as_far_as_they_were_read(tmp_path
     assert seen[-1]["revisions"] == asked(whole, "state")["revisions"]
 
 
-def test_a_rollout_is_found_wherever_it_is_and_reading_ahead_ends(tmp_path: Path) -> None:
+def test_unread_rollouts_are_found_and_reading_ahead_ends(tmp_path: Path) -> None:
     write_run(tmp_path, steps=6)
     data = RunData(tmp_path, patience_s=0.0)
     assert asked(data, "rollout", step=6, id="18-0")["step"] == 6
@@ -234,7 +235,7 @@ def test_rows_of_metrics_are_not_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(IndexedRun, "metrics", lambda files: pytest.fail("all rows are read as dicts"))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row(step)) + "\n" for step in range(1, 2001)))
     data = RunData(tmp_path)
-    for name in data.questions:
+    for name in data.queries:
         if name not in ("rollout", "episode", "answer", "picture"):
             asked(data, name)
     assert asked(data, "state")["step"] == 2000 and len(asked(data, "metrics", keys="reward/mean")["steps"]) <= 800

@@ -9,8 +9,8 @@ import pytest
 
 from recorded_run import row, write_run
 from rollover.config import Config
-from rollover.plugins.dashboard.accounts import Amount
 from rollover.plugins.dashboard.indexed_run import IndexedRun
+from rollover.plugins.dashboard.metrics import Amount
 from rollover.run.lock import DirectoryLock
 from rollover.track.build import build_trackers
 

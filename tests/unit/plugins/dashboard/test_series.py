@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rollover.plugins.dashboard.columns import Columns
+from rollover.plugins.dashboard.metrics import axis, keys_of, series
 from rollover.plugins.dashboard.numbers import number, numbers, times
-from rollover.plugins.dashboard.series import axis, keys_of, series
 
 
 def rows(count: int) -> list[dict]:
@@ -36,7 +36,7 @@ def test_numbers_are_short_and_strict_json() -> None:
 
 
 def test_few_steps_are_all_there() -> None:
-    found = series(Columns.of(rows(20)), ["loss", "rare", "absent"], 40)
+    found = series(Columns.from_rows(rows(20)), ["loss", "rare", "absent"], 40)
     assert found["steps"] == list(range(1, 21)) == found["x"] == found["first"] == found["last"]
     assert (found["of"], found["thinned"]) == (20, 1)
     assert found["columns"]["loss"] == [number(math.sin(step)) for step in range(1, 21)]
@@ -45,8 +45,8 @@ def test_few_steps_are_all_there() -> None:
 
 
 def test_a_window_of_steps_has_only_these() -> None:
-    assert series(Columns.of(rows(20)), ["loss"], 40, first=5, last=7)["steps"] == [5, 6, 7]
-    assert series(Columns.of(rows(20)), ["loss"], 40, first=30)["columns"] == {"loss": []}
+    assert series(Columns.from_rows(rows(20)), ["loss"], 40, first=5, last=7)["steps"] == [5, 6, 7]
+    assert series(Columns.from_rows(rows(20)), ["loss"], 40, first=30)["columns"] == {"loss": []}
 
 
 @pytest.mark.parametrize("spike", [1, 4321, 9999, 10_000])
@@ -54,7 +54,7 @@ def test_a_window_of_steps_has_only_these() -> None:
 def test_of_many_steps_a_spike_of_one_is_left(spike: int, value: float) -> None:
     many = rows(10_000)
     many[spike - 1]["loss"] = value
-    found = series(Columns.of(many), ["loss", "rare"], 200)
+    found = series(Columns.from_rows(many), ["loss", "rare"], 200)
     assert found["of"] == 10_000 and found["thinned"] == 100 and len(found["steps"]) <= 200
     place = found["columns"]["loss"].index(value)
     assert found["first"][place] <= spike <= found["last"][place] and found["last"][place] - found["first"][place] < 100
@@ -68,14 +68,14 @@ def test_a_bucket_without_a_value_has_none() -> None:
     many = rows(1000)
     for row in many[:500]:
         row["loss"] = None
-    found = series(Columns.of(many), ["loss"], 20)
+    found = series(Columns.from_rows(many), ["loss"], 20)
     assert found["columns"]["loss"][:10] == [None] * 10 and None not in found["columns"]["loss"][10:]
 
 
 def test_axes() -> None:
     made = rows(3)
     made[1]["time/step_s"] = None
-    of = Columns.of(made)
+    of = Columns.from_rows(made)
     assert axis(of, "tokens").tolist() == [100, 200, 300]
     assert axis(of, "samples", 4).tolist() == [8, 16, 24] and axis(of, "samples").tolist() == [2, 4, 6]
     assert axis(of, "time").tolist() == [0.5, 0.5, 1.0]
@@ -85,13 +85,13 @@ def test_axes() -> None:
 
 
 def test_no_rows_are_no_values() -> None:
-    assert series(Columns.of([]), ["loss"], 10) == {
+    assert series(Columns.from_rows([]), ["loss"], 10) == {
         "steps": [], "first": [], "last": [], "x": [], "columns": {"loss": []}, "of": 0, "thinned": 1,
     }  # fmt: skip
 
 
 def test_keys_have_what_they_mean() -> None:
-    columns = Columns.of([{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/a/mean": None}])
+    columns = Columns.from_rows([{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/a/mean": None}])
     found = {of["key"]: of for of in keys_of(columns)}
     assert found["step"]["last"] == 2 and found["reward/mean"]["last"] == 0.5 and found["reward/a/mean"]["last"] is None
     assert found["reward/mean"]["unit"] == "reward" and "Mean score" in found["reward/mean"]["doc"]

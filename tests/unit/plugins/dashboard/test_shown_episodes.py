@@ -8,9 +8,9 @@ import pytest
 
 from recorded_run import group, recorded, write_run
 from rollover.plugins.dashboard.rollout_index import RolloutIndex
-from rollover.plugins.dashboard.rollout_query import Wanted, episode, page
+from rollover.plugins.dashboard.rollout_query import RolloutFilter, episode, page
 from rollover.plugins.dashboard.run_data import RunData
-from rollover.track.recorder import Format, RolloutRecorder
+from rollover.track.records import Format, RolloutRecorder
 from rollover.types import Group, Rollout
 
 
@@ -39,11 +39,11 @@ def test_the_contexts_of_an_episode_in_order(tmp_path: Path, of_format: Format) 
         ("50-0", "solver", 0, 0, 1), ("50-0.0.1", "solver", 0, 1, 0.5), ("50-0.1.0", "judge", 1, 0, 0),
     ]  # fmt: skip
     assert told["contexts"][1]["answered"] == "the answer 1" and "50 + 1" in told["contexts"][0]["asked"]
-    rows = page(index, Wanted.of_query({"step_from": "4", "group_to": "50"}))["rows"]
+    rows = page(index, RolloutFilter.from_query({"step_from": "4", "group_to": "50"}))["rows"]
     assert [(row["id"], row["contexts"]) for row in rows] == [
         ("50-0", 3), ("50-0.0.1", 3), ("50-0.1.0", 3), ("50-1", 1)
     ]  # fmt: skip
-    only = page(index, Wanted.of_query({"group_from": "50", "group_to": "50", "sibling_from": "1"}))
+    only = page(index, RolloutFilter.from_query({"group_from": "50", "group_to": "50", "sibling_from": "1"}))
     assert [row["id"] for row in only["rows"]] == ["50-1"]
 
 

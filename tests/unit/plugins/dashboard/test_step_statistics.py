@@ -11,8 +11,8 @@ import pytest
 from recorded_run import group, recorded, write_run
 from rollover.plugins.dashboard.rollout_index import RolloutIndex
 from rollover.plugins.dashboard.run_data import RunData
-from rollover.plugins.dashboard.step_statistics import MOST_COLUMNS, MOST_LEVELS, reward_intervals, staleness_map
-from rollover.track.recorder import FORMATS, RolloutRecorder
+from rollover.plugins.dashboard.run_statistics import MOST_COLUMNS, MOST_LEVELS, reward_intervals, staleness_map
+from rollover.track.records import FORMATS, RolloutRecorder
 from rollover.track.statistics import mean_interval
 from rollover.types import DropReason, Group, Rollout
 
@@ -29,7 +29,7 @@ def test_the_interval_is_over_groups_and_of_what_was_trained(tmp_path: Path) -> 
     assert found["low"] == pytest.approx([low, 0.5], abs=1e-6) and found["high"] == pytest.approx([high, 0.5], abs=1e-6)
 
 
-def test_a_trajectory_counts_once_and_a_role_that_is_not_trained_not_at_all(tmp_path: Path) -> None:
+def test_reward_interval_counts_trained_trajectories_once(tmp_path: Path) -> None:
     """As in reward/mean: three contexts of one trajectory have one score."""
 
     def agents(group_id: int, good: float, judge: float) -> Group:
@@ -59,7 +59,7 @@ def test_nothing_recorded_has_no_interval(tmp_path: Path) -> None:
     assert reward_intervals(RolloutIndex(tmp_path)) == {"steps": [], "low": [], "high": []}
 
 
-def test_each_trained_rollout_is_in_the_cell_of_its_step_and_staleness(tmp_path: Path) -> None:
+def test_staleness_map_counts_trained_rollouts(tmp_path: Path) -> None:
     recorder = RolloutRecorder(tmp_path)
     recorder.write(3, [recorded(group(1, [1.0, 0.0], [2])), recorded(group(2, [1.0], [0]))])
     recorder.write(4, [recorded(group(3, [1.0], [1, 3])), recorded(group(4, [1.0], [0]), DropReason.STALE)])
@@ -68,7 +68,7 @@ def test_each_trained_rollout_is_in_the_cell_of_its_step_and_staleness(tmp_path:
     assert told["counts"] == [[2, 0], [0, 0], [1, 1]] and told["read"] == 1
 
 
-def test_many_steps_and_versions_are_put_together_and_none_is_lost(tmp_path: Path) -> None:
+def test_staleness_map_merges_steps_and_versions(tmp_path: Path) -> None:
     recorder, steps = RolloutRecorder(tmp_path), [*range(1, 1000, 3), 1000]
     for step in steps:
         recorder.write(step, [recorded(group(step, [1.0], [max(0, step - 1 - step % 40)]))])

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from recorded_run import write_run
 from rollover.plugins.dashboard.indexed_run import IndexedRun
-from rollover.plugins.dashboard.token_text import RunTokens, pieces
+from rollover.plugins.dashboard.rollout_detail import RunTokenTexts, split_text
 
 TEXT = "naïve 😀 日本語\n\ttab <|end|> \u202eabc"
 
@@ -23,21 +23,21 @@ def by_bytes(ids: Sequence[int]) -> str:
 
 
 def test_tokens_together_are_the_text() -> None:
-    told = pieces(by_bytes, list(TEXT.encode()))
+    told = split_text(by_bytes, list(TEXT.encode()))
     assert "".join(told) == TEXT and len(told) == len(TEXT.encode())
     assert "😀" in told and told[told.index("😀") - 3 : told.index("😀")] == ["", "", ""]
 
 
 def test_bytes_that_never_become_a_character_are_told_as_such() -> None:
-    assert "".join(pieces(by_bytes, [65, 0xF0, 0x9F])) == by_bytes([65, 0xF0, 0x9F])
-    assert "".join(pieces(by_bytes, [])) == ""
+    assert "".join(split_text(by_bytes, [65, 0xF0, 0x9F])) == by_bytes([65, 0xF0, 0x9F])
+    assert "".join(split_text(by_bytes, [])) == ""
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_the_bytes_are_nothing_after_them_is_lost(seed: int) -> None:
     rng = random.Random(seed)
     ids = [rng.randrange(256) for _ in range(60)] + list(b" the end")
-    assert "".join(pieces(by_bytes, ids)).endswith("the end") and len(pieces(by_bytes, ids)) == len(ids)
+    assert "".join(split_text(by_bytes, ids)).endswith("the end") and len(split_text(by_bytes, ids)) == len(ids)
 
 
 @pytest.mark.parametrize("ids", [[0x9F] * 400, [300] * 400, [0xF0] * 400], ids=["inside", "unknown", "begins"])
@@ -51,7 +51,7 @@ def test_what_is_no_character_takes_a_time_of_its_length(ids: list[int]) -> None
         return by_bytes([of for of in some if of < 256])
 
     whole = [*ids, *"a😀b".encode()]
-    told = pieces(decode, whole)
+    told = split_text(decode, whole)
     assert "".join(told) == by_bytes([of for of in whole if of < 256]) and len(told) == len(whole)
     assert told[-1] == "b" and "😀" in told[-2]
     assert decoded < 60 * len(whole)
@@ -65,21 +65,21 @@ def test_spaces_before_words_are_told_with_them(tmp_path: Path, folder: str) -> 
     run = write_run(tmp_path)
     (run / "model").mkdir()
     tokenizer.save(str(run / folder / "tokenizer.json"))
-    assert RunTokens(IndexedRun(run))([0, 1, 2]) == ["one", " two", "x"]
+    assert RunTokenTexts(IndexedRun(run))([0, 1, 2]) == ["one", " two", "x"]
 
 
 def test_a_run_whose_tokenizer_is_not_here_or_is_none(tmp_path: Path) -> None:
     run = write_run(tmp_path)
-    assert RunTokens(IndexedRun(run))([0, 1]) is None
+    assert RunTokenTexts(IndexedRun(run))([0, 1]) is None
     (run / "model").mkdir()
     (run / "model" / "tokenizer.json").write_text("no tokenizer")
-    assert RunTokens(IndexedRun(run))([0, 1]) is None
+    assert RunTokenTexts(IndexedRun(run))([0, 1]) is None
     (run / "config.resolved.json").write_text(json.dumps({"model": {"path": "nobody/has-this-model-here"}}))
-    assert RunTokens(IndexedRun(run))([0, 1]) is None
+    assert RunTokenTexts(IndexedRun(run))([0, 1]) is None
 
 
 def test_another_run_in_the_same_place_has_its_own_tokenizer(tmp_path: Path) -> None:
-    tokens = RunTokens(IndexedRun(write_run(tmp_path)))
+    tokens = RunTokenTexts(IndexedRun(write_run(tmp_path)))
     assert tokens([0]) is None
     for word in ("one", "another"):
         Tokenizer(models.WordLevel({word: 0}, unk_token=word)).save(str(tmp_path / "tokenizer.json"))

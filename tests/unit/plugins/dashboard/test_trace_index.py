@@ -40,7 +40,7 @@ def index_of(path: Path, events: list[TraceEvent] = EVENTS) -> TraceIndex:
     return index
 
 
-def told(index: TraceIndex) -> list[object]:
+def rollout_detail(index: TraceIndex) -> list[object]:
     """All that it says."""
     groups = {event.group for event in EVENTS if event.group is not None}
     arrays = index.bars(), index.open_bars(), index.published(), index.drops()
@@ -70,7 +70,7 @@ def test_a_visit_of_several_versions_is_a_bar_for_each(tmp_path: Path) -> None:
 
 
 def test_it_is_the_same_however_the_file_grew(tmp_path: Path) -> None:
-    whole = told(index_of(tmp_path / "whole.jsonl"))
+    whole = rollout_detail(index_of(tmp_path / "whole.jsonl"))
     text = (tmp_path / "whole.jsonl").read_bytes()
     cuts = random.Random(0).sample(range(len(text)), 60)
     growing = TraceIndex(tmp_path / TRACE)
@@ -78,7 +78,7 @@ def test_it_is_the_same_however_the_file_grew(tmp_path: Path) -> None:
     for cut in [*sorted(cuts), len(text)]:
         growing.path.write_bytes(text[:cut])
         growing.look()
-    assert told(growing) == whole
+    assert rollout_detail(growing) == whole
 
 
 def test_a_file_that_was_cut_back_and_written_on_is_read_anew(tmp_path: Path) -> None:
@@ -87,10 +87,10 @@ def test_a_file_that_was_cut_back_and_written_on_is_read_anew(tmp_path: Path) ->
     index.path.unlink()
     TraceFile(index.path).write(again)
     index.look()
-    assert told(index) == told(index_of(tmp_path / "other.jsonl", again))
+    assert rollout_detail(index) == rollout_detail(index_of(tmp_path / "other.jsonl", again))
     index.path.unlink()
     index.look()
-    assert told(index) == told(index_of(tmp_path / "none.jsonl", []))
+    assert rollout_detail(index) == rollout_detail(index_of(tmp_path / "none.jsonl", []))
 
 
 def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def many_events(count: int) -> list[TraceEvent]:
     return sorted(events, key=lambda event: event.seconds)
 
 
-def test_without_patience_a_look_takes_in_one_chunk_and_says_how_far_it_is(tmp_path: Path) -> None:
+def test_trace_index_without_patience_reads_one_chunk(tmp_path: Path) -> None:
     whole = index_of(tmp_path / TRACE, many_events(20_000))
     size = whole.path.stat().st_size
     index = TraceIndex(whole.path)
@@ -143,7 +143,7 @@ def test_the_events_of_a_group_are_known_wherever_reading_is(tmp_path: Path) -> 
         index.look()
 
 
-def test_a_rollout_that_begins_twice_and_a_group_that_left_hold_no_slot(tmp_path: Path) -> None:
+def test_slots_are_freed_after_kills_and_drops(tmp_path: Path) -> None:
     """As after a kill, where nobody told of an end: a row of the picture would look busy for ever."""
     events = [
         TraceEvent("start", 0.0, 0, 0, 0),

@@ -72,7 +72,7 @@ def test_what_cannot_be_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     run = str(write_run(tmp_path))
     for words, says in (
         ([str(tmp_path / "none")], "is not the directory of a run"),
-        ([run] * 9, "8 runs at most"),
+        ([run] * 9, "9 runs, at most 8"),
         ([run, "--port", "70000"], "no port"),
         ([run, "--host", ""], "--host: it is empty"),
         ([run, "--train.num_steps", "1"], "reads no configuration"),

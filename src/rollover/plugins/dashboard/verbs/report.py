@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from rollover.commands.verb import Overrides, Verb
-from rollover.plugins.dashboard.verbs.view import add_run_dirs, opened
+from rollover.plugins.dashboard.verbs.view import add_run_dirs, open_runs
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     from rollover.plugins.dashboard.report import make_report
 
     check_output_file(args.output, "--output")
-    atomic_write_text(args.output, make_report(opened(args.run_dirs)))
+    atomic_write_text(args.output, make_report(open_runs(args.run_dirs)))
     print(args.output)
     return 0
 

@@ -1,4 +1,4 @@
-"""`rollover show`: what a run has come to, live or ended, and its most telling rollouts."""
+"""`rollover show`: state and results of a run, live or ended, and its most interesting rollouts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
 
 
 def summary_of(files: IndexedRun) -> Any:
-    """The summary that its end prints (track/summary.py), of what there is now."""
+    """Return the summary of the current state, as printed at the end of a run (track/summary.py)."""
     from dataclasses import replace
 
     from rollover.track.summary import run_summary
@@ -59,36 +59,37 @@ def summary_of(files: IndexedRun) -> Any:
 
 
 def now(files: IndexedRun) -> dict[str, str]:
-    """Where it stands, in words."""
-    from rollover.plugins.dashboard.pace import seconds_a_step
+    """Return the current state by label."""
+    from rollover.plugins.dashboard.metrics import seconds_a_step
     from rollover.track.figures import count, decimal, duration
 
     rows, num_steps = files.metrics(), files.value("train.num_steps")
     state, holder = files.state, files.holder
-    told = {"state": f"{state}: {holder}" if state == "running" and holder else state}
+    found = {"state": f"{state}: {holder}" if state == "running" and holder else state}
     if state == "stopped":
         command, folder = files.resume
-        told["state"] += f"; to go on{', in ' + folder if folder else ''}: {command}"
-    told["step"] = f"{rows[-1]['step'] if rows else 0} of {'?' if num_steps is None else num_steps}"
+        found["state"] += f"; to go on{', in ' + folder if folder else ''}: {command}"
+    found["step"] = f"{rows[-1]['step'] if rows else 0} of {'?' if num_steps is None else num_steps}"
     if not rows:
-        return told
+        return found
     row = rows[-1]
     rewards = [r["reward/mean"] for r in rows if r.get("reward/mean") is not None]
     if rewards:
         first, last = rewards[:_LATEST], rewards[-_LATEST:]
-        told["reward"] = f"{decimal(sum(first) / len(first))} -> {decimal(sum(last) / len(last))}"
-        told["reward"] += f" (means of the first and the last {len(last)} steps)"
+        found["reward"] = f"{decimal(sum(first) / len(first))} -> {decimal(sum(last) / len(last))}"
+        found["reward"] += f" (means of the first and the last {len(last)} steps)"
     if "sft/loss" in row:
         losses = [r["sft/loss"] for r in rows]
-        told["loss"] = f"{decimal(losses[0])} -> {decimal(losses[-1])} nats a token of the examples"
+        found["loss"] = f"{decimal(losses[0])} -> {decimal(losses[-1])} nats a token of the examples"
     else:
-        told["staleness"] = f"{count(row.get('staleness/max'))} at most in the last step"
-        told["staleness"] += f", bound {count(row.get('staleness/bound'))}"
+        found["staleness"] = f"{count(row.get('staleness/max'))} at most in the last step"
+        found["staleness"] += f", bound {count(row.get('staleness/bound'))}"
     if (pace := seconds_a_step(rows)) is not None:
-        told["pace"] = f"{decimal(pace, 1)} s a step, {count(row.get('speed/generated_tokens_per_s'))} tok/s generating"
+        found["pace"] = f"{decimal(pace, 1)} s a step"
+        found["pace"] += f", {count(row.get('speed/generated_tokens_per_s'))} tok/s generating"
         if state == "running" and num_steps is not None:
-            told["pace"] += f", ETA {duration(max(0, num_steps - row['step']) * pace)}"
-    return told
+            found["pace"] += f", ETA {duration(max(0, num_steps - row['step']) * pace)}"
+    return found
 
 
 def print_warnings(files: IndexedRun, console: Console) -> None:
@@ -103,7 +104,7 @@ def print_warnings(files: IndexedRun, console: Console) -> None:
 
 
 def chosen(files: IndexedRun, num: int) -> dict[str, np.ndarray]:
-    """Entries of the index: the best and the worst by score, the longest, the stalest, `num` of each at most."""
+    """Return at most `num` index entries each: best and worst by score, longest, stalest."""
     import numpy as np
 
     from rollover.plugins.dashboard.rollout_index import staleness
@@ -124,7 +125,7 @@ def chosen(files: IndexedRun, num: int) -> dict[str, np.ndarray]:
 
 
 def print_rollouts(files: IndexedRun, num: int, console: Console) -> None:
-    """Each with its id, step, score, length, versions and fate, and the beginnings of prompt and answer."""
+    """Print rollouts with id, step, score, length, versions and outcome, and excerpts of prompt and answer."""
     from rich.text import Text
 
     from rollover.track.console import excerpt
@@ -132,7 +133,8 @@ def print_rollouts(files: IndexedRun, num: int, console: Console) -> None:
     for title, entries in chosen(files, num).items():
         console.print(Text(f"\n{title.capitalize()} rollouts{'' if len(entries) else ': none'}"))
         for entry, record in zip(entries, files.rollouts.records_of(entries), strict=True):
-            lines = [f"  {excerpt(_told(files, entry, record), console)}", f"    {excerpt(_asked(record), console)}"]
+            lines = [f"  {excerpt(_description(files, entry, record), console)}"]
+            lines.append(f"    {excerpt(_prompt_text(record), console)}")
             lines.append(f"    -> {excerpt(record['completion'], console)}")
             lines += [
                 f"    {excerpt(f'{name}: {text}', console)}" for name, text in (record.get("texts") or {}).items()
@@ -141,7 +143,7 @@ def print_rollouts(files: IndexedRun, num: int, console: Console) -> None:
                 console.print(Text(text), soft_wrap=True)
 
 
-def _told(files: IndexedRun, entry: Any, record: dict[str, Any]) -> str:
+def _description(files: IndexedRun, entry: Any, record: dict[str, Any]) -> str:
     from rollover.plugins.dashboard.rollout_index import NO_VERSION, UNFINISHED, staleness
     from rollover.track.figures import decimal
 
@@ -158,8 +160,7 @@ def _told(files: IndexedRun, entry: Any, record: dict[str, Any]) -> str:
     )
 
 
-def _asked(record: dict[str, Any]) -> str:
-    """Its prompt in one text."""
+def _prompt_text(record: dict[str, Any]) -> str:
     from rollover.types import content_text
 
     if record["messages"] is None:
@@ -168,7 +169,7 @@ def _asked(record: dict[str, Any]) -> str:
 
 
 def as_json(files: IndexedRun, num: int) -> dict[str, Any]:
-    """All of it; of rollouts the counts, and with `num` whole records of that many of each kind."""
+    """Return everything as JSON-able data; with `num`, also that many whole records of each kind."""
     rows, evaluations, summary = files.metrics(), files.evaluations(), summary_of(files)
     entries = files.rollouts.entries()
     outcomes = [files.rollouts.word(of) for of in entries["outcome"]]

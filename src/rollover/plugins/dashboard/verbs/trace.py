@@ -26,7 +26,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
 
 
 def show_traces(run_dirs: Sequence[Path], to_perfetto: Path | None, to_svg: Path | None) -> int:
-    """Exit code. ValueError where a run has no trace, or an output cannot be written there."""
+    """Print or write traces; returns the exit code. ValueError without a trace, or for an invalid output path."""
     from rollover.files import check_output_file
     from rollover.text import printable_lines
     from rollover.track.perfetto import perfetto
@@ -48,7 +48,7 @@ def show_traces(run_dirs: Sequence[Path], to_perfetto: Path | None, to_svg: Path
 
 
 def summary(title: str, events: Sequence[TraceEvent]) -> str:
-    """A few lines of text: what happened, and where the time went."""
+    """Return a few lines of text: counts of events, and the use of time."""
     from rollover.rollout.lifecycle import EventKind
     from rollover.track.figures import count, percent
     from rollover.track.trace import acts, busy_share, engine_visits, spans
@@ -80,7 +80,7 @@ def summary(title: str, events: Sequence[TraceEvent]) -> str:
 
 
 def read(run_dir: Path) -> list[TraceEvent]:
-    """The trace of a run. ValueError where there is none."""
+    """Read the trace of a run; ValueError without one."""
     from rollover.plugins.dashboard.indexed_run import IndexedRun
     from rollover.track.trace import TRACE
 

@@ -20,18 +20,17 @@ MOST_RUNS = 8
 
 
 def add_run_dirs(parser: argparse.ArgumentParser) -> None:
-    """The argument of `opened`."""
+    """Add the argument for `open_runs`."""
     text = f"a run's directory; {MOST_RUNS} at most"
     parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", type=Path, help=text)
 
 
-def opened(run_dirs: Sequence[Path], patience_s: float = float("inf")) -> list[RunData]:
-    """The runs in these directories; `patience_s`: run_data.py. ValueError where there is none in one of them, or
-    there are too many."""
+def open_runs(run_dirs: Sequence[Path], patience_s: float = float("inf")) -> list[RunData]:
+    """Open the runs in these directories; ValueError without a run, or for too many. `patience_s`: see RunData."""
     from rollover.plugins.dashboard.run_data import RunData
 
     if len(run_dirs) > MOST_RUNS:
-        raise ValueError(f"RUN_DIR: {MOST_RUNS} runs at most are shown together, and these are {len(run_dirs)}")
+        raise ValueError(f"RUN_DIR: {len(run_dirs)} runs, at most {MOST_RUNS} can be shown together")
     return [RunData(directory, patience_s=patience_s) for directory in run_dirs]
 
 
@@ -54,8 +53,8 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     from rollover.plugins.dashboard.run_data import PATIENCE_S
     from rollover.shutdown import GRACE_S, run_bounded
 
-    runs = opened(args.run_dirs, PATIENCE_S)
-    asked = token() or ("" if is_loopback(args.host) else secrets.token_urlsafe(24))
+    runs = open_runs(args.run_dirs, PATIENCE_S)
+    required = token() or ("" if is_loopback(args.host) else secrets.token_urlsafe(24))
     try:
         from rollover.plugins.dashboard.app import serve
     except ModuleNotFoundError as error:
@@ -64,10 +63,10 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
         raise ValueError(f"rollover view needs {error.name}: pip install 'rollover[view]'") from error
 
     def ready(url: str) -> None:
-        print(f"{url}/" + (f"#token={quote(asked, safe='')}" if asked else ""), flush=True)
+        print(f"{url}/" + (f"#token={quote(required, safe='')}" if required else ""), flush=True)
         print(f"shows {', '.join(os.fspath(of) for of in args.run_dirs)}; Ctrl-C ends it", flush=True)
 
-    return run_bounded(serve(runs, args.host, args.port, asked, ready), GRACE_S)
+    return run_bounded(serve(runs, args.host, args.port, required, ready), GRACE_S)
 
 
 VERB = Verb("Show runs in a browser, live.", run, arguments, files="", keys=False)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from rollover.algorithms import advantage
-from rollover.algorithms.token_advantage import optimal_token_baseline
+from rollover.algorithms.advantage import optimal_token_baseline
 
 verl = pytest.importorskip("verl.trainer.ppo.core_algos")
 trl = pytest.importorskip("trl")

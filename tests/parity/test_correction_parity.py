@@ -15,10 +15,11 @@ import torch
 from rollover.algorithms.correction import (
     effective_sample_size,
     importance_weights,
+    mismatch_metrics,
+    mismatch_summary,
     off_policy_sequence_mask,
     rejection_mask,
 )
-from rollover.algorithms.mismatch import mismatch_metrics, mismatch_summary
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer")
 verl = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rollover.algorithms.aggregate import aggregate
 from rollover.algorithms.kl import bias_corrected_kl, kl_penalty
-from rollover.algorithms.loss import entropy_bonus, high_entropy_mask, policy_loss, value_loss
+from rollover.algorithms.loss import aggregate, entropy_bonus, high_entropy_mask, policy_loss, value_loss
 
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
 actor = pytest.importorskip("verl.workers.config.actor")

@@ -12,7 +12,7 @@
 
 w and the estimator are those of the role (workflow.roles). Statistics over a batch are over one role, as scores of
 different roles have different scales; or over those roles that some TrajectoryGroup of the batch compares with each
-other. Knows no estimator by name (estimator.py does).
+other. Knows no estimator by name (advantage.py does).
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from rollover.algorithms.estimator import AfterScoring, Estimator, Scored, Unit
+from rollover.algorithms.advantage import Estimator, Scored, Unit, one_each
 from rollover.algorithms.filters import MaskedRollout
 from rollover.algorithms.grouping import Grouped, Grouping
 from rollover.algorithms.precomputed import precomputed, turns_brought, undeclared
 from rollover.algorithms.shaping import Shaped, Shaping
 from rollover.config import AlgorithmConfig, DistillConfig, WorkflowConfig
 from rollover.config.traits import AdvantageTraits, estimator
+from rollover.functions import own_function
 from rollover.trajectories import Trajectory, TrajectoryGroup, Turn, episodes_of
 from rollover.types import Group, Reward, Rollout
 
@@ -284,6 +285,19 @@ class Credit:
             )
         (name,) = names
         return "precomputed" if name != _TEACHER and self.grouping.takes_own(compared, name) else name
+
+
+class AfterScoring:
+    """The user's own function `spec` of rollouts and their advantages. ValueError where there is none."""
+
+    def __init__(self, spec: str) -> None:
+        returns = "None, or one finite advantage for each of the rollouts"
+        self._function = own_function("algorithm.after_scoring", spec, returns)
+
+    def __call__(self, rollouts: Sequence[Rollout], advantages_N: torch.Tensor) -> torch.Tensor:
+        """The advantages [N] as it leaves them. FunctionError where it raises or returns anything else."""
+        changed = self._function(list(rollouts), advantages_N)  # a copy, which it may sort
+        return one_each(advantages_N if changed is None else changed, len(rollouts), self._function)
 
 
 def turn_returns(

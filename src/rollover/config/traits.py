@@ -19,7 +19,7 @@ class AdvantageTraits:
     about: str
     """How it makes an advantage. {divided}: as algorithm.advantage_std, or passk_std, says."""
     reads: tuple[str, ...] = ("rewards_N", "group_N")
-    """The arguments that are about the rollouts, by the names of `Scored` in algorithms/estimator.py."""
+    """The arguments that are about the rollouts, by the names of `Scored` in algorithms/advantage.py."""
     options: dict[str, str] = field(default_factory=dict)
     """The other arguments: name -> the option of [algorithm] that it is the value of."""
     counts: Literal["rollouts", "tokens"] | None = None
@@ -151,7 +151,7 @@ class LossTraits:
     """Its tokens are those of examples: no policy sampled them, and they have no advantage."""
 
 
-# Each is the function of that name in algorithms/loss.py or algorithms/unclipped.py.
+# Each is the function of that name in algorithms/loss.py.
 LOSSES = {
     "clip": LossTraits(dual_clip=True),
     "reinforce": LossTraits(ratio=False, bounds=False),

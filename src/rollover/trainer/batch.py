@@ -4,7 +4,7 @@
 
 Reads the replay buffer and never changes it (reuse.py does). Proximal log-probs of replayed samples are the trainer's,
 computed anew in every step, so that the importance weights to the stored behavior log-probs are right at each use.
-Never touches the model, and knows no estimator by name (algorithms/estimator.py does).
+Never touches the model, and knows no estimator by name (algorithms/advantage.py does).
 """
 
 from __future__ import annotations

@@ -17,17 +17,26 @@ from typing import Any
 
 import torch
 
-from rollover.algorithms.aggregate import COUNTED, aggregate, geometric_row_mean
 from rollover.algorithms.correction import (
     ess_step_scale,
+    geometric_row_mean,
     importance_weights,
     interpolated_proximal,
+    mismatch_metrics,
+    mismatch_summary,
     off_policy_sequence_mask,
 )
 from rollover.algorithms.kl import bias_corrected_kl, kl_penalty
-from rollover.algorithms.loss import batch_loss, declared_streams, entropy_bonus, loss_function, option_parameters
-from rollover.algorithms.mismatch import mismatch_metrics, mismatch_summary
-from rollover.algorithms.own_loss import OwnLoss
+from rollover.algorithms.loss import (
+    COUNTED,
+    OwnLoss,
+    aggregate,
+    batch_loss,
+    declared_streams,
+    entropy_bonus,
+    loss_function,
+    option_parameters,
+)
 from rollover.algorithms.token_batch import TokenBatch
 from rollover.config import AlgorithmConfig
 from rollover.config.traits import Aggregation

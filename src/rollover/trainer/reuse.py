@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rollover.algorithms.estimator import rewards_of
+from rollover.algorithms.advantage import rewards_of
 from rollover.algorithms.filters import pass_rate_of
 from rollover.algorithms.grouping import Grouping
 from rollover.algorithms.shaping import metric_of

@@ -17,8 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rollover.algorithms.loss import declared_streams, loss_function
-from rollover.algorithms.own_loss import OwnLoss
+from rollover.algorithms.loss import OwnLoss, declared_streams, loss_function
 from rollover.config import Config
 from rollover.staleness import staleness
 from rollover.trainer.backend import Stream, TrainerBackend, Version, reference_of

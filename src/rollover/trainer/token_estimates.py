@@ -12,10 +12,9 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from rollover.algorithms.advantage import reinforce_plus_plus_tokens
+from rollover.algorithms.advantage import optimal_token_baseline, reinforce_plus_plus_tokens
 from rollover.algorithms.correction import importance_weights
 from rollover.algorithms.credit import RoleCredit
-from rollover.algorithms.token_advantage import optimal_token_baseline
 from rollover.config import AlgorithmConfig
 from rollover.trainer.packing import padded
 from rollover.trainer.streams import STATISTICS

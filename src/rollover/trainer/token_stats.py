@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from rollover.algorithms.elementwise import MAX_LOG_RATIO
+from rollover.algorithms.token_batch import MAX_LOG_RATIO
 from rollover.config import Config
 from rollover.track.token_stats import TokenStats
 from rollover.trainer.backend import Stream

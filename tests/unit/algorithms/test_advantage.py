@@ -12,6 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.algorithms.advantage import (
+    Estimator,
+    Scored,
+    Unit,
     dr_grpo,
     gae,
     gdpo,
@@ -28,7 +31,6 @@ from rollover.algorithms.advantage import (
     sum_then_normalize,
     whiten,
 )
-from rollover.algorithms.estimator import Estimator, Scored, Unit
 from rollover.config import AlgorithmConfig
 from rollover.config.traits import ADVANTAGES
 from rollover.types import Reward

@@ -13,10 +13,11 @@ from rollover.algorithms.correction import (
     effective_sample_size,
     importance_weights,
     interpolated_proximal,
+    mismatch_metrics,
+    mismatch_summary,
     off_policy_sequence_mask,
     rejection_mask,
 )
-from rollover.algorithms.mismatch import mismatch_metrics, mismatch_summary
 from unit.algorithms.correction_rows import BEHAVIOR, MASK, PROXIMAL, random_batch
 
 WEIGHING = [

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rollover.algorithms.estimator import rewards_of
+from rollover.algorithms.advantage import rewards_of
 from rollover.config import AlgorithmConfig
 from rollover.rewards.built_in import several_of
 from rollover.types import Reward

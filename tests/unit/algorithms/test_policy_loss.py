@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from rollover.algorithms.aggregate import aggregate
 from rollover.algorithms.correction import importance_weights
 from rollover.algorithms.loss import (
     LOSSES,
     NOT_SPLIT_INVARIANT,
+    aggregate,
     policy_loss,
 )
 

@@ -10,10 +10,9 @@ import torch
 from tiny_trainer import trainer, weights
 
 import tiny
-from rollover.algorithms.advantage import reinforce_plus_plus_tokens
+from rollover.algorithms.advantage import optimal_token_baseline, reinforce_plus_plus_tokens
 from rollover.algorithms.correction import importance_weights
 from rollover.algorithms.loss import high_entropy_mask
-from rollover.algorithms.token_advantage import optimal_token_baseline
 from rollover.config import AlgorithmConfig
 from rollover.config.load import ConfigError, load_config
 from rollover.trainer.backend import Stream

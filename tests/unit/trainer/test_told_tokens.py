@@ -219,7 +219,7 @@ def test_it_changes_no_weight_and_is_left_out_where_it_is_not_wanted() -> None:
 
 
 def test_a_loss_of_ones_own_is_told_as_its_gradient_has_it() -> None:
-    of = trainer({"loss": "rollover.algorithms.unclipped:importance_sampling", "correction": "none",
+    of = trainer({"loss": "rollover.algorithms.loss:importance_sampling", "correction": "none",
                   "proximal": "behavior", "allow_uncorrected": True})  # fmt: skip
     of.train_step(Batch(SAMPLES))
     for s in SAMPLES:

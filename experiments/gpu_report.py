@@ -214,7 +214,7 @@ def training(sizes: Sizes, say: Say) -> None:
 
     from benchmarks import machine
     from rollover.models import flex
-    from rollover.models.peak import peak_flops
+    from rollover.models.flops import peak_flops
 
     try_out, reasons, cuda = flex.why_not, set[str](), sizes.device == "cuda"
     peak = peak_flops(torch.device(sizes.device), getattr(torch, sizes.dtype))
@@ -359,7 +359,7 @@ def weight_sync(sizes: Sizes, say: Say) -> None:
     from rollover.engine.build import EngineSetup, build_engine
     from rollover.models.devices import pick_device
     from rollover.models.load import load_model
-    from rollover.trainer.build import build_trainer
+    from rollover.trainer.trainer import build_trainer
 
     async def hand_over(engine: Any, backend: Any, prompts: Any) -> tuple[int, list[float]]:
         try:

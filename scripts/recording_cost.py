@@ -96,7 +96,8 @@ def train(model: str, rollouts: int, tokens: int, steps: int) -> None:
     from local_trainer import build_batch, local_trainer
     from rollover.config import AlgorithmConfig, ModelConfig, TrainConfig
     from rollover.models.load import load_model
-    from rollover.trainer import objective, token_stats
+    from rollover.trainer import objective
+    from rollover.trainer.trainer import TokenWatch
 
     algorithm = AlgorithmConfig.model_validate({"correction": "token_truncate", "proximal": "step_start"})
     loaded = load_model(ModelConfig(path=model))
@@ -108,7 +109,7 @@ def train(model: str, rollouts: int, tokens: int, steps: int) -> None:
     batch = build_batch([of.group for of in without], algorithm)
     told, gathered, whole, written = Watch(), Watch(), Watch(), 0.0
     told.around(objective, "told_tokens")
-    gathered.around(token_stats.TokenWatch, "stats")
+    gathered.around(TokenWatch, "stats")
     whole.around(trainer, "train_step")
     with tempfile.TemporaryDirectory() as folder:
         for step in range(1, steps + 1):

@@ -16,7 +16,7 @@ from rollover.process_tree import has_ended
 from rollover.trainer.backend import BackendLost
 from rollover.trainer.objective import Counts
 from rollover.trainer.ranks.backend import RanksBackend, start_ranks
-from rollover.trainer.ranks.local import LocalRanks
+from rollover.trainer.ranks.group import LocalRanks
 from samples import random_samples
 
 SAMPLES = random_samples(3, num_groups=4)

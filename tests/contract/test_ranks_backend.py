@@ -31,7 +31,7 @@ from rollover.trainer.batch import Batch
 from rollover.trainer.objective import Counts
 from rollover.trainer.packing import micro_batches
 from rollover.trainer.ranks.backend import RanksBackend, spread, start_ranks
-from rollover.trainer.ranks.local import LocalRanks
+from rollover.trainer.ranks.group import LocalRanks
 from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.streams import with_stream
 from rollover.trainer.trainer import Trainer

@@ -16,9 +16,9 @@ from rollover.engine.build import EngineSetup, build_engine
 from rollover.functions import FunctionError
 from rollover.trainer.backend import BackendLost, TrainerBackend
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import build_trainer
+from rollover.trainer.custom_backend import OwnBackend
 from rollover.trainer.objective import Counts
-from rollover.trainer.own_backend import OwnBackend
+from rollover.trainer.trainer import build_trainer
 from samples import random_samples
 
 TOY = f"{Path(__file__).with_name('toy_backend.py')}:Bigrams"

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from rollover.engine.protocol import ExtendRequest
-from rollover.models.limits import Limits
+from rollover.models.load import Limits
 from rollover.trainer.backend import BackendSetup, Stream, Version
 from rollover.trainer.objective import Counts, Objective
 from rollover.trainer.packing import PackedBatch, pack

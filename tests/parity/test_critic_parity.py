@@ -17,9 +17,10 @@ from local_trainer import local_trainer
 from plain_critic import PlainCritic, Rows
 from rollover.config import AlgorithmConfig, CriticConfig, TrainConfig
 from rollover.trainer.batch import Batch
-from rollover.trainer.critic import Critic, estimate
+from rollover.trainer.critic import Critic
 from rollover.trainer.objective import step_metrics
-from rollover.trainer.packing import split_groups
+from rollover.trainer.token_advantages import estimate
+from rollover.trainer.trainer import split_groups
 from rollover.types import Sample
 from samples import random_samples
 

@@ -13,7 +13,7 @@ from local_trainer import build_batch
 from rollover.algorithms.token_batch import TokenBatch
 from rollover.config import AlgorithmConfig
 from rollover.trainer.objective import Counts, Objective
-from rollover.trainer.token_weights import without_rejected
+from rollover.trainer.streams import without_rejected
 from rollover.types import (
     Group,
     Prompt,

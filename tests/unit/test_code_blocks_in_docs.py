@@ -27,7 +27,7 @@ from rollover.rewards.protocol import ScoreRequest
 from rollover.rollout.order import RolloutView
 from rollover.tasks.prompts import encoder
 from rollover.tasks.stream import TaskStream
-from rollover.trainer.teacher import TeacherPrompts
+from rollover.trainer.distill import TeacherPrompts
 from rollover.types import Task
 from rollover.workflows.distilled import distill_options
 from unit.workflows.scripted_host import ScriptedHost

@@ -5,7 +5,7 @@
                    estimator runs over all turns of the TrajectoryGroup as if each were a trajectory (Kevin, arXiv
                    2507.11948). Turns are not compared by index: the lengths of trajectories differ.
     over tokens    the reward of the trajectory: the step makes an advantage for each token of it, times w
-                   (`RoleCredit`, trainer/token_estimates.py)
+                   (`RoleCredit`, trainer/token_advantages.py)
     precomputed    what came with the trajectory (precomputed.py), times w
     distilled      0: a teacher gives them, in the step (trainer/distill.py)
     examples       0: their loss has none (algorithm.loss = "nll"), and they need no score

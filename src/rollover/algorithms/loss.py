@@ -1,9 +1,12 @@
-"""Policy losses: current and old (proximal) log-probs, advantages -> loss per token. And entropy and value terms.
+"""Policy losses: log-probs and advantages -> loss per token -> one number. Entropy and value terms.
 
 Shapes: B rows, T tokens. Differentiable in the current policy's values alone; float32; pure functions. Masked positions
 are 0, whatever the inputs hold there. A new policy loss is one function over `TokenBatch`, and one entry of `LOSSES` in
 config/traits.py. A parameter `x_BT` is the stream "x" of the batch; a stream that no step computes yet is one entry of
 `STREAMS` in trainer/streams.py.
+
+`aggregate` divides by `denominator`, the global count of what its mode divides by: the sum over any micro-batches and
+ranks is the loss of the whole.
 """
 
 from __future__ import annotations

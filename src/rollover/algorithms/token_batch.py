@@ -1,4 +1,4 @@
-"""The tensors of one micro-batch, which policy losses, corrections and the KL read.
+"""The tensors of one micro-batch, which policy losses, corrections and the KL read; bounded log-ratios and masking.
 
 Shapes: B rows, T tokens.
 """

@@ -31,7 +31,7 @@ class AdvantageTraits:
     """Advantages come with the trajectories; there is no function of this name."""
     over_tokens: bool = False
     """Advantages are estimated per token in the training step, of rewards per token; `reads` and `options` are then
-    what the rules ask for, and the function is called by trainer/token_estimates.py."""
+    what the rules ask for, and the function is called by trainer/token_advantages.py."""
     statistics: bool = False
     """It reads statistics of the policy's distribution at each token (`TrainerBackend.compute_statistics`)."""
     critic: bool = False
@@ -54,7 +54,7 @@ class AdvantageTraits:
 
 _SEVERAL = ("rewards_NR", "group_N", "weights_R")
 _NO_KL = "its advantages are of several rewards, of which the KL is none"
-# Each is the function of that name in algorithms/advantage.py; those over tokens: trainer/token_estimates.py.
+# Each is the function of that name in algorithms/advantage.py; those over tokens: trainer/token_advantages.py.
 ADVANTAGES = {
     "grpo": AdvantageTraits("the reward less the mean of those compared{divided}", options={"std": "advantage_std"}),
     "dr_grpo": AdvantageTraits("the reward less the mean of those compared"),

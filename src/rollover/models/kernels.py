@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
+from rollover.models.locate import cache_root
 from rollover.models.operations import Norm
-from rollover.models.smollm2 import cache_root
 from rollover.types import SamplingParams
 
 _SOURCE = Path(__file__).with_suffix(".cpp")

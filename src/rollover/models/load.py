@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 
@@ -25,9 +27,8 @@ from rollover.config import ModelConfig
 from rollover.files import did_you_mean_path
 from rollover.logs import terminal
 from rollover.models import attention
-from rollover.models.locate import resolve_path
+from rollover.models.locate import ALIAS, HOW_TO_INSTALL, resolve_path
 from rollover.models.processor import Processor, build_processor
-from rollover.models.smollm2 import ALIAS, HOW_TO_INSTALL
 from rollover.models.vision import takes_images, tower_parameters
 from rollover.system import hub_is_away
 
@@ -330,3 +331,43 @@ def stop_token_ids(loaded: LoadedModel, extra: list[int]) -> frozenset[int]:
     for eos in (loaded.model.generation_config.eos_token_id, loaded.tokenizer.eos_token_id):
         ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
     return frozenset(ids)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`vocabulary`: ids are below it. `positions`: tokens of the longest sequence, None if the model does not say.
+
+    An id outside of the vocabulary is another row's memory to a kernel; a position outside is one never trained.
+    """
+
+    vocabulary: int
+    positions: int | None
+
+    @classmethod
+    def of(cls, model: Any) -> Limits:
+        """Those of a Hugging Face causal LM."""
+        rows = (len(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()))
+        return cls(min(rows), max_positions(model.config.get_text_config()))
+
+    def check(self, rollout_id: str, prompt_ids: npt.ArrayLike, token_ids: npt.ArrayLike) -> None:
+        """ValueError naming the rollout where a token of its prompt or its answer is none, or where it is too long."""
+        lengths = []
+        for part, ids in (("prompt", np.asarray(prompt_ids)), ("answer", np.asarray(token_ids))):
+            lengths.append(len(ids))
+            if not len(ids):
+                continue
+            if ids.dtype.kind not in "iu":
+                raise ValueError(f"rollout {rollout_id}: the token ids of its {part} are {ids.dtype}, not integers")
+            if ids.min() < 0 or ids.max() >= self.vocabulary:
+                place = int(np.flatnonzero((ids < 0) | (ids >= self.vocabulary))[0])
+                raise ValueError(
+                    f"rollout {rollout_id}: token {place} of its {part} is {ids[place]}, and the model's vocabulary has"
+                    f" {self.vocabulary} ids, from 0 on. Was it made with another tokenizer?"
+                )
+        if not lengths[0]:
+            raise ValueError(f"rollout {rollout_id} has an empty prompt: nothing predicts its first token")
+        if self.positions is not None and sum(lengths) > self.positions:
+            raise ValueError(
+                f"rollout {rollout_id} has {sum(lengths)} tokens, its prompt included, and the model {self.positions}"
+                " positions"
+            )

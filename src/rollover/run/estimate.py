@@ -10,8 +10,7 @@ from typing import Any
 
 from rollover.config import Config
 from rollover.models.devices import dtype_of, engine_device, pick_device
-from rollover.models.flops import ModelFlops
-from rollover.models.peak import peak_flops
+from rollover.models.flops import ModelFlops, peak_flops
 from rollover.track.figures import duration
 
 _REACHED = 0.5  # of the peak, in decoding and in training alike

@@ -38,10 +38,9 @@ from rollover.tasks.reroll import Reroll
 from rollover.track.lifetimes import Lifetimes
 from rollover.track.trace import Trace
 from rollover.trainer.batch import BatchBuilder
-from rollover.trainer.build import build_trainer
+from rollover.trainer.distill import teacher_prompts
 from rollover.trainer.reuse import Reuse
-from rollover.trainer.teacher import teacher_prompts
-from rollover.trainer.trainer import Trainer
+from rollover.trainer.trainer import Trainer, build_trainer
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from rollover.rewards.protocol import ScoringPool
 from rollover.tasks.report import tasks_line
 from rollover.tasks.stream import TaskStream
 from rollover.track.tracker import Trackers
-from rollover.trainer.teacher import TeacherPrompts
+from rollover.trainer.distill import TeacherPrompts
 from rollover.types import Task
 
 logger = logging.getLogger(__name__)

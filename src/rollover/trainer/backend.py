@@ -167,7 +167,7 @@ class CheckpointedBackend(Protocol):
 
     def save_checkpoint(self) -> tuple[Mapping[str, torch.Tensor] | FolderWriter, dict[str, Any]]:
         """As `save_state`. Of several processes, none of which holds the state as a whole, in the place of the tensors
-        what writes them by `save_shards` (shards.py): it is called before the next step, with a folder that all
+        what writes them by `save_shards` (ranks/sharded.py): it is called before the next step, with a folder that all
         processes see, and raises OSError where a disk was at fault."""
         ...
 

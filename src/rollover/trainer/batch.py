@@ -21,9 +21,9 @@ from rollover.algorithms.filters import Masked, RolloutFilter, mask_rollouts, ro
 from rollover.algorithms.shaping import Shaping
 from rollover.config import Config, DistillConfig
 from rollover.staleness import EVERY_VERSION
+from rollover.trainer.distill import TeacherPrompts
 from rollover.trainer.replay_buffer import ReplayBuffer
 from rollover.trainer.reward_kl import Penalties
-from rollover.trainer.teacher import TeacherPrompts
 from rollover.trajectories import place
 from rollover.types import Group, Rollout, Sample, StopReason
 

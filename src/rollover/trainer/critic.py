@@ -9,28 +9,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 
-from rollover.algorithms.advantage import gae, whiten
 from rollover.algorithms.loss import value_loss
-from rollover.config import AlgorithmConfig, Config, CriticConfig, ModelConfig, TrainConfig
-from rollover.config.critic import POLICY
-from rollover.models.load import LoadedModel, load_model
+from rollover.config import CriticConfig, TrainConfig
+from rollover.models.load import LoadedModel
 from rollover.models.norms import compile_norms
 from rollover.models.threads import Team
 from rollover.models.vision import Vision
 from rollover.trainer.backend import Stream
 from rollover.trainer.optimizer import Optimizer, norm_of
-from rollover.trainer.packing import PackedBatch, padded
+from rollover.trainer.packing import PackedBatch
 from rollover.trainer.passes import Passes, set_training
-from rollover.trainer.streams import with_stream
-from rollover.trainer.teacher import load_other
-from rollover.trainer.token_estimates import Roles, by_role
 from rollover.types import Sample
 
 
@@ -197,61 +189,6 @@ class Critic:
                 optimizer.load_state(tensors, meta[part], f"critic/{part}/")
             except ValueError as error:
                 raise ValueError(f"the critic of the checkpoint is another one (critic.model): {error}") from error
-
-
-def load_critic(config: Config, policy: LoadedModel) -> LoadedModel:
-    """The model of critic.model on the policy's device, in float32, to be trained.
-
-    ValueError where it cannot be loaded, or where its token ids mean other tokens than the policy's.
-    """
-    path, device = config.critic.model, next(policy.model.parameters()).device
-
-    def load(model: ModelConfig) -> LoadedModel:
-        return load_model(config.model if path == POLICY else model, device=device)
-
-    return load_other("critic.model", path, policy, config, load, "A critic reads")
-
-
-def beyond(samples: list[Sample]) -> list[Sample]:
-    """The samples, those that were cut at the token limit with one token more in the loss: the value before it is that
-    of all tokens. Which token it is has no part in that."""
-    return [_one_more(s) if s.truncated and s.mask.any() else s for s in samples]
-
-
-def estimate(
-    config: AlgorithmConfig, samples: list[Sample], values: Stream, roles: Roles = MappingProxyType({})
-) -> list[Sample]:
-    """The samples with advantages in place of their rewards per token, and the streams "values" and "returns".
-
-    Advantages are normalised over all loss tokens of a role (those of `roles`) in the batch, as PPO implementations do.
-    `values` of a sample may have one number more than it has loss tokens: what is expected after its last token
-    (`beyond`).
-    """
-    rewards_BT, mask_BT = padded([s.advantages for s in samples]), padded([s.mask for s in samples], np.bool_)
-    of_tokens = {s.rollout_id: np.split(values[s.rollout_id], [s.mask.sum()]) for s in samples if s.mask.any()}
-    before = {rollout_id: first for rollout_id, (first, _) in of_tokens.items()}
-    flat_M = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *before.values()]))
-    later = [of_tokens[s.rollout_id][1].sum() if s.rollout_id in of_tokens else 0.0 for s in samples]
-    advantages_BT, returns_BT = gae(
-        rewards_BT,
-        torch.zeros_like(rewards_BT).masked_scatter(mask_BT, flat_M),
-        mask_BT,
-        gamma=config.gamma,
-        lam=config.gae_lambda,
-        beyond_B=torch.tensor(later, dtype=torch.float32),
-    )
-    out = by_role(samples, roles, lambda rows: whiten(advantages_BT[rows], mask_BT[rows]))
-    rows = zip(samples, returns_BT.numpy(), strict=True)
-    returns = {s.rollout_id: returns_T[: len(s.mask)][s.mask] for s, returns_T in rows}
-    return with_stream(with_stream(out, "values", before), "returns", returns)
-
-
-def _one_more(s: Sample) -> Sample:
-    def longer(values: np.ndarray) -> np.ndarray:
-        return np.append(values, values[-1:])
-
-    streams = {name: longer(values) for name, values in s.streams.items()}
-    return replace(s, token_ids=longer(s.token_ids), mask=np.append(s.mask, True), streams=streams)
 
 
 def _trained_as(train: TrainConfig, config: CriticConfig, learning_rate: float) -> TrainConfig:

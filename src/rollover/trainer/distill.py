@@ -1,4 +1,4 @@
-"""[distill]: what a teacher makes of sampled tokens, as advantages per token. Pure; M loss tokens of a sample.
+"""[distill]: advantages per token from a teacher's log-probs, and the prompts of a teacher. M loss tokens of a sample.
 
     d_t = clip(log teacher(a_t | c', a_<t) - log policy(a_t | c, a_<t), +-clip)
     D_t = d_t + discount * D_next        over the loss tokens, the last one first
@@ -12,14 +12,19 @@ loss. c' is the policy's prompt c, or a privileged one (OPSD: arXiv 2601.18734, 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import copy
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from rollover.config import DistillConfig
+from rollover.config import Config, DistillConfig
+from rollover.envs.protocol import RunEnvironment
+from rollover.functions import described, own_function
+from rollover.models.load import Limits, LoadedModel
 from rollover.trainer.reward_kl import bounded_ratio
-from rollover.types import Sample
+from rollover.types import Group, Prompt, Sample, Task
 
 
 @dataclass
@@ -83,3 +88,88 @@ def distilled(config: DistillConfig, samples: Collection[Sample], policy: str, s
         advantages[s.mask] += (config.coef * later_sums(clipped_M, config.discount)).astype(np.float32)
         out.append(s.with_streams(advantages=advantages))
     return out
+
+
+EncodeInstead = Callable[[Task, Any], Prompt]
+
+
+_RETURNS = (
+    "the teacher's messages, a list of {'role': ..., 'content': ...} (of a task without messages, its prompt as a text)"
+)
+
+
+class TeacherPrompts:
+    """What a teacher reads in the place of prompts, as distill.privileged says.
+
+    `encode`: makes the prompt of a task, and of what is read in the place of its messages or its text, as the policy's
+    was made (RunEnvironment.prompt). `positions`: of the teacher, None if it does not say. ValueError where the
+    configuration names no function.
+    """
+
+    def __init__(self, config: Config, encode: EncodeInstead, positions: int | None) -> None:
+        self.encode, self.positions = encode, positions
+        self._privileged = own_function("distill.privileged", config.distill.privileged, _RETURNS)
+
+    def for_samples(self, groups: Iterable[Group], samples: Sequence[Sample]) -> list[Sample]:
+        """The samples of these groups, each with its teacher's prompt: that of the task, and what the policy's prompt
+        has after that of the task. FunctionError where the function raises, or returns no messages that the template
+        can take, or so many that an answer does not fit behind them; ValueError for a prompt that is none of the task.
+        """
+        of_group = {group.group_id: group for group in groups}
+        told: dict[int, Prompt] = {}
+        out = []
+        for s in samples:
+            group = of_group[s.group_id]
+            if s.media:
+                raise ValueError(
+                    f"distill.privileged: rollout {s.rollout_id} of task {group.task.task_id!r} shows images, and a"
+                    " teacher's own prompt has none. Remove distill.privileged, or the images"
+                )
+            if s.group_id not in told:
+                told[s.group_id] = self.of_task(group.task)
+            own, of_task = s.prompt_ids.tolist(), list(group.prompt.ids)
+            if own[: len(of_task)] != of_task:
+                raise ValueError(
+                    f"distill.privileged: the prompt of rollout {s.rollout_id} does not begin with that of its task"
+                    f" {group.task.task_id!r}, so that nothing can be put in its place. Name the roles whose prompts"
+                    " do (distill.roles), or remove distill.privileged"
+                )
+            prompt_ids = np.array([*told[s.group_id].ids, *own[len(of_task) :]], dtype=np.int32)
+            if self.positions is not None and len(prompt_ids) + len(s.token_ids) > self.positions:
+                raise self._privileged.refused(
+                    f"{len(prompt_ids)} tokens for task {group.task.task_id!r}, and {len(s.token_ids)} follow: the"
+                    f" model has {self.positions} positions"
+                )
+            out.append(replace(s, teacher_prompt_ids=prompt_ids))
+        return out
+
+    def of_task(self, task: Task) -> Prompt:
+        """Its prompt for the teacher. FunctionErrors as above."""
+        own = copy.deepcopy(task)  # which it may change: rewards and records read the task, too
+        given: Any = own.prompt if own.messages is None else list(own.messages)
+        made = self._privileged(own, given)
+        if task.messages is None:
+            if not isinstance(made, str) or not made:
+                raise self._privileged.refused(f"{described(made)} for task {task.task_id!r}, whose prompt is a text")
+            return self.encode(task, made)
+        if not _are_messages(made):
+            raise self._privileged.refused(f"{described(made)} for task {task.task_id!r}")
+        try:
+            return self.encode(task, [dict(m) for m in made])
+        except ValueError as error:  # of the chat template, or of the environment
+            raise self._privileged.failed(error) from error
+
+
+def teacher_prompts(config: Config, loaded: LoadedModel, environment: RunEnvironment) -> TeacherPrompts | None:
+    """As distill.privileged says; None: the teacher reads what the policy reads."""
+    if not config.distill.privileged:
+        return None
+    return TeacherPrompts(config, environment.prompt, Limits.of(loaded.model).positions)
+
+
+def _are_messages(made: object) -> bool:
+    """Whether a template can take it: a list of roles and texts."""
+    if not isinstance(made, list | tuple) or not made:
+        return False
+    texts = [m.get(key) for m in made if isinstance(m, dict) for key in ("role", "content")]
+    return len(texts) == 2 * len(made) and all(isinstance(text, str) for text in texts)

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from rollover.engine.protocol import Engine, ExtendRequest
-from rollover.files import give_usual_mode
 from rollover.models import devices
 from rollover.models.adapters import base_weights
 from rollover.models.load import LoadedModel, stored_buffers
 from rollover.models.norms import compile_norms
-from rollover.models.tokenizer_files import save_tokenizer
+from rollover.models.save import give_usual_modes, write_folder
 from rollover.models.vision import Vision
+from rollover.trainer.auxiliary_models import load_critic, load_reference, load_teacher
 from rollover.trainer.backend import TEACHER, BackendSetup, Stream, TrainerBackend, Version
 from rollover.trainer.critic import Critic
 from rollover.trainer.kept_weights import KeptVersions, KeptWeights
@@ -33,22 +33,6 @@ from rollover.trainer.passes import Passes, Sharded, set_training
 from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.tally import Tally
 from rollover.types import Sample, Segment
-
-
-def write_folder(folder: Path, model: Any, tensors: Mapping[str, torch.Tensor], loaded: LoadedModel, path: str) -> None:
-    """Write what transformers' from_pretrained loads: `tensors` as the weights of `model`, and tokenizer and processor
-    of `loaded`, which came from `path`."""
-    model.save_pretrained(folder, state_dict=tensors)
-    save_tokenizer(loaded.tokenizer, path, folder)
-    if loaded.processor is not None:
-        loaded.processor.save(folder)
-    give_usual_modes(folder)
-
-
-def give_usual_modes(folder: Path) -> None:
-    """What safetensors writes only its owner can read."""
-    for weights in folder.rglob("*.safetensors"):
-        give_usual_mode(weights)
 
 
 async def answers_under(
@@ -66,13 +50,24 @@ async def answers_under(
     return list(await asyncio.gather(*(engine.extend(request) for request in requests)))
 
 
+def make_local(setup: BackendSetup) -> TrainerBackend:
+    """A backend in this process."""
+    config = setup.config
+    teacher = load_teacher(config, setup.loaded) if config.distill.model_path else None
+    has_model = config.algorithm.needs_critic and config.critic.model
+    critic_model = load_critic(config, setup.loaded) if has_model else None
+    return LocalBackend(
+        setup, teacher=teacher, reference=load_reference(config, setup.loaded), critic_model=critic_model
+    )
+
+
 class LocalBackend:
     """The `TrainerBackend` of a run. Each verb is documented there.
 
     The model in `setup` is in float32; its parameters are cast to model.dtype here, after the masters are taken.
     `setup.team` computes: it is assembled in the training thread before every forward pass. `setup.engine`: what
     `sample` delegates to, over the same model. `teacher`: the model of distill.teacher where that names one, in
-    model.dtype; it is never trained. `reference`: the weights of algorithm.reference_path (reference.py), where those
+    model.dtype; it is never trained. `reference`: the weights of algorithm.reference_path , where those
     are another model's. `critic_model`: that of critic.model, in float32; it is trained here. `sharded`: the same model
     spread over ranks, which carry out every verb together; it computes in model.dtype, and its parameters are float32
     masters.

@@ -2,7 +2,7 @@
 
     policy loss x importance weight x mask + KL to the reference - entropy bonus, aggregated to one number
 
-What algorithm.rejection leaves out is no part of it (token_weights.py): the masks come without it.
+What algorithm.rejection leaves out is no part of it (streams.py): the masks come without it.
 
 Shapes: B samples, T longest response.
 """

@@ -5,7 +5,6 @@ Shapes: N tokens of the flattened row, M loss positions of it, B samples, T long
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,21 +13,11 @@ import torch
 
 from rollover.algorithms.token_batch import TokenBatch
 from rollover.models.attention import Spans
-from rollover.models.limits import Limits
+from rollover.models.load import Limits
 from rollover.models.vision import ImagePlaces, ImageTokens, Vision, images_of, joined_positions
 from rollover.types import Media, Prompt, Sample
 
 _PromptKey = tuple[int, bytes, tuple[Media, ...]]
-
-
-def split_groups(samples: list[Sample], parts: int, draw: random.Random | None = None) -> list[list[Sample]]:
-    """Minibatches of whole groups, in order, as equal in their number of groups as possible. `draw`: of groups that
-    are drawn by it, each in order."""
-    ids = list(dict.fromkeys(s.group_id for s in samples))
-    if draw is not None:
-        draw.shuffle(ids)
-    chunks = [set(c.tolist()) for c in np.array_split(np.asarray(ids), parts) if len(c)]
-    return [[s for s in samples if s.group_id in chunk] for chunk in chunks]
 
 
 def micro_batches(samples: list[Sample], max_tokens: int) -> Iterator[list[Sample]]:

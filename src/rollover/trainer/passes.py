@@ -18,7 +18,7 @@ import torch
 from rollover.models.attention import hidden_states
 from rollover.models.flex import packed_attention
 from rollover.models.flops import ModelFlops
-from rollover.models.limits import Limits
+from rollover.models.load import Limits
 from rollover.models.logprobs import Head, TrainedHead, chunked_logprobs, chunked_squares
 from rollover.models.threads import Team
 from rollover.models.vision import Vision, tower_modules

@@ -1,6 +1,6 @@
 """The tensors of a checkpoint, whole or in slices of any number of ranks, each read when it is asked for.
 
-Knows no backend, and never where a checkpoint lies. Slices are written, and read as such, by shards.py.
+Knows no backend, and never where a checkpoint lies. Slices are written, and read as such, by ranks/sharded.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Slice(NamedTuple):
 class StoredTensors(Mapping[str, torch.Tensor]):
     """name -> tensor, which this object does not hold.
 
-    `paths`: local safetensors files with whole tensors, or with slices as shards.py writes them. ValueError where the
+    `paths`: local safetensors files with whole tensors, or with slices (ranks/sharded.py). ValueError where the
     slices of a tensor do not make a whole.
     """
 

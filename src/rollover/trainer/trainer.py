@@ -13,27 +13,52 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
-from rollover.config import Config, TrainConfig
+from rollover.algorithms.token_batch import MAX_LOG_RATIO
+from rollover.config import AlgorithmConfig, Config, TrainConfig
+from rollover.config.backend import BACKENDS
+from rollover.config.correction import several_updates
+from rollover.engine.protocol import Engine
+from rollover.functions import FunctionError, make_named
+from rollover.models.devices import pick_device
+from rollover.models.load import LoadedModel
 from rollover.models.threads import Team
 from rollover.track.token_stats import TokenStats
-from rollover.trainer.backend import TEACHER, Stream, TrainerBackend, Version
+from rollover.trainer.backend import TEACHER, BackendLost, BackendSetup, Stream, TrainerBackend, Version
 from rollover.trainer.batch import Batch
-from rollover.trainer.critic import beyond, estimate
+from rollover.trainer.custom_backend import OwnBackend
 from rollover.trainer.distill import Divergence, distilled, teachers
-from rollover.trainer.objective import Counts, rate_scale, start_kl, step_metrics
-from rollover.trainer.packing import split_groups
+from rollover.trainer.objective import (
+    TOLD_ENTROPY,
+    TOLD_LOGPROB,
+    TOLD_WEIGHT,
+    Counts,
+    rate_scale,
+    start_kl,
+    step_metrics,
+)
+from rollover.trainer.ranks.group import Ranks
 from rollover.trainer.reward_kl import RewardKL
-from rollover.trainer.streams import GIVEN, STATISTICS, STREAMS, Minibatches, declared_by_loss, with_stream
+from rollover.trainer.streams import (
+    GIVEN,
+    STATISTICS,
+    STREAMS,
+    Minibatches,
+    compared_stream,
+    declared_by_loss,
+    weighed,
+    why_none_is_left,
+    with_stream,
+    without_rejected,
+)
 from rollover.trainer.tally import Tally, totals_of
-from rollover.trainer.token_estimates import estimate_tokens
-from rollover.trainer.token_stats import TokenWatch
-from rollover.trainer.token_weights import compared_stream, weighed, why_none_is_left, without_rejected
+from rollover.trainer.token_advantages import beyond, estimate, estimate_tokens
 from rollover.types import Sample
 
 
@@ -62,6 +87,50 @@ class Computed:
 
     def _count(self) -> int:
         return getattr(self.backend, "trained_tokens", 0)
+
+
+class TokenWatch:
+    """Of the step that is being made. With `Config.tells_tokens` off it keeps nothing, and `stats` is empty."""
+
+    def __init__(self, config: Config) -> None:
+        self.on, self._compared = config.tells_tokens, compared_stream(config.algorithm)
+        self.forget()
+
+    def forget(self) -> None:
+        """What was gathered is of a step that is not trained now, or was told."""
+        self._passes: list[Tally] = []
+
+    def passed(self, sums: Tally, *, first: bool) -> None:
+        """A pass over a minibatch was made. `first`: its first one in this step."""
+        if self.on and first:
+            self._passes.append(sums)  # what is on a device stays there until the step is made
+        else:
+            sums.forget_tokens()
+
+    def stats(self, came: Sequence[Sample], used: Iterable[Sample]) -> dict[str, TokenStats]:
+        """By rollout, of those of which a token came to the loss. `came`: the samples of the batch; `used`: as the loss
+        had them, without what was rejected."""
+        if not self.on:
+            return {}
+        told = {key: values for sums in self._passes for key, values in sums.take_tokens().items()}
+        by_id = {s.rollout_id: s for s in used}
+        found = {s.rollout_id: self._of(s, by_id[s.rollout_id], told) for s in came if s.mask.any()}
+        self.forget()
+        return found
+
+    def _of(self, came: Sample, used: Sample, told: Stream) -> TokenStats:
+        mask, behavior_M = came.mask, came.behavior_logprobs[came.mask]
+        in_loss_M = used.mask[mask]
+        logprobs_M, weights_M, entropies_M = np.full((3, len(behavior_M)), np.nan, np.float32)
+        weights_M[~in_loss_M] = 0.0
+        if (looked_at := used.streams.get(self._compared)) is not None:  # by algorithm.rejection
+            logprobs_M[~in_loss_M] = looked_at[mask][~in_loss_M]
+        if (told_MK := told.get(came.rollout_id)) is not None:
+            logprobs_M[in_loss_M] = told_MK[:, TOLD_LOGPROB]
+            weights_M[in_loss_M] = told_MK[:, TOLD_WEIGHT]
+            entropies_M[in_loss_M] = told_MK[:, TOLD_ENTROPY]
+        importance_M = np.exp(np.clip(logprobs_M - behavior_M, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+        return TokenStats(mask, ~in_loss_M, used.advantages[mask], importance_M, weights_M, entropies_M)
 
 
 class Trainer:
@@ -297,7 +366,7 @@ class Trainer:
         return [distilled(self.distill, part, policy, self._divergence) for part in scored]
 
     def _weigh(self, minibatches: Minibatches) -> Minibatches:
-        """With the weights of tokens (token_weights.py)."""
+        """With the weights of tokens (streams.py)."""
         if self.algorithm.correction_normalize:
             minibatches = self._compared(minibatches)
         minibatches, self._mean_weight = weighed(self.algorithm, minibatches, self.policy_version)
@@ -340,6 +409,16 @@ class Trainer:
         return [s.only(names) for s in samples]
 
 
+def split_groups(samples: list[Sample], parts: int, draw: random.Random | None = None) -> list[list[Sample]]:
+    """Minibatches of whole groups, in order, as equal in their number of groups as possible. `draw`: of groups that
+    are drawn by it, each in order."""
+    ids = list(dict.fromkeys(s.group_id for s in samples))
+    if draw is not None:
+        draw.shuffle(ids)
+    chunks = [set(c.tolist()) for c in np.array_split(np.asarray(ids), parts) if len(c)]
+    return [[s for s in samples if s.group_id in chunk] for chunk in chunks]
+
+
 def updates_of(
     minibatches: list[list[Sample]], config: TrainConfig, key: str, computed: Callable[[Sample], bool]
 ) -> list[Update]:
@@ -358,3 +437,46 @@ def _of_all_epochs(minibatches: list[list[Sample]], config: TrainConfig, key: st
             yield from split_groups(samples, len(minibatches), random.Random(f"{key}/{epoch}"))
         else:
             yield from minibatches
+
+
+def build_trainer(
+    config: Config,
+    loaded: LoadedModel,
+    engine: Engine | None = None,
+    logs: Path | None = None,
+    own_ranks: Callable[[], Ranks] | None = None,
+) -> Trainer:
+    """The trainer, on the backend that backend.type names, goes on with the model that is `loaded`, in float32.
+    `engine`: what the backend may sample with. `logs`, `own_ranks`: see BackendSetup. ValueError if a function
+    of one's own gives no backend; BackendLost where it is lost while it is made."""
+    staleness = max(config.staleness_bound, config.replay.max_staleness if config.replay.size else 0)
+    team = Team.of(config.run, pick_device(config.model.device))
+    refuse_uncorrected(config.train, config.algorithm, staleness)
+    setup = BackendSetup(config, loaded, team, staleness, engine, logs, own_ranks)
+    kind = config.backend.type
+    try:
+        backend = make_named("backend.type", kind, BACKENDS, setup, TrainerBackend, "a trainer's backend")
+    except FunctionError as error:
+        if isinstance(error.__cause__, BackendLost):
+            raise error.__cause__ from None
+        raise
+    if kind not in BACKENDS:
+        backend = OwnBackend(backend, kind)
+    return Trainer(backend, config, team)
+
+
+def refuse_uncorrected(train: TrainConfig, algorithm: AlgorithmConfig, max_staleness: int) -> None:
+    """ValueError where tokens may be trained off-policy and the loss does not correct for it."""
+    if max_staleness > 0 and not (algorithm.corrects or algorithm.allow_uncorrected):
+        raise ValueError(
+            f"max_staleness = {max_staleness}: tokens may have been sampled with older weights, and the loss does not"
+            " correct for that (for a loss of your own it is not known). Set algorithm.correction, with"
+            ' algorithm.proximal = "step_start", or algorithm.allow_uncorrected = true'
+        )
+    if train.updates_per_step > 1 and not (algorithm.follows_updates or algorithm.allow_uncorrected):
+        several, one = several_updates(train)
+        raise ValueError(
+            f"{several}: each update changes the weights that the next one begins with, and the loss does not correct"
+            f" for that (for a loss of your own it is not known). Set {one}, algorithm.correction, or"
+            " algorithm.allow_uncorrected = true"
+        )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollover.cluster.assignment import Assignment
-from rollover.cluster.plan import DoesNotFit, Needs, Node
+from rollover.cluster.plan import Assignment, DoesNotFit, Needs, Node
 
 
 def alive(*nodes: Node) -> dict[str, Node]:

@@ -11,9 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import tiny
 from rollover.config import EngineConfig, LoraConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.models import peak
-from rollover.models.flops import ModelFlops, visible_pairs
-from rollover.models.peak import known_peak, measured_peak, peak_flops
+from rollover.models import flops
+from rollover.models.flops import ModelFlops, known_peak, measured_peak, peak_flops, visible_pairs
 from rollover.trainer.lora import add_lora
 
 CPU = torch.device("cpu")
@@ -132,5 +131,5 @@ def test_a_peak_is_given_or_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1e8 < measured < 1e14 and measured_peak(torch.float64, CPU) == measured, "it is measured once"
     assert torch.equal(torch.get_rng_state(), state)
     assert peak_flops(CPU, torch.float32, 1.5) == 1.5e12
-    monkeypatch.setattr(peak, "measured_peak", lambda dtype, device: 7.0)
+    monkeypatch.setattr(flops, "measured_peak", lambda dtype, device: 7.0)
     assert peak_flops(CPU, torch.bfloat16) == 7.0

@@ -26,12 +26,11 @@ from rollover.config.load import ConfigError, load_config
 from rollover.config.presets import PRESETS
 from rollover.staleness import staleness
 from rollover.trainer.backend import Stream
-from rollover.trainer.critic import Critic, beyond, estimate
+from rollover.trainer.critic import Critic
 from rollover.trainer.objective import Counts, Objective, rate_scale
 from rollover.trainer.packing import token_batch
-from rollover.trainer.streams import STATISTICS
-from rollover.trainer.token_estimates import estimate_tokens
-from rollover.trainer.token_weights import weighed, without_rejected
+from rollover.trainer.streams import STATISTICS, weighed, without_rejected
+from rollover.trainer.token_advantages import beyond, estimate, estimate_tokens
 from rollover.types import (
     Group,
     Prompt,

@@ -15,8 +15,9 @@ import tiny
 from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, CriticConfig, TrainConfig
 from rollover.trainer.batch import Batch
-from rollover.trainer.critic import Critic, beyond, estimate
+from rollover.trainer.critic import Critic
 from rollover.trainer.objective import step_metrics
+from rollover.trainer.token_advantages import beyond, estimate
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
 from samples import random_samples

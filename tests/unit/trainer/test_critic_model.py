@@ -17,10 +17,8 @@ from plain_critic import PlainCritic
 from rollover.config import AlgorithmConfig, Config, CriticConfig, ModelConfig, TrainConfig
 from rollover.models.load import LoadedModel
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import build_trainer
 from rollover.trainer.critic import Critic
-from rollover.trainer.packing import split_groups
-from rollover.trainer.trainer import Trainer
+from rollover.trainer.trainer import Trainer, build_trainer, split_groups
 from rollover.types import Sample
 from samples import random_samples
 

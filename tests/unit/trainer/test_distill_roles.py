@@ -21,8 +21,8 @@ from rollover.functions import load_function
 from rollover.tasks.prompts import encode_prompt, encoder
 from rollover.trainer.backend import TEACHER
 from rollover.trainer.batch import Batch, BatchBuilder
+from rollover.trainer.distill import TeacherPrompts
 from rollover.trainer.replay_buffer import ReplayBuffer
-from rollover.trainer.teacher import TeacherPrompts
 from rollover.types import Group, Reward, SamplingParams, Segment, StopReason, Task
 from rollover.workflows.distilled import distill_options
 from unit.config.written import load

@@ -14,10 +14,9 @@ from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, Config, TrainConfig
 from rollover.trainer.batch import Batch
 from rollover.trainer.objective import Counts
-from rollover.trainer.packing import split_groups
 from rollover.trainer.streams import GIVEN
 from rollover.trainer.tally import Tally
-from rollover.trainer.trainer import Trainer, updates_of
+from rollover.trainer.trainer import Trainer, split_groups, updates_of
 from rollover.types import Sample
 from samples import random_samples
 

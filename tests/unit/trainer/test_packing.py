@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.models.limits import Limits
-from rollover.trainer.packing import micro_batches, pack, split_groups
+from rollover.models.load import Limits
+from rollover.trainer.packing import micro_batches, pack
+from rollover.trainer.trainer import split_groups
 from rollover.types import Sample
 from samples import VOCAB, random_samples
 

@@ -15,10 +15,10 @@ from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, Config, LoraConfig, TrainConfig
 from rollover.config.table import UNSETTLED
 from rollover.models.load import LoadedModel, load_model
+from rollover.trainer.auxiliary_models import load_reference
 from rollover.trainer.backend import REFERENCE, Stream
 from rollover.trainer.batch import Batch
 from rollover.trainer.local_backend import LocalBackend
-from rollover.trainer.reference import load_reference
 from rollover.trainer.trainer import Trainer
 from samples import random_samples
 

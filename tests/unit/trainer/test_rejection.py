@@ -13,8 +13,7 @@ from tiny_trainer import trainer, weights
 from rollover.algorithms.correction import rejection_mask
 from rollover.config import AlgorithmConfig
 from rollover.trainer.batch import Batch
-from rollover.trainer.streams import with_stream
-from rollover.trainer.token_weights import without_rejected
+from rollover.trainer.streams import with_stream, without_rejected
 from rollover.types import Sample
 from samples import random_samples
 

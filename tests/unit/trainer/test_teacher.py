@@ -16,10 +16,11 @@ from rollover.config import AlgorithmConfig, Config
 from rollover.envs.protocol import RunEnvironment
 from rollover.functions import FunctionError
 from rollover.tasks.prompts import encode_prompt, encoder
+from rollover.trainer.auxiliary_models import load_teacher, other_vocabulary
 from rollover.trainer.batch import Batch, BatchBuilder
-from rollover.trainer.build import build_trainer
+from rollover.trainer.distill import TeacherPrompts, teacher_prompts
 from rollover.trainer.replay_buffer import ReplayBuffer
-from rollover.trainer.teacher import TeacherPrompts, load_teacher, other_vocabulary, teacher_prompts
+from rollover.trainer.trainer import build_trainer
 from rollover.types import Group, Prompt, Task
 from samples import group, random_samples, rollout, segment
 from unit.envs.played import TOKENIZER, environment

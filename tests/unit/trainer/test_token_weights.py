@@ -17,10 +17,9 @@ from rollover.config import AlgorithmConfig
 from rollover.config.load import ConfigError, load_config
 from rollover.trainer.backend import Stream
 from rollover.trainer.batch import Batch
-from rollover.trainer.packing import split_groups
-from rollover.trainer.streams import STATISTICS, with_stream
-from rollover.trainer.token_estimates import estimate_tokens
-from rollover.trainer.token_weights import mean_weight, of_high_entropy
+from rollover.trainer.streams import STATISTICS, mean_weight, of_high_entropy, with_stream
+from rollover.trainer.token_advantages import estimate_tokens
+from rollover.trainer.trainer import split_groups
 from rollover.types import Sample
 from samples import random_samples
 

@@ -13,9 +13,8 @@ import tiny
 from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.trainer.batch import Batch
-from rollover.trainer.optimizer import Optimizer
+from rollover.trainer.optimizer import Optimizer, UpdateRule, table_names
 from rollover.trainer.trainer import Trainer
-from rollover.trainer.update_rule import UpdateRule, table_names
 from samples import random_samples
 
 SAMPLES = random_samples(1)

@@ -25,8 +25,7 @@ from rollover.engine.embedded.structures import Structures
 from rollover.engine.protocol import ExtendRequest, ImageRefused, WeightLoad
 from rollover.models.attention import cache_shape
 from rollover.models.devices import synchronize
-from rollover.models.limits import Limits
-from rollover.models.load import LoadedModel
+from rollover.models.load import Limits, LoadedModel
 from rollover.models.threads import Team
 from rollover.models.vision import Pixels, Vision, images_of, trains_tower
 from rollover.types import Segment, StopReason

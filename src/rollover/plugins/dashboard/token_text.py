@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rollover.models.smollm2 import ALIAS, cache_root
+from rollover.models.locate import ALIAS, cache_root
 from rollover.plugins.dashboard.indexed_run import IndexedRun
 
 _FILE = "tokenizer.json"

@@ -1,5 +1,5 @@
 """The roles of a run as Ray actors: servers, ranks and reward pools on the nodes that
-cluster/assignment.py finds. The only importer of ray.
+cluster/plan.py finds. The only importer of ray.
 
     controller, Ray's driver, ──▶ ActorHost        ──▶ ServerRole: `rollover serve` in a child of the actor
                               └─▶ ActorRewardNode  ──▶ RewardRole: a RewardPool
@@ -28,8 +28,7 @@ from typing import Any
 import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from rollover.cluster.assignment import POOL, RANK, SERVER, Assignment
-from rollover.cluster.plan import DoesNotFit, Needs, Node, devices_of_controller, many
+from rollover.cluster.plan import POOL, RANK, SERVER, Assignment, DoesNotFit, Needs, Node, devices_of_controller, many
 from rollover.config import Config
 from rollover.engine.protocol import EngineDied
 from rollover.engine.remote.hosts import Host

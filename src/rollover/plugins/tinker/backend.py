@@ -24,9 +24,10 @@ import numpy as np
 import torch
 
 from rollover.engine.protocol import ExtendRequest
-from rollover.models.limits import Limits
-from rollover.models.tokenizer_files import save_tokenizer
+from rollover.models.load import Limits
+from rollover.models.save import save_tokenizer
 from rollover.plugins.tinker.engine import TinkerEngine
+from rollover.trainer.auxiliary_models import load_teacher_outline
 from rollover.trainer.backend import TEACHER, BackendSetup, Stream, Version
 from rollover.trainer.local_backend import answers_under
 from rollover.trainer.objective import Counts, Objective
@@ -34,7 +35,6 @@ from rollover.trainer.optimizer import learning_rate
 from rollover.trainer.packing import token_batch
 from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.tally import Tally
-from rollover.trainer.teacher import load_teacher_outline
 from rollover.types import Sample, Segment
 
 

@@ -18,7 +18,7 @@ from rollover.engine.build import EngineSetup
 from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad, WrongAnswer
 from rollover.engine.remote.generation import Generation
 from rollover.engine.validate import usable
-from rollover.models.limits import Limits
+from rollover.models.load import Limits
 from rollover.plugins.tinker.service import Service
 from rollover.types import Segment, StopReason
 

@@ -24,20 +24,19 @@ from rollover.checkpoint.store import FolderWriter
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.devices import dtype_of, pick_device
-from rollover.models.limits import Limits
-from rollover.models.load import outline_of
+from rollover.models.load import Limits, outline_of
+from rollover.models.save import write_folder
 from rollover.models.threads import most_threads
 from rollover.processes import brief_waiting
+from rollover.trainer.auxiliary_models import load_teacher_outline
 from rollover.trainer.backend import TEACHER, BackendSetup, Stream, Version
-from rollover.trainer.local_backend import answers_under, write_folder
+from rollover.trainer.local_backend import answers_under
 from rollover.trainer.objective import Counts
 from rollover.trainer.packing import row_tokens
-from rollover.trainer.ranks.group import Ranks, meet
-from rollover.trainer.ranks.local import HOST, LocalRanks
+from rollover.trainer.ranks.group import HOST, LocalRanks, Ranks, meet
 from rollover.trainer.ranks.wire import to_plain
 from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.tally import Tally
-from rollover.trainer.teacher import load_teacher_outline
 from rollover.types import Sample, Segment
 from rollover.weights.safetensors_stream import WholeFile
 from rollover.weights.weights_file import OwnFolder, not_written

@@ -25,15 +25,13 @@ from rollover.models.flops import ModelFlops
 from rollover.models.load import LoadedModel, load_model, load_outline, stored_buffers
 from rollover.models.norms import compile_norms
 from rollover.models.threads import Team
+from rollover.trainer.auxiliary_models import load_reference, load_teacher_in_float32
 from rollover.trainer.backend import BackendSetup
 from rollover.trainer.local_backend import LocalBackend
 from rollover.trainer.profile import new_profile
 from rollover.trainer.ranks import wire
-from rollover.trainer.ranks.sharded import shard, spread_like, whole_weights
-from rollover.trainer.reference import load_reference
-from rollover.trainer.shards import RankTensors, save_shards
+from rollover.trainer.ranks.sharded import RankTensors, save_shards, shard, spread_like, whole_weights
 from rollover.trainer.tally import Tally
-from rollover.trainer.teacher import load_teacher_in_float32
 from rollover.weights.safetensors_stream import write_safetensors
 
 _OF_THE_PROCESS = ("listen", "join", "load", "build")  # the other verbs are methods of a RankBackend

@@ -1,15 +1,22 @@
-"""A tokenizer in a folder: the files that it came from, where nothing about it was changed.
+"""Writes a model folder: weights, tokenizer and processor.
 
-transformers 5 writes a form of its own, which transformers 4 and other programs cannot read. Owns which files they are.
+A tokenizer that was not changed is written as the files that it was loaded from: transformers 5 writes a form of its
+own, which transformers 4 and other programs cannot read.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from rollover.files import give_usual_mode
+from rollover.models.load import LoadedModel
 
 # Of all models that transformers has, code of `trust_remote_code` included.
 _FILES = (
@@ -49,3 +56,19 @@ def _as_saved(tokenizer: Any) -> dict[str, bytes]:
         tokenizer.save_pretrained(folder)
         files = [file for file in Path(folder).rglob("*") if file.is_file()]
         return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+def write_folder(folder: Path, model: Any, tensors: Mapping[str, torch.Tensor], loaded: LoadedModel, path: str) -> None:
+    """Write what transformers' from_pretrained loads: `tensors` as the weights of `model`, and tokenizer and processor
+    of `loaded`, which came from `path`."""
+    model.save_pretrained(folder, state_dict=tensors)
+    save_tokenizer(loaded.tokenizer, path, folder)
+    if loaded.processor is not None:
+        loaded.processor.save(folder)
+    give_usual_modes(folder)
+
+
+def give_usual_modes(folder: Path) -> None:
+    """What safetensors writes only its owner can read."""
+    for weights in folder.rglob("*.safetensors"):
+        give_usual_mode(weights)

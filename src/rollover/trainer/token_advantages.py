@@ -1,23 +1,24 @@
-"""Advantages that a step estimates over the tokens of its batch, before its first update.
+"""Advantages per token that a step estimates before its first update, with a critic or without.
 
-B samples, T longest answer, M loss tokens of one. The formulas are in algorithms/. With a critic advantages are
-critic.py's.
+B samples, T longest answer, M loss tokens of one. The formulas are in algorithms/advantage.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
 import torch
 
-from rollover.algorithms.advantage import optimal_token_baseline, reinforce_plus_plus_tokens
+from rollover.algorithms.advantage import gae, optimal_token_baseline, reinforce_plus_plus_tokens, whiten
 from rollover.algorithms.correction import importance_weights
 from rollover.algorithms.credit import RoleCredit
 from rollover.config import AlgorithmConfig
+from rollover.trainer.backend import Stream
 from rollover.trainer.packing import padded
-from rollover.trainer.streams import STATISTICS
+from rollover.trainer.streams import STATISTICS, with_stream
 from rollover.types import Sample
 
 _ALIGNED = {"optimal_token_baseline": "positions", "tir_optimal_token_baseline": "loss_tokens"}
@@ -45,6 +46,48 @@ def estimate_tokens(
             return found_BT[rows]
 
     return by_role(samples, roles, estimate)
+
+
+def beyond(samples: list[Sample]) -> list[Sample]:
+    """The samples, those that were cut at the token limit with one token more in the loss: the value before it is that
+    of all tokens. Which token it is has no part in that."""
+    return [_one_more(s) if s.truncated and s.mask.any() else s for s in samples]
+
+
+def estimate(
+    config: AlgorithmConfig, samples: list[Sample], values: Stream, roles: Roles = MappingProxyType({})
+) -> list[Sample]:
+    """The samples with advantages in place of their rewards per token, and the streams "values" and "returns".
+
+    Advantages are normalised over all loss tokens of a role (those of `roles`) in the batch, as PPO implementations do.
+    `values` of a sample may have one number more than it has loss tokens: what is expected after its last token
+    (`beyond`).
+    """
+    rewards_BT, mask_BT = padded([s.advantages for s in samples]), padded([s.mask for s in samples], np.bool_)
+    of_tokens = {s.rollout_id: np.split(values[s.rollout_id], [s.mask.sum()]) for s in samples if s.mask.any()}
+    before = {rollout_id: first for rollout_id, (first, _) in of_tokens.items()}
+    flat_M = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *before.values()]))
+    later = [of_tokens[s.rollout_id][1].sum() if s.rollout_id in of_tokens else 0.0 for s in samples]
+    advantages_BT, returns_BT = gae(
+        rewards_BT,
+        torch.zeros_like(rewards_BT).masked_scatter(mask_BT, flat_M),
+        mask_BT,
+        gamma=config.gamma,
+        lam=config.gae_lambda,
+        beyond_B=torch.tensor(later, dtype=torch.float32),
+    )
+    out = by_role(samples, roles, lambda rows: whiten(advantages_BT[rows], mask_BT[rows]))
+    rows = zip(samples, returns_BT.numpy(), strict=True)
+    returns = {s.rollout_id: returns_T[: len(s.mask)][s.mask] for s, returns_T in rows}
+    return with_stream(with_stream(out, "values", before), "returns", returns)
+
+
+def _one_more(s: Sample) -> Sample:
+    def longer(values: np.ndarray) -> np.ndarray:
+        return np.append(values, values[-1:])
+
+    streams = {name: longer(values) for name, values in s.streams.items()}
+    return replace(s, token_ids=longer(s.token_ids), mask=np.append(s.mask, True), streams=streams)
 
 
 def by_role(samples: Sequence[Sample], roles: Roles, estimate: Callable[[list[int]], torch.Tensor]) -> list[Sample]:

@@ -1,0 +1,161 @@
+"""Models loaded beside the policy: a teacher ([distill]), a reference (algorithm.reference_path), a critic.
+
+All read the policy's token ids, so they must have its vocabulary. A reference's weights take the place of the policy's
+in its own modules (kept_weights.py): it must have the same architecture, and no second model stays. Owns no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from rollover.config import Config, ModelConfig
+from rollover.config.critic import POLICY
+from rollover.functions import shortened
+from rollover.models.devices import dtype_of
+from rollover.models.load import LoadedModel, load_model, load_outline
+from rollover.models.norms import compile_norms
+
+
+def load_teacher(config: Config, policy: LoadedModel) -> LoadedModel:
+    """The model of distill.teacher on the policy's device in compute dtype, ready for passes without a gradient.
+
+    ValueError where it cannot be loaded, or where its token ids mean other tokens than the policy's.
+    """
+    device = next(policy.model.parameters()).device
+    loaded = load_beside(config, "distill.teacher", config.distill.model_path, policy, device)
+    loaded.model.requires_grad_(False)
+    compile_norms(loaded.model, dtype_of(config))
+    return loaded
+
+
+def load_teacher_outline(config: Config, policy: LoadedModel) -> LoadedModel:
+    """Tokenizer and shapes of the model of distill.teacher, whose weights are elsewhere. Errors as `load_teacher`."""
+    return load_other("distill.teacher", config.distill.model_path, policy, config, load_outline)
+
+
+def load_teacher_in_float32(config: Config, policy: LoadedModel, *, with_weights: bool) -> LoadedModel:
+    """The model of distill.teacher as ranks spread it: without weights, its shapes. Errors as `load_teacher`."""
+    load = load_model if with_weights else partial(load_outline, filled_later=True)
+    return load_other("distill.teacher", config.distill.model_path, policy, config, load)
+
+
+def load_beside(
+    config: Config, key: str, path: str, policy: LoadedModel, device: torch.device | None = None
+) -> LoadedModel:
+    """The model that the option `key` names by `path`, in compute dtype, which scores the policy's tokens. ValueError
+    where it cannot be loaded, or where its token ids mean other tokens than the policy's."""
+    return load_other(key, path, policy, config, lambda cfg: load_model(cfg, dtype=dtype_of(config), device=device))
+
+
+def load_other(
+    key: str,
+    path: str,
+    policy: LoadedModel,
+    config: Config,
+    load: Callable[[ModelConfig], LoadedModel],
+    use: str = "It scores",
+) -> LoadedModel:
+    """The model that the option `key` names by `path`, as `load` makes it. `use`: in messages, what it does with ids.
+    ValueError where it cannot be loaded, or where its token ids mean other tokens than the policy's."""
+    try:
+        loaded = load(config.model.model_copy(update={"path": path, "revision": ""}))
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.path", key)) from error
+    if why := other_vocabulary(policy.tokenizer, loaded.tokenizer):
+        raise ValueError(
+            f"{key} = {path!r} has another vocabulary than the policy, {policy.path!r}: {why}. {use} the ids"
+            " that the policy sampled: choose a model of the policy's family, with the same tokenizer"
+        )
+    return loaded
+
+
+def other_vocabulary(policy: Any, teacher: Any) -> str:
+    """Where two tokenizers give a token another id, in words; "" if their maps are the same. What pads an embedding
+    beyond the tokenizer's ids has no token, and is not compared."""
+    of_policy, of_teacher = policy.get_vocab(), teacher.get_vocab()
+    if of_policy == of_teacher:
+        return ""
+    for token, number in sorted(of_policy.items(), key=lambda item: item[1]):
+        if of_teacher.get(token) != number:
+            other = of_teacher.get(token)
+            there = "there is none of that name" if other is None else f"it is {other} there"
+            return f"{shortened(token)} is token {number} of the policy, and {there}"
+    return f"it has {len(of_teacher) - len(of_policy)} tokens that the policy has not"
+
+
+_KEY = "algorithm.reference_path"
+# Of a model's configuration, what says nothing about how its weights are computed with.
+_OF_NO_WEIGHT = {
+    "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "max_position_embeddings",
+    "use_cache", "output_router_logits", "initializer_range", "_attn_implementation",
+}  # fmt: skip
+
+
+def load_reference(config: Config, policy: LoadedModel) -> dict[str, torch.Tensor] | None:
+    """Name -> weight in compute dtype, on the policy's device; None where the run has no such reference.
+
+    With adapters it is the policy's model without them, and nothing is loaded. ValueError where the model cannot be
+    loaded, or is not of the policy's architecture and vocabulary.
+    """
+    path = config.algorithm.reference_path
+    if not path or not config.algorithm.needs_reference or config.model.lora.rank:
+        return None
+    loaded = load_beside(config, _KEY, path, policy)
+    if why := _other_architecture(policy.model, loaded.model):
+        raise ValueError(
+            f"{_KEY} = {path!r} is not built as the policy, {policy.path!r}: {why}. Its weights are put in the place of"
+            " the policy's: choose a model of the same architecture and size"
+        )
+    if why := _other_tower(policy.model, loaded.model):
+        raise ValueError(
+            f"{_KEY} = {path!r} has another vision tower than the policy, {policy.path!r}: {why}. The policy's is"
+            ' frozen, and gives both their images: set model.vision = "trained", or choose a model with the same tower'
+        )
+    device = next(policy.model.parameters()).device
+    return {name: weight.detach().to(device) for name, weight in loaded.model.named_parameters()}
+
+
+def _other_tower(policy: Any, other: Any) -> str:
+    """A weight of a frozen tower that differs, in words; "" if none does, or there is none."""
+    weights = dict(other.named_parameters())
+    for name, weight in policy.named_parameters():
+        if not weight.requires_grad and not torch.equal(weight.to(weights[name].dtype).cpu(), weights[name].cpu()):
+            return f"{name} differs"
+    return ""
+
+
+def _other_architecture(policy: Any, other: Any) -> str:
+    """What one of the models has and the other has not, in words; "" if weights can take each other's place."""
+    of_policy, of_other = ({name: tuple(p.shape) for name, p in model.named_parameters()} for model in (policy, other))
+    for name in sorted(of_policy.keys() ^ of_other.keys()):
+        return f"only {'the policy' if name in of_policy else 'the reference'} has the weight {name}"
+    for name, shape in of_policy.items():
+        if of_other[name] != shape:
+            return f"{name} is {list(of_other[name])}, and the policy's {list(shape)}"
+    stored = other.state_dict()
+    for name, value in policy.named_buffers():
+        if name in stored and not torch.equal(value.cpu(), stored[name].to(value.dtype).cpu()):
+            return f"{name}, which no step trains, differs"
+    settings, others = (model.config.get_text_config().to_dict() for model in (policy, other))
+    for key in sorted(settings.keys() | others.keys()):
+        matters = key not in _OF_NO_WEIGHT and not key.endswith(("_token_id", "_dropout"))
+        if matters and settings.get(key) != others.get(key):
+            return f"{key} is {others.get(key)!r}, and the policy's {settings.get(key)!r}"
+    return ""
+
+
+def load_critic(config: Config, policy: LoadedModel) -> LoadedModel:
+    """The model of critic.model on the policy's device, in float32, to be trained.
+
+    ValueError where it cannot be loaded, or where its token ids mean other tokens than the policy's.
+    """
+    path, device = config.critic.model, next(policy.model.parameters()).device
+
+    def load(model: ModelConfig) -> LoadedModel:
+        return load_model(config.model if path == POLICY else model, device=device)
+
+    return load_other("critic.model", path, policy, config, load, "A critic reads")

@@ -146,7 +146,7 @@ class Sizes:
 
         config = self.config(shape)
         loaded = load_model(config.model, dtype=dtype_of(config), device=pick_device(config.model.device))
-        of = ModelFlops.of(loaded.model)
+        of = ModelFlops.from_model(loaded.model)
         return embedded_engine(loaded, config, copies=False), (of.linear + of.head) * dtype_of(config).itemsize
 
     def prompts(self, shape: str, num: int) -> list[tuple[int, ...]]:

@@ -19,7 +19,7 @@ from rollover.config import AlgorithmConfig, CriticConfig, TrainConfig
 from rollover.trainer.batch import Batch
 from rollover.trainer.critic import Critic
 from rollover.trainer.objective import step_metrics
-from rollover.trainer.token_advantages import estimate
+from rollover.trainer.token_advantages import estimate_with_critic
 from rollover.trainer.trainer import split_groups
 from rollover.types import Sample
 from samples import random_samples
@@ -57,7 +57,7 @@ def test_estimates_are_verls_over_answers_with_an_environments_tokens(seed: int)
     rng = np.random.default_rng(seed)
     rows = samples(seed)
     values = {s.rollout_id: rng.standard_normal(int(s.mask.sum())).astype(np.float32) for s in rows}
-    ours = estimate(AlgorithmConfig(advantage="gae", gamma=0.95, gae_lambda=0.9), rows, values)
+    ours = estimate_with_critic(AlgorithmConfig(advantage="gae", gamma=0.95, gae_lambda=0.9), rows, values)
     rewards = [torch.from_numpy(s.advantages[s.mask]) for s in rows]
     advantages, returns = verls_gae(rewards, [torch.from_numpy(v) for v in values.values()], 0.95, 0.9)
     for s, mine, theirs, of_return in zip(rows, ours, advantages, returns, strict=True):

@@ -89,7 +89,7 @@ def ours(data: Data, **algorithm: Any) -> tuple[torch.Tensor, torch.Tensor]:
         "behavior_logprobs": stream(data["behavior"]), "advantages": stream(data["advantages"]),
         "versions": nothing.long(), "staleness": nothing.long(),
     })  # fmt: skip
-    loss, _ = objective(given, Counts.of(samples))
+    loss, _ = objective(given, Counts.from_samples(samples))
     return loss.detach(), torch.autograd.grad(loss, current)[0]
 
 

@@ -455,7 +455,7 @@ def _baselines(returns_NT: torch.Tensor, weights_NT: torch.Tensor, mask_NT: torc
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class ScoredUnit:
     """What gets one advantage: a trajectory, or a turn of one. `reward` None counts as missing.
 
     `group`: units of equal ones are compared. `num_tokens`: sampled ones, without those that are too old for the loss.
@@ -470,11 +470,11 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredBatch:
     """The units of a batch as an estimator sees them, without the greedy baselines.
 
     rewards_N: scores. rewards_NR: the rewards that algorithm.reward_weights names (else the score), whose weights are
-    weights_R. The others are as in Unit.
+    weights_R. The others are as in ScoredUnit.
     """
 
     rewards_N: torch.Tensor
@@ -485,7 +485,7 @@ class Scored:
     greedy_rewards_N: torch.Tensor
 
     @classmethod
-    def of(cls, units: Sequence[Unit], algorithm: AlgorithmConfig) -> Scored:
+    def from_units(cls, units: Sequence[ScoredUnit], algorithm: AlgorithmConfig) -> ScoredBatch:
         """ValueError where a reward function does not return one that algorithm.reward_weights names."""
         rewards_NR = rewards_of([unit.reward for unit in units], [unit.named for unit in units], algorithm)
         return cls(
@@ -505,9 +505,9 @@ class Estimator:
     """
 
     def __init__(self, algorithm: AlgorithmConfig, name: str) -> None:
-        self._estimate = _built_in(algorithm, name) if name in ADVANTAGES else _own(name)
+        self._estimate = _built_in(algorithm, name) if name in ADVANTAGES else _custom(name)
 
-    def __call__(self, scored: Scored) -> torch.Tensor:
+    def __call__(self, scored: ScoredBatch) -> torch.Tensor:
         """float32 [N]. Where the step estimates advantages of tokens (`AdvantageTraits.over_tokens`) it is the rewards.
         FunctionError where a function of the user's own raises or returns anything else."""
         return self._estimate(scored)
@@ -536,7 +536,7 @@ _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def _built_in(algorithm: AlgorithmConfig, name: str) -> Callable[[Scored], torch.Tensor]:
+def _built_in(algorithm: AlgorithmConfig, name: str) -> Callable[[ScoredBatch], torch.Tensor]:
     traits = ADVANTAGES[name]
     if traits.over_tokens:
         return lambda scored: torch.nan_to_num(scored.rewards_N)
@@ -547,18 +547,20 @@ def _built_in(algorithm: AlgorithmConfig, name: str) -> Callable[[Scored], torch
     return lambda scored: function(**{name: getattr(scored, name) for name in reads}, **options)
 
 
-def _own(spec: str) -> Callable[[Scored], torch.Tensor]:
+def _custom(spec: str) -> Callable[[ScoredBatch], torch.Tensor]:
     """The user's own function of rewards and groups."""
     function = own_function("algorithm.advantage", spec, "one finite advantage for each reward that is not NaN")
 
-    def estimate(scored: Scored) -> torch.Tensor:
+    def estimate(scored: ScoredBatch) -> torch.Tensor:
         missing_N = torch.isnan(scored.rewards_N)
-        return one_each(function(scored.rewards_N, scored.group_N), len(missing_N), function, missing_N)
+        return checked_advantages(function(scored.rewards_N, scored.group_N), len(missing_N), function, missing_N)
 
     return estimate
 
 
-def one_each(value: object, num: int, function: OwnFunction, missing_N: torch.Tensor | None = None) -> torch.Tensor:
+def checked_advantages(
+    value: object, num: int, function: OwnFunction, missing_N: torch.Tensor | None = None
+) -> torch.Tensor:
     """What the user's function returned, as advantages [N], 0 where `missing_N`. Raises its FunctionError if it is not
     one finite number for each of `num` rollouts."""
     try:

@@ -82,7 +82,7 @@ def log_ratios(
     return sum_B1.expand_as(d_BT)
 
 
-def floor_of(mode: str, cap: float, floor: float | None) -> float | None:
+def checked_floor(mode: str, cap: float, floor: float | None) -> float | None:
     """The floor that `mode` applies (None: none), after the check of mode, cap and floor."""
     if mode not in MODES:
         raise ValueError(f"mode = {mode!r} is not a correction: use one of {', '.join(MODES)}")
@@ -124,7 +124,7 @@ def importance_weights(
     1 / cap). "mask" sets w outside [floor, cap] to exactly 0 (Axolotl's floor turns such a 0 into 1 / cap).
     """
     mask_BT = mask_BT.bool()
-    floor = floor_of(mode, cap, floor)
+    floor = checked_floor(mode, cap, floor)
     level, action = MODES[mode]
     weights_BT = bounded_exp(log_ratios(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level, versions_BT))
     if action == "truncate":
@@ -292,7 +292,7 @@ def mismatch_metrics(
     mask_BT = mask_BT.bool()
     level = "token" if mode == "none" else MODES.get(mode, ("token", ""))[0]
     # A mode that does not exist is an error here as it is in importance_weights.
-    floor = floor_of("token_mask" if mode == "none" else mode, cap, floor)
+    floor = checked_floor("token_mask" if mode == "none" else mode, cap, floor)
     args = (proximal_logprobs_BT, behavior_logprobs_BT, mask_BT)
     log_ratio_BT = masked(log_ratios(*args, level, versions_BT), mask_BT)
     ratio_BT = masked(bounded_exp(log_ratio_BT), mask_BT)

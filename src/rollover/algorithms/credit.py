@@ -25,10 +25,10 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from rollover.algorithms.advantage import Estimator, Scored, Unit, one_each
+from rollover.algorithms.advantage import Estimator, ScoredBatch, ScoredUnit, checked_advantages
 from rollover.algorithms.filters import MaskedRollout
 from rollover.algorithms.grouping import Grouped, Grouping
-from rollover.algorithms.precomputed import precomputed, turns_brought, undeclared
+from rollover.algorithms.precomputed import count_precomputed_turns, precomputed_advantages, undeclared_error
 from rollover.algorithms.shaping import Shaped, Shaping
 from rollover.config import AlgorithmConfig, DistillConfig, WorkflowConfig
 from rollover.config.traits import AdvantageTraits, estimator
@@ -39,7 +39,7 @@ from rollover.types import Group, Reward, Rollout
 UNTRAINED, ALONE = "untrained_role", "alone_in_role"
 # In the place of the name of an estimator, where advantages are not made of scores: a teacher's, or those of examples.
 _TEACHER = "distill.teacher"
-_TAUGHT = AdvantageTraits("log teacher/policy", ())
+_TEACHER_TRAITS = AdvantageTraits("log teacher/policy", ())
 _MIN_COMPARED = 2
 
 
@@ -54,13 +54,15 @@ class RoleCredit:
 
 @dataclass
 class Credited:
-    """`advantages`: rollout_id -> one for all of its tokens, or [n] over those after its prompt; of all Rollouts whose
-    trajectory is compared. `sequences`: rollout_id -> what is one sequence. `compared`: group id -> its
-    TrajectoryGroups. `missing`: ids of those without a score. `left_out`: the Rollouts whose role leaves the loss, with
-    the reason. `shaped`: the rewards that are trained, where they are not the scores. `roles`: of each role whose
-    advantages are estimated over tokens. `brought`: how many TrajectoryGroups are trained with advantages that they
-    bring. `partly`: role -> what is missing in those of its TrajectoryGroups that bring advantages in part, which are
-    estimated instead (workflow.own_advantages = "auto").
+    """Advantages of a batch, and how they came about.
+
+    `advantages`: rollout_id -> one for all of its tokens, or [n] over those after its prompt; for all Rollouts whose
+    trajectory is compared. `sequences`: rollout_id -> id of its sequence. `compared`: group id -> its
+    TrajectoryGroups. `missing`: ids of Rollouts without a score. `left_out`: Rollouts whose role leaves the loss, with
+    the reason. `shaped`: the trained rewards, where they differ from the scores. `roles`: roles whose advantages are
+    estimated over tokens. `num_precomputed`: TrajectoryGroups trained with precomputed advantages.
+    `partly_precomputed`: role -> descriptions of its TrajectoryGroups that have some precomputed advantages, but not
+    all, and are estimated instead (workflow.own_advantages = "auto").
     """
 
     advantages: dict[str, float | np.ndarray] = field(default_factory=dict)
@@ -70,17 +72,17 @@ class Credited:
     left_out: list[MaskedRollout] = field(default_factory=list)
     shaped: Shaped = field(default_factory=Shaped)
     roles: dict[str, RoleCredit] = field(default_factory=dict)
-    brought: int = 0
-    partly: dict[str, list[str]] = field(default_factory=dict)
+    num_precomputed: int = 0
+    partly_precomputed: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Recipient:
     """What gets one advantage: a trajectory (`turn` None), or one of its turns."""
 
     trajectory: Trajectory
     turn: Turn | None
-    unit: Unit
+    unit: ScoredUnit
 
 
 class Credit:
@@ -176,26 +178,26 @@ class Credit:
         """Fill in `advantages` and `missing`."""
         stride = max((len(compared) for compared in credited.compared.values()), default=1)
         greedy = _greedy_scores(groups, credited.shaped)
-        parts: dict[str, list[_Part]] = {}
+        parts: dict[str, list[_Recipient]] = {}
         numbered = ((g, g * stride + k, c) for g, several in credited.compared.items() for k, c in enumerate(several))
         for group_id, number, compared in numbered:
             estimator = self._estimator_of(compared)
-            credited.brought += estimator == "precomputed"
+            credited.num_precomputed += estimator == "precomputed"
             self._check_undeclared(compared, estimator, credited)
             for trajectory in compared.trajectories:
                 if estimator == _TEACHER:
                     continue
                 credited.missing |= set() if trajectory.valid else trajectory.ids
                 if estimator == "precomputed":
-                    self._take(trajectory, credited)
+                    self._use_precomputed(trajectory, credited)
                     continue
                 missing = not trajectory.ids.isdisjoint(left_out)
                 of_tokens = {} if _traits(estimator).over_tokens else penalties
                 baseline = greedy.get((group_id, trajectory.role), float("nan"))
                 parts.setdefault(trajectory.role, []).extend(
-                    _Part(trajectory, turn, Unit(reward, number, num, baseline, trajectory.named))
+                    _Recipient(trajectory, turn, ScoredUnit(reward, number, num, baseline, trajectory.named))
                     for turn, reward, num in self._units(
-                        credited.shaped.of(trajectory), missing, oldest[group_id], of_tokens
+                        credited.shaped.apply(trajectory), missing, oldest[group_id], of_tokens
                     )
                 )
         for roles in _compared_roles(credited.compared.values(), parts):
@@ -204,19 +206,19 @@ class Credit:
                 weights = {part.trajectory.role: self.grouping.role(part.trajectory).weight for part in compared}
                 credited.roles |= {role: RoleCredit(frozenset(roles), weight) for role, weight in weights.items()}
             self._estimate(compared, credited)
-        self._change(groups, credited)
+        self._apply_after_scoring(groups, credited)
 
     def _check_undeclared(self, compared: TrajectoryGroup, estimator: str, credited: Credited) -> None:
         """ValueError where advantages that came are of no use; with "auto" they are counted, where some are missing."""
         if estimator == "precomputed":
             return
-        found = [why for t in compared.trajectories if (why := undeclared(t, taught=estimator == _TEACHER))]
+        found = [why for t in compared.trajectories if (why := undeclared_error(t, taught=estimator == _TEACHER))]
         if not found:
             return
         if self.workflow.own_advantages != "auto" or estimator == _TEACHER:
             raise ValueError(found[0])
-        one, (brought, total) = compared.trajectories[0], turns_brought(compared)
-        credited.partly.setdefault(one.role, []).append(
+        one, (brought, total) = compared.trajectories[0], count_precomputed_turns(compared)
+        credited.partly_precomputed.setdefault(one.role, []).append(
             f"{brought} of {total} turns of task {one.task.task_id!r} bring advantages"
         )
 
@@ -226,22 +228,22 @@ class Credit:
         """(the turn; None: all of them, its reward, how many of its tokens are in the loss) of what is compared."""
         reward = None if missing else trajectory.reward
         if self.workflow.credit == "broadcast":
-            num = sum(_num_since(r, 0, r.num_tokens, oldest) for r in trajectory.rollouts)
+            num = sum(_num_in_loss(r, 0, r.num_tokens, oldest) for r in trajectory.rollouts)
             penalty = sum(_penalty(penalties, r, 0, r.num_tokens) for r in trajectory.rollouts)
-            return [(None, _less(reward, penalty), num)]
+            return [(None, _minus(reward, penalty), num)]
         returns = turn_returns(trajectory, self.workflow.turn_gamma, penalties) if trajectory.valid else []
         return [
             (
                 turn,
                 None if reward is None or reward.missing else Reward(returns[k]),
-                _num_since(turn.rollout, turn.start, turn.end, oldest),
+                _num_in_loss(turn.rollout, turn.start, turn.end, oldest),
             )
             for k, turn in enumerate(trajectory.turns)
         ]
 
-    def _estimate(self, parts: list[_Part], credited: Credited) -> None:
+    def _estimate(self, parts: list[_Recipient], credited: Credited) -> None:
         estimator = self._estimators[self._advantage_of(parts[0].trajectory)]
-        advantages = estimator(Scored.of([part.unit for part in parts], self.algorithm)).tolist()
+        advantages = estimator(ScoredBatch.from_units([part.unit for part in parts], self.algorithm)).tolist()
         for part, advantage in zip(parts, advantages, strict=True):
             weight = 1.0 if part.trajectory.role in credited.roles else self.grouping.role(part.trajectory).weight
             value = advantage * weight
@@ -253,14 +255,14 @@ class Credit:
             assert isinstance(stream, np.ndarray)
             stream[part.turn.start : part.turn.end] = value
 
-    def _take(self, trajectory: Trajectory, credited: Credited) -> None:
+    def _use_precomputed(self, trajectory: Trajectory, credited: Credited) -> None:
         """The advantages that came with a trajectory. One without a score is not trained, whatever it brings."""
         if trajectory.valid:
             weight = self.grouping.role(trajectory).weight
-            for rollout, stream in zip(trajectory.rollouts, precomputed(trajectory), strict=True):
+            for rollout, stream in zip(trajectory.rollouts, precomputed_advantages(trajectory), strict=True):
                 credited.advantages[rollout.rollout_id] = stream * np.float32(weight)
 
-    def _change(self, groups: Sequence[Group], credited: Credited) -> None:
+    def _apply_after_scoring(self, groups: Sequence[Group], credited: Credited) -> None:
         """Let the user's own function change the advantages (algorithm.after_scoring)."""
         if self._after_scoring is None:
             return
@@ -284,7 +286,7 @@ class Credit:
                 f" advantages {one!r} and {other!r}: put them into groups of their own, or give the roles one"
             )
         (name,) = names
-        return "precomputed" if name != _TEACHER and self.grouping.takes_own(compared, name) else name
+        return "precomputed" if name != _TEACHER and self.grouping.uses_precomputed(compared, name) else name
 
 
 class AfterScoring:
@@ -297,7 +299,7 @@ class AfterScoring:
     def __call__(self, rollouts: Sequence[Rollout], advantages_N: torch.Tensor) -> torch.Tensor:
         """The advantages [N] as it leaves them. FunctionError where it raises or returns anything else."""
         changed = self._function(list(rollouts), advantages_N)  # a copy, which it may sort
-        return one_each(advantages_N if changed is None else changed, len(rollouts), self._function)
+        return checked_advantages(advantages_N if changed is None else changed, len(rollouts), self._function)
 
 
 def turn_returns(
@@ -338,7 +340,7 @@ def turn_returns(
 
 
 def _traits(name: str) -> AdvantageTraits:
-    return _TAUGHT if name == _TEACHER else estimator(name)
+    return _TEACHER_TRAITS if name == _TEACHER else estimator(name)
 
 
 def _left_out(trajectories: Sequence[Trajectory], reason: str, why: str) -> list[MaskedRollout]:
@@ -364,7 +366,7 @@ def greedy_of(groups: Sequence[Group]) -> list[Trajectory]:
 def _greedy_scores(groups: Sequence[Group], shaped: Shaped) -> dict[tuple[int, str], float]:
     """(group id, role) -> the reward of its greedy trajectory; of several the mean."""
     scores: dict[tuple[int, str], list[float]] = {}
-    for trajectory in map(shaped.of, greedy_of(groups)):
+    for trajectory in map(shaped.apply, greedy_of(groups)):
         if trajectory.reward is not None and trajectory.reward.score is not None:
             scores.setdefault((trajectory.group_id, trajectory.role), []).append(trajectory.reward.score)
     return {place: sum(of) / len(of) for place, of in scores.items()}
@@ -376,14 +378,14 @@ def _penalty(penalties: Mapping[str, np.ndarray], rollout: Rollout, start: int, 
     return 0.0 if of_tokens is None else float(of_tokens[start:end].sum(dtype=np.float64))
 
 
-def _less(reward: Reward | None, penalty: float) -> Reward | None:
+def _minus(reward: Reward | None, penalty: float) -> Reward | None:
     """The reward as an estimator sees it."""
     if not penalty or reward is None or reward.score is None:
         return reward
     return replace(reward, score=reward.score - penalty)
 
 
-def _num_since(rollout: Rollout, start: int, end: int, oldest_version: int) -> int:
+def _num_in_loss(rollout: Rollout, start: int, end: int, oldest_version: int) -> int:
     """Sampled tokens `start` to `end` of a Rollout that are of policy version `oldest_version` or later."""
     ends = np.cumsum([0, *(segment.num_tokens for segment in rollout.segments)]).tolist()
     return sum(

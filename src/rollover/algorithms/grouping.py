@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rollover.algorithms.filters import Metric, value_of
-from rollover.algorithms.precomputed import brings_all
+from rollover.algorithms.precomputed import is_precomputed
 from rollover.config import DistillConfig, RoleConfig, WorkflowConfig
 from rollover.functions import OwnFunction, described, own_function
 from rollover.suggest import did_you_mean
@@ -62,7 +62,7 @@ class Grouping:
             )
         return roles[trajectory.role]
 
-    def most_valid(self, group: Group) -> int:
+    def max_valid(self, group: Group) -> int:
         """How many trajectories there are to train, where there are the most: with a score to compare, a greedy one
         included, or with a teacher in its place."""
         greedy = Counter(t.role for e in episodes_of(group) for t in e.trajectories if t.greedy and t.valid)
@@ -76,17 +76,20 @@ class Grouping:
         compared = self(group).compared
         by_turns = self.workflow.credit == "turn_returns"
         gamma = self.workflow.turn_gamma if by_turns else None
-        own = [self.takes_own(c, self.workflow.advantage_of(c.trajectories[0].role, default)) for c in compared]
+        own = [self.uses_precomputed(c, self.workflow.advantage_of(c.trajectories[0].role, default)) for c in compared]
         if len(compared) == 1 and not by_turns and not own[0]:
             return None
-        return any(_brings_any(c) if o else _differs(c, gamma, metric) for c, o in zip(compared, own, strict=True))
+        return any(
+            _has_precomputed_signal(c) if o else _scores_differ(c, gamma, metric)
+            for c, o in zip(compared, own, strict=True)
+        )
 
-    def takes_own(self, compared: TrajectoryGroup, estimator: str) -> bool:
+    def uses_precomputed(self, compared: TrajectoryGroup, estimator: str) -> bool:
         """Whether a TrajectoryGroup is trained with advantages that it brings. `estimator`: of its roles."""
         if estimator == "precomputed":
             return True
         is_taught = self.distill.replaces_for(compared.trajectories[0].role)
-        return self.workflow.own_advantages == "auto" and not is_taught and brings_all(compared)
+        return self.workflow.own_advantages == "auto" and not is_taught and is_precomputed(compared)
 
     # Private
 
@@ -119,7 +122,7 @@ def _miscounted(trajectory: Trajectory, rollout_id: str, found: int, expected: i
     return f"groups without {of}" if not found else f"{of} {found} times"
 
 
-def _brings_any(compared: TrajectoryGroup) -> bool:
+def _has_precomputed_signal(compared: TrajectoryGroup) -> bool:
     """Whether an advantage that came with its trajectories is not 0."""
     return any(r.reward and _nonzero(r.reward.advantages) for t in compared.trajectories if t.valid for r in t.rollouts)
 
@@ -128,7 +131,7 @@ def _nonzero(value: Any) -> bool:
     return any(map(_nonzero, value)) if isinstance(value, tuple) else bool(value)
 
 
-def _differs(compared: TrajectoryGroup, gamma: float | None, metric: Metric) -> bool:
+def _scores_differ(compared: TrajectoryGroup, gamma: float | None, metric: Metric) -> bool:
     """Whether scores differ, in float32 as advantages are computed; or, by turns with the discount `gamma`, a turn has
     a reward of its own, or an earlier one less of the score than the last. Another `metric` stands for the scores."""
     valid = [t for t in compared.trajectories if t.valid and t.reward]

@@ -280,7 +280,7 @@ def sapo(
 
 
 # What TRL and the authors' code take for a weight of 0 of a token or a sequence.
-_LOG_OF_NOTHING = math.log(1e-8)
+_LOG_ZERO = math.log(1e-8)
 
 
 def vespo(
@@ -306,8 +306,8 @@ def vespo(
         correction_BT = masked(bounded(t.old_logprobs_BT - behavior_logprobs_BT.float()), t.mask_BT)
         if weight_cap is not None:
             correction_BT = correction_BT.clamp(max=math.log(weight_cap))
-        log_w_BT = bounded(t.log_ratio_BT) + correction_BT.clamp(min=_LOG_OF_NOTHING)
-        log_w_B1 = masked(log_w_BT, t.mask_BT).sum(-1, keepdim=True).clamp(_LOG_OF_NOTHING, 20.0)
+        log_w_BT = bounded(t.log_ratio_BT) + correction_BT.clamp(min=_LOG_ZERO)
+        log_w_B1 = masked(log_w_BT, t.mask_BT).sum(-1, keepdim=True).clamp(_LOG_ZERO, 20.0)
         rises_BT = t.advantages_BT >= 0
         k_BT = torch.where(rises_BT, k_positive, k_negative)
         lambda_BT = torch.where(rises_BT, lambda_positive, lambda_negative)
@@ -330,38 +330,38 @@ def loss_function(kind: str | Callable[..., LossAndClipped]) -> Callable[..., Lo
     return LOSSES[kind]
 
 
-_RETURNS = (
+_LOSS_RETURNS = (
     "two tensors of the shape of t.mask_BT: the loss of each token, finite and differentiable in t.logprobs_BT, and a"
     " bool that says where the gradient was clipped"
 )
 
 
-class OwnLoss:
+class CustomLoss:
     """Called as the functions of `LOSSES` are, with the signature of the user's own. FunctionError where that raises,
-    changes a tensor that it is given, or returns anything but `_RETURNS`."""
+    changes a tensor that it is given, or returns anything but `_LOSS_RETURNS`."""
 
     def __init__(self, spec: str) -> None:
-        self._function: OwnFunction = own_function("algorithm.loss", spec, _RETURNS)
+        self._function: OwnFunction = own_function("algorithm.loss", spec, _LOSS_RETURNS)
         functools.update_wrapper(self, self._function, updated=())
 
     def __call__(self, t: TokenBatch, **options: Any) -> LossAndClipped:
         given = {**{f"{name}_BT": values for name, values in t.streams.items()}, "mask_BT": t.mask_BT, **options}
-        before = _versions(given)
+        before = _tensor_versions(given)
         value = self._function(t, **options)
-        if changed := [name for name, version in _versions(given).items() if version != before[name]]:
+        if changed := [name for name, version in _tensor_versions(given).items() if version != before[name]]:
             raise self._function.changed(changed)
-        wrong = _what_is_wrong(value, t)
+        wrong = _defect(value, t)
         if wrong is not None:
             raise self._function.refused(wrong)
         return value[0], value[1].bool()
 
 
-def _versions(given: Mapping[str, Any]) -> dict[str, int]:
+def _tensor_versions(given: Mapping[str, Any]) -> dict[str, int]:
     """How often each of the tensors was changed in place, as autograd counts it."""
     return {name: value._version for name, value in given.items() if isinstance(value, torch.Tensor)}
 
 
-def _what_is_wrong(value: Any, t: TokenBatch) -> str | None:
+def _defect(value: Any, t: TokenBatch) -> str | None:
     """What is wrong with a value that the user's function returned, in words; None if it is what it must be."""
     if not isinstance(value, tuple | list):
         return described(value)
@@ -518,7 +518,7 @@ def value_loss(
 
 
 # What each mode divides the sum over rows by: how many of these have a loss token. None: by nothing.
-COUNTED: dict[Aggregation, Literal["tokens", "sequences", "groups"] | None] = {
+DENOMINATORS: dict[Aggregation, Literal["tokens", "sequences", "groups"] | None] = {
     "token-mean": "tokens",
     "token-sum": None,
     "seq-mean-token-sum": "sequences",
@@ -561,8 +561,8 @@ def aggregate(  # noqa: PLR0913 - one count for each mode
     """
     if mask_BT.shape != loss_BT.shape:
         raise ValueError(f"mask_BT is {list(mask_BT.shape)}: give it the shape of loss_BT, {list(loss_BT.shape)}")
-    if mode not in COUNTED:
-        raise ValueError(f"mode = {mode!r} is not an aggregation: use one of {', '.join(COUNTED)}")
+    if mode not in DENOMINATORS:
+        raise ValueError(f"mode = {mode!r} is not an aggregation: use one of {', '.join(DENOMINATORS)}")
     mask_BT = mask_BT.bool()
     loss_BT = masked(loss_BT, mask_BT)
     tokens_B = mask_BT.sum(-1)
@@ -571,21 +571,21 @@ def aggregate(  # noqa: PLR0913 - one count for each mode
     elif mode == "prompt-mean":
         if group_B is None:
             raise ValueError("prompt-mean needs group_B: the group id of each row")
-        total = (loss_BT.sum(-1) / _tokens_of(tokens_B, group_B, group_tokens_B).clamp(min=1)).sum()
+        total = (loss_BT.sum(-1) / _group_tokens(tokens_B, group_B, group_tokens_B).clamp(min=1)).sum()
     elif mode == "seq-mean-token-mean":
         total = (loss_BT.sum(-1) / (tokens_B if sequence_tokens_B is None else sequence_tokens_B).clamp(min=1)).sum()
     elif mode == "seq-mean-token-sum-norm":
         total = (loss_BT.sum(-1) / (loss_BT.shape[1] if norm is None else norm)).sum()
     else:
         total = loss_BT.sum(-1).sum()
-    counted = COUNTED[mode]
+    counted = DENOMINATORS[mode]
     if counted is None:
         return total
     # What is counted here is asked for only where it is not given: on a GPU that would wait for the whole forward pass.
-    return total / max(1.0, _count(counted, tokens_B, group_B) if denominator is None else denominator)
+    return total / max(1.0, _num_in_loss(counted, tokens_B, group_B) if denominator is None else denominator)
 
 
-def _count(what: str, tokens_B: torch.Tensor, group_B: torch.Tensor | None) -> float:
+def _num_in_loss(what: str, tokens_B: torch.Tensor, group_B: torch.Tensor | None) -> float:
     """How many tokens, sequences or groups of this batch are in the loss."""
     if what == "tokens":
         return float(tokens_B.sum())
@@ -593,7 +593,7 @@ def _count(what: str, tokens_B: torch.Tensor, group_B: torch.Tensor | None) -> f
     return float(in_loss_B.sum() if what == "sequences" or group_B is None else len(torch.unique(group_B[in_loss_B])))
 
 
-def _tokens_of(tokens_B: torch.Tensor, group_B: torch.Tensor, given_B: torch.Tensor | None) -> torch.Tensor:
+def _group_tokens(tokens_B: torch.Tensor, group_B: torch.Tensor, given_B: torch.Tensor | None) -> torch.Tensor:
     """Loss tokens of the group of each row [B]: as given, else those of the rows that are here."""
     if given_B is not None:
         return given_B

@@ -16,7 +16,7 @@ from rollover.trajectories import Trajectory, TrajectoryGroup, turns_of
 from rollover.types import Rollout
 
 
-def precomputed(trajectory: Trajectory) -> list[np.ndarray]:
+def precomputed_advantages(trajectory: Trajectory) -> list[np.ndarray]:
     """float32 [n] of each Rollout, over its tokens after the prompt; 0 where an environment wrote them.
 
     ValueError, which names the role, the turn and what to change, where there are none, too few, too many, or one is
@@ -31,7 +31,7 @@ def precomputed(trajectory: Trajectory) -> list[np.ndarray]:
     return [_of_rollout(rollout, str(trajectory)) for rollout in trajectory.rollouts]
 
 
-def turns_brought(compared: TrajectoryGroup) -> tuple[int, int]:
+def count_precomputed_turns(compared: TrajectoryGroup) -> tuple[int, int]:
     """(turns of the scored trajectories that bring an advantage, all of their turns)."""
     brought = total = 0
     for rollout in (r for t in compared.trajectories if t.valid for r in t.rollouts):
@@ -41,14 +41,14 @@ def turns_brought(compared: TrajectoryGroup) -> tuple[int, int]:
     return brought, total
 
 
-def brings_all(compared: TrajectoryGroup) -> bool:
+def is_precomputed(compared: TrajectoryGroup) -> bool:
     """Whether all scored trajectories of a TrajectoryGroup bring an advantage for each of their turns and tokens."""
     valid = [t for t in compared.trajectories if t.valid]
     given = [r.reward.advantages if r.reward else None for t in valid for r in t.rollouts]
     return bool(valid) and all(map(_is_complete, given))
 
 
-def undeclared(trajectory: Trajectory, *, taught: bool = False) -> str | None:
+def undeclared_error(trajectory: Trajectory, *, taught: bool = False) -> str | None:
     """What is wrong with a trajectory that brings advantages though its role does not say so; None: it brings none.
     `taught`: a teacher replaces its advantages."""
     if all(r.reward is None or r.reward.advantages is None for r in trajectory.rollouts):

@@ -36,13 +36,13 @@ class Moments(NamedTuple):
     squares: float = 0.0
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Moments:
+    def from_values(cls, values: Sequence[float]) -> Moments:
         if not values:
             return cls()
         mean = math.fsum(values) / len(values)
         return cls(len(values), mean, math.fsum((value - mean) ** 2 for value in values))
 
-    def and_of(self, more: Moments) -> Moments:
+    def merged_with(self, more: Moments) -> Moments:
         """Of both together (Chan, Golub and LeVeque 1979)."""
         if not (total := self.count + more.count):
             return self
@@ -68,7 +68,7 @@ class Shaped:
     terms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
-    def of(self, trajectory: Trajectory) -> Trajectory:
+    def apply(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory with the reward that is trained."""
         reward = self.rewards.get(trajectory.sequence_id)
         return trajectory if reward is None else replace(trajectory, reward=reward)
@@ -106,8 +106,8 @@ class Shaping:
         counted = [name for name in valid if name not in uncounted]
         metrics = _metrics_of_terms([terms[name] for name in counted])
         if self.config.running_norm != "none":
-            moments = self._counted(version, {name: (valid[name].role, totals[name]) for name in counted})
-            shared = {role: reduce(Moments.and_of, [moments.get(r, Moments()) for r in sorted(roles)])
+            moments = self._updated_moments(version, {name: (valid[name].role, totals[name]) for name in counted})
+            shared = {role: reduce(Moments.merged_with, [moments.get(r, Moments()) for r in sorted(roles)])
                       for roles in compared_roles for role in roles}  # fmt: skip
             of_role = {
                 role: shared.get(role) or moments.get(role, Moments()) for role in {t.role for t in valid.values()}
@@ -149,13 +149,13 @@ class Shaping:
         """Go on from `state`; {}: there was none."""
         self._before = {v: {role: Moments(*of) for role, of in roles.items()} for v, roles in state.get("before", [])}
 
-    def _counted(self, version: int, rewards: Mapping[str, tuple[str, float]]) -> dict[str, Moments]:
+    def _updated_moments(self, version: int, rewards: Mapping[str, tuple[str, float]]) -> dict[str, Moments]:
         """The statistics of each role with the (role, reward) of the step at `version`, which are kept."""
         known = [v for v in self._before if v <= version]
         moments = dict(self._before[max(known)]) if known else {}
         for role in {role for role, _ in rewards.values()}:
-            of_step = Moments.of([reward for of, reward in rewards.values() if of == role])
-            moments[role] = moments.get(role, Moments()).and_of(of_step)
+            of_step = Moments.from_values([reward for of, reward in rewards.values() if of == role])
+            moments[role] = moments.get(role, Moments()).merged_with(of_step)
         self._before = {v: m for v, m in self._before.items() if v <= version} | {version + 1: moments}
         return moments
 

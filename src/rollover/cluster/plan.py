@@ -53,7 +53,7 @@ class Needs:
     colocate: bool = False
 
     @classmethod
-    def of(cls, config: Config) -> Needs:
+    def from_config(cls, config: Config) -> Needs:
         """What a configuration with cluster.type = "ray" asks for."""
         cluster, engine = config.cluster, config.engine
         trains_on_gpu = _takes_gpu(config.model.device, cluster)
@@ -74,15 +74,15 @@ class Needs:
     def gpus_of(self, *, ranks: int, servers: int, controller: bool) -> int:
         """GPUs that so many roles of one node have."""
         of_training = ranks * self.rank_gpus + controller * self.controller_gpus
-        return self._both(of_training, servers * self.server_gpus)
+        return self._combined(of_training, servers * self.server_gpus)
 
     def cpus_of(self, *, ranks: int, servers: int, pools: int) -> int:
         """CPUs of so many roles of one node that are counted: of reward workers, and of ranks and servers without a
         GPU."""
-        processes = self._both(0 if self.rank_gpus else ranks, 0 if self.server_gpus else servers)
+        processes = self._combined(0 if self.rank_gpus else ranks, 0 if self.server_gpus else servers)
         return pools * self.pool_cpus + processes * self.process_cpus
 
-    def _both(self, of_training: int, of_servers: int) -> int:
+    def _combined(self, of_training: int, of_servers: int) -> int:
         """Places of both: in turns, or beside each other."""
         return max(of_training, of_servers) if self.colocate else of_training + of_servers
 
@@ -170,13 +170,13 @@ def place(needs: Needs, nodes: Sequence[Node], driver: str = "") -> Placement:
     for_servers = gpus if needs.server_gpus else cpu_places
     if needs.colocate:
         for_servers = all_gpus if needs.server_gpus else list(cpu_places)
-    ranks_of, servers_of = _lay(needs, for_ranks, for_servers)
+    ranks_of, servers_of = _distribute(needs, for_ranks, for_servers)
     return Placement(
         needs=needs,
         nodes=tuple(ordered),
         driver=driver,
-        ranks=_each(ranks_of, ordered),
-        servers=_each(servers_of, ordered),
+        ranks=_node_names(ranks_of, ordered),
+        servers=_node_names(servers_of, ordered),
         pools=tuple(ordered[i].name for i in sorted(pools)),
     )
 
@@ -211,7 +211,7 @@ def _places(needs: Needs, cpus: int) -> int:
     return cpus // needs.process_cpus if needs.process_cpus else needs.ranks + needs.servers
 
 
-def _lay(needs: Needs, for_ranks: list[int], for_servers: list[int]) -> tuple[list[int], list[int]]:
+def _distribute(needs: Needs, for_ranks: list[int], for_servers: list[int]) -> tuple[list[int], list[int]]:
     """How many ranks and servers each node gets. The two lists are what each node offers; one list: they share it."""
     shared = for_ranks is for_servers
     what, size = ("GPU", needs.server_gpus) if needs.server_gpus else ("place", 1)
@@ -268,7 +268,7 @@ def _spread(offers: list[int], number: int, size: int, ranks: list[int]) -> list
     return found
 
 
-def _each(counts: Sequence[int], nodes: Sequence[Node]) -> tuple[str, ...]:
+def _node_names(counts: Sequence[int], nodes: Sequence[Node]) -> tuple[str, ...]:
     return tuple(node.name for count, node in zip(counts, nodes, strict=True) for _ in range(count))
 
 
@@ -307,7 +307,7 @@ def placement_of(config: Config, cores: int) -> Placement:
     `cores`: CPUs of a node where nothing says more. With cluster.type = "none" everything is on THIS_MACHINE, which
     nobody divides: it has room for whatever is asked for.
     """
-    needs = Needs.of(config)
+    needs = Needs.from_config(config)
     if config.cluster.type == "none":
         needs = replace(needs, server_gpus=0, rank_gpus=0, controller_gpus=0, pool_cpus=0)
         return place(needs, [Node(THIS_MACHINE, 0, cores)])
@@ -315,12 +315,12 @@ def placement_of(config: Config, cores: int) -> Placement:
     try:
         return place(needs, nodes)
     except DoesNotFit as error:
-        enough = _enough(needs, config.cluster, cores)
+        enough = _min_nodes(needs, config.cluster, cores)
         advice = f"{enough:,} such nodes are enough (cluster.num_nodes)" if enough else "More such nodes do not help"
         raise DoesNotFit(error.role, f"[cluster] has {described(nodes)}: {error}. {advice}") from None
 
 
-def _enough(needs: Needs, cluster: ClusterConfig, cores: int) -> int:
+def _min_nodes(needs: Needs, cluster: ClusterConfig, cores: int) -> int:
     """The smallest number of nodes as those of [cluster] that hold `needs`; 0: none does."""
 
     def fits(number: int) -> bool:
@@ -366,10 +366,10 @@ class Assignment:
         """The node that the role is on, if that lives; else one that has room, on which it is from now on. DoesNotFit
         where none has."""
         if self.of[name] not in alive:
-            self.of[name] = self._other(name, alive)
+            self.of[name] = self._replacement(name, alive)
         return self.of[name]
 
-    def _other(self, name: str, alive: Mapping[str, Node]) -> str:
+    def _replacement(self, name: str, alive: Mapping[str, Node]) -> str:
         kind = name.partition(" ")[0]
         if not alive:
             raise DoesNotFit(kind, "there is no node")
@@ -385,7 +385,7 @@ class Assignment:
         counts = {"servers": kind == SERVER, "pools": kind == POOL, "ranks": kind == RANK}
         alone = replace(self.needs, controller_gpus=0, **{what: int(is_it) for what, is_it in counts.items()})
         driver = self.driver if self.driver in alive else ""
-        found = place(alone, [self._left(kind, has, others) for has in alive.values()], driver)
+        found = place(alone, [self._remaining(kind, has, others) for has in alive.values()], driver)
         return (*found.servers, *found.pools, *found.ranks)[0]
 
     def gpus(self, name: str) -> range:
@@ -406,7 +406,7 @@ class Assignment:
         controller = node == self.driver
         return self.needs.gpus_of(ranks=kinds.count(RANK), servers=kinds.count(SERVER), controller=controller)
 
-    def _left(self, kind: str, node: Node, others: Mapping[str, str]) -> Node:
+    def _remaining(self, kind: str, node: Node, others: Mapping[str, str]) -> Node:
         """What a node has left for a role of `kind` beside the roles that are there."""
         here = [role.partition(" ")[0] for role, at in others.items() if at == node.name]
         ranks, servers, pools = here.count(RANK), here.count(SERVER), here.count(POOL)

@@ -19,7 +19,7 @@ class AdvantageTraits:
     about: str
     """How it makes an advantage. {divided}: as algorithm.advantage_std, or passk_std, says."""
     reads: tuple[str, ...] = ("rewards_N", "group_N")
-    """The arguments that are about the rollouts, by the names of `Scored` in algorithms/advantage.py."""
+    """The arguments that are about the rollouts, by the names of `ScoredBatch` in algorithms/advantage.py."""
     options: dict[str, str] = field(default_factory=dict)
     """The other arguments: name -> the option of [algorithm] that it is the value of."""
     counts: Literal["rollouts", "tokens"] | None = None

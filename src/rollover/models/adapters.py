@@ -42,7 +42,7 @@ class Adapter:
     scale: float
 
     @classmethod
-    def of(cls, down_RI: torch.Tensor, up_OR: torch.Tensor, scale: float) -> Adapter:
+    def create(cls, down_RI: torch.Tensor, up_OR: torch.Tensor, scale: float) -> Adapter:
         """A scale that is a power of two becomes part of B: that rounds nothing, and saves an operation."""
         if math.frexp(scale)[0] == 0.5:
             return cls(down_RI, up_OR * scale, 1.0)
@@ -56,7 +56,7 @@ class Adapter:
         return product_NO if self.scale == 1 else product_NO * self.scale
 
     @classmethod
-    def side_by_side(cls, adapters: Sequence[Adapter | None], sizes: Sequence[int]) -> Adapter | None:
+    def concatenated(cls, adapters: Sequence[Adapter | None], sizes: Sequence[int]) -> Adapter | None:
         """One adapter of layers with `sizes` outputs, not all of which need have one; None if none has."""
         present = [adapter for adapter in adapters if adapter is not None]
         if not present:
@@ -110,9 +110,9 @@ class Adapters:
         """Take what was loaded."""
         for layer, parts in self._parts.items():
             down_RI, up_OR, scale = (parts[part] for part in _PARTS)
-            self._adapters[layer] = Adapter.of(down_RI, up_OR, float(scale))
+            self._adapters[layer] = Adapter.create(down_RI, up_OR, float(scale))
 
-    def of(self, layer: str) -> Adapter | None:
+    def get(self, layer: str) -> Adapter | None:
         """The adapter of the layer of this name, if it has one."""
         return self._adapters.get(layer)
 

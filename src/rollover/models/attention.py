@@ -349,7 +349,7 @@ class _Probe(PackedAttention):
 
 
 @torch.no_grad()
-def _of_one_token(model: Any) -> _Probe:
+def _probe_one_token(model: Any) -> _Probe:
     """What one token's forward pass shows."""
     probe = _Probe([1])
     zero = torch.zeros(1, dtype=torch.long, device=model.device)
@@ -359,14 +359,14 @@ def _of_one_token(model: Any) -> _Probe:
 
 def cache_shape(model: Any) -> tuple[int, int]:
     """(key/value heads, numbers a head) of every layer, as one token's forward pass shows them."""
-    shape = _of_one_token(model).shape
+    shape = _probe_one_token(model).shape
     assert shape is not None, "a model that check_model passes has attention"
     return shape
 
 
 def attention_widths(model: Any) -> dict[int | None, int]:
     """Window (None: without one) -> query heads x numbers a head, added up over the layers that have it."""
-    return _of_one_token(model).widths
+    return _probe_one_token(model).widths
 
 
 # What a message says to use instead.

@@ -144,7 +144,7 @@ _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
 @functools.cache
-def why_not(
+def unusable_reason(
     device: torch.device,
     dtype: torch.dtype,
     shape: tuple[int, int, int],
@@ -214,7 +214,7 @@ class FusedOrPadded:
         softcap: float | None,
     ) -> torch.Tensor:
         shape = (query_NHD.shape[1], key_NKD.shape[1], query_NHD.shape[2])
-        reason = why_not(query_NHD.device, query_NHD.dtype, shape, window, softcap, self._kernel)
+        reason = unusable_reason(query_NHD.device, query_NHD.dtype, shape, window, softcap, self._kernel)
         attention: Attention = self._padded if reason else self._fused
         return attention.attend(layer, query_NHD, key_NKD, value_NKD, scale=scale, window=window, softcap=softcap)
 

@@ -63,7 +63,7 @@ class ModelFlops:
     widths: dict[int | None, int]
 
     @classmethod
-    def of(cls, model: Any) -> ModelFlops:
+    def from_model(cls, model: Any) -> ModelFlops:
         """Counts the weights of a Hugging Face causal LM, adapters included; before an engine packs them."""
         head = model.get_output_embeddings()
         head = getattr(head, "base_layer", head).weight

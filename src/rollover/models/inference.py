@@ -74,7 +74,7 @@ class PackedWeights:
             self._pack()
         biases = [bias.detach() for bias in self.biases if bias is not None]
         self.packed.bias_O = torch.cat(biases) if biases else None
-        self.adapter = Adapter.side_by_side(adapters, self.sizes)
+        self.adapter = Adapter.concatenated(adapters, self.sizes)
         if self.adapter is not None:
             self.down = PackedWeight(self.adapter.down_RI, None, self.rows)
             self.up = PackedWeight(self.adapter.up_OR, None, self.rows)
@@ -133,7 +133,7 @@ class InferenceDecoder:
     def refresh(self) -> None:
         """The weights were replaced: take norms, biases and adapters again, and pack."""
         for weights, layers in self._groups:
-            weights.refresh([None if self._adapters is None else self._adapters.of(layer) for layer in layers])
+            weights.refresh([None if self._adapters is None else self._adapters.get(layer) for layer in layers])
         for norm in (self.norm, *(norm for layer in self.layers for norm in layer.norms)):
             norm.reload()
 

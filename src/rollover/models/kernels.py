@@ -131,7 +131,7 @@ def load(flags: tuple[str, ...] = _FLAGS) -> Kernels:
         raise KernelsUnavailable(f"{path}: {error}; delete the file") from error
 
 
-def why_not(device_type: str) -> str:
+def unavailable_reason(device_type: str) -> str:
     """Why there are none for this kind of device; "" where there are, and where none are needed (not on a "cpu")."""
     if device_type != "cpu":
         return ""
@@ -143,11 +143,11 @@ def why_not(device_type: str) -> str:
 
 
 @functools.cache
-def on(device_type: str) -> Kernels | None:
+def for_device(device_type: str) -> Kernels | None:
     """The compiled operations if they can be had for this kind of device ("cpu"); warns once if not."""
     if device_type != "cpu":
         return None
-    if reason := why_not(device_type):
+    if reason := unavailable_reason(device_type):
         warnings.warn(reason, stacklevel=2)
         return None
     return load()

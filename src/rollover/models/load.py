@@ -133,7 +133,7 @@ def load_outline(cfg: ModelConfig, *, filled_later: bool = False) -> LoadedModel
     return LoadedModel(model.eval(), tokenizer, path, processor)
 
 
-def outline_of(loaded: LoadedModel, cfg: ModelConfig, dtype: torch.dtype) -> Any:
+def make_outline(loaded: LoadedModel, cfg: ModelConfig, dtype: torch.dtype) -> Any:
     """The modules of `loaded`, which `cfg` describes, without weights, which would be in `dtype`."""
     config = loaded.model.config
     with _loading, torch.device("meta"):
@@ -334,7 +334,7 @@ def stop_token_ids(loaded: LoadedModel, extra: list[int]) -> frozenset[int]:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ModelLimits:
     """`vocabulary`: ids are below it. `positions`: tokens of the longest sequence, None if the model does not say.
 
     An id outside of the vocabulary is another row's memory to a kernel; a position outside is one never trained.
@@ -344,7 +344,7 @@ class Limits:
     positions: int | None
 
     @classmethod
-    def of(cls, model: Any) -> Limits:
+    def from_model(cls, model: Any) -> ModelLimits:
         """Those of a Hugging Face causal LM."""
         rows = (len(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()))
         return cls(min(rows), max_positions(model.config.get_text_config()))

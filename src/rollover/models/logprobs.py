@@ -41,7 +41,7 @@ class Head:
     never: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, model: Any) -> Head:
+    def from_model(cls, model: Any) -> Head:
         """The head of a Hugging Face causal LM. Gemma's final softcap, Granite's and Cohere's scales are honoured."""
         linear = model.get_output_embeddings()
         config = model.config.get_text_config()
@@ -111,7 +111,7 @@ class TrainedHead:
 
     def now(self) -> Head:
         """The head, whose `kept` is that of the weights as they are."""
-        head = Head.of(self._model)
+        head = Head.from_model(self._model)
         tensors = [x for x in (head.weight_VE, head.bias_V) if x is not None]
         state = [(x.data_ptr(), x._version) for x in tensors]
         if state != self._of:
@@ -177,7 +177,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs_N = torch.empty(num, dtype=torch.float32, device=hidden_NE.device)
         entropy_N = torch.empty_like(logprobs_N)
         log_z_N = torch.empty_like(logprobs_N)
-        compiled = kernels.on(hidden_NE.device.type)
+        compiled = kernels.for_device(hidden_NE.device.type)
         for start in range(0, num, chunk):
             part = slice(start, start + chunk)
             if compiled is not None:
@@ -215,7 +215,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
         plain = head.softcap is None and grad_entropy_N is None
-        compiled = kernels.on(hidden_NE.device.type) if plain else None
+        compiled = kernels.for_device(hidden_NE.device.type) if plain else None
         for start in range(0, hidden_NE.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             if compiled is not None:

@@ -49,7 +49,7 @@ def compile_norms(model: Any, dtype: torch.dtype) -> None:
     first = next(model.parameters())
     if dtype != torch.bfloat16 or not InferenceDecoder.supported(model):
         return
-    if kernels.on(first.device.type) is None:
+    if kernels.for_device(first.device.type) is None:
         return
     for layer in model.get_decoder().layers:
         for module in (layer.input_layernorm, layer.post_attention_layernorm):

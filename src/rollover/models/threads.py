@@ -49,7 +49,7 @@ class Team:
         self.seconds = self.thread_seconds = 0.0
 
     @classmethod
-    def of(cls, run: RunConfig, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Team:
+    def from_config(cls, run: RunConfig, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Team:
         """As run.threads says. For what another device computes the number is not looked for."""
         return cls(auto=run.threads == "auto" and device.type == "cpu", clock=clock)
 

@@ -29,7 +29,7 @@ def estimate_of(config: Config, model: Any, steps_left: int) -> str:
     if not here or not steps_left or {pick_device(config.model.device).type, engine_device(config).type} != {"cpu"}:
         return ""
     peak = peak_flops(engine_device(config), dtype_of(config), config.track.peak_tflops)
-    return estimate(config, ModelFlops.of(model), peak, steps_left)
+    return estimate(config, ModelFlops.from_model(model), peak, steps_left)
 
 
 def seconds(config: Config, flops: ModelFlops, peak: float) -> tuple[float, float]:

@@ -26,7 +26,7 @@ def load_teacher(config: Config, policy: LoadedModel) -> LoadedModel:
     ValueError where it cannot be loaded, or where its token ids mean other tokens than the policy's.
     """
     device = next(policy.model.parameters()).device
-    loaded = load_beside(config, "distill.teacher", config.distill.model_path, policy, device)
+    loaded = load_scoring_model(config, "distill.teacher", config.distill.model_path, policy, device)
     loaded.model.requires_grad_(False)
     compile_norms(loaded.model, dtype_of(config))
     return loaded
@@ -34,24 +34,24 @@ def load_teacher(config: Config, policy: LoadedModel) -> LoadedModel:
 
 def load_teacher_outline(config: Config, policy: LoadedModel) -> LoadedModel:
     """Tokenizer and shapes of the model of distill.teacher, whose weights are elsewhere. Errors as `load_teacher`."""
-    return load_other("distill.teacher", config.distill.model_path, policy, config, load_outline)
+    return load_auxiliary("distill.teacher", config.distill.model_path, policy, config, load_outline)
 
 
 def load_teacher_in_float32(config: Config, policy: LoadedModel, *, with_weights: bool) -> LoadedModel:
     """The model of distill.teacher as ranks spread it: without weights, its shapes. Errors as `load_teacher`."""
     load = load_model if with_weights else partial(load_outline, filled_later=True)
-    return load_other("distill.teacher", config.distill.model_path, policy, config, load)
+    return load_auxiliary("distill.teacher", config.distill.model_path, policy, config, load)
 
 
-def load_beside(
+def load_scoring_model(
     config: Config, key: str, path: str, policy: LoadedModel, device: torch.device | None = None
 ) -> LoadedModel:
     """The model that the option `key` names by `path`, in compute dtype, which scores the policy's tokens. ValueError
     where it cannot be loaded, or where its token ids mean other tokens than the policy's."""
-    return load_other(key, path, policy, config, lambda cfg: load_model(cfg, dtype=dtype_of(config), device=device))
+    return load_auxiliary(key, path, policy, config, lambda cfg: load_model(cfg, dtype=dtype_of(config), device=device))
 
 
-def load_other(
+def load_auxiliary(
     key: str,
     path: str,
     policy: LoadedModel,
@@ -65,7 +65,7 @@ def load_other(
         loaded = load(config.model.model_copy(update={"path": path, "revision": ""}))
     except ValueError as error:
         raise ValueError(str(error).replace("model.path", key)) from error
-    if why := other_vocabulary(policy.tokenizer, loaded.tokenizer):
+    if why := vocabulary_difference(policy.tokenizer, loaded.tokenizer):
         raise ValueError(
             f"{key} = {path!r} has another vocabulary than the policy, {policy.path!r}: {why}. {use} the ids"
             " that the policy sampled: choose a model of the policy's family, with the same tokenizer"
@@ -73,7 +73,7 @@ def load_other(
     return loaded
 
 
-def other_vocabulary(policy: Any, teacher: Any) -> str:
+def vocabulary_difference(policy: Any, teacher: Any) -> str:
     """Where two tokenizers give a token another id, in words; "" if their maps are the same. What pads an embedding
     beyond the tokenizer's ids has no token, and is not compared."""
     of_policy, of_teacher = policy.get_vocab(), teacher.get_vocab()
@@ -89,7 +89,7 @@ def other_vocabulary(policy: Any, teacher: Any) -> str:
 
 _KEY = "algorithm.reference_path"
 # Of a model's configuration, what says nothing about how its weights are computed with.
-_OF_NO_WEIGHT = {
+_IRRELEVANT_SETTINGS = {
     "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "max_position_embeddings",
     "use_cache", "output_router_logits", "initializer_range", "_attn_implementation",
 }  # fmt: skip
@@ -104,13 +104,13 @@ def load_reference(config: Config, policy: LoadedModel) -> dict[str, torch.Tenso
     path = config.algorithm.reference_path
     if not path or not config.algorithm.needs_reference or config.model.lora.rank:
         return None
-    loaded = load_beside(config, _KEY, path, policy)
-    if why := _other_architecture(policy.model, loaded.model):
+    loaded = load_scoring_model(config, _KEY, path, policy)
+    if why := _architecture_difference(policy.model, loaded.model):
         raise ValueError(
             f"{_KEY} = {path!r} is not built as the policy, {policy.path!r}: {why}. Its weights are put in the place of"
             " the policy's: choose a model of the same architecture and size"
         )
-    if why := _other_tower(policy.model, loaded.model):
+    if why := _tower_difference(policy.model, loaded.model):
         raise ValueError(
             f"{_KEY} = {path!r} has another vision tower than the policy, {policy.path!r}: {why}. The policy's is"
             ' frozen, and gives both their images: set model.vision = "trained", or choose a model with the same tower'
@@ -119,7 +119,7 @@ def load_reference(config: Config, policy: LoadedModel) -> dict[str, torch.Tenso
     return {name: weight.detach().to(device) for name, weight in loaded.model.named_parameters()}
 
 
-def _other_tower(policy: Any, other: Any) -> str:
+def _tower_difference(policy: Any, other: Any) -> str:
     """A weight of a frozen tower that differs, in words; "" if none does, or there is none."""
     weights = dict(other.named_parameters())
     for name, weight in policy.named_parameters():
@@ -128,7 +128,7 @@ def _other_tower(policy: Any, other: Any) -> str:
     return ""
 
 
-def _other_architecture(policy: Any, other: Any) -> str:
+def _architecture_difference(policy: Any, other: Any) -> str:
     """What one of the models has and the other has not, in words; "" if weights can take each other's place."""
     of_policy, of_other = ({name: tuple(p.shape) for name, p in model.named_parameters()} for model in (policy, other))
     for name in sorted(of_policy.keys() ^ of_other.keys()):
@@ -142,7 +142,7 @@ def _other_architecture(policy: Any, other: Any) -> str:
             return f"{name}, which no step trains, differs"
     settings, others = (model.config.get_text_config().to_dict() for model in (policy, other))
     for key in sorted(settings.keys() | others.keys()):
-        matters = key not in _OF_NO_WEIGHT and not key.endswith(("_token_id", "_dropout"))
+        matters = key not in _IRRELEVANT_SETTINGS and not key.endswith(("_token_id", "_dropout"))
         if matters and settings.get(key) != others.get(key):
             return f"{key} is {others.get(key)!r}, and the policy's {settings.get(key)!r}"
     return ""
@@ -158,4 +158,4 @@ def load_critic(config: Config, policy: LoadedModel) -> LoadedModel:
     def load(model: ModelConfig) -> LoadedModel:
         return load_model(config.model if path == POLICY else model, device=device)
 
-    return load_other("critic.model", path, policy, config, load, "A critic reads")
+    return load_auxiliary("critic.model", path, policy, config, load, "A critic reads")

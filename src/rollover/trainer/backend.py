@@ -39,7 +39,7 @@ Version = int | Literal["teacher", "reference"]
 reference policy, where they are not those of version 0."""
 
 
-def reference_of(algorithm: AlgorithmConfig) -> Version:
+def reference_version(algorithm: AlgorithmConfig) -> Version:
     """Whose weights the reference policy has."""
     return REFERENCE if algorithm.own_reference else 0
 
@@ -106,9 +106,8 @@ class TrainerBackend(Protocol):
         `counts.divided` is False. The samples have the streams that the loss reads (STREAMS in streams.py), of which
         `pack` makes tensors. Without "proximal_logprobs" the current ones take their place: the ratio is then exactly
         1, and costs no forward pass. Without a loss token in `samples`, and with some in `counts`, the
-        gradient is 0 rather than absent: the optimizer's momentum goes on. With track.token_stats a `Tally` holds
-        besides what `Objective` tells of each token (TOKENS); of a backend that leaves that out these numbers are not
-        recorded.
+        gradient is 0 rather than absent: the optimizer's momentum goes on. With track.token_stats the
+        `Tally` also holds the TOKEN_STATS of `Objective`; a backend may leave them out, and they are not recorded then.
         ValueError for a sample that the model cannot be given.
         """
         ...

@@ -87,7 +87,7 @@ class BatchBuilder:
                 again = {k.group.group_id: k.oldest_in_loss for k in drawn}
                 batch = make_batch(trained, self.credit, self.masks, oldest, again, version=version)
         if not batch.num_loss_tokens:
-            why = _why_no_loss(groups, batch, oldest, self.config.distill)
+            why = _empty_loss_reason(groups, batch, oldest, self.config.distill)
             raise ValueError(f"step {version + 1} has no token in its loss: {why}")
         return replace(batch, samples=self._for_teacher(groups, batch.samples))
 
@@ -219,7 +219,7 @@ def _sample(
         rollout_id=rollout.rollout_id,
         group_id=rollout.group_id,
         prompt_ids=prompt_ids,
-        token_ids=_narrow(f"rollout {rollout.rollout_id}", np.concatenate([s.token_ids for s in segments])),
+        token_ids=_as_int32(f"rollout {rollout.rollout_id}", np.concatenate([s.token_ids for s in segments])),
         mask=np.repeat(sampled, lengths).astype(bool) & in_loss,
         streams={
             "behavior_logprobs": np.concatenate([s.logprobs for s in segments]).astype(np.float32),
@@ -235,10 +235,10 @@ def _sample(
 
 
 def _prompt_ids(rollout: Rollout) -> np.ndarray:
-    return _narrow(f"the prompt of rollout {rollout.rollout_id}", np.asarray(rollout.prompt.ids))
+    return _as_int32(f"the prompt of rollout {rollout.rollout_id}", np.asarray(rollout.prompt.ids))
 
 
-def _narrow(whose: str, token_ids: np.ndarray) -> np.ndarray:
+def _as_int32(whose: str, token_ids: np.ndarray) -> np.ndarray:
     """The token ids as int32. ValueError where one does not fit: truncated, it could be the id of another token."""
     narrow = token_ids.astype(np.int32)
     if not np.array_equal(narrow, token_ids):
@@ -263,7 +263,7 @@ def _with_signal(batch: Batch) -> set[int]:
     return {s.group_id for s in batch.samples if s.advantages[s.mask].any()}
 
 
-def _why_no_loss(groups: list[Group], batch: Batch, oldest: int, distill: DistillConfig) -> str:
+def _empty_loss_reason(groups: list[Group], batch: Batch, oldest: int, distill: DistillConfig) -> str:
     """What keeps each rollout of a batch out of its loss, and what to change."""
     masked = {m.rollout.rollout_id: m.reason for m in batch.masked.rollouts}
     causes = Counter[str]()

@@ -34,7 +34,7 @@ class CriticModel:
         self, loaded: LoadedModel, train: TrainConfig, total_steps: int, dtype: torch.dtype, team: Team
     ) -> None:
         self.model = loaded.model
-        vision = Vision.of(self.model, loaded.processor)
+        vision = Vision.from_model(self.model, loaded.processor)
         self.passes = Passes(self.model, team, train.micro_batch_tokens, vision=vision)
         _drop_output_layer(self.model)
         self.optimizer = Optimizer(self.model, train, total_steps, dtype)

@@ -1,7 +1,7 @@
 """A trainer's backend of the user's own, held to the contract: what it raises or returns wrongly is said as its own
 fault.
 
-    backend.type = "mine.py:make" ──▶ make(setup) ──▶ OwnBackend ──▶ trainer, hand-over, checkpoints
+    backend.type = "mine.py:make" ──▶ make(setup) ──▶ CustomBackend ──▶ trainer, hand-over, checkpoints
 
 Never changes an answer: it is passed on, or refused.
 """
@@ -52,7 +52,7 @@ def _parameters(verb: Callable[..., object]) -> Container[str]:
         return ()
 
 
-class OwnBackend(OwnObject):
+class CustomBackend(OwnObject):
     """`backend`, which the function that backend.type names as `spec` has made. Each verb: see `TrainerBackend`.
 
     FunctionError where a verb raises or returns something else than it must: a sentence that names the verb and what it

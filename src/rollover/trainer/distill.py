@@ -22,7 +22,7 @@ import numpy as np
 from rollover.config import Config, DistillConfig
 from rollover.envs.protocol import RunEnvironment
 from rollover.functions import described, own_function
-from rollover.models.load import Limits, LoadedModel
+from rollover.models.load import LoadedModel, ModelLimits
 from rollover.trainer.reward_kl import bounded_ratio
 from rollover.types import Group, Prompt, Sample, Task
 
@@ -42,14 +42,14 @@ class Divergence:
         return {"distill/kl": self.kl / tokens, "distill/clipped_share": self.clipped / tokens}
 
 
-def teachers(config: DistillConfig, samples: Collection[Sample]) -> list[Sample]:
+def teacher_inputs(config: DistillConfig, samples: Collection[Sample]) -> list[Sample]:
     """The same tokens, of the roles that are taught, as the teacher reads them: after its own prompt, where it has
     one."""
     taught = [s for s in samples if config.teaches(s.role)]
     return [s if s.teacher_prompt_ids is None else replace(s, prompt_ids=s.teacher_prompt_ids) for s in taught]
 
 
-def later_sums(values_M: np.ndarray, discount: float) -> np.ndarray:
+def discounted_sums(values_M: np.ndarray, discount: float) -> np.ndarray:
     """sum over s >= t of discount^(s - t) * values_s, float64 [M]. Steps are loss tokens: what an environment wrote
     between two of them is no step."""
     values_M = values_M.astype(np.float64)
@@ -63,7 +63,9 @@ def later_sums(values_M: np.ndarray, discount: float) -> np.ndarray:
     return out
 
 
-def distilled(config: DistillConfig, samples: Collection[Sample], policy: str, sums: Divergence) -> list[Sample]:
+def with_teacher_advantages(
+    config: DistillConfig, samples: Collection[Sample], policy: str, sums: Divergence
+) -> list[Sample]:
     """The samples with the advantages above at their loss tokens; those of roles that are not taught stay as they are.
     They have the streams "teacher_logprobs" and `policy`.
 
@@ -85,12 +87,12 @@ def distilled(config: DistillConfig, samples: Collection[Sample], policy: str, s
         sums.clipped += int((clipped_M != ratio_M).sum())
         sums.tokens += len(ratio_M)
         advantages = s.advantages.copy() if config.mix == "add" else np.zeros_like(s.advantages)
-        advantages[s.mask] += (config.coef * later_sums(clipped_M, config.discount)).astype(np.float32)
+        advantages[s.mask] += (config.coef * discounted_sums(clipped_M, config.discount)).astype(np.float32)
         out.append(s.with_streams(advantages=advantages))
     return out
 
 
-EncodeInstead = Callable[[Task, Any], Prompt]
+EncodePrompt = Callable[[Task, Any], Prompt]
 
 
 _RETURNS = (
@@ -106,7 +108,7 @@ class TeacherPrompts:
     configuration names no function.
     """
 
-    def __init__(self, config: Config, encode: EncodeInstead, positions: int | None) -> None:
+    def __init__(self, config: Config, encode: EncodePrompt, positions: int | None) -> None:
         self.encode, self.positions = encode, positions
         self._privileged = own_function("distill.privileged", config.distill.privileged, _RETURNS)
 
@@ -164,7 +166,7 @@ def teacher_prompts(config: Config, loaded: LoadedModel, environment: RunEnviron
     """As distill.privileged says; None: the teacher reads what the policy reads."""
     if not config.distill.privileged:
         return None
-    return TeacherPrompts(config, environment.prompt, Limits.of(loaded.model).positions)
+    return TeacherPrompts(config, environment.prompt, ModelLimits.from_model(loaded.model).positions)
 
 
 def _are_messages(made: object) -> bool:

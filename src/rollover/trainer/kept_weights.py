@@ -16,7 +16,7 @@ from rollover.config import AlgorithmConfig, DistillConfig
 from rollover.trainer.backend import REFERENCE, TEACHER, Version
 
 
-def of_version(version: int) -> str:
+def version_name(version: int) -> str:
     """The name of the weights of a policy version."""
     return f"version-{version}"
 
@@ -143,9 +143,9 @@ class KeptVersions:
         if self.distill.keeps_weights and version % self.distill.refresh_steps == 0:
             self.weights.keep(TEACHER)
         if self.algorithm.proximal == "snapshot":
-            self.weights.keep(of_version(version))
+            self.weights.keep(version_name(version))
             recent = range(version - self.max_staleness, version + 1)
-            self.weights.keep_only({REFERENCE, TEACHER, *map(of_version, recent)})
+            self.weights.keep_only({REFERENCE, TEACHER, *map(version_name, recent)})
 
     def under(self, version: Version | None, current: int) -> AbstractContextManager[None]:
         """Inside, the module computes with the weights of that policy version, or of the teacher where those are the
@@ -162,7 +162,7 @@ class KeptVersions:
             wanted = (REFERENCE,)
         else:
             is_initial = version == 0 and not self.algorithm.own_reference
-            wanted = (REFERENCE, of_version(version)) if is_initial else (of_version(version),)
+            wanted = (REFERENCE, version_name(version)) if is_initial else (version_name(version),)
         if not wanted:
             return nullcontext()
         for name in wanted:
@@ -186,7 +186,7 @@ class KeptVersions:
         if self.distill.keeps_weights:
             needed['distill.teacher = "policy" and distill.refresh_steps > 1'] = TEACHER
         if self.algorithm.proximal == "snapshot":
-            needed['algorithm.proximal = "snapshot"'] = of_version(current)
+            needed['algorithm.proximal = "snapshot"'] = version_name(current)
         for setting, name in needed.items():
             if name not in self.weights:
                 raise ValueError(

@@ -35,7 +35,7 @@ from rollover.trainer.tally import Tally
 from rollover.types import Sample, Segment
 
 
-async def answers_under(
+async def sample_with(
     backend: TrainerBackend, engine: Engine | None, requests: Sequence[ExtendRequest]
 ) -> list[list[Segment]]:
     """Sampled by `engine`, which gets the backend's current weights first if it has others. ValueError without one.
@@ -95,20 +95,20 @@ class LocalBackend:
         self.lora = lora.rank > 0
         self.model = add_lora(loaded.model, lora) if self.lora else loaded.model
         self._plain = self.model.get_base_model() if self.lora else self.model
-        self._waits = critic.policy_waits_steps if algorithm.needs_critic else 0
+        self._critic_only_steps = critic.policy_waits_steps if algorithm.needs_critic else 0
         total = train.num_steps * train.updates_per_step
-        of_policy = max(0, train.num_steps - self._waits) * train.updates_per_step
+        of_policy = max(0, train.num_steps - self._critic_only_steps) * train.updates_per_step
         self.optimizer = Optimizer(self.model, train, of_policy, torch.float32 if sharded else dtype)
         compile_norms(self._plain, dtype)
         self.device = next(self.model.parameters()).device
         # An engine elsewhere takes no adapters, but whole weights.
         self._merges_lora, self._published = config.engine.kind == "remote" or lora.dora, False
         self.team = setup.team
-        vision = Vision.of(self._plain, loaded.processor)
+        vision = Vision.from_model(self._plain, loaded.processor)
         self._passes = Passes(self._plain, self.team, train.micro_batch_tokens, sharded, vision)
         self._teacher: Passes | None = None
         if teacher is not None:
-            of_teacher = Vision.of(teacher.model, teacher.processor)
+            of_teacher = Vision.from_model(teacher.model, teacher.processor)
             self._teacher = Passes(teacher.model, self.team, train.micro_batch_tokens, sharded_teacher, of_teacher)
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.kept = KeptWeights(trained, shards_of=dtype if sharded else None)
@@ -162,12 +162,12 @@ class LocalBackend:
                     sums.add(self._add_gradient(micro, counts), micro)
                     self.trained_tokens += sum(int(s.mask.sum()) for s in micro)
                 else:
-                    self._add_nothing()
+                    self._add_zero_gradient()
         if counts.tokens and not any_loss:
             self.optimizer.set_zero_gradients()
         return sums
 
-    def _add_nothing(self) -> None:
+    def _add_zero_gradient(self) -> None:
         """A gradient of 0, computed for the other ranks' sake: they need this one's part of the weights."""
         self._train_mode(True)
         logprobs_M, _, _ = self._passes.forward(self._passes.pack([]))
@@ -192,7 +192,7 @@ class LocalBackend:
     @property
     def _policy_waits(self) -> bool:
         """Whether the critic alone learns in this step."""
-        return self.policy_version < self._waits
+        return self.policy_version < self._critic_only_steps
 
     def optim_step(self, rate_scale: float = 1.0, *, divisor: float = 1.0, ends_step: bool = True) -> dict[str, float]:
         if divisor != 1.0:
@@ -232,8 +232,8 @@ class LocalBackend:
         self._published = True
 
     async def sample(self, requests: Sequence[ExtendRequest]) -> list[list[Segment]]:
-        """Sampled by the engine that the backend was given, as `answers_under` says."""
-        return await answers_under(self, self.engine, requests)
+        """Sampled by the engine that the backend was given, as `sample_with` says."""
+        return await sample_with(self, self.engine, requests)
 
     def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors, meta = self.optimizer.state()

@@ -28,8 +28,8 @@ from rollover.algorithms.correction import (
 )
 from rollover.algorithms.kl import bias_corrected_kl, kl_penalty
 from rollover.algorithms.loss import (
-    COUNTED,
-    OwnLoss,
+    DENOMINATORS,
+    CustomLoss,
     aggregate,
     batch_loss,
     declared_streams,
@@ -41,13 +41,13 @@ from rollover.algorithms.token_batch import TokenBatch
 from rollover.config import AlgorithmConfig
 from rollover.config.traits import Aggregation
 from rollover.functions import FunctionError
-from rollover.trainer.tally import TOKENS
+from rollover.trainer.tally import TOKEN_STATS
 from rollover.types import Sample
 
 Sums = dict[str, torch.Tensor]
-TOLD_LOGPROB, TOLD_ENTROPY, TOLD_WEIGHT = range(3)
-"""What an objective tells of a token (TOKENS): its log-prob and the entropy of its distribution, now; and by what its
-advantage is multiplied in the gradient of its log-prob (`told_tokens`)."""
+STAT_LOGPROB, STAT_ENTROPY, STAT_WEIGHT = range(3)
+"""Columns of TOKEN_STATS: a token's log-prob and the entropy of its distribution, under the current weights; and the
+factor of its advantage in the gradient of its log-prob (`token_stats_of`)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Counts:
     divided: bool = True
 
     @classmethod
-    def of(cls, samples: list[Sample]) -> Counts:
+    def from_samples(cls, samples: list[Sample]) -> Counts:
         group_tokens, sequence_tokens = Counter[int](), Counter[str]()
         for s in samples:
             if num := int(s.mask.sum()):
@@ -73,7 +73,7 @@ class Counts:
 
     def divisor(self, aggregation: Aggregation) -> float:
         """The global count of what `aggregation` divides by; 1 where that is done at the end, or not at all."""
-        counted = COUNTED[aggregation]
+        counted = DENOMINATORS[aggregation]
         if not self.divided or counted is None:
             return 1.0
         counts = {
@@ -94,12 +94,12 @@ class Counts:
 
 class Objective:
     """`max_new_tokens` is the norm of seq-mean-token-sum-norm, unless algorithm.aggregation_norm is. `tells_tokens`:
-    among its sums is TOKENS, what it made of each token (track.token_stats)."""
+    among its sums is TOKEN_STATS, what it made of each token (track.token_stats)."""
 
     def __init__(self, config: AlgorithmConfig, max_new_tokens: int, *, tells_tokens: bool = False) -> None:
         self.config, self.tells_tokens = config, tells_tokens
         self.norm = config.aggregation_norm or float(max_new_tokens)
-        self.kind = OwnLoss(config.loss) if ":" in config.loss else config.loss
+        self.kind = CustomLoss(config.loss) if ":" in config.loss else config.loss
         self._options: dict[str, Any] = _of_the_same_name(self.kind, config) | config.loss_options
         if config.loss_traits.weighs:
             self._options["weight_cap"] = config.correction_cap
@@ -120,7 +120,7 @@ class Objective:
         if "weights" in batch.streams:
             loss_BT = loss_BT * batch.stream("weights")
         if self.tells_tokens:
-            sums[TOKENS] = told_tokens(loss_BT, batch)
+            sums[TOKEN_STATS] = token_stats_of(loss_BT, batch)
         if cfg.kl_in_loss:
             kl_BT = self._reference_kl(batch)
             loss_BT = loss_BT + cfg.kl_coef * kl_BT
@@ -238,7 +238,7 @@ class Objective:
         return torch.where(mask_BT, kl_BT, 0.0)
 
 
-def told_tokens(loss_BT: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+def token_stats_of(loss_BT: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """[B, T, 3], of the policy loss of each token before anything is added to it or it is aggregated.
 
     The weight is -dLoss/dlogprob / advantage: importance weight and ratio as the loss bounds, clips or masks them,
@@ -269,7 +269,7 @@ def start_kl(sums: dict[str, float]) -> float:
     return sums["sum/start_kl"] / sums["count/tokens"]
 
 
-def _of_the_same_name(kind: str | OwnLoss, config: AlgorithmConfig) -> dict[str, Any]:
+def _of_the_same_name(kind: str | CustomLoss, config: AlgorithmConfig) -> dict[str, Any]:
     """Options of a loss of the user's own that have the name of an option of [algorithm]: they get its value. (The
     clip bounds and dual_clip are handed to every loss that takes them.)"""
     if isinstance(kind, str):

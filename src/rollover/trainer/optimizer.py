@@ -35,12 +35,12 @@ class UpdateRule:
 
     def __init__(self, masters: Mapping[str, torch.Tensor], options: TrainConfig, tables: Collection[str] = ()) -> None:
         self.kind, self._names = options.optimizer, {id(m): name for name, m in masters.items()}
-        chosen = {name for name, m in masters.items() if _suits(self.kind, m, name in tables)}
+        chosen = {name for name, m in masters.items() if _applies_to(self.kind, m, name in tables)}
         matrices = [m for name, m in masters.items() if name in chosen]
         others = [m for name, m in masters.items() if name not in chosen]
         self._rules: list[torch.optim.Optimizer] = []
         if matrices:
-            self._rules.append(_MADE[self.kind](matrices, options))
+            self._rules.append(_RULES[self.kind](matrices, options))
         if others:
             self._rules.append(_adamw(others, options))
 
@@ -101,7 +101,7 @@ class UpdateRule:
         rule.state[master] = found
 
 
-def _suits(kind: str, master: torch.Tensor, is_table: bool) -> bool:
+def _applies_to(kind: str, master: torch.Tensor, is_table: bool) -> bool:
     """Whether the rule of this name is for the weight. Muon makes a matrix orthogonal: one row has no such form."""
     if kind == "muon":
         return master.ndim == 2 and min(master.shape) > 1 and not is_table
@@ -171,7 +171,7 @@ def _sgd(masters: list[torch.Tensor], options: TrainConfig) -> torch.optim.Optim
     return torch.optim.SGD(_by_decay(masters, options), lr=options.learning_rate, momentum=options.momentum)
 
 
-_MADE = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "muon": _muon, "sgd": _sgd}
+_RULES = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "muon": _muon, "sgd": _sgd}
 
 
 def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:

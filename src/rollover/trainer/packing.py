@@ -13,8 +13,8 @@ import torch
 
 from rollover.algorithms.token_batch import TokenBatch
 from rollover.models.attention import Spans
-from rollover.models.load import Limits
-from rollover.models.vision import ImagePlaces, ImageTokens, Vision, images_of, joined_positions
+from rollover.models.load import ModelLimits
+from rollover.models.vision import ImagePlaces, ImageTokens, Vision, image_places, joined_positions
 from rollover.types import Media, Prompt, Sample
 
 _PromptKey = tuple[int, bytes, tuple[Media, ...]]
@@ -83,7 +83,7 @@ class PackedBatch(TokenBatch):
         return self.stream(name)[self.rows_M, self.columns_M]
 
 
-def pack(samples: list[Sample], device: torch.device, limits: Limits, vision: Vision | None = None) -> PackedBatch:
+def pack(samples: list[Sample], device: torch.device, limits: ModelLimits, vision: Vision | None = None) -> PackedBatch:
     """The samples with all their streams, flattened into one row.
 
     The last token of an answer is left out: nothing is predicted from it. Its first token is predicted from the last
@@ -118,12 +118,12 @@ def pack(samples: list[Sample], device: torch.device, limits: Limits, vision: Vi
         key = _prompt_key(s)
         if key not in prompts:
             prompt = Prompt(tuple(s.prompt_ids.tolist()), key[2]) if key[2] or vision else Prompt()
-            shown = images_of(vision, prompt)
+            shown = image_places(vision, prompt)
             prompts[key] = len(rows), offset + num_prompt, shown
             add_block(s.prompt_ids, 0, shown, None)
         prompt_block, prompt_end, shown = prompts[key]
         if len(s.media) > len(key[2]):
-            shown = images_of(vision, Prompt((*s.prompt_ids.tolist(), *s.token_ids.tolist()), s.media))
+            shown = image_places(vision, Prompt((*s.prompt_ids.tolist(), *s.token_ids.tolist()), s.media))
         predicted = np.flatnonzero(s.mask)
         loss_at.append(np.where(predicted == 0, prompt_end - 1, offset + predicted - 1))
         if len(s.token_ids) > 1:

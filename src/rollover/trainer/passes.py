@@ -18,7 +18,7 @@ import torch
 from rollover.models.attention import hidden_states
 from rollover.models.flex import packed_attention
 from rollover.models.flops import ModelFlops
-from rollover.models.load import Limits
+from rollover.models.load import ModelLimits
 from rollover.models.logprobs import Head, TrainedHead, chunked_logprobs, chunked_squares
 from rollover.models.threads import Team
 from rollover.models.vision import Vision, tower_modules
@@ -77,12 +77,12 @@ class Policy(torch.nn.Module):
 class Sharded:
     """A policy whose weights are spread over ranks (ranks/sharded.py).
 
-    `flops`: those of the whole model. `most`: the largest of the numbers that the ranks call it with; all of them do.
+    `flops`: those of the whole model. `max_over_ranks`: largest of the ranks' arguments; all ranks call it together.
     """
 
     policy: Policy
     flops: ModelFlops
-    most: Callable[[int], int]
+    max_over_ranks: Callable[[int], int]
 
 
 class Passes:
@@ -98,11 +98,11 @@ class Passes:
     ) -> None:
         self.model, self.team, self.micro_batch_tokens = model, team, micro_batch_tokens
         self.device = next(model.parameters()).device
-        self.limits = Limits.of(model)
+        self.limits = ModelLimits.from_model(model)
         self.vision = vision if sharded is None else sharded.policy.vision
         self._policy = Policy(model, TrainedHead(model).now, vision) if sharded is None else sharded.policy
-        self._of_model = ModelFlops.of(model) if sharded is None else sharded.flops
-        self._most = None if sharded is None else sharded.most
+        self._of_model = ModelFlops.from_model(model) if sharded is None else sharded.flops
+        self._max_over_ranks = None if sharded is None else sharded.max_over_ranks
         self._of_text = 0.0
 
     @property
@@ -113,11 +113,11 @@ class Passes:
 
     def micro_batches(self, samples: list[Sample]) -> Iterator[list[Sample]]:
         """Those of `samples`, and then empty ones for as long as another rank has more."""
-        if self._most is None:
+        if self._max_over_ranks is None:
             yield from micro_batches(samples, self.micro_batch_tokens)
             return
         own = list(micro_batches(samples, self.micro_batch_tokens))
-        num = self._most(len(own))
+        num = self._max_over_ranks(len(own))
         yield from own
         yield from ([] for _ in range(num - len(own)))
 

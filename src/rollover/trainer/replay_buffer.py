@@ -22,7 +22,7 @@ from rollover.types import Group
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptGroup:
     """A trained group. Tokens of versions below `oldest_in_loss` were context only in its first step, and stay so."""
 
     group: Group
@@ -61,17 +61,19 @@ class ReplayBuffer:
         self.config, self.seed = config, seed
         self.stale = 0
         self.evicted = 0
-        self._heap: list[tuple[float, int, Kept]] = []  # the lowest score first; group ids decide between equal ones
+        self._heap: list[
+            tuple[float, int, KeptGroup]
+        ] = []  # the lowest score first; group ids decide between equal ones
 
     def __len__(self) -> int:
         return len(self._heap)
 
     @property
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[KeptGroup]:
         """What is kept, in group-id order."""
         return [kept for _, _, kept in sorted(self._heap, key=lambda item: item[1])]
 
-    def add(self, kept: Kept) -> None:
+    def add(self, kept: KeptGroup) -> None:
         """Keep a group that was just trained, if it has a signal. Beyond `config.size` the lowest score is evicted."""
         if not (kept.score > 0 and math.isfinite(kept.score)):
             return
@@ -87,7 +89,7 @@ class ReplayBuffer:
         self._heap = fresh
         heapq.heapify(self._heap)
 
-    def draw(self, num: int, version: int) -> list[Kept]:
+    def draw(self, num: int, version: int) -> list[KeptGroup]:
         """`num` groups for the step at `version`, or all if there are fewer: drawn without replacement, each with a
         probability in proportion to its score. They stay in the buffer."""
         left, drawn = self.kept, []
@@ -115,5 +117,5 @@ class ReplayBuffer:
         self._heap = []
         groups = groups_from_state(meta["groups"], arrays)
         self.stale, self.evicted = meta["stale"], meta["evicted"]
-        for kept in map(Kept, groups, meta["scores"], meta["oldest_in_loss"]):
+        for kept in map(KeptGroup, groups, meta["scores"], meta["oldest_in_loss"]):
             self.add(kept)

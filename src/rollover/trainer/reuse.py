@@ -26,7 +26,7 @@ from rollover.rollout.lifecycle import Event
 from rollover.tasks.curriculum import Curriculum
 from rollover.tasks.reroll import Reroll
 from rollover.trainer.batch import Batch
-from rollover.trainer.replay_buffer import Kept, ReplayBuffer, signal
+from rollover.trainer.replay_buffer import KeptGroup, ReplayBuffer, signal
 from rollover.trajectories import TrajectoryGroup
 from rollover.types import DropReason, Group, Reward
 
@@ -52,11 +52,11 @@ class Reuse:
         self.replayed_tokens += sum(int(s.mask.sum()) for s in batch.samples if s.group_id in batch.replayed)
         if self.config.replay.size:
             self._keep(groups, batch, version)
-        self._look_at(groups, version)
+        self._on_groups(groups, version)
 
     def on_lost_step(self, groups: list[Group], version: int) -> None:
         """The step at trainer `version` is lost, though the tasks that came next depend on its groups."""
-        self._look_at(groups, version)
+        self._on_groups(groups, version)
 
     def on_roll_back(self, version: int, held_again: set[int]) -> None:
         """The trainer is back at `version`. `held_again`: ids of groups of lost steps, which are trained again."""
@@ -69,7 +69,7 @@ class Reuse:
         pass rate."""
         if event.reason is DropReason.FILTERED:
             self.reroll.look(event.group)
-            self._tell_curriculum(event.group)
+            self._update_curriculum(event.group)
 
     def metrics(self) -> dict[str, float]:
         """The metrics of what is switched on."""
@@ -110,15 +110,15 @@ class Reuse:
 
     # Private
 
-    def _look_at(self, groups: list[Group], version: int) -> None:
+    def _on_groups(self, groups: list[Group], version: int) -> None:
         """What comes next depends on the groups of the step at trainer `version`."""
         self.reroll.on_step(groups, version + 1)
         if self.curriculum is not None:
             for group in groups:
-                self._tell_curriculum(group)
+                self._update_curriculum(group)
             self.curriculum.on_step(version + 1)
 
-    def _tell_curriculum(self, group: Group) -> None:
+    def _update_curriculum(self, group: Group) -> None:
         if self.curriculum is not None:
             threshold, untrained = self.config.filters.pass_threshold, self.config.workflow.untrained
             rate = pass_rate_of(group, threshold=threshold, metric=metric_of(self.config), untrained=untrained)
@@ -136,7 +136,7 @@ class Reuse:
         for group in groups:
             if group.group_id in trained:
                 score = sum(self._signal(c, batch, largest) for c in batch.credited.compared[group.group_id])
-                self.buffer.add(Kept(group, score, oldest))
+                self.buffer.add(KeptGroup(group, score, oldest))
         self.buffer.drop_stale(version + 1)
 
     def _signal(self, compared: TrajectoryGroup, batch: Batch, largest: Mapping[str, float]) -> float:
@@ -147,10 +147,12 @@ class Reuse:
         estimator = workflow.advantage_of(
             compared.trajectories[0].role, algorithm.advantage
         )  # all roles of it have one
-        if workflow.credit != "broadcast" or Grouping(workflow, self.config.distill).takes_own(compared, estimator):
+        if workflow.credit != "broadcast" or Grouping(workflow, self.config.distill).uses_precomputed(
+            compared, estimator
+        ):
             return sum(advantages)
         shaped = batch.credited.shaped
-        rewards = [None if t.ids & left_out else shaped.of(t).reward for t in compared.trajectories]
+        rewards = [None if t.ids & left_out else shaped.apply(t).reward for t in compared.trajectories]
         if not algorithm.reward_weights and (parts := parts_of(compared.trajectories[0].named)):
             parts += sorted({term for t in compared.trajectories for term in shaped.terms.get(t.sequence_id, ())})
             parts_NR = np.array([_parts(reward, parts) for reward in rewards])

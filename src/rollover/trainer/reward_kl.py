@@ -24,7 +24,7 @@ import torch
 
 from rollover.algorithms.kl import AdaptiveKL, FixedKL, kl_penalty
 from rollover.config import AlgorithmConfig
-from rollover.trainer.backend import TrainerBackend, reference_of
+from rollover.trainer.backend import TrainerBackend, reference_version
 from rollover.types import Sample
 
 _MAX_LOG_RATIO = float(np.log(2.0))
@@ -58,7 +58,7 @@ class RewardKL:
 
     def __init__(self, backend: TrainerBackend, algorithm: AlgorithmConfig) -> None:
         self.backend, self.algorithm = backend, algorithm
-        self._begin()
+        self._reset()
 
     @property
     def coef(self) -> float:
@@ -74,7 +74,7 @@ class RewardKL:
         started = time.perf_counter()
         policy = self.backend.compute_logprobs(samples)
         between = time.perf_counter()
-        reference = self.backend.compute_logprobs(samples, reference_of(self.algorithm))
+        reference = self.backend.compute_logprobs(samples, reference_version(self.algorithm))
         seconds = {"logprobs": between - started, "reference": time.perf_counter() - between}
         tokens: dict[str, np.ndarray] = {}
         means: list[float] = []
@@ -107,13 +107,13 @@ class RewardKL:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave; anew where the configured coefficient is another one now, or is fixed."""
-        self._begin()
+        self._reset()
         if self.algorithm.kl_target and state.get("kl_coef") == self.algorithm.reward_kl_coef:
-            self._begin(state["coef"])
+            self._reset(state["coef"])
 
     # Private
 
-    def _begin(self, coef: float | None = None) -> None:
+    def _reset(self, coef: float | None = None) -> None:
         cfg = self.algorithm
         coef = cfg.reward_kl_coef if coef is None else coef
         self.controller: FixedKL | AdaptiveKL = (

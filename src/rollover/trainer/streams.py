@@ -27,21 +27,21 @@ import numpy as np
 import torch
 
 from rollover.algorithms.correction import importance_weights, interpolated_proximal, rejection_mask
-from rollover.algorithms.loss import OwnLoss, declared_streams, high_entropy_mask, loss_function
+from rollover.algorithms.loss import CustomLoss, declared_streams, high_entropy_mask, loss_function
 from rollover.config import AlgorithmConfig, Config
 from rollover.staleness import staleness
-from rollover.trainer.backend import Stream, TrainerBackend, Version, reference_of
+from rollover.trainer.backend import Stream, TrainerBackend, Version, reference_version
 from rollover.types import Sample
 
-GIVEN = ("behavior_logprobs", "advantages", "versions")
+SAMPLE_STREAMS = ("behavior_logprobs", "advantages", "versions")
 """Those that every sample has."""
 STATISTICS = ("statistics_logprobs", "statistics_entropy", "statistics_squares")
 """Streams of a step's samples, the columns of `TrainerBackend.compute_statistics`; no backend is given them."""
-_OF_THE_PASS = ("logprobs", "old_logprobs", "entropy")
+_FROM_THE_PASS = ("logprobs", "old_logprobs", "entropy")
 Minibatches = Sequence[list[Sample]]
 
 
-class Step(Protocol):
+class StreamContext(Protocol):
     """What a stream is computed with: the trainer, at the start of a step."""
 
     backend: TrainerBackend
@@ -68,27 +68,27 @@ def _never(_: Config) -> bool:
 class TokenStream:
     """One stream of numbers per token. `compute`: computes it for the samples of a step; None: an earlier stage does.
 
-    `used`: whether something else than the policy loss reads it. `refused`: why a loss cannot have it, in words; "": it
-    can. `is_current`: whether it is, in the first update, what the pass itself computes, and is left out there.
+    `used`: whether anything but the policy loss reads it. `unavailable`: why a loss cannot have it; "": it can.
+    `is_current`: whether the pass of the first update computes the same numbers, so that the stream is left out there.
 
     A stream under earlier weights also needs them to be kept (kept_weights.py). The `timed_as` of its passes is a
     metric: time/<timed_as>_s in track/metric_keys.py.
     """
 
-    compute: Callable[[Step, Minibatches], Stream] | None
+    compute: Callable[[StreamContext, Minibatches], Stream] | None
     used: Callable[[Config], bool] = _never
-    refused: Callable[[Config], str] = lambda _: ""
+    unavailable: Callable[[Config], str] = lambda _: ""
     is_current: Callable[[Config], bool] = _never
 
 
-def _proximal(step: Step, minibatches: Minibatches) -> Stream:
+def _proximal(step: StreamContext, minibatches: Minibatches) -> Stream:
     if step.whole_config.algorithm.proximal_policy != "snapshot":
         return step.logprobs(minibatches)
     with step.timed("logprobs"):
         return sampling_logprobs(step.backend, minibatches)
 
 
-def _start(step: Step, minibatches: Minibatches) -> Stream:
+def _start(step: StreamContext, minibatches: Minibatches) -> Stream:
     samples = [s for part in minibatches for s in part]
     same = step.whole_config.algorithm.proximal_policy == "step_start"
     if same and all("proximal_logprobs" in s.streams for s in samples):
@@ -96,19 +96,19 @@ def _start(step: Step, minibatches: Minibatches) -> Stream:
     return step.logprobs(minibatches)
 
 
-def _reference(step: Step, minibatches: Minibatches) -> Stream:
-    return step.logprobs(minibatches, reference_of(step.whole_config.algorithm), "reference")
+def _reference(step: StreamContext, minibatches: Minibatches) -> Stream:
+    return step.logprobs(minibatches, reference_version(step.whole_config.algorithm), "reference")
 
 
-def _staleness(step: Step, minibatches: Minibatches) -> Stream:
+def _staleness(step: StreamContext, minibatches: Minibatches) -> Stream:
     version = step.backend.policy_version
     return {s.rollout_id: staleness(s.in_loss("versions"), version) for part in minibatches for s in part}
 
 
-_OF_THE_CRITIC = TokenStream(
+_CRITIC_STREAM = TokenStream(
     None,
     used=lambda c: c.algorithm.needs_critic,
-    refused=lambda c: "" if c.algorithm.needs_critic else 'there is no critic: set algorithm.advantage = "gae"',
+    unavailable=lambda c: "" if c.algorithm.needs_critic else 'there is no critic: set algorithm.advantage = "gae"',
 )
 
 
@@ -117,7 +117,7 @@ STREAMS: dict[str, TokenStream] = {
     "proximal_logprobs": TokenStream(
         _proximal,
         used=lambda c: c.algorithm.proximal_policy in ("step_start", "snapshot"),
-        refused=lambda _: "old_logprobs_BT is that, for every algorithm.proximal",
+        unavailable=lambda _: "old_logprobs_BT is that, for every algorithm.proximal",
         is_current=lambda c: c.algorithm.proximal_policy == "step_start",
     ),
     # Under the weights at the start of the step.
@@ -125,21 +125,21 @@ STREAMS: dict[str, TokenStream] = {
     "reference_logprobs": TokenStream(
         _reference,
         used=lambda c: c.algorithm.kl_in_loss,
-        refused=lambda c: "" if c.algorithm.needs_reference else "no reference is kept: set algorithm.kl_coef",
+        unavailable=lambda c: "" if c.algorithm.needs_reference else "no reference is kept: set algorithm.kl_coef",
     ),
     "teacher_logprobs": TokenStream(
         None,
-        refused=lambda c: "" if c.distill.teacher and not c.distill.roles else "set distill.teacher, for all roles",
+        unavailable=lambda c: "" if c.distill.teacher and not c.distill.roles else "set distill.teacher, for all roles",
     ),
     # Trainer version - policy version.
     "staleness": TokenStream(_staleness, used=lambda c: c.algorithm.proximal_policy == "interpolated"),
-    "values": _OF_THE_CRITIC,
-    "returns": _OF_THE_CRITIC,
-    # Factors of the policy loss (`weighed`).
+    "values": _CRITIC_STREAM,
+    "returns": _CRITIC_STREAM,
+    # Factors of the policy loss (`with_weights`).
     "weights": TokenStream(
         None,
         used=lambda c: c.algorithm.correction_normalize or c.algorithm.top_entropy_share < 1,
-        refused=lambda _: "the loss is multiplied by that afterwards",
+        unavailable=lambda _: "the loss is multiplied by that afterwards",
     ),
 }
 
@@ -148,17 +148,17 @@ def declared_by_loss(config: Config) -> list[str]:
     """The streams of `STREAMS` that the policy loss declares. ValueError for one that is unknown, or that the run does
     not have."""
     loss = config.algorithm.loss
-    declared = declared_streams(OwnLoss(loss) if ":" in loss else loss_function(loss))
+    declared = declared_streams(CustomLoss(loss) if ":" in loss else loss_function(loss))
     found: list[str] = []
     for name, needed in declared.items():
-        if name not in STREAMS and name not in (*GIVEN, *_OF_THE_PASS):
+        if name not in STREAMS and name not in (*SAMPLE_STREAMS, *_FROM_THE_PASS):
             if not needed:
                 continue
             raise ValueError(
                 f"algorithm.loss = {loss!r}: its parameter {name}_BT names no stream of tokens. There are"
-                f" {', '.join(sorted({*STREAMS, *GIVEN, *_OF_THE_PASS}))}"
+                f" {', '.join(sorted({*STREAMS, *SAMPLE_STREAMS, *_FROM_THE_PASS}))}"
             )
-        if name in STREAMS and (why := STREAMS[name].refused(config)):
+        if name in STREAMS and (why := STREAMS[name].unavailable(config)):
             if not needed:
                 continue
             raise ValueError(f"algorithm.loss = {loss!r}: its parameter {name}_BT cannot be given, as {why}")
@@ -235,7 +235,7 @@ def mean_weight(config: AlgorithmConfig, samples: Sequence[Sample], trainer_vers
     return total / count if total > 1e-8 * count else 1.0
 
 
-def of_high_entropy(samples: Sequence[Sample], share: float) -> Stream:
+def high_entropy_stream(samples: Sequence[Sample], share: float) -> Stream:
     """1 for the loss tokens of a minibatch that are among the `share` of highest entropy, else 0."""
     samples = [s for s in samples if s.mask.any()]
     if not samples:
@@ -246,7 +246,7 @@ def of_high_entropy(samples: Sequence[Sample], share: float) -> Stream:
     return {s.rollout_id: part for s, part in zip(samples, parts, strict=True)}
 
 
-def weighed(
+def with_weights(
     config: AlgorithmConfig, minibatches: Sequence[list[Sample]], trainer_version: int
 ) -> tuple[list[list[Sample]], float]:
     """(the minibatches of a step with the stream "weights", the mean of their importance weights). Where all weights
@@ -259,7 +259,7 @@ def weighed(
         return list(minibatches), mean
     out: list[list[Sample]] = []
     for part in minibatches:
-        kept = of_high_entropy(part, share) if share < 1 else {}
+        kept = high_entropy_stream(part, share) if share < 1 else {}
         ones = ((s, np.ones(s.num_loss_tokens, np.float32)) for s in part)
         out.append([s.with_loss_stream("weights", kept.get(s.rollout_id, one) / np.float32(mean)) for s, one in ones])
     return out, mean
@@ -287,7 +287,7 @@ def without_rejected(config: AlgorithmConfig, sample: Sample, trainer_version: i
     return replace(sample, mask=mask)
 
 
-def why_none_is_left(config: AlgorithmConfig, num_tokens: int) -> str:
+def all_rejected_message(config: AlgorithmConfig, num_tokens: int) -> str:
     """Why all tokens of a step were rejected, and what to change."""
     bounds = " and ".join(f"{name} = {json.dumps(bound)}" for name, bound in config.rejection.items())
     return (

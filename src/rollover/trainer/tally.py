@@ -13,7 +13,7 @@ import torch
 from rollover.models.devices import widest_float
 from rollover.types import Sample
 
-TOKENS = "tokens"
+TOKEN_STATS = "tokens"
 """Among the sums of a micro-batch the one that is none: what is told of each token [B, T, K], float32."""
 
 
@@ -24,21 +24,21 @@ class Tally:
         self._waiting: list[tuple[tuple[str, ...], torch.Tensor]] = []
         self._totals: dict[str, float] = {}
         self._divisors: dict[str, float] = {}
-        self._told: list[tuple[Sequence[Sample], torch.Tensor]] = []
+        self._token_stats: list[tuple[Sequence[Sample], torch.Tensor]] = []
         self._tokens: dict[str, np.ndarray] = {}
 
     def add(self, sums: Mapping[str, torch.Tensor], samples: Sequence[Sample] = ()) -> None:
-        """The sums of one micro-batch, each one number. `samples`: its rows, where it has TOKENS, too."""
+        """The sums of one micro-batch, each one number. `samples`: its rows, where it has TOKEN_STATS, too."""
         # In double precision, where the device has it, as Python adds numbers.
-        numbers = {name: _wide(value) for name, value in sums.items() if name != TOKENS}
+        numbers = {name: _wide(value) for name, value in sums.items() if name != TOKEN_STATS}
         self._waiting.append((tuple(numbers), torch.stack(list(numbers.values()))))
-        if TOKENS in sums:
-            self._told.append((samples, sums[TOKENS]))
+        if TOKEN_STATS in sums:
+            self._token_stats.append((samples, sums[TOKEN_STATS]))
 
-    def take_tokens(self) -> dict[str, np.ndarray]:
+    def pop_token_stats(self) -> dict[str, np.ndarray]:
         """rollout_id -> what was told of each of its loss tokens [loss tokens, K]; nothing is left here."""
-        found, told = self._tokens, self._told
-        self.forget_tokens()
+        found, told = self._tokens, self._token_stats
+        self.drop_token_stats()
         if told:
             flat = torch.cat([told_BTK.flatten() for _, told_BTK in told]).cpu().numpy()
             parts = np.split(flat, np.cumsum([told_BTK.numel() for _, told_BTK in told])[:-1])
@@ -47,17 +47,19 @@ class Tally:
                 found |= {s.rollout_id: row[: len(s.mask)][s.mask] for s, row in zip(samples, rows, strict=True)}
         return found
 
-    def forget_tokens(self) -> None:
+    def drop_token_stats(self) -> None:
         """Keep the sums alone."""
-        self._told, self._tokens = [], {}
+        self._token_stats, self._tokens = [], {}
 
     def vectors(self) -> list[tuple[tuple[str, ...], list[float]]]:
         """What was added, as (names, numbers) of each addition."""
         return [(names, vector.tolist()) for names, vector in self._waiting]
 
     @classmethod
-    def of(cls, vectors: Iterable[tuple[Sequence[str], Sequence[float]]], tokens: Mapping[str, np.ndarray]) -> Tally:
-        """To which was added what the `vectors` of others say, and their `take_tokens`."""
+    def from_vectors(
+        cls, vectors: Iterable[tuple[Sequence[str], Sequence[float]]], tokens: Mapping[str, np.ndarray]
+    ) -> Tally:
+        """To which was added what the `vectors` of others say, and their `pop_token_stats`."""
         out = cls()
         out._waiting = [(tuple(names), torch.tensor(numbers, dtype=torch.float64)) for names, numbers in vectors]
         out._tokens = dict(tokens)
@@ -66,9 +68,9 @@ class Tally:
     def absorb(self, other: Tally) -> None:
         """Add what was added to `other`, in the same order; that is left empty."""
         self._waiting += other._waiting
-        self._told += other._told
+        self._token_stats += other._token_stats
         self._tokens |= other._tokens
-        other._waiting, other._told, other._tokens = [], [], {}
+        other._waiting, other._token_stats, other._tokens = [], [], {}
 
     def divide(self, name: str, divisor: float) -> None:
         """The total of `name` is to be divided by that, once all of it is here."""

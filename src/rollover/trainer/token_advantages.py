@@ -48,20 +48,20 @@ def estimate_tokens(
     return by_role(samples, roles, estimate)
 
 
-def beyond(samples: list[Sample]) -> list[Sample]:
+def with_bootstrap_token(samples: list[Sample]) -> list[Sample]:
     """The samples, those that were cut at the token limit with one token more in the loss: the value before it is that
     of all tokens. Which token it is has no part in that."""
-    return [_one_more(s) if s.truncated and s.mask.any() else s for s in samples]
+    return [_extended(s) if s.truncated and s.mask.any() else s for s in samples]
 
 
-def estimate(
+def estimate_with_critic(
     config: AlgorithmConfig, samples: list[Sample], values: Stream, roles: Roles = MappingProxyType({})
 ) -> list[Sample]:
     """The samples with advantages in place of their rewards per token, and the streams "values" and "returns".
 
     Advantages are normalised over all loss tokens of a role (those of `roles`) in the batch, as PPO implementations do.
     `values` of a sample may have one number more than it has loss tokens: what is expected after its last token
-    (`beyond`).
+    (`with_bootstrap_token`).
     """
     rewards_BT, mask_BT = padded([s.advantages for s in samples]), padded([s.mask for s in samples], np.bool_)
     of_tokens = {s.rollout_id: np.split(values[s.rollout_id], [s.mask.sum()]) for s in samples if s.mask.any()}
@@ -82,7 +82,7 @@ def estimate(
     return with_stream(with_stream(out, "values", before), "returns", returns)
 
 
-def _one_more(s: Sample) -> Sample:
+def _extended(s: Sample) -> Sample:
     def longer(values: np.ndarray) -> np.ndarray:
         return np.append(values, values[-1:])
 

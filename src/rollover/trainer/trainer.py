@@ -32,12 +32,12 @@ from rollover.models.threads import Team
 from rollover.track.token_stats import TokenStats
 from rollover.trainer.backend import TEACHER, BackendLost, BackendSetup, Stream, TrainerBackend, Version
 from rollover.trainer.batch import Batch
-from rollover.trainer.custom_backend import OwnBackend
-from rollover.trainer.distill import Divergence, distilled, teachers
+from rollover.trainer.custom_backend import CustomBackend
+from rollover.trainer.distill import Divergence, teacher_inputs, with_teacher_advantages
 from rollover.trainer.objective import (
-    TOLD_ENTROPY,
-    TOLD_LOGPROB,
-    TOLD_WEIGHT,
+    STAT_ENTROPY,
+    STAT_LOGPROB,
+    STAT_WEIGHT,
     Counts,
     rate_scale,
     start_kl,
@@ -46,19 +46,19 @@ from rollover.trainer.objective import (
 from rollover.trainer.ranks.group import Ranks
 from rollover.trainer.reward_kl import RewardKL
 from rollover.trainer.streams import (
-    GIVEN,
+    SAMPLE_STREAMS,
     STATISTICS,
     STREAMS,
     Minibatches,
+    all_rejected_message,
     compared_stream,
     declared_by_loss,
-    weighed,
-    why_none_is_left,
     with_stream,
+    with_weights,
     without_rejected,
 )
 from rollover.trainer.tally import Tally, totals_of
-from rollover.trainer.token_advantages import beyond, estimate, estimate_tokens
+from rollover.trainer.token_advantages import estimate_tokens, estimate_with_critic, with_bootstrap_token
 from rollover.types import Sample
 
 
@@ -70,7 +70,7 @@ class Update:
     counts: Counts
 
 
-class Computed:
+class UpdateProgress:
     """How many loss tokens of a step's updates a backend has computed, for who watches from another thread."""
 
     def __init__(self, backend: object) -> None:
@@ -89,7 +89,7 @@ class Computed:
         return getattr(self.backend, "trained_tokens", 0)
 
 
-class TokenWatch:
+class TokenStatsCollector:
     """Of the step that is being made. With `Config.tells_tokens` off it keeps nothing, and `stats` is empty."""
 
     def __init__(self, config: Config) -> None:
@@ -105,14 +105,14 @@ class TokenWatch:
         if self.on and first:
             self._passes.append(sums)  # what is on a device stays there until the step is made
         else:
-            sums.forget_tokens()
+            sums.drop_token_stats()
 
     def stats(self, came: Sequence[Sample], used: Iterable[Sample]) -> dict[str, TokenStats]:
         """By rollout, of those of which a token came to the loss. `came`: the samples of the batch; `used`: as the loss
         had them, without what was rejected."""
         if not self.on:
             return {}
-        told = {key: values for sums in self._passes for key, values in sums.take_tokens().items()}
+        told = {key: values for sums in self._passes for key, values in sums.pop_token_stats().items()}
         by_id = {s.rollout_id: s for s in used}
         found = {s.rollout_id: self._of(s, by_id[s.rollout_id], told) for s in came if s.mask.any()}
         self.forget()
@@ -126,9 +126,9 @@ class TokenWatch:
         if (looked_at := used.streams.get(self._compared)) is not None:  # by algorithm.rejection
             logprobs_M[~in_loss_M] = looked_at[mask][~in_loss_M]
         if (told_MK := told.get(came.rollout_id)) is not None:
-            logprobs_M[in_loss_M] = told_MK[:, TOLD_LOGPROB]
-            weights_M[in_loss_M] = told_MK[:, TOLD_WEIGHT]
-            entropies_M[in_loss_M] = told_MK[:, TOLD_ENTROPY]
+            logprobs_M[in_loss_M] = told_MK[:, STAT_LOGPROB]
+            weights_M[in_loss_M] = told_MK[:, STAT_WEIGHT]
+            entropies_M[in_loss_M] = told_MK[:, STAT_ENTROPY]
         importance_M = np.exp(np.clip(logprobs_M - behavior_M, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         return TokenStats(mask, ~in_loss_M, used.advantages[mask], importance_M, weights_M, entropies_M)
 
@@ -149,9 +149,9 @@ class Trainer:
         self.seed = config.run.seed  # by which the minibatches of further epochs are drawn
         self.reward_kl = RewardKL(backend, config.algorithm) if config.algorithm.kl_in_reward else None
         self.token_stats: Mapping[str, TokenStats] = {}  # rollout_id -> of its tokens, in the newest step
-        self.computed = Computed(backend)
+        self.computed = UpdateProgress(backend)
         self.trained: list[Sample] = []  # as the newest step's loss had them: final advantages, no rejected tokens
-        self._watch = TokenWatch(config)
+        self._token_stats = TokenStatsCollector(config)
         self.in_update = False  # from a step's first change of the weights to its end: there is no state to go on from
         self._accumulated: dict[str, Sample] = {}  # rollout_id -> sample of the step to come whose gradient is there
         self._given: dict[str, np.ndarray] = {}  # rollout_id -> the advantages that those samples came with
@@ -179,28 +179,28 @@ class Trainer:
         assert all(np.array_equal(self._given.get(s.rollout_id, s.advantages), s.advantages) for s in samples)
         samples = [self._accumulated.get(s.rollout_id, s) for s in samples]
         minibatches = split_groups(samples, self.config.minibatches_per_step)
-        minibatches = self._changed(minibatches, self._prepare, lambda s: True)
+        minibatches = self._map_fresh(minibatches, self._prepare, lambda s: True)
         rejected = batch.num_loss_tokens - sum(s.num_loss_tokens for part in minibatches for s in part)
         if rejected and rejected == batch.num_loss_tokens:
-            why = why_none_is_left(self.algorithm, rejected)
+            why = all_rejected_message(self.algorithm, rejected)
             raise ValueError(f"step {self.policy_version + 1} has no token in its loss: {why}")
-        minibatches = self._changed(minibatches, self._complete, self._is_computed)
+        minibatches = self._map_fresh(minibatches, self._complete, self._is_computed)
         draws = f"{self.seed}/minibatches/{self.policy_version}"
         updates = updates_of(minibatches, self.config, draws, self._is_computed)
         first_epoch = updates[: len(minibatches)]
-        skipped_tokens = sum(u.counts.tokens - Counts.of(u.samples).tokens for u in first_epoch)
+        skipped_tokens = sum(u.counts.tokens - Counts.from_samples(u.samples).tokens for u in first_epoch)
         if self._accumulated:
             (only,) = updates
             fresh = [s for s in only.samples if s.rollout_id not in self._accumulated]
             updates = [Update(fresh, replace(only.counts, divided=False))]
         metrics = self._update(updates)
         self.trained = [s for part in minibatches for s in part]
-        self.token_stats = self._watch.stats(batch.samples, self.trained)
+        self.token_stats = self._token_stats.stats(batch.samples, self.trained)
         metrics["train/zero_advantage_tokens"] = float(skipped_tokens)
         if self.reward_kl is not None and batch.penalties is not None:
             metrics |= self.reward_kl.after_step(batch.penalties)
             for part, seconds in batch.penalties.seconds.items():
-                self._count(part, seconds)
+                self._add_seconds(part, seconds)
         if self.algorithm.rejection:
             metrics["off_policy/rejected_share"] = rejected / max(1, batch.num_loss_tokens)
         if self.algorithm.correction_normalize:
@@ -216,18 +216,18 @@ class Trainer:
         assert self.config.updates_per_step == 1 and not self.algorithm.advantage_traits.over_tokens
         given = {s.rollout_id: s.advantages for s in samples}
         (samples,) = self._complete(self._prepare([samples]))
-        counts = replace(Counts.of(samples), divided=False)
+        counts = replace(Counts.from_samples(samples), divided=False)
         with self.timed("update"):
             sums = self.backend.forward_backward(self._for_update(samples, 0), counts)
         self._accumulated_sums.absorb(sums)
         self._accumulated |= {s.rollout_id: s for s in samples}
         self._given |= given
 
-    def forget_accumulated(self) -> None:
+    def discard_accumulated(self) -> None:
         """The step that `accumulate` was for is not trained now."""
         self.backend.forget_gradients()
-        self._forget_what_was_accumulated()
-        self._watch.forget()
+        self._reset_accumulated()
+        self._token_stats.forget()
         self._divergence, self._seconds = Divergence(), {}
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ class Trainer:
         try:
             yield
         finally:
-            self._count(part, time.perf_counter() - started)
+            self._add_seconds(part, time.perf_counter() - started)
 
     def logprobs(self, minibatches: Minibatches, version: Version | None = None, timed_as: str = "logprobs") -> Stream:
         """Log-probs of the loss tokens under the weights of `version`. Minibatch by minibatch, to be packed as they
@@ -251,11 +251,11 @@ class Trainer:
 
     # Private
 
-    def _count(self, part: str, seconds: float) -> None:
+    def _add_seconds(self, part: str, seconds: float) -> None:
         key = f"time/{part}_s"
         self._seconds[key] = self._seconds.get(key, 0.0) + seconds
 
-    def _forget_what_was_accumulated(self) -> None:
+    def _reset_accumulated(self) -> None:
         self._accumulated, self._given, self._accumulated_sums = {}, {}, Tally()
 
     def _is_computed(self, sample: Sample) -> bool:
@@ -282,27 +282,27 @@ class Trainer:
                 sums.absorb(of_part)
             if not count.divided:
                 sums.divide("sum/loss", divisor)
-                self._forget_what_was_accumulated()
+                self._reset_accumulated()
             self.in_update = True
             if index and self.config.max_kl:
                 kl = start_kl(sums.totals())
                 largest_kl = max(kl, largest_kl or 0.0)
                 if not kl <= self.config.max_kl:
-                    self._end_step(len(planned) - index)
+                    self._skip_updates(len(planned) - index)
                     break
             rate = rate_scale(sums.totals()) if self.algorithm.ess_step_scaling else 1.0
             last = index == len(planned) - 1
             with self.timed("update"):
                 updates.append(self.backend.optim_step(rate, divisor=divisor, ends_step=last))
             if (of_critic := updates[-1].pop("time/critic_s", None)) is not None:
-                self._count("critic", of_critic)
-            self._watch.passed(sums, first=index < len(planned) // self.config.epochs_per_step)
+                self._add_seconds("critic", of_critic)
+            self._token_stats.passed(sums, first=index < len(planned) // self.config.epochs_per_step)
             tallies.append(sums)
         self.in_update = False
         of_kl = {} if largest_kl is None else {"kl/step_start": largest_kl}
         return step_metrics(totals_of(tallies), updates) | of_kl
 
-    def _end_step(self, left: int) -> None:
+    def _skip_updates(self, left: int) -> None:
         """`left` updates of the step are not made. In the schedule of the learning rate they count: without a gradient
         an optimizer step changes no weight."""
         self.backend.forget_gradients()
@@ -320,13 +320,15 @@ class Trainer:
                 samples = with_stream(samples, name, {k: values[:, column] for k, values in found.items()})
         if self.algorithm.needs_critic:
             with self.timed("values"):
-                values = self.backend.compute_values(beyond(samples) if self.critic.bootstrap_truncated else samples)
-            return estimate(self.algorithm, samples, values, batch.credited.roles)
+                values = self.backend.compute_values(
+                    with_bootstrap_token(samples) if self.critic.bootstrap_truncated else samples
+                )
+            return estimate_with_critic(self.algorithm, samples, values, batch.credited.roles)
         if self.algorithm.advantage_traits.over_tokens:
             return estimate_tokens(self.algorithm, samples, batch.credited.roles)
         return samples
 
-    def _changed(
+    def _map_fresh(
         self,
         minibatches: Minibatches,
         change: Callable[[Minibatches], Minibatches],
@@ -346,7 +348,7 @@ class Trainer:
         minibatches, the first one included."""
         if not self.algorithm.rejection:
             return minibatches
-        looked_at = self._compared(minibatches)
+        looked_at = self._with_compared(minibatches)
         return [[without_rejected(self.algorithm, s, self.policy_version) for s in part] for part in looked_at]
 
     def _distill(self, minibatches: Minibatches) -> Minibatches:
@@ -355,21 +357,21 @@ class Trainer:
         if not self.distill.teacher:
             return minibatches
         policy = "proximal_logprobs" if self.algorithm.proximal_policy == "step_start" else "start_logprobs"
-        minibatches = self._with(policy, minibatches)
-        taught = [teachers(self.distill, part) for part in minibatches]
+        minibatches = self._with_stream(policy, minibatches)
+        taught = [teacher_inputs(self.distill, part) for part in minibatches]
         found = self.logprobs(taught, TEACHER, "teacher")
         ids = {s.rollout_id for part in taught for s in part}
         scored = [
             [s if s.rollout_id not in ids else with_stream([s], "teacher_logprobs", found)[0] for s in part]
             for part in minibatches
         ]
-        return [distilled(self.distill, part, policy, self._divergence) for part in scored]
+        return [with_teacher_advantages(self.distill, part, policy, self._divergence) for part in scored]
 
     def _weigh(self, minibatches: Minibatches) -> Minibatches:
         """With the weights of tokens (streams.py)."""
         if self.algorithm.correction_normalize:
-            minibatches = self._compared(minibatches)
-        minibatches, self._mean_weight = weighed(self.algorithm, minibatches, self.policy_version)
+            minibatches = self._with_compared(minibatches)
+        minibatches, self._mean_weight = with_weights(self.algorithm, minibatches, self.policy_version)
         return minibatches
 
     def _complete(self, minibatches: Minibatches) -> Minibatches:
@@ -379,10 +381,10 @@ class Trainer:
             # What is current in the first update is computed for those alone that come in a later one.
             skip = 1 if self._is_current(name) and epochs == 1 else 0
             if not (self._is_current(name) and len(minibatches) * epochs == 1):
-                minibatches = [*minibatches[:skip], *self._with(name, minibatches[skip:])]
+                minibatches = [*minibatches[:skip], *self._with_stream(name, minibatches[skip:])]
         return minibatches
 
-    def _with(self, name: str, minibatches: Minibatches) -> Minibatches:
+    def _with_stream(self, name: str, minibatches: Minibatches) -> Minibatches:
         """With that stream, if they lack it and it is computed here."""
         compute = STREAMS[name].compute
         samples = [s for part in minibatches for s in part]
@@ -391,12 +393,12 @@ class Trainer:
         found = compute(self, minibatches)
         return [with_stream(part, name, found) for part in minibatches]
 
-    def _compared(self, minibatches: Minibatches) -> Minibatches:
+    def _with_compared(self, minibatches: Minibatches) -> Minibatches:
         """With the log-probs that rejection and weights look at."""
         name, known = compared_stream(self.algorithm), STATISTICS[0]
         if self.algorithm.needs_statistics and self.algorithm.proximal_policy != "snapshot":
             return [[s.with_streams(**{name: s.streams.get(name, s.streams[known])}) for s in p] for p in minibatches]
-        return self._with(name, minibatches)
+        return self._with_stream(name, minibatches)
 
     def _is_current(self, name: str) -> bool:
         """Whether the stream is what the first update computes anyway, and nobody asks for it there."""
@@ -405,7 +407,7 @@ class Trainer:
     def _for_update(self, samples: Sequence[Sample], index: int) -> list[Sample]:
         """The samples with the streams that the loss of the update of that index reads. The first one meets the weights
         of the step's start."""
-        names = {*GIVEN, *(name for name in self.streams if index or not self._is_current(name))}
+        names = {*SAMPLE_STREAMS, *(name for name in self.streams if index or not self._is_current(name))}
         return [s.only(names) for s in samples]
 
 
@@ -425,7 +427,8 @@ def updates_of(
     """The updates of a step, whose first epoch is of `minibatches`. `key`: what the draws of the others depend on.
     `computed`: whether a sample has a gradient."""
     return [
-        Update([s for s in part if computed(s)], Counts.of(part)) for part in _of_all_epochs(minibatches, config, key)
+        Update([s for s in part if computed(s)], Counts.from_samples(part))
+        for part in _of_all_epochs(minibatches, config, key)
     ]
 
 
@@ -450,7 +453,7 @@ def build_trainer(
     `engine`: what the backend may sample with. `logs`, `own_ranks`: see BackendSetup. ValueError if a function
     of one's own gives no backend; BackendLost where it is lost while it is made."""
     staleness = max(config.staleness_bound, config.replay.max_staleness if config.replay.size else 0)
-    team = Team.of(config.run, pick_device(config.model.device))
+    team = Team.from_config(config.run, pick_device(config.model.device))
     refuse_uncorrected(config.train, config.algorithm, staleness)
     setup = BackendSetup(config, loaded, team, staleness, engine, logs, own_ranks)
     kind = config.backend.type
@@ -461,7 +464,7 @@ def build_trainer(
             raise error.__cause__ from None
         raise
     if kind not in BACKENDS:
-        backend = OwnBackend(backend, kind)
+        backend = CustomBackend(backend, kind)
     return Trainer(backend, config, team)
 
 

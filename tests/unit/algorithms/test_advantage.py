@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from rollover.algorithms.advantage import (
     Estimator,
-    Scored,
-    Unit,
+    ScoredBatch,
+    ScoredUnit,
     dr_grpo,
     gae,
     gdpo,
@@ -476,7 +476,7 @@ OPTIONS = {
     "sum_then_normalize": {"advantage_std": "population", "reward_weights": {"score": 1.0, "style": 0.5}},
     "grpo_passk": {"passk": 3, "passk_std": "sample"},
 }
-CONFIGURED: dict[str, Callable[[Scored], torch.Tensor]] = {
+CONFIGURED: dict[str, Callable[[ScoredBatch], torch.Tensor]] = {
     "grpo": lambda s: grpo(s.rewards_N, s.group_N, std="population"),
     "dr_grpo": lambda s: dr_grpo(s.rewards_N, s.group_N),
     "rloo": lambda s: rloo(s.rewards_N, s.group_N),
@@ -509,10 +509,12 @@ def test_every_configured_estimator_is_its_formula() -> None:
     for name, expected in CONFIGURED.items():
         config = AlgorithmConfig.model_validate({"advantage": name, **OPTIONS.get(name, {})})
         units = [
-            Unit(None if r.rollout_id == "0-3" else r.reward, r.group_id, r.num_tokens, {0: 0.75}.get(r.group_id, NAN))
+            ScoredUnit(
+                None if r.rollout_id == "0-3" else r.reward, r.group_id, r.num_tokens, {0: 0.75}.get(r.group_id, NAN)
+            )
             for r in rollouts
         ]
-        scored = Scored.of(units, config)
+        scored = ScoredBatch.from_units(units, config)
         assert scored.greedy_rewards_N[:4].tolist() == [0.75] * 4 and scored.rewards_N.isnan().sum() == 2
         assert torch.equal(Estimator(config, name)(scored), expected(scored)), name
 
@@ -520,11 +522,11 @@ def test_every_configured_estimator_is_its_formula() -> None:
 @pytest.mark.parametrize("name", ["gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_statistics_over_the_batch_count_what_the_configuration_says(name: str) -> None:
     rewards, lengths = [3.0, 0.5, 0.0, 2.0], [4, 1, 2, 1]
-    units = [Unit(Reward(r), i // 2, n) for i, (r, n) in enumerate(zip(rewards, lengths, strict=True))]
+    units = [ScoredUnit(Reward(r), i // 2, n) for i, (r, n) in enumerate(zip(rewards, lengths, strict=True))]
 
     def found(counts: str) -> torch.Tensor:
         config = AlgorithmConfig.model_validate({"advantage": name, "advantage_counts": counts})
-        return Estimator(config, name)(Scored.of(units, config))
+        return Estimator(config, name)(ScoredBatch.from_units(units, config))
 
     assert torch.equal(found(""), found("rollouts" if name == "gdpo" else "tokens"))
     assert not torch.allclose(found("rollouts"), found("tokens"))

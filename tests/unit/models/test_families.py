@@ -55,7 +55,7 @@ def trainer_logprobs(model: Any, rows: list[tuple[tuple[int, ...], list[int]]]) 
     lengths = [len(prompt) + len(tokens) for prompt, tokens in rows]
     ids = torch.tensor([i for prompt, tokens in rows for i in (*prompt, *tokens)])
     hidden = hidden_states(model, ids, torch.cat([torch.arange(n) for n in lengths]), PackedAttention(lengths))
-    logprobs, _ = chunked_logprobs(hidden, Head.of(model), ids.roll(-1), torch.ones(len(ids)))
+    logprobs, _ = chunked_logprobs(hidden, Head.from_model(model), ids.roll(-1), torch.ones(len(ids)))
     parts = logprobs.split(lengths)
     return [part[len(prompt) - 1 : -1].numpy() for part, (prompt, _) in zip(parts, rows, strict=True)]
 

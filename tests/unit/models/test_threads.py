@@ -83,5 +83,5 @@ def test_the_number_is_looked_for_where_run_threads_says_so_and_a_cpu_computes(
     threads: int | str, device: str, auto: bool
 ) -> None:
     clock = Clock()
-    team = Team.of(RunConfig.model_validate({"threads": threads}), torch.device(device), clock=clock)
+    team = Team.from_config(RunConfig.model_validate({"threads": threads}), torch.device(device), clock=clock)
     assert (len(set(work(team, clock, 20, {1: 1.0, 2: 3.0}))) == 2) == auto

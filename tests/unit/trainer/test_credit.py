@@ -164,7 +164,7 @@ def test_all_rollouts_of_a_trajectory_have_its_advantage_and_are_one_sequence() 
     batch = built(ready_episodes(0, TASK, [[contexts], [played("a", 0.0)]]))
     assert advantages(batch) == {"0-0": [0.5, 0.5], "0-0.0.1": [0.5], "0-1": [-0.5]}
     assert [s.sequence_id for s in batch.samples] == ["0-0", "0-0", "0-1"]
-    assert len(Counts.of(batch.samples).sequence_tokens) == 2
+    assert len(Counts.from_samples(batch.samples).sequence_tokens) == 2
 
 
 # Merged == apart
@@ -186,7 +186,7 @@ def split_in_two(merged: bool) -> list[Sample]:
 
 
 def gradient(of: Trainer, samples: list[Sample]) -> torch.Tensor:
-    counts = Counts.of(samples)
+    counts = Counts.from_samples(samples)
     for part in micro_batches(samples, 16):
         of.backend.forward_backward(part, counts)
     found = torch.cat([g.flatten() for g in tiny.local(of).optimizer.gradients()])
@@ -245,7 +245,7 @@ def test_merged_and_apart_have_the_same_counts_and_advantages(lengths: list[list
             for b in (together, apart)
         ]
         assert all(np.array_equal(a, b) for a, b in zip(*streams, strict=True))
-        one, other = Counts.of(together.samples), Counts.of(apart.samples)
+        one, other = Counts.from_samples(together.samples), Counts.from_samples(apart.samples)
         assert one == other
 
 

@@ -17,7 +17,7 @@ from rollover.config import AlgorithmConfig, CriticConfig, TrainConfig
 from rollover.trainer.batch import Batch
 from rollover.trainer.critic import Critic
 from rollover.trainer.objective import step_metrics
-from rollover.trainer.token_advantages import beyond, estimate
+from rollover.trainer.token_advantages import estimate_with_critic, with_bootstrap_token
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
 from samples import random_samples
@@ -64,7 +64,7 @@ def test_advantages_and_returns_by_hand() -> None:
     """d = r + gamma V_next - V, A = d + gamma lam A_next; rows of unequal length, one with an environment's token."""
     rows = [sample("a", [1, 1, 1], [0, 0, 1]), sample("b", [0, 1], [0, 2])]
     values = {"a": np.array([0.5, 0.2, 0.4], np.float32), "b": np.array([0.3], np.float32)}
-    out = estimate(AlgorithmConfig(advantage="gae", gamma=0.5, gae_lambda=0.5), rows, values)
+    out = estimate_with_critic(AlgorithmConfig(advantage="gae", gamma=0.5, gae_lambda=0.5), rows, values)
     returns = {s.rollout_id: s.in_loss("returns") for s in out}
     assert out[0].in_loss("values").tolist() == pytest.approx([0.5, 0.2, 0.4])
     a = [0.5 * 0.2 - 0.5 + 0.25 * 0.15, 0.5 * 0.4 - 0.2 + 0.25 * 0.6, 1 - 0.4]
@@ -263,17 +263,17 @@ def test_the_policy_waits_while_the_critic_learns_alone() -> None:
 def test_a_truncated_answer_goes_on_for_the_critic_where_that_is_asked() -> None:
     """d_T = r_T + gamma V(all tokens) - V_T; the others end with what they got."""
     rows = [sample("cut", [1, 0, 1], [0, 0, 1], truncated=True), sample("ended", [1, 1], [0, 2])]
-    asked = beyond(rows)
+    asked = with_bootstrap_token(rows)
     assert [len(s.token_ids) for s in asked] == [4, 2] and asked[0].mask.tolist() == [True, False, True, True]
     assert asked[1] is rows[1] and len(asked[0].versions) == len(asked[0].behavior_logprobs) == 4
     values = {"cut": np.array([0.5, 0.4, 0.3], np.float32), "ended": np.array([0.1, 0.2], np.float32)}
-    cut, ended = estimate(AlgorithmConfig(advantage="gae", gamma=0.5, gae_lambda=1.0), rows, values)
+    cut, ended = estimate_with_critic(AlgorithmConfig(advantage="gae", gamma=0.5, gae_lambda=1.0), rows, values)
     last = 1 + 0.5 * 0.3
     assert cut.in_loss("returns").tolist() == pytest.approx([0.5 * last, last])
     assert ended.in_loss("returns").tolist() == pytest.approx([0.5 * 2, 2])
     assert cut.in_loss("values").tolist() == pytest.approx([0.5, 0.4])
     # A truncated rollout that is out of the loss is none of the critic's business.
-    (masked,) = beyond([sample("out", [0, 0], [0, 0], truncated=True)])
+    (masked,) = with_bootstrap_token([sample("out", [0, 0], [0, 0], truncated=True)])
     assert masked.mask.tolist() == [False, False]
 
 
@@ -298,7 +298,7 @@ def test_the_value_after_the_last_token_is_that_of_the_whole_answer_even_at_the_
         1.0,
     )
     cut = dataclasses.replace(full, truncated=True)
-    (longer,) = beyond([cut])
+    (longer,) = with_bootstrap_token([cut])
     other = dataclasses.replace(longer, token_ids=np.append(tokens, np.int32(77)))
     found = [t.backend.compute_values([s])["a"] for s in (full, longer, other)]
     assert found[1].shape == (9,) and np.array_equal(found[1], found[2])

@@ -16,7 +16,7 @@ from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, DistillConfig, LoraConfig, TrainConfig
 from rollover.trainer.backend import TEACHER, Stream
 from rollover.trainer.batch import Batch
-from rollover.trainer.distill import Divergence, distilled, later_sums, teachers
+from rollover.trainer.distill import Divergence, discounted_sums, teacher_inputs, with_teacher_advantages
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
 from samples import random_samples
@@ -70,7 +70,7 @@ def advantages(sample: Sample) -> np.ndarray:
 def log_ratios(made: Trainer, samples: list[Sample] = SAMPLES) -> Stream:
     """log teacher/policy of the loss tokens, under the weights as they are."""
     teacher, policy = (
-        made.backend.compute_logprobs(teachers(made.distill, samples), TEACHER),
+        made.backend.compute_logprobs(teacher_inputs(made.distill, samples), TEACHER),
         made.backend.compute_logprobs(samples),
     )
     return {rollout_id: teacher[rollout_id] - policy[rollout_id] for rollout_id in policy}
@@ -78,11 +78,11 @@ def log_ratios(made: Trainer, samples: list[Sample] = SAMPLES) -> Stream:
 
 def test_a_later_token_counts_relative_to_the_own_one() -> None:
     d = np.array([1.0, -2.0, 4.0], np.float32)
-    assert later_sums(d, 0.0).tolist() == [1.0, -2.0, 4.0]
-    assert later_sums(d, 0.5).tolist() == [1.0 - 1.0 + 1.0, -2.0 + 2.0, 4.0]
-    assert later_sums(d, 1.0).tolist() == [3.0, 2.0, 4.0]
-    assert later_sums(d[:0], 0.5).tolist() == []
-    many = later_sums(np.ones(100_000, np.float32), 0.9)
+    assert discounted_sums(d, 0.0).tolist() == [1.0, -2.0, 4.0]
+    assert discounted_sums(d, 0.5).tolist() == [1.0 - 1.0 + 1.0, -2.0 + 2.0, 4.0]
+    assert discounted_sums(d, 1.0).tolist() == [3.0, 2.0, 4.0]
+    assert discounted_sums(d[:0], 0.5).tolist() == []
+    many = discounted_sums(np.ones(100_000, np.float32), 0.9)
     assert np.isfinite(many).all() and many[0] == pytest.approx(10.0), "no power of a position"
 
 
@@ -98,19 +98,19 @@ def test_by_hand() -> None:
     # d = 0.5, -8 (clipped to -2), 1
     sums = Divergence()
     of = DistillConfig(teacher="other", coef=10.0, discount=0.5, clip=2.0)
-    (made,) = distilled(of, [sample], "start_logprobs", sums)
+    (made,) = with_teacher_advantages(of, [sample], "start_logprobs", sums)
     assert made.advantages.tolist() == [10 * (0.5 + 0.5 * (-2 + 0.5)), 0.0, 0.0, 10 * (-2 + 0.5), 10.0]
     kl = math.exp(-1.5) * -0.5 + math.exp(-1.0) * 8 + math.exp(-1.5) * -1  # times policy/behavior: behavior is 1 here
     expected = {"distill/kl": pytest.approx(kl / 3), "distill/clipped_share": pytest.approx(1 / 3)}
     assert sums.metrics() == expected
-    (added,) = distilled(of.model_copy(update={"mix": "add"}), [sample], "start_logprobs", sums)
+    (added,) = with_teacher_advantages(of.model_copy(update={"mix": "add"}), [sample], "start_logprobs", sums)
     assert added.advantages[mask].tolist() == [0.25 - 2.5, 0.25 - 15.0, 10.25]
-    (whole,) = distilled(of.model_copy(update={"clip": 0.0}), [sample], "start_logprobs", sums)
+    (whole,) = with_teacher_advantages(of.model_copy(update={"clip": 0.0}), [sample], "start_logprobs", sums)
     assert whole.advantages[mask].tolist() == [10 * (0.5 + 0.5 * (-8 + 0.5)), 10 * (-8 + 0.5), 10.0]
     assert sample.advantages.tolist() == [0.25] * 5, "the sample itself stays"
     with pytest.raises(ValueError, match="rollout 0-0: a log-prob .* is not finite"):
         wrong = sample.with_loss_stream("teacher_logprobs", np.array([-1.0, np.nan, 0.0], np.float32))
-        distilled(of, [wrong], "start_logprobs", sums)
+        with_teacher_advantages(of, [wrong], "start_logprobs", sums)
 
 
 def test_without_discount_the_expected_gradient_is_that_of_the_kl() -> None:
@@ -123,7 +123,7 @@ def test_without_discount_the_expected_gradient_is_that_of_the_kl() -> None:
         of_teacher, of_policy = (x.detach()[token : token + 1].numpy() for x in (teacher, policy))
         streams = {"teacher_logprobs": of_teacher, "start_logprobs": of_policy, "behavior_logprobs": of_policy}
         one = one.with_streams(advantages=np.zeros(1, np.float32), **streams)
-        (made,) = distilled(of, [one], "start_logprobs", Divergence())
+        (made,) = with_teacher_advantages(of, [one], "start_logprobs", Divergence())
         loss = loss - policy[token].exp().detach() * float(made.advantages[0]) * policy[token]
     kl = (policy.exp() * (policy - teacher)).sum()
     (ours,), (exact,) = torch.autograd.grad(loss, logits, retain_graph=True), torch.autograd.grad(kl, logits)
@@ -169,7 +169,7 @@ def test_advantages_are_against_the_policy_at_the_start_of_the_step(name: str, m
     metrics, seen = trained(made, samples)
     assert seen.keys() == d.keys()
     for rollout_id, values in d.items():
-        expected = 2.0 * later_sums(values.clip(-1.0, 1.0), 0.5)
+        expected = 2.0 * discounted_sums(values.clip(-1.0, 1.0), 0.5)
         np.testing.assert_allclose(advantages(seen[rollout_id]), expected, atol=1e-4)
     everything, weights = np.concatenate(list(d.values())), np.concatenate([weights[key] for key in d])
     assert metrics["distill/kl"] == pytest.approx(-(weights * everything).mean(), abs=1e-4)
@@ -210,13 +210,13 @@ def test_a_rejected_token_is_none_that_an_earlier_one_answers_for() -> None:
     originals = {s.rollout_id: s for s in SAMPLES}
     for rollout_id, sample in seen.items():
         kept = sample.mask[originals[rollout_id].mask]
-        np.testing.assert_allclose(advantages(sample), later_sums(d[rollout_id][kept], 1.0), atol=1e-4)
+        np.testing.assert_allclose(advantages(sample), discounted_sums(d[rollout_id][kept], 1.0), atol=1e-4)
 
 
 def test_streamed_groups_get_the_same_advantages() -> None:
     whole, streamed = (trainer({"teacher": "other", "discount": 0.5}, teacher_seed=1) for _ in range(2))
     streamed.accumulate([s for s in SAMPLES if s.group_id == 1])
-    streamed.forget_accumulated()
+    streamed.discard_accumulated()
     streamed.accumulate([s for s in SAMPLES if s.group_id == 2])
     expected, found = whole.train_step(Batch(SAMPLES)), streamed.train_step(Batch(SAMPLES))
     for key in ("loss", "grad_norm", "distill/kl", "distill/clipped_share", "ratio/max"):

@@ -65,7 +65,7 @@ def advantages(of: Batch) -> dict[str, list[float]]:
 def test_a_role_that_is_taught_needs_no_reward_and_the_others_are_compared_as_ever() -> None:
     of = config(JUDGED)
     assert advantages(batch(of, group())) == {"0-0": [0.5] * 2, "0-1": [-0.5] * 2, "0-0.1.0": [0.0], "0-1.1.0": [0.0]}
-    assert of.min_valid_rewards == 2 and Grouping(of.workflow, of.distill).most_valid(group()) == 2
+    assert of.min_valid_rewards == 2 and Grouping(of.workflow, of.distill).max_valid(group()) == 2
     # Without a teacher nobody can train the judges, and where its advantages are added they need rewards.
     for other in ({}, JUDGED | {"mix": "add"}):
         assert advantages(batch(config(other), group())) == {"0-0": [0.5] * 2, "0-1": [-0.5] * 2}

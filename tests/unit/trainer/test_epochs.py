@@ -14,7 +14,7 @@ from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, Config, TrainConfig
 from rollover.trainer.batch import Batch
 from rollover.trainer.objective import Counts
-from rollover.trainer.streams import GIVEN
+from rollover.trainer.streams import SAMPLE_STREAMS
 from rollover.trainer.tally import Tally
 from rollover.trainer.trainer import Trainer, split_groups, updates_of
 from rollover.types import Sample
@@ -176,9 +176,9 @@ def test_every_update_is_proximal_to_the_start_of_the_step(minibatches: int) -> 
 def test_snapshots_are_proximal_in_every_epoch(rejection: dict[str, float]) -> None:
     """Tokens of version 0 to the weights of version 0, those of version 1 to the weights at the start of the step."""
     t = trainer({"proximal": "snapshot", "rejection": rejection}, learning_rate=0.01, **SEVERAL)
-    of_version = {0: t.backend.compute_logprobs(SAMPLES)}
+    version_name = {0: t.backend.compute_logprobs(SAMPLES)}
     t.train_step(Batch(SAMPLES))
-    of_version[1] = t.backend.compute_logprobs(SAMPLES)
+    version_name[1] = t.backend.compute_logprobs(SAMPLES)
     mixed = [s.with_streams(versions=np.arange(len(s.token_ids), dtype=np.int32) % 2) for s in SAMPLES]
     updates = recorded(t)
     t.train_step(Batch(mixed))
@@ -186,7 +186,7 @@ def test_snapshots_are_proximal_in_every_epoch(rejection: dict[str, float]) -> N
     for samples in updates:
         for s in samples:
             versions = s.versions[s.mask]
-            expected = np.where(versions == 0, of_version[0][s.rollout_id], of_version[1][s.rollout_id])
+            expected = np.where(versions == 0, version_name[0][s.rollout_id], version_name[1][s.rollout_id])
             np.testing.assert_allclose(s.in_loss("proximal_logprobs"), expected, atol=1e-5)
 
 
@@ -298,7 +298,7 @@ def test_a_backend_that_does_not_count_the_kl_says_so() -> None:
     t = trainer(epochs_per_step=2, max_kl=1.0)
     original = t.backend.forward_backward
     t.backend.forward_backward = lambda samples, counts: original(  # type: ignore[method-assign]
-        [s.only((*GIVEN, "proximal_logprobs")) for s in samples], counts
+        [s.only((*SAMPLE_STREAMS, "proximal_logprobs")) for s in samples], counts
     )
     with pytest.raises(ValueError, match="train.max_kl: the backend's .* stream start_logprobs"):
         t.train_step(Batch(SAMPLES))

@@ -173,12 +173,14 @@ def test_dropout_acts_in_training_only() -> None:
         np.array_equal(a, b) for a, b in zip(*(t.backend.compute_logprobs(SAMPLES).values() for _ in "ab"), strict=True)
     )
     clean = t.backend.compute_logprobs(SAMPLES)
-    t.backend.forward_backward(SAMPLES, Counts.of(SAMPLES))
+    t.backend.forward_backward(SAMPLES, Counts.from_samples(SAMPLES))
     assert all(np.array_equal(v, clean[k]) for k, v in t.backend.compute_logprobs(SAMPLES).items()), (
         "after a training pass too"
     )
     proximal = with_stream(SAMPLES, "proximal_logprobs", t.backend.compute_logprobs(SAMPLES))
-    losses = [t.backend.forward_backward(proximal, Counts.of(proximal)).totals()["max/ratio"] for _ in range(2)]
+    losses = [
+        t.backend.forward_backward(proximal, Counts.from_samples(proximal)).totals()["max/ratio"] for _ in range(2)
+    ]
     assert losses[0] != losses[1] and losses[0] > 1.0
 
 

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.models.load import Limits
+from rollover.models.load import ModelLimits
 from rollover.trainer.packing import micro_batches, pack
 from rollover.trainer.trainer import split_groups
 from rollover.types import Sample
 from samples import VOCAB, random_samples
 
 CPU = torch.device("cpu")
-LIMITS = Limits(VOCAB, 64)
+LIMITS = ModelLimits(VOCAB, 64)
 
 
 @given(st.integers(0, 1000), st.integers(1, 60), st.integers(1, 4), st.integers(1, 2))

@@ -211,7 +211,7 @@ def test_the_gradient_of_a_replayed_token_by_hand() -> None:
     trainer = local_trainer(loaded, TrainConfig(), of.algorithm, dtype=torch.float32, max_new_tokens=8)
     from rollover.trainer.objective import Counts
 
-    trainer.backend.forward_backward(batch.samples, Counts.of(batch.samples))
+    trainer.backend.forward_backward(batch.samples, Counts.from_samples(batch.samples))
     found = torch.cat([g.flatten() for g in tiny.local(trainer).optimizer.gradients()])
     model = tiny.model()
     model.set_attn_implementation("sdpa")

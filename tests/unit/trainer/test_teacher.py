@@ -16,7 +16,7 @@ from rollover.config import AlgorithmConfig, Config
 from rollover.envs.protocol import RunEnvironment
 from rollover.functions import FunctionError
 from rollover.tasks.prompts import encode_prompt, encoder
-from rollover.trainer.auxiliary_models import load_teacher, other_vocabulary
+from rollover.trainer.auxiliary_models import load_teacher, vocabulary_difference
 from rollover.trainer.batch import Batch, BatchBuilder
 from rollover.trainer.distill import TeacherPrompts, teacher_prompts
 from rollover.trainer.replay_buffer import ReplayBuffer
@@ -245,4 +245,4 @@ class Vocabulary(dict[str, int]):
     ],
 )
 def test_where_two_vocabularies_differ(policy: dict[str, int], teacher: dict[str, int], why: str) -> None:
-    assert other_vocabulary(Vocabulary(policy), Vocabulary(teacher)) == why
+    assert vocabulary_difference(Vocabulary(policy), Vocabulary(teacher)) == why

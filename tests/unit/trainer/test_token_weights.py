@@ -17,7 +17,7 @@ from rollover.config import AlgorithmConfig
 from rollover.config.load import ConfigError, load_config
 from rollover.trainer.backend import Stream
 from rollover.trainer.batch import Batch
-from rollover.trainer.streams import STATISTICS, mean_weight, of_high_entropy, with_stream
+from rollover.trainer.streams import STATISTICS, high_entropy_stream, mean_weight, with_stream
 from rollover.trainer.token_advantages import estimate_tokens
 from rollover.trainer.trainer import split_groups
 from rollover.types import Sample
@@ -113,7 +113,7 @@ def test_the_share_is_of_each_minibatch_whatever_its_packing(minibatches: int, l
     assert abs(plain.train_step(Batch(SAMPLES))["loss"] - losses[0]) > 1e-4
     entropies = {k: v[:, 1] for k, v in trainer({}).backend.compute_statistics(SAMPLES).items()}
     for part in split_groups(SAMPLES, minibatches):
-        kept = of_high_entropy(with_stream(part, "statistics_entropy", entropies), 0.3)
+        kept = high_entropy_stream(with_stream(part, "statistics_entropy", entropies), 0.3)
         entropy = torch.from_numpy(np.concatenate([entropies[s.rollout_id] for s in part]))[None]
         wanted = high_entropy_mask(entropy, torch.ones_like(entropy), share=0.3)
         np.testing.assert_array_equal(np.concatenate([kept[s.rollout_id] for s in part]), wanted[0].float())
@@ -124,7 +124,7 @@ def test_tokens_of_low_entropy_have_no_policy_gradient() -> None:
     """As if their advantages were 0, where those of the clip are nothing but factors; denominators count all."""
     t, expected = trainer({"top_entropy_share": 0.2}), trainer({})
     entropies = {k: v[:, 1] for k, v in t.backend.compute_statistics(SAMPLES).items()}
-    kept = of_high_entropy(with_stream(SAMPLES, "statistics_entropy", entropies), 0.2)
+    kept = high_entropy_stream(with_stream(SAMPLES, "statistics_entropy", entropies), 0.2)
     cut = []
     for s in SAMPLES:
         advantages = s.advantages.copy()

@@ -72,7 +72,7 @@ class RayCluster:
             driver = ray.get_runtime_context().get_node_id()
             self._address = alive[driver]["NodeManagerAddress"]
             there = _with_gpus_of(alive.values(), config)
-            self._assignment = Assignment(Needs.of(there), list(_nodes(alive).values()), driver)
+            self._assignment = Assignment(Needs.from_config(there), list(_nodes(alive).values()), driver)
             self._holders: list[Any] = []  # an actor ends with its handle
             # By node, what roles have in turns (cluster.colocate), the controller's first. Ray itself can only divide a
             # single GPU, and would give two halves of one to two servers.

@@ -16,7 +16,7 @@ from typing import Any
 from rollover.plugins.ray.hosted import CALL_S, Actor, Actors, Gone, check_weights_dir
 from rollover.plugins.ray.roles import RankRole
 from rollover.trainer.backend import BackendLost
-from rollover.trainer.ranks.group import Answers, Collecting, meet
+from rollover.trainer.ranks.group import AnswerCollector, Answers, rendezvous
 
 _LOOK_EVERY_S = 0.5
 _END_S = 5.0
@@ -28,7 +28,7 @@ def start_actor_ranks(actors: Actors, devices: list[str], threads: int) -> Actor
     timeout_s = actors.config.backend.rank_timeout_s
     ranks = ActorRanks(actors, len(devices), timeout_s)
     try:
-        meet(ranks, ranks.host, devices, threads, timeout_s)
+        rendezvous(ranks, ranks.host, devices, threads, timeout_s)
     except BaseException:
         ranks.close()
         raise
@@ -93,12 +93,14 @@ class ActorRanks:
         raise BackendLost(self._why)
 
     def _answers(self, verb: str, calls: dict[Future[dict[str, Any]], int], limited: bool) -> Answers:
-        collecting = Collecting(calls.values(), self._timeout_s, limited, lambda rank, how: self._lost(rank, verb, how))
+        collecting = AnswerCollector(
+            calls.values(), self._timeout_s, limited, lambda rank, how: self._lost(rank, verb, how)
+        )
         waiting = set(calls)
         while not collecting.done:
-            done, waiting = wait(waiting, collecting.left_s, FIRST_COMPLETED)
+            done, waiting = wait(waiting, collecting.remaining_s, FIRST_COMPLETED)
             if not done:
-                collecting.late()
+                collecting.on_timeout()
             for call in done:
                 rank = calls[call]
                 try:
@@ -107,8 +109,8 @@ class ActorRanks:
                     raise self._lost(rank, verb, f"is gone: {error}") from None
                 if "lost" in answer:
                     raise self._lost(rank, verb, f"is lost: {answer['lost']}")
-                collecting.take(rank, answer)
-        return collecting.found()
+                collecting.add(rank, answer)
+        return collecting.result()
 
     def _lost(self, rank: int, verb: str, how: str) -> BackendLost:
         """End all; what there is to raise."""

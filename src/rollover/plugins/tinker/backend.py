@@ -24,12 +24,12 @@ import numpy as np
 import torch
 
 from rollover.engine.protocol import ExtendRequest
-from rollover.models.load import Limits
+from rollover.models.load import ModelLimits
 from rollover.models.save import save_tokenizer
 from rollover.plugins.tinker.engine import TinkerEngine
 from rollover.trainer.auxiliary_models import load_teacher_outline
 from rollover.trainer.backend import TEACHER, BackendSetup, Stream, Version
-from rollover.trainer.local_backend import answers_under
+from rollover.trainer.local_backend import sample_with
 from rollover.trainer.objective import Counts, Objective
 from rollover.trainer.optimizer import learning_rate
 from rollover.trainer.packing import token_batch
@@ -134,7 +134,7 @@ class TinkerBackend:
 
     async def sample(self, requests: Sequence[ExtendRequest]) -> list[list[Segment]]:
         """By the engine of the service, which gets the current weights first if it has others."""
-        return await answers_under(self, self.engine, requests)
+        return await sample_with(self, self.engine, requests)
 
     def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         meta = {"policy_version": self.policy_version, "step_count": self.step_count, "path": self._saved("state")}
@@ -260,7 +260,7 @@ class TinkerBackend:
 
 def _check(model: Any, samples: list[Sample]) -> None:
     """ValueError for samples that `model` cannot be given, or whose log-probs the service does not compute."""
-    limits = Limits.of(model)
+    limits = ModelLimits.from_model(model)
     for s in samples:
         limits.check(s.rollout_id, s.prompt_ids, s.token_ids)
         if s.temperature != 1:

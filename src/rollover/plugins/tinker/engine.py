@@ -18,7 +18,7 @@ from rollover.engine.build import EngineSetup
 from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad, WrongAnswer
 from rollover.engine.remote.generation import Generation
 from rollover.engine.validate import usable
-from rollover.models.load import Limits
+from rollover.models.load import ModelLimits
 from rollover.plugins.tinker.service import Service
 from rollover.types import Segment, StopReason
 
@@ -179,7 +179,7 @@ def make_tinker(setup: EngineSetup) -> TinkerEngine:
     def decode_text(ids: list[int]) -> str:
         return loaded.tokenizer.decode(ids, skip_special_tokens=False)
 
-    longest = Limits.of(loaded.model).positions or 2**31
+    longest = ModelLimits.from_model(loaded.model).positions or 2**31
     service = Service(setup.config)
     try:
         return TinkerEngine(service, longest, decode_text)

@@ -24,16 +24,16 @@ from rollover.checkpoint.store import FolderWriter
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.devices import dtype_of, pick_device
-from rollover.models.load import Limits, outline_of
+from rollover.models.load import ModelLimits, make_outline
 from rollover.models.save import write_folder
 from rollover.models.threads import most_threads
 from rollover.processes import brief_waiting
 from rollover.trainer.auxiliary_models import load_teacher_outline
 from rollover.trainer.backend import TEACHER, BackendSetup, Stream, Version
-from rollover.trainer.local_backend import answers_under
+from rollover.trainer.local_backend import sample_with
 from rollover.trainer.objective import Counts
 from rollover.trainer.packing import row_tokens
-from rollover.trainer.ranks.group import HOST, LocalRanks, Ranks, meet
+from rollover.trainer.ranks.group import HOST, LocalRanks, Ranks, rendezvous
 from rollover.trainer.ranks.wire import to_plain
 from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.tally import Tally
@@ -57,7 +57,7 @@ def start_ranks(config: Config, logs: Path | None = None) -> LocalRanks:
     ranks = LocalRanks(num, config.backend.rank_timeout_s, brief_waiting(config.run), logs)
     try:
         threads = max(1, most_threads(config) // num)
-        meet(ranks, HOST, devices, threads, config.backend.rank_timeout_s)
+        rendezvous(ranks, HOST, devices, threads, config.backend.rank_timeout_s)
     except BaseException:
         ranks.close()
         raise
@@ -80,9 +80,9 @@ class RanksBackend:
         config = setup.config
         self.config, self.loaded, self.engine, self.ranks = config, setup.loaded, setup.engine, ranks
         self.policy_version, self._flops = 0, dict.fromkeys(range(ranks.num), 0.0)
-        self._limits = self._teacher_limits = Limits.of(setup.loaded.model)
+        self._limits = self._teacher_limits = ModelLimits.from_model(setup.loaded.model)
         if config.distill.model_path:
-            self._teacher_limits = Limits.of(load_teacher_outline(config, setup.loaded).model)
+            self._teacher_limits = ModelLimits.from_model(load_teacher_outline(config, setup.loaded).model)
         self._number = next(_numbers)
         self._folder = OwnFolder(config.engine.weights_dir)
         self._published: Path | None = None
@@ -117,7 +117,7 @@ class RanksBackend:
         values = [{"samples": part, "counts": counts} for part in self._spread(samples, self._limits)]
         sums = Tally()
         for found in self._call("forward_backward", values):
-            sums.absorb(Tally.of(found["sums"], found["tokens"]))
+            sums.absorb(Tally.from_vectors(found["sums"], found["tokens"]))
         return sums
 
     def optim_step(self, rate_scale: float = 1.0, *, divisor: float = 1.0, ends_step: bool = True) -> dict[str, float]:
@@ -132,7 +132,7 @@ class RanksBackend:
 
     async def sample(self, requests: Sequence[ExtendRequest]) -> list[list[Segment]]:
         """As LocalBackend's."""
-        return await answers_under(self, self.engine, requests)
+        return await sample_with(self, self.engine, requests)
 
     def save_checkpoint(self) -> tuple[FolderWriter, dict[str, Any]]:
         def write(folder: str) -> None:
@@ -158,7 +158,7 @@ class RanksBackend:
 
     def save_model(self, folder: Path) -> None:
         """A folder that transformers' from_pretrained loads, in compute dtype, tokenizer included."""
-        outline = outline_of(self.loaded, self.config.model, dtype_of(self.config))
+        outline = make_outline(self.loaded, self.config.model, dtype_of(self.config))
         write_folder(folder, outline, dict(self._gathered(buffers=True)), self.loaded, self.loaded.path)
 
     def start_profile(self) -> None:
@@ -177,7 +177,7 @@ class RanksBackend:
 
     # Private
 
-    def _spread(self, samples: list[Sample], limits: Limits) -> list[list[Sample]]:
+    def _spread(self, samples: list[Sample], limits: ModelLimits) -> list[list[Sample]]:
         """The samples of each rank. ValueError for one that the model of these limits cannot be given: its rank alone
         would fail, and the others wait for it."""
         for s in samples:

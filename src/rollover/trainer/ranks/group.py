@@ -49,7 +49,7 @@ class Ranks(Protocol):
         ...
 
 
-def meet(ranks: Ranks, host: str, devices: list[str], threads: int, timeout_s: float) -> None:
+def rendezvous(ranks: Ranks, host: str, devices: list[str], threads: int, timeout_s: float) -> None:
     """Make one process group of the ranks. Errors as of `Ranks.call`.
 
     `host`: an address of rank 0's machine, at which it listens for the others. `devices`: of each rank. `threads`: that
@@ -60,7 +60,7 @@ def meet(ranks: Ranks, host: str, devices: list[str], threads: int, timeout_s: f
     ranks.call("join", {rank: common | {"rank": rank, "device": device} for rank, device in enumerate(devices)})
 
 
-def _refusal(answer: Mapping[str, Any]) -> Exception | None:
+def _error_of(answer: Mapping[str, Any]) -> Exception | None:
     """What to raise where all ranks give this answer, an error; None where nobody foresaw it."""
     said, kind = answer["error"], answer["kind"]
     if kind == process.DISK:
@@ -69,35 +69,35 @@ def _refusal(answer: Mapping[str, Any]) -> Exception | None:
     return known[kind](said) if kind in known else None
 
 
-class Collecting:
+class AnswerCollector:
     """The answers of `ranks` to one call, as they come. `timeout_s`, `limited`: as of `Ranks.call`. `lost(rank, how)`
     ends all ranks, and gives what there is to raise."""
 
     def __init__(
         self, ranks: Iterable[int], timeout_s: float, limited: bool, lost: Callable[[int, str], BackendLost]
     ) -> None:
-        self._waiting, self._timeout_s, self._limited, self._lost = set(ranks), timeout_s, limited, lost
+        self._pending, self._timeout_s, self._limited, self._lost = set(ranks), timeout_s, limited, lost
         self._answers: Answers = {}
         self._refused: tuple[int, str, Exception] | None = None  # the first: its rank, words and error
         self._deadline: float | None = None
-        self._given_up = False
+        self._timed_out = False
 
     @property
     def done(self) -> bool:
         """Nobody is waited for any more."""
-        return self._given_up or not self._waiting
+        return self._timed_out or not self._pending
 
     @property
-    def left_s(self) -> float | None:
+    def remaining_s(self) -> float | None:
         """How long to wait for the next answer; None: as long as it takes."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
-    def take(self, rank: int, answer: Mapping[str, Any]) -> None:
+    def add(self, rank: int, answer: Mapping[str, Any]) -> None:
         """The answer of a rank, as process.py gives it. BackendLost for an error that nobody foresaw."""
-        self._waiting.discard(rank)
+        self._pending.discard(rank)
         if "error" not in answer:
             self._answers[rank] = answer["found"]
-        elif (error := _refusal(answer)) is None:
+        elif (error := _error_of(answer)) is None:
             raise self._lost(rank, f"failed ({answer['error']})")
         else:
             self._refused = self._refused or (rank, answer["error"], error)
@@ -106,18 +106,18 @@ class Collecting:
         elif self._limited:
             self._deadline = time.monotonic() + self._timeout_s
 
-    def late(self) -> None:
-        """No answer came within `left_s`. BackendLost where that means a loss."""
+    def on_timeout(self) -> None:
+        """No answer came within `remaining_s`. BackendLost where that means a loss."""
         if not self._refused:
-            raise self._lost(min(self._waiting), f"did not answer within {self._timeout_s:g} s")
-        self._given_up = True
+            raise self._lost(min(self._pending), f"did not answer within {self._timeout_s:g} s")
+        self._timed_out = True
 
-    def found(self) -> Answers:
+    def result(self) -> Answers:
         """All answers. Raises what all refused, or one: then all are ended, as the others are in another state."""
         if not self._refused:
             return self._answers
         rank, said, error = self._refused
-        if self._waiting or self._answers:
+        if self._pending or self._answers:
             self._lost(rank, f"failed ({said})")
         raise error
 
@@ -184,17 +184,19 @@ class LocalRanks:
                 self._workers[rank].submit(
                     {"verb": verb, "values": of_rank}, lambda reply, rank=rank: replies.put((rank, reply)) is None
                 )
-            collecting = Collecting(values, self._timeout_s, limited, lambda rank, how: self._lost(rank, verb, how))
+            collecting = AnswerCollector(
+                values, self._timeout_s, limited, lambda rank, how: self._lost(rank, verb, how)
+            )
             while not collecting.done:
                 try:
-                    rank, reply = replies.get(timeout=collecting.left_s)
+                    rank, reply = replies.get(timeout=collecting.remaining_s)
                 except queue.Empty:
-                    collecting.late()
+                    collecting.on_timeout()
                     continue
                 if isinstance(reply, Exception):
                     raise self._lost(rank, verb)
-                collecting.take(rank, reply)
-            return collecting.found()
+                collecting.add(rank, reply)
+            return collecting.result()
 
     def close(self) -> None:
         with self._ending:

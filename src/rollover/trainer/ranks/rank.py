@@ -30,11 +30,11 @@ from rollover.trainer.backend import BackendSetup
 from rollover.trainer.local_backend import LocalBackend
 from rollover.trainer.profile import new_profile
 from rollover.trainer.ranks import wire
-from rollover.trainer.ranks.sharded import RankTensors, save_shards, shard, spread_like, whole_weights
+from rollover.trainer.ranks.sharded import RankTensors, distribute_like, save_shards, shard, whole_weights
 from rollover.trainer.tally import Tally
 from rollover.weights.safetensors_stream import write_safetensors
 
-_OF_THE_PROCESS = ("listen", "join", "load", "build")  # the other verbs are methods of a RankBackend
+_PROCESS_VERBS = ("listen", "join", "load", "build")  # the other verbs are methods of a RankBackend
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RankBackend(LocalBackend):
             sharded_teacher = shard(frozen, flops[1], self.dtype, device, teacher.processor)
             compile_norms(teacher.model, self.dtype)
         if config.algorithm.needs_reference and config.algorithm.reference_path:
-            reference = spread_like(policy.model, reference, self.dtype)
+            reference = distribute_like(policy.model, reference, self.dtype)
         super().__init__(
             loaded.setup, teacher=teacher, reference=reference, sharded=sharded, sharded_teacher=sharded_teacher
         )
@@ -124,12 +124,12 @@ class Rank:
 
     def answer(self, verb: str, values: dict[str, Any]) -> dict[str, Any]:
         """What the verb gives, as `wire.to_plain` makes it. Errors as of the verb."""
-        if verb in _OF_THE_PROCESS:
+        if verb in _PROCESS_VERBS:
             return wire.call(self, verb, values) or {}
         backend = self._backends[values.pop("backend")]
         found = wire.call(backend, verb, values)
         if isinstance(found, Tally):
-            found = {"sums": found.vectors(), "tokens": found.take_tokens()}
+            found = {"sums": found.vectors(), "tokens": found.pop_token_stats()}
         return {"found": found, "flops": backend.flops, "policy_version": backend.policy_version}
 
     # Calls of the process
@@ -175,7 +175,7 @@ class Rank:
         teacher = load_teacher_in_float32(checked, policy, with_weights=is_first) if has_teacher else None
         self._loaded[backend] = Loaded(BackendSetup(checked, policy, Team(), max_staleness), reference, teacher)
         models = [policy, *filter(None, [teacher])]
-        return {"flops": [ModelFlops.of(each.model) for each in models]} if is_first else {}
+        return {"flops": [ModelFlops.from_model(each.model) for each in models]} if is_first else {}
 
     def build(self, backend: int, flops: list[ModelFlops]) -> None:
         """Make the backend of what `load` gave; `flops` is that of rank 0."""

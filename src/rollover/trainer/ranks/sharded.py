@@ -53,17 +53,17 @@ def shard(
     options: Any = {"mesh": mesh, "reshard_after_forward": True}
     if dtype != torch.float32:
         options["mp_policy"] = narrow
-    _share_buffers(model, device)
-    policy = Policy(model, partial(Head.of, model), Vision.of(model, processor))
+    _broadcast_buffers(model, device)
+    policy = Policy(model, partial(Head.from_model, model), Vision.from_model(model, processor))
     for module in [*layers_of(model), policy]:
-        _share_parameters(module, device)
+        _broadcast_parameters(module, device)
         fully_shard(module, **options)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             # Losses are divided by what all ranks hold together: gradients are summed as they are.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    return Sharded(policy, flops, partial(_most, device))
+    return Sharded(policy, flops, partial(_max_over_ranks, device))
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:
@@ -83,7 +83,9 @@ def whole_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
         yield name, parameter.detach().to(dtype).full_tensor().cpu()
 
 
-def spread_like(model: Any, weights: Mapping[str, torch.Tensor] | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def distribute_like(
+    model: Any, weights: Mapping[str, torch.Tensor] | None, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """Rank 0's `weights`, by the names of the parameters of `model`, each spread as that parameter is, in `dtype`.
 
     All ranks call this together; what the others give is not looked at.
@@ -98,13 +100,13 @@ def spread_like(model: Any, weights: Mapping[str, torch.Tensor] | None, dtype: t
     return out
 
 
-def _most(device: torch.device, own: int) -> int:
+def _max_over_ranks(device: torch.device, own: int) -> int:
     number = torch.tensor(own, device=device)
     dist.all_reduce(number, dist.ReduceOp.MAX)
     return int(number)
 
 
-def _share_parameters(module: torch.nn.Module, device: torch.device) -> None:
+def _broadcast_parameters(module: torch.nn.Module, device: torch.device) -> None:
     """Every rank has rank 0's parameters of `module`, but for those that are spread already. Tied ones stay tied."""
     made: dict[torch.Tensor, torch.nn.Parameter] = {}  # by identity
     for owner in module.modules():
@@ -112,17 +114,17 @@ def _share_parameters(module: torch.nn.Module, device: torch.device) -> None:
             if isinstance(parameter, DTensor):
                 continue
             if parameter not in made:
-                made[parameter] = torch.nn.Parameter(_from_first(parameter, device), parameter.requires_grad)
+                made[parameter] = torch.nn.Parameter(_broadcast(parameter, device), parameter.requires_grad)
             setattr(owner, name, made[parameter])
 
 
-def _share_buffers(model: torch.nn.Module, device: torch.device) -> None:
+def _broadcast_buffers(model: torch.nn.Module, device: torch.device) -> None:
     for owner in model.modules():
         for name, buffer in list(owner.named_buffers(recurse=False)):
-            owner._buffers[name] = _from_first(buffer, device)
+            owner._buffers[name] = _broadcast(buffer, device)
 
 
-def _from_first(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _broadcast(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The numbers that rank 0 has in the same place."""
     tensor = tensor.detach()
     here = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device).contiguous()

@@ -29,29 +29,32 @@ from rollover.types import Group, Prompt, Sample, Task
 
 @dataclass
 class Divergence:
-    """Sums over the loss tokens that a teacher scored: of log policy/teacher, each weighed by policy/behavior up to 2,
-    so that it is the policy's of stale tokens, too; and how many of them were clipped."""
+    """Sums over the loss tokens that a teacher scored: log policy/teacher and the number of clipped tokens.
+
+    Each log-ratio is weighted by policy/behavior up to 2, so that the mean is the policy's for stale tokens, too.
+    """
 
     kl: float = 0.0
     clipped: int = 0
     tokens: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """Under their names in docs/metrics.md."""
+        """Return the metrics under their names in docs/metrics.md."""
         tokens = max(1, self.tokens)
         return {"distill/kl": self.kl / tokens, "distill/clipped_share": self.clipped / tokens}
 
 
 def teacher_inputs(config: DistillConfig, samples: Collection[Sample]) -> list[Sample]:
-    """The same tokens, of the roles that are taught, as the teacher reads them: after its own prompt, where it has
-    one."""
+    """Return the samples of taught roles, with the teacher's prompt if it has one."""
     taught = [s for s in samples if config.teaches(s.role)]
     return [s if s.teacher_prompt_ids is None else replace(s, prompt_ids=s.teacher_prompt_ids) for s in taught]
 
 
 def discounted_sums(values_M: np.ndarray, discount: float) -> np.ndarray:
-    """sum over s >= t of discount^(s - t) * values_s, float64 [M]. Steps are loss tokens: what an environment wrote
-    between two of them is no step."""
+    """Return sum over s >= t of discount^(s - t) * values_s, float64 [M].
+
+    Steps are loss tokens: what an environment wrote between two of them is no step.
+    """
     values_M = values_M.astype(np.float64)
     if discount == 0:
         return values_M
@@ -66,10 +69,10 @@ def discounted_sums(values_M: np.ndarray, discount: float) -> np.ndarray:
 def with_teacher_advantages(
     config: DistillConfig, samples: Collection[Sample], policy: str, sums: Divergence
 ) -> list[Sample]:
-    """The samples with the advantages above at their loss tokens; those of roles that are not taught stay as they are.
-    They have the streams "teacher_logprobs" and `policy`.
+    """Return the samples with the advantages above at their loss tokens; untaught roles stay as they are.
 
-    `sums` is added to. ValueError where a log-prob is none: it would be in every weight afterwards.
+    They have the streams "teacher_logprobs" and `policy`. `sums` is added to. ValueError for a log-prob that is not
+    finite: it would be in every weight afterwards.
     """
     out = []
     for s in samples:
@@ -101,11 +104,11 @@ _RETURNS = (
 
 
 class TeacherPrompts:
-    """What a teacher reads in the place of prompts, as distill.privileged says.
+    """Makes the prompts that a teacher reads (distill.privileged).
 
-    `encode`: makes the prompt of a task, and of what is read in the place of its messages or its text, as the policy's
-    was made (RunEnvironment.prompt). `positions`: of the teacher, None if it does not say. ValueError where the
-    configuration names no function.
+    `encode`: encodes what replaces the messages or the text of a task, as the policy's prompt was made
+    (RunEnvironment.prompt). `positions`: of the teacher, None if unknown. ValueError if the configuration names no
+    function.
     """
 
     def __init__(self, config: Config, encode: EncodePrompt, positions: int | None) -> None:
@@ -113,12 +116,13 @@ class TeacherPrompts:
         self._privileged = own_function("distill.privileged", config.distill.privileged, _RETURNS)
 
     def for_samples(self, groups: Iterable[Group], samples: Sequence[Sample]) -> list[Sample]:
-        """The samples of these groups, each with its teacher's prompt: that of the task, and what the policy's prompt
-        has after that of the task. FunctionError where the function raises, or returns no messages that the template
-        can take, or so many that an answer does not fit behind them; ValueError for a prompt that is none of the task.
+        """Return the samples with their teacher's prompt: the task's, then the rest of the policy's prompt.
+
+        FunctionError if the function raises, returns no messages that the template takes, or too many for an answer to
+        fit; ValueError for a prompt that does not begin with its task's.
         """
         of_group = {group.group_id: group for group in groups}
-        told: dict[int, Prompt] = {}
+        prompts: dict[int, Prompt] = {}
         out = []
         for s in samples:
             group = of_group[s.group_id]
@@ -127,8 +131,8 @@ class TeacherPrompts:
                     f"distill.privileged: rollout {s.rollout_id} of task {group.task.task_id!r} shows images, and a"
                     " teacher's own prompt has none. Remove distill.privileged, or the images"
                 )
-            if s.group_id not in told:
-                told[s.group_id] = self.of_task(group.task)
+            if s.group_id not in prompts:
+                prompts[s.group_id] = self.encode_task(group.task)
             own, of_task = s.prompt_ids.tolist(), list(group.prompt.ids)
             if own[: len(of_task)] != of_task:
                 raise ValueError(
@@ -136,7 +140,7 @@ class TeacherPrompts:
                     f" {group.task.task_id!r}, so that nothing can be put in its place. Name the roles whose prompts"
                     " do (distill.roles), or remove distill.privileged"
                 )
-            prompt_ids = np.array([*told[s.group_id].ids, *own[len(of_task) :]], dtype=np.int32)
+            prompt_ids = np.array([*prompts[s.group_id].ids, *own[len(of_task) :]], dtype=np.int32)
             if self.positions is not None and len(prompt_ids) + len(s.token_ids) > self.positions:
                 raise self._privileged.refused(
                     f"{len(prompt_ids)} tokens for task {group.task.task_id!r}, and {len(s.token_ids)} follow: the"
@@ -145,9 +149,9 @@ class TeacherPrompts:
             out.append(replace(s, teacher_prompt_ids=prompt_ids))
         return out
 
-    def of_task(self, task: Task) -> Prompt:
-        """Its prompt for the teacher. FunctionErrors as above."""
-        own = copy.deepcopy(task)  # which it may change: rewards and records read the task, too
+    def encode_task(self, task: Task) -> Prompt:
+        """Return the teacher's prompt of a task. FunctionErrors as in `for_samples`."""
+        own = copy.deepcopy(task)  # the function may change it; rewards and records read the task
         given: Any = own.prompt if own.messages is None else list(own.messages)
         made = self._privileged(own, given)
         if task.messages is None:
@@ -163,14 +167,14 @@ class TeacherPrompts:
 
 
 def teacher_prompts(config: Config, loaded: LoadedModel, environment: RunEnvironment) -> TeacherPrompts | None:
-    """As distill.privileged says; None: the teacher reads what the policy reads."""
+    """Return the TeacherPrompts of distill.privileged; None: the teacher reads the policy's prompts."""
     if not config.distill.privileged:
         return None
     return TeacherPrompts(config, environment.prompt, ModelLimits.from_model(loaded.model).positions)
 
 
 def _are_messages(made: object) -> bool:
-    """Whether a template can take it: a list of roles and texts."""
+    """Return whether a template can take it: a list of roles and texts."""
     if not isinstance(made, list | tuple) or not made:
         return False
     texts = [m.get(key) for m in made if isinstance(m, dict) for key in ("role", "content")]

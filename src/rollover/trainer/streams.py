@@ -34,9 +34,9 @@ from rollover.trainer.backend import Stream, TrainerBackend, Version, reference_
 from rollover.types import Sample
 
 SAMPLE_STREAMS = ("behavior_logprobs", "advantages", "versions")
-"""Those that every sample has."""
+"""Streams of every sample."""
 STATISTICS = ("statistics_logprobs", "statistics_entropy", "statistics_squares")
-"""Streams of a step's samples, the columns of `TrainerBackend.compute_statistics`; no backend is given them."""
+"""Columns of `TrainerBackend.compute_statistics`, as streams of a step's samples; backends do not get them."""
 _FROM_THE_PASS = ("logprobs", "old_logprobs", "entropy")
 Minibatches = Sequence[list[Sample]]
 
@@ -48,7 +48,7 @@ class StreamContext(Protocol):
     whole_config: Config
 
     def logprobs(self, minibatches: Minibatches, version: Version | None = None, timed_as: str = "logprobs") -> Stream:
-        """Log-probs of the loss tokens under the weights of `version`, packed as in training."""
+        """Return the log-probs of the loss tokens under the weights of `version`, packed as in training."""
         ...
 
     def timed(self, part: str) -> AbstractContextManager[None]:
@@ -145,8 +145,7 @@ STREAMS: dict[str, TokenStream] = {
 
 
 def declared_by_loss(config: Config) -> list[str]:
-    """The streams of `STREAMS` that the policy loss declares. ValueError for one that is unknown, or that the run does
-    not have."""
+    """Return the streams of `STREAMS` that the policy loss declares. ValueError for an unavailable one."""
     loss = config.algorithm.loss
     declared = declared_streams(CustomLoss(loss) if ":" in loss else loss_function(loss))
     found: list[str] = []
@@ -167,7 +166,7 @@ def declared_by_loss(config: Config) -> list[str]:
 
 
 def sampling_logprobs(backend: TrainerBackend, minibatches: Minibatches) -> Stream:
-    """Log-probs of every loss token under the trainer's weights of the version that sampled it."""
+    """Return the log-probs of every loss token under the trainer's weights that sampled it."""
     out = {s.rollout_id: np.zeros(s.num_loss_tokens, np.float32) for part in minibatches for s in part}
     for part in minibatches:
         versions = {int(v) for s in part for v in np.unique(s.in_loss("versions"))}
@@ -182,7 +181,7 @@ def sampling_logprobs(backend: TrainerBackend, minibatches: Minibatches) -> Stre
 
 
 def with_stream(samples: Sequence[Sample], name: str, stream: Stream) -> list[Sample]:
-    """The samples with that stream; 0 for those without a loss token."""
+    """Return the samples with that stream; it is 0 in samples without a loss token."""
     nothing = np.zeros(0, np.float32)
     return [s.with_loss_stream(name, stream[s.rollout_id] if s.mask.any() else nothing) for s in samples]
 
@@ -192,16 +191,20 @@ _BY_SEQUENCE = ("sequence_truncate", "sequence_mask")
 
 
 def compared_stream(config: AlgorithmConfig) -> str:
-    """Which log-probs rejections and weights of a step compare with: those of the proximal policy, or, where the loss
-    makes these of others, those at the start of the step."""
+    """Return the stream of log-probs that rejection and weights compare with.
+
+    These are the proximal ones, or, where the loss computes the proximal ones itself, those at the start of the step.
+    """
     return "proximal_logprobs" if config.proximal_policy in ("step_start", "snapshot") else "start_logprobs"
 
 
 def proximal_and_behavior(
     config: AlgorithmConfig, sample: Sample, trainer_version: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [1, M] of the sample's loss tokens under algorithm.proximal, at the start of the step, and under what
-    sampled them. The sample has the `compared_stream`."""
+    """Return the log-probs [1, M] of the loss tokens under algorithm.proximal and the behavior policy.
+
+    The proximal ones are taken at the start of the step. The sample has the `compared_stream`.
+    """
     names = compared_stream(config), "behavior_logprobs"
     start_1M, behavior_1M = (torch.from_numpy(sample.in_loss(name))[None] for name in names)
     if config.proximal_policy == "interpolated":
@@ -212,9 +215,11 @@ def proximal_and_behavior(
 
 
 def mean_weight(config: AlgorithmConfig, samples: Sequence[Sample], trainer_version: int) -> float:
-    """The mean of the importance weights, bounded as they are applied: over the loss tokens, or over the sequences
-    where each has one weight (verl's rollout_is_batch_normalize). 1 where no weight is above 0. The samples have the
-    `compared_stream`."""
+    """Return the mean importance weight, bounded as applied; 1 if no weight is above 0.
+
+    The mean is over loss tokens, or over sequences in the modes with one weight per sequence (verl's
+    rollout_is_batch_normalize). The samples have the `compared_stream`.
+    """
     total, count = 0.0, 0
     for s in samples:
         if not s.mask.any():
@@ -236,7 +241,7 @@ def mean_weight(config: AlgorithmConfig, samples: Sequence[Sample], trainer_vers
 
 
 def high_entropy_stream(samples: Sequence[Sample], share: float) -> Stream:
-    """1 for the loss tokens of a minibatch that are among the `share` of highest entropy, else 0."""
+    """Return 1 for the loss tokens of a minibatch in the `share` of highest entropy, else 0."""
     samples = [s for s in samples if s.mask.any()]
     if not samples:
         return {}
@@ -249,9 +254,11 @@ def high_entropy_stream(samples: Sequence[Sample], share: float) -> Stream:
 def with_weights(
     config: AlgorithmConfig, minibatches: Sequence[list[Sample]], trainer_version: int
 ) -> tuple[list[list[Sample]], float]:
-    """(the minibatches of a step with the stream "weights", the mean of their importance weights). Where all weights
-    are 1, there is no such stream. The samples have the `compared_stream` with algorithm.correction_normalize, and
-    STATISTICS with algorithm.top_entropy_share."""
+    """Return (the minibatches with the stream "weights", the mean importance weight).
+
+    No stream is added if all weights are 1. The samples have the `compared_stream` with
+    algorithm.correction_normalize, and STATISTICS with algorithm.top_entropy_share.
+    """
     share, mean = config.top_entropy_share, 1.0
     if config.correction_normalize:
         mean = mean_weight(config, [s for part in minibatches for s in part], trainer_version)
@@ -266,7 +273,7 @@ def with_weights(
 
 
 def without_rejected(config: AlgorithmConfig, sample: Sample, trainer_version: int) -> Sample:
-    """The sample with those tokens in its loss that algorithm.rejection keeps. It has the `compared_stream`."""
+    """Return the sample without the tokens that algorithm.rejection rejects. It has the `compared_stream`."""
     start_1M, behavior_1M = proximal_and_behavior(config, sample, trainer_version)
     every_1M = torch.ones_like(start_1M, dtype=torch.bool)
     kept_1M = every_1M
@@ -288,7 +295,7 @@ def without_rejected(config: AlgorithmConfig, sample: Sample, trainer_version: i
 
 
 def all_rejected_message(config: AlgorithmConfig, num_tokens: int) -> str:
-    """Why all tokens of a step were rejected, and what to change."""
+    """Return why all tokens of a step were rejected, and what to change."""
     bounds = " and ".join(f"{name} = {json.dumps(bound)}" for name, bound in config.rejection.items())
     return (
         f"algorithm.rejection leaves out all its {num_tokens} tokens, as none is within {bounds}. Widen it, or lower"

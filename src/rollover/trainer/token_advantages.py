@@ -25,14 +25,16 @@ _ALIGNED = {"optimal_token_baseline": "positions", "tir_optimal_token_baseline":
 
 
 Roles = Mapping[str, RoleCredit]
-"""`Batch.roles`."""
+"""Role -> scaling of its advantages (`Credited.roles`)."""
 
 
 def estimate_tokens(
     config: AlgorithmConfig, samples: Sequence[Sample], roles: Roles = MappingProxyType({})
 ) -> list[Sample]:
-    """The samples with advantages in the place of their rewards, by algorithm.advantage. They have STATISTICS, where
-    that reads them (`AlgorithmConfig.needs_statistics`)."""
+    """Return the samples with advantages instead of rewards per token, for the estimators without a critic.
+
+    The samples have STATISTICS if algorithm.advantage reads them (`AlgorithmConfig.needs_statistics`).
+    """
     rewards_BT, mask_BT = padded([s.advantages for s in samples]), padded([s.mask for s in samples], np.bool_)
     if config.advantage == "reinforce_plus_plus_tokens":
 
@@ -49,18 +51,20 @@ def estimate_tokens(
 
 
 def with_bootstrap_token(samples: list[Sample]) -> list[Sample]:
-    """The samples, those that were cut at the token limit with one token more in the loss: the value before it is that
-    of all tokens. Which token it is has no part in that."""
+    """Add one loss token to truncated samples, so that a critic's last value is that of the whole answer.
+
+    The id of that token does not matter: a value is of the tokens before it.
+    """
     return [_extended(s) if s.truncated and s.mask.any() else s for s in samples]
 
 
 def estimate_with_critic(
     config: AlgorithmConfig, samples: list[Sample], values: Stream, roles: Roles = MappingProxyType({})
 ) -> list[Sample]:
-    """The samples with advantages in place of their rewards per token, and the streams "values" and "returns".
+    """Return the samples with GAE advantages instead of rewards per token, and streams "values" and "returns".
 
-    Advantages are normalised over all loss tokens of a role (those of `roles`) in the batch, as PPO implementations do.
-    `values` of a sample may have one number more than it has loss tokens: what is expected after its last token
+    Advantages are normalised over all loss tokens of a role (`roles`) in the batch, as PPO implementations do. `values`
+    of a sample may have one number more than it has loss tokens: the value after its last token
     (`with_bootstrap_token`).
     """
     rewards_BT, mask_BT = padded([s.advantages for s in samples]), padded([s.mask for s in samples], np.bool_)
@@ -91,9 +95,9 @@ def _extended(s: Sample) -> Sample:
 
 
 def by_role(samples: Sequence[Sample], roles: Roles, estimate: Callable[[list[int]], torch.Tensor]) -> list[Sample]:
-    """The samples with the advantages that `estimate` gives, times the weight of their role.
+    """Return the samples with the advantages of `estimate`, times the weight of their role.
 
-    `estimate`: indices of the samples of those roles that are compared with each other -> their advantages [rows, T].
+    `estimate`: indices of the samples of roles that are compared with each other -> their advantages [rows, T].
     """
     rows: dict[frozenset[str], list[int]] = {}
     for row, s in enumerate(samples):
@@ -116,7 +120,7 @@ def _optimal_baseline(
     rewards_BT: torch.Tensor,
     mask_BT: torch.Tensor,
 ) -> torch.Tensor:
-    """Its baselines are over the rollouts of a group that have one role."""
+    """Return advantages over baselines [B, T], which are taken over the rollouts of one role of a group."""
     compared = {place: i for i, place in enumerate(dict.fromkeys((s.group_id, s.role) for s in samples))}
 
     logprobs_BT, _, squares_BT = (

@@ -121,7 +121,7 @@ def test_a_teacher_reads_of_the_tools_and_the_episode_as_the_policy_does(prompts
     with environment(Counter) as env:
         own = TOKENIZER.decode(list(env.prompt(CHAT).ids))
         taught = TeacherPrompts(config(privileged="own.py:told"), env.prompt, None)
-        text = TOKENIZER.decode(taught.of_task(CHAT).ids)
+        text = TOKENIZER.decode(taught.encode_task(CHAT).ids)
         assert TOKENIZER.decode(list(env.prompt(CHAT).ids)) == own
     assert '"up"' in own and "It is 7." not in own and own.count("Count to 7: 3+4?") == 1
     assert '"up"' in text and "It is 7." in text and text.count("Count to 7: 3+4?") == 1

@@ -4,7 +4,8 @@ Shapes: N rollouts, R rewards per rollout, B rows, T tokens. `group_N` holds int
 NaN = missing reward: excluded from every statistic, advantage 0. The only valid rollout of a group has nothing to be
 compared with: advantage 0 too, unless the method needs no group. `lengths_N`, loss tokens per rollout, makes a
 statistic over the batch count every token once instead of every rollout once. Everything in float32, as a constant: no
-gradient passes through.
+gradient passes through. `Estimator` is the estimator that the configuration names; config/traits.py has its name, and
+what it reads.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _centre(
 
 
 def _has_baseline(rewards_N: torch.Tensor, group_N: torch.Tensor) -> torch.Tensor:
-    """Whether a rollout has a reward, and a sibling with one."""
+    """Return whether a rollout has a reward, and a sibling with one."""
     _, valid_N, index_N, count_G = _centre(rewards_N, group_N)
     return valid_N & (count_G[index_N] > 1)
 
@@ -63,9 +64,9 @@ def _has_baseline(rewards_N: torch.Tensor, group_N: torch.Tensor) -> torch.Tenso
 def _normalize(
     values: torch.Tensor, valid: torch.Tensor, weights: torch.Tensor | None, eps: float, *, centred: bool = False
 ) -> torch.Tensor:
-    """(values - mean) / (sample standard deviation + eps) over the valid entries of the batch; 0 elsewhere.
+    """Return (values - mean) / (sample standard deviation + eps) over the valid entries of the batch; 0 elsewhere.
 
-    `centred`: their mean is 0 by construction, and what rounding has left of it is not subtracted: 0 stays 0.
+    `centred`: the mean is 0 by construction, and its rounding error is not subtracted: 0 stays 0.
     """
     if not valid.any():
         return torch.zeros_like(values, dtype=torch.float32)
@@ -220,7 +221,7 @@ def grpo_passk(
 def _used_rewards(
     rewards_NR: torch.Tensor, group_N: torch.Tensor, weights_R: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rewards whose weight is not 0 and their weights: a reward of weight 0 is a metric, and may be missing."""
+    """Return the rewards whose weight is not 0, and the weights: a reward of weight 0 is a metric only."""
     if rewards_NR.ndim != 2:
         raise ValueError(f"rewards_NR has shape {tuple(rewards_NR.shape)}: give one column per reward, [N, R]")
     if weights_R is None:
@@ -421,7 +422,7 @@ def optimal_token_baseline(
         raise ValueError(f'align = {align!r}: use "positions" or "loss_tokens"')
     mask_BT = mask_BT.bool()
     mask_BT = mask_BT & ~(torch.isnan(rewards_BT) & mask_BT).any(-1, keepdim=True)
-    # Each row's order in which tokens are compared, what is masked behind them. All is in this order from here on.
+    # Order of a row's tokens for the comparison, masked ones last. Everything below is in this order.
     order_BT = torch.arange(mask_BT.shape[1], device=mask_BT.device).expand_as(mask_BT)
     if align == "loss_tokens":
         order_BT = (~mask_BT).int().argsort(dim=-1, stable=True)
@@ -445,7 +446,7 @@ def optimal_token_baseline(
 
 
 def _baselines(returns_NT: torch.Tensor, weights_NT: torch.Tensor, mask_NT: torch.Tensor) -> torch.Tensor:
-    """Those of the rows of a group, [N, T]: 0 for a row beyond the last token of all others."""
+    """Return the baselines of a group's rows [N, T]: 0 beyond the last token of all others."""
     baseline_T = (returns_NT * weights_NT).sum(0) / (weights_NT.sum(0) + 1e-8)
     places_T = torch.arange(mask_NT.shape[1], device=mask_NT.device)
     last_N = (mask_NT * places_T).amax(-1)
@@ -456,10 +457,10 @@ def _baselines(returns_NT: torch.Tensor, weights_NT: torch.Tensor, mask_NT: torc
 
 @dataclass(frozen=True, slots=True)
 class ScoredUnit:
-    """What gets one advantage: a trajectory, or a turn of one. `reward` None counts as missing.
+    """A trajectory, or one of its turns, which gets one advantage. `reward` None counts as missing.
 
-    `group`: units of equal ones are compared. `num_tokens`: sampled ones, without those that are too old for the loss.
-    `greedy_score`: that of the greedy rollout of the same task, NaN without one. `named`: the reward function.
+    `group`: units of equal ones are compared. `num_tokens`: sampled tokens that are not too old for the loss.
+    `greedy_score`: score of the greedy rollout of the same task, NaN without one. `named`: the reward function.
     """
 
     reward: Reward | None
@@ -471,9 +472,9 @@ class ScoredUnit:
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """The units of a batch as an estimator sees them, without the greedy baselines.
+    """The units of a batch as an estimator reads them, without the greedy baselines.
 
-    rewards_N: scores. rewards_NR: the rewards that algorithm.reward_weights names (else the score), whose weights are
+    rewards_N: scores. rewards_NR: the rewards that algorithm.reward_weights names (else the score), with the weights
     weights_R. The others are as in ScoredUnit.
     """
 
@@ -486,7 +487,7 @@ class ScoredBatch:
 
     @classmethod
     def from_units(cls, units: Sequence[ScoredUnit], algorithm: AlgorithmConfig) -> ScoredBatch:
-        """ValueError where a reward function does not return one that algorithm.reward_weights names."""
+        """Make the tensors. ValueError if a reward function lacks a reward of algorithm.reward_weights."""
         rewards_NR = rewards_of([unit.reward for unit in units], [unit.named for unit in units], algorithm)
         return cls(
             rewards_N=torch.tensor([score_of(unit.reward) for unit in units], dtype=torch.float32),
@@ -501,26 +502,30 @@ class ScoredBatch:
 class Estimator:
     """Advantages by the estimator `name`, with the options of [algorithm].
 
-    A function of the user's own is found here, once: ValueError before anything is generated where there is none.
+    A custom function is looked up here: ValueError before anything is generated if it does not exist.
     """
 
     def __init__(self, algorithm: AlgorithmConfig, name: str) -> None:
         self._estimate = _built_in(algorithm, name) if name in ADVANTAGES else _custom(name)
 
     def __call__(self, scored: ScoredBatch) -> torch.Tensor:
-        """float32 [N]. Where the step estimates advantages of tokens (`AdvantageTraits.over_tokens`) it is the rewards.
-        FunctionError where a function of the user's own raises or returns anything else."""
+        """Return advantages, float32 [N]; the rewards, if the step estimates per token (`AdvantageTraits.over_tokens`).
+
+        FunctionError if a custom function raises or returns anything else.
+        """
         return self._estimate(scored)
 
 
 def score_of(reward: Reward | None) -> float:
-    """The score; NaN if it is missing."""
+    """Return the score; NaN if it is missing."""
     return float("nan") if reward is None or reward.score is None else reward.score
 
 
 def rewards_of(rewards: Sequence[Reward | None], named: Sequence[str], algorithm: AlgorithmConfig) -> np.ndarray:
-    """float [N, R]: the rewards that algorithm.reward_weights names, else the score. NaN: missing. `named`: the reward
-    function of each, as ValueError tells it where it does not return one of them."""
+    """Return float [N, R]: the rewards that algorithm.reward_weights names, else the score. NaN: missing.
+
+    `named`: the reward function of each, named by the ValueError where it lacks one of them.
+    """
     names = _weights(algorithm)
     rows = [[_reward(r, name, of) for name in names] for r, of in zip(rewards, named, strict=True)]
     return np.array(rows, dtype=float)
@@ -528,7 +533,7 @@ def rewards_of(rewards: Sequence[Reward | None], named: Sequence[str], algorithm
 
 # Private
 
-_SEVERAL = "functions/"  # what the spec of rewards.functions begins with; the names of its functions are in it
+_SEVERAL = "functions/"  # prefix of the spec of rewards.functions, which contains the names of its functions
 
 # Each name in the configuration is that of a function of this file, unless the step does the estimating.
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -548,7 +553,7 @@ def _built_in(algorithm: AlgorithmConfig, name: str) -> Callable[[ScoredBatch], 
 
 
 def _custom(spec: str) -> Callable[[ScoredBatch], torch.Tensor]:
-    """The user's own function of rewards and groups."""
+    """Wrap a custom function of rewards and groups."""
     function = own_function("algorithm.advantage", spec, "one finite advantage for each reward that is not NaN")
 
     def estimate(scored: ScoredBatch) -> torch.Tensor:
@@ -561,8 +566,10 @@ def _custom(spec: str) -> Callable[[ScoredBatch], torch.Tensor]:
 def checked_advantages(
     value: object, num: int, function: OwnFunction, missing_N: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What the user's function returned, as advantages [N], 0 where `missing_N`. Raises its FunctionError if it is not
-    one finite number for each of `num` rollouts."""
+    """Return what a custom function returned as advantages [N], 0 where `missing_N`.
+
+    Raises its FunctionError unless there is one finite number for each of `num` rollouts.
+    """
     try:
         advantages_N = torch.as_tensor(value, dtype=torch.float32).detach()
     except (TypeError, ValueError, RuntimeError):
@@ -582,12 +589,12 @@ def _weights(algorithm: AlgorithmConfig) -> dict[str, float]:
 
 
 def _reward(reward: Reward | None, name: str, named: str) -> float:
-    """The score, or another entry of what the reward function returned."""
+    """Return the score, or another entry of what the reward function returned."""
     if name == "score" or reward is None or reward.missing:
         return score_of(reward)
     if name not in reward.extras:
         if named.startswith(_SEVERAL) and name.partition(".")[0] in named:
-            return float("nan")  # of several functions one that does not apply to the task
+            return float("nan")  # one of several functions, which does not apply to the task
         have = ", ".join(["score", *reward.extras])
         raise ValueError(
             f"algorithm.reward_weights names {name!r}, which the reward {named!r} does not return: it has {have}"

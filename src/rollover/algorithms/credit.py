@@ -6,8 +6,8 @@
                    2507.11948). Turns are not compared by index: the lengths of trajectories differ.
     over tokens    the reward of the trajectory: the step makes an advantage for each token of it, times w
                    (`RoleCredit`, trainer/token_advantages.py)
-    precomputed    what came with the trajectory (precomputed.py), times w
-    distilled      0: a teacher gives them, in the step (trainer/distill.py)
+    precomputed    advantages that came with the trajectory (precomputed.py), times w
+    distilled      0: a teacher gives them in the step (trainer/distill.py)
     examples       0: their loss has none (algorithm.loss = "nll"), and they need no score
 
 w and the estimator are those of the role (workflow.roles). Statistics over a batch are over one role, as scores of
@@ -37,7 +37,7 @@ from rollover.trajectories import Trajectory, TrajectoryGroup, Turn, episodes_of
 from rollover.types import Group, Reward, Rollout
 
 UNTRAINED, ALONE = "untrained_role", "alone_in_role"
-# In the place of the name of an estimator, where advantages are not made of scores: a teacher's, or those of examples.
+# Stands for an estimator where advantages do not come from scores: a teacher's, or those of examples.
 _TEACHER = "distill.teacher"
 _TEACHER_TRAITS = AdvantageTraits("log teacher/policy", ())
 _MIN_COMPARED = 2
@@ -45,8 +45,10 @@ _MIN_COMPARED = 2
 
 @dataclass(frozen=True)
 class RoleCredit:
-    """How the advantages of a role's tokens are scaled. `compared_with`: the roles that share its statistics over a
-    batch, itself included. `weight`: what its advantages are multiplied by after that."""
+    """Scaling of the advantages of a role's tokens.
+
+    `compared_with`: the roles that share its batch statistics, itself included. `weight`: factor applied after that.
+    """
 
     compared_with: frozenset[str]
     weight: float
@@ -78,7 +80,7 @@ class Credited:
 
 @dataclass(frozen=True)
 class _Recipient:
-    """What gets one advantage: a trajectory (`turn` None), or one of its turns."""
+    """A trajectory (`turn` None), or one of its turns, that gets one advantage."""
 
     trajectory: Trajectory
     turn: Turn | None
@@ -86,9 +88,9 @@ class _Recipient:
 
 
 class Credit:
-    """Assigns advantages as [algorithm] and [workflow] say; none where [distill] has a teacher give them instead.
+    """Assigns advantages as [algorithm] and [workflow] configure; none where a teacher gives them ([distill]).
 
-    ValueError where they name a function of the user's own that does not exist.
+    ValueError if they name a custom function that does not exist.
     """
 
     def __init__(
@@ -114,14 +116,15 @@ class Credit:
         version: int = 0,
         replayed: Collection[int] = (),
     ) -> Credited:
-        """The advantages of a batch at trainer `version`. `oldest`: group id -> the oldest policy version in its loss.
-        `left_out`: ids of Rollouts whose rewards count as missing. `penalties`: rollout_id -> what each token after its
-        prompt takes off the rewards [n], after all shaping (estimators over tokens get rewards per token, from which it
-        is taken off there). `replayed`: ids of the groups that were trained before.
+        """Return the advantages of a batch at trainer `version`.
 
-        A TrajectoryGroup with fewer than two valid trajectories has nothing to compare, and leaves the loss where its
-        Group has others (a Group of one is kept or dropped whole: rewards.min_valid). ValueError as of `Grouping` and
-        `precomputed`.
+        `oldest`: group id -> the oldest policy version in its loss. `left_out`: ids of Rollouts whose rewards count as
+        missing. `penalties`: rollout_id -> what each token after its prompt subtracts from the rewards [n], after all
+        shaping (estimators over tokens subtract it per token instead). `replayed`: ids of replayed groups.
+
+        A TrajectoryGroup with fewer than two valid trajectories has nothing to compare, and leaves the loss if its
+        Group has others (a Group of one is kept or dropped whole: rewards.min_valid). ValueError as in `Grouping` and
+        `precomputed_advantages`.
         """
         credited = Credited()
         for group in groups:
@@ -144,7 +147,7 @@ class Credit:
         version: int,
         replayed: Collection[int],
     ) -> Shaped:
-        """The rewards of all trajectories whose advantages are made of them."""
+        """Shape the rewards of all trajectories whose advantages are estimated."""
         compared = [c for several in credited.compared.values() for c in several]
         estimated = [t for c in compared if self._estimator_of(c) in self._estimators for t in c.trajectories]
         shaped = [t for t in estimated if t.ids.isdisjoint(left_out)]
@@ -154,7 +157,7 @@ class Credit:
         return shaping([*shaped, *greedy], version, uncounted, roles)
 
     def _compared(self, grouped: Grouped, credited: Credited) -> list[TrajectoryGroup]:
-        """The TrajectoryGroups of a Group that stay in the loss."""
+        """Return the TrajectoryGroups of a Group that stay in the loss."""
         credited.left_out += _left_out(grouped.untrained, UNTRAINED, "its role is not trained")
         stay: list[TrajectoryGroup] = []
         for compared in grouped.compared:
@@ -175,7 +178,6 @@ class Credit:
         left_out: Collection[str],
         penalties: Mapping[str, np.ndarray],
     ) -> None:
-        """Fill in `advantages` and `missing`."""
         stride = max((len(compared) for compared in credited.compared.values()), default=1)
         greedy = _greedy_scores(groups, credited.shaped)
         parts: dict[str, list[_Recipient]] = {}
@@ -209,7 +211,10 @@ class Credit:
         self._apply_after_scoring(groups, credited)
 
     def _check_undeclared(self, compared: TrajectoryGroup, estimator: str, credited: Credited) -> None:
-        """ValueError where advantages that came are of no use; with "auto" they are counted, where some are missing."""
+        """Raise ValueError for precomputed advantages that are not used.
+
+        With workflow.own_advantages = "auto" they are recorded instead, where some are missing.
+        """
         if estimator == "precomputed":
             return
         found = [why for t in compared.trajectories if (why := undeclared_error(t, taught=estimator == _TEACHER))]
@@ -225,7 +230,7 @@ class Credit:
     def _units(
         self, trajectory: Trajectory, missing: bool, oldest: int, penalties: Mapping[str, np.ndarray]
     ) -> list[tuple[Turn | None, Reward | None, int]]:
-        """(the turn; None: all of them, its reward, how many of its tokens are in the loss) of what is compared."""
+        """Return (turn, or None for all; its reward; its tokens in the loss) of each unit of a trajectory."""
         reward = None if missing else trajectory.reward
         if self.workflow.credit == "broadcast":
             num = sum(_num_in_loss(r, 0, r.num_tokens, oldest) for r in trajectory.rollouts)
@@ -256,14 +261,14 @@ class Credit:
             stream[part.turn.start : part.turn.end] = value
 
     def _use_precomputed(self, trajectory: Trajectory, credited: Credited) -> None:
-        """The advantages that came with a trajectory. One without a score is not trained, whatever it brings."""
+        """Take the precomputed advantages. A trajectory without a score is not trained."""
         if trajectory.valid:
             weight = self.grouping.role(trajectory).weight
             for rollout, stream in zip(trajectory.rollouts, precomputed_advantages(trajectory), strict=True):
                 credited.advantages[rollout.rollout_id] = stream * np.float32(weight)
 
     def _apply_after_scoring(self, groups: Sequence[Group], credited: Credited) -> None:
-        """Let the user's own function change the advantages (algorithm.after_scoring)."""
+        """Let the custom function algorithm.after_scoring change the advantages."""
         if self._after_scoring is None:
             return
         rollouts = [r for g in groups for r in g.rollouts if r.rollout_id in credited.advantages]
@@ -277,7 +282,7 @@ class Credit:
         return self.workflow.advantage_of(trajectory.role, self.algorithm.advantage)
 
     def _estimator_of(self, compared: TrajectoryGroup) -> str:
-        """The name of what gives a TrajectoryGroup its advantages. ValueError where its trajectories have several."""
+        """Return the estimator of a TrajectoryGroup. ValueError if its trajectories have several."""
         names = {self._advantage_of(trajectory): trajectory for trajectory in compared.trajectories}
         if len(names) > 1:
             (one, a), (other, b) = list(names.items())[:2]
@@ -290,25 +295,25 @@ class Credit:
 
 
 class AfterScoring:
-    """The user's own function `spec` of rollouts and their advantages. ValueError where there is none."""
+    """The custom function `spec` of rollouts and their advantages. ValueError if it does not exist."""
 
     def __init__(self, spec: str) -> None:
         returns = "None, or one finite advantage for each of the rollouts"
         self._function = own_function("algorithm.after_scoring", spec, returns)
 
     def __call__(self, rollouts: Sequence[Rollout], advantages_N: torch.Tensor) -> torch.Tensor:
-        """The advantages [N] as it leaves them. FunctionError where it raises or returns anything else."""
-        changed = self._function(list(rollouts), advantages_N)  # a copy, which it may sort
+        """Return the changed advantages [N]. FunctionError if it raises or returns anything else."""
+        changed = self._function(list(rollouts), advantages_N)  # a copy: it may sort the list
         return checked_advantages(advantages_N if changed is None else changed, len(rollouts), self._function)
 
 
 def turn_returns(
     trajectory: Trajectory, gamma: float, penalties: Mapping[str, np.ndarray] = MappingProxyType({})
 ) -> list[float]:
-    """G_k = sum_{j >= k} gamma^(j-k) r_j of each turn of a scored trajectory, its score being added to the last r, and
-    the `penalties` of its tokens taken off every r.
+    """Return G_k = sum_{j >= k} gamma^(j-k) r_j of each turn of a scored trajectory.
 
-    ValueError where a Rollout has rewards for more or fewer turns than it has, or one is no finite number.
+    The score is added to the last r, and the `penalties` of its tokens are subtracted from every r. ValueError if a
+    Rollout has rewards for more or fewer turns than it has, or one is not a finite number.
     """
     rewards: list[float] = []
     for rollout in trajectory.rollouts:
@@ -348,7 +353,7 @@ def _left_out(trajectories: Sequence[Trajectory], reason: str, why: str) -> list
 
 
 def _compared_roles(compared: Iterable[Sequence[TrajectoryGroup]], roles: Iterable[str]) -> list[list[str]]:
-    """The `roles`, those together that a TrajectoryGroup compares, in it or by way of others."""
+    """Group the `roles` that TrajectoryGroups compare, directly or through others."""
     found = [{role} for role in roles]
     for together in ({t.role for t in group.trajectories} for several in compared for group in several):
         touched = [one for one in found if one & together]
@@ -358,13 +363,13 @@ def _compared_roles(compared: Iterable[Sequence[TrajectoryGroup]], roles: Iterab
 
 
 def greedy_of(groups: Sequence[Group]) -> list[Trajectory]:
-    """The greedy trajectories of these groups."""
+    """Return the greedy trajectories of these groups."""
     with_some = (g for g in groups if any(r.greedy for r in g.rollouts))
     return [t for group in with_some for episode in episodes_of(group) for t in episode.trajectories if t.greedy]
 
 
 def _greedy_scores(groups: Sequence[Group], shaped: Shaped) -> dict[tuple[int, str], float]:
-    """(group id, role) -> the reward of its greedy trajectory; of several the mean."""
+    """Return (group id, role) -> reward of its greedy trajectory; the mean of several."""
     scores: dict[tuple[int, str], list[float]] = {}
     for trajectory in map(shaped.apply, greedy_of(groups)):
         if trajectory.reward is not None and trajectory.reward.score is not None:
@@ -373,20 +378,20 @@ def _greedy_scores(groups: Sequence[Group], shaped: Shaped) -> dict[tuple[int, s
 
 
 def _penalty(penalties: Mapping[str, np.ndarray], rollout: Rollout, start: int, end: int) -> float:
-    """What tokens `start` to `end` of a Rollout take off the rewards."""
+    """Return the sum of the penalties of tokens `start` to `end` of a Rollout."""
     of_tokens = penalties.get(rollout.rollout_id)
     return 0.0 if of_tokens is None else float(of_tokens[start:end].sum(dtype=np.float64))
 
 
 def _minus(reward: Reward | None, penalty: float) -> Reward | None:
-    """The reward as an estimator sees it."""
+    """Return the reward with the penalty subtracted."""
     if not penalty or reward is None or reward.score is None:
         return reward
     return replace(reward, score=reward.score - penalty)
 
 
 def _num_in_loss(rollout: Rollout, start: int, end: int, oldest_version: int) -> int:
-    """Sampled tokens `start` to `end` of a Rollout that are of policy version `oldest_version` or later."""
+    """Count the sampled tokens `start` to `end` of policy version `oldest_version` or later."""
     ends = np.cumsum([0, *(segment.num_tokens for segment in rollout.segments)]).tolist()
     return sum(
         max(0, min(end, b) - max(start, a))

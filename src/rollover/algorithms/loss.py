@@ -34,7 +34,7 @@ from rollover.functions import OwnFunction, described, own_function
 
 
 def _outside(ratio_BT: torch.Tensor, advantages_BT: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Where PPO's clip binds: only on the side on which it makes the objective smaller."""
+    """Return where PPO's clip binds: only on the side on which it makes the objective smaller."""
     return ((ratio_BT < low) & (advantages_BT < 0)) | ((ratio_BT > high) & (advantages_BT > 0))
 
 
@@ -115,7 +115,7 @@ def cispo(
 
 
 def _covariance(t: TokenBatch) -> torch.Tensor:
-    """(A - mean A)(logprob - mean logprob) [B, T], means over all tokens of the call."""
+    """Return (A - mean A)(logprob - mean logprob) [B, T], means over all tokens of the call."""
     count = t.mask_BT.sum().clamp(min=1)
     logprobs_BT = t.logprobs_BT.detach()
     return (t.advantages_BT - t.advantages_BT.sum() / count) * (logprobs_BT - logprobs_BT.sum() / count)
@@ -279,7 +279,7 @@ def sapo(
     return -gate_BT * t.advantages_BT, torch.zeros_like(t.mask_BT)
 
 
-# What TRL and the authors' code take for a weight of 0 of a token or a sequence.
+# Log of a weight of 0, as in TRL and the authors' code.
 _LOG_ZERO = math.log(1e-8)
 
 
@@ -298,7 +298,7 @@ def vespo(
     arXiv 2602.10693, as TRL's. w is the product over the row's tokens of current / behavior: that of current / old
     times min(old / behavior, weight_cap), each log bounded to [log 1e-8, 20] (old / behavior) or +-20, and their sum
     again. k, lambda: the positive ones where A >= 0. phi rises as w^k from 0 to its peak at w = k / lambda and falls
-    exponentially beyond: what is far from the behavior policy on either side fades out. Aggregate: token-mean.
+    exponentially beyond: sequences far from the behavior policy on either side fade out. Aggregate: token-mean.
     """
     if min(k_positive, lambda_positive, k_negative, lambda_negative) <= 0:
         raise ValueError("k_positive, lambda_positive, k_negative and lambda_negative must be above 0 (2, 3, 3 and 2)")
@@ -322,7 +322,7 @@ NOT_SPLIT_INVARIANT = frozenset({"clip_cov", "kl_cov"})
 
 
 def loss_function(kind: str | Callable[..., LossAndClipped]) -> Callable[..., LossAndClipped]:
-    """The function of that name in `LOSSES`; a function is returned as it is."""
+    """Return the function of that name in `LOSSES`; a function is returned as it is."""
     if callable(kind):
         return kind
     if kind not in LOSSES:
@@ -337,8 +337,10 @@ _LOSS_RETURNS = (
 
 
 class CustomLoss:
-    """Called as the functions of `LOSSES` are, with the signature of the user's own. FunctionError where that raises,
-    changes a tensor that it is given, or returns anything but `_LOSS_RETURNS`."""
+    """A custom policy loss (algorithm.loss), called like the functions of `LOSSES`, and checked at every call.
+
+    FunctionError if it raises, changes an input tensor, or returns anything but `_LOSS_RETURNS`.
+    """
 
     def __init__(self, spec: str) -> None:
         self._function: OwnFunction = own_function("algorithm.loss", spec, _LOSS_RETURNS)
@@ -357,12 +359,12 @@ class CustomLoss:
 
 
 def _tensor_versions(given: Mapping[str, Any]) -> dict[str, int]:
-    """How often each of the tensors was changed in place, as autograd counts it."""
+    """Return how often each tensor was changed in place, as autograd counts it."""
     return {name: value._version for name, value in given.items() if isinstance(value, torch.Tensor)}
 
 
 def _defect(value: Any, t: TokenBatch) -> str | None:
-    """What is wrong with a value that the user's function returned, in words; None if it is what it must be."""
+    """Describe what is wrong with the returned value of a custom loss; None: nothing."""
     if not isinstance(value, tuple | list):
         return described(value)
     if len(value) != 2 or not all(isinstance(part, torch.Tensor) for part in value):
@@ -371,7 +373,7 @@ def _defect(value: Any, t: TokenBatch) -> str | None:
         if part.shape != t.mask_BT.shape:
             return f"{name} of the shape {list(part.shape)}, where t.mask_BT is {list(t.mask_BT.shape)}"
     loss_M = value[0].detach()[t.mask_BT]
-    # Where the log-probs of the model are not finite themselves, the loss is not to blame.
+    # If the model's log-probs are not finite, the loss is not at fault.
     if not torch.isfinite(loss_M).all() and torch.isfinite(t.logprobs_BT[t.mask_BT]).all():
         bad_M = loss_M[~torch.isfinite(loss_M)]
         return f"a loss that is {bad_M[0]:g} at {len(bad_M)} of {len(loss_M)} tokens"
@@ -381,7 +383,7 @@ def _defect(value: Any, t: TokenBatch) -> str | None:
 
 
 def option_parameters(function: Callable[..., LossAndClipped]) -> dict[str, inspect.Parameter]:
-    """The parameters of a loss that are options, and streams: all but the first, which takes the batch."""
+    """Return the parameters of a loss after the batch: options and streams."""
     parameters = list(inspect.signature(function).parameters.items())[1:]
     return {name: p for name, p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
@@ -397,7 +399,7 @@ def declared_streams(function: Callable[..., LossAndClipped]) -> dict[str, bool]
 def _options(
     function: Callable[..., LossAndClipped], clip_low: float, clip_high: float, given: dict[str, Any]
 ) -> dict[str, Any]:
-    """The keyword arguments of a loss. Clip bounds always have a value; not every loss reads them."""
+    """Return the keyword arguments of a loss. Clip bounds always have a value; not every loss reads them."""
     kind = getattr(function, "__name__", type(function).__name__)
     parameters = option_parameters(function)
     names = ", ".join(parameters)
@@ -517,7 +519,7 @@ def value_loss(
     return 0.5 * loss_BT
 
 
-# What each mode divides the sum over rows by: how many of these have a loss token. None: by nothing.
+# The number that each mode divides the sum over rows by: of those with a loss token. None: no division.
 DENOMINATORS: dict[Aggregation, Literal["tokens", "sequences", "groups"] | None] = {
     "token-mean": "tokens",
     "token-sum": None,
@@ -581,12 +583,12 @@ def aggregate(  # noqa: PLR0913 - one count for each mode
     counted = DENOMINATORS[mode]
     if counted is None:
         return total
-    # What is counted here is asked for only where it is not given: on a GPU that would wait for the whole forward pass.
+    # Count only if no denominator is given: on a GPU counting waits for the whole forward pass.
     return total / max(1.0, _num_in_loss(counted, tokens_B, group_B) if denominator is None else denominator)
 
 
 def _num_in_loss(what: str, tokens_B: torch.Tensor, group_B: torch.Tensor | None) -> float:
-    """How many tokens, sequences or groups of this batch are in the loss."""
+    """Return how many tokens, sequences or groups of this batch are in the loss."""
     if what == "tokens":
         return float(tokens_B.sum())
     in_loss_B = tokens_B > 0
@@ -594,7 +596,7 @@ def _num_in_loss(what: str, tokens_B: torch.Tensor, group_B: torch.Tensor | None
 
 
 def _group_tokens(tokens_B: torch.Tensor, group_B: torch.Tensor, given_B: torch.Tensor | None) -> torch.Tensor:
-    """Loss tokens of the group of each row [B]: as given, else those of the rows that are here."""
+    """Return the loss tokens of each row's group [B]: as given, else those of the rows of this batch."""
     if given_B is not None:
         return given_B
     ids, index_B = torch.unique(group_B, return_inverse=True)

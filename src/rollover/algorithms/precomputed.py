@@ -1,7 +1,7 @@
 """Advantages that come with a trajectory (algorithm.advantage = "precomputed"): checked, and laid out per token.
 
 They are in the Rewards of its Rollouts (`Reward.advantages`): a number for the whole Rollout, or for each of its turns
-a number, or one for each token of that turn. Nothing is guessed: what does not fit is an error. Numpy, no torch.
+a number, or one for each token of that turn. A mismatch is an error. Numpy, no torch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from rollover.types import Rollout
 
 
 def precomputed_advantages(trajectory: Trajectory) -> list[np.ndarray]:
-    """float32 [n] of each Rollout, over its tokens after the prompt; 0 where an environment wrote them.
+    """Return float32 [n] for each Rollout, over its tokens after the prompt; 0 where an environment wrote them.
 
-    ValueError, which names the role, the turn and what to change, where there are none, too few, too many, or one is
-    no finite number.
+    ValueError, with role, turn and fix, for missing advantages, a wrong number of them, or one that is not finite.
     """
     given = [None if r.reward is None else r.reward.advantages for r in trajectory.rollouts]
     num, turns = sum(len(of) for of in given if isinstance(of, tuple)), len(trajectory.turns)
@@ -32,7 +31,7 @@ def precomputed_advantages(trajectory: Trajectory) -> list[np.ndarray]:
 
 
 def count_precomputed_turns(compared: TrajectoryGroup) -> tuple[int, int]:
-    """(turns of the scored trajectories that bring an advantage, all of their turns)."""
+    """Return (turns of the scored trajectories with an advantage, all of their turns)."""
     brought = total = 0
     for rollout in (r for t in compared.trajectories if t.valid for r in t.rollouts):
         num, given = len(turns_of(rollout)), None if rollout.reward is None else rollout.reward.advantages
@@ -42,15 +41,17 @@ def count_precomputed_turns(compared: TrajectoryGroup) -> tuple[int, int]:
 
 
 def is_precomputed(compared: TrajectoryGroup) -> bool:
-    """Whether all scored trajectories of a TrajectoryGroup bring an advantage for each of their turns and tokens."""
+    """Return whether all scored trajectories have an advantage for each of their turns and tokens."""
     valid = [t for t in compared.trajectories if t.valid]
     given = [r.reward.advantages if r.reward else None for t in valid for r in t.rollouts]
     return bool(valid) and all(map(_is_complete, given))
 
 
 def undeclared_error(trajectory: Trajectory, *, taught: bool = False) -> str | None:
-    """What is wrong with a trajectory that brings advantages though its role does not say so; None: it brings none.
-    `taught`: a teacher replaces its advantages."""
+    """Return the error for a trajectory with advantages that its role does not use; None: it has none.
+
+    `taught`: a teacher replaces its advantages.
+    """
     if all(r.reward is None or r.reward.advantages is None for r in trajectory.rollouts):
         return None
     asked = f'Set algorithm.advantage or workflow.roles.{trajectory.role}.advantage to "precomputed"'

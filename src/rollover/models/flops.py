@@ -11,7 +11,7 @@ Counted as Chowdhery et al. 2022 do for MFU (PaLM, arXiv 2204.02311, appendix B)
 So a full training pass is 3 forward passes (the 6 x parameters x tokens of the paper), and with LoRA, whose frozen
 weights get no gradient, about 2. Of a mixture of experts those count that a token goes through. What is computed twice
 to save memory (gradient checkpointing, logits, scores) counts once; norms, rotations, softmax and the optimizer not at
-all. With LoRA the gradients of what lies before the first adapter are counted, too, which nobody needs.
+all. With LoRA the gradients before the first adapter are counted, too, though they are not needed.
 
 `peak_flops` gives what a device computes at best: the denominator of MFU. It is configured, known by the device's name
 (bfloat16), or measured.
@@ -37,24 +37,26 @@ _EXPERTS_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "to
 
 
 def visible_pairs(lengths: Sequence[int], prefixes: Sequence[int | None] | None, window: int | None) -> int:
-    """(query, key) pairs of a row of blocks (models/attention.py's PackedAttention)."""
+    """Count the (query, key) pairs of a row of blocks (models/attention.py's PackedAttention)."""
     before = [0 if prefix is None else lengths[prefix] for prefix in prefixes or [None] * len(lengths)]
     return sum(_pairs(start, start + length, window) for start, length in zip(before, lengths, strict=True))
 
 
 def _pairs(start: int, end: int, window: int | None) -> int:
-    """Of the queries at positions [start, end) of a sequence with all keys up to each."""
+    """Count the pairs of queries at positions [start, end) of a sequence with all keys up to each."""
     if window is None:
         return (end * (end + 1) - start * (start + 1)) // 2
-    short = min(max(window, start), end)  # from there on a query sees `window` keys
+    short = min(max(window, start), end)  # from here on a query sees `window` keys
     return _pairs(start, short, None) + (end - short) * window
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Of one model. `linear`, `linear_trained`: numbers in the weights of linear layers that one token goes through,
-    and in those of them that are trained; `head`, `head_trained`: the same of the output layer. `widths`: heads x head
-    size, added up over the layers with this window (None: without one)."""
+    """Model FLOPs of passes of one model.
+
+    `linear`, `linear_trained`: weights of linear layers per token, and the trained ones; `head`, `head_trained`: the
+    same of the output layer. `widths`: heads x head size, summed over the layers with this window (None: without one).
+    """
 
     linear: float
     linear_trained: float
@@ -64,7 +66,7 @@ class ModelFlops:
 
     @classmethod
     def from_model(cls, model: Any) -> ModelFlops:
-        """Counts the weights of a Hugging Face causal LM, adapters included; before an engine packs them."""
+        """Count the weights of a Hugging Face causal LM, adapters included; before an engine packs them."""
         head = model.get_output_embeddings()
         head = getattr(head, "base_layer", head).weight
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)} - {id(head)}
@@ -85,16 +87,16 @@ class ModelFlops:
         return cls(linear, trained, head.numel(), head.numel() if head.requires_grad else 0.0, attention_widths(model))
 
     def forward(self, lengths: Sequence[int], prefixes: Sequence[int | None] | None, num_logits: int) -> float:
-        """Of a packed row of these blocks, with logits at `num_logits` of its positions."""
+        """Return the FLOPs of a packed row of these blocks, with logits at `num_logits` positions."""
         return 2 * (self.linear * sum(lengths) + self.head * num_logits) + self._attention(lengths, prefixes)
 
     def backward(self, lengths: Sequence[int], prefixes: Sequence[int | None] | None, num_logits: int) -> float:
-        """Of the same row."""
+        """Return the FLOPs of the backward pass of the same row."""
         numbers = (self.linear + self.linear_trained) * sum(lengths) + (self.head + self.head_trained) * num_logits
         return 2 * numbers + 2 * self._attention(lengths, prefixes)
 
     def continued(self, spans: Sequence[tuple[int, int]], num_logits: int) -> float:
-        """Of a forward pass over positions [start, end) of sequences whose positions before are cached."""
+        """Return the FLOPs of a pass over positions [start, end) of sequences with a cached prefix."""
         tokens = sum(end - start for start, end in spans)
         pairs = {window: sum(_pairs(start, end, window) for start, end in spans) for window in self.widths}
         attention = sum(4 * width * pairs[window] for window, width in self.widths.items())
@@ -105,14 +107,14 @@ class ModelFlops:
 
 
 def _active_experts(config: Any) -> tuple[float, int]:
-    """(share of a layer's experts that a token goes through, experts); (1, 0) where there are none."""
+    """Return (share of a layer's experts per token, number of experts); (1, 0) without experts."""
     num = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 0)
     active = next((n for name in _EXPERTS_A_TOKEN if (n := getattr(config, name, None))), 0)
     return (active / num, num) if num and active else (1.0, 0)
 
 
-# Dense bfloat16 with float32 sums, TFLOP/s, without sparsity, as the vendors' data sheets have it. The first one that
-# occurs in the device's name counts.
+# Dense bfloat16 with float32 sums, TFLOP/s, without sparsity, from the vendors' data sheets. The first entry in the
+# device's name counts.
 _BF16_TFLOPS = (
     ("H100 PCIe", 756.0),
     ("H100 NVL", 835.0),
@@ -135,12 +137,12 @@ _BF16_TFLOPS = (
     ("RTX 3090", 71.0),
     ("MI300X", 1307.4),
 )
-_SECONDS = 0.02  # of one measurement, about
+_SECONDS = 0.02  # of one measurement, approximately
 _TRIES = 5
 
 
 def known_peak(name: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s of a device of this name; None: not in the table."""
+    """Return the FLOP/s of a device of this name; None if it is not in the table."""
     if dtype != torch.bfloat16:
         return None
     words = ((re.escape(device), tflops) for device, tflops in _BF16_TFLOPS)
@@ -148,8 +150,10 @@ def known_peak(name: str, dtype: torch.dtype) -> float | None:
 
 
 def measured_peak(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of the fastest of a few square matrix products, measured once in a process with so many threads. On a busy
-    machine less than it can do alone."""
+    """Measure the FLOP/s of the fastest of a few square matrix products, once per process and number of threads.
+
+    A busy machine measures less than its best.
+    """
     return _measured(dtype, device, torch.get_num_threads())
 
 
@@ -172,7 +176,7 @@ def _measured(dtype: torch.dtype, device: torch.device, num_threads: int) -> flo
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, given_tflops: float = 0.0) -> float:
-    """FLOP/s that the device computes at best in this dtype: as given, else of its name, else measured here."""
+    """Return the device's peak FLOP/s in this dtype: as given, else known by name, else measured."""
     if given_tflops:
         return given_tflops * 1e12
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""

@@ -21,9 +21,9 @@ from rollover.models.norms import compile_norms
 
 
 def load_teacher(config: Config, policy: LoadedModel) -> LoadedModel:
-    """The model of distill.teacher on the policy's device in compute dtype, ready for passes without a gradient.
+    """Load the model of distill.model_path on the policy's device in compute dtype, for passes without a gradient.
 
-    ValueError where it cannot be loaded, or where its token ids mean other tokens than the policy's.
+    ValueError if it cannot be loaded, or if its token ids mean other tokens than the policy's.
     """
     device = next(policy.model.parameters()).device
     loaded = load_scoring_model(config, "distill.teacher", config.distill.model_path, policy, device)
@@ -33,12 +33,12 @@ def load_teacher(config: Config, policy: LoadedModel) -> LoadedModel:
 
 
 def load_teacher_outline(config: Config, policy: LoadedModel) -> LoadedModel:
-    """Tokenizer and shapes of the model of distill.teacher, whose weights are elsewhere. Errors as `load_teacher`."""
+    """Load tokenizer and shapes of the teacher, without its weights. Errors as in `load_teacher`."""
     return load_auxiliary("distill.teacher", config.distill.model_path, policy, config, load_outline)
 
 
 def load_teacher_in_float32(config: Config, policy: LoadedModel, *, with_weights: bool) -> LoadedModel:
-    """The model of distill.teacher as ranks spread it: without weights, its shapes. Errors as `load_teacher`."""
+    """Load the teacher for spreading over ranks: without weights, its shapes. Errors as in `load_teacher`."""
     load = load_model if with_weights else partial(load_outline, filled_later=True)
     return load_auxiliary("distill.teacher", config.distill.model_path, policy, config, load)
 
@@ -46,8 +46,7 @@ def load_teacher_in_float32(config: Config, policy: LoadedModel, *, with_weights
 def load_scoring_model(
     config: Config, key: str, path: str, policy: LoadedModel, device: torch.device | None = None
 ) -> LoadedModel:
-    """The model that the option `key` names by `path`, in compute dtype, which scores the policy's tokens. ValueError
-    where it cannot be loaded, or where its token ids mean other tokens than the policy's."""
+    """Load the model of the option `key`, which scores the policy's tokens, in compute dtype."""
     return load_auxiliary(key, path, policy, config, lambda cfg: load_model(cfg, dtype=dtype_of(config), device=device))
 
 
@@ -59,8 +58,10 @@ def load_auxiliary(
     load: Callable[[ModelConfig], LoadedModel],
     use: str = "It scores",
 ) -> LoadedModel:
-    """The model that the option `key` names by `path`, as `load` makes it. `use`: in messages, what it does with ids.
-    ValueError where it cannot be loaded, or where its token ids mean other tokens than the policy's."""
+    """Load the model at `path`, which the option `key` names, with `load`. `use`: in messages, what it does with ids.
+
+    ValueError if it cannot be loaded, or if its token ids mean other tokens than the policy's.
+    """
     try:
         loaded = load(config.model.model_copy(update={"path": path, "revision": ""}))
     except ValueError as error:
@@ -74,8 +75,10 @@ def load_auxiliary(
 
 
 def vocabulary_difference(policy: Any, teacher: Any) -> str:
-    """Where two tokenizers give a token another id, in words; "" if their maps are the same. What pads an embedding
-    beyond the tokenizer's ids has no token, and is not compared."""
+    """Describe where two tokenizers give a token different ids; "" if their maps are equal.
+
+    Padding of an embedding beyond the tokenizer's ids has no token, and is not compared.
+    """
     of_policy, of_teacher = policy.get_vocab(), teacher.get_vocab()
     if of_policy == of_teacher:
         return ""
@@ -88,7 +91,7 @@ def vocabulary_difference(policy: Any, teacher: Any) -> str:
 
 
 _KEY = "algorithm.reference_path"
-# Of a model's configuration, what says nothing about how its weights are computed with.
+# Settings of a model's configuration that do not change how its weights are used.
 _IRRELEVANT_SETTINGS = {
     "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "max_position_embeddings",
     "use_cache", "output_router_logits", "initializer_range", "_attn_implementation",
@@ -96,10 +99,10 @@ _IRRELEVANT_SETTINGS = {
 
 
 def load_reference(config: Config, policy: LoadedModel) -> dict[str, torch.Tensor] | None:
-    """Name -> weight in compute dtype, on the policy's device; None where the run has no such reference.
+    """Return name -> weight in compute dtype, on the policy's device; None without such a reference.
 
-    With adapters it is the policy's model without them, and nothing is loaded. ValueError where the model cannot be
-    loaded, or is not of the policy's architecture and vocabulary.
+    With adapters the reference is the policy's model without them, and nothing is loaded. ValueError if the model
+    cannot be loaded, or has another architecture or vocabulary than the policy.
     """
     path = config.algorithm.reference_path
     if not path or not config.algorithm.needs_reference or config.model.lora.rank:
@@ -120,7 +123,7 @@ def load_reference(config: Config, policy: LoadedModel) -> dict[str, torch.Tenso
 
 
 def _tower_difference(policy: Any, other: Any) -> str:
-    """A weight of a frozen tower that differs, in words; "" if none does, or there is none."""
+    """Describe a differing weight of a frozen tower; "" without one."""
     weights = dict(other.named_parameters())
     for name, weight in policy.named_parameters():
         if not weight.requires_grad and not torch.equal(weight.to(weights[name].dtype).cpu(), weights[name].cpu()):
@@ -129,7 +132,7 @@ def _tower_difference(policy: Any, other: Any) -> str:
 
 
 def _architecture_difference(policy: Any, other: Any) -> str:
-    """What one of the models has and the other has not, in words; "" if weights can take each other's place."""
+    """Describe a difference in architecture; "" if the weights are interchangeable."""
     of_policy, of_other = ({name: tuple(p.shape) for name, p in model.named_parameters()} for model in (policy, other))
     for name in sorted(of_policy.keys() ^ of_other.keys()):
         return f"only {'the policy' if name in of_policy else 'the reference'} has the weight {name}"
@@ -149,9 +152,9 @@ def _architecture_difference(policy: Any, other: Any) -> str:
 
 
 def load_critic(config: Config, policy: LoadedModel) -> LoadedModel:
-    """The model of critic.model on the policy's device, in float32, to be trained.
+    """Load the model of critic.model on the policy's device, in float32, to be trained.
 
-    ValueError where it cannot be loaded, or where its token ids mean other tokens than the policy's.
+    ValueError if it cannot be loaded, or if its token ids mean other tokens than the policy's.
     """
     path, device = config.critic.model, next(policy.model.parameters()).device
 

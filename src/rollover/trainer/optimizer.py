@@ -22,15 +22,15 @@ from rollover.config import TrainConfig
 from rollover.models.load import cast_parameters
 from rollover.trainer.stored_tensors import shape_of
 
-# What the rules keep for a weight: each a tensor, which a checkpoint has as `<slot>/<name of the weight>`.
+# State of a rule for a weight: tensors, stored in a checkpoint as `<slot>/<name of the weight>`.
 _SLOTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2", "absmax1", "absmax2")
 
 
 class UpdateRule:
-    """One rule for each weight of `masters` (by name), as `options.optimizer` says.
+    """One rule for each weight of `masters` (by name), as `options.optimizer` configures.
 
-    `tables`: names of the weights that are no matrices of a layer though they have two dimensions (`table_names`).
-    Weight decay is for what has two dimensions or more. ValueError where a package is missing.
+    `tables`: names of two-dimensional weights that are not matrices of a layer (`table_names`). Weight decay applies to
+    weights of two dimensions or more. ValueError if a package is missing.
     """
 
     def __init__(self, masters: Mapping[str, torch.Tensor], options: TrainConfig, tables: Collection[str] = ()) -> None:
@@ -45,7 +45,7 @@ class UpdateRule:
             self._rules.append(_adamw(others, options))
 
     def step(self, rate: float) -> None:
-        """Update the masters by their gradients; those without one stay as they are."""
+        """Update the masters by their gradients; masters without one stay as they are."""
         for rule in self._rules:
             for group in rule.param_groups:
                 group["lr"] = rate
@@ -56,7 +56,7 @@ class UpdateRule:
             rule.zero_grad(set_to_none=True)
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        """(tensors `<slot>/<name>`, updates that a weight has had, by name, where its rule counts them)."""
+        """Return (tensors `<slot>/<name>`, number of updates by name, if the rule counts them)."""
         tensors: dict[str, torch.Tensor] = {}
         steps: dict[str, float] = {}
         for rule in self._rules:
@@ -68,8 +68,7 @@ class UpdateRule:
         return tensors, steps
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], steps: Mapping[str, float], prefix: str = "") -> None:
-        """Replace all of it by what `state` gave, under names with `prefix`; a weight that has nothing there begins
-        anew."""
+        """Restore a `state`, under names with `prefix`; weights that it lacks start without moments."""
         for rule in self._rules:
             rule.state.clear()
             for group in rule.param_groups:
@@ -93,7 +92,7 @@ class UpdateRule:
             return
         if "state1" in found:
             found["step"] = int(steps[name])
-            if "absmax1" in found:  # in 8 bits: what each of the 256 values stands for
+            if "absmax1" in found:  # in 8 bits: the number that each of the 256 codes means
                 names = {"qmap1": "dynamic", "qmap2": "udynamic"}
                 found |= {slot: rule.name2qmap[of].to(master.device) for slot, of in names.items()}  # pyright: ignore
         elif name in steps:
@@ -102,7 +101,7 @@ class UpdateRule:
 
 
 def _applies_to(kind: str, master: torch.Tensor, is_table: bool) -> bool:
-    """Whether the rule of this name is for the weight. Muon makes a matrix orthogonal: one row has no such form."""
+    """Return whether the rule applies to the weight. Muon needs more than one row and column."""
     if kind == "muon":
         return master.ndim == 2 and min(master.shape) > 1 and not is_table
     if kind == "adamw_8bit":
@@ -111,8 +110,9 @@ def _applies_to(kind: str, master: torch.Tensor, is_table: bool) -> bool:
 
 
 def table_names(module: torch.nn.Module) -> set[str]:
-    """Names of the trained parameters of embeddings and of the output layer: tables with a row for each token, of
-    which a step changes few. Muon and 8-bit moments are not for them (Jordan 2024; Dettmers et al. 2022, section 2.3).
+    """Return the names of trained embeddings and output layers: a step changes few rows of such tables.
+
+    Muon and 8-bit moments do not suit them (Jordan 2024; Dettmers et al. 2022, section 2.3).
     """
     owners: list[Any] = [m for m in module.modules() if isinstance(m, torch.nn.Embedding)]
     head = getattr(module, "get_output_embeddings", lambda: None)()
@@ -142,8 +142,10 @@ def _adamw(masters: list[torch.Tensor], options: TrainConfig) -> torch.optim.Opt
 
 
 def _adamw_8bit(masters: list[torch.Tensor], options: TrainConfig) -> torch.optim.Optimizer:
-    """Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861). Weights of less than
-    4096 numbers have moments of 32 bits."""
+    """AdamW with 8-bit moments; weights of fewer than 4096 numbers have 32-bit moments.
+
+    Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861).
+    """
     try:
         from bitsandbytes.optim.adamw import AdamW8bit  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -154,9 +156,11 @@ def _adamw_8bit(masters: list[torch.Tensor], options: TrainConfig) -> torch.opti
 
 
 def _muon(masters: list[torch.Tensor], options: TrainConfig) -> torch.optim.Optimizer:
-    """Jordan 2024, "Muon: An optimizer for hidden layers in neural networks", each update scaled by
-    0.2 sqrt(max(rows, columns)): to the size of AdamW's, so that its learning rates hold (Liu et al. 2025,
-    arXiv 2502.16982, section 2.2)."""
+    """Muon with updates of AdamW's size, so that AdamW's learning rates apply.
+
+    Jordan 2024, "Muon: An optimizer for hidden layers in neural networks"; each update is scaled by
+    0.2 sqrt(max(rows, columns)) (Liu et al. 2025, arXiv 2502.16982, section 2.2).
+    """
     return torch.optim.Muon(
         masters,
         lr=options.learning_rate,
@@ -167,7 +171,7 @@ def _muon(masters: list[torch.Tensor], options: TrainConfig) -> torch.optim.Opti
 
 
 def _sgd(masters: list[torch.Tensor], options: TrainConfig) -> torch.optim.Optimizer:
-    """Weight decay is added to the gradient, as torch does it."""
+    """SGD with weight decay added to the gradient, as torch does it."""
     return torch.optim.SGD(_by_decay(masters, options), lr=options.learning_rate, momentum=options.momentum)
 
 
@@ -175,7 +179,10 @@ _RULES = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "muon": _muon, "sgd": _sgd
 
 
 def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
-    """Rate of optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine down to min_lr_ratio."""
+    """Return the rate of optimizer step `step` (from 0).
+
+    Linear warm-up, then constant, linear or cosine down to min_lr_ratio.
+    """
     warmup = config.warmup_steps or math.ceil(config.warmup_ratio * total_steps)
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
@@ -187,12 +194,12 @@ def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
 
 
 def norm_of(gradients: list[torch.Tensor]) -> float:
-    """The norm over all of them."""
+    """Return the norm over all gradients."""
     return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
 
 def clip_gradients(gradients: list[torch.Tensor], norm: float, max_norm: float) -> None:
-    """Scale `gradients`, whose norm over all of them is `norm`, down to the norm `max_norm`, in place; 0: do not."""
+    """Scale `gradients`, of total norm `norm`, down to `max_norm` in place; 0: no clipping."""
     if max_norm and norm > max_norm:
         for gradient in gradients:
             gradient.mul_(max_norm / (norm + 1e-6))
@@ -201,8 +208,8 @@ def clip_gradients(gradients: list[torch.Tensor], norm: float, max_norm: float) 
 class Optimizer:
     """Updates of the masters of all parameters that require a gradient. Tied parameters count once.
 
-    Call it with the module still in float32: the masters are taken from it before it is cast to `dtype`. ValueError
-    where the update rule needs a package that is missing.
+    Construct it with the module still in float32: the masters are taken from it before it is cast to `dtype`.
+    ValueError if the update rule needs a package that is missing.
     """
 
     def __init__(self, module: torch.nn.Module, config: TrainConfig, total_steps: int, dtype: torch.dtype) -> None:
@@ -238,16 +245,16 @@ class Optimizer:
         return hook
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The float32 masters by name."""
+        """Return the float32 masters by name."""
         return {name: master.detach() for name, master in zip(self.names, self.masters, strict=True)}
 
     def gradients(self) -> list[torch.Tensor]:
-        """The accumulated float32 gradients (of those parameters that got one)."""
+        """Return the accumulated float32 gradients of the parameters that have one."""
         self._collect()
         return [m.grad for m in self.masters if m.grad is not None]
 
     def set_zero_gradients(self) -> None:
-        """A gradient of 0 where there is none, with which the momentum goes on; without any `step` changes nothing."""
+        """Set missing gradients to 0, so that the momentum continues; `step` ignores missing ones."""
         self._collect()
         for master in self.masters:
             if master.grad is None:
@@ -258,14 +265,14 @@ class Optimizer:
             gradient.mul_(factor)
 
     def forget_gradients(self) -> None:
-        """Forget the accumulated gradient."""
+        """Discard the accumulated gradient."""
         self.rule.forget_gradients()
         for parameter in self.parameters:
             parameter.grad = None
 
     def _collect(self) -> None:
         if not self.separate:
-            # Detached views of the parameters: hand them the module's gradients.
+            # The masters are detached views of the parameters: copy the module's gradients.
             for parameter, master in zip(self.parameters, self.masters, strict=True):
                 if parameter.grad is not None:
                     master.grad = parameter.grad
@@ -273,8 +280,8 @@ class Optimizer:
     def step(self, rate_scale: float = 1.0, *, norm: float | None = None) -> dict[str, float]:
         """Clip, step at `rate_scale` times the scheduled rate, copy masters to the compute weights.
 
-        A gradient or rate that is not finite skips the update, and says so. `norm`: of the gradient of these weights
-        and of others that are clipped and skipped with them; None: there are none.
+        A gradient or rate that is not finite skips the update. `norm`: norm of this gradient and others that are
+        clipped and skipped together with it; None: there are none.
         """
         gradients = self.gradients()
         rate = rate_scale * learning_rate(self.config, self.step_count, self.total_steps)
@@ -295,14 +302,16 @@ class Optimizer:
         torch._foreach_copy_(self.parameters, self.masters)  # pyright: ignore[reportPrivateImportUsage]
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """(tensors by name, JSON-able rest): masters, what the rule keeps, step counts."""
+        """Return (tensors by name, JSON values): masters, the rule's state, step counts."""
         tensors, steps = self.rule.state()
         masters = {f"master/{name}": weight for name, weight in self.weights().items()}
         return masters | tensors, {"step_count": self.step_count, "adam_steps": steps, "rule": self.rule.kind}
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any], prefix: str = "") -> None:
-        """Of those `tensors` whose name begins with `prefix`, without it. ValueError where the state is of another
-        model or set of trained weights."""
+        """Restore the `tensors` whose names begin with `prefix`.
+
+        ValueError if the state is of another model or set of trained weights.
+        """
         expected = {f"master/{n}": m.shape for n, m in zip(self.names, self.masters, strict=True)}
         stored = [name for name in tensors if name.startswith(f"{prefix}master/")]
         found = {name.removeprefix(prefix): shape_of(tensors, name) for name in stored}

@@ -91,7 +91,7 @@ class RayCluster:
         return self._start_ranks if self._assignment.needs.ranks else None
 
     def _start_ranks(self) -> Ranks:
-        needs, at = self._assignment.needs, self._assignment.of
+        needs, at = self._assignment.needs, self._assignment.node_of
         most = max(Counter(node for name, node in at.items() if name.startswith(RANK)).values())
         device = "cuda:0" if needs.rank_gpus else "cpu"  # of those that a rank sees, the first
         return start_actor_ranks(self, [device] * needs.ranks, max(1, most_threads(self.config) // most))

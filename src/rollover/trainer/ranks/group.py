@@ -23,12 +23,12 @@ from rollover.workers.log_file import LogFile
 from rollover.workers.worker import Reply, Worker, WorkerLimits
 
 Answers = dict[int, dict[str, Any]]
-"""rank -> what it found."""
-_SAME_S = 30.0  # in which all refuse what one of them refuses; if they do not, they wait for that one
+"""rank -> its result."""
+_SAME_S = 30.0  # time limit for all to refuse a call that one refused; otherwise they wait for that one
 
 
 class Ranks(Protocol):
-    """Processes, one a rank, that are called together. The local ones: LocalRanks.
+    """Processes, one per rank, that are called together (on this machine: LocalRanks).
 
     A rank that ends, or does not answer in time, ends all others at once, also between two calls.
     """
@@ -36,24 +36,23 @@ class Ranks(Protocol):
     num: int
 
     def call(self, verb: str, values: Mapping[int, Mapping[str, Any]], *, limited: bool = True) -> Answers:
-        """Call these ranks at the same time; `values`, with arrays (wire.py), of each of them. `limited`: when one has
-        answered, the others must within a time limit.
+        """Call these ranks at the same time with their `values`, arrays included (wire.py).
 
-        BackendLost where one of them is gone, then or before. ValueError where all refuse what was asked for, OSError
-        where they could not write it.
+        `limited`: after the first answer the others must come within a time limit. BackendLost if a rank failed, now or
+        before. ValueError if all ranks refuse the call, OSError if they could not write.
         """
         ...
 
     def close(self) -> None:
-        """End them. Nothing happens the second time."""
+        """End the processes. Idempotent."""
         ...
 
 
 def rendezvous(ranks: Ranks, host: str, devices: list[str], threads: int, timeout_s: float) -> None:
-    """Make one process group of the ranks. Errors as of `Ranks.call`.
+    """Connect the ranks to one process group. Errors as in `Ranks.call`.
 
-    `host`: an address of rank 0's machine, at which it listens for the others. `devices`: of each rank. `threads`: that
-    each computes with. `timeout_s`: the longest that one waits for another.
+    `host`: an address of rank 0's machine, at which it listens for the others. `devices`: of each rank. `threads`: of
+    each rank. `timeout_s`: longest wait of a rank for another.
     """
     port = ranks.call("listen", {0: {"host": host}})[0]["port"]
     common = {"host": host, "port": port, "threads": threads, "timeout_s": timeout_s, "num_ranks": ranks.num}
@@ -61,7 +60,7 @@ def rendezvous(ranks: Ranks, host: str, devices: list[str], threads: int, timeou
 
 
 def _error_of(answer: Mapping[str, Any]) -> Exception | None:
-    """What to raise where all ranks give this answer, an error; None where nobody foresaw it."""
+    """Return the exception for an answer that reports an expected error; None for an unexpected one."""
     said, kind = answer["error"], answer["kind"]
     if kind == process.DISK:
         return OSError(answer["errno"], said)
@@ -70,30 +69,32 @@ def _error_of(answer: Mapping[str, Any]) -> Exception | None:
 
 
 class AnswerCollector:
-    """The answers of `ranks` to one call, as they come. `timeout_s`, `limited`: as of `Ranks.call`. `lost(rank, how)`
-    ends all ranks, and gives what there is to raise."""
+    """Collects the answers of `ranks` to one call. `timeout_s`, `limited`: see `Ranks.call`.
+
+    `lost(rank, how)` ends all ranks, and returns the exception to raise.
+    """
 
     def __init__(
         self, ranks: Iterable[int], timeout_s: float, limited: bool, lost: Callable[[int, str], BackendLost]
     ) -> None:
         self._pending, self._timeout_s, self._limited, self._lost = set(ranks), timeout_s, limited, lost
         self._answers: Answers = {}
-        self._refused: tuple[int, str, Exception] | None = None  # the first: its rank, words and error
+        self._refused: tuple[int, str, Exception] | None = None  # the first: its rank, message and error
         self._deadline: float | None = None
         self._timed_out = False
 
     @property
     def done(self) -> bool:
-        """Nobody is waited for any more."""
+        """Whether no answer is pending."""
         return self._timed_out or not self._pending
 
     @property
     def remaining_s(self) -> float | None:
-        """How long to wait for the next answer; None: as long as it takes."""
+        """Time limit for the next answer; None: no limit."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def add(self, rank: int, answer: Mapping[str, Any]) -> None:
-        """The answer of a rank, as process.py gives it. BackendLost for an error that nobody foresaw."""
+        """Add the answer of a rank (process.py). BackendLost for an unexpected error."""
         self._pending.discard(rank)
         if "error" not in answer:
             self._answers[rank] = answer["found"]
@@ -107,13 +108,16 @@ class AnswerCollector:
             self._deadline = time.monotonic() + self._timeout_s
 
     def on_timeout(self) -> None:
-        """No answer came within `remaining_s`. BackendLost where that means a loss."""
+        """Handle a wait of `remaining_s` without an answer. BackendLost, unless a rank refused."""
         if not self._refused:
             raise self._lost(min(self._pending), f"did not answer within {self._timeout_s:g} s")
         self._timed_out = True
 
     def result(self) -> Answers:
-        """All answers. Raises what all refused, or one: then all are ended, as the others are in another state."""
+        """Return all answers, or raise the refusal.
+
+        If only some ranks refused, all are ended: their states differ.
+        """
         if not self._refused:
             return self._answers
         rank, said, error = self._refused
@@ -128,14 +132,14 @@ _NOTICED_S = 0.4
 
 
 class LocalRanks:
-    """See `Ranks`. Owns the processes.
+    """Ranks in child processes of this machine.
 
-    timeout_s: when one rank has answered a call that long ago, the others must have; and how long one may be stopped
-    (SIGSTOP). environment: variables of the processes, unless this one has them. logs: the folder of their output
-    (rank-0.log); None: that of this process. host: an address of this machine, at which they meet. first: the number of
-    the first of them, where others are elsewhere.
+    timeout_s: time limit of the other ranks after the first answer to a call, and of a stop (SIGSTOP). environment:
+    variables of the processes, unless this process has them. logs: the folder of their output (rank-0.log); None:
+    inherited. host: the address of this machine for the rendezvous. first: number of the first rank, if others are
+    elsewhere.
 
-    Start it in a thread that lives as long as they shall (`Worker`).
+    Start it in a thread that lives as long as the ranks (`Worker`).
     """
 
     def __init__(
@@ -151,8 +155,8 @@ class LocalRanks:
         self.num, self._timeout_s = num, timeout_s
         self._logs = [None if logs is None else LogFile(logs / f"rank-{first + rank}.log") for rank in range(num)]
         self._calling, self._ending = threading.Lock(), threading.Lock()
-        self._why = ""  # no call is possible any more
-        self._first_ended: Worker | None = None  # by itself
+        self._why = ""  # set: no call is possible any more
+        self._first_ended: Worker | None = None  # not ended by this process
         self._has_ended = threading.Event()
         self._workers: list[Worker] = []
         try:
@@ -209,7 +213,7 @@ class LocalRanks:
     # Private
 
     def _on_end(self, ended: Worker) -> None:
-        """A rank that ends takes the others with it, also between two calls."""
+        """End all ranks when one ends, also between two calls."""
         with self._ending:
             if self._first_ended is None and not self._why:
                 self._first_ended = ended
@@ -218,7 +222,7 @@ class LocalRanks:
             worker.kill()
 
     def _lost(self, rank: int, verb: str, how: str = "") -> BackendLost:
-        """End all; the exception to raise."""
+        """End all ranks; return the exception to raise."""
         # Another rank may notice the end of one, and report it, before this process does.
         self._has_ended.wait(_NOTICED_S if how else _END_S)
         with self._ending:

@@ -40,10 +40,10 @@ from rollover.trainer.stored_tensors import StoredTensors
 def shard(
     model: Any, flops: ModelFlops, dtype: torch.dtype, device: torch.device, processor: Pixels | None = None
 ) -> Sharded:
-    """Spread `model` over all ranks of the process group, in place. All call this together.
+    """Spread `model` over all ranks of the process group, in place. All ranks call this together.
 
-    Rank 0 has it in float32, with its weights; that of the others may be without (meta), and gets them from there.
-    Passes compute in `dtype`. No rank but 0 ever has more than one layer whole. `flops`: counted over the whole model.
+    Rank 0 has it in float32, with its weights; the others may have it on the meta device, and receive them. Passes
+    compute in `dtype`. Only rank 0 ever has more than one layer whole. `flops`: counted over the whole model.
     `processor`: of a model that takes images, whose tower is frozen.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -67,7 +67,7 @@ def shard(
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:
-    """The decoder layers; none where they are not in one list, and then the whole model is gathered at once."""
+    """Return the decoder layers; none if they are not in one list: then the whole model is gathered at once."""
     num = model.config.get_text_config().num_hidden_layers
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model  # a vision tower may be as deep
     lists = (m for m in decoder.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == num)
@@ -75,9 +75,9 @@ def layers_of(model: Any) -> list[torch.nn.Module]:
 
 
 def whole_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, the whole weight in `dtype`) of each trained parameter, gathered one after the other; on the CPU.
+    """Yield (name, whole weight in `dtype`) of each trained parameter, gathered one by one, on the CPU.
 
-    All ranks go through it together.
+    All ranks iterate together.
     """
     for name, parameter in model.named_parameters():
         yield name, parameter.detach().to(dtype).full_tensor().cpu()
@@ -86,9 +86,9 @@ def whole_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
 def distribute_like(
     model: Any, weights: Mapping[str, torch.Tensor] | None, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Rank 0's `weights`, by the names of the parameters of `model`, each spread as that parameter is, in `dtype`.
+    """Distribute rank 0's `weights` like the parameters of `model`, by their names, in `dtype`.
 
-    All ranks call this together; what the others give is not looked at.
+    All ranks call this together; the `weights` of the others are ignored.
     """
     out: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -107,7 +107,7 @@ def _max_over_ranks(device: torch.device, own: int) -> int:
 
 
 def _broadcast_parameters(module: torch.nn.Module, device: torch.device) -> None:
-    """Every rank has rank 0's parameters of `module`, but for those that are spread already. Tied ones stay tied."""
+    """Broadcast rank 0's parameters of `module` that are not distributed yet. Tied ones stay tied."""
     made: dict[torch.Tensor, torch.nn.Parameter] = {}  # by identity
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
@@ -125,7 +125,7 @@ def _broadcast_buffers(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _broadcast(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The numbers that rank 0 has in the same place."""
+    """Return rank 0's tensor."""
     tensor = tensor.detach()
     here = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device).contiguous()
     dist.broadcast(here, 0)
@@ -135,21 +135,21 @@ def _broadcast(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def save_shards(tensors: Mapping[str, torch.Tensor], folder: str | Path) -> None:
     """Write `tensors` (`<kind>/<name>` -> DTensor) below `folder`, each rank the slices that it holds.
 
-    Every rank calls this with the same names at the same time. A folder for each kind: only
-    the slices of one are copied in memory at a time. Of a tensor that is no DTensor, any rank's is written. An error
-    of one rank is raised on all of them: OSError where its disk is at fault.
+    Every rank calls this with the same names at the same time. Each kind has a folder: only the slices of one are
+    copied in memory at a time. Of a tensor that is not a DTensor, any rank's is written. An error of one rank is raised
+    on all: OSError if its disk failed.
     """
     for kind in sorted({name.partition("/")[0] for name in tensors}):
         of_kind = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{kind}/")}
         try:
             writer = HuggingFaceStorageWriter(os.path.join(folder, kind), save_distributed=True)
             save(of_kind, storage_writer=writer)
-        except CheckpointException as failed:  # a BaseException, whose text is a traceback of each rank
+        except CheckpointException as failed:  # a BaseException; its text has a traceback per rank
             raise _cause(failed) from None
 
 
 def _cause(failed: CheckpointException) -> Exception:
-    """What went wrong, and at which rank: where there is one, an error of the disk."""
+    """Return the first error and its rank; an error of the disk, if there is one."""
     causes = [(rank, cause) for rank, (cause, _) in sorted(failed.failures.items())]
     for rank, cause in causes:
         if isinstance(cause, OSError) and cause.errno:
@@ -159,10 +159,10 @@ def _cause(failed: CheckpointException) -> Exception:
 
 
 class RankTensors(StoredTensors):
-    """StoredTensors of which this rank reads its own slices alone.
+    """StoredTensors of which this rank reads only its own slices.
 
-    `parameters`: name -> DTensor. A stored `<kind>/.../<name>` is given as a DTensor that is laid out like it; others
-    are given whole. Nothing is communicated for it: a rank may read what it likes, when it likes.
+    `parameters`: name -> DTensor. A stored `<kind>/.../<name>` is returned as a DTensor of the same layout; others are
+    returned whole. No communication is needed: a rank may read at any time.
     """
 
     def __init__(self, paths: Collection[str], parameters: Mapping[str, torch.Tensor]) -> None:
@@ -180,13 +180,13 @@ class RankTensors(StoredTensors):
         assert isinstance(entry, TensorStorageMetadata)
         tensor = torch.empty_like(like, dtype=entry.properties.dtype, requires_grad=False)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that each process reads alone, which is meant
+            warnings.simplefilter("ignore", UserWarning)  # that each process reads alone, as intended
             load({name: tensor}, storage_reader=self._reader, no_dist=True)
         return tensor
 
 
 class _Reader(HuggingFaceStorageReader):
-    """Reads these files alone, not all of a folder, and what they hold only once."""
+    """Reads only these files, not a whole folder, and their metadata only once."""
 
     def __init__(self, paths: list[str]) -> None:
         super().__init__(os.path.dirname(paths[0]) if paths else os.curdir)

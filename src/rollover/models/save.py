@@ -18,7 +18,7 @@ import torch
 from rollover.files import give_usual_mode
 from rollover.models.load import LoadedModel
 
-# Of all models that transformers has, code of `trust_remote_code` included.
+# Tokenizer files of all of transformers' models, code of `trust_remote_code` included.
 _FILES = (
     "tokeniz*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
     "additional_chat_templates", "*.model", "*.tiktoken", "tekken.json", "normalizer.json", "bpe.codes",
@@ -26,8 +26,10 @@ _FILES = (
 
 
 def save_tokenizer(tokenizer: Any, path: str, folder: Path) -> None:
-    """Write the tokenizer into `folder`: as the files of the folder `path`, which it was loaded from, where it is still
-    what they say, else as transformers writes it."""
+    """Write the tokenizer into `folder`.
+
+    It is copied from the folder `path`, from which it was loaded, if it is unchanged; else transformers writes it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if not _is_unchanged(tokenizer, path):
         tokenizer.save_pretrained(folder)
@@ -38,7 +40,7 @@ def save_tokenizer(tokenizer: Any, path: str, folder: Path) -> None:
         if file.is_dir():
             shutil.copytree(file, folder / file.name, copy_function=shutil.copyfile, dirs_exist_ok=True)
         else:
-            shutil.copyfile(file, folder / file.name)  # not its mode: it may be read-only
+            shutil.copyfile(file, folder / file.name)  # without its mode: it may be read-only
 
 
 def _is_unchanged(tokenizer: Any, path: str) -> bool:
@@ -46,12 +48,12 @@ def _is_unchanged(tokenizer: Any, path: str) -> bool:
         return False
     try:
         return _as_saved(tokenizer) == _as_saved(type(tokenizer).from_pretrained(path))
-    except Exception:  # boundary: the files may be gone, and its class may be code that came with the model
+    except Exception:  # boundary: the files may be missing, and its class may be custom code
         return False
 
 
 def _as_saved(tokenizer: Any) -> dict[str, bytes]:
-    tokenizer("")  # a call sets truncation and padding, which are saved
+    tokenizer("")  # a call sets truncation and padding, which are part of the saved state
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         files = [file for file in Path(folder).rglob("*") if file.is_file()]
@@ -59,8 +61,10 @@ def _as_saved(tokenizer: Any) -> dict[str, bytes]:
 
 
 def write_folder(folder: Path, model: Any, tensors: Mapping[str, torch.Tensor], loaded: LoadedModel, path: str) -> None:
-    """Write what transformers' from_pretrained loads: `tensors` as the weights of `model`, and tokenizer and processor
-    of `loaded`, which came from `path`."""
+    """Write a folder that transformers' from_pretrained loads.
+
+    `tensors`: the weights of `model`. Tokenizer and processor are those of `loaded`, which came from `path`.
+    """
     model.save_pretrained(folder, state_dict=tensors)
     save_tokenizer(loaded.tokenizer, path, folder)
     if loaded.processor is not None:
@@ -69,6 +73,6 @@ def write_folder(folder: Path, model: Any, tensors: Mapping[str, torch.Tensor], 
 
 
 def give_usual_modes(folder: Path) -> None:
-    """What safetensors writes only its owner can read."""
+    """Reset the modes of safetensors files, which only their owner can read otherwise."""
     for weights in folder.rglob("*.safetensors"):
         give_usual_mode(weights)

@@ -117,7 +117,7 @@ class Grouping:
                 if found != expected:
                     raise function.refused(_miscounted(trajectory, rollout.rollout_id, found, expected))
         if times:
-            raise function.refused(f"the rollout {next(iter(times))}, which is none of these episodes")
+            raise function.refused(f"the rollout {next(iter(times))}, which is not in these episodes")
         return [g for g in groups if g.trajectories]
 
 

@@ -59,7 +59,7 @@ def undeclared_error(trajectory: Trajectory, *, taught: bool = False) -> str | N
         asked += ', or workflow.own_advantages to "auto"'
     if taught:
         asked += ' and distill.mix to "add"'
-    return f"{trajectory} brings advantages of its own, which nothing asks for. {asked}, or leave them out"
+    return f"{trajectory} has precomputed advantages, which the configuration does not use. {asked}, or leave them out"
 
 
 # Private

@@ -66,7 +66,7 @@ def _openmp_library() -> str:
                 address = ctypes.cast(library.omp_get_max_threads, c_void_p).value
                 return _file_at(address or 0)
     except OSError as error:
-        raise KernelsUnavailable(f"torch's OpenMP library cannot be told: {error}") from error
+        raise KernelsUnavailable(f"torch's OpenMP library is unknown: {error}") from error
     raise KernelsUnavailable("torch has no OpenMP library")
 
 

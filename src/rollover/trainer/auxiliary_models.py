@@ -110,8 +110,8 @@ def load_reference(config: Config, policy: LoadedModel) -> dict[str, torch.Tenso
     loaded = load_scoring_model(config, _KEY, path, policy)
     if why := _architecture_difference(policy.model, loaded.model):
         raise ValueError(
-            f"{_KEY} = {path!r} is not built as the policy, {policy.path!r}: {why}. Its weights are put in the place of"
-            " the policy's: choose a model of the same architecture and size"
+            f"{_KEY} = {path!r} has another architecture than the policy, {policy.path!r}: {why}. Its weights take the"
+            " place of the policy's: choose a model of the same architecture and size"
         )
     if why := _tower_difference(policy.model, loaded.model):
         raise ValueError(

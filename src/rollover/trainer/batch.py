@@ -244,7 +244,7 @@ def _as_int32(whose: str, token_ids: np.ndarray) -> np.ndarray:
     narrow = token_ids.astype(np.int32)
     if not np.array_equal(narrow, token_ids):
         wrong = token_ids[narrow != token_ids][0]
-        raise ValueError(f"{whose}: {wrong} is no token id: they are 32-bit integers")
+        raise ValueError(f"{whose}: {wrong} is not a token id (a 32-bit integer)")
     return narrow
 
 

@@ -270,8 +270,8 @@ def start_kl(sums: dict[str, float]) -> float:
         return 0.0
     if "sum/start_kl" not in sums:
         raise ValueError(
-            "train.max_kl: the backend's forward_backward makes no use of the stream start_logprobs of its samples, of"
-            " which the KL is computed. Hand it to the Objective (`pack` does), or set train.max_kl = 0"
+            "train.max_kl: the backend's forward_backward ignores the stream start_logprobs of its samples, which the"
+            " KL needs. Pass it to the Objective (`pack` does), or set train.max_kl = 0"
         )
     return sums["sum/start_kl"] / sums["count/tokens"]
 

@@ -39,9 +39,9 @@ def test_streams_of_a_rollout_with_several_origins() -> None:
 def test_a_number_that_is_no_token_id_is_not_cut_down_to_one() -> None:
     far = segment([8, 9])
     object.__setattr__(far, "token_ids", np.array([8, 2**32 + 9]))
-    with pytest.raises(ValueError, match="rollout 0-0: 4294967305 is no token id"):
+    with pytest.raises(ValueError, match="rollout 0-0: 4294967305 is not a token id"):
         build_batch([group(0, [rollout(0, 0, 1.0, [far])])], AlgorithmConfig())
-    with pytest.raises(ValueError, match="the prompt of rollout 0-0: 4294967305 is no token id"):
+    with pytest.raises(ValueError, match="the prompt of rollout 0-0: 4294967305 is not a token id"):
         build_batch([group(0, [rollout(0, 0, 1.0, [segment([8])])], (2**32 + 9,))], AlgorithmConfig())
 
 

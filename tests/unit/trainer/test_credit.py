@@ -296,7 +296,11 @@ WHERE = r"trajectory 0 \(role 'solver'\) of episode 3-1"
         (of_solver(advantages=[1.0, "2"]), "precomputed", f"turn 1 of {WHERE}.* has the advantage '2'"),
         (of_solver(advantages=[1.0, True]), "precomputed", f"turn 1 of {WHERE}.* has the advantage True"),
         (of_solver(none=True), "precomputed", f"{WHERE}.* it has no advantages.*Give Reward.advantages"),
-        (of_solver(advantages=1.0), "grpo", r"role 'solver'\) of episode 3-0 brings advantages.*workflow.roles.solver"),
+        (
+            of_solver(advantages=1.0),
+            "grpo",
+            r"role 'solver'\) of episode 3-0 has precomputed advantages.*workflow.roles.solver",
+        ),
         (of_solver(turns=[1.0]), "grpo", f"{WHERE}: 1 rewards for 2 turns. Give one for each"),
         (of_solver(turns=[1.0, float("nan")]), "grpo", f"turn 1 of {WHERE}.* has the reward nan"),
     ],
@@ -315,7 +319,7 @@ def test_what_a_rollout_brings_by_itself_is_checked_like_what_the_door_divides()
     with pytest.raises(ValueError, match=f"{WHERE}: 1 advantages for 2 turns"):
         built(group, advantage="precomputed")
     group.rollouts[1].reward = Reward(1.0, turns=[1.0])
-    with pytest.raises(ValueError, match="brings advantages|1 rewards for 2 turns"):
+    with pytest.raises(ValueError, match="has precomputed advantages|1 rewards for 2 turns"):
         built(group, {"credit": "turn_returns"})
 
 
@@ -424,7 +428,7 @@ def test_roles_that_are_compared_in_some_groups_have_one_batch_in_all() -> None:
     [
         ("lost", {}, rf"'mine.py:lost'.* returned groups without trajectory 0 \(role 'solver'\){OF}; it must return"),
         ("doubled", {}, rf"returned trajectory 2 \(role 'judge'\){OF} 2 times; it must"),
-        ("foreign", {}, "returned the rollout 9-9, which is none of these"),
+        ("foreign", {}, "returned the rollout 9-9, which is not in these"),
         ("wrong", {}, r"returned 'groups' \(str\); it must"),
         ("together", {"trained": False}, rf"2 \(role 'judge'\){OF}, whose role is not trained .*: leave it out"),
         ("together", {"advantage": "rloo"}, r"compares .*role 'solver'.* with .*role 'judge'.*'dr_grpo' and 'rloo'"),

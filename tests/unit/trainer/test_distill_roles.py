@@ -125,7 +125,9 @@ def test_what_cannot_be_is_refused() -> None:
         batch(config({"teacher": "other", "roles": ["judg"]}), group())
     brings = ready_episodes(0, CHAT, [[played("judge", 1.0, (5,), 9, advantages=1.0)]] * 2)
     for teacher in ({"teacher": "other"}, JUDGED):
-        with pytest.raises(ValueError, match=r"role 'judge'.* brings advantages .*\"precomputed\" and distill.mix to"):
+        with pytest.raises(
+            ValueError, match=r"role 'judge'.* has precomputed advantages.*\"precomputed\" and distill.mix to"
+        ):
             batch(config(teacher, algorithm={}), brings)
 
 

@@ -216,7 +216,7 @@ def training(sizes: Sizes, say: Say) -> None:
     from rollover.models import flex
     from rollover.models.flops import peak_flops
 
-    try_out, reasons, cuda = flex.why_not, set[str](), sizes.device == "cuda"
+    try_out, reasons, cuda = flex.unusable_reason, set[str](), sizes.device == "cuda"
     peak = peak_flops(torch.device(sizes.device), getattr(torch, sizes.dtype))
 
     def trying_out(*args: Any) -> str:
@@ -239,8 +239,8 @@ def training(sizes: Sizes, say: Say) -> None:
     if not cuda:
         del ways["FlexAttention"]
     short = set[str]()  # models that need gradient checkpointing
-    for attention, why_not in ways.items():
-        flex.why_not = why_not
+    for attention, unusable_reason in ways.items():
+        flex.unusable_reason = unusable_reason
         for shape in sizes.shapes:
             trainer = None
             for sample_tokens in sizes.sample_tokens:

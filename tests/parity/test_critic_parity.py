@@ -53,7 +53,7 @@ def samples(seed: int) -> list[Sample]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_estimates_are_verls_over_answers_with_an_environments_tokens(seed: int) -> None:
+def test_gae_equals_verls_with_environment_tokens(seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = samples(seed)
     values = {s.rollout_id: rng.standard_normal(int(s.mask.sum())).astype(np.float32) for s in rows}

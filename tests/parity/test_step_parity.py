@@ -137,7 +137,7 @@ REJECTIONS: list[tuple[dict[str, Any], str | None, str]] = [
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
 @pytest.mark.parametrize(("rejection", "option", "threshold"), REJECTIONS)
 @pytest.mark.parametrize(("loss", "name"), [("clip", "vanilla"), ("gspo", "gspo")])
-def test_a_rejected_token_is_in_no_denominator_and_no_sequence_ratio(
+def test_rejected_token_leaves_denominators_and_ratios(
     seed: int, loss: str, name: str, rejection: dict[str, Any], option: str | None, threshold: str, mode: str
 ) -> None:
     data = batch(seed)
@@ -152,7 +152,7 @@ def test_a_rejected_token_is_in_no_denominator_and_no_sequence_ratio(
 
 
 @SEEDS
-def test_deliberate_a_sequence_weight_is_over_what_rejection_left_and_verls_over_all(seed: int) -> None:
+def test_deliberate_sequence_weight_excludes_rejected(seed: int) -> None:
     data = batch(seed)
     common = {"loss": "clip", "correction": "sequence_truncate", "correction_cap": 1e6}
     correction = {"rollout_is": "sequence", "rollout_is_threshold": 1e6}

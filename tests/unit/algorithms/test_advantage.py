@@ -254,7 +254,7 @@ def test_passk_is_the_gradient_of_the_best_of_k(k: int, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
-def test_max_rl_is_the_gradient_of_the_likelihood_expanded_to_order_n_minus_1(n: int) -> None:
+def test_max_rl_is_truncated_likelihood_gradient(n: int) -> None:
     """log p = -sum_k (1 - p)^k / k."""
     got = expected_gradient(max_rl, tensor(0.0, 0.0, 1.0), n)
     want = gradient(lambda p: torch.stack([-((1 - p[2]) ** k) / k for k in range(1, n)]).sum())
@@ -285,7 +285,7 @@ def test_max_rl_keeps_its_precision_at_small_pass_rates() -> None:
     assert float(got[17]) == pytest.approx(2999, rel=1e-6) and float(got[0]) == pytest.approx(-1, rel=1e-6)
 
 
-def test_max_rl_takes_rewards_below_zero_relative_to_the_smallest_of_the_group() -> None:
+def test_max_rl_shifts_negative_rewards() -> None:
     groups = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2, 2])
     signs = tensor(1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0, -1.0, NAN)
     passed = tensor(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, NAN)
@@ -344,7 +344,7 @@ def test_gdpo_takes_a_missing_reward_as_its_groups_mean() -> None:
     assert gdpo(rewards, groups)[4:].tolist() == [0.0, 0.0]
 
 
-def test_a_sum_that_lacks_a_reward_is_missing_unless_the_whole_group_lacks_it() -> None:
+def test_sum_lacking_reward_is_missing_unless_group_lacks_it() -> None:
     rewards = torch.tensor([[1.0, 4.0], [3.0, NAN], [2.0, 1.0], [NAN, NAN], [5.0, NAN], [7.0, NAN], [NAN, NAN]])
     groups = torch.tensor([0, 0, 0, 0, 1, 1, 1])
     exclude = grpo(tensor(5.0, NAN, 3.0, NAN, 5.0, 7.0, NAN), groups, std="none")
@@ -356,7 +356,7 @@ def test_a_sum_that_lacks_a_reward_is_missing_unless_the_whole_group_lacks_it() 
 
 
 @pytest.mark.parametrize("combine", [gdpo, sum_then_normalize])
-def test_a_reward_of_weight_zero_does_not_count_even_when_missing(combine) -> None:
+def test_reward_of_weight_zero_is_ignored(combine) -> None:
     rewards, groups = torch.tensor([[1.0, NAN], [3.0, 2.0], [0.0, 9.0]]), torch.tensor([0, 0, 0])
     torch.testing.assert_close(combine(rewards, groups, tensor(2.0, 0.0)), combine(rewards[:, :1], groups, tensor(2.0)))
 
@@ -520,7 +520,7 @@ def test_every_configured_estimator_is_its_formula() -> None:
 
 
 @pytest.mark.parametrize("name", ["gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
-def test_statistics_over_the_batch_count_what_the_configuration_says(name: str) -> None:
+def test_advantage_counts_selects_batch_statistics(name: str) -> None:
     rewards, lengths = [3.0, 0.5, 0.0, 2.0], [4, 1, 2, 1]
     units = [ScoredUnit(Reward(r), i // 2, n) for i, (r, n) in enumerate(zip(rewards, lengths, strict=True))]
 

@@ -141,7 +141,7 @@ def test_rewards_are_divided_by_the_running_deviation(kind: str) -> None:
         assert batch.credited.shaped.metrics["shaping/running_mean"] == pytest.approx(mean)
 
 
-def test_a_step_that_is_built_again_starts_from_what_was_before_it() -> None:
+def test_rebuilt_step_uses_statistics_before_it() -> None:
     """Its batch may be built twice (replay), and a lost step is trained again."""
 
     def built(shaping: Shaping, version: int) -> list[float]:

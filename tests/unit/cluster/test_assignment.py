@@ -22,7 +22,7 @@ def test_roles_stay_where_they_are_while_their_node_lives() -> None:
     assert [seats.find(name, more) for name in seats.node_of] == ["b", "b", "c"]
 
 
-def test_a_role_that_lost_its_node_goes_where_there_is_room_beside_the_others() -> None:
+def test_role_of_lost_node_moves_to_free_node() -> None:
     seats = Assignment(ON_CPUS, [A, B, C], "a")
     for name in ("server 0", "server 1"):
         with pytest.raises(DoesNotFit, match="there is room for 0"):
@@ -59,7 +59,7 @@ def test_what_never_fits_is_refused_at_once() -> None:
         Assignment(ON_CPUS, [A, Node("b", 0, 1), C], "a")
 
 
-def test_ranks_that_were_ended_with_a_lost_one_are_where_they_were() -> None:
+def test_surviving_ranks_keep_their_nodes() -> None:
     needs = Needs(ranks=2, servers=1, pools=0, process_cpus=1)
     nodes = [Node("a", 0, 0), Node("b", 0, 1), Node("c", 0, 1), Node("d", 0, 1)]
     seats = Assignment(needs, nodes, "a")

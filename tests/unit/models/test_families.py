@@ -61,9 +61,7 @@ def trainer_logprobs(model: Any, rows: list[tuple[tuple[int, ...], list[int]]]) 
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 2}), ("phi", {})])
-def test_layer_norms_take_the_float32_residual_stream_of_a_bfloat16_model(
-    family: str, sizes: dict[str, int], tmp_path: Path
-) -> None:
+def test_layer_norms_accept_float32_in_bfloat16_model(family: str, sizes: dict[str, int], tmp_path: Path) -> None:
     config = ModelConfig(path=str(tiny.save(tmp_path, family, **sizes)), device="cpu")
     ids = torch.arange(5, 25)
     hidden = {}

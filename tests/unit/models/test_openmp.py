@@ -41,7 +41,7 @@ assert len(os.listdir("/proc/self/task")) == team, "a second team of threads"
 """
 
 
-def test_a_second_library_neither_turns_the_kernels_off_nor_gives_them_its_threads(tmp_path: Path) -> None:
+def test_second_openmp_library_does_not_affect_kernels(tmp_path: Path) -> None:
     tiny.compiled_kernels()
     if not any("libgomp" in line for line in Path("/proc/self/maps").read_text().splitlines()):
         pytest.skip("torch has another OpenMP library than libgomp here")

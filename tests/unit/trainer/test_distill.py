@@ -113,7 +113,7 @@ def test_by_hand() -> None:
         with_teacher_advantages(of, [wrong], "start_logprobs", sums)
 
 
-def test_without_discount_the_expected_gradient_is_that_of_the_kl() -> None:
+def test_distill_gradient_without_discount_is_kl_gradient() -> None:
     logits = torch.randn(6, generator=torch.Generator().manual_seed(1), requires_grad=True)
     teacher = torch.randn(6, generator=torch.Generator().manual_seed(2)).log_softmax(-1)
     policy = logits.log_softmax(-1)
@@ -155,7 +155,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("minibatches", [1, 3])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_advantages_are_against_the_policy_at_the_start_of_the_step(name: str, minibatches: int) -> None:
+def test_distill_advantages_use_policy_at_step_start(name: str, minibatches: int) -> None:
     """Whatever the proximal policy is, however stale the tokens are, and in every minibatch."""
     made = trainer(
         {"teacher": "other", "discount": 0.5, "coef": 2.0, "clip": 1.0}, teacher_seed=1, max_staleness=2,
@@ -188,7 +188,7 @@ def test_the_loss_of_a_step_is_the_closed_form() -> None:
     assert made.train_step(Batch(samples))["loss"] == pytest.approx(-d.mean(), rel=1e-4)
 
 
-def test_a_privileged_prompt_changes_the_numbers_as_the_closed_form_says() -> None:
+def test_privileged_prompt_matches_closed_form() -> None:
     """The teacher scores the same tokens after its own prompt, and that alone is what differs."""
     made = trainer({"teacher": "initial"})
     told = np.array([7, 8, 9, 10, 11], np.int32)
@@ -201,7 +201,7 @@ def test_a_privileged_prompt_changes_the_numbers_as_the_closed_form_says() -> No
     assert any(np.abs(advantages(s)).max() > 0.01 for s in seen.values())
 
 
-def test_a_rejected_token_is_none_that_an_earlier_one_answers_for() -> None:
+def test_rejected_tokens_leave_discounted_sums() -> None:
     algorithm = {"rejection": {"token_k3": 0.5}}
     made = trainer({"teacher": "other", "discount": 1.0, "clip": 0.0}, teacher_seed=1, algorithm=algorithm)
     d = log_ratios(made)
@@ -225,7 +225,7 @@ def test_streamed_groups_get_the_same_advantages() -> None:
     assert again[0]["distill/kl"] == pytest.approx(again[1]["distill/kl"], rel=1e-3), "sums are of one step"
 
 
-def test_with_a_critic_the_teachers_advantages_are_added_to_its_own() -> None:
+def test_teacher_advantages_add_to_critic_advantages() -> None:
     critic = {"advantage": "gae"}
     plain, both = trainer({}, algorithm=critic), trainer({**MODEL, "mix": "add"}, algorithm=critic, teacher_seed=1)
     d = log_ratios(both)
@@ -237,7 +237,7 @@ def test_with_a_critic_the_teachers_advantages_are_added_to_its_own() -> None:
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["all weights", "LoRA"])
-def test_the_policy_of_the_last_refresh_teaches_and_goes_on_from_a_checkpoint(lora: LoraConfig | None) -> None:
+def test_refreshed_teacher_resumes_from_checkpoint(lora: LoraConfig | None) -> None:
     distill = {"teacher": "policy", "refresh_steps": 3, "mix": "add"}
     made, scores = trainer(distill, lora=lora), {}
     for version in range(8):
@@ -257,7 +257,7 @@ def test_the_policy_of_the_last_refresh_teaches_and_goes_on_from_a_checkpoint(lo
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_the_initial_weights_are_kept_and_the_current_ones_need_not_be() -> None:
+def test_initial_teacher_keeps_initial_weights_only() -> None:
     initial, current = trainer({"teacher": "initial"}), trainer({"teacher": "policy", "refresh_steps": 1})
     first = initial.backend.compute_logprobs(SAMPLES)
     told = [replace(s, teacher_prompt_ids=np.array([9, 9], np.int32)) for s in SAMPLES]

@@ -130,7 +130,7 @@ def test_the_draws_depend_on_seed_version_and_epoch_alone() -> None:
     assert all(part == sorted(part) for epoch in epochs for part in epoch), "in a minibatch groups stay in order"
 
 
-def test_the_seed_of_the_run_and_the_version_draw_the_minibatches() -> None:
+def test_minibatch_shuffle_depends_on_seed_and_version() -> None:
     samples = random_samples(0, num_groups=8, size=1)
     found = {}
     for seed in (0, 1):
@@ -142,7 +142,7 @@ def test_the_seed_of_the_run_and_the_version_draw_the_minibatches() -> None:
     assert len(set(found.values())) == 4
 
 
-def test_a_sample_without_advantage_counts_in_every_epoch_and_is_computed_in_none() -> None:
+def test_zero_advantage_sample_counts_but_is_not_computed() -> None:
     silent = [s.with_streams(advantages=np.zeros_like(s.advantages)) if s.group_id == 3 else s for s in SAMPLES]
     t = trainer(**SEVERAL)
     updates = recorded(t)
@@ -257,7 +257,7 @@ def test_updates_end_before_the_first_whose_kl_is_too_large() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"proximal": "behavior"}, {"proximal": "snapshot"}, {"loss": "reinforce"}])
-def test_the_first_update_is_always_made_and_the_kl_is_to_the_start_whatever_is_proximal(
+def test_max_kl_keeps_first_update(
     algorithm: dict[str, Any],
 ) -> None:
     plain, t = trainer(algorithm), trainer(algorithm, epochs_per_step=3, max_kl=1e-9)
@@ -271,7 +271,7 @@ def test_the_first_update_is_always_made_and_the_kl_is_to_the_start_whatever_is_
     assert "kl/step_start" not in expected
 
 
-def test_a_critic_is_trained_in_every_epoch_on_the_returns_of_the_start_and_stops_with_the_policy() -> None:
+def test_critic_epochs_use_returns_of_step_start() -> None:
     algorithm = {"advantage": "gae"}
     free, stopped, once = (
         trainer(algorithm, epochs_per_step=epochs, max_kl=max_kl) for epochs, max_kl in ((2, 0.0), (2, 1e-9), (1, 0.0))
@@ -337,9 +337,7 @@ def test_what_would_do_nothing_or_cannot_be_is_refused(train: dict[str, Any], sa
         ),
     ],
 )
-def test_a_loss_that_forgets_earlier_epochs_is_refused_as_for_minibatches(
-    train: dict[str, Any], several: str, one: str
-) -> None:
+def test_uncorrected_loss_with_epochs_is_refused(train: dict[str, Any], several: str, one: str) -> None:
     forgetting = {"loss": "reinforce", "correction": "none"}
     with pytest.raises(ValueError) as refused:
         config(forgetting, **train)

@@ -70,7 +70,7 @@ def test_packed_row_and_its_maps(seed: int, num_groups: int, size: int, num_prom
     assert not packed.behavior_logprobs_BT[~packed.mask_BT].any(), "outside of the loss there is no log-prob"
 
 
-def test_unpack_is_the_inverse_of_gathering_and_carries_gradients() -> None:
+def test_unpack_inverts_gathering_with_gradients() -> None:
     packed = pack(random_samples(4), CPU, LIMITS)
     values = torch.randn(len(packed.rows_M), requires_grad=True)
     out = packed.unpack(values)

@@ -136,7 +136,7 @@ LORA = LoraConfig(rank=4)
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"reference_path": "model"}], ids=str)
-def test_with_adapters_the_base_is_the_reference_without_a_second_copy(algorithm: dict[str, Any]) -> None:
+def test_lora_base_is_reference_without_copy(algorithm: dict[str, Any]) -> None:
     made, base = trainer(algorithm, lora=LORA), trainer({})
     for _ in range(2):
         made.train_step(Batch(SAMPLES))

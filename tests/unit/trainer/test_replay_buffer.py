@@ -64,7 +64,7 @@ def test_stale_groups_leave() -> None:
     assert ids(b.kept) == [0, 2, 3] and b.evicted == 1, "after leaving the lowest score is still found"
 
 
-def test_the_lowest_scores_still_leave_first_after_the_lowest_of_all_was_stale() -> None:
+def test_eviction_order_after_stale_removal() -> None:
     """A heap less its first item is none until it is made one again: 4 would be found after 10."""
     scores = [1.0, 2.0, 10.0, 3.0, 4.0, 11.0, 12.0]
     b = buffer(*(kept(i, s, version=9 * (i > 0)) for i, s in enumerate(scores)), size=7)

@@ -117,7 +117,7 @@ class Counter:
         return step
 
 
-def test_a_teacher_reads_of_the_tools_and_the_episode_as_the_policy_does(prompts) -> None:
+def test_teacher_prompt_includes_tools_and_episode(prompts) -> None:
     with environment(Counter) as env:
         own = TOKENIZER.decode(list(env.prompt(CHAT).ids))
         taught = TeacherPrompts(config(privileged="own.py:told"), env.prompt, None)
@@ -170,7 +170,7 @@ def test_the_function_must_exist(prompts) -> None:
         prompts("tolt")
 
 
-def test_samples_carry_the_prompt_to_the_step_and_to_streamed_parts(prompts) -> None:
+def test_samples_carry_teacher_prompt(prompts) -> None:
     of_config = config(privileged="own.py:told")
     batches = BatchBuilder(of_config, ReplayBuffer(of_config.replay, 0), prompts("told"))
     groups = [of(CHAT)]
@@ -182,7 +182,7 @@ def test_samples_carry_the_prompt_to_the_step_and_to_streamed_parts(prompts) -> 
             assert sample.prompt_ids.tolist() == list(groups[0].prompt.ids) and sample.mask.all()
 
 
-def test_without_rewards_a_rollout_is_in_the_loss_unless_they_are_added() -> None:
+def test_unrewarded_rollout_is_in_loss_unless_mix_add() -> None:
     groups = [group(0, [rollout(0, 0, None, [segment([8])]), rollout(0, 1, 1.0, [segment([9])])])]
     for mix, masks in (("replace", [True, True]), ("add", [False, True])):
         of_config = config(teacher="other", mix=mix)

@@ -81,7 +81,7 @@ def test_normalized_weights_have_the_mean_1_over_the_step(mode: str, minibatches
     torch.testing.assert_close(weights(t), weights(expected), atol=2e-6, rtol=1e-5)
 
 
-def test_the_mean_of_weights_is_that_of_the_proximal_policy_and_of_what_is_left() -> None:
+def test_mean_weight_uses_proximal_and_unrejected_tokens() -> None:
     s = dataclasses.replace(SAMPLES[0], mask=np.ones_like(SAMPLES[0].mask))
     start = s.behavior_logprobs + np.float32(0.2)
     s = s.with_streams(proximal_logprobs=start, start_logprobs=start)
@@ -135,7 +135,7 @@ def test_tokens_of_low_entropy_have_no_policy_gradient() -> None:
     torch.testing.assert_close(weights(t), weights(expected), atol=2e-6, rtol=1e-5)
 
 
-def test_rejection_leaves_its_tokens_out_of_the_share_and_of_the_mean() -> None:
+def test_rejected_tokens_leave_entropy_share_and_mean() -> None:
     own = {"top_entropy_share": 0.3, "correction_normalize": True}
     rejecting, by_hand = trainer({"rejection": {"token_k2": 0.2}, **own}), trainer(own)
     start = by_hand.backend.compute_logprobs(SAMPLES)

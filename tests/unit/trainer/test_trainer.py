@@ -80,7 +80,7 @@ def test_logprobs_equal_the_plain_model(budget: int) -> None:
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_loss_and_gradient_do_not_depend_on_the_micro_batch_split(aggregation: str) -> None:
+def test_gradient_is_independent_of_micro_batch_split(aggregation: str) -> None:
     """DESIGN test 9: alone, some together, all together."""
     alone = gradients(SAMPLES, micro_batch_tokens=1, aggregation=aggregation)
     for budget in (40, 10_000):

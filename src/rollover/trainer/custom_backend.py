@@ -33,11 +33,11 @@ _MUST = {
     " of squared probabilities",
     "forward_backward": "add the gradient of the samples, and return a Tally",
     "optim_step": "step, and return a dict of numbers with grad_norm, learning_rate and train/skipped_steps",
-    "forget_gradients": "forget the gradient, and may raise nothing",
+    "forget_gradients": "discard the gradient, without an exception",
     "publish": "be an async def that returns pairs of a name and a tensor",
     "sample": "be an async def that returns a list of Segments for each request",
     "save_state": "return (tensors by name, what JSON can hold)",
-    "load_state": "go on from what save_state gave",
+    "load_state": "restore what save_state returned",
     "save_model": "write the model into the folder",
 }
 _UPDATE = ("grad_norm", "learning_rate", "train/skipped_steps")

@@ -146,7 +146,7 @@ class Sizes:
 
         config = self.config(shape)
         loaded = load_model(config.model, dtype=dtype_of(config), device=pick_device(config.model.device))
-        of = ModelFlops.of(loaded.model)
+        of = ModelFlops.from_model(loaded.model)
         return embedded_engine(loaded, config, copies=False), (of.linear + of.head) * dtype_of(config).itemsize
 
     def prompts(self, shape: str, num: int) -> list[tuple[int, ...]]:
@@ -214,9 +214,9 @@ def training(sizes: Sizes, say: Say) -> None:
 
     from benchmarks import machine
     from rollover.models import flex
-    from rollover.models.peak import peak_flops
+    from rollover.models.flops import peak_flops
 
-    try_out, reasons, cuda = flex.why_not, set[str](), sizes.device == "cuda"
+    try_out, reasons, cuda = flex.unusable_reason, set[str](), sizes.device == "cuda"
     peak = peak_flops(torch.device(sizes.device), getattr(torch, sizes.dtype))
 
     def trying_out(*args: Any) -> str:
@@ -239,8 +239,8 @@ def training(sizes: Sizes, say: Say) -> None:
     if not cuda:
         del ways["FlexAttention"]
     short = set[str]()  # models that need gradient checkpointing
-    for attention, why_not in ways.items():
-        flex.why_not = why_not
+    for attention, unusable_reason in ways.items():
+        flex.unusable_reason = unusable_reason
         for shape in sizes.shapes:
             trainer = None
             for sample_tokens in sizes.sample_tokens:
@@ -359,7 +359,7 @@ def weight_sync(sizes: Sizes, say: Say) -> None:
     from rollover.engine.build import EngineSetup, build_engine
     from rollover.models.devices import pick_device
     from rollover.models.load import load_model
-    from rollover.trainer.build import build_trainer
+    from rollover.trainer.trainer import build_trainer
 
     async def hand_over(engine: Any, backend: Any, prompts: Any) -> tuple[int, list[float]]:
         try:

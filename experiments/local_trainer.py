@@ -24,9 +24,8 @@ from rollover.models.threads import Team
 from rollover.staleness import EVERY_VERSION
 from rollover.trainer.backend import BackendSetup
 from rollover.trainer.batch import Batch, make_batch
-from rollover.trainer.build import refuse_uncorrected
 from rollover.trainer.local_backend import LocalBackend
-from rollover.trainer.trainer import Trainer
+from rollover.trainer.trainer import Trainer, refuse_uncorrected
 from rollover.types import Group
 
 

@@ -61,7 +61,7 @@ class Worker:
         loaded = load_model(config.model, device=device)
         vocab = loaded.model.config.get_text_config().vocab_size
         self.engine: EmbeddedEngine = embedded_engine(loaded, config)
-        team = Team.of(config.run, device)
+        team = Team.from_config(config.run, device)
         self.trainer = local_trainer(
             loaded, config.train, config.algorithm, dtype=dtype_of(config), max_new_tokens=ANSWER_TOKENS, team=team
         )

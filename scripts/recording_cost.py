@@ -96,7 +96,8 @@ def train(model: str, rollouts: int, tokens: int, steps: int) -> None:
     from local_trainer import build_batch, local_trainer
     from rollover.config import AlgorithmConfig, ModelConfig, TrainConfig
     from rollover.models.load import load_model
-    from rollover.trainer import objective, token_stats
+    from rollover.trainer import objective
+    from rollover.trainer.trainer import TokenStatsCollector
 
     algorithm = AlgorithmConfig.model_validate({"correction": "token_truncate", "proximal": "step_start"})
     loaded = load_model(ModelConfig(path=model))
@@ -107,8 +108,8 @@ def train(model: str, rollouts: int, tokens: int, steps: int) -> None:
     without = [replace(of, tokens=()) for of in groups(rollouts, tokens, 0, np.random.default_rng(0), vocab)]
     batch = build_batch([of.group for of in without], algorithm)
     told, gathered, whole, written = Watch(), Watch(), Watch(), 0.0
-    told.around(objective, "told_tokens")
-    gathered.around(token_stats.TokenWatch, "stats")
+    told.around(objective, "token_stats_of")
+    gathered.around(TokenStatsCollector, "stats")
     whole.around(trainer, "train_step")
     with tempfile.TemporaryDirectory() as folder:
         for step in range(1, steps + 1):

@@ -46,8 +46,8 @@ from rollover.tasks.source import SourceSetup
 from rollover.tasks.stream import TaskStream
 from rollover.track.tracker import Cut, RunInfo
 from rollover.trainer.backend import TrainerBackend
-from rollover.trainer.build import build_trainer
 from rollover.trainer.objective import Counts, Objective
+from rollover.trainer.trainer import build_trainer
 from rollover.trajectories import turns_of
 from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 from rollover.workflows.build import build_workflow

@@ -17,9 +17,9 @@ import rollover
 from benchmarks import machine, workload
 from rollover.config import Config
 from rollover.models.devices import dtype_of, engine_device
+from rollover.models.flops import peak_flops
 from rollover.models.load import load_model
 from rollover.models.packed import PackedWeight
-from rollover.models.peak import peak_flops
 from rollover.models.threads import prepare_process
 
 PROMPT_TOKENS = 32

@@ -13,8 +13,8 @@ from benchmarks import machine, workload
 from local_trainer import local_trainer
 from rollover.config import Config
 from rollover.models.devices import dtype_of, pick_device
+from rollover.models.flops import peak_flops
 from rollover.models.load import load_model
-from rollover.models.peak import peak_flops
 from rollover.models.threads import prepare_process
 from rollover.trainer.batch import Batch
 from rollover.types import Sample

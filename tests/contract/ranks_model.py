@@ -11,8 +11,7 @@ from rollover.models.devices import pick_device
 from rollover.models.load import load_model
 from rollover.models.threads import Team
 from rollover.trainer.backend import BackendSetup
-from rollover.trainer.build import make_local
-from rollover.trainer.local_backend import LocalBackend
+from rollover.trainer.local_backend import LocalBackend, make_local
 from rollover.trainer.ranks.backend import RanksBackend
 from rollover.trainer.ranks.group import Ranks
 

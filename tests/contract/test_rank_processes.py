@@ -16,7 +16,7 @@ from rollover.process_tree import has_ended
 from rollover.trainer.backend import BackendLost
 from rollover.trainer.objective import Counts
 from rollover.trainer.ranks.backend import RanksBackend, start_ranks
-from rollover.trainer.ranks.local import LocalRanks
+from rollover.trainer.ranks.group import LocalRanks
 from samples import random_samples
 
 SAMPLES = random_samples(3, num_groups=4)
@@ -84,7 +84,7 @@ def test_a_rank_that_the_others_wait_for_is_noticed(frozen: bool, tmp_path: Path
         backend = RanksBackend(ranks_model.setup(of), ranks)
         os.kill(ranks.pids[1], signal.SIGSTOP)
         with ThreadPoolExecutor(1) as thread, pytest.raises(BackendLost) as lost:
-            step = thread.submit(backend.forward_backward, SAMPLES, Counts.of(SAMPLES))
+            step = thread.submit(backend.forward_backward, SAMPLES, Counts.from_samples(SAMPLES))
             if not frozen:
                 time.sleep(0.5)  # the other one waits for it by then
                 os.kill(ranks.pids[1], signal.SIGKILL)

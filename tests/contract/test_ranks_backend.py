@@ -31,7 +31,7 @@ from rollover.trainer.batch import Batch
 from rollover.trainer.objective import Counts
 from rollover.trainer.packing import micro_batches
 from rollover.trainer.ranks.backend import RanksBackend, spread, start_ranks
-from rollover.trainer.ranks.local import LocalRanks
+from rollover.trainer.ranks.group import LocalRanks
 from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.streams import with_stream
 from rollover.trainer.trainer import Trainer
@@ -106,9 +106,9 @@ def test_ranks_with_unequal_numbers_of_micro_batches_train_as_one_process(
     ranks, local = ranks_model.pair(of, two)
     for _ in range(5):
         assert largest_difference(ranks.compute_logprobs(samples), local.compute_logprobs(samples)) < 1e-5
-        ours, theirs = (b.forward_backward(samples, Counts.of(samples)).totals() for b in (ranks, local))
+        ours, theirs = (b.forward_backward(samples, Counts.from_samples(samples)).totals() for b in (ranks, local))
         assert ours["sum/loss"] == pytest.approx(theirs["sum/loss"], abs=1e-5)
-        assert ours["count/tokens"] == theirs["count/tokens"] == Counts.of(samples).tokens
+        assert ours["count/tokens"] == theirs["count/tokens"] == Counts.from_samples(samples).tokens
         update, expected = ranks.optim_step(), local.optim_step()
         assert update["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5) and update["grad_norm"] > 0
     published, weights = (dict(asyncio.run(b.publish())) for b in (ranks, local))
@@ -181,7 +181,7 @@ def test_bfloat16_logprobs_are_those_of_one_process_bit_for_bit(folder: Path, tw
     for _ in range(2):
         expected = {k: v for part in parts for k, v in local.compute_logprobs(part).items()}
         assert largest_difference(ranks.compute_logprobs(SAMPLES), expected) == 0.0
-        ranks.forward_backward(SAMPLES, Counts.of(SAMPLES))
+        ranks.forward_backward(SAMPLES, Counts.from_samples(SAMPLES))
         ranks.optim_step()
         published = dict(asyncio.run(ranks.publish()))
         with torch.no_grad():
@@ -204,7 +204,7 @@ def test_the_reference_and_earlier_versions_are_the_weights_that_were_kept(
     seen = []
     for _ in range(3):
         seen.append(ranks.compute_logprobs(SAMPLES))
-        ranks.forward_backward(with_stream(SAMPLES, "reference_logprobs", seen[0]), Counts.of(SAMPLES))
+        ranks.forward_backward(with_stream(SAMPLES, "reference_logprobs", seen[0]), Counts.from_samples(SAMPLES))
         ranks.optim_step()
     now = ranks.compute_logprobs(SAMPLES)
     assert all(largest_difference(a, b) > 1e-3 for a, b in zip(seen, [*seen[1:], now], strict=True))
@@ -229,7 +229,7 @@ def test_a_reference_of_other_weights_is_spread_and_refreshed(
             1e-4 if dtype == "float32" else 0.2
         )
         for backend in (ranks, local):
-            backend.forward_backward(with_stream(SAMPLES, "reference_logprobs", found), Counts.of(SAMPLES))
+            backend.forward_backward(with_stream(SAMPLES, "reference_logprobs", found), Counts.from_samples(SAMPLES))
             backend.optim_step()
     state = ranks.save_state()[0]
     kept = {name for name in state if name.startswith("kept/reference/")}
@@ -248,7 +248,7 @@ def test_another_model_as_teacher_is_spread_and_frozen(
     assert largest_difference(first, local.compute_logprobs(told, TEACHER)) < (1e-5 if dtype == "float32" else 0.1)
     assert ranks.flops == pytest.approx(local.flops, rel=0.1), "micro-batches that share other prompts"
     for backend in (ranks, local):
-        backend.forward_backward(SAMPLES, Counts.of(SAMPLES))
+        backend.forward_backward(SAMPLES, Counts.from_samples(SAMPLES))
         backend.optim_step()
     assert largest_difference(ranks.compute_logprobs(told, TEACHER), first) == 0.0
     assert largest_difference(ranks.compute_logprobs(told), first) > 0.01, "the policy is another model"
@@ -263,8 +263,8 @@ def test_gradients_of_parts_of_a_step_add_up_on_ranks(folder: Path, two: LocalRa
     for backend in (ranks, local):
         for group in sorted({s.group_id for s in SAMPLES}):
             part = [s for s in SAMPLES if s.group_id == group]
-            backend.forward_backward(part, dataclasses.replace(Counts.of(part), divided=False))
-    ours, theirs = (b.optim_step(divisor=Counts.of(SAMPLES).tokens) for b in (ranks, local))
+            backend.forward_backward(part, dataclasses.replace(Counts.from_samples(part), divided=False))
+    ours, theirs = (b.optim_step(divisor=Counts.from_samples(SAMPLES).tokens) for b in (ranks, local))
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
 
 
@@ -287,7 +287,7 @@ def test_other_families_and_recomputed_activations_train_as_in_one_process(
         parts = spread(SAMPLES, 2)
         expected = {k: v for part in parts for k, v in local.compute_logprobs(part).items()}
         assert largest_difference(ranks.compute_logprobs(SAMPLES), expected) <= (atol if step else 0.0)
-        ours, theirs = (b.forward_backward(SAMPLES, Counts.of(SAMPLES)).totals() for b in (ranks, local))
+        ours, theirs = (b.forward_backward(SAMPLES, Counts.from_samples(SAMPLES)).totals() for b in (ranks, local))
         assert ours["sum/loss"] == pytest.approx(theirs["sum/loss"], abs=atol)
         assert ranks.optim_step()["grad_norm"] == pytest.approx(local.optim_step()["grad_norm"], rel=max(1e-4, atol))
 
@@ -296,7 +296,7 @@ def test_what_the_model_cannot_be_given_is_refused_and_the_ranks_go_on(folder: P
     ranks = RanksBackend(ranks_model.setup(ranks_model.config(folder)), two)
     wrong = dataclasses.replace(SAMPLES[0], token_ids=np.full_like(SAMPLES[0].token_ids, 5000))
     with pytest.raises(ValueError, match="rollout 0-0: token 0 of its answer is 5000"):
-        ranks.forward_backward([wrong, *SAMPLES[1:]], Counts.of(SAMPLES))
+        ranks.forward_backward([wrong, *SAMPLES[1:]], Counts.from_samples(SAMPLES))
     assert ranks.compute_logprobs(SAMPLES).keys() == {s.rollout_id for s in SAMPLES if s.mask.any()}
 
 
@@ -342,7 +342,7 @@ def keeping(folder: Path, dtype: str = "float32") -> Config:
 
 def step(backend: TrainerBackend) -> dict[str, float]:
     reference = backend.compute_logprobs(SAMPLES, 0)
-    backend.forward_backward(with_stream(SAMPLES, "reference_logprobs", reference), Counts.of(SAMPLES))
+    backend.forward_backward(with_stream(SAMPLES, "reference_logprobs", reference), Counts.from_samples(SAMPLES))
     return backend.optim_step()
 
 
@@ -424,12 +424,12 @@ def test_a_loss_of_ones_own_is_found_by_the_ranks_and_what_it_raises_is_said_as_
     monkeypatch.syspath_prepend(tmp_path)
     ranks, local = ranks_model.pair(ranks_model.config(folder, algorithm={"loss": "loss_for_ranks:loss"}), two)
     for backend in (ranks, local):
-        backend.forward_backward(SAMPLES, Counts.of(SAMPLES))
+        backend.forward_backward(SAMPLES, Counts.from_samples(SAMPLES))
     assert ranks.optim_step()["grad_norm"] == pytest.approx(local.optim_step()["grad_norm"], rel=1e-5)
     of = ranks_model.config(folder, algorithm={"loss": "loss_for_ranks:fails"})
     failing = RanksBackend(ranks_model.setup(of), two)
     with pytest.raises(FunctionError, match="algorithm.loss = 'loss_for_ranks:fails' failed: RuntimeError: mine"):
-        failing.forward_backward(SAMPLES, Counts.of(SAMPLES))
+        failing.forward_backward(SAMPLES, Counts.from_samples(SAMPLES))
     assert len(ranks.compute_logprobs(SAMPLES)) == len(SAMPLES), "as all refused alike, they go on"
 
 

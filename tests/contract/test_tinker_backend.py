@@ -21,9 +21,8 @@ from rollover.engine.protocol import Engine, ServiceError
 from rollover.models.load import LoadedModel
 from rollover.trainer.backend import TEACHER, TrainerBackend
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import build_trainer
 from rollover.trainer.reward_kl import RewardKL
-from rollover.trainer.trainer import Trainer
+from rollover.trainer.trainer import Trainer, build_trainer
 from samples import random_samples
 from tinker_service import DROP, KEY, FakeTinker, serving
 

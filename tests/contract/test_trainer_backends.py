@@ -16,9 +16,9 @@ from rollover.engine.build import EngineSetup, build_engine
 from rollover.functions import FunctionError
 from rollover.trainer.backend import BackendLost, TrainerBackend
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import build_trainer
+from rollover.trainer.custom_backend import CustomBackend
 from rollover.trainer.objective import Counts
-from rollover.trainer.own_backend import OwnBackend
+from rollover.trainer.trainer import build_trainer
 from samples import random_samples
 
 TOY = f"{Path(__file__).with_name('toy_backend.py')}:Bigrams"
@@ -101,7 +101,7 @@ def test_a_backend_with_the_third_argument_of_before_is_told_where_streams_are_n
     backend = toy().backend  # type: ignore[attr-defined]
     backend.forward_backward = lambda samples, counts, known=MappingProxyType({}): None
     with pytest.raises(FunctionError, match=r"`known`. Now it gets samples and counts alone, .*proximal_logprobs"):
-        OwnBackend(backend, TOY)
+        CustomBackend(backend, TOY)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_what_a_backend_of_ones_own_does_wrongly_is_said_as_its_own_fault(verb: 
 
     def every_verb() -> None:
         backend.compute_logprobs(SAMPLES)
-        backend.forward_backward(SAMPLES, Counts.of(SAMPLES))
+        backend.forward_backward(SAMPLES, Counts.from_samples(SAMPLES))
         backend.optim_step()
         backend.save_state()
 

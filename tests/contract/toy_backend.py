@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from rollover.engine.protocol import ExtendRequest
-from rollover.models.limits import Limits
+from rollover.models.load import ModelLimits
 from rollover.trainer.backend import BackendSetup, Stream, Version
 from rollover.trainer.objective import Counts, Objective
 from rollover.trainer.packing import PackedBatch, pack
@@ -24,7 +24,7 @@ VOCAB = 102
 class Bigrams:
     def __init__(self, setup: BackendSetup) -> None:
         self.config, self.objective = setup.config.train, Objective(setup.config.algorithm, 16)
-        self.limits = Limits.of(setup.loaded.model)
+        self.limits = ModelLimits.from_model(setup.loaded.model)
         generator = torch.Generator().manual_seed(0)
         self.table = torch.randn(VOCAB, VOCAB, generator=generator).requires_grad_()
         self.policy_version, self.flops = 0, 0.0

@@ -50,7 +50,7 @@ class Subject:
 
     @property
     def counts(self) -> Counts:
-        return Counts.of(self.samples)
+        return Counts.from_samples(self.samples)
 
     def halves(self) -> tuple[list[Sample], list[Sample]]:
         """The first group and the others."""
@@ -125,7 +125,7 @@ async def check_gradients_add_up(subject: Subject) -> None:
 async def check_a_minibatch_may_be_divided_at_its_end(subject: Subject) -> None:
     known, later = subject.make_backend(), subject.make_backend()
     for half in subject.halves():
-        later.forward_backward(half, replace(Counts.of(half), divided=False))
+        later.forward_backward(half, replace(Counts.from_samples(half), divided=False))
     expected = trained(known, subject)
     # A gradient of bfloat16 is rounded to 8 bits, here before it is divided and there after.
     assert later.optim_step(divisor=subject.counts.tokens)["grad_norm"] == pytest.approx(

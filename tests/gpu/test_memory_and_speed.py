@@ -24,9 +24,9 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.attention import PackedAttention
 from rollover.models.flex import packed_attention
+from rollover.models.flops import known_peak, measured_peak
 from rollover.models.load import cast_parameters
 from rollover.models.logprobs import Head, chunked_logprobs
-from rollover.models.peak import known_peak, measured_peak
 from rollover.trainer.batch import Batch
 from rollover.trainer.trainer import Trainer
 from rollover.types import Prompt, Sample, SamplingParams

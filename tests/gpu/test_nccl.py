@@ -29,7 +29,7 @@ def test_a_rank_on_a_gpu_trains_as_one_process_there(dtype: str, atol: float, tm
             found, expected = ours.compute_logprobs(SAMPLES), local.compute_logprobs(SAMPLES)
             assert max(np.abs(found[key] - expected[key]).max() for key in expected) < atol
             for backend in (ours, local):
-                backend.forward_backward(SAMPLES, Counts.of(SAMPLES))
+                backend.forward_backward(SAMPLES, Counts.from_samples(SAMPLES))
             assert ours.optim_step()["grad_norm"] == pytest.approx(local.optim_step()["grad_norm"], rel=0.05)
         published = dict(asyncio.run(ours.publish()))
         for name, weight in asyncio.run(local.publish()):

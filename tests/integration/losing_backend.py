@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rollover.trainer.backend import BackendLost, BackendSetup, TrainerBackend
-from rollover.trainer.build import make_local
+from rollover.trainer.local_backend import make_local
 
 
 class Losing:

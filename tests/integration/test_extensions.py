@@ -57,7 +57,7 @@ from rollover.commands.verb import Verb
 from rollover.envs.protocol import written
 from rollover.cluster.protocol import ThisMachine
 from rollover.track.tracker import Tracker
-from rollover.trainer.build import make_local
+from rollover.trainer.local_backend import make_local
 from rollover.types import Task
 
 

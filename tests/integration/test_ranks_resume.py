@@ -15,7 +15,7 @@ from endings import train
 
 from rollover.checkpoint.store import CheckpointStore
 from rollover.trainer.ranks.backend import RanksBackend
-from rollover.trainer.ranks.local import LocalRanks
+from rollover.trainer.ranks.group import LocalRanks
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from rollover.algorithms import advantage
-from rollover.algorithms.token_advantage import optimal_token_baseline
+from rollover.algorithms.advantage import optimal_token_baseline
 
 verl = pytest.importorskip("verl.trainer.ppo.core_algos")
 trl = pytest.importorskip("trl")
@@ -226,7 +226,7 @@ def test_optimal_token_baseline_of_verl(name: str, align: Any, weighted: bool, s
         assert got.any()
 
 
-def test_deliberate_a_row_alone_has_no_optimal_baseline_and_with_gaps_ends_at_its_last_token() -> None:
+def test_deliberate_optimal_baseline_of_single_row() -> None:
     data = Data(0, singletons=True)
     ones = torch.full((data.N, data.T), 0.5)
     arguments = dict(index=data.index, old_log_probs=ones.log(), sum_pi_squared=ones)
@@ -255,7 +255,7 @@ def test_of_a_singleton_group_verl_gives_the_reward_itself(name: str) -> None:
     torch.testing.assert_close(theirs[~single], data.spread(ours)[~single], **CLOSE)
 
 
-def test_singleton_groups_move_the_batch_statistics_of_verl_and_not_ours() -> None:
+def test_singleton_groups_change_only_verls_statistics() -> None:
     data = Data(0, singletons=True)
     ours = advantage.reinforce_plus_plus_baseline(data.rewards_N, data.group_N, lengths_N=data.lengths_N, eps=1e-8)
     theirs = data.verl("reinforce_plus_plus_baseline")
@@ -353,7 +353,7 @@ def test_gdpo_of_trl(weights_R: torch.Tensor | None, seed: int) -> None:
     torch.testing.assert_close(advantage.gdpo(rewards, groups, weights_R), theirs, **CLOSE)
 
 
-def test_gdpo_of_trl_counts_a_rollout_without_siblings_in_the_batch() -> None:
+def test_trls_gdpo_counts_rollouts_without_siblings() -> None:
     """Deliberate: it has advantage 0 either way, but there it makes the standard deviation smaller."""
     rewards, groups = rewards_and_groups(0, 2)
     rewards[1:4] = NAN
@@ -373,7 +373,7 @@ def test_rloo_of_trl(seed: int) -> None:
 
 
 @SEEDS
-def test_normalised_rloo_of_trl_is_reinforce_plus_plus_baseline_of_equal_groups(seed: int) -> None:
+def test_trls_normalised_rloo_is_reinforce_plus_plus_baseline(seed: int) -> None:
     """n / (n - 1) cancels in the batch's standard deviation."""
     rewards, groups = rewards_and_groups(seed)
     theirs = trl_advantages(trl.RLOOTrainer, rewards, 4, normalize_advantages=True)

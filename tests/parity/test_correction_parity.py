@@ -15,10 +15,11 @@ import torch
 from rollover.algorithms.correction import (
     effective_sample_size,
     importance_weights,
+    mismatch_metrics,
+    mismatch_summary,
     off_policy_sequence_mask,
     rejection_mask,
 )
-from rollover.algorithms.mismatch import mismatch_metrics, mismatch_summary
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer")
 verl = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
@@ -192,7 +193,7 @@ def test_verl_weight_metrics(seed: int, level: str) -> None:
             assert got["below"] == pytest.approx(expected["rollout_is_ratio_fraction_low"], rel=1e-5)
 
 
-def test_verl_counts_sequences_past_the_bounds_and_we_count_their_tokens() -> None:
+def test_verl_counts_bounded_sequences_and_we_tokens() -> None:
     """Deliberate: sum/capped counts tokens in every mode, so that shares of modes can be compared."""
     proximal = torch.tensor([[1.0, 0.0, 0.0], [-1.0, 0.0, 0.0]])
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
@@ -211,7 +212,7 @@ def test_verl_lets_nan_under_the_mask_through() -> None:
     assert torch.equal(ours, torch.tensor([[1.0, 0.0]]))
 
 
-def test_verl_has_no_effective_sample_size_without_a_weight_above_zero() -> None:
+def test_verls_ess_is_undefined_for_zero_weights() -> None:
     """Deliberate: nothing left is a share of 0 here."""
     args = (torch.ones(1, 2), torch.zeros(1, 2), torch.ones(1, 2))
     with pytest.raises(ZeroDivisionError):

@@ -17,9 +17,10 @@ from local_trainer import local_trainer
 from plain_critic import PlainCritic, Rows
 from rollover.config import AlgorithmConfig, CriticConfig, TrainConfig
 from rollover.trainer.batch import Batch
-from rollover.trainer.critic import Critic, estimate
+from rollover.trainer.critic import Critic
 from rollover.trainer.objective import step_metrics
-from rollover.trainer.packing import split_groups
+from rollover.trainer.token_advantages import estimate_with_critic
+from rollover.trainer.trainer import split_groups
 from rollover.types import Sample
 from samples import random_samples
 
@@ -52,11 +53,11 @@ def samples(seed: int) -> list[Sample]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_estimates_are_verls_over_answers_with_an_environments_tokens(seed: int) -> None:
+def test_gae_equals_verls_with_environment_tokens(seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = samples(seed)
     values = {s.rollout_id: rng.standard_normal(int(s.mask.sum())).astype(np.float32) for s in rows}
-    ours = estimate(AlgorithmConfig(advantage="gae", gamma=0.95, gae_lambda=0.9), rows, values)
+    ours = estimate_with_critic(AlgorithmConfig(advantage="gae", gamma=0.95, gae_lambda=0.9), rows, values)
     rewards = [torch.from_numpy(s.advantages[s.mask]) for s in rows]
     advantages, returns = verls_gae(rewards, [torch.from_numpy(v) for v in values.values()], 0.95, 0.9)
     for s, mine, theirs, of_return in zip(rows, ours, advantages, returns, strict=True):

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rollover.algorithms.aggregate import aggregate
 from rollover.algorithms.kl import bias_corrected_kl, kl_penalty
-from rollover.algorithms.loss import entropy_bonus, high_entropy_mask, policy_loss, value_loss
+from rollover.algorithms.loss import aggregate, entropy_bonus, high_entropy_mask, policy_loss, value_loss
 
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
 actor = pytest.importorskip("verl.workers.config.actor")
@@ -153,7 +152,7 @@ def test_clip_is_verls_vanilla(seed: int, dual_clip: float) -> None:
     assert_same(ours(data, "clip", "token-mean", clip_high=0.28, dual_clip=dual_clip), peer)
 
 
-def test_deliberate_verl_always_has_a_dual_clip_and_we_do_only_if_asked() -> None:
+def test_deliberate_dual_clip_is_optional() -> None:
     data = batch(0, step=2.0)
     peer = verl(data, "vanilla", "token-mean")
     assert not torch.allclose(ours(data, "clip", "token-mean")[0], peer[0], rtol=1e-2)
@@ -181,7 +180,7 @@ def test_gspo_is_verls(seed: int, per_token: bool, mode: str) -> None:
     assert_same(ours(data, "gspo", mode, clip_low=0.05, clip_high=0.08), peer)
 
 
-def test_deliberate_gspo_bounds_the_log_ratio_by_20_and_verl_by_10() -> None:
+def test_deliberate_gspo_bounds_log_ratio_by_20() -> None:
     data = batch(0)
     data["old_logprobs_BT"] = data["logprobs_BT"] - 12.0
     data["advantages_BT"] = -torch.ones(5)
@@ -215,7 +214,7 @@ def test_gmpo_is_verls_geo_mean(seed: int, per_token: bool) -> None:
     assert_same(ours(data, "gmpo", "seq-mean-token-mean", clip_low=0.3, clip_high=0.4), peer)
 
 
-def test_deliberate_verl_and_trl_count_rows_without_tokens_in_gmpo() -> None:
+def test_deliberate_gmpo_ignores_rows_without_tokens() -> None:
     data = batch(0, empty_row=True)
     loss, gradient = ours(data, "gmpo", "seq-mean-token-mean")
     assert_same((loss * 4 / 5, gradient * 4 / 5), verl(data, "geo_mean", "not used"))
@@ -353,7 +352,7 @@ def test_sequence_ratios_are_trls(seed: int, kind: str, loss_type: str) -> None:
     assert_same(ours(data, kind, CLIP_MODES[loss_type], clip_low=0.05, clip_high=0.08), peer)
 
 
-def test_deliberate_gspo_with_advantages_per_token_differs_from_trls() -> None:
+def test_deliberate_gspo_per_token_advantages_differ_from_trl() -> None:
     """TRL's ratio spreads the row's mean advantage over all its tokens; GSPO-token keeps each token's own."""
     data = batch(0)
     data["old_logprobs_BT"] = data["logprobs_BT"]
@@ -409,7 +408,7 @@ def test_vespo_is_trls(seed: int, corrected: bool) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_bnpo_of_trl_depends_on_its_local_batches_and_ours_are_of_what_they_may_hold(seed: int) -> None:
+def test_trls_bnpo_depends_on_local_batches(seed: int) -> None:
     """The mean over local batches of their token means: of rows, of groups, or of the whole it is an aggregation of
     ours. Deliberate: of anything else it is none, as the loss must not depend on how rows are packed."""
     data = batch(seed, rows=6, step=0.8)

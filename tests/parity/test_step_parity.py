@@ -13,7 +13,7 @@ from local_trainer import build_batch
 from rollover.algorithms.token_batch import TokenBatch
 from rollover.config import AlgorithmConfig
 from rollover.trainer.objective import Counts, Objective
-from rollover.trainer.token_weights import without_rejected
+from rollover.trainer.streams import without_rejected
 from rollover.types import (
     Group,
     Prompt,
@@ -89,7 +89,7 @@ def ours(data: Data, **algorithm: Any) -> tuple[torch.Tensor, torch.Tensor]:
         "behavior_logprobs": stream(data["behavior"]), "advantages": stream(data["advantages"]),
         "versions": nothing.long(), "staleness": nothing.long(),
     })  # fmt: skip
-    loss, _ = objective(given, Counts.of(samples))
+    loss, _ = objective(given, Counts.from_samples(samples))
     return loss.detach(), torch.autograd.grad(loss, current)[0]
 
 
@@ -137,7 +137,7 @@ REJECTIONS: list[tuple[dict[str, Any], str | None, str]] = [
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
 @pytest.mark.parametrize(("rejection", "option", "threshold"), REJECTIONS)
 @pytest.mark.parametrize(("loss", "name"), [("clip", "vanilla"), ("gspo", "gspo")])
-def test_a_rejected_token_is_in_no_denominator_and_no_sequence_ratio(
+def test_rejected_token_leaves_denominators_and_ratios(
     seed: int, loss: str, name: str, rejection: dict[str, Any], option: str | None, threshold: str, mode: str
 ) -> None:
     data = batch(seed)
@@ -152,7 +152,7 @@ def test_a_rejected_token_is_in_no_denominator_and_no_sequence_ratio(
 
 
 @SEEDS
-def test_deliberate_a_sequence_weight_is_over_what_rejection_left_and_verls_over_all(seed: int) -> None:
+def test_deliberate_sequence_weight_excludes_rejected(seed: int) -> None:
     data = batch(seed)
     common = {"loss": "clip", "correction": "sequence_truncate", "correction_cap": 1e6}
     correction = {"rollout_is": "sequence", "rollout_is_threshold": 1e6}

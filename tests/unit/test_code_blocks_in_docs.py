@@ -27,7 +27,7 @@ from rollover.rewards.protocol import ScoreRequest
 from rollover.rollout.order import RolloutView
 from rollover.tasks.prompts import encoder
 from rollover.tasks.stream import TaskStream
-from rollover.trainer.teacher import TeacherPrompts
+from rollover.trainer.distill import TeacherPrompts
 from rollover.types import Task
 from rollover.workflows.distilled import distill_options
 from unit.workflows.scripted_host import ScriptedHost
@@ -130,7 +130,7 @@ def check_privileged(spec: str) -> None:
     messages = ({"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"})
     task = Task("t", "docs", "reward", messages=messages, columns={"answer": "4"})
     encode = RunEnvironment(encoder(tiny.tokenizer())).prompt
-    text = tiny.tokenizer().decode(TeacherPrompts(config, encode, None).of_task(task).ids)
+    text = tiny.tokenizer().decode(TeacherPrompts(config, encode, None).encode_task(task).ids)
     assert text == "s:Add.\nu:2+2?\nThe final answer is 4.\na:"
 
 

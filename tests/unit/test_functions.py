@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from rollover.config.backend import BACKENDS
 from rollover.config.rollout import ENVIRONMENTS
 from rollover.config.tasks import SOURCES
 from rollover.config.train import ENGINES
 from rollover.functions import Causes, FunctionError, OwnFunction, as_json, described, explained, load_function
-from rollover.trainer.build import BACKENDS
 
 COUNTS = "calls = []\ndef add(x):\n    calls.append(x)\n    return list(calls)\ndef seen():\n    return list(calls)\n"
 

@@ -75,7 +75,7 @@ def prompt(loaded: LoadedModel, content: Sequence[Path | str]) -> Prompt:
 
 
 def vision(loaded: LoadedModel) -> Vision:
-    found = Vision.of(loaded.model, loaded.processor)
+    found = Vision.from_model(loaded.model, loaded.processor)
     assert found is not None
     return found
 
@@ -241,7 +241,7 @@ def test_the_engine_has_adapters_of_the_tower(tmp_path: Path, family: str) -> No
         return out
 
     ids, logprobs = tokens(asyncio.run(generate()))
-    of_trainer = Vision.of(adapted.get_base_model(), loaded.processor)
+    of_trainer = Vision.from_model(adapted.get_base_model(), loaded.processor)
     passes = Passes(adapted.get_base_model(), Team(), 10_000, vision=of_trainer)
     got = passes.logprobs([sample("0", 0, case.prompts[0], ids)])["0"]
     np.testing.assert_allclose(got, logprobs, atol=TOLERANCE, rtol=0)
@@ -254,7 +254,7 @@ def test_texts_between_the_crops_of_an_image_are_causal(tmp_path: Path) -> None:
     crops = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8, "pan_and_scan_max_num_crops": 3,
              "pan_and_scan_min_ratio_to_activate": 1.2}  # fmt: skip
     loaded = load_model(ModelConfig(path=str(folder), processor_kwargs=crops))
-    found = vision(loaded).of_prompt(prompt(loaded, [tmp_path / "long.png", "what?"]))
+    found = vision(loaded).place_images(prompt(loaded, [tmp_path / "long.png", "what?"]))
     assert len(found.bidirectional) > 1 and all(end - start == 4 for start, end in found.bidirectional)
 
 

@@ -4,17 +4,25 @@ Shapes: N rollouts, R rewards per rollout, B rows, T tokens. `group_N` holds int
 NaN = missing reward: excluded from every statistic, advantage 0. The only valid rollout of a group has nothing to be
 compared with: advantage 0 too, unless the method needs no group. `lengths_N`, loss tokens per rollout, makes a
 statistic over the batch count every token once instead of every rollout once. Everything in float32, as a constant: no
-gradient passes through.
+gradient passes through. `Estimator` is the estimator that the configuration names; config/traits.py has its name, and
+what it reads.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
-from rollover.algorithms.elementwise import masked
+from rollover.algorithms.token_batch import masked
+from rollover.config import AlgorithmConfig
+from rollover.config.traits import ADVANTAGES
+from rollover.functions import OwnFunction, described, own_function
+from rollover.types import Reward
 
 
 def _same_shape(name: str, reference: torch.Tensor, **others: torch.Tensor | None) -> None:
@@ -48,7 +56,7 @@ def _centre(
 
 
 def _has_baseline(rewards_N: torch.Tensor, group_N: torch.Tensor) -> torch.Tensor:
-    """Whether a rollout has a reward, and a sibling with one."""
+    """Return whether a rollout has a reward, and a sibling with one."""
     _, valid_N, index_N, count_G = _centre(rewards_N, group_N)
     return valid_N & (count_G[index_N] > 1)
 
@@ -56,9 +64,9 @@ def _has_baseline(rewards_N: torch.Tensor, group_N: torch.Tensor) -> torch.Tenso
 def _normalize(
     values: torch.Tensor, valid: torch.Tensor, weights: torch.Tensor | None, eps: float, *, centred: bool = False
 ) -> torch.Tensor:
-    """(values - mean) / (sample standard deviation + eps) over the valid entries of the batch; 0 elsewhere.
+    """Return (values - mean) / (sample standard deviation + eps) over the valid entries of the batch; 0 elsewhere.
 
-    `centred`: their mean is 0 by construction, and what rounding has left of it is not subtracted: 0 stays 0.
+    `centred`: the mean is 0 by construction, and its rounding error is not subtracted: 0 stays 0.
     """
     if not valid.any():
         return torch.zeros_like(values, dtype=torch.float32)
@@ -213,7 +221,7 @@ def grpo_passk(
 def _used_rewards(
     rewards_NR: torch.Tensor, group_N: torch.Tensor, weights_R: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rewards whose weight is not 0 and their weights: a reward of weight 0 is a metric, and may be missing."""
+    """Return the rewards whose weight is not 0, and the weights: a reward of weight 0 is a metric only."""
     if rewards_NR.ndim != 2:
         raise ValueError(f"rewards_NR has shape {tuple(rewards_NR.shape)}: give one column per reward, [N, R]")
     if weights_R is None:
@@ -383,3 +391,212 @@ def whiten(advantages_BT: torch.Tensor, mask_BT: torch.Tensor, *, eps: float = 1
     """
     _same_shape("advantages_BT", advantages_BT, mask_BT=mask_BT)
     return _normalize(advantages_BT, mask_BT.bool(), None, eps)
+
+
+@torch.no_grad()
+def optimal_token_baseline(
+    rewards_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    group_B: torch.Tensor,
+    logprobs_BT: torch.Tensor,
+    squares_BT: torch.Tensor,
+    *,
+    weights_BT: torch.Tensor | None = None,
+    align: Literal["positions", "loss_tokens"] = "positions",
+) -> torch.Tensor:
+    """A_t = G_t - b_t, b_t = sum_i W_it G_it / sum_i W_it over the rows of the group that have a t-th token -> [B, T].
+
+    Li et al. 2026 (arXiv 2602.07078). G is the sum of the rewards from a token on. W_t = sum over the tokens up to t of
+    rho^2 (1 - 2 pi + sum_v pi_v^2), the squared norm of the log-prob's gradient in the logits: the baseline of least
+    variance for the gradient at t weighs a row by how much it has moved the policy until there. `logprobs_BT`: log pi
+    of the tokens at the start of the step; `squares_BT`: sum over the vocabulary of pi_v^2; `weights_BT`: importance
+    weights rho of the tokens (None: 1).
+
+    `align`: what makes two tokens the t-th of their rows. "positions": their place in the answer, those of an
+    environment counted (verl's optimal_token_baseline); "loss_tokens": their number among the loss tokens (its
+    tir_optimal_token_baseline), which is the same for answers without gaps. Beyond the last token of all others a row
+    has nothing to be compared with: b = 0 there, as in verl's handle_zero_tail. A group of one row has no baseline at
+    all: 0 (verl gives G). A row with a NaN reward at a loss token is no row.
+    """
+    if align not in ("positions", "loss_tokens"):
+        raise ValueError(f'align = {align!r}: use "positions" or "loss_tokens"')
+    mask_BT = mask_BT.bool()
+    mask_BT = mask_BT & ~(torch.isnan(rewards_BT) & mask_BT).any(-1, keepdim=True)
+    # Order of a row's tokens for the comparison, masked ones last. Everything below is in this order.
+    order_BT = torch.arange(mask_BT.shape[1], device=mask_BT.device).expand_as(mask_BT)
+    if align == "loss_tokens":
+        order_BT = (~mask_BT).int().argsort(dim=-1, stable=True)
+    mask_BT = mask_BT.gather(-1, order_BT)
+
+    def ordered(stream_BT: torch.Tensor) -> torch.Tensor:
+        return masked(stream_BT.gather(-1, order_BT), mask_BT)
+
+    returns_BT = masked(ordered(rewards_BT).flip(-1).cumsum(-1).flip(-1), mask_BT)
+    norms_BT = masked(1 - 2 * ordered(logprobs_BT).exp() + ordered(squares_BT), mask_BT)
+    if weights_BT is not None:
+        norms_BT = norms_BT * ordered(weights_BT).square()
+    moved_BT = masked(norms_BT.cumsum(-1), mask_BT)
+    advantages_BT = torch.zeros_like(returns_BT)
+    for group in torch.unique(group_B):
+        rows_N = torch.nonzero((group_B == group) & mask_BT.any(-1)).flatten()
+        if len(rows_N) > 1:
+            baseline_NT = _baselines(returns_BT[rows_N], moved_BT[rows_N], mask_BT[rows_N])
+            advantages_BT[rows_N] = masked(returns_BT[rows_N] - baseline_NT, mask_BT[rows_N])
+    return torch.zeros_like(advantages_BT).scatter(-1, order_BT, advantages_BT)
+
+
+def _baselines(returns_NT: torch.Tensor, weights_NT: torch.Tensor, mask_NT: torch.Tensor) -> torch.Tensor:
+    """Return the baselines of a group's rows [N, T]: 0 beyond the last token of all others."""
+    baseline_T = (returns_NT * weights_NT).sum(0) / (weights_NT.sum(0) + 1e-8)
+    places_T = torch.arange(mask_NT.shape[1], device=mask_NT.device)
+    last_N = (mask_NT * places_T).amax(-1)
+    longest, second = last_N.topk(2).values
+    alone_NT = (last_N == longest)[:, None] & (places_T > second)
+    return torch.where(alone_NT, 0.0, baseline_T.expand_as(returns_NT))
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredUnit:
+    """A trajectory, or one of its turns, which gets one advantage. `reward` None counts as missing.
+
+    `group`: units of equal ones are compared. `num_tokens`: sampled tokens that are not too old for the loss.
+    `greedy_score`: score of the greedy rollout of the same task, NaN without one. `named`: the reward function.
+    """
+
+    reward: Reward | None
+    group: int
+    num_tokens: int
+    greedy_score: float = float("nan")
+    named: str = ""
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """The units of a batch as an estimator reads them, without the greedy baselines.
+
+    rewards_N: scores. rewards_NR: the rewards that algorithm.reward_weights names (else the score), with the weights
+    weights_R. The others are as in ScoredUnit.
+    """
+
+    rewards_N: torch.Tensor
+    group_N: torch.Tensor
+    lengths_N: torch.Tensor
+    rewards_NR: torch.Tensor
+    weights_R: torch.Tensor
+    greedy_rewards_N: torch.Tensor
+
+    @classmethod
+    def from_units(cls, units: Sequence[ScoredUnit], algorithm: AlgorithmConfig) -> ScoredBatch:
+        """Make the tensors. ValueError if a reward function lacks a reward of algorithm.reward_weights."""
+        rewards_NR = rewards_of([unit.reward for unit in units], [unit.named for unit in units], algorithm)
+        return cls(
+            rewards_N=torch.tensor([score_of(unit.reward) for unit in units], dtype=torch.float32),
+            group_N=torch.tensor([unit.group for unit in units]),
+            lengths_N=torch.tensor([unit.num_tokens for unit in units]),
+            rewards_NR=torch.tensor(rewards_NR, dtype=torch.float32),
+            weights_R=torch.tensor(list(_weights(algorithm).values()), dtype=torch.float32),
+            greedy_rewards_N=torch.tensor([unit.greedy_score for unit in units], dtype=torch.float32),
+        )
+
+
+class Estimator:
+    """Advantages by the estimator `name`, with the options of [algorithm].
+
+    A custom function is looked up here: ValueError before anything is generated if it does not exist.
+    """
+
+    def __init__(self, algorithm: AlgorithmConfig, name: str) -> None:
+        self._estimate = _built_in(algorithm, name) if name in ADVANTAGES else _custom(name)
+
+    def __call__(self, scored: ScoredBatch) -> torch.Tensor:
+        """Return advantages, float32 [N]; the rewards, if the step estimates per token (`AdvantageTraits.over_tokens`).
+
+        FunctionError if a custom function raises or returns anything else.
+        """
+        return self._estimate(scored)
+
+
+def score_of(reward: Reward | None) -> float:
+    """Return the score; NaN if it is missing."""
+    return float("nan") if reward is None or reward.score is None else reward.score
+
+
+def rewards_of(rewards: Sequence[Reward | None], named: Sequence[str], algorithm: AlgorithmConfig) -> np.ndarray:
+    """Return float [N, R]: the rewards that algorithm.reward_weights names, else the score. NaN: missing.
+
+    `named`: the reward function of each, named by the ValueError where it lacks one of them.
+    """
+    names = _weights(algorithm)
+    rows = [[_reward(r, name, of) for name in names] for r, of in zip(rewards, named, strict=True)]
+    return np.array(rows, dtype=float)
+
+
+# Private
+
+_SEVERAL = "functions/"  # prefix of the spec of rewards.functions, which contains the names of its functions
+
+# Each name in the configuration is that of a function of this file, unless the step does the estimating.
+_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    name: globals()[name] for name, traits in ADVANTAGES.items() if not (traits.precomputed or traits.over_tokens)
+}
+
+
+def _built_in(algorithm: AlgorithmConfig, name: str) -> Callable[[ScoredBatch], torch.Tensor]:
+    traits = ADVANTAGES[name]
+    if traits.over_tokens:
+        return lambda scored: torch.nan_to_num(scored.rewards_N)
+    function = _FUNCTIONS[name]
+    options = {name: getattr(algorithm, option) for name, option in traits.options.items()}
+    by_tokens = traits.counts and (algorithm.advantage_counts or traits.counts) == "tokens"
+    reads = (*traits.reads, "lengths_N") if by_tokens else traits.reads
+    return lambda scored: function(**{name: getattr(scored, name) for name in reads}, **options)
+
+
+def _custom(spec: str) -> Callable[[ScoredBatch], torch.Tensor]:
+    """Wrap a custom function of rewards and groups."""
+    function = own_function("algorithm.advantage", spec, "one finite advantage for each reward that is not NaN")
+
+    def estimate(scored: ScoredBatch) -> torch.Tensor:
+        missing_N = torch.isnan(scored.rewards_N)
+        return checked_advantages(function(scored.rewards_N, scored.group_N), len(missing_N), function, missing_N)
+
+    return estimate
+
+
+def checked_advantages(
+    value: object, num: int, function: OwnFunction, missing_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return what a custom function returned as advantages [N], 0 where `missing_N`.
+
+    Raises its FunctionError unless there is one finite number for each of `num` rollouts.
+    """
+    try:
+        advantages_N = torch.as_tensor(value, dtype=torch.float32).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise function.refused(described(value)) from None
+    if advantages_N.shape != (num,):
+        raise function.refused(f"{described(value)} for {num} rollouts")
+    if missing_N is not None:
+        advantages_N = torch.where(missing_N, 0.0, advantages_N)
+    bad = ~torch.isfinite(advantages_N)
+    if bad.any():
+        raise function.refused(f"{advantages_N[bad][0]:g} at {int(bad.sum())} of {num} rollouts")
+    return advantages_N
+
+
+def _weights(algorithm: AlgorithmConfig) -> dict[str, float]:
+    return algorithm.reward_weights or {"score": 1.0}
+
+
+def _reward(reward: Reward | None, name: str, named: str) -> float:
+    """Return the score, or another entry of what the reward function returned."""
+    if name == "score" or reward is None or reward.missing:
+        return score_of(reward)
+    if name not in reward.extras:
+        if named.startswith(_SEVERAL) and name.partition(".")[0] in named:
+            return float("nan")  # one of several functions, which does not apply to the task
+        have = ", ".join(["score", *reward.extras])
+        raise ValueError(
+            f"algorithm.reward_weights names {name!r}, which the reward {named!r} does not return: it has {have}"
+        )
+    return reward.extras[name]

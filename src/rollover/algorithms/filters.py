@@ -1,9 +1,9 @@
 """Which finished groups are trained on, and which rollouts are in the loss; reports what is left out, and why.
 
-A filter has a name, its `reason`, and a function that says why a group (or rollout) is left out, or None to keep it.
-Groups are looked at when their rewards are there (`first_match`, by the lifecycle), rollouts when the batch is built
-(`mask_rollouts`). A share of a group is one of its trajectories, however many rollouts (contexts) each of them has.
-Greedy baselines, and roles that are not trained, are not looked at. Plain values, no torch.
+A filter has a name, its `reason`, and a function that returns why a group (or rollout) is left out, or None to keep it.
+The lifecycle filters groups when they have their rewards (`first_match`); rollouts are filtered when the batch is built
+(`mask_rollouts`). A share of a group counts its trajectories, however many rollouts (contexts) each of them has.
+Greedy baselines and untrained roles are ignored. Plain values, no torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GroupFilter:
 
 
 def first_match(group: Group, filters: Sequence[GroupFilter]) -> tuple[str, str] | None:
-    """(reason, detail) of the first filter that matches; later ones are not asked. None: the group is kept."""
+    """Return (reason, detail) of the first filter that matches; None: the group is kept."""
     matches = ((f.reason, detail) for f in filters if (detail := f.why(group)) is not None)
     return next(matches, None)
 
@@ -48,8 +48,10 @@ def build_group_filter(
     untrained: Collection[str] = (),
     metric: Metric = "",
 ) -> Callable[[Group], tuple[str, str] | None] | None:
-    """`first_match` of the filters that [filters] sets, for the lifecycle; None if it sets none. Arguments and
-    ValueErrors as of `group_filters`."""
+    """Return `first_match` over the filters that [filters] configures; None without any.
+
+    Arguments and ValueErrors as in `group_filters`.
+    """
     filters = group_filters(config, taught=taught, has_signal=has_signal, untrained=untrained, metric=metric)
     return (lambda group: first_match(group, filters)) if filters else None
 
@@ -62,9 +64,11 @@ def group_filters(
     untrained: Collection[str] = (),
     metric: Metric = "",
 ) -> list[GroupFilter]:
-    """The filters of groups that [filters] sets, in the order in which they are asked. ValueError if `custom` names no
-    function, which alone looks at the roles `untrained`, too. `taught`: as of `all_masked`. `has_signal`: as of
-    `zero_variance`. `metric`: in the place of `config.metric`."""
+    """Return the group filters that [filters] configures, in the order in which they are applied.
+
+    ValueError if `custom` names no function; only that one sees `untrained` roles. `taught`: see `all_masked`.
+    `has_signal`: see `zero_variance`. `metric`: replaces `config.metric`.
+    """
     metric = metric or config.metric
     chosen: list[GroupFilter] = []
     if config.max_error_share < 1:
@@ -88,7 +92,7 @@ def group_filters(
 
 
 def rollout_filters(config: FiltersConfig) -> list[RolloutFilter]:
-    """The filters of single rollouts that [filters] sets."""
+    """Return the rollout filters that [filters] configures."""
     chosen: list[RolloutFilter] = []
     if config.mask_truncated:
         chosen.append(mask_truncated(in_baseline=config.mask_in_baseline))
@@ -169,7 +173,7 @@ def error(max_share: float) -> GroupFilter:
 
 
 def all_masked(masks: Sequence[RolloutFilter], *, taught: OfRole = lambda role: False) -> GroupFilter:
-    """Drop a group of which every rollout is masked or has no reward: it would take the place of a group with a loss.
+    """Drop a group whose rollouts are all masked or have no reward: it would take the place of a group with a loss.
 
     A step of such groups alone would train nothing. `taught`: whether a role is in the loss without a reward, too.
     """
@@ -186,7 +190,7 @@ def all_masked(masks: Sequence[RolloutFilter], *, taught: OfRole = lambda role: 
 
 
 def custom(function: Callable[[Group], str | None], reason: str | None = None) -> GroupFilter:
-    """A filter of the user's own: `function(group)` returns why to drop the group, or None to keep it.
+    """Wrap a custom filter: `function(group)` returns why to drop the group, or None to keep it.
 
     `reason` defaults to the function's name.
     """
@@ -194,9 +198,9 @@ def custom(function: Callable[[Group], str | None], reason: str | None = None) -
     own = OwnFunction.over(function, "filter", _WHY)
 
     def why(group: Group) -> str | None:
-        answer = own(replace(group, rollouts=list(group.rollouts)))  # a copy of the list, which it may sort
+        answer = own(replace(group, rollouts=list(group.rollouts)))  # a copy: it may sort the list
         if answer is not None and not isinstance(answer, str):
-            raise own.refused(described(answer))  # a bare True or False reads the same as "keep" and as "drop"
+            raise own.refused(described(answer))  # a bool could mean "keep" as well as "drop"
         return answer
 
     return GroupFilter(name, why)
@@ -204,7 +208,7 @@ def custom(function: Callable[[Group], str | None], reason: str | None = None) -
 
 @dataclass(frozen=True)
 class RolloutFilter:
-    """Takes rollouts out of the loss. `in_baseline`: their rewards still count in their group's statistics."""
+    """Masks rollouts. `in_baseline`: their rewards still count in their group's statistics."""
 
     reason: str
     why: Callable[[Rollout], str | None]
@@ -242,7 +246,7 @@ class Masked:
 
 
 def mask_rollouts(groups: Iterable[Group], filters: Sequence[RolloutFilter]) -> Masked:
-    """The rollouts that a filter matches. The first match is the reason; each can take it out of the baseline."""
+    """Return the rollouts that a filter matches; the first match is the reason. Any can exclude the baseline."""
     result = Masked()
     for rollout in (r for g in groups for r in g.rollouts if not r.greedy):
         matches = [(f, detail) for f in filters if (detail := f.why(rollout)) is not None]
@@ -272,9 +276,9 @@ def mask_overlong(max_tokens: int, *, in_baseline: bool = True) -> RolloutFilter
 
 
 def pass_rate_of(group: Group, *, threshold: float, metric: Metric, untrained: Collection[str] = ()) -> float | None:
-    """Share of the trajectories whose `metric` is at least `threshold`, among those that have one; None if none has.
+    """Return the share of trajectories with a `metric` of at least `threshold`; None if none has a `metric`.
 
-    Greedy baselines are left out, and roles that are `untrained`.
+    Greedy baselines and `untrained` roles are ignored.
     """
     if untrained:
         group = replace(group, rollouts=[r for r in group.rollouts if r.role not in untrained])
@@ -283,8 +287,7 @@ def pass_rate_of(group: Group, *, threshold: float, metric: Metric, untrained: C
 
 
 def _values(group: Group, metric: Metric) -> list[float]:
-    """`metric` of the trajectories whose reward is not missing, each once however many rollouts it has; NaN is
-    missing."""
+    """Return `metric` of each trajectory with a reward; NaN is missing."""
     values = []
     for trajectory in _sampled(group):
         if (value := value_of(trajectory, metric)) is not None:
@@ -311,12 +314,12 @@ def value_of(trajectory: Trajectory, metric: Metric) -> float | None:
 
 
 def _sampled(group: Group) -> list[Trajectory]:
-    """Its trajectories without the greedy ones."""
+    """Return the trajectories of a group without the greedy ones."""
     return [t for episode in episodes_of(group) for t in episode.trajectories if not t.greedy]
 
 
 def _of_trained(each: GroupFilter, untrained: Collection[str]) -> GroupFilter:
-    """The filter, of what is left of a group without the rollouts of roles that are `untrained`."""
+    """Apply the filter to a group without the rollouts of `untrained` roles."""
     if not untrained:
         return each
     return replace(

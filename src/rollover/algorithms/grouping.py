@@ -1,7 +1,7 @@
-"""What baselines are taken over: the trajectories of a Group by role, or as a function of the user's own says.
+"""Which trajectories are compared for a baseline: those of a Group by role, or by a custom function.
 
-Owns the check of roles against [workflow.roles], and that a grouping of the user's own is a partition: a trajectory
-that it loses would be trained by nothing, one that it doubles twice. Plain values, no torch.
+Checks roles against [workflow.roles], and that a custom grouping is a partition: a lost trajectory would not be
+trained, a doubled one twice. Plain values, no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rollover.algorithms.filters import Metric, value_of
-from rollover.algorithms.precomputed import brings_all
+from rollover.algorithms.precomputed import is_precomputed
 from rollover.config import DistillConfig, RoleConfig, WorkflowConfig
 from rollover.functions import OwnFunction, described, own_function
 from rollover.suggest import did_you_mean
@@ -23,15 +23,17 @@ from rollover.types import Group
 
 @dataclass(frozen=True)
 class Grouped:
-    """`compared`: the TrajectoryGroups of a Group. `untrained`: its trajectories of roles that are not trained."""
+    """`compared`: the TrajectoryGroups of a Group. `untrained`: its trajectories of untrained roles."""
 
     compared: list[TrajectoryGroup]
     untrained: list[Trajectory] = field(default_factory=list)
 
 
 class Grouping:
-    """Groups trajectories as [workflow] says. `distill`: which roles need no score, as a teacher trains them.
-    ValueError where workflow.group_by names no function."""
+    """Groups trajectories as [workflow] configures. `distill`: roles that a teacher trains need no score.
+
+    ValueError if workflow.group_by names no function.
+    """
 
     def __init__(self, workflow: WorkflowConfig, distill: DistillConfig | None = None) -> None:
         self.workflow, self.distill = workflow, distill or DistillConfig()
@@ -41,7 +43,7 @@ class Grouping:
             self._own = own_function("workflow.group_by", workflow.group_by, returns)
 
     def __call__(self, group: Group) -> Grouped:
-        """ValueError where a role is not declared, or the function of the user's own loses or doubles a trajectory."""
+        """Group the trajectories. ValueError for an undeclared role, or a grouping that is no partition."""
         episodes = episodes_of(group)
         untrained = [t for e in episodes for t in e.trajectories if not self.role(t).trained and not t.greedy]
         if self._own is None:
@@ -50,7 +52,7 @@ class Grouping:
         return Grouped(self._partition(self._own, sampled), untrained)
 
     def role(self, trajectory: Trajectory) -> RoleConfig:
-        """What [workflow.roles] says about the role of a trajectory."""
+        """Return the configuration of a trajectory's role."""
         roles = self.workflow.roles
         if not roles:
             return _ANY_ROLE
@@ -62,31 +64,38 @@ class Grouping:
             )
         return roles[trajectory.role]
 
-    def most_valid(self, group: Group) -> int:
-        """How many trajectories there are to train, where there are the most: with a score to compare, a greedy one
-        included, or with a teacher in its place."""
+    def max_valid(self, group: Group) -> int:
+        """Return the number of valid trajectories in the largest TrajectoryGroup.
+
+        Valid: with a score to compare, a greedy one included, or with a teacher instead.
+        """
         greedy = Counter(t.role for e in episodes_of(group) for t in e.trajectories if t.greedy and t.valid)
         compared = self(group).compared
         return max((self._num_valid(c) + sum(greedy[role] for role in c.roles) for c in compared), default=0)
 
     def has_signal(self, group: Group, default: str, metric: Metric = "score") -> bool | None:
-        """Whether a Group that is scored can have an advantage other than 0, where `default` is algorithm.advantage.
-        None: one TrajectoryGroup is compared by its scores, and they tell. `metric`: what is looked at in the place of
-        scores (filters.metric)."""
+        """Return whether a scored Group can have an advantage other than 0. `default`: algorithm.advantage.
+
+        None: there is one TrajectoryGroup, compared by scores, which decide. `metric`: compared instead of scores
+        (filters.metric).
+        """
         compared = self(group).compared
         by_turns = self.workflow.credit == "turn_returns"
         gamma = self.workflow.turn_gamma if by_turns else None
-        own = [self.takes_own(c, self.workflow.advantage_of(c.trajectories[0].role, default)) for c in compared]
+        own = [self.uses_precomputed(c, self.workflow.advantage_of(c.trajectories[0].role, default)) for c in compared]
         if len(compared) == 1 and not by_turns and not own[0]:
             return None
-        return any(_brings_any(c) if o else _differs(c, gamma, metric) for c, o in zip(compared, own, strict=True))
+        return any(
+            _has_precomputed_signal(c) if o else _scores_differ(c, gamma, metric)
+            for c, o in zip(compared, own, strict=True)
+        )
 
-    def takes_own(self, compared: TrajectoryGroup, estimator: str) -> bool:
-        """Whether a TrajectoryGroup is trained with advantages that it brings. `estimator`: of its roles."""
+    def uses_precomputed(self, compared: TrajectoryGroup, estimator: str) -> bool:
+        """Return whether a TrajectoryGroup is trained with precomputed advantages."""
         if estimator == "precomputed":
             return True
         is_taught = self.distill.replaces_for(compared.trajectories[0].role)
-        return self.workflow.own_advantages == "auto" and not is_taught and brings_all(compared)
+        return self.workflow.own_advantages == "auto" and not is_taught and is_precomputed(compared)
 
     # Private
 
@@ -108,7 +117,7 @@ class Grouping:
                 if found != expected:
                     raise function.refused(_miscounted(trajectory, rollout.rollout_id, found, expected))
         if times:
-            raise function.refused(f"the rollout {next(iter(times))}, which is none of these episodes")
+            raise function.refused(f"the rollout {next(iter(times))}, which is not in these episodes")
         return [g for g in groups if g.trajectories]
 
 
@@ -119,8 +128,8 @@ def _miscounted(trajectory: Trajectory, rollout_id: str, found: int, expected: i
     return f"groups without {of}" if not found else f"{of} {found} times"
 
 
-def _brings_any(compared: TrajectoryGroup) -> bool:
-    """Whether an advantage that came with its trajectories is not 0."""
+def _has_precomputed_signal(compared: TrajectoryGroup) -> bool:
+    """Return whether a precomputed advantage is not 0."""
     return any(r.reward and _nonzero(r.reward.advantages) for t in compared.trajectories if t.valid for r in t.rollouts)
 
 
@@ -128,9 +137,11 @@ def _nonzero(value: Any) -> bool:
     return any(map(_nonzero, value)) if isinstance(value, tuple) else bool(value)
 
 
-def _differs(compared: TrajectoryGroup, gamma: float | None, metric: Metric) -> bool:
-    """Whether scores differ, in float32 as advantages are computed; or, by turns with the discount `gamma`, a turn has
-    a reward of its own, or an earlier one less of the score than the last. Another `metric` stands for the scores."""
+def _scores_differ(compared: TrajectoryGroup, gamma: float | None, metric: Metric) -> bool:
+    """Return whether scores, or values of another `metric`, differ in float32, as advantages are computed.
+
+    By turns with the discount `gamma`: or whether a turn has its own reward, or an earlier one a discounted score.
+    """
     valid = [t for t in compared.trajectories if t.valid and t.reward]
     if gamma is not None and any(r.reward and any(r.reward.turns) for t in valid for r in t.rollouts):
         return True

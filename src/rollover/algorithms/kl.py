@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rollover.algorithms.elementwise import bounded, bounded_exp, masked
+from rollover.algorithms.token_batch import bounded, bounded_exp, masked
 
 
 def _k1(log_ratio: torch.Tensor) -> torch.Tensor:

@@ -1,28 +1,40 @@
-"""Policy losses: current and old (proximal) log-probs, advantages -> loss per token. And entropy and value terms.
+"""Policy losses: log-probs and advantages -> loss per token -> one number. Entropy and value terms.
 
 Shapes: B rows, T tokens. Differentiable in the current policy's values alone; float32; pure functions. Masked positions
 are 0, whatever the inputs hold there. A new policy loss is one function over `TokenBatch`, and one entry of `LOSSES` in
 config/traits.py. A parameter `x_BT` is the stream "x" of the batch; a stream that no step computes yet is one entry of
 `STREAMS` in trainer/streams.py.
+
+`aggregate` divides by `denominator`, the global count of what its mode divides by: the sum over any micro-batches and
+ranks is the loss of the whole.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 
-from rollover.algorithms import unclipped
-from rollover.algorithms.elementwise import bounded_exp, masked
-from rollover.algorithms.token_batch import LossAndClipped, TokenBatch, masked_mean, ratio_at
+from rollover.algorithms.token_batch import (
+    LossAndClipped,
+    TokenBatch,
+    bounded,
+    bounded_exp,
+    masked,
+    masked_mean,
+    ratio_at,
+)
 from rollover.config.traits import LOSSES as TRAITS
+from rollover.config.traits import Aggregation
+from rollover.functions import OwnFunction, described, own_function
 
 
 def _outside(ratio_BT: torch.Tensor, advantages_BT: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Where PPO's clip binds: only on the side on which it makes the objective smaller."""
+    """Return where PPO's clip binds: only on the side on which it makes the objective smaller."""
     return ((ratio_BT < low) & (advantages_BT < 0)) | ((ratio_BT > high) & (advantages_BT > 0))
 
 
@@ -103,7 +115,7 @@ def cispo(
 
 
 def _covariance(t: TokenBatch) -> torch.Tensor:
-    """(A - mean A)(logprob - mean logprob) [B, T], means over all tokens of the call."""
+    """Return (A - mean A)(logprob - mean logprob) [B, T], means over all tokens of the call."""
     count = t.mask_BT.sum().clamp(min=1)
     logprobs_BT = t.logprobs_BT.detach()
     return (t.advantages_BT - t.advantages_BT.sum() / count) * (logprobs_BT - logprobs_BT.sum() / count)
@@ -212,18 +224,105 @@ def decoupled(
     return weight_BT * loss_BT, clipped_BT
 
 
-Tokens = TokenBatch  # its former name, which losses of the user's own may import
+def reinforce(t: TokenBatch) -> LossAndClipped:
+    """-logprob * A (Williams 1992). verl: gpg."""
+    return -t.logprobs_BT * t.advantages_BT, torch.zeros_like(t.mask_BT)
 
-# Each name in the configuration is that of a function of this file, or of unclipped.py.
-LOSSES: dict[str, Callable[..., LossAndClipped]] = {
-    name: globals()[name] if name in globals() else getattr(unclipped, name) for name in TRAITS
-}
+
+def nll(t: TokenBatch) -> LossAndClipped:
+    """-logprob: the negative log-likelihood of examples (`rollover sft`). Advantages have no part in it.
+
+    With the aggregation token-mean it is the loss that transformers computes of labels, and TRL's SFTTrainer.
+    """
+    return -t.logprobs_BT, torch.zeros_like(t.mask_BT)
+
+
+def importance_sampling(t: TokenBatch) -> LossAndClipped:
+    """-r A, r = current / old, without any bound: the surrogate of Kakade and Langford 2002 and of TRPO.
+
+    Schulman et al. 2015 (arXiv 1502.05477), eq. 14. Its gradient is that of `reinforce` with the weight r: unbiased on
+    the tokens of the old policy, with a variance that only the correction's cap bounds. verl's kl_cov without its
+    penalty; the loss "importance_sampling" of Tinker.
+    """
+    return -t.ratio_BT * t.advantages_BT, torch.zeros_like(t.mask_BT)
+
+
+def dro(t: TokenBatch, *, beta: float = 1.0) -> LossAndClipped:
+    """-(A logprob - beta / 2 (log r)^2): a quadratic penalty on the log-ratio in place of weight and clip.
+
+    Direct Reward Optimisation, Richemond et al. 2024 (arXiv 2405.19107), with an advantage in the place of reward minus
+    value; as verl's, which has no default for beta. The penalty pulls a token of advantage 0 back, too. Its exponents
+    are log-ratios themselves: nothing is bounded.
+    """
+    if not beta > 0:
+        raise ValueError(f"beta = {beta}: the weight of the penalty must be above 0")
+    loss_BT = -(t.logprobs_BT * t.advantages_BT - 0.5 * beta * t.log_ratio_BT.square())
+    return loss_BT, torch.zeros_like(t.mask_BT)
+
+
+def sapo(
+    t: TokenBatch,
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+    level: Literal["token", "sequence"] = "token",
+) -> LossAndClipped:
+    """-A * 4 / tau * sigmoid(tau (r - 1)): a smooth gate instead of a clip. Aggregate: seq-mean-token-mean.
+
+    Gao et al. 2025 (arXiv 2511.20347). tau is tau_positive where A > 0, else tau_negative. At r = 1 the gradient is
+    REINFORCE's. `level` "sequence": the ratio of `gspo` in the place of the token's. Nothing counts as clipped.
+    """
+    if min(tau_positive, tau_negative) <= 0:
+        raise ValueError("tau_positive and tau_negative must be above 0 (the paper: 1.0 and 1.05)")
+    tau_BT = torch.where(t.advantages_BT > 0, tau_positive, tau_negative)
+    gate_BT = torch.sigmoid(tau_BT * (ratio_at(t, level) - 1)) * 4 / tau_BT
+    return -gate_BT * t.advantages_BT, torch.zeros_like(t.mask_BT)
+
+
+# Log of a weight of 0, as in TRL and the authors' code.
+_LOG_ZERO = math.log(1e-8)
+
+
+def vespo(
+    t: TokenBatch,
+    *,
+    behavior_logprobs_BT: torch.Tensor,
+    weight_cap: float | None = None,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+) -> LossAndClipped:
+    """-sg[phi(w)] A logprob, phi(w) = exp(lambda (1 - w)) w^k: a soft weight of the sequence, 1 where w = 1.
+
+    arXiv 2602.10693, as TRL's. w is the product over the row's tokens of current / behavior: that of current / old
+    times min(old / behavior, weight_cap), each log bounded to [log 1e-8, 20] (old / behavior) or +-20, and their sum
+    again. k, lambda: the positive ones where A >= 0. phi rises as w^k from 0 to its peak at w = k / lambda and falls
+    exponentially beyond: sequences far from the behavior policy on either side fade out. Aggregate: token-mean.
+    """
+    if min(k_positive, lambda_positive, k_negative, lambda_negative) <= 0:
+        raise ValueError("k_positive, lambda_positive, k_negative and lambda_negative must be above 0 (2, 3, 3 and 2)")
+    with torch.no_grad():
+        correction_BT = masked(bounded(t.old_logprobs_BT - behavior_logprobs_BT.float()), t.mask_BT)
+        if weight_cap is not None:
+            correction_BT = correction_BT.clamp(max=math.log(weight_cap))
+        log_w_BT = bounded(t.log_ratio_BT) + correction_BT.clamp(min=_LOG_ZERO)
+        log_w_B1 = masked(log_w_BT, t.mask_BT).sum(-1, keepdim=True).clamp(_LOG_ZERO, 20.0)
+        rises_BT = t.advantages_BT >= 0
+        k_BT = torch.where(rises_BT, k_positive, k_negative)
+        lambda_BT = torch.where(rises_BT, lambda_positive, lambda_negative)
+        weight_BT = torch.exp(lambda_BT + k_BT * log_w_B1 - lambda_BT * log_w_B1.exp())
+    return -weight_BT * t.advantages_BT * t.logprobs_BT, torch.zeros_like(t.mask_BT)
+
+
+# Each name in the configuration is that of a function of this file.
+LOSSES: dict[str, Callable[..., LossAndClipped]] = {name: globals()[name] for name in TRAITS}
 # Kinds whose loss of a token depends on the other rows of the call, and so on the split into micro-batches.
 NOT_SPLIT_INVARIANT = frozenset({"clip_cov", "kl_cov"})
 
 
 def loss_function(kind: str | Callable[..., LossAndClipped]) -> Callable[..., LossAndClipped]:
-    """The function of that name in `LOSSES`; a function is returned as it is."""
+    """Return the function of that name in `LOSSES`; a function is returned as it is."""
     if callable(kind):
         return kind
     if kind not in LOSSES:
@@ -231,8 +330,60 @@ def loss_function(kind: str | Callable[..., LossAndClipped]) -> Callable[..., Lo
     return LOSSES[kind]
 
 
+_LOSS_RETURNS = (
+    "two tensors of the shape of t.mask_BT: the loss of each token, finite and differentiable in t.logprobs_BT, and a"
+    " bool that says where the gradient was clipped"
+)
+
+
+class CustomLoss:
+    """A custom policy loss (algorithm.loss), called like the functions of `LOSSES`, and checked at every call.
+
+    FunctionError if it raises, changes an input tensor, or returns anything but `_LOSS_RETURNS`.
+    """
+
+    def __init__(self, spec: str) -> None:
+        self._function: OwnFunction = own_function("algorithm.loss", spec, _LOSS_RETURNS)
+        functools.update_wrapper(self, self._function, updated=())
+
+    def __call__(self, t: TokenBatch, **options: Any) -> LossAndClipped:
+        given = {**{f"{name}_BT": values for name, values in t.streams.items()}, "mask_BT": t.mask_BT, **options}
+        before = _tensor_versions(given)
+        value = self._function(t, **options)
+        if changed := [name for name, version in _tensor_versions(given).items() if version != before[name]]:
+            raise self._function.changed(changed)
+        wrong = _defect(value, t)
+        if wrong is not None:
+            raise self._function.refused(wrong)
+        return value[0], value[1].bool()
+
+
+def _tensor_versions(given: Mapping[str, Any]) -> dict[str, int]:
+    """Return how often each tensor was changed in place, as autograd counts it."""
+    return {name: value._version for name, value in given.items() if isinstance(value, torch.Tensor)}
+
+
+def _defect(value: Any, t: TokenBatch) -> str | None:
+    """Describe what is wrong with the returned value of a custom loss; None: nothing."""
+    if not isinstance(value, tuple | list):
+        return described(value)
+    if len(value) != 2 or not all(isinstance(part, torch.Tensor) for part in value):
+        return f"{len(value)} values: {', '.join(map(described, value))}"
+    for name, part in zip(("a loss", "the clipped tokens"), value, strict=True):
+        if part.shape != t.mask_BT.shape:
+            return f"{name} of the shape {list(part.shape)}, where t.mask_BT is {list(t.mask_BT.shape)}"
+    loss_M = value[0].detach()[t.mask_BT]
+    # If the model's log-probs are not finite, the loss is not at fault.
+    if not torch.isfinite(loss_M).all() and torch.isfinite(t.logprobs_BT[t.mask_BT]).all():
+        bad_M = loss_M[~torch.isfinite(loss_M)]
+        return f"a loss that is {bad_M[0]:g} at {len(bad_M)} of {len(loss_M)} tokens"
+    if t.logprobs_BT.requires_grad and not value[0].requires_grad:
+        return "a loss without a gradient (something detached it)"
+    return None
+
+
 def option_parameters(function: Callable[..., LossAndClipped]) -> dict[str, inspect.Parameter]:
-    """The parameters of a loss that are options, and streams: all but the first, which takes the batch."""
+    """Return the parameters of a loss after the batch: options and streams."""
     parameters = list(inspect.signature(function).parameters.items())[1:]
     return {name: p for name, p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
@@ -248,7 +399,7 @@ def declared_streams(function: Callable[..., LossAndClipped]) -> dict[str, bool]
 def _options(
     function: Callable[..., LossAndClipped], clip_low: float, clip_high: float, given: dict[str, Any]
 ) -> dict[str, Any]:
-    """The keyword arguments of a loss. Clip bounds always have a value; not every loss reads them."""
+    """Return the keyword arguments of a loss. Clip bounds always have a value; not every loss reads them."""
     kind = getattr(function, "__name__", type(function).__name__)
     parameters = option_parameters(function)
     names = ", ".join(parameters)
@@ -366,3 +517,87 @@ def value_loss(
         clipped_BT = values_BT.clamp(old_BT - clip, old_BT + clip)
         loss_BT = torch.maximum(loss_BT, (clipped_BT - returns_BT) ** 2)
     return 0.5 * loss_BT
+
+
+# The number that each mode divides the sum over rows by: of those with a loss token. None: no division.
+DENOMINATORS: dict[Aggregation, Literal["tokens", "sequences", "groups"] | None] = {
+    "token-mean": "tokens",
+    "token-sum": None,
+    "seq-mean-token-sum": "sequences",
+    "seq-mean-token-mean": "sequences",
+    "seq-mean-token-sum-norm": "sequences",
+    "prompt-mean": "groups",
+}
+
+
+def aggregate(  # noqa: PLR0913 - one count for each mode
+    loss_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    mode: Aggregation,
+    *,
+    denominator: float | None = None,
+    group_B: torch.Tensor | None = None,
+    group_tokens_B: torch.Tensor | None = None,
+    sequence_tokens_B: torch.Tensor | None = None,
+    norm: float | None = None,
+) -> torch.Tensor:
+    """Scalar loss. Without `denominator` this batch is all there is. A row without a loss token is no sequence.
+
+    A sequence is a trajectory, which may have several rows: one that the agent did not cut into contexts, and the same
+    tokens in several rows, have one loss. `sequence_tokens_B`: loss tokens of the row's whole sequence, and then
+    `denominator` is the number of sequences; None: a row is a sequence.
+
+    - token-mean: sum of tokens / tokens (DAPO, arXiv 2503.14476, eq. 8, taken over the batch instead of each prompt's
+      group, as in verl and TRL's dapo). denominator: tokens.
+    - token-sum: sum of tokens; no denominator.
+    - seq-mean-token-sum: mean over sequences of their token sums. denominator: sequences.
+    - seq-mean-token-mean: mean over sequences of their token means (GRPO, arXiv 2402.03300, eq. 3).
+      denominator: sequences.
+    - seq-mean-token-sum-norm: seq-mean-token-sum divided by the constant `norm` (Dr. GRPO, arXiv 2503.20783: no
+      division by the sequence's own length; norm is the token limit). denominator: sequences. The default norm, T as
+      in verl, changes with padding: give it. TRL's dr_grpo divides by rows * max_completion_length, the same but for
+      rows without loss tokens, which TRL counts (as its grpo does in the mean).
+    - prompt-mean: mean over groups of their token means: eq. 8 of DAPO to the letter, the expectation over prompts.
+      `group_B`: group of each row; `group_tokens_B`: loss tokens of the row's whole group (needed where a group is
+      split). denominator: groups.
+    """
+    if mask_BT.shape != loss_BT.shape:
+        raise ValueError(f"mask_BT is {list(mask_BT.shape)}: give it the shape of loss_BT, {list(loss_BT.shape)}")
+    if mode not in DENOMINATORS:
+        raise ValueError(f"mode = {mode!r} is not an aggregation: use one of {', '.join(DENOMINATORS)}")
+    mask_BT = mask_BT.bool()
+    loss_BT = masked(loss_BT, mask_BT)
+    tokens_B = mask_BT.sum(-1)
+    if mode in ("token-mean", "token-sum"):
+        total = loss_BT.sum()
+    elif mode == "prompt-mean":
+        if group_B is None:
+            raise ValueError("prompt-mean needs group_B: the group id of each row")
+        total = (loss_BT.sum(-1) / _group_tokens(tokens_B, group_B, group_tokens_B).clamp(min=1)).sum()
+    elif mode == "seq-mean-token-mean":
+        total = (loss_BT.sum(-1) / (tokens_B if sequence_tokens_B is None else sequence_tokens_B).clamp(min=1)).sum()
+    elif mode == "seq-mean-token-sum-norm":
+        total = (loss_BT.sum(-1) / (loss_BT.shape[1] if norm is None else norm)).sum()
+    else:
+        total = loss_BT.sum(-1).sum()
+    counted = DENOMINATORS[mode]
+    if counted is None:
+        return total
+    # Count only if no denominator is given: on a GPU counting waits for the whole forward pass.
+    return total / max(1.0, _num_in_loss(counted, tokens_B, group_B) if denominator is None else denominator)
+
+
+def _num_in_loss(what: str, tokens_B: torch.Tensor, group_B: torch.Tensor | None) -> float:
+    """Return how many tokens, sequences or groups of this batch are in the loss."""
+    if what == "tokens":
+        return float(tokens_B.sum())
+    in_loss_B = tokens_B > 0
+    return float(in_loss_B.sum() if what == "sequences" or group_B is None else len(torch.unique(group_B[in_loss_B])))
+
+
+def _group_tokens(tokens_B: torch.Tensor, group_B: torch.Tensor, given_B: torch.Tensor | None) -> torch.Tensor:
+    """Return the loss tokens of each row's group [B]: as given, else those of the rows of this batch."""
+    if given_B is not None:
+        return given_B
+    ids, index_B = torch.unique(group_B, return_inverse=True)
+    return torch.zeros(len(ids), device=tokens_B.device).index_add_(0, index_B, tokens_B.float())[index_B]

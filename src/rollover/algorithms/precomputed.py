@@ -1,7 +1,7 @@
 """Advantages that come with a trajectory (algorithm.advantage = "precomputed"): checked, and laid out per token.
 
 They are in the Rewards of its Rollouts (`Reward.advantages`): a number for the whole Rollout, or for each of its turns
-a number, or one for each token of that turn. Nothing is guessed: what does not fit is an error. Numpy, no torch.
+a number, or one for each token of that turn. A mismatch is an error. Numpy, no torch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from rollover.trajectories import Trajectory, TrajectoryGroup, turns_of
 from rollover.types import Rollout
 
 
-def precomputed(trajectory: Trajectory) -> list[np.ndarray]:
-    """float32 [n] of each Rollout, over its tokens after the prompt; 0 where an environment wrote them.
+def precomputed_advantages(trajectory: Trajectory) -> list[np.ndarray]:
+    """Return float32 [n] for each Rollout, over its tokens after the prompt; 0 where an environment wrote them.
 
-    ValueError, which names the role, the turn and what to change, where there are none, too few, too many, or one is
-    no finite number.
+    ValueError, with role, turn and fix, for missing advantages, a wrong number of them, or one that is not finite.
     """
     given = [None if r.reward is None else r.reward.advantages for r in trajectory.rollouts]
     num, turns = sum(len(of) for of in given if isinstance(of, tuple)), len(trajectory.turns)
@@ -31,8 +30,8 @@ def precomputed(trajectory: Trajectory) -> list[np.ndarray]:
     return [_of_rollout(rollout, str(trajectory)) for rollout in trajectory.rollouts]
 
 
-def turns_brought(compared: TrajectoryGroup) -> tuple[int, int]:
-    """(turns of the scored trajectories that bring an advantage, all of their turns)."""
+def count_precomputed_turns(compared: TrajectoryGroup) -> tuple[int, int]:
+    """Return (turns of the scored trajectories with an advantage, all of their turns)."""
     brought = total = 0
     for rollout in (r for t in compared.trajectories if t.valid for r in t.rollouts):
         num, given = len(turns_of(rollout)), None if rollout.reward is None else rollout.reward.advantages
@@ -41,16 +40,18 @@ def turns_brought(compared: TrajectoryGroup) -> tuple[int, int]:
     return brought, total
 
 
-def brings_all(compared: TrajectoryGroup) -> bool:
-    """Whether all scored trajectories of a TrajectoryGroup bring an advantage for each of their turns and tokens."""
+def is_precomputed(compared: TrajectoryGroup) -> bool:
+    """Return whether all scored trajectories have an advantage for each of their turns and tokens."""
     valid = [t for t in compared.trajectories if t.valid]
     given = [r.reward.advantages if r.reward else None for t in valid for r in t.rollouts]
     return bool(valid) and all(map(_is_complete, given))
 
 
-def undeclared(trajectory: Trajectory, *, taught: bool = False) -> str | None:
-    """What is wrong with a trajectory that brings advantages though its role does not say so; None: it brings none.
-    `taught`: a teacher replaces its advantages."""
+def undeclared_error(trajectory: Trajectory, *, taught: bool = False) -> str | None:
+    """Return the error for a trajectory with advantages that its role does not use; None: it has none.
+
+    `taught`: a teacher replaces its advantages.
+    """
     if all(r.reward is None or r.reward.advantages is None for r in trajectory.rollouts):
         return None
     asked = f'Set algorithm.advantage or workflow.roles.{trajectory.role}.advantage to "precomputed"'
@@ -58,7 +59,7 @@ def undeclared(trajectory: Trajectory, *, taught: bool = False) -> str | None:
         asked += ', or workflow.own_advantages to "auto"'
     if taught:
         asked += ' and distill.mix to "add"'
-    return f"{trajectory} brings advantages of its own, which nothing asks for. {asked}, or leave them out"
+    return f"{trajectory} has precomputed advantages, which the configuration does not use. {asked}, or leave them out"
 
 
 # Private

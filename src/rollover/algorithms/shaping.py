@@ -1,13 +1,13 @@
-"""Shaping: from the scores of a step's trajectories to the rewards that are trained.
+"""Shaping: from the scores of a step's trajectories to the trained rewards.
 
-    reward = clip((score + terms - running mean) / running deviation)         (each as [rewards] says, or left out)
+    reward = clip((score + terms - running mean) / running deviation)         (each if [rewards] configures it)
 
-    overlong      DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), as verl's DAPO manager has it
-    repetition    of a rollout that was stopped for repeating itself
+    overlong      DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), as in verl's DAPO manager
+    repetition    for a rollout that was stopped for repeating itself
     NAME          a function of rewards.functions with shaping = true; it comes with the Reward
 
-What is made here is read by estimators, and by what is kept for replay. Scores stay as they are: pass rates, filters,
-re-rolls, evaluations and every metric but `shaping/...` are of the task alone.
+Estimators and the replay buffer read the shaped rewards. Scores stay as they are: pass rates, filters, re-rolls,
+evaluations and every metric but `shaping/...` use the task's score alone.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from rollover.trajectories import Trajectory
 from rollover.types import Reward, StopReason
 
 SHAPED_SCORE = "shaped_score"
-_SAVED = 2  # the state before the present step, and that after it
+_SAVED = 2  # the states before and after the current step
 
 
 class Moments(NamedTuple):
-    """Of all rewards so far: their number, their mean, and the sum of the squares of their distances from it."""
+    """Number and mean of all rewards so far, and the sum of squared distances from the mean."""
 
     count: int = 0
     mean: float = 0.0
     squares: float = 0.0
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Moments:
+    def from_values(cls, values: Sequence[float]) -> Moments:
         if not values:
             return cls()
         mean = math.fsum(values) / len(values)
         return cls(len(values), mean, math.fsum((value - mean) ** 2 for value in values))
 
-    def and_of(self, more: Moments) -> Moments:
-        """Of both together (Chan, Golub and LeVeque 1979)."""
+    def merged_with(self, more: Moments) -> Moments:
+        """Return the moments of both (Chan, Golub and LeVeque 1979)."""
         if not (total := self.count + more.count):
             return self
         apart = more.mean - self.mean
@@ -55,30 +55,32 @@ class Moments(NamedTuple):
 
     @property
     def deviation(self) -> float:
-        """Divided by n - 1; 1 where there are not yet two that differ."""
+        """Return the sample standard deviation; 1 until two rewards differ."""
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 and self.squares > 0 else 1.0
 
 
 @dataclass(frozen=True)
 class Shaped:
-    """The rewards that are trained of a batch, by the sequence ids of their trajectories; empty: they are the scores.
-    `terms`: what was added to their scores, by the same. `metrics`: under shaping/."""
+    """The trained rewards of a batch, by the sequence ids of their trajectories; empty: they are the scores.
+
+    `terms`: added to their scores, by the same ids. `metrics`: under shaping/.
+    """
 
     rewards: Mapping[str, Reward] = field(default_factory=dict)
     terms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
-    def of(self, trajectory: Trajectory) -> Trajectory:
-        """The trajectory with the reward that is trained."""
+    def apply(self, trajectory: Trajectory) -> Trajectory:
+        """Return the trajectory with its trained reward."""
         reward = self.rewards.get(trajectory.sequence_id)
         return trajectory if reward is None else replace(trajectory, reward=reward)
 
 
 class Shaping:
-    """Shapes rewards as [rewards] says. `max_new_tokens`: rollout.max_new_tokens, where an overlong rollout ends.
+    """Shapes rewards as [rewards] configures. `max_new_tokens`: rollout.max_new_tokens, the end of an overlong rollout.
 
-    Owns the running statistics of each role, by trainer version: a step that is trained again, as its weights were
-    lost, starts from what was before it.
+    Owns the running statistics of each role, by trainer version: a step that is trained again after a loss of weights
+    starts from the statistics before it.
     """
 
     def __init__(self, rewards: RewardsConfig, max_new_tokens: int) -> None:
@@ -93,10 +95,10 @@ class Shaping:
         uncounted: Collection[str] = (),
         compared_roles: Iterable[Collection[str]] = (),
     ) -> Shaped:
-        """The rewards of the step at trainer `version`. Missing ones stay missing.
+        """Return the rewards of the step at trainer `version`. Missing ones stay missing.
 
-        `uncounted`: sequence ids of those that are not in the statistics (greedy baselines, replayed ones).
-        `compared_roles`: sets of roles that are compared with each other, and so share their statistics.
+        `uncounted`: sequence ids that are not in the statistics (greedy baselines, replayed ones). `compared_roles`:
+        sets of roles that are compared with each other, and so share their statistics.
         """
         valid = {t.sequence_id: t for t in trajectories if t.reward is not None and t.reward.score is not None}
         terms = {name: self.terms(trajectory) for name, trajectory in valid.items()}
@@ -106,8 +108,8 @@ class Shaping:
         counted = [name for name in valid if name not in uncounted]
         metrics = _metrics_of_terms([terms[name] for name in counted])
         if self.config.running_norm != "none":
-            moments = self._counted(version, {name: (valid[name].role, totals[name]) for name in counted})
-            shared = {role: reduce(Moments.and_of, [moments.get(r, Moments()) for r in sorted(roles)])
+            moments = self._updated_moments(version, {name: (valid[name].role, totals[name]) for name in counted})
+            shared = {role: reduce(Moments.merged_with, [moments.get(r, Moments()) for r in sorted(roles)])
                       for roles in compared_roles for role in roles}  # fmt: skip
             of_role = {
                 role: shared.get(role) or moments.get(role, Moments()) for role in {t.role for t in valid.values()}
@@ -129,8 +131,10 @@ class Shaping:
         return Shaped(rewards, terms, metrics)
 
     def terms(self, trajectory: Trajectory) -> dict[str, float]:
-        """What is added to the score of a trajectory, by name: each term that is switched on, also where it is 0. Of
-        several rollouts the one that is punished most counts."""
+        """Return the terms added to a trajectory's score, by name: each configured term, also where it is 0.
+
+        Of several rollouts the largest punishment counts.
+        """
         terms: dict[str, float] = {}
         if buffer := self.config.overlong_buffer_tokens:
             longest = max(rollout.num_tokens for rollout in trajectory.rollouts)
@@ -141,21 +145,21 @@ class Shaping:
         return terms | (trajectory.reward.shaping if trajectory.reward is not None else {})
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON: the running statistics."""
+        """Return the running statistics as JSON."""
         last = sorted(self._before)[-_SAVED:]
         return {"before": [[v, {role: list(m) for role, m in self._before[v].items()}] for v in last]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`; {}: there was none."""
+        """Restore `state`; {}: there was none."""
         self._before = {v: {role: Moments(*of) for role, of in roles.items()} for v, roles in state.get("before", [])}
 
-    def _counted(self, version: int, rewards: Mapping[str, tuple[str, float]]) -> dict[str, Moments]:
-        """The statistics of each role with the (role, reward) of the step at `version`, which are kept."""
+    def _updated_moments(self, version: int, rewards: Mapping[str, tuple[str, float]]) -> dict[str, Moments]:
+        """Add the (role, reward) pairs of the step at `version` to the statistics; return them."""
         known = [v for v in self._before if v <= version]
         moments = dict(self._before[max(known)]) if known else {}
         for role in {role for role, _ in rewards.values()}:
-            of_step = Moments.of([reward for of, reward in rewards.values() if of == role])
-            moments[role] = moments.get(role, Moments()).and_of(of_step)
+            of_step = Moments.from_values([reward for of, reward in rewards.values() if of == role])
+            moments[role] = moments.get(role, Moments()).merged_with(of_step)
         self._before = {v: m for v, m in self._before.items() if v <= version} | {version + 1: moments}
         return moments
 
@@ -184,7 +188,7 @@ def metric_of(config: Config) -> str | ShapedScore:
 
 
 def overlong(num_tokens: int, max_tokens: int, buffer: int, penalty: float) -> float:
-    """0 up to `max_tokens - buffer` tokens, then in a straight line down to -`penalty` at `max_tokens` and beyond."""
+    """Return 0 up to `max_tokens - buffer` tokens, then linearly down to -`penalty` at `max_tokens` and beyond."""
     into = num_tokens - (max_tokens - buffer)
     return -penalty * min(into / buffer, 1.0) if into > 0 else 0.0
 
@@ -200,7 +204,7 @@ def _trained(trajectory: Trajectory, score: float, terms: Mapping[str, float]) -
 
 
 def _metrics_of_moments(moments: Mapping[str, Moments]) -> dict[str, float]:
-    """By role, where there are several."""
+    """Return the metrics, by role if there are several."""
     if len(moments) < 2:
         return {f"shaping/running_{name}": value for of in moments.values() for name, value in _named(of)}
     return {f"roles/{role}/running_{name}": value for role, of in moments.items() for name, value in _named(of)}
@@ -211,7 +215,7 @@ def _named(of: Moments) -> tuple[tuple[str, float], ...]:
 
 
 def _metrics_of_terms(terms: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each, and the share of the trajectories for which it is not 0."""
+    """Return the mean of each term, and the share of trajectories where it is not 0."""
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for each in terms for name in each):
         values = [each.get(name, 0.0) for each in terms]

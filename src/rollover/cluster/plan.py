@@ -9,14 +9,18 @@ Every rank takes one GPU, or one place among the CPUs; every server takes `serve
 With cluster.colocate servers take those of ranks and trainer, which they have in turns: each is laid as if alone.
 So a placement is found whenever there is one, and a further node never makes one impossible: servers of one size that
 fit at all leave as many single GPUs, however they are laid. Owns no process and asks no machine.
+
+`Assignment` keeps the nodes of roles while nodes come and go: it places all roles at once, then each role that lost its
+node, beside all others.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rollover.config import Config
@@ -27,7 +31,7 @@ THIS_MACHINE = "this machine"
 
 @dataclass(frozen=True)
 class Node:
-    """A machine, and what it offers."""
+    """A machine with its GPUs and CPUs."""
 
     name: str
     gpus: int
@@ -36,7 +40,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Needs:
-    """What is to be placed. `*_gpus` = 0: it computes on CPUs, and takes `process_cpus` of them (0: not counted)."""
+    """Roles to be placed. `*_gpus` = 0: on CPUs, `process_cpus` each (0: not counted)."""
 
     servers: int = 0
     server_gpus: int = 0
@@ -49,8 +53,8 @@ class Needs:
     colocate: bool = False
 
     @classmethod
-    def of(cls, config: Config) -> Needs:
-        """What a configuration with cluster.type = "ray" asks for."""
+    def from_config(cls, config: Config) -> Needs:
+        """Return the needs of a configuration with cluster.type = "ray"."""
         cluster, engine = config.cluster, config.engine
         trains_on_gpu = _takes_gpu(config.model.device, cluster)
         samples_on_gpu = _takes_gpu(engine.device or config.model.device, cluster)
@@ -68,23 +72,22 @@ class Needs:
         )
 
     def gpus_of(self, *, ranks: int, servers: int, controller: bool) -> int:
-        """GPUs that so many roles of one node have."""
+        """Return the GPUs of these roles of one node."""
         of_training = ranks * self.rank_gpus + controller * self.controller_gpus
-        return self._both(of_training, servers * self.server_gpus)
+        return self._combined(of_training, servers * self.server_gpus)
 
     def cpus_of(self, *, ranks: int, servers: int, pools: int) -> int:
-        """CPUs of so many roles of one node that are counted: of reward workers, and of ranks and servers without a
-        GPU."""
-        processes = self._both(0 if self.rank_gpus else ranks, 0 if self.server_gpus else servers)
+        """Return the counted CPUs of these roles of one node: reward workers, ranks and servers without GPUs."""
+        processes = self._combined(0 if self.rank_gpus else ranks, 0 if self.server_gpus else servers)
         return pools * self.pool_cpus + processes * self.process_cpus
 
-    def _both(self, of_training: int, of_servers: int) -> int:
-        """Places of both: in turns, or beside each other."""
+    def _combined(self, of_training: int, of_servers: int) -> int:
+        """Return the places of both: shared in turns (colocate), or side by side."""
         return max(of_training, of_servers) if self.colocate else of_training + of_servers
 
 
 def devices_of_controller(config: Config) -> set[str]:
-    """The numbers of the GPUs on which the controller itself computes, among those that it sees."""
+    """Return the numbers of the visible GPUs on which the controller itself computes."""
     engine, found = config.engine, set[str]()
     sampling = engine.device or config.model.device
     if config.backend.type == "tinker":
@@ -101,13 +104,13 @@ def _takes_gpu(device: str, cluster: ClusterConfig) -> bool:
 
 
 def _index(device: str) -> str:
-    """Which of a process's GPUs a device is: `auto` and `cuda` are the first."""
+    """Return the number of a device among a process's GPUs: `auto` and `cuda` are the first."""
     return device.partition(":")[2] or "0"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """`ranks`, `servers` and `pools`: the name of the node of each, by its number. `driver`: that of the controller.
+    """Names of the nodes of `ranks`, `servers` and `pools`, by number. `driver`: node of the controller.
 
     `nodes` in the order in which ranks and servers are numbered: the driver's first, then by name (node-2 < node-10).
     """
@@ -120,20 +123,20 @@ class Placement:
     pools: tuple[str, ...]
 
     def gpus_taken(self, node: str) -> int:
-        """GPUs of the node that somebody has."""
+        """Return the number of used GPUs of the node."""
         return self.needs.gpus_of(
             ranks=self.ranks.count(node), servers=self.servers.count(node), controller=node == self.driver
         )
 
     def cpus_taken(self, node: str) -> int:
-        """CPUs of the node that somebody has, and that are counted."""
+        """Return the number of used CPUs of the node that are counted."""
         return self.needs.cpus_of(
             ranks=self.ranks.count(node), servers=self.servers.count(node), pools=self.pools.count(node)
         )
 
 
 class DoesNotFit(ValueError):
-    """There is no placement. `role`: the first that has no place: controller, reward pool, server or rank."""
+    """No placement exists. `role`: the first without a place: controller, reward pool, server or rank."""
 
     def __init__(self, role: str, message: str) -> None:
         super().__init__(message)
@@ -141,10 +144,10 @@ class DoesNotFit(ValueError):
 
 
 def place(needs: Needs, nodes: Sequence[Node], driver: str = "") -> Placement:
-    """The placement of `needs` on `nodes`, in whatever order these come. DoesNotFit where there is none.
+    """Place `needs` on `nodes`, whatever their order. DoesNotFit if there is no placement.
 
     `driver`: the name of the node that the command runs on; "": the first by name. ValueError for two nodes of one
-    name, or a driver that is none of them.
+    name, or an unknown driver.
     """
     names = [node.name for node in nodes]
     if len(set(names)) < len(names) or not nodes or (driver and driver not in names):
@@ -166,19 +169,19 @@ def place(needs: Needs, nodes: Sequence[Node], driver: str = "") -> Placement:
     for_servers = gpus if needs.server_gpus else cpu_places
     if needs.colocate:
         for_servers = all_gpus if needs.server_gpus else list(cpu_places)
-    ranks_of, servers_of = _lay(needs, for_ranks, for_servers)
+    ranks_of, servers_of = _distribute(needs, for_ranks, for_servers)
     return Placement(
         needs=needs,
         nodes=tuple(ordered),
         driver=driver,
-        ranks=_each(ranks_of, ordered),
-        servers=_each(servers_of, ordered),
+        ranks=_node_names(ranks_of, ordered),
+        servers=_node_names(servers_of, ordered),
         pools=tuple(ordered[i].name for i in sorted(pools)),
     )
 
 
 def _pools(needs: Needs, nodes: Sequence[Node]) -> set[int]:
-    """The indices of the nodes that have a reward pool."""
+    """Return the indices of the nodes that have a reward pool."""
     if not needs.pools:
         return set()
     on_cpus = (needs.ranks and not needs.rank_gpus) or (needs.servers and not needs.server_gpus)
@@ -203,12 +206,12 @@ def _pools(needs: Needs, nodes: Sequence[Node]) -> set[int]:
 
 
 def _places(needs: Needs, cpus: int) -> int:
-    """Ranks and servers without a GPU that so many CPUs hold."""
+    """Return the number of ranks and servers without a GPU that these CPUs hold."""
     return cpus // needs.process_cpus if needs.process_cpus else needs.ranks + needs.servers
 
 
-def _lay(needs: Needs, for_ranks: list[int], for_servers: list[int]) -> tuple[list[int], list[int]]:
-    """How many ranks and servers each node gets. The two lists are what each node offers; one list: they share it."""
+def _distribute(needs: Needs, for_ranks: list[int], for_servers: list[int]) -> tuple[list[int], list[int]]:
+    """Return the number of ranks and of servers of each node. One list for both: they share its places."""
     shared = for_ranks is for_servers
     what, size = ("GPU", needs.server_gpus) if needs.server_gpus else ("place", 1)
     room = sum(offer // size for offer in for_servers)
@@ -234,9 +237,9 @@ def _lay(needs: Needs, for_ranks: list[int], for_servers: list[int]) -> tuple[li
 
 
 def _packed(offers: list[int], number: int, size: int, kept: int) -> list[int]:
-    """`number` units over few of the nodes, so that `kept` blocks of `size` still have room. It is known that they do.
+    """Place `number` units on few nodes, so that `kept` blocks of `size` still have room. A solution must exist.
 
-    While not all are placed: the smallest node that takes all of the rest, else the one that takes the most.
+    While units are left: the smallest node that takes all of them, else the one that takes the most.
     """
     spare = sum(offer // size for offer in offers) - kept  # blocks that may be broken
     found = [0] * len(offers)
@@ -253,7 +256,7 @@ def _packed(offers: list[int], number: int, size: int, kept: int) -> list[int]:
 
 
 def _spread(offers: list[int], number: int, size: int, ranks: list[int]) -> list[int]:
-    """Each block to the node with the most room, then to the one with the fewest roles, the driver's last."""
+    """Place each block on the node with the most room, then the fewest roles, the driver's last."""
     found = [0] * len(offers)
     best = [(-offer, ranks[i], i == 0, i) for i, offer in enumerate(offers)]
     heapq.heapify(best)
@@ -264,12 +267,12 @@ def _spread(offers: list[int], number: int, size: int, ranks: list[int]) -> list
     return found
 
 
-def _each(counts: Sequence[int], nodes: Sequence[Node]) -> tuple[str, ...]:
+def _node_names(counts: Sequence[int], nodes: Sequence[Node]) -> tuple[str, ...]:
     return tuple(node.name for count, node in zip(counts, nodes, strict=True) for _ in range(count))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Numbers in a name by their value."""
+    """Return a sort key that orders numbers in a name by value."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -284,26 +287,26 @@ def _missing(number: int, noun: str) -> str:
 
 
 def many(number: int, noun: str) -> str:
-    """`1 GPU`, `2 GPUs`."""
+    """Format `1 GPU`, `2 GPUs`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-# Of a configuration alone, without a machine to ask
+# From a configuration alone
 
 
 def nodes_of(cluster: ClusterConfig, cores: int, number: int = 0) -> list[Node]:
-    """The nodes that [cluster] says there are, or `number` like them. `cores`: CPUs of each where it does not say."""
+    """Return the nodes of [cluster], or `number` like them. `cores`: CPUs of each unless configured."""
     cpus = cluster.cpus_per_node or cores
     return [Node(f"node-{i + 1}", cluster.gpus_per_node, cpus) for i in range(number or cluster.num_nodes)]
 
 
 def placement_of(config: Config, cores: int) -> Placement:
-    """The placement on the nodes of [cluster]. DoesNotFit says what is missing, and how many such nodes are enough.
+    """Return the placement on the nodes of [cluster].
 
-    `cores`: CPUs of a node where nothing says more. With cluster.type = "none" everything is on THIS_MACHINE, which
-    nobody divides: it has room for whatever is asked for.
+    DoesNotFit describes what is missing, and how many such nodes are enough. `cores`: CPUs of a node unless configured.
+    With cluster.type = "none" everything is on THIS_MACHINE, which has room for everything.
     """
-    needs = Needs.of(config)
+    needs = Needs.from_config(config)
     if config.cluster.type == "none":
         needs = replace(needs, server_gpus=0, rank_gpus=0, controller_gpus=0, pool_cpus=0)
         return place(needs, [Node(THIS_MACHINE, 0, cores)])
@@ -311,13 +314,13 @@ def placement_of(config: Config, cores: int) -> Placement:
     try:
         return place(needs, nodes)
     except DoesNotFit as error:
-        enough = _enough(needs, config.cluster, cores)
+        enough = _min_nodes(needs, config.cluster, cores)
         advice = f"{enough:,} such nodes are enough (cluster.num_nodes)" if enough else "More such nodes do not help"
         raise DoesNotFit(error.role, f"[cluster] has {described(nodes)}: {error}. {advice}") from None
 
 
-def _enough(needs: Needs, cluster: ClusterConfig, cores: int) -> int:
-    """The smallest number of nodes as those of [cluster] that hold `needs`; 0: none does."""
+def _min_nodes(needs: Needs, cluster: ClusterConfig, cores: int) -> int:
+    """Return the smallest number of nodes like those of [cluster] that hold `needs`; 0: none does."""
 
     def fits(number: int) -> bool:
         try:
@@ -336,9 +339,81 @@ def _enough(needs: Needs, cluster: ClusterConfig, cores: int) -> int:
 
 
 def described(nodes: Sequence[Node]) -> str:
-    """`2 nodes of 8 GPUs and 64 CPUs`."""
+    """Format `2 nodes of 8 GPUs and 64 CPUs`."""
     kinds = Counter((node.gpus, node.cpus) for node in nodes)
     gpus_and = {gpus: f"{many(gpus, 'GPU')} and " if gpus else "" for gpus, _ in kinds}
     return ", ".join(
         f"{many(number, 'node')} of {gpus_and[gpus]}{many(cpus, 'CPU')}" for (gpus, cpus), number in kinds.items()
     )
+
+
+SERVER, POOL, RANK = "server", "reward", "rank"
+
+
+class Assignment:
+    """Node of each role by its name, as in "server 0": `node_of`. DoesNotFit if there is no room for all of them."""
+
+    def __init__(self, needs: Needs, nodes: list[Node], driver: str) -> None:
+        self.needs, self.driver = needs, driver
+        placement = place(needs, nodes, driver)
+        self.node_of: dict[str, str] = {f"{SERVER} {i}": node for i, node in enumerate(placement.servers)}
+        self.node_of |= {f"{POOL} {i}": node for i, node in enumerate(placement.pools)}
+        self.node_of |= {f"{RANK} {i}": node for i, node in enumerate(placement.ranks)}
+        self._first: dict[str, tuple[str, int]] = {}  # node and first GPU of each role that shares GPUs in turns
+
+    def find(self, name: str, alive: Mapping[str, Node]) -> str:
+        """Return the role's node; if that is not alive, another one with room, which is its node from now on.
+
+        DoesNotFit if there is no room.
+        """
+        if self.node_of[name] not in alive:
+            self.node_of[name] = self._replacement(name, alive)
+        return self.node_of[name]
+
+    def _replacement(self, name: str, alive: Mapping[str, Node]) -> str:
+        kind = name.partition(" ")[0]
+        if not alive:
+            raise DoesNotFit(kind, "there is no node")
+        others = {role: node for role, node in self.node_of.items() if role != name}
+        if self.needs.colocate and kind != POOL:  # ranks and servers share their places in turns
+            other_kind = RANK if kind == SERVER else SERVER
+            others = {role: node for role, node in others.items() if not role.startswith(other_kind)}
+        if kind == POOL:  # each on a node of its own
+            taken = {node for role, node in others.items() if role.startswith(POOL)}
+            alive = {node: has for node, has in alive.items() if node not in taken}
+        if not alive:
+            raise DoesNotFit(kind, "every node has one")
+        counts = {"servers": kind == SERVER, "pools": kind == POOL, "ranks": kind == RANK}
+        alone = replace(self.needs, controller_gpus=0, **{what: int(is_it) for what, is_it in counts.items()})
+        driver = self.driver if self.driver in alive else ""
+        found = place(alone, [self._remaining(kind, has, others) for has in alive.values()], driver)
+        return (*found.servers, *found.pools, *found.ranks)[0]
+
+    def gpus(self, name: str) -> range:
+        """Return the role's GPUs among those that the roles of its node share in turns.
+
+        They are the first that no other role of its kind has, and stay its own while it stays on the node.
+        """
+        node, kind = self.node_of[name], name.partition(" ")[0]
+        at, first = self._first.get(name, ("", 0))
+        size = self.needs.server_gpus if kind == SERVER else self.needs.rank_gpus
+        if at != node:
+            taken = {first for role, (at, first) in self._first.items() if at == node and role.startswith(kind)}
+            first = next(i for i in itertools.count(0, max(1, size)) if i not in taken)
+            self._first[name] = node, first
+        return range(first, first + size)
+
+    def gpus_on(self, node: str) -> int:
+        """Return the number of the node's GPUs that its roles have; shared ones count once."""
+        kinds = [role.partition(" ")[0] for role, at in self.node_of.items() if at == node]
+        controller = node == self.driver
+        return self.needs.gpus_of(ranks=kinds.count(RANK), servers=kinds.count(SERVER), controller=controller)
+
+    def _remaining(self, kind: str, node: Node, others: Mapping[str, str]) -> Node:
+        """Return what a node has left for a role of `kind` beside the `others` on it."""
+        here = [role.partition(" ")[0] for role, at in others.items() if at == node.name]
+        ranks, servers, pools = here.count(RANK), here.count(SERVER), here.count(POOL)
+        has_trainer = node.name == self.driver and not (self.needs.colocate and kind == SERVER)
+        gpus = self.needs.gpus_of(ranks=ranks, servers=servers, controller=has_trainer)
+        cpus = self.needs.cpus_of(ranks=ranks, servers=servers, pools=pools)
+        return Node(node.name, max(0, node.gpus - gpus), max(0, node.cpus - cpus))

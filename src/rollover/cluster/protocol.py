@@ -16,41 +16,41 @@ from rollover.trainer.ranks.group import Ranks
 
 
 class Cluster(Protocol):
-    """Gives builders what their parts run in. Whoever uses one of these ends it, before the cluster is closed."""
+    """Hosts the parts of a run. Whoever uses a host closes it, before the cluster is closed."""
 
     @property
     def own_server(self) -> Callable[[int], Host] | None:
-        """Makes the host of each server that the run starts, by its number; None: processes of this machine."""
+        """Function from a server's number to its host; None: processes of this machine."""
         ...
 
     @property
     def own_ranks(self) -> Callable[[], Ranks] | None:
-        """Starts ranks that have met; None: processes of this machine."""
+        """Function that starts connected ranks; None: processes of this machine."""
         ...
 
     def reward_pool(self) -> ScoringPool | None:
-        """The workers that score; None: processes of this machine."""
+        """Return the reward workers; None: processes of this machine."""
         ...
 
     def stats(self) -> dict[str, float]:
-        """Gauges of the roles."""
+        """Return gauges of the roles."""
         ...
 
     async def close(self) -> None:
-        """Leave it: what is left of the run there ends."""
+        """Disconnect; what is left of the run on the cluster ends."""
         ...
 
 
 @dataclass(frozen=True)
 class ClusterSetup:
-    """What a cluster is made from. `logs`: the folder of what the roles print; None: it has none that stays."""
+    """Arguments of a cluster. `logs`: the folder of the roles' output; None: it is not kept."""
 
     config: Config
     logs: Path | None
 
 
 class ThisMachine:
-    """A Cluster where everything is a child of this process."""
+    """A Cluster whose roles are child processes of this process."""
 
     own_server = own_ranks = None
 
@@ -61,7 +61,7 @@ class ThisMachine:
         return {}
 
     async def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def this_machine(setup: ClusterSetup) -> Cluster:

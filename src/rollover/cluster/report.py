@@ -1,4 +1,4 @@
-"""A placement in words: what `rollover train ... --dry-run` prints, and the nodes of `rollover plan`."""
+"""Text of a placement: for `rollover train ... --dry-run`, and the nodes of `rollover plan`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from rollover.config.cluster import check_can_train
 
 
 def as_text(config: Config, cores: int) -> str:
-    """What a run of `config` would do, and which process would be where. `cores`: CPUs of this machine.
+    """Describe a run of `config` and the node of each process. `cores`: CPUs of this machine.
 
-    DoesNotFit (a ValueError) where [cluster] has no room for it.
+    DoesNotFit (a ValueError) if [cluster] has no room for it.
     """
     placement = placement_of(config, cores)
     rollout, train = config.rollout, config.train
@@ -35,7 +35,7 @@ def as_text(config: Config, cores: int) -> str:
 
 
 def node_lines(config: Config, placement: Placement) -> list[str]:
-    """One line for all nodes, and one for each with its roles; servers of others have lines of their own."""
+    """Return one line for all nodes, one for each with its roles, and one for each external server."""
     planned = config.cluster.type != "none"
     summary = f"{described(placement.nodes)} (cluster.num_nodes)" if planned else "this machine alone"
     urls = config.engine.urls if config.engine.kind == "remote" else []
@@ -56,14 +56,14 @@ def node_lines(config: Config, placement: Placement) -> list[str]:
 
 
 def summary(placement: Placement) -> str:
-    """The placement in one line: how many of each role, and on how many nodes."""
+    """Describe the placement in one line: number of roles and of nodes for each kind."""
     roles = {"rank": placement.ranks, "server": placement.servers, "reward pool": placement.pools}
     said = [f"{many(len(on), role)} on {len(set(on))}" for role, on in roles.items() if on]
     return f"{described(placement.nodes)} (cluster.num_nodes): {', '.join(['the controller on 1', *said])}"
 
 
 def roles_on(config: Config, placement: Placement, name: str) -> list[str]:
-    """What is on a node, in words."""
+    """Describe the roles on a node."""
     roles = [_controller(config)] if name == placement.driver else []
     roles += _numbered("rank", [i for i, node in enumerate(placement.ranks) if node == name])
     roles += _numbered(
@@ -71,14 +71,14 @@ def roles_on(config: Config, placement: Placement, name: str) -> list[str]:
     )
     if name in placement.pools:
         (cpus,) = [node.cpus for node in placement.nodes if node.name == name]
-        # Where they are not set, room for one is asked for, and as many begin as suits the node.
+        # Unset: room for one worker is required, and the node decides the number.
         some = "up to " if config.cluster.type != "none" and not config.rewards.num_workers else ""
         roles.append(f"reward pool of {some}{many(config.rewards.processes_of(cpus), 'worker')}")
     return roles
 
 
 def _controller(config: Config) -> str:
-    """The controller, and what is in it or beside it on its node."""
+    """Describe the controller, with the parts in it or beside it on its node."""
     backend, kind = config.backend.type, config.engine.kind
     if backend == "tinker":
         return "controller (a service trains and samples)"
@@ -93,7 +93,7 @@ def _controller(config: Config) -> str:
 
 
 def _numbered(what: str, numbers: list[int]) -> list[str]:
-    """`rank 0`, `ranks 0 to 7`: those of one node are a range."""
+    """Format `rank 0`, or `ranks 0 to 7`: the numbers on one node are a range."""
     if not numbers:
         return []
     return [f"{what} {numbers[0]}" if len(numbers) == 1 else f"{what}s {numbers[0]} to {numbers[-1]}"]

@@ -12,7 +12,7 @@ from rollover.registry import PLUGINS
 
 # The function of a `BackendSetup` that makes each, loaded when it is called: the names alone load nothing heavy.
 BACKENDS = {
-    "local": "rollover.trainer.build:make_local",
+    "local": "rollover.trainer.local_backend:make_local",
     "tinker": PLUGINS["backends"]["tinker"],
     "ranks": "rollover.trainer.ranks.backend:make_ranks",
 }

@@ -19,7 +19,7 @@ class AdvantageTraits:
     about: str
     """How it makes an advantage. {divided}: as algorithm.advantage_std, or passk_std, says."""
     reads: tuple[str, ...] = ("rewards_N", "group_N")
-    """The arguments that are about the rollouts, by the names of `Scored` in algorithms/estimator.py."""
+    """The arguments that are about the rollouts, by the names of `ScoredBatch` in algorithms/advantage.py."""
     options: dict[str, str] = field(default_factory=dict)
     """The other arguments: name -> the option of [algorithm] that it is the value of."""
     counts: Literal["rollouts", "tokens"] | None = None
@@ -31,7 +31,7 @@ class AdvantageTraits:
     """Advantages come with the trajectories; there is no function of this name."""
     over_tokens: bool = False
     """Advantages are estimated per token in the training step, of rewards per token; `reads` and `options` are then
-    what the rules ask for, and the function is called by trainer/token_estimates.py."""
+    what the rules ask for, and the function is called by trainer/token_advantages.py."""
     statistics: bool = False
     """It reads statistics of the policy's distribution at each token (`TrainerBackend.compute_statistics`)."""
     critic: bool = False
@@ -54,7 +54,7 @@ class AdvantageTraits:
 
 _SEVERAL = ("rewards_NR", "group_N", "weights_R")
 _NO_KL = "its advantages are of several rewards, of which the KL is none"
-# Each is the function of that name in algorithms/advantage.py; those over tokens: trainer/token_estimates.py.
+# Each is the function of that name in algorithms/advantage.py; those over tokens: trainer/token_advantages.py.
 ADVANTAGES = {
     "grpo": AdvantageTraits("the reward less the mean of those compared{divided}", options={"std": "advantage_std"}),
     "dr_grpo": AdvantageTraits("the reward less the mean of those compared"),
@@ -151,7 +151,7 @@ class LossTraits:
     """Its tokens are those of examples: no policy sampled them, and they have no advantage."""
 
 
-# Each is the function of that name in algorithms/loss.py or algorithms/unclipped.py.
+# Each is the function of that name in algorithms/loss.py.
 LOSSES = {
     "clip": LossTraits(dual_clip=True),
     "reinforce": LossTraits(ratio=False, bounds=False),

@@ -21,13 +21,13 @@ _PARTS = ("lora_A.weight", "lora_B.weight", "lora_scale")
 
 
 def names(layer: str) -> tuple[str, str, str]:
-    """Under which A [R, I], B [O, R] and the scale [] of a layer's adapter are handed to an engine."""
+    """Return the names of A [R, I], B [O, R] and the scale [] of a layer's adapter, for an engine."""
     down, up, scale = (f"{layer}.{part}" for part in _PARTS)
     return down, up, scale
 
 
 def base_weights(plain: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Named weights of a model without the adapters that peft has put into it, where it has. Views."""
+    """Yield the named weights of a model without peft's adapters. Views."""
     for name, parameter in plain.named_parameters():
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), parameter.detach()
@@ -35,15 +35,15 @@ def base_weights(plain: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 @dataclass(frozen=True)
 class Adapter:
-    """Of one layer, or of several whose outputs stand side by side."""
+    """The adapter of one layer, or of several whose outputs stand side by side."""
 
     down_RI: torch.Tensor
     up_OR: torch.Tensor
     scale: float
 
     @classmethod
-    def of(cls, down_RI: torch.Tensor, up_OR: torch.Tensor, scale: float) -> Adapter:
-        """A scale that is a power of two becomes part of B: that rounds nothing, and saves an operation."""
+    def create(cls, down_RI: torch.Tensor, up_OR: torch.Tensor, scale: float) -> Adapter:
+        """Make an adapter. A scale that is a power of two is multiplied into B, without rounding."""
         if math.frexp(scale)[0] == 0.5:
             return cls(down_RI, up_OR * scale, 1.0)
         return cls(down_RI, up_OR, scale)
@@ -52,12 +52,12 @@ class Adapter:
         return self.scaled(F.linear(F.linear(x_NI, self.down_RI), self.up_OR))
 
     def scaled(self, product_NO: torch.Tensor) -> torch.Tensor:
-        """The product with A and B times the scale."""
+        """Multiply the product with A and B by the scale."""
         return product_NO if self.scale == 1 else product_NO * self.scale
 
     @classmethod
-    def side_by_side(cls, adapters: Sequence[Adapter | None], sizes: Sequence[int]) -> Adapter | None:
-        """One adapter of layers with `sizes` outputs, not all of which need have one; None if none has."""
+    def concatenated(cls, adapters: Sequence[Adapter | None], sizes: Sequence[int]) -> Adapter | None:
+        """Return one adapter of layers with `sizes` outputs, some of which may have none; None without any."""
         present = [adapter for adapter in adapters if adapter is not None]
         if not present:
             return None
@@ -75,45 +75,45 @@ class Adapter:
 
 
 class Adapters:
-    """The adapters of one model's layers, by layer name. Owns copies in the model's dtype; begins with none.
+    """The adapters of one model's layers, by layer name. Owns copies in the model's dtype; starts empty.
 
-    `attach`: the model's own modules add what their adapters give. Else those of the language model do not: who
-    computes in their place asks for them.
+    `attach`: hook the adapters into all modules of the model. Otherwise the language model's modules get none: the code
+    that replaces them applies the adapters.
     """
 
     def __init__(self, model: Any, *, attach: bool) -> None:
         first = next(model.parameters())
         self._device, self._dtype = first.device, first.dtype
         self._layers = dict(model.named_modules())
-        self._asked = set[Any]() if attach else set(model.get_decoder().modules())
+        self._unhooked = set[Any]() if attach else set(model.get_decoder().modules())
         self._parts: dict[str, dict[str, torch.Tensor]] = {}
         self._adapters: dict[str, Adapter] = {}
 
     def load(self, name: str, tensor: torch.Tensor) -> int | None:
-        """Replace a part of a layer's adapter; the bytes written, or None if `name` is not that of an adapter.
+        """Replace a part of a layer's adapter; return the bytes written, or None if `name` is not an adapter's.
 
-        `refresh` after the last one.
+        Call `refresh` after the last one.
         """
         part = next((part for part in _PARTS if name.endswith(f".{part}")), None)
         if part is None:
             return None
         layer = name.removesuffix(f".{part}")
         assert layer in self._layers, f"the engine's model has no layer {layer}"
-        if layer not in self._parts and self._layers[layer] not in self._asked:
+        if layer not in self._parts and self._layers[layer] not in self._unhooked:
             self._layers[layer].register_forward_hook(partial(self._add, layer))
-        # A copy: what is handed over goes on being trained.
+        # A copy: the trainer changes its tensors in place.
         mine = tensor.detach().to(self._device, self._dtype if tensor.ndim else None, copy=True)
         self._parts.setdefault(layer, {})[part] = mine
         return mine.numel() * mine.element_size()
 
     def refresh(self) -> None:
-        """Take what was loaded."""
+        """Apply the loaded parts."""
         for layer, parts in self._parts.items():
             down_RI, up_OR, scale = (parts[part] for part in _PARTS)
-            self._adapters[layer] = Adapter.of(down_RI, up_OR, float(scale))
+            self._adapters[layer] = Adapter.create(down_RI, up_OR, float(scale))
 
-    def of(self, layer: str) -> Adapter | None:
-        """The adapter of the layer of this name, if it has one."""
+    def get(self, layer: str) -> Adapter | None:
+        """Return the adapter of the layer, or None."""
         return self._adapters.get(layer)
 
     def _add(self, layer: str, module: Any, inputs: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Memory of a process that computes: glibc's allocator, set for tensors, and how much oneDNN keeps of past shapes."""
+"""Memory settings of a process that computes: glibc's allocator for tensors, and oneDNN's cache of shapes."""
 
 from __future__ import annotations
 
@@ -7,32 +7,34 @@ import ctypes
 import os
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-# How many shapes of matmuls oneDNN keeps code and scratch memory for: of the process, and of each of its threads.
+# Number of matmul shapes with cached code and scratch memory: of the process, and of each thread.
 _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _SHAPES = "128"
 
 
 def keep_freed_memory() -> None:
-    """By default large blocks go back to the system and every page of the next one faults: sampling took 4 times as
-    long (docs/log.md). Does nothing where the C library is another."""
+    """Keep freed blocks for the next tensor instead of returning them to the system. No-op without glibc.
+
+    By default every page of the next large block faults: sampling took 4 times as long (docs/log.md).
+    """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
-        # Blocks above this still come and go alone: among the others they would leave holes that nothing fills.
+        # Larger blocks are still mapped alone: among the others they would leave holes.
         libc.mallopt(_M_MMAP_THRESHOLD, 64 << 20)
         libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def keep_few_shapes() -> None:
-    """Let oneDNN forget old shapes, unless the user has said how many it keeps: before the first matmul.
+    """Bound the number of shapes that oneDNN caches, unless the user has set it. Call before the first matmul.
 
     In bfloat16 each number of tokens is a shape of every layer's size, and takes half a megabyte. Prefills and
-    micro-batches have ever new ones: up to 1,024, its own limit, a model of 25 MB had grown by 850 MB (docs/log.md).
+    micro-batches always bring new ones: at oneDNN's own limit of 1,024 a model of 25 MB grew by 850 MB (docs/log.md).
     """
     for variable in _CACHES:
         os.environ.setdefault(variable, _SHAPES)
 
 
 def return_freed_memory() -> None:
-    """Give what is free back to the system: generation and training do not need each other's leftovers."""
+    """Return free memory to the system: generation and training do not share freed blocks."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -2,8 +2,8 @@
 
 Shapes: N tokens of all sequences of a row, B sequences, T padded length, H query heads, K key/value heads, D head size.
 
-Engine and trainer run transformers' own modules on one flattened row [1, N]; what attention means there is decided by
-the object passed as `rollover_attention` (this file's PackedAttention, or the engine's cached ones). Owns no cache.
+Engine and trainer run transformers' own modules on one flattened row [1, N]; the object passed as `rollover_attention`
+computes the attention (this file's PackedAttention, or the engine's cached ones). Owns no cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollover.models.vision import RowImages
 
 IMPLEMENTATION = "rollover"
 _POSITIONS = ("position_ids", "cache_position")
-# Of a configuration's layer_types, those that are attention as Rollover runs it.
+# The supported entries of a configuration's layer_types.
 _PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 
@@ -30,11 +30,11 @@ Spans = Sequence[tuple[int, int]]
 
 
 class Unsupported(ValueError):
-    """Why a model cannot be run, as the end of a sentence that names it."""
+    """The reason why a model cannot be run, as the end of a sentence that names it."""
 
 
 class Attention(Protocol):
-    """One forward pass's attention: called once a layer with the row's queries, keys and values."""
+    """Attention of one forward pass, called once a layer with the row's queries, keys and values."""
 
     def attend(
         self,
@@ -92,7 +92,7 @@ ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _interface)
 
 
 def causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Bool [queries, keys], True where a query may look; the queries are the last `num_queries` positions."""
+    """Return a bool mask [queries, keys]; the queries are the last `num_queries` positions."""
     query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     key = torch.arange(num_keys, device=device)[None, :]
     mask = key <= query
@@ -107,10 +107,10 @@ def grouped_attention(
     *,
     scale: float,
 ) -> torch.Tensor:
-    """`masked_attention` without a softcap, of H query heads over fewer K key heads, for torch's fused GPU kernels.
+    """Compute `masked_attention` without a softcap, of H query heads over fewer K key heads, by fused GPU kernels.
 
-    None of them shares key heads under a mask: asked to, torch writes the scores of all heads, [B, H, T, S] in float32.
-    The heads that share keys stand one below the other instead, as more queries of one head.
+    None of torch's kernels shares key heads under a mask: torch would write the scores of all heads, [B, H, T, S] in
+    float32. Here the heads that share keys are stacked as more queries of one head.
     """
     num, heads, num_queries, size = query_BHTD.shape
     kv_heads = key_BKSD.shape[1]
@@ -133,11 +133,11 @@ def masked_attention(
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention -> [B, H, T, D], in float32 on a CPU. `mask`: bool, broadcast to [B, H, T, S] and alike for all heads;
-    None: causal, T = S, and only without a softcap.
+    """Compute attention -> [B, H, T, D], in float32 on a CPU.
 
-    On a CPU a linear layer gives a row the same bits whatever its batch: engine and trainer differ by their attention
-    alone, and float32 inside it keeps their log-probs together, and is the faster one there (docs/log.md).
+    `mask`: bool, broadcast to [B, H, T, S] and alike for all heads; None: causal, T = S, and only without a softcap. On
+    a CPU a linear layer gives a row the same bits whatever its batch: engine and trainer differ by their attention
+    alone, and float32 inside it keeps their log-probs together, and is faster there (docs/log.md).
     """
     dtype = query_BHTD.dtype
     on_cpu = query_BHTD.device.type == "cpu"
@@ -167,12 +167,12 @@ def masked_attention(
 
 # Sequences of a padded batch are at least this share of its longest one.
 _MIN_FILL = 0.75
-# Pairs of a query and a key in one mask, at the most: 64 MB of it.
+# Largest number of query-key pairs in one mask: 64 MB.
 _MASK_PAIRS = 2**26
 
 
 def similar_lengths(lengths: Mapping[int, int]) -> list[list[int]]:
-    """The keys of `lengths` in batches, longest first, so that padding to a batch's longest wastes little."""
+    """Group the keys of `lengths` into batches, longest first, so that padding wastes little."""
     batches: list[list[int]] = []
     for key in sorted(lengths, key=lambda k: -lengths[k]):
         if not batches or lengths[key] < _MIN_FILL * lengths[batches[-1][0]]:
@@ -182,13 +182,13 @@ def similar_lengths(lengths: Mapping[int, int]) -> list[list[int]]:
 
 
 class PackedAttention:
-    """Block-diagonal causal attention of a row cut into blocks. `prefixes[i]` is the block that block i continues.
+    """Block-diagonal causal attention of a row of blocks. `prefixes[i]` is the block that block i continues.
 
     A prompt's block is shared: the row holds it once, and each answer's block attends to it as if they stood together.
     Padding exists only inside attention, in batches of similar length; right padding needs no mask of its own, since a
     real query never looks at later positions. `lengths` are those of the blocks, each at least 1. `bidirectional`: for
     a block, the spans of its tokens that attend to each other, later ones included (images in Gemma 3). `mask_pairs`:
-    above so many pairs of query and key the queries are computed in parts, each with a mask of its own.
+    above this number of query-key pairs the queries are computed in parts, each with its own mask.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class PackedAttention:
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
     def _mask(self, num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-        """Built once for all layers."""
+        """Return a mask, built once for all layers."""
         key = (num_queries, num_keys, window)
         if key not in self._masks:
             self._masks[key] = causal_mask(num_queries, num_keys, window, device)
@@ -261,7 +261,7 @@ class PackedAttention:
         scale: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        """[B, H, T, D] of queries that are the last T of S positions."""
+        """Return [B, H, T, D] for queries that are the last T of S positions."""
         num_queries, num_keys = query_BHTD.shape[2], key_BKSD.shape[2]
         if window is not None and window >= num_keys:
             window = None
@@ -291,7 +291,7 @@ def hidden_states(
     attention: Attention,
     images: RowImages | None = None,
 ) -> torch.Tensor:
-    """Last hidden states [N, hidden] of a flattened row, in float32; `model` is a causal LM loaded by models/load.py.
+    """Return the last hidden states [N, hidden] of a flattened row, in float32; models/load.py loaded `model`.
 
     `position_ids`: [N], or [3, N] in time, height and width. `images`: features in place of some embeddings.
 
@@ -301,7 +301,7 @@ def hidden_states(
     backbone = model.get_decoder() if hasattr(model, "get_decoder") else model.model
     dtype = model.get_input_embeddings().weight.dtype
     of_tokens: dict[str, Any] = {}
-    if getattr(backbone, "hidden_size_per_layer_input", 0):  # gemma3n, gemma4: each layer has embeddings of its own
+    if getattr(backbone, "hidden_size_per_layer_input", 0):  # gemma3n, gemma4: embeddings per layer
         of_tokens["per_layer_inputs"] = backbone.get_per_layer_inputs(input_ids_N.unsqueeze(0))
     embeddings_NE = model.get_input_embeddings()(input_ids_N.unsqueeze(0))[0].float()
     if images is not None:
@@ -319,7 +319,7 @@ def hidden_states(
 
 
 class _Probe(PackedAttention):
-    """Sees the heads of every layer, and refuses what the KV cache has no room for."""
+    """Records the heads of every layer, and refuses layers that the KV cache cannot hold."""
 
     def __init__(self, lengths: list[int]) -> None:
         super().__init__(lengths)
@@ -349,8 +349,8 @@ class _Probe(PackedAttention):
 
 
 @torch.no_grad()
-def _of_one_token(model: Any) -> _Probe:
-    """What one token's forward pass shows."""
+def _probe_one_token(model: Any) -> _Probe:
+    """Run one token's forward pass."""
     probe = _Probe([1])
     zero = torch.zeros(1, dtype=torch.long, device=model.device)
     hidden_states(model, zero, zero, probe)
@@ -358,40 +358,39 @@ def _of_one_token(model: Any) -> _Probe:
 
 
 def cache_shape(model: Any) -> tuple[int, int]:
-    """(key/value heads, numbers a head) of every layer, as one token's forward pass shows them."""
-    shape = _of_one_token(model).shape
+    """Return (key/value heads, numbers a head) of every layer, from one token's forward pass."""
+    shape = _probe_one_token(model).shape
     assert shape is not None, "a model that check_model passes has attention"
     return shape
 
 
 def attention_widths(model: Any) -> dict[int | None, int]:
-    """Window (None: without one) -> query heads x numbers a head, added up over the layers that have it."""
-    return _of_one_token(model).widths
+    """Return window (None: without one) -> query heads x head size, summed over its layers."""
+    return _probe_one_token(model).widths
 
 
-# What a message says to use instead.
 _INSTEAD = (
     "Use a decoder with plain attention in every layer, as Llama, Qwen, Mistral, Gemma, Phi or OLMo (docs/models.md)"
 )
 
 
 def refusal(model: str, reason: object) -> str:
-    """What a user is told of a model (its class or family) that cannot be run."""
+    """Return the message for a model (its class or family) that cannot be run."""
     return f"{model} is not supported: {reason}. {_INSTEAD}"
 
 
 def refusal_of_lookup(family: str, error: KeyError) -> str:
-    """The same where transformers could not make the model, because its classes have a list of attentions."""
+    """Return that message for a model whose classes have a list of attentions."""
     if error.args != (IMPLEMENTATION,):
         raise error
     return refusal(family, "it has attention classes of its own, beside transformers' attention interface")
 
 
 def check_model(model: Any) -> None:
-    """ValueError, in words for users, unless tokens meet in attention alone, in every layer, and the cache can hold it.
+    """Raise ValueError unless tokens interact only in attention, in every layer, and the cache can hold it.
 
-    State-space, convolution and linear-attention layers, and models with an attention of their own, would mix the
-    sequences of a packed row without a word, and the engine would lose their state.
+    State-space, convolution and linear-attention layers, and models with other attention classes, would silently mix
+    the sequences of a packed row, and the engine would lose their state.
     """
     try:
         _probe(model)

@@ -1,4 +1,4 @@
-"""How a conversation becomes a prompt: an answer is opened behind it, or the one at its end is continued. Pure."""
+"""Arguments of a chat template: open an answer, or continue the one at the end of the conversation. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def prompt_arguments(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, bool]]:
-    """(the messages, the arguments of apply_chat_template) for a prompt that the policy goes on with.
+    """Return (the messages, the arguments of apply_chat_template) for a prompt that the policy continues.
 
-    An assistant's message at the end is an answer that was begun ("Let me think. <think>"): the template does not close
-    it. An empty one begins nothing.
+    An assistant's message at the end is a started answer ("Let me think. <think>"): the template does not close it. An
+    empty one is ignored.
     """
     found = [dict(message) for message in messages]
     if not found or found[-1].get("role") != "assistant" or found[-1].get("tool_calls"):

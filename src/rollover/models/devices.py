@@ -1,7 +1,6 @@
-"""Devices: the one that a key names, what is computed in there, and what CUDA and Apple's GPUs (MPS) do in their own
-ways.
+"""Devices: selection, compute dtype, and the differences of CUDA and Apple's GPUs (MPS).
 
-Owns no tensor. Everything else asks a device's type only where it computes in another way there.
+Owns no tensor. Other modules check a device's type only where they compute in another way there.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from rollover.config.train import why_float32
 
 
 def pick_device(device: str, key: str = "model.device") -> torch.device:
-    """The torch device that `key` names: "auto" is CUDA if there is one. ValueError where there is none such."""
+    """Return the torch device that `key` names; "auto" is CUDA if available. ValueError if it is missing."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -38,17 +37,17 @@ def pick_device(device: str, key: str = "model.device") -> torch.device:
 
 
 def engine_device(config: Config) -> torch.device:
-    """Where it generates: engine.device, else model.device."""
+    """Return the device of the engine: engine.device, else model.device."""
     if config.engine.device:
         return pick_device(config.engine.device, "engine.device")
     return pick_device(config.model.device)
 
 
-_FASTER = 1.3  # how many times bfloat16 must be, to be worth its rounding
+_FASTER = 1.3  # required speedup of bfloat16, to be worth its rounding
 
 
 def dtype_of(config: Config) -> torch.dtype:
-    """What trainer and engine compute in: model.dtype, which is decided first where it is "auto"."""
+    """Return the compute dtype of trainer and engine, after deciding model.dtype = "auto"."""
     decide_dtype(config)
     return getattr(torch, config.model.dtype)
 
@@ -56,12 +55,11 @@ def dtype_of(config: Config) -> torch.dtype:
 def decide_dtype(
     config: Config, decided: str = "", seconds: Callable[[torch.device, torch.dtype], float] | None = None
 ) -> str:
-    """Put a dtype in the place of model.dtype = "auto", for all who hold `config`.
+    """Replace model.dtype = "auto" in `config`, for all holders of it.
 
-    Returns a line that says what was decided and why; "" where the dtype is given.
-
-    `decided`: by an earlier start of the run. `seconds`: of a matrix product of that dtype on that device; None: timed.
-    A processor without instructions for bfloat16 says that it supports it, and is up to fifty times slower.
+    Returns a line with the decision and its reason; "" if the dtype is given. `decided`: by an earlier start of the
+    run. `seconds`: time of a matrix product of that dtype on that device; None: measured. A processor without bfloat16
+    instructions reports support for it, and is up to fifty times slower.
     """
     if config.model.dtype != "auto":
         return ""
@@ -78,7 +76,7 @@ def decide_dtype(
 
 
 def product_seconds(device: torch.device, dtype: torch.dtype) -> float:
-    """Median of five products after a warm-up: of a small model's layer, and on a GPU large enough to fill it."""
+    """Return the median of five products after a warm-up, of a size that suits the device."""
     rows, size = (128, 1024) if device.type == "cpu" else (2048, 4096)
     # No random numbers: a run's come from the same generator.
     left = torch.linspace(-1, 1, rows * size, device=device).view(rows, size).to(dtype)
@@ -94,12 +92,12 @@ def product_seconds(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """The dtype in which sums are kept: float64, which Apple's GPUs have not."""
+    """Return the dtype of sums: float64, which Apple's GPUs lack."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has computed what it was given."""
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -107,14 +105,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """The state of the device's own random numbers, by the name that a checkpoint has for it; none for a CPU."""
+    """Return the device's random state by its name in a checkpoint; empty for a CPU."""
     if device.type == "cuda":
         return {"random/cuda": torch.cuda.get_rng_state(device)}
     return {"random/mps": torch.mps.get_rng_state()} if device.type == "mps" else {}
 
 
 def set_random_state(device: torch.device, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Go on with what `random_state` gave, if that was on a device of this type."""
+    """Restore a `random_state` of a device of this type."""
     if device.type == "cuda" and "random/cuda" in tensors:
         torch.cuda.set_rng_state(tensors["random/cuda"], device)
     if device.type == "mps" and "random/mps" in tensors:

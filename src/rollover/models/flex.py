@@ -2,8 +2,8 @@
 
 Shapes: N tokens of the row, L the same rounded up to n whole tiles, H query heads, K key/value heads, D head size.
 
-Dong et al. 2024, "Flex Attention" (arXiv 2412.05496). Owns which tiles of a row hold a pair that may see each other.
-`packed_attention` is the one place that chooses between this and models/attention.py's PackedAttention.
+Dong et al. 2024, "Flex Attention" (arXiv 2412.05496). Owns which tiles of a row have a visible pair. Only
+`packed_attention` chooses between this and models/attention.py's PackedAttention.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ TILE = 128
 
 
 def visible_tiles(lengths: list[int], prefixes: list[int | None], *, windowed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(tiles with some visible pair, tiles in which every pair is visible), bool [n, n]: query tiles, key tiles.
+    """Return (tiles with some visible pair, tiles with all pairs visible), bool [n, n]: query tiles, key tiles.
 
-    A tile of the first kind may hold none after all (beyond the window, or where a block begins or ends): the kernel
-    then looks at each of its pairs for nothing.
+    A tile of the first kind may have none after all (beyond the window, or at a block's edges): the kernel then checks
+    its pairs in vain.
     """
     starts = np.concatenate(([0], np.cumsum(lengths)))
     num = -(-int(starts[-1]) // TILE)
@@ -41,14 +41,14 @@ def visible_tiles(lengths: list[int], prefixes: list[int | None], *, windowed: b
 
 
 def _listed(tiles: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(number of True in each row [1, 1, n], their columns first and in order [1, 1, n, n]), as BlockMask has them."""
+    """Return (number of True in each row [1, 1, n], their columns first [1, 1, n, n]), as in BlockMask."""
     columns = np.argsort(~tiles, axis=-1, kind="stable")
     counts = torch.from_numpy(tiles.sum(-1)).to(device, torch.int32)
     return counts[None, None], torch.from_numpy(columns).to(device, torch.int32)[None, None]
 
 
 class FlexAttention:
-    """As PackedAttention, of the same blocks. `kernel`: flex_attention, or it compiled."""
+    """PackedAttention by `kernel`: flex_attention, or it compiled."""
 
     def __init__(
         self, lengths: list[int], prefixes: list[int | None], device: torch.device, kernel: Callable[..., Any]
@@ -58,7 +58,7 @@ class FlexAttention:
         self._padding = -num % TILE
         self.num = num + self._padding
         block, prefix, position = np.empty((3, self.num), dtype=np.int32)
-        # Padding after the row: each of it sees itself alone.
+        # Padding after the row: each token sees only itself.
         block[num:], prefix[num:], position[num:] = np.arange(self._padding) + len(lengths), -1, 0
         start = 0
         for index, (length, before) in enumerate(zip(lengths, prefixes, strict=True)):
@@ -70,7 +70,7 @@ class FlexAttention:
         self._masks: dict[int | None, BlockMask] = {}
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """Built once for all layers with this window."""
+        """Return a mask, built once for all layers with this window."""
         if window not in self._masks:
             block_L, prefix_L, position_L = self._tokens
             reach = self.num if window is None else window
@@ -129,9 +129,9 @@ def _capped(softcap: float) -> Callable[..., torch.Tensor]:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    """Compile anew for each dtype, shape of heads, window, soft cap, and with or without a gradient.
+    """Compile for each dtype, shape of heads, window, soft cap, and with or without a gradient.
 
-    A process may meet more of them than the compiler takes for one function by default (8), beyond which it raises.
+    A process may need more versions than the compiler allows by default (8), beyond which it raises.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 128)
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
@@ -144,7 +144,7 @@ _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
 @functools.cache
-def why_not(
+def unusable_reason(
     device: torch.device,
     dtype: torch.dtype,
     shape: tuple[int, int, int],
@@ -152,10 +152,10 @@ def why_not(
     softcap: float | None,
     kernel: Callable[..., Any],
 ) -> str:
-    """Why `kernel` cannot be used for heads of `shape` (H, K, D) on this device; "" if it can, which is tried out.
+    """Return why `kernel` cannot be used for heads of `shape` (H, K, D) on this device; "" if it can.
 
-    One small row, forward and backward, beside PackedAttention in float32: a compiler that is not there, a card too old
-    or a wrong kernel show themselves before they are relied on. Warns of what it found.
+    Tests one small row, forward and backward, against PackedAttention in float32: this finds a missing compiler, an old
+    card or a wrong kernel. Warns of a failure.
     """
     heads, kv_heads, size = shape
     lengths, prefixes = _CHECKED
@@ -182,7 +182,7 @@ def why_not(
                 reason = f"it is off by {error:.2g} of the largest number"
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever a compiler says
+    except Exception as error:  # a compiler may raise anything
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     if reason:
         warnings.warn(
@@ -193,7 +193,7 @@ def why_not(
 
 
 class FusedOrPadded:
-    """FlexAttention where it was tried out with success, else PackedAttention, which is exact everywhere."""
+    """FlexAttention if its test succeeds, else PackedAttention, which is exact everywhere."""
 
     def __init__(
         self, lengths: list[int], prefixes: list[int | None], device: torch.device, kernel: Callable[..., Any]
@@ -214,7 +214,7 @@ class FusedOrPadded:
         softcap: float | None,
     ) -> torch.Tensor:
         shape = (query_NHD.shape[1], key_NKD.shape[1], query_NHD.shape[2])
-        reason = why_not(query_NHD.device, query_NHD.dtype, shape, window, softcap, self._kernel)
+        reason = unusable_reason(query_NHD.device, query_NHD.dtype, shape, window, softcap, self._kernel)
         attention: Attention = self._padded if reason else self._fused
         return attention.attend(layer, query_NHD, key_NKD, value_NKD, scale=scale, window=window, softcap=softcap)
 
@@ -225,7 +225,7 @@ def packed_attention(
     device: torch.device,
     bidirectional: Mapping[int, Spans] = MappingProxyType({}),
 ) -> Attention:
-    """Attention of a packed row, as the device does it best. `bidirectional`: as of PackedAttention."""
+    """Return the best attention of a packed row for the device. `bidirectional`: see PackedAttention."""
     if device.type != "cuda" or bidirectional:
         return PackedAttention(lengths, prefixes, bidirectional=bidirectional)
     return FusedOrPadded(lengths, prefixes, device, _compiled())

@@ -22,19 +22,19 @@ from rollover.models.operations import Norm, Operations
 from rollover.models.packed import PackedWeight
 from rollover.models.vision import RowImages
 
-# Their layers are: RMS norm, attention with rotary positions, RMS norm, gated MLP; nothing else is scaled or added.
+# Layers: RMS norm, attention with rotary positions, RMS norm, gated MLP; nothing else is scaled or added.
 _SHAPED_LIKE_LLAMA = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 
 
 class PlainWeights:
-    """Linear layers of one input, as the modules have them: updates of their parameters are seen at once."""
+    """Linear layers of one input, as the modules have them; updates of the parameters apply at once."""
 
     def __init__(self, linears: Sequence[torch.nn.Linear]) -> None:
         self.linears = linears
         self.adapters: Sequence[Adapter | None] = [None] * len(linears)
 
     def refresh(self, adapters: Sequence[Adapter | None]) -> None:
-        """Compute with these adapters from now on."""
+        """Use these adapters from now on."""
         self.adapters = adapters
 
     def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ class PlainWeights:
 
 
 class PackedWeights:
-    """Linear layers of one input as one packed matmul, whose outputs stand side by side."""
+    """Linear layers of one input as one packed matmul, with concatenated outputs."""
 
     def __init__(self, linears: Sequence[torch.nn.Linear], rows: int) -> None:
         self.biases = [linear.bias for linear in linears]
@@ -56,25 +56,25 @@ class PackedWeights:
         self.refresh([None] * len(linears))
 
     def load(self, index: int, weight_OI: torch.Tensor) -> None:
-        """Replace one layer's weight: packed when all have come, else at the next `refresh`."""
+        """Replace one layer's weight. Packed when all layers have one, else at the next `refresh`."""
         self.new[index] = weight_OI
         if len(self.new) == len(self.sizes):
             self._pack()
 
     def _pack(self) -> None:
-        if len(self.new) < len(self.sizes):  # an update may bring one of several alone
+        if len(self.new) < len(self.sizes):  # an update may have only one of several layers
             old = self.packed.plain().split(self.sizes)
             self.new = {i: self.new.get(i, weight) for i, weight in enumerate(old)}
         self.packed.load(torch.cat([self.new[i] for i in range(len(self.sizes))]))
         self.new = {}
 
     def refresh(self, adapters: Sequence[Adapter | None]) -> None:
-        """Pack what was loaded, take the modules' biases as they are now, and these adapters."""
+        """Pack the loaded weights, and read the modules' biases and these adapters again."""
         if self.new:
             self._pack()
         biases = [bias.detach() for bias in self.biases if bias is not None]
         self.packed.bias_O = torch.cat(biases) if biases else None
-        self.adapter = Adapter.side_by_side(adapters, self.sizes)
+        self.adapter = Adapter.concatenated(adapters, self.sizes)
         if self.adapter is not None:
             self.down = PackedWeight(self.adapter.down_RI, None, self.rows)
             self.up = PackedWeight(self.adapter.up_OR, None, self.rows)
@@ -90,7 +90,7 @@ class PackedWeights:
 class InferenceDecoder:
     """`hidden_states` of one model. `rows`: the usual number of tokens in a decode step.
 
-    `adapters` are those of the model's layers; what is loaded into them is seen after `refresh`.
+    `adapters` are those of the model's layers; loaded ones apply after `refresh`.
     """
 
     def __init__(self, model: Any, rows: int, operations: Operations, adapters: Adapters | None = None) -> None:
@@ -101,7 +101,7 @@ class InferenceDecoder:
         self.embedding, self.rotary = backbone.embed_tokens, backbone.rotary_emb
         self._packed: dict[str, Callable[[torch.Tensor], None]] = {}
         names = {module: name for name, module in model.named_modules()}
-        # In float32 the plain layout stays: it is the one in which engine and trainer are compared bit by bit.
+        # In float32 the plain layout stays: tests compare engine and trainer bit by bit in it.
         packs = self.dtype == torch.bfloat16 and PackedWeight.supported(first.device, self.dtype)
 
         def weights(*linears: torch.nn.Linear) -> PlainWeights | PackedWeights:
@@ -120,7 +120,7 @@ class InferenceDecoder:
 
     @staticmethod
     def supported(model: Any) -> bool:
-        """Whether `model` is shaped like Llama, with rotary positions over whole heads."""
+        """Return whether `model` is shaped like Llama, with rotary positions over whole heads."""
         backbone: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
         if type(backbone).__name__ not in _SHAPED_LIKE_LLAMA:
             return False
@@ -131,16 +131,16 @@ class InferenceDecoder:
         return len(backbone.rotary_emb.inv_freq) * 2 == head_size
 
     def refresh(self) -> None:
-        """The weights were replaced: take norms, biases and adapters again, and pack."""
+        """Read norms, biases and adapters again, and pack, after the weights were replaced."""
         for weights, layers in self._groups:
-            weights.refresh([None if self._adapters is None else self._adapters.of(layer) for layer in layers])
+            weights.refresh([None if self._adapters is None else self._adapters.get(layer) for layer in layers])
         for norm in (self.norm, *(norm for layer in self.layers for norm in layer.norms)):
             norm.reload()
 
     def load(self, name: str, tensor: torch.Tensor) -> int | None:
-        """Replace the packed weight of parameter `name`; its bytes, or None if that parameter is not packed.
+        """Replace the packed weight of parameter `name`; return its bytes, or None if it is not packed.
 
-        `refresh` after the last one.
+        Call `refresh` after the last one.
         """
         load = self._packed.get(name)
         if load is None:
@@ -155,14 +155,14 @@ class InferenceDecoder:
         attention: Attention,
         images: RowImages | None = None,
     ) -> torch.Tensor:
-        """Last hidden states [N, E], float32. Without autograd only."""
+        """Return the last hidden states [N, E], float32. Without autograd only."""
         operations, dtype = self.operations, self.dtype
         x_NE = F.embedding(input_ids_N, self.embedding.weight).float()
         if images is not None:
             x_NE = images.embedded(x_NE)
         cos_1ND, sin_1ND = self.rotary(x_NE[None], position_ids_N[None])
         cos_ND, sin_ND = cos_1ND[0], sin_1ND[0]
-        # What a block adds to the residual stream is added where the next norm reads it.
+        # The next norm adds a block's output to the residual stream.
         added: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
             normed_NE = operations.add_norm(x_NE, added, layer.norm, dtype)
@@ -192,6 +192,6 @@ class _Layer:
         has_norms = hasattr(attention, "q_norm")
         self.query_key_norms = (Norm(attention.q_norm), Norm(attention.k_norm)) if has_norms else None
         self.norms = (self.norm, self.mlp_norm, *(self.query_key_norms or ()))
-        # Mistral's modules read the window from the configuration, Qwen's have one of their own (None in full layers).
+        # Mistral's modules read the window from the configuration, Qwen's have an attribute (None in full layers).
         self.window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
         self.gate_up, self.down = weights(mlp.gate_proj, mlp.up_proj), weights(mlp.down_proj)

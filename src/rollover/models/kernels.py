@@ -3,8 +3,8 @@
 Shapes: N tokens, E hidden size, I inner size of the MLP, H query heads, K key/value heads, D head size, V vocabulary.
 
 A decode step of a small model is about a thousand torch operations of microseconds each; these are a few per layer, and
-attention reads what is cached of each sequence and no more. Without a C++ compiler torch does it all, more slowly.
-The library lies in Rollover's cache folder under a name that tells source, compiler, flags and processor.
+attention reads only the cached tokens of each sequence. Without a C++ compiler torch computes them, more slowly. The
+library's name in Rollover's cache folder identifies source, compiler, flags and processor.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
+from rollover.models.locate import cache_root
 from rollover.models.operations import Norm
-from rollover.models.smollm2 import cache_root
 from rollover.types import SamplingParams
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -50,26 +50,28 @@ _ARGUMENTS = {
 
 
 class KernelsUnavailable(Exception):
-    """They cannot be had here; the message says why."""
+    """The kernels cannot be built or loaded; the message says why."""
 
 
 def _openmp_library() -> str:
-    """The OpenMP library that torch calls, whatever others are loaded: each has threads of its own, and two teams would
-    be in each other's way."""
+    """Return the path of torch's OpenMP library.
+
+    Each OpenMP library has its own threads, and two teams would compete for the cores.
+    """
     torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        # As the linker finds it for torch: among what is global in the process, then among what torch needs.
+        # The linker's order for torch: global symbols of the process, then torch's dependencies.
         for library in (ctypes.CDLL(None), ctypes.CDLL(str(torch_cpu))):
             if hasattr(library, "omp_get_max_threads"):
                 address = ctypes.cast(library.omp_get_max_threads, c_void_p).value
                 return _file_at(address or 0)
     except OSError as error:
-        raise KernelsUnavailable(f"torch's OpenMP library cannot be told: {error}") from error
+        raise KernelsUnavailable(f"torch's OpenMP library is unknown: {error}") from error
     raise KernelsUnavailable("torch has no OpenMP library")
 
 
 def _file_at(address: int) -> str:
-    """The file that is mapped at this address."""
+    """Return the file that is mapped at this address."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, *_, path = line.split(maxsplit=5)
         start, end = (int(part, 16) for part in span.split("-"))
@@ -79,7 +81,7 @@ def _file_at(address: int) -> str:
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
+    """Return what -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -123,7 +125,7 @@ def _build(flags: tuple[str, ...]) -> Path:
 
 @functools.cache
 def load(flags: tuple[str, ...] = _FLAGS) -> Kernels:
-    """The compiled operations; the first call on a machine takes seconds. KernelsUnavailable where that fails."""
+    """Return the compiled operations; the first call on a machine takes seconds. Raises KernelsUnavailable."""
     path = _build(flags)
     try:
         return Kernels(ctypes.CDLL(str(path)))
@@ -131,8 +133,8 @@ def load(flags: tuple[str, ...] = _FLAGS) -> Kernels:
         raise KernelsUnavailable(f"{path}: {error}; delete the file") from error
 
 
-def why_not(device_type: str) -> str:
-    """Why there are none for this kind of device; "" where there are, and where none are needed (not on a "cpu")."""
+def unavailable_reason(device_type: str) -> str:
+    """Return why a CPU has no kernels; "" if it has, or on another device type, which needs none."""
     if device_type != "cpu":
         return ""
     try:
@@ -143,18 +145,18 @@ def why_not(device_type: str) -> str:
 
 
 @functools.cache
-def on(device_type: str) -> Kernels | None:
-    """The compiled operations if they can be had for this kind of device ("cpu"); warns once if not."""
+def for_device(device_type: str) -> Kernels | None:
+    """Return the compiled operations for this device type ("cpu") or None; warns once if they are unavailable."""
     if device_type != "cpu":
         return None
-    if reason := why_not(device_type):
+    if reason := unavailable_reason(device_type):
         warnings.warn(reason, stacklevel=2)
         return None
     return load()
 
 
 def _pointer(tensor: torch.Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
-    """Address of what a kernel is told that it gets. ValueError if it is anything else: a kernel checks nothing."""
+    """Return the address of a tensor. ValueError for another type or shape: a kernel checks nothing."""
     if tensor is None:
         return None
     if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.device.type != "cpu":
@@ -166,7 +168,7 @@ def _pointer(tensor: torch.Tensor | None, dtype: torch.dtype, *shape: int) -> in
 
 
 def _check_range(what: str, index_N: torch.Tensor, size: int | torch.Tensor) -> None:
-    """ValueError unless 0 <= index < size everywhere."""
+    """Raise ValueError unless 0 <= index < size everywhere."""
     outside_N = (index_N < 0) | (index_N >= size)
     if outside_N.any():
         first = int(outside_N.nonzero()[0])
@@ -175,10 +177,10 @@ def _check_range(what: str, index_N: torch.Tensor, size: int | torch.Tensor) -> 
 
 
 class CachedRows:
-    """Where the tokens of one forward pass are cached, for all layers. Keeps those tensors alive.
+    """Cache locations of the tokens of one forward pass, for all layers. Keeps those tensors alive.
 
     `buckets`: keys and values, [R, K, T, D] for each layer. Token n is at `positions_N[n]` of row `rows_N[n]` of bucket
-    `bucket_N[n]` (all int64). ValueError where that is outside of it.
+    `bucket_N[n]` (all int64). ValueError if that is out of range.
     """
 
     def __init__(
@@ -212,7 +214,7 @@ class CachedRows:
 class Kernels:
     """Operations (models/operations.py), cached attention, the draw. Float32 or bfloat16, contiguous, on the CPU.
 
-    What a kernel reads and writes is checked here: ValueError for another shape, dtype or layout, or an index outside.
+    All inputs and outputs are checked here: ValueError for another shape, dtype or layout, or an index out of range.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -285,7 +287,7 @@ class Kernels:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """Writes the tokens' keys and values to the cache, then each attends to it up to itself; [N, H, D].
+        """Write the tokens' keys and values to the cache, then attend with each up to itself; [N, H, D].
 
         `value_NKD` may be a part of a wider row.
         """
@@ -313,7 +315,7 @@ class Kernels:
     def draw(
         self, logits_NV: torch.Tensor, params: Sequence[SamplingParams], uniforms_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One token per row, of the distribution that its params make of its logits, and its log-prob."""
+        """Draw one token per row from its logits under its params; return tokens and log-probs."""
         (num, vocab), dtype = logits_NV.shape, logits_NV.dtype
         if len(params) != num or not vocab:
             raise ValueError(f"{len(params)} sampling parameters for logits of the shape {list(logits_NV.shape)}")
@@ -332,7 +334,7 @@ class Kernels:
     def logprobs(
         self, logits_CV: torch.Tensor, targets_C: torch.Tensor, scales_C: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(log-prob of the target, entropy, log Z) of softmax(logits * scale), float32 [C]."""
+        """Return (log-prob of the target, entropy, log Z) of softmax(logits * scale), float32 [C]."""
         (num, vocab), dtype = logits_CV.shape, logits_CV.dtype
         out_3C = torch.empty(3, num)
         _check_range("token id", targets_C, vocab)
@@ -351,7 +353,7 @@ class Kernels:
         log_z_C: torch.Tensor,
         grads_C: torch.Tensor,
     ) -> None:
-        """logits <- gradient of sum(grads * log-probs) with respect to the logits, in place."""
+        """Replace logits by the gradient of sum(grads * log-probs) with respect to them."""
         (num, vocab), dtype = logits_CV.shape, logits_CV.dtype
         _check_range("token id", targets_C, vocab)
         self._function("logprobs_backward", dtype)(
@@ -363,7 +365,7 @@ class Kernels:
     def norm(
         self, x_NE: torch.Tensor, weight_E: torch.Tensor, eps: float, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(RMS norm of float32 x in `dtype` [N, E], 1 / rms [N])."""
+        """Return (RMS norm of float32 x in `dtype` [N, E], 1 / rms [N])."""
         num, size = x_NE.shape
         out_NE, scales_N = torch.empty(num, size, dtype=dtype), torch.empty(num)
         self._function("add_norm", dtype)(
@@ -375,7 +377,7 @@ class Kernels:
     def norm_backward(
         self, grad_NE: torch.Tensor, x_NE: torch.Tensor, weight_E: torch.Tensor, scales_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients with respect to x and weight, float32."""
+        """Return the gradients with respect to x and weight, float32."""
         (num, size), threads = x_NE.shape, torch.get_num_threads()
         grad_x_NE, partial = torch.empty(num, size), torch.zeros(threads, size)
         self._function("norm_backward", grad_NE.dtype)(

@@ -1,4 +1,4 @@
-"""Finds and loads the policy: alias, local folder, hub id or fsspec URL -> a module whose attention is ours.
+"""Loads the policy: alias, local folder, hub id or fsspec URL -> a module with our attention; and checks its inputs.
 
 Owns no weights after loading. Never runs code that comes with a model unless model.trust_remote_code is set.
 """
@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 
@@ -25,13 +27,12 @@ from rollover.config import ModelConfig
 from rollover.files import did_you_mean_path
 from rollover.logs import terminal
 from rollover.models import attention
-from rollover.models.locate import resolve_path
+from rollover.models.locate import ALIAS, HOW_TO_INSTALL, resolve_path
 from rollover.models.processor import Processor, build_processor
-from rollover.models.smollm2 import ALIAS, HOW_TO_INSTALL
 from rollover.models.vision import takes_images, tower_parameters
 from rollover.system import hub_is_away
 
-# Of transformers' own loading, which sets variables of the process meanwhile: two at once lose tied weights.
+# transformers sets global variables while it loads: two loads at once lose tied weights.
 _loading = threading.Lock()
 
 
@@ -49,18 +50,18 @@ class LoadedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Every token id that the model knows is below it. Of the largest ones the tokenizer may have no text."""
+        """Number of token ids of the model. The tokenizer may lack the largest ones."""
         return self.model.config.get_text_config().vocab_size
 
 
 def _quiet() -> None:
-    """Turn off transformers' lines and progress bars; those of downloads from the hub stay as they are."""
+    """Turn off transformers' messages and progress bars; downloads from the hub keep theirs."""
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils.logging import disable_progress_bar
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     are_off = are_progress_bars_disabled()
-    disable_progress_bar()  # those of the hub, too
+    disable_progress_bar()  # also turns off the hub's
     if not are_off:
         enable_progress_bars()
 
@@ -68,7 +69,7 @@ def _quiet() -> None:
 def load_model(
     cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> LoadedModel:
-    """Load model and tokenizer. Errors that a user can mend are ValueErrors naming model.path."""
+    """Load model and tokenizer. ValueErrors name model.path and the fix."""
     path, source = _source_of(cfg)
     _quiet()
     config, tokenizer = _config(cfg, path, source), _tokenizer(cfg, path, source)
@@ -109,8 +110,10 @@ def load_model(
 
 
 def load_outline(cfg: ModelConfig, *, filled_later: bool = False) -> LoadedModel:
-    """Tokenizer, configuration and shapes of a model whose weights are elsewhere: no weight is read. Errors as
-    `load_model`. `filled_later`: its weights come from another process, and then it is what `load_model` gives."""
+    """Load tokenizer, configuration and shapes of a model, but no weights. Errors as in `load_model`.
+
+    `filled_later`: its weights come from another process; then it equals the result of `load_model`.
+    """
     from transformers import GenerationConfig
 
     path, source = _source_of(cfg, needs_weights=False)
@@ -122,7 +125,7 @@ def load_outline(cfg: ModelConfig, *, filled_later: bool = False) -> LoadedModel
             model = _model_class(config).from_config(
                 config, trust_remote_code=cfg.trust_remote_code, **(like_loaded if filled_later else {})
             )
-        with contextlib.suppress(OSError):  # it has none, and what the configuration says holds
+        with contextlib.suppress(OSError):  # without the file the configuration applies
             model.generation_config = GenerationConfig.from_pretrained(path, **source)
     except (OSError, ValueError, ImportError, RuntimeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"model.path = {cfg.path!r} cannot be read: {_damage(path, error)}") from error
@@ -132,8 +135,8 @@ def load_outline(cfg: ModelConfig, *, filled_later: bool = False) -> LoadedModel
     return LoadedModel(model.eval(), tokenizer, path, processor)
 
 
-def outline_of(loaded: LoadedModel, cfg: ModelConfig, dtype: torch.dtype) -> Any:
-    """The modules of `loaded`, which `cfg` describes, without weights, which would be in `dtype`."""
+def make_outline(loaded: LoadedModel, cfg: ModelConfig, dtype: torch.dtype) -> Any:
+    """Return the modules of `loaded`, which `cfg` describes, without weights; their dtype is `dtype`."""
     config = loaded.model.config
     with _loading, torch.device("meta"):
         outline = _model_class(config).from_config(config, trust_remote_code=cfg.trust_remote_code, dtype=dtype)
@@ -142,14 +145,14 @@ def outline_of(loaded: LoadedModel, cfg: ModelConfig, dtype: torch.dtype) -> Any
 
 
 def _model_class(config: Any) -> Any:
-    """transformers' auto class for a causal LM, or for one that takes images."""
+    """Return transformers' auto class for a causal LM, or for one that takes images."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
 
 
 def _attention_of(config: Any) -> str | dict[str, str]:
-    """Ours; of a model that takes images, ours for its language model alone: a tower refuses it, rightly."""
+    """Return our attention; for image models only for the language model: a vision tower refuses it."""
     if not takes_images(config):
         return attention.IMPLEMENTATION
     return {"": "eager", "text_config": attention.IMPLEMENTATION, "vision_config": "sdpa"}
@@ -162,7 +165,7 @@ def _freeze_tower(model: Any, cfg: ModelConfig) -> None:
 
 
 def _source_of(cfg: ModelConfig, *, needs_weights: bool = True) -> tuple[str, dict[str, Any]]:
-    """The folder or hub id of the model, and how from_pretrained shall get it."""
+    """Return the folder or hub id of the model, and the arguments of from_pretrained."""
     path = resolve_path(cfg, needs_weights=needs_weights)
     source: dict[str, Any] = {"trust_remote_code": cfg.trust_remote_code}
     if cfg.revision:
@@ -173,9 +176,9 @@ def _source_of(cfg: ModelConfig, *, needs_weights: bool = True) -> tuple[str, di
 
 
 def _hub_source(cfg: ModelConfig, hub_id: str) -> dict[str, Any]:
-    """How from_pretrained shall get a hub id: from the cache alone where the hub cannot be asked.
+    """Return the arguments of from_pretrained for a hub id: only the cache if the hub is unreachable.
 
-    Raises ValueError where it is not in the cache either. A model that stands in for another one is said.
+    ValueError if it is not in the cache either. Logs the hub model that replaces the alias.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -197,8 +200,10 @@ def _hub_source(cfg: ModelConfig, hub_id: str) -> dict[str, Any]:
 
 
 def _tokenizer(cfg: ModelConfig, path: str, source: dict[str, Any]) -> Any:
-    """The tokenizer, before the weights, which take longer. Its chat template has the arguments of the configuration
-    wherever it is applied."""
+    """Load the tokenizer, before the weights, which take longer.
+
+    Its chat template always gets the arguments of the configuration.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -206,13 +211,13 @@ def _tokenizer(cfg: ModelConfig, path: str, source: dict[str, Any]) -> Any:
         if cfg.chat_template_kwargs:
             tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **cfg.chat_template_kwargs)
         return tokenizer
-    except Exception as error:  # boundary: a damaged file raises errors of any kind
+    except Exception as error:  # boundary: a damaged file raises any error
         said, folder = f"model.path = {cfg.path!r} cannot be loaded", Path(path)
         if not folder.is_dir() or (folder / "tokenizer.json").is_file():
             raise ValueError(
                 f"{said}: its tokenizer (tokenizer.json) cannot be read: {_damage(path, error)}"
             ) from error
-        # What transformers says of it is a list of packages that could convert files which are not there.
+        # transformers' message lists packages that would convert files which do not exist.
         raise ValueError(
             f"{said}: it has no tokenizer.json. Copy the tokenizer's files from the model that this one was made of, or"
             " write them with tokenizer.save_pretrained"
@@ -229,7 +234,7 @@ def _config(cfg: ModelConfig, path: str, source: dict[str, Any]) -> Any:
 
 
 def _damage(path: str, error: Exception) -> str:
-    """The first file of a model's folder that is damaged; what the library says where there is none."""
+    """Describe the first damaged file of a model's folder; else return the library's message."""
     for file in sorted([*Path(path).glob("*.json"), *Path(path).glob("*.jinja")]):
         try:
             text = file.read_bytes().decode("utf-8")
@@ -241,7 +246,7 @@ def _damage(path: str, error: Exception) -> str:
 
 
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """ValueError that names the first tensor with a NaN or an infinity. Reads each once, and makes no copy."""
+    """Raise ValueError naming the first tensor with a NaN or an infinity. Makes no copy."""
     for name, tensor in tensors:
         if tensor.numel() and tensor.dtype.is_floating_point and tensor.element_size() > 1:
             low, high = tensor.detach().aminmax()
@@ -250,10 +255,10 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def max_positions(config: Any) -> int | None:
-    """The longest sequence that the model's text config allows, None if it does not say.
+    """Return the longest sequence that the model's text config allows, None if unknown.
 
-    Where rotary frequencies change with the length of the longest sequence in a batch (dynamic NTK, longrope), the
-    length up to which they do not: a rollout's log-probs must not depend on who shares its batch.
+    If rotary frequencies depend on the longest sequence in a batch (dynamic NTK, longrope), the length up to which they
+    do not: a rollout's log-probs must not depend on the other rollouts of its batch.
     """
     longest = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -270,11 +275,11 @@ def cast_parameters(model: Any, dtype: torch.dtype) -> None:
 
 
 def _keep_float32(model: Any) -> None:
-    """Let modules compute in float32 that would not under autocast.
+    """Let some modules compute in float32 under autocast.
 
-    Layer norms (GPT-2's, Phi's, StarCoder's) take our float32 residual stream where their weights are bfloat16, as
-    autocast lets them on a GPU; on a CPU torch refuses it. Routers of experts that ask for float32 (DeepSeek's, GLM's)
-    get it, as they do in a server: logits that autocast rounds may choose other experts.
+    Layer norms (GPT-2's, Phi's, StarCoder's) accept our float32 residual stream with bfloat16 weights under autocast on
+    a GPU; on a CPU torch refuses it. Routers of experts that request float32 (DeepSeek's, GLM's) get it, as in a
+    server: logits that autocast rounds may choose other experts.
     """
     modules: list[Any] = list(model.modules())
     for module in modules:
@@ -287,7 +292,7 @@ def _keep_float32(model: Any) -> None:
 
 @functools.cache
 def _asks_for_float32(kind: type) -> bool:
-    """Whether it is a router whose product is of tensors that it has made float32."""
+    """Return whether it is a router that casts the inputs of its product to float32."""
     if not kind.__name__.endswith(("Router", "Gate")):
         return False
     try:
@@ -308,9 +313,9 @@ def _layer_norm(module: torch.nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
 
 
 def as_in_files(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-    """Weights of `model` under the names, and in the pieces, of its files, which loaders of other programs know.
+    """Return the weights of `model` under the names, and in the pieces, of its files, as other loaders know them.
 
-    transformers keeps those of a layer's experts in one tensor, for instance, and its files hold one for each.
+    transformers keeps the experts of a layer in one tensor, for instance, and its files hold one for each.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -318,15 +323,58 @@ def as_in_files(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iter
 
 
 def stored_buffers(model: Any) -> dict[str, torch.Tensor]:
-    """What the model's files hold beside its weights: biases of routers (glm4_moe), scales of layers (gemma4_text). No
-    step changes them, and without them the files are not loaded."""
+    """Return the buffers in the model's files: biases of routers (glm4_moe), scales of layers (gemma4_text).
+
+    No step changes them, and the files cannot be loaded without them.
+    """
     stored = model.state_dict().keys()
     return {name: buffer.detach() for name, buffer in model.named_buffers() if name in stored}
 
 
 def stop_token_ids(loaded: LoadedModel, extra: list[int]) -> frozenset[int]:
-    """Token ids that end a rollout: those of the generation config, the tokenizer's EOS, and `extra`."""
+    """Return the token ids that end a rollout: of generation config and tokenizer, and `extra`."""
     ids = set(extra)
     for eos in (loaded.model.generation_config.eos_token_id, loaded.tokenizer.eos_token_id):
         ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
     return frozenset(ids)
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """Vocabulary and positions of a model, to check its inputs.
+
+    `vocabulary`: ids are below it. `positions`: tokens of the longest sequence, None if unknown. An id outside of the
+    vocabulary would read another row's memory in a kernel; a position outside was never trained.
+    """
+
+    vocabulary: int
+    positions: int | None
+
+    @classmethod
+    def from_model(cls, model: Any) -> ModelLimits:
+        """Return the limits of a Hugging Face causal LM."""
+        rows = (len(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()))
+        return cls(min(rows), max_positions(model.config.get_text_config()))
+
+    def check(self, rollout_id: str, prompt_ids: npt.ArrayLike, token_ids: npt.ArrayLike) -> None:
+        """Raise ValueError naming the rollout for an invalid token id, or one that is too long."""
+        lengths = []
+        for part, ids in (("prompt", np.asarray(prompt_ids)), ("answer", np.asarray(token_ids))):
+            lengths.append(len(ids))
+            if not len(ids):
+                continue
+            if ids.dtype.kind not in "iu":
+                raise ValueError(f"rollout {rollout_id}: the token ids of its {part} are {ids.dtype}, not integers")
+            if ids.min() < 0 or ids.max() >= self.vocabulary:
+                place = int(np.flatnonzero((ids < 0) | (ids >= self.vocabulary))[0])
+                raise ValueError(
+                    f"rollout {rollout_id}: token {place} of its {part} is {ids[place]}, and the model's vocabulary has"
+                    f" {self.vocabulary} ids, from 0 on. Was it made with another tokenizer?"
+                )
+        if not lengths[0]:
+            raise ValueError(f"rollout {rollout_id} has an empty prompt: nothing predicts its first token")
+        if self.positions is not None and sum(lengths) > self.positions:
+            raise ValueError(
+                f"rollout {rollout_id} has {sum(lengths)} tokens, its prompt included, and the model {self.positions}"
+                " positions"
+            )

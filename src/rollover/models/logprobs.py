@@ -1,8 +1,8 @@
 """Token log-probs from hidden states, without ever holding [tokens, vocabulary] whole.
 
 Shapes: N tokens, C tokens of a chunk, E hidden size, V vocabulary. Owns the definition that engine and trainer share:
-log softmax(logits / T) over the full vocabulary, in float32 but for the matmul of bfloat16 weights (ShiftedHead on a
-CPU; a GPU's matmul leaves its float32 sums as they are).
+log softmax(logits / T) over the full vocabulary, in float32 except for the matmul of bfloat16 weights (ShiftedHead on a
+CPU; a GPU's matmul returns its float32 sums).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollover.models import kernels
 from rollover.models.packed import ShiftedHead, float32_product
 from rollover.models.vision import placeholder_ids
 
-# Bytes of float32 logits at once: what a CPU's cache likes, and what keeps a GPU busy.
+# Bytes of float32 logits at once: fits a CPU's cache, and keeps a GPU busy.
 CHUNK_BYTES = 64 * 2**20
 _CHUNK_BYTES_ON_GPU = 512 * 2**20
 # A logit whose probability is 0. An infinite one would make 0 x infinity in entropies and gradients.
@@ -28,8 +28,8 @@ _NEVER = -1e9
 class Head:
     """The output layer: logits = softcap(hidden @ weight^T * multiplier + bias).
 
-    `float32_sums`: bfloat16 weights whose products are not rounded. `never`: ids of placeholders of images, which have
-    no probability: an answer cannot show an image.
+    `float32_sums`: bfloat16 weights whose products are not rounded. `never`: ids of image placeholders, which have
+    probability 0: an answer cannot show an image.
     """
 
     weight_VE: torch.Tensor
@@ -41,8 +41,8 @@ class Head:
     never: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, model: Any) -> Head:
-        """The head of a Hugging Face causal LM. Gemma's final softcap, Granite's and Cohere's scales are honoured."""
+    def from_model(cls, model: Any) -> Head:
+        """Return the head of a Hugging Face causal LM, with Gemma's softcap, Granite's and Cohere's scales."""
         linear = model.get_output_embeddings()
         config = model.config.get_text_config()
         multiplier = 1.0
@@ -56,10 +56,10 @@ class Head:
         return cls(linear.weight, linear.bias, softcap, multiplier, never=never)
 
     def precise(self, rows: int | None = None) -> Head:
-        """One without autograd whose logits are good enough for log-probs, also where the weights are bfloat16.
+        """Return a head without autograd whose logits are precise enough for log-probs, also with bfloat16 weights.
 
-        On a CPU that takes a copy of those. `rows`: pack it for about so many tokens at a time. A capped logit has no
-        arbitrary zero: those are computed in float32, as are float32 weights.
+        On a CPU that needs a copy of them. `rows`: pack it for about this many tokens at a time. A softcap depends on
+        the absolute logit, so capped logits are computed in float32, as with float32 weights.
         """
         weight_VE, bias_V = self.weight_VE.detach(), None if self.bias_V is None else self.bias_V.detach()
         narrow = weight_VE.dtype == torch.bfloat16
@@ -72,15 +72,15 @@ class Head:
 
     @cached_property
     def kept(self) -> Head:
-        """`precise()` of the weights at the first call: for who knows when they change (TrainedHead)."""
+        """`precise()` of the weights at the first call; TrainedHead makes a new head when they change."""
         return self.precise()
 
     def logits(self, hidden_CE: torch.Tensor) -> torch.Tensor:
-        """Float32 logits [C, V], before the temperature; if shifted, up to a constant a row."""
+        """Return float32 logits [C, V], before the temperature; if shifted, up to a constant per row."""
         return self.narrow_logits(hidden_CE).float()
 
     def narrow_logits(self, hidden_CE: torch.Tensor) -> torch.Tensor:
-        """`logits` in the dtype in which they are computed."""
+        """Return `logits` in the dtype in which they are computed."""
         if self.shifted is not None:
             logits_CV = self.shifted(hidden_CE)
         elif self.float32_sums:
@@ -99,19 +99,19 @@ class Head:
 
 
 class TrainedHead:
-    """The head of a model in training: `Head.precise` copies when the weights have changed, not at every micro-batch.
+    """The head of a model in training: `Head.precise` copies after a change of the weights, not at every micro-batch.
 
-    A change is known by the tensors' memory and by autograd's count of changes in place.
+    A change is detected by the tensors' memory and autograd's count of changes in place.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._of: list[tuple[int, int]] = []
-        self._memory: list[torch.Tensor] = []  # held, so that no other tensor comes to lie there
+        self._memory: list[torch.Tensor] = []  # referenced, so that no other tensor reuses the memory
 
     def now(self) -> Head:
-        """The head, whose `kept` is that of the weights as they are."""
-        head = Head.of(self._model)
+        """Return the head, whose `kept` is of the current weights."""
+        head = Head.from_model(self._model)
         tensors = [x for x in (head.weight_VE, head.bias_V) if x is not None]
         state = [(x.data_ptr(), x._version) for x in tensors]
         if state != self._of:
@@ -133,7 +133,7 @@ def _logits_gradient(  # noqa: PLR0913 - tensors of one formula
     *,
     unit: bool,
 ) -> torch.Tensor:
-    """Gradient [C, V] of sum(grad * log-probs + grad_entropy * entropies) with respect to hidden @ weight^T.
+    """Return the gradient [C, V] of sum(grad * log-probs + grad_entropy * entropies) with respect to hidden @ weight^T.
 
     `unit`: all temperatures are 1.
     """
@@ -177,7 +177,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs_N = torch.empty(num, dtype=torch.float32, device=hidden_NE.device)
         entropy_N = torch.empty_like(logprobs_N)
         log_z_N = torch.empty_like(logprobs_N)
-        compiled = kernels.on(hidden_NE.device.type)
+        compiled = kernels.for_device(hidden_NE.device.type)
         for start in range(0, num, chunk):
             part = slice(start, start + chunk)
             if compiled is not None:
@@ -215,7 +215,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
         plain = head.softcap is None and grad_entropy_N is None
-        compiled = kernels.on(hidden_NE.device.type) if plain else None
+        compiled = kernels.for_device(hidden_NE.device.type) if plain else None
         for start in range(0, hidden_NE.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             if compiled is not None:
@@ -254,8 +254,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
 def chunked_squares(
     hidden_NE: torch.Tensor, head: Head, temperature_N: torch.Tensor, *, chunk_bytes: int = 0
 ) -> torch.Tensor:
-    """Sum over the vocabulary of the squared probabilities that each token was drawn by (float32 [N]): the chance that
-    two draws are the same. Without a gradient; `chunk_bytes` as for `chunked_logprobs`."""
+    """Return the sum of squared probabilities over the vocabulary for each token (float32 [N]), without a gradient.
+
+    It is the probability that two draws are equal. `chunk_bytes`: see `chunked_logprobs`.
+    """
     chunk = _chunk_of(hidden_NE, head, chunk_bytes)
     out_N = torch.empty(len(hidden_NE), dtype=torch.float32, device=hidden_NE.device)
     for start in range(0, len(hidden_NE), chunk):
@@ -266,7 +268,7 @@ def chunked_squares(
 
 
 def _chunk_of(hidden_NE: torch.Tensor, head: Head, chunk_bytes: int) -> int:
-    """Tokens of a chunk whose float32 logits have at most `chunk_bytes` (0: as the device likes it)."""
+    """Return the tokens of a chunk with at most `chunk_bytes` of float32 logits (0: device default)."""
     chunk_bytes = chunk_bytes or (CHUNK_BYTES if hidden_NE.device.type == "cpu" else _CHUNK_BYTES_ON_GPU)
     return max(1, chunk_bytes // (4 * head.weight_VE.shape[0]))
 
@@ -280,10 +282,10 @@ def chunked_logprobs(
     unit: bool = False,
     chunk_bytes: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each target and entropy of its distribution (nats, float32 [N]).
+    """Return the log-prob of each target and the entropy of its distribution (nats, float32 [N]).
 
-    At most `chunk_bytes` of float32 logits exist at once (0: as the device likes it). `unit`: all temperatures are 1,
-    which saves a pass over the logits. Differentiable in hidden_NE and the head's weight and bias.
+    At most `chunk_bytes` of float32 logits exist at once (0: device default). `unit`: all temperatures are 1, which
+    saves a pass over the logits. Differentiable in hidden_NE and the head's weight and bias.
     """
     chunk = _chunk_of(hidden_NE, head, chunk_bytes)
     out = _ChunkedLogprobs.apply(

@@ -41,15 +41,15 @@ def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def compile_norms(model: Any, dtype: torch.dtype) -> None:
-    """Replace the norms whose output goes to linear layers alone, where `model` is shaped like Llama and on a CPU.
+    """Compile the norms whose output goes only to linear layers, if `model` is shaped like Llama and on a CPU.
 
-    `dtype`: that of its weights in a pass; where they are spread over ranks their parts may have another one. Their
-    bfloat16 output is what autocast would make of it for each layer; without it three casts become one.
+    `dtype`: of its weights in a pass; shards of ranks may have another one. Autocast would make the same bfloat16
+    output for each layer; without it three casts become one.
     """
     first = next(model.parameters())
     if dtype != torch.bfloat16 or not InferenceDecoder.supported(model):
         return
-    if kernels.on(first.device.type) is None:
+    if kernels.for_device(first.device.type) is None:
         return
     for layer in model.get_decoder().layers:
         for module in (layer.input_layernorm, layer.post_attention_layernorm):

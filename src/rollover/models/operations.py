@@ -1,4 +1,4 @@
-"""What a Llama-shaped decoder does between its matmuls, in torch. models/kernels.py has the same, compiled for a CPU.
+"""Operations of a Llama-shaped decoder between its matmuls, in torch; models/kernels.py has them compiled.
 
 Shapes: N tokens, E hidden size, I inner size of the MLP, H query heads, K key/value heads, D head size.
 """
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 
 class Norm:
-    """Weight (float32) and epsilon of a module's RMS norm. `reload` after the module's weight was replaced."""
+    """Weight (float32) and epsilon of a module's RMS norm. Call `reload` after a change of the module's weight."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -27,10 +27,10 @@ class Norm:
 
 
 class Operations(Protocol):
-    """Float32 inside; `dtype` is that of the matmuls."""
+    """The operations; float32 inside, `dtype` is that of the matmuls."""
 
     def add_norm(self, x_NE: torch.Tensor, y_NE: torch.Tensor | None, norm: Norm, dtype: torch.dtype) -> torch.Tensor:
-        """x += y, in place; returns the norm of x in `dtype`."""
+        """Add y to x in place; return the norm of x in `dtype`."""
         ...
 
     def rotate(
@@ -42,16 +42,16 @@ class Operations(Protocol):
         heads: int,
         kv_heads: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries [N, H, D] and keys [N, K, D] of rows [H + K + K heads of D], normed if there are norms, rotated."""
+        """Return rotated queries [N, H, D] and keys [N, K, D] of rows [H + K + K heads of D]."""
         ...
 
     def silu_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up of rows [gate, up], [N, I]."""
+        """Return silu(gate) * up of rows [gate, up], [N, I]."""
         ...
 
 
 class TorchOperations:
-    """On any device, in plain torch."""
+    """The operations in plain torch, on any device."""
 
     def add_norm(self, x_NE: torch.Tensor, y_NE: torch.Tensor | None, norm: Norm, dtype: torch.dtype) -> torch.Tensor:
         if y_NE is not None:
@@ -71,7 +71,7 @@ class TorchOperations:
         both = query_key_value.view(num, -1, size)[:, : heads + kv_heads]
         if norms is not None:
             both = torch.cat([norm(x) for norm, x in zip(norms, both.split((heads, kv_heads), 1), strict=True)], 1)
-        # A copy in any case: it is turned in place.
+        # Always a copy: it is rotated in place.
         both = both.to(torch.float32, copy=True)
         first, second = both.chunk(2, -1)
         turned = torch.cat((-second, first), -1)

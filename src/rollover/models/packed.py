@@ -1,4 +1,4 @@
-"""Linear layers faster than as they come: the blocked layout of the CPU's matmuls (oneDNN), and the output layer.
+"""Faster linear layers: weights in oneDNN's blocked layout, and the output layer in bfloat16 (ShiftedHead).
 
 Shapes: N tokens, E hidden size, V vocabulary.
 """
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 _COMMON_TOKENS = 1024
-_SHIFT_COLUMNS = 32  # one would do: the others keep the inner dimension a multiple of the matmul's blocks
+_SHIFT_COLUMNS = 32  # one is used: the others keep the inner dimension a multiple of the matmul's blocks
 
 
 class PackedWeight:
@@ -19,12 +19,12 @@ class PackedWeight:
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, rows: int) -> None:
         self.bias_O = bias_O
-        self.rows = rows  # what the layout is chosen for; any number of rows is computed
+        self.rows = rows  # the layout is optimal for this number of rows; any number works
         self.load(weight_OI)
 
     @staticmethod
     def supported(device: torch.device, dtype: torch.dtype) -> bool:
-        """oneDNN on this CPU. (bfloat16 without hardware support would be slower than what torch does by itself.)"""
+        """Return whether oneDNN supports it. bfloat16 without hardware support would be slower."""
         if device.type != "cpu" or not torch.backends.mkldnn.is_available():
             return False
         return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -34,7 +34,7 @@ class PackedWeight:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), self.rows)
 
     def plain(self) -> torch.Tensor:
-        """The weight [out, in] as it was loaded."""
+        """Return the weight [out, in] as it was loaded."""
         return self.packed.to_dense()
 
     def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
@@ -42,15 +42,15 @@ class PackedWeight:
 
 
 class ShiftedHead:
-    """Logits of bfloat16 weights at bfloat16's speed, less a guess of each token's largest one. Without autograd.
+    """Logits of bfloat16 weights at bfloat16's speed, minus a guess of each token's largest one. Without autograd.
 
-    A bfloat16 matmul sums in float32 and rounds the sum to 8 bits: a logit of 30 is off by up to 0.06, which log-probs
-    do not survive. So a column of ones is put beside the weight, and minus the guess beside the hidden state: the sums
-    near the largest are near 0, where bfloat16 is fine. The guess is the largest among the first tokens of the
-    vocabulary, which are the commonest; a softmax does not see it. Measured on SmolLM2 (docs/log.md): 0.5 from the
-    largest logit in the mean, log-probs as good as from float32 logits of the same hidden state, in half the time.
+    A bfloat16 matmul sums in float32 and rounds the sum to 8 bits: a logit of 30 is off by up to 0.06, too much for
+    log-probs. So the weight gets a column of ones, and the hidden state minus the guess: the sums near the largest are
+    near 0, where bfloat16 is precise. The guess is the largest logit among the first tokens of the vocabulary, the
+    commonest ones; a softmax does not depend on it. Measured on SmolLM2 (docs/log.md): 0.5 from the largest logit in
+    the mean, log-probs as good as from float32 logits of the same hidden state, in half the time.
 
-    `rows`: pack the weights for about so many tokens at a time; None leaves them plain, for weights that change soon.
+    `rows`: pack the weights for about this many tokens at a time; None leaves them plain, for weights that change soon.
     """
 
     def __init__(self, weight_VE: torch.Tensor, bias_V: torch.Tensor | None, rows: int | None) -> None:
@@ -66,7 +66,7 @@ class ShiftedHead:
             self._common = partial(F.linear, weight=weight_VE[:_COMMON_TOKENS])
 
     def __call__(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        """Logits [N, V] in bfloat16, each row less a number of its own."""
+        """Return logits [N, V] in bfloat16, each row minus a constant."""
         narrow_NE = hidden_NE.to(torch.bfloat16)
         shifted = narrow_NE.new_zeros(narrow_NE.shape[0], self.hidden_size + _SHIFT_COLUMNS)
         shifted[:, : self.hidden_size] = narrow_NE
@@ -75,9 +75,9 @@ class ShiftedHead:
 
 
 def float32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left @ right of matrices, or of batches of them [B, ., .], not rounded: in float32 whatever they are in.
+    """Return left @ right of matrices, or of batches of them [B, ., .], in float32 without rounding.
 
-    CUDA's matmul of bfloat16 sums in float32 and can leave it at that; elsewhere the factors are converted.
+    CUDA's matmul of bfloat16 can return its float32 sums; elsewhere the factors are converted.
     """
     if left.dtype == torch.float32:
         return left @ right

@@ -1,10 +1,10 @@
 """The processor of a vision-language model: messages with images -> token ids with placeholders; image -> pixels.
 
-    prompt(messages)   chat template, one call of transformers' processor, where each image's placeholders lie
+    prompt(messages)   chat template, one call of transformers' processor, the placeholders of each image
     pixels(media)      the keyword arguments of get_image_features for one image, read again from its file
 
-Owns the one expansion of placeholders: from there on the token ids are the truth. The processor is loaded by the first
-image, as it may need packages that a run of texts does without.
+Owns the only expansion of placeholders: afterwards only token ids count. The first image loads the processor, as it may
+need packages that a run of texts does not.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _FILES = (
     "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json",
 )  # fmt: skip
 _OF_LOADING = {"use_fast", "backend"}  # arguments of from_pretrained
-_MOST_KNOWN = 10_000  # images whose placeholders are remembered
+_MOST_KNOWN = 10_000  # images whose placeholders are cached
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-_MARK = "wvzq"  # a word that no chat template writes by itself
+_MARK = "wvzq"  # a word that occurs in no chat template
 
 
 class _Shape(NamedTuple):
-    """What an image is in every prompt: so many placeholders, within `span` tokens from the first to the last."""
+    """Placeholders of an image in every prompt: `count`, within `span` tokens from the first to the last."""
 
     count: int
     span: int
@@ -41,10 +41,10 @@ class _Shape(NamedTuple):
 
 
 class Processor:
-    """The processor of the vision-language model at `path` (`source`: how from_pretrained gets it).
+    """The processor of the vision-language model at `path` (`source`: arguments of from_pretrained).
 
     `kwargs`: model.processor_kwargs. `tokenizer`: the model's, whose chat template renders messages; its config names
-    the token that stands for a piece of an image. ValueError where the processor cannot be loaded.
+    the token that stands for a piece of an image. ValueError if the processor cannot be loaded.
     """
 
     def __init__(
@@ -57,10 +57,9 @@ class Processor:
         self._known: OrderedDict[str, _Shape] = OrderedDict()  # by digest
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> Prompt:
-        """The prompt of messages, some of which show images (types.Task), with the arguments of apply_chat_template.
+        """Encode messages, some of which show images (types.Task), with the arguments of apply_chat_template.
 
-        ValueError, which begins with what is wrong, for an image that cannot be read, for a text like an image token,
-        and where a template or processor leaves an image out.
+        ValueError for an unreadable image, a text like an image token, or a template or processor that omits an image.
         """
         sources = images_in(messages)
         text = self.rendered(messages, **arguments)
@@ -69,12 +68,12 @@ class Processor:
         return self.tokens(text, sources)
 
     def rendered(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
-        """The text of messages, with one token for each image. ValueError for a text like that token."""
+        """Render messages, with one token for each image. ValueError for a text like that token."""
         self._check_texts(messages)
         return self.tokenizer.apply_chat_template(list(map(without_sources, messages)), tokenize=False, **arguments)
 
     def tokens(self, text: str, sources: Sequence[str]) -> Prompt:
-        """The tokens of a text that `rendered` made, and of those of the images `sources` that it shows: the first."""
+        """Encode a text of `rendered` with its images: the first of `sources`."""
         sources = sources[: text.count(self._token)]
         if not sources:
             return Prompt.of(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -98,9 +97,9 @@ class Processor:
         return Prompt(tuple(ids), tuple(media))
 
     def pixels(self, media: Media) -> dict[str, torch.Tensor]:
-        """The keyword arguments of the model's get_image_features for this image alone.
+        """Return the keyword arguments of the model's get_image_features for this image alone.
 
-        ValueError, which names the image, where it cannot be read, or is not the one that the prompt was made of.
+        ValueError naming the image if it cannot be read, or differs from the prompt's.
         """
         shape, pixels = self._alone(read_unchanged(media.source, media.digest))
         if (shape.span, shape.grid) != (media.count, media.grid):
@@ -112,12 +111,11 @@ class Processor:
         return pixels
 
     def save(self, folder: Path) -> None:
-        """Write it beside a model and its tokenizer: the files that it came from, where model.processor_kwargs changes
-        nothing about it."""
+        """Save it beside a model: its original files, unless model.processor_kwargs changed it."""
         for name in _FILES:
             if (file := _file_of(self.path, name, self._source)) is not None:
                 shutil.copyfile(file, folder / name)
-        if self._kwargs and "_own" in self.__dict__:  # a run of texts may not be able to load it
+        if self._kwargs and "_own" in self.__dict__:  # only if loaded: a run of texts may lack its packages
             self._own.to_json_file(folder / "processor_config.json")
 
     # Private
@@ -130,7 +128,7 @@ class Processor:
 
         try:
             found = AutoProcessor.from_pretrained(self.path, **{**self._kwargs, **self._source})
-        except Exception as error:  # boundary: of files, of packages that are missing, of arguments
+        except Exception as error:  # boundary: damaged files, missing packages, wrong arguments
             if isinstance(error, ImportError) or "torchvision" in str(error).lower():
                 why = " ".join(str(error).split())
                 raise ValueError(
@@ -154,7 +152,7 @@ class Processor:
 
     @property
     def _token(self) -> str:
-        """What stands for an image in a rendered prompt, before it is expanded."""
+        """The token of an image in a rendered prompt, before it is expanded."""
         return self._own.image_token
 
     def _check_texts(self, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -167,14 +165,14 @@ class Processor:
     def _called(self, text: str, images: list[Any]) -> Any:
         try:
             return self._own(text=[text], images=[images], add_special_tokens=False, return_tensors="pt")
-        except Exception as error:  # boundary: arguments of a user's, in a library
+        except Exception as error:  # boundary: user arguments in a library
             sizes = ", ".join(f"{image.width} x {image.height}" for image in images)
             given = f" with model.processor_kwargs = {dict(self._kwargs)}" if self._kwargs else ""
             why = " ".join(f"{type(error).__name__}: {error}".split())
             raise ValueError(f"the model's processor refuses its images ({sizes}){given}: {why:.300}") from error
 
     def _alone(self, image: Any) -> tuple[_Shape, dict[str, torch.Tensor]]:
-        """An image by itself, and the tensors that the model's vision part takes."""
+        """Process an image by itself; return its shape and the tensors for the model's vision part."""
         found = self._called(self._token, [image])
         pixels = {name: tensor for name, tensor in found.items() if name not in _OF_TEXT}
         grid = pixels.get("image_grid_thw")
@@ -200,7 +198,7 @@ def build_processor(
     if not takes_images(config):
         return None
     processor = Processor(path, source, kwargs, tokenizer, config)
-    if not tokenizer.chat_template:  # older folders have it with the processor alone
+    if not tokenizer.chat_template:  # older folders have it only in the processor's files
         tokenizer.chat_template = _older_template(path, source)
     if tokenizer.chat_template and not _takes_text(tokenizer):
         tokenizer.apply_chat_template = partial(_in_parts, tokenizer.apply_chat_template)
@@ -208,7 +206,7 @@ def build_processor(
 
 
 def _file_of(path: str, name: str, source: Mapping[str, Any]) -> str | None:
-    """A file of the model's folder, or of the hub's cache; None where there is none."""
+    """Return a file of the model's folder, or of the hub's cache; None without one."""
     if Path(path).is_dir():
         return str(Path(path) / name) if (Path(path) / name).is_file() else None
     from huggingface_hub import try_to_load_from_cache
@@ -218,7 +216,7 @@ def _file_of(path: str, name: str, source: Mapping[str, Any]) -> str | None:
 
 
 def _older_template(path: str, source: Mapping[str, Any]) -> str | None:
-    """The chat template of a folder that has it with the processor's settings alone."""
+    """Return the chat template from the processor's settings, where older folders have it."""
     for name in ("chat_template.json", "processor_config.json"):
         if (file := _file_of(path, name, source)) is not None:
             found = read_object(Path(file)).get("chat_template")
@@ -228,13 +226,13 @@ def _older_template(path: str, source: Mapping[str, Any]) -> str | None:
 
 
 def _arguments(part: Any) -> set[str]:
-    """The names that an image processor, or a processor, says that it takes."""
+    """Return the argument names that an image processor, or a processor, declares."""
     of_images = getattr(part, "valid_kwargs", None)
     return set(getattr(of_images, "__annotations__", ()))
 
 
 def _takes_text(tokenizer: Any) -> bool:
-    """Whether the chat template shows a content that is a text: SmolVLM's leaves it out, and takes parts alone."""
+    """Return whether the chat template renders a text content: SmolVLM's renders only parts."""
     try:
         return _MARK in tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
     except Exception:  # boundary: a template is a program

@@ -1,18 +1,18 @@
-"""How many threads to compute with, found by trying now and again. Pure: it is told of times and never takes any.
+"""Finds the fastest number of threads by occasional trials. Pure: it receives times and never measures any.
 
-A piece of work (a decode step, a micro-batch) comes with its size and the seconds it took. All threads of a piece wait
-for each other at the end of every operation, so where other programs want the cores, fewer threads may be faster:
+A piece of work (a decode step, a micro-batch) comes with its size and its seconds. All threads of a piece wait for each
+other at the end of every operation, so if other programs use the cores, fewer threads may be faster:
 
     settled ─── ENOUGH pieces were timed, and the credit pays what a trial of the next number lost last time ──▶ trial
        ▲                                                                                                          │
        └── the number tried, if its pieces cost less than MARGIN of the settled one's (hysteresis); else as before ─┘
 
-What the pieces of a trial take beyond the settled number's is taken from the credit, which grows by BUDGET of all time:
-trials cost about that share and no more, cheap ones come often, and dear ones seldom. When ENOUGH pieces in a row cost
-much more than those before them, something else has begun to run, and fewer threads are tried; when they cost much less
-it has ended, and more are. Less is taken for noise: a trial then costs more than it gains. Trials of a change are on
-credit, the more of it the greater the change, so that the noise of a machine on which nothing runs does not use up what
-a load needs; what trials lost before says nothing of those after it.
+The extra time of a trial's pieces is subtracted from the credit, which grows by BUDGET of all time: trials cost about
+that share, cheap ones come often, and expensive ones seldom. When ENOUGH pieces in a row cost much more than those
+before them, another program has started, and fewer threads are tried; when they cost much less it has ended, and more
+are. Smaller changes count as noise: a trial would cost more than it gains. Trials after a change are on credit, more
+for a greater change, so that the noise of an idle machine does not use up the credit for a real load; earlier losses
+say nothing about trials after a change.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ BUDGET = 0.015
 MARGIN = 0.92
 ENOUGH = 6
 _REMEMBERED = 24  # settled pieces
-_COUNTED = 3  # pieces of a trial. The first that a number computes is not: code is generated for each
-_HOPELESS = 1.5  # a piece that costs so many times as much ends the trial
-_STOPPED = 10  # so many times as much is no price of threads: the process was stopped, or its machine suspended
-_CHANGED = 1.3  # so many times as much, or as little, in ENOUGH pieces in a row is a change
-_ON_CREDIT = 4  # after a change the credit may be overdrawn by what so many pieces take more, or less, than before
-_SAVED_S = 60.0  # as long as trials cost nothing, no more credit than of so many seconds is saved
+_COUNTED = 3  # pieces of a trial, without the first of a new number, for which code is generated
+_HOPELESS = 1.5  # a piece that costs this factor more ends the trial
+_STOPPED = 10  # a factor not caused by threads: the process was stopped, or the machine suspended
+_CHANGED = 1.3  # this factor, up or down, in ENOUGH pieces in a row is a change
+_ON_CREDIT = 4  # pieces whose change of time the credit may be overdrawn by after a change
+_SAVED_S = 60.0  # largest saved credit, in seconds of work
 
 
 @dataclass
 class _Trial:
-    """Of `num` threads. `usual`: seconds of a unit of work at the settled number. `extra_s`: lost so far."""
+    """A trial of `num` threads. `usual`: seconds per unit of work at the settled number. `extra_s`: lost so far."""
 
     num: int
     usual: float
@@ -44,16 +44,16 @@ class _Trial:
 
 
 class ThreadTuner:
-    """The number of threads for one kind of work, from 1 to `limit`; all at first."""
+    """The number of threads for one kind of work, from 1 to `limit`; starts at the limit."""
 
     def __init__(self, limit: int) -> None:
         self.limit = self.settled = limit
         self._trial: _Trial | None = None
-        self._warm = {limit}  # numbers that have computed something
+        self._warm = {limit}  # numbers that have been used
         self._costs: deque[float] = deque(maxlen=_REMEMBERED)  # seconds of a unit of work at the settled number
         self._since_trial = 0
         self._credit_s = 0.0
-        self._losses_s: dict[int, float] = {}  # of the last trial of each number beside the settled one
+        self._losses_s: dict[int, float] = {}  # of the last trial of each other number
         self._turn = 0
 
     @property
@@ -62,7 +62,7 @@ class ThreadTuner:
         return self.settled if self._trial is None else self._trial.num
 
     def took(self, seconds: float, work: float) -> None:
-        """A piece took so long with `num` threads. `work` > 0: its size, in a unit that its time grows with."""
+        """Record the seconds of a piece with `num` threads. `work` > 0: its size, proportional to its time."""
         if self.limit == 1:
             return
         if self._trial is not None:

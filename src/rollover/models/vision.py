@@ -153,13 +153,13 @@ class Vision:
         self._flops_of: dict[Shapes, float] = {}
 
     @classmethod
-    def of(cls, model: Any, processor: Pixels | None) -> Vision | None:
+    def from_model(cls, model: Any, processor: Pixels | None) -> Vision | None:
         """Return the Vision of a model of the trainer, which keeps features unless their tower is trained."""
         if processor is None:
             return None
         return cls(model, processor, keeps=not trains_tower(model))
 
-    def of_prompt(self, prompt: Prompt) -> ImagePlaces:
+    def place_images(self, prompt: Prompt) -> ImagePlaces:
         """Return the placement of the images of `prompt`. ValueError if its ids do not fit its media."""
         ids = np.asarray(prompt.ids)
         media = tuple(sorted(prompt.media, key=lambda m: m.offset))
@@ -282,7 +282,7 @@ class Vision:
 NO_IMAGES = ImagePlaces((), ())
 
 
-def images_of(vision: Vision | None, prompt: Prompt) -> ImagePlaces:
+def image_places(vision: Vision | None, prompt: Prompt) -> ImagePlaces:
     """Return the placement of the images of `prompt`. ValueError if it has some and the model takes none."""
     if not prompt.media:
         if vision is not None:
@@ -293,7 +293,7 @@ def images_of(vision: Vision | None, prompt: Prompt) -> ImagePlaces:
             f"a prompt shows the image {prompt.media[0].source}, and this model takes text alone: set model.path to a"
             " vision-language model"
         )
-    return vision.of_prompt(prompt)
+    return vision.place_images(prompt)
 
 
 def joined_positions(parts: Sequence[np.ndarray]) -> np.ndarray:

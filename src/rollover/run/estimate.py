@@ -10,8 +10,7 @@ from typing import Any
 
 from rollover.config import Config
 from rollover.models.devices import dtype_of, engine_device, pick_device
-from rollover.models.flops import ModelFlops
-from rollover.models.peak import peak_flops
+from rollover.models.flops import ModelFlops, peak_flops
 from rollover.track.figures import duration
 
 _REACHED = 0.5  # of the peak, in decoding and in training alike
@@ -30,7 +29,7 @@ def estimate_of(config: Config, model: Any, steps_left: int) -> str:
     if not here or not steps_left or {pick_device(config.model.device).type, engine_device(config).type} != {"cpu"}:
         return ""
     peak = peak_flops(engine_device(config), dtype_of(config), config.track.peak_tflops)
-    return estimate(config, ModelFlops.of(model), peak, steps_left)
+    return estimate(config, ModelFlops.from_model(model), peak, steps_left)
 
 
 def seconds(config: Config, flops: ModelFlops, peak: float) -> tuple[float, float]:

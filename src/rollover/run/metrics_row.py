@@ -167,7 +167,7 @@ class Rows:
         """With workflow.own_advantages = "auto". Print the first group of a role that brings advantages in part."""
         if self.config.workflow.own_advantages != "auto":
             return {}
-        partly = batch.credited.partly
+        partly = batch.credited.partly_precomputed
         for role in sorted(partly.keys() - self._partly):
             logger.warning(
                 f"role {role}: {partly[role][0]}; the estimator gives all of that group's advantages, and"
@@ -175,7 +175,10 @@ class Rows:
             )
         self._partly |= partly.keys()
         partial = sum(map(len, partly.values()))
-        return {"precomputed/groups": float(batch.credited.brought), "precomputed/partial_groups": float(partial)}
+        return {
+            "precomputed/groups": float(batch.credited.num_precomputed),
+            "precomputed/partial_groups": float(partial),
+        }
 
     def engine_growth(self) -> dict[str, float]:
         """Growth of the engine's counters since the last call."""

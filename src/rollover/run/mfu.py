@@ -11,7 +11,7 @@ from rollover.config import Config
 from rollover.config.backend import is_tinker
 from rollover.config.cluster import num_ranks
 from rollover.models.devices import dtype_of, engine_device, pick_device
-from rollover.models.peak import peak_flops
+from rollover.models.flops import peak_flops
 
 
 class Utilization:

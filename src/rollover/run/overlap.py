@@ -131,7 +131,7 @@ class Overlap:
         finally:
             if collected is None:
                 lifecycle.scheduler.forget_reserved()
-                trainer.forget_accumulated()
+                trainer.discard_accumulated()
         return collected
 
     async def _beside_generation(self, work: Callable[[], Result]) -> Result:

@@ -38,10 +38,9 @@ from rollover.tasks.reroll import Reroll
 from rollover.track.lifetimes import Lifetimes
 from rollover.track.trace import Trace
 from rollover.trainer.batch import BatchBuilder
-from rollover.trainer.build import build_trainer
+from rollover.trainer.distill import teacher_prompts
 from rollover.trainer.reuse import Reuse
-from rollover.trainer.teacher import teacher_prompts
-from rollover.trainer.trainer import Trainer
+from rollover.trainer.trainer import Trainer, build_trainer
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +141,7 @@ class Parts:
         torch.manual_seed(config.run.seed)
         # Whatever fails at once for a wrong path, name or device comes first: loading the model takes longer.
         devices = pick_device(config.model.device), engine_device(config)
-        for reason in {kernels.why_not(device.type) for device in devices} - {""}:
+        for reason in {kernels.unavailable_reason(device.type) for device in devices} - {""}:
             logger.warning(reason)
         prompts_for = build_prompts(config)
         grouping, advantage = Grouping(config.workflow), config.algorithm.advantage
@@ -170,7 +169,7 @@ class Parts:
                 config.engine.max_running,
                 config.min_valid_rewards,
                 group_filter=group_filter,
-                num_valid=Grouping(config.workflow, config.distill).most_valid,
+                num_valid=Grouping(config.workflow, config.distill).max_valid,
                 clock=trace.clock,
             )
             environment = await start_environment(config, loaded, observed, engine, on_error, lifecycle.keep)

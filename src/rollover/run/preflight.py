@@ -12,7 +12,7 @@ from rollover.rewards.protocol import ScoringPool
 from rollover.tasks.report import tasks_line
 from rollover.tasks.stream import TaskStream
 from rollover.track.tracker import Trackers
-from rollover.trainer.teacher import TeacherPrompts
+from rollover.trainer.distill import TeacherPrompts
 from rollover.types import Task
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ async def check_tasks(
             with contextlib.suppress(ValueError):  # what scores may be another machine: it was asked above
                 told |= dict.fromkeys(statements(task.reward))
         if tasks and teacher_prompts is not None:
-            teacher_prompts.of_task(tasks[0])
+            teacher_prompts.encode_task(tasks[0])
     if config.rewards.eval_function and config.eval.num_tasks and not config.workflow.agent:
         stream = TaskStream(config.tasks, config.eval.seed, "eval", rewards=config.rewards)
         for task in stream.take(1):

@@ -125,7 +125,7 @@ def _credits(batch: Batch) -> dict[str, RecordedCredit]:
     found: dict[str, RecordedCredit] = {}
     for number, compared in ((k, c) for several in batch.credited.compared.values() for k, c in enumerate(several)):
         for trajectory in compared.trajectories:
-            reward = batch.credited.shaped.of(trajectory).reward
+            reward = batch.credited.shaped.apply(trajectory).reward
             penalty = None
             if batch.penalties is not None:
                 of_tokens = (batch.penalties.tokens.get(r.rollout_id) for r in trajectory.rollouts)
@@ -149,7 +149,7 @@ def _credits_of_greedy(batch: Batch, groups: Sequence[Group]) -> dict[str, Recor
     """Of the greedy rollouts of its groups: the rewards that their siblings are compared with."""
     found: dict[str, RecordedCredit] = {}
     for trajectory in greedy_of([group for group in groups if group.group_id in batch.credited.compared]):
-        reward = batch.credited.shaped.of(trajectory).reward
+        reward = batch.credited.shaped.apply(trajectory).reward
         terms = batch.credited.shaped.terms.get(trajectory.sequence_id, {})
         credit = RecordedCredit(None, None if reward is None else reward.score, terms)
         found |= dict.fromkeys(trajectory.ids, credit)

@@ -1,11 +1,11 @@
-"""What a training backend must do: the six verbs that a training step is made of, and what belongs to them.
+"""What a training backend must do: the six verbs of a training step, and their types.
 
-    compute_logprobs, forward_backward, optim_step       the step over minibatches (trainer.py) calls these
-    publish, save_state                                  the run hands weights over, and writes checkpoints
-    sample                                               a program without a run of its own generates with it
+    compute_logprobs, forward_backward, optim_step       called by the step over minibatches (trainer.py)
+    publish, save_state                                  called by the run to sync weights and write checkpoints
+    sample                                               called by programs without a run
 
 Above the verbs, in trainer.py: which samples form a minibatch, which log-probs a step needs and under which weights,
-what is rejected, and when gradients of a step are accumulated before its rest is known. Below them, in the backend:
+what is rejected, and when gradients are accumulated before the rest of a step is known. Below them, in the backend:
 weights, optimizer, critic, earlier weights, micro-batches, devices and the loss of a token (objective.py).
 """
 
@@ -35,101 +35,98 @@ Stream = dict[str, np.ndarray]
 TEACHER: Literal["teacher"] = "teacher"
 REFERENCE: Literal["reference"] = "reference"
 Version = int | Literal["teacher", "reference"]
-"""Whose weights `compute_logprobs` is asked for: those of a policy version, the teacher's of [distill], or those of the
-reference policy, where they are not those of version 0."""
+"""Weights of `compute_logprobs`: a policy version, the teacher of [distill], or the reference policy, unless that is
+version 0."""
 
 
-def reference_of(algorithm: AlgorithmConfig) -> Version:
-    """Whose weights the reference policy has."""
+def reference_version(algorithm: AlgorithmConfig) -> Version:
+    """Return the version that names the weights of the reference policy."""
     return REFERENCE if algorithm.own_reference else 0
 
 
 class BackendLost(RuntimeError):
-    """The backend is gone, and its weights with it: a process of it has ended, say. The message says what happened.
+    """The backend failed, and its weights are lost: one of its processes has ended, for instance.
 
-    Any verb may raise it, and a function that makes a backend. The run then goes on from its newest checkpoint and its
-    journal with a backend that is made anew, up to cluster.max_restarts times without a step in between.
+    Any verb may raise it, and a function that makes a backend. The run then resumes from its newest checkpoint and its
+    event log with a new backend, up to cluster.max_restarts times without a step in between.
     """
 
 
 class TrainerBackend(Protocol):
-    """Contract: run tests/contract/trainer_contract.py on your own backend.
+    """The contract of a backend: run tests/contract/trainer_contract.py on a custom one.
 
     Calls come one after the other, from one thread at a time. A failure between the first `optim_step` of a training
-    step and its last leaves weights that no checkpoint describes: the run then goes on from an earlier one.
-    A backend that has something to end, processes of its own say, has a method `close()` beside these: it is called
-    once, at the end of a run and where the backend is lost.
+    step and its last leaves weights that no checkpoint describes: the run then resumes from an earlier checkpoint. A
+    backend with resources, such as processes, also has a method `close()`: it is called once, at the end of a run or
+    after the backend failed.
     """
 
     @property
     def policy_version(self) -> int:
-        """Training steps completed by the current weights; 0 for those that the backend was built with."""
+        """Training steps completed by the current weights; 0 for the initial ones."""
         ...
 
     @property
     def flops(self) -> float:
-        """Model FLOPs of all passes so far. What is computed again to save memory counts once."""
+        """Model FLOPs of all passes so far. Recomputation to save memory counts once."""
         ...
 
     def compute_logprobs(self, samples: list[Sample], version: Version | None = None) -> Stream:
-        """Log-probs of the loss tokens, each at the temperature of its sample and without dropout; no gradient.
+        """Return the log-probs of the loss tokens, each at its sample's temperature, without dropout or gradient.
 
-        `version`: the policy version whose weights are asked for. None: the current weights. Kept are version 0 where
-        algorithm.kl_coef > 0, and the last max_staleness + 1 versions where algorithm.proximal = "snapshot"; TEACHER
-        is the teacher of [distill], whose weights the backend holds; REFERENCE takes the place of version 0 where
-        `algorithm.own_reference`: weights of another model, or mixed anew of its own and the current ones after every
-        algorithm.reference_refresh_steps. ValueError for what is not kept. At equal weights
-        the numbers are those that `forward_backward` of the same samples computes.
+        `version`: the policy version of the weights; None: the current ones. Kept are version 0 if algorithm.kl_coef >
+        0, and the last max_staleness + 1 versions if algorithm.proximal = "snapshot". TEACHER is the teacher of
+        [distill], whose weights the backend holds. REFERENCE replaces version 0 if `algorithm.own_reference`: weights
+        of another model, or a mix with the current ones every algorithm.reference_refresh_steps. ValueError for weights
+        that are not kept. At equal weights the numbers are those that `forward_backward` computes for the same samples.
         """
         ...
 
     def compute_values(self, samples: list[Sample]) -> Stream:
-        """The critic's values before each loss token (algorithm.advantage = "gae"). ValueError without one.
+        """Return the critic's values before each loss token (algorithm.advantage = "gae"). ValueError without a critic.
 
         A sample may have one token more than the model has positions: nothing is computed at its last token.
         """
         ...
 
     def compute_statistics(self, samples: list[Sample]) -> Stream:
-        """Of the distribution that each loss token was drawn from, under the current weights: float32 [loss tokens, 3],
-        the log-prob of the token, the entropy (nats) and the sum of the squared probabilities of the vocabulary.
+        """Return log-prob, entropy (nats) and sum of squared probabilities per token, float32 [loss tokens, 3].
 
-        Asked for with algorithm.top_entropy_share and the optimal token baselines alone. ValueError where it cannot be
-        told.
+        They are of the distribution of each loss token under the current weights. Used only by
+        algorithm.top_entropy_share and the optimal token baselines. ValueError if the backend cannot compute them.
         """
         ...
 
     def forward_backward(self, samples: list[Sample], counts: Counts) -> Tally:
-        """Add the gradient of `samples` to the gradient so far; returns their sums, one addition per micro-batch.
+        """Add the gradient of `samples` to the accumulated one; return their sums, one addition per micro-batch.
 
-        `counts`: what the whole minibatch holds, of which `samples` may be a part: losses are divided by it, unless
+        `counts`: of the whole minibatch, of which `samples` may be a part: losses are divided by it, unless
         `counts.divided` is False. The samples have the streams that the loss reads (STREAMS in streams.py), of which
         `pack` makes tensors. Without "proximal_logprobs" the current ones take their place: the ratio is then exactly
-        1, and costs no forward pass. Without a loss token in `samples`, and with some in `counts`, the
-        gradient is 0 rather than absent: the optimizer's momentum goes on. With track.token_stats a `Tally` holds
-        besides what `Objective` tells of each token (TOKENS); of a backend that leaves that out these numbers are not
-        recorded.
-        ValueError for a sample that the model cannot be given.
+        1, without another forward pass. Without a loss token in `samples`, and with some in `counts`, the gradient is 0
+        rather than absent, so that the optimizer's momentum continues. With track.token_stats the `Tally` also holds
+        the TOKEN_STATS of `Objective`; a backend may leave them out, and they are not recorded then. ValueError for a
+        sample that the model cannot take.
         """
         ...
 
     def optim_step(self, rate_scale: float = 1.0, *, divisor: float = 1.0, ends_step: bool = True) -> dict[str, float]:
-        """One optimizer step on the gradient so far divided by `divisor`, at `rate_scale` times the scheduled rate.
+        """Make one optimizer step on the accumulated gradient / `divisor`, at `rate_scale` times the scheduled rate.
 
-        Afterwards there is no gradient. A gradient that is not finite changes no weight. `ends_step`: this was the
-        last minibatch of its training step: `policy_version` rises by one. Returns grad_norm, before clipping;
-        learning_rate; train/skipped_steps, 1 where the update was skipped; of a critic, which is skipped by itself, the
-        same as critic/grad_norm, critic/learning_rate and critic/skipped_steps, and time/critic_s, the seconds that it
-        took since the last step. While critic.policy_waits_steps last, the critic alone steps.
+        Afterwards there is no gradient. A gradient that is not finite changes no weight. `ends_step`: this was the last
+        minibatch of its training step: `policy_version` rises by one. Returns grad_norm, before clipping;
+        learning_rate; train/skipped_steps, 1 if the update was skipped; for a critic, which is skipped by itself, the
+        same as critic/grad_norm, critic/learning_rate and critic/skipped_steps, and time/critic_s, its seconds since
+        the last step. During critic.policy_waits_steps only the critic steps.
         """
         ...
 
     def forget_gradients(self) -> None:
-        """Forget the gradient that was accumulated since the last `optim_step`."""
+        """Discard the gradient accumulated since the last `optim_step`."""
         ...
 
     async def publish(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """The current weights for an engine, by the names of the model's state dict; tied ones once.
+        """Return the current weights for an engine, by the names of the model's state dict; tied ones once.
 
         The tensors may be views of weights that the next `optim_step` changes: copy them before. With LoRA all weights
         come the first time, and the adapters every time (models/adapters.py); for an engine that takes no adapters all
@@ -138,22 +135,22 @@ class TrainerBackend(Protocol):
         ...
 
     async def sample(self, requests: Sequence[ExtendRequest]) -> list[list[Segment]]:
-        """Answers under the current weights, in order, each as `Engine.extend` gives it, stamped with `policy_version`.
+        """Return answers under the current weights, in order, each as from `Engine.extend`.
 
-        Nothing in a run calls this: rollouts are resumed, parked and scheduled, so a run generates with its engine.
-        ValueError where the backend has nothing to generate with.
+        They are stamped with `policy_version`. A run never calls this: it generates with its engine, which can resume
+        and park rollouts. ValueError if the backend cannot generate.
         """
         ...
 
     def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """(tensors, what JSON can hold) from which `load_state` of a backend of the same configuration goes on exactly.
+        """Return (tensors, JSON values) from which `load_state` of an equally configured backend continues exactly.
 
         The first part of a tensor's name, up to "/", is the file that it is written to.
         """
         ...
 
     def load_state(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
-        """Go on from what `save_state` gave. ValueError where it is of another model or lacks what is needed."""
+        """Restore a `save_state`. ValueError if it is of another model or lacks something."""
         ...
 
     def save_model(self, folder: Path) -> None:
@@ -162,34 +159,39 @@ class TrainerBackend(Protocol):
 
 
 class CheckpointedBackend(Protocol):
-    """What a `TrainerBackend` of ours is besides, and what the user's own is wrapped in: how a run writes its state
-    into a checkpoint, and reads it again. The files of any may be read by the others."""
+    """Further methods of our backends and of CustomBackend: how a run checkpoints their state.
+
+    Each can read the files of the others.
+    """
 
     def save_checkpoint(self) -> tuple[Mapping[str, torch.Tensor] | FolderWriter, dict[str, Any]]:
-        """As `save_state`. Of several processes, none of which holds the state as a whole, in the place of the tensors
-        what writes them by `save_shards` (shards.py): it is called before the next step, with a folder that all
-        processes see, and raises OSError where a disk was at fault."""
+        """Return the state like `save_state`.
+
+        Backends of several processes, none of which holds the whole state, return instead of the tensors a function
+        that writes them by `save_shards` (ranks/sharded.py). It is called before the next step with a folder that all
+        processes see, and raises OSError for a disk error.
+        """
         ...
 
     def load_checkpoint(self, stored: StoredTensors, meta: dict[str, Any]) -> None:
-        """As `load_state`. All processes see the files of `stored`, of which each reads what it needs."""
+        """Restore like `load_state`. Each process reads what it needs of the files of `stored`."""
         ...
 
 
 @dataclass(frozen=True)
 class BackendSetup:
-    """What a backend is made from."""
+    """Arguments of a backend."""
 
     config: Config
     loaded: LoadedModel
     """The model, in float32. The backend trains it, and so changes it."""
     team: Team
-    """The CPU threads to compute with: `team.piece` around each micro-batch."""
+    """The CPU threads to compute with: use `team.piece` around each micro-batch."""
     max_staleness: int
-    """How old the weights may be that `compute_logprobs` is asked for."""
+    """Largest staleness of the versions that `compute_logprobs` is called with."""
     engine: Engine | None = None
-    """What `sample` may generate with."""
+    """The engine that `sample` may generate with."""
     logs: Path | None = None
-    """The folder of what its processes print; None: they print where this process does."""
+    """Folder for the output of its processes; None: they inherit this process's output."""
     own_ranks: Callable[[], Any] | None = None
-    """Starts `Ranks` (ranks/group.py), which have met, for backend.type = "ranks"; None: processes of this machine."""
+    """Starts connected `Ranks` (ranks/group.py) for backend.type = "ranks"; None: processes of this machine."""

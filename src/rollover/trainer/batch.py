@@ -3,8 +3,8 @@
     groups ──▶ batch of fresh groups ──groups without signal──▶ replay buffer ──kept groups──▶ the batch that is trained
 
 Reads the replay buffer and never changes it (reuse.py does). Proximal log-probs of replayed samples are the trainer's,
-computed anew in every step, so that the importance weights to the stored behavior log-probs are right at each use.
-Never touches the model, and knows no estimator by name (algorithms/estimator.py does).
+computed in every step again, so the importance weights to the stored behavior log-probs are right at each use. Never
+touches the model, and knows no estimator by name (algorithms/advantage.py does).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rollover.algorithms.filters import Masked, RolloutFilter, mask_rollouts, ro
 from rollover.algorithms.shaping import Shaping
 from rollover.config import Config, DistillConfig
 from rollover.staleness import EVERY_VERSION
+from rollover.trainer.distill import TeacherPrompts
 from rollover.trainer.replay_buffer import ReplayBuffer
 from rollover.trainer.reward_kl import Penalties
-from rollover.trainer.teacher import TeacherPrompts
 from rollover.trajectories import place
 from rollover.types import Group, Rollout, Sample, StopReason
 
@@ -37,8 +37,8 @@ _MASKED = {
 class Batch:
     """The samples of one training step, in (group, sibling) order, and how their advantages came about.
 
-    `replayed`: ids of the groups that were trained before. `masked`: the rollouts that filters or roles took out of the
-    loss. `penalties`: the KL that was taken off the rewards.
+    `replayed`: ids of replayed groups. `masked`: rollouts that filters or roles took out of the loss. `penalties`: the
+    KL that was subtracted from the rewards.
     """
 
     samples: list[Sample]
@@ -53,10 +53,10 @@ class Batch:
 
 
 class BatchBuilder:
-    """Makes the batch of each step, as [algorithm], [workflow] and [filters] say; an empty `buffer` replaces nothing.
+    """Builds the batch of each step from [algorithm], [workflow] and [filters]; an empty `buffer` replaces nothing.
 
-    `teacher_prompts`: give what a teacher reads in the place of a group's prompt (distill.privileged); None: it reads
-    that. ValueError where [algorithm] names a function of the user's own that does not exist.
+    `teacher_prompts`: makes the teacher's prompts (distill.privileged); None: it reads the policy's. ValueError if
+    [algorithm] names a custom function that does not exist.
     """
 
     def __init__(self, config: Config, buffer: ReplayBuffer, teacher_prompts: TeacherPrompts | None = None) -> None:
@@ -66,14 +66,14 @@ class BatchBuilder:
         self.credit = Credit(config.algorithm, config.workflow, config.distill, self.shaping)
 
     def sampled(self, groups: list[Group], version: int) -> list[Sample]:
-        """What the KL in the reward is taken of (algorithm.kl_in), of the groups of the step at trainer `version`."""
+        """Return the samples for the KL in the reward (algorithm.kl_in), at trainer `version`."""
         return sampled(groups, self.config.rollout.oldest_in_loss(version), self.config.workflow.untrained)
 
     def build(self, groups: list[Group], version: int, penalties: Penalties | None = None) -> Batch:
-        """The batch of the step at trainer `version`: groups without signal are replaced, as far as others are kept.
+        """Build the batch of the step at trainer `version`, and replace groups without signal by kept ones.
 
-        `penalties`: taken off the rewards. A group has no signal if all its advantages are 0. Advantages are then
-        computed again over the groups that are trained. ValueError, which says why, if no token is in the loss.
+        `penalties`: subtracted from the rewards. A group has no signal if all its advantages are 0. Advantages are then
+        computed again over the groups that are trained. ValueError, with the reasons, if no token is in the loss.
         """
         self._check_roles(groups, version)
         oldest = self.config.rollout.oldest_in_loss(version)
@@ -87,12 +87,12 @@ class BatchBuilder:
                 again = {k.group.group_id: k.oldest_in_loss for k in drawn}
                 batch = make_batch(trained, self.credit, self.masks, oldest, again, version=version)
         if not batch.num_loss_tokens:
-            why = _why_no_loss(groups, batch, oldest, self.config.distill)
+            why = _empty_loss_reason(groups, batch, oldest, self.config.distill)
             raise ValueError(f"step {version + 1} has no token in its loss: {why}")
         return replace(batch, samples=self._for_teacher(groups, batch.samples))
 
     def _check_roles(self, groups: Iterable[Group], version: int) -> None:
-        """ValueError where a role that is configured is that of no trajectory of the first step: it is misspelt."""
+        """Raise ValueError if no trajectory of the first step has a configured role: it is misspelt."""
         if version:
             return
         found = {r.role for g in groups for r in g.rollouts}
@@ -108,10 +108,10 @@ class BatchBuilder:
             )
 
     def with_signal(self, groups: list[Group], version: int) -> list[Sample]:
-        """Those samples of some groups of the step at trainer `version` that `build` will not replace.
+        """Return the samples of some groups of a step that `build` will not replace.
 
-        Their advantages are the final ones where they depend on the own group alone (train.streaming_min_groups). A
-        teacher has a signal for every group.
+        Their advantages are final if they depend on the own group alone (train.streaming_min_groups). A teacher gives
+        every group a signal.
         """
         oldest = self.config.rollout.oldest_in_loss(version)
         batch = make_batch(groups, self.credit, self.masks, oldest, version=version)
@@ -121,12 +121,12 @@ class BatchBuilder:
         return [s for s in batch.samples if s.group_id in with_signal]
 
     def _for_teacher(self, groups: Iterable[Group], samples: list[Sample]) -> list[Sample]:
-        """The samples, those that a teacher scores with the prompts that it reads."""
+        """Return the samples, with the teacher's prompts where a teacher scores them."""
         if self.teacher_prompts is None:
             return samples
         taught = [s for s in samples if self.config.distill.teaches(s.role)]
-        told = {s.rollout_id: s for s in self.teacher_prompts.for_samples(groups, taught)}
-        return [told.get(s.rollout_id, s) for s in samples]
+        prompted = {s.rollout_id: s for s in self.teacher_prompts.for_samples(groups, taught)}
+        return [prompted.get(s.rollout_id, s) for s in samples]
 
 
 def make_batch(
@@ -138,14 +138,13 @@ def make_batch(
     penalties: Penalties | None = None,
     version: int = 0,
 ) -> Batch:
-    """One Sample per rollout that has a token, in group-id and sibling order, with the advantages that `credit` gives.
+    """Make one Sample per rollout that has a token, in group-id and sibling order, with the advantages of `credit`.
 
-    A baseline is taken over all trajectories of a TrajectoryGroup that have a reward, but for those that `masks` took
-    out of the loss where these say that their rewards do not count. Where a teacher gives a role its advantages
-    (distill.mix), they are 0 until then, and a rollout without a reward is in the loss. Tokens sampled before policy
-    version `oldest_version` are context only (staleness.oldest_in_loss). `replayed`: id of each group that was trained
-    before -> the `oldest_version` of the step that trained it first, which holds for it still. `penalties`: taken off
-    the rewards that the estimators see. `version`: the trainer's.
+    Baselines are taken over all trajectories of a TrajectoryGroup that have a reward, unless `masks` excludes them.
+    With a teacher (distill.mix) advantages are 0 until the step, and a rollout without a reward is in the loss. Tokens
+    sampled before policy version `oldest_version` are context only (staleness.oldest_in_loss). `replayed`: id of each
+    replayed group -> the `oldest_version` of the step that trained it first, which still holds. `penalties`: subtracted
+    from the rewards of the estimators. `version`: the trainer's.
     """
     groups = sorted(groups, key=lambda g: g.group_id)
     rollouts = _sampled(groups)
@@ -178,9 +177,11 @@ def make_batch(
 
 
 def sampled(groups: list[Group], oldest_version: int = EVERY_VERSION, untrained: Collection[str] = ()) -> list[Sample]:
-    """Every rollout that has a token, with all tokens in its loss that were sampled, at `oldest_version` or later:
-    those of masked ones, too, whose rewards a baseline may be taken over; those of `untrained` roles are left out. In
-    the order of `make_batch`."""
+    """Return every rollout with a token as a sample, with all sampled tokens since `oldest_version` in its loss.
+
+    Masked rollouts are included, as baselines may use their rewards; `untrained` roles are not. Ordered as in
+    `make_batch`.
+    """
     samples = [
         _sample(r, _prompt_ids(r), 0.0, oldest_version, in_loss=True, sequence_id=r.rollout_id)
         for r in _sampled(groups)
@@ -193,7 +194,7 @@ def sampled(groups: list[Group], oldest_version: int = EVERY_VERSION, untrained:
 
 
 def _sampled(groups: list[Group]) -> list[Rollout]:
-    """All rollouts but greedy ones, in group-id and sibling order."""
+    """Return all rollouts but greedy ones, in group-id and sibling order."""
     ordered = sorted(groups, key=lambda g: g.group_id)
     return [r for g in ordered for r in sorted(g.rollouts, key=place) if not r.greedy]
 
@@ -207,7 +208,7 @@ def _sample(
     in_loss: bool,
     sequence_id: str,
 ) -> Sample:
-    """`advantages`: of all tokens, or [n]."""
+    """Make the sample of a rollout. `advantages`: one for all tokens, or [n]."""
     segments = rollout.segments
     lengths = [len(s) for s in segments]
     sampled = [s.trainable and s.policy_version >= oldest_version for s in segments]
@@ -219,7 +220,7 @@ def _sample(
         rollout_id=rollout.rollout_id,
         group_id=rollout.group_id,
         prompt_ids=prompt_ids,
-        token_ids=_narrow(f"rollout {rollout.rollout_id}", np.concatenate([s.token_ids for s in segments])),
+        token_ids=_as_int32(f"rollout {rollout.rollout_id}", np.concatenate([s.token_ids for s in segments])),
         mask=np.repeat(sampled, lengths).astype(bool) & in_loss,
         streams={
             "behavior_logprobs": np.concatenate([s.logprobs for s in segments]).astype(np.float32),
@@ -235,20 +236,20 @@ def _sample(
 
 
 def _prompt_ids(rollout: Rollout) -> np.ndarray:
-    return _narrow(f"the prompt of rollout {rollout.rollout_id}", np.asarray(rollout.prompt.ids))
+    return _as_int32(f"the prompt of rollout {rollout.rollout_id}", np.asarray(rollout.prompt.ids))
 
 
-def _narrow(whose: str, token_ids: np.ndarray) -> np.ndarray:
-    """The token ids as int32. ValueError where one does not fit: truncated, it could be the id of another token."""
+def _as_int32(whose: str, token_ids: np.ndarray) -> np.ndarray:
+    """Return the token ids as int32. ValueError for one that does not fit: truncated, it is another token's id."""
     narrow = token_ids.astype(np.int32)
     if not np.array_equal(narrow, token_ids):
         wrong = token_ids[narrow != token_ids][0]
-        raise ValueError(f"{whose}: {wrong} is no token id: they are 32-bit integers")
+        raise ValueError(f"{whose}: {wrong} is not a token id (a 32-bit integer)")
     return narrow
 
 
 def _token_rewards(values: np.ndarray, mask: np.ndarray, penalty: np.ndarray | None) -> np.ndarray:
-    """The reward of a rollout at its last loss token, less the penalty of each loss token; 0 elsewhere."""
+    """Put the reward at the last loss token, and subtract each loss token's penalty; 0 elsewhere."""
     out = np.zeros_like(values)
     places = np.flatnonzero(mask)
     if len(places):
@@ -259,12 +260,12 @@ def _token_rewards(values: np.ndarray, mask: np.ndarray, penalty: np.ndarray | N
 
 
 def _with_signal(batch: Batch) -> set[int]:
-    """Ids of the groups with an advantage that is not 0."""
+    """Return the ids of the groups with an advantage that is not 0."""
     return {s.group_id for s in batch.samples if s.advantages[s.mask].any()}
 
 
-def _why_no_loss(groups: list[Group], batch: Batch, oldest: int, distill: DistillConfig) -> str:
-    """What keeps each rollout of a batch out of its loss, and what to change."""
+def _empty_loss_reason(groups: list[Group], batch: Batch, oldest: int, distill: DistillConfig) -> str:
+    """Describe why no rollout of a batch is in its loss, and what to change."""
     masked = {m.rollout.rollout_id: m.reason for m in batch.masked.rollouts}
     causes = Counter[str]()
     for rollout in (r for g in groups for r in g.rollouts if not r.greedy):

@@ -1,48 +1,39 @@
-"""The critic of PPO: a value head on the policy's last hidden states, or on those of a model of its own ([critic]).
+"""The critic of PPO: a value head on the policy's last hidden states, or on those of a separate model ([critic]).
 
-Shapes: M loss tokens, E hidden size, B samples, T longest answer. Owns head, model and their optimizers.
-A policy's hidden states are constants to the head: it costs no second model, and the policy learns nothing of it.
-Which samples form a minibatch, and what becomes of the values, is for who asks (trainer.py).
+Shapes: M loss tokens, E hidden size, B samples, T longest answer. Owns head, model and their optimizers. A policy's
+hidden states are constants to the head: no second model is needed, and the policy does not learn from the value loss.
+trainer.py forms minibatches; token_advantages.py uses the values.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 
-from rollover.algorithms.advantage import gae, whiten
 from rollover.algorithms.loss import value_loss
-from rollover.config import AlgorithmConfig, Config, CriticConfig, ModelConfig, TrainConfig
-from rollover.config.critic import POLICY
-from rollover.models.load import LoadedModel, load_model
+from rollover.config import CriticConfig, TrainConfig
+from rollover.models.load import LoadedModel
 from rollover.models.norms import compile_norms
 from rollover.models.threads import Team
 from rollover.models.vision import Vision
 from rollover.trainer.backend import Stream
 from rollover.trainer.optimizer import Optimizer, norm_of
-from rollover.trainer.packing import PackedBatch, padded
+from rollover.trainer.packing import PackedBatch
 from rollover.trainer.passes import Passes, set_training
-from rollover.trainer.streams import with_stream
-from rollover.trainer.teacher import load_other
-from rollover.trainer.token_estimates import Roles, by_role
 from rollover.types import Sample
 
 
 class CriticModel:
-    """A causal LM without its output layer, whose weights are trained. `loaded` is in float32 and is changed here: it
-    computes in `dtype`."""
+    """A trained causal LM without its output layer. `loaded` is in float32; it is changed to compute in `dtype`."""
 
     def __init__(
         self, loaded: LoadedModel, train: TrainConfig, total_steps: int, dtype: torch.dtype, team: Team
     ) -> None:
         self.model = loaded.model
-        vision = Vision.of(self.model, loaded.processor)
+        vision = Vision.from_model(self.model, loaded.processor)
         self.passes = Passes(self.model, team, train.micro_batch_tokens, vision=vision)
         _drop_output_layer(self.model)
         self.optimizer = Optimizer(self.model, train, total_steps, dtype)
@@ -52,7 +43,7 @@ class CriticModel:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
-        """[M, E], differentiable in its weights where gradients are on."""
+        """Return hidden states [M, E], differentiable in the weights where gradients are on."""
         set_training(self.model, torch.is_grad_enabled() and self._checkpointing)
         return self.passes.hidden(batch)
 
@@ -60,8 +51,8 @@ class CriticModel:
 class Critic:
     """V(prefix before a token), for every loss token. Starts at 0 everywhere.
 
-    `hidden_size`: of the model whose hidden states it reads: `own`, or where that is None the policy's. `train`: what
-    [critic] does not say. `total_steps`: optimizer steps of the run, for the schedule.
+    `hidden_size`: of the model whose hidden states it reads: `own`, or the policy's if that is None. `train`: defaults
+    for [critic]. `total_steps`: optimizer steps of the run, for the schedule.
     """
 
     def __init__(
@@ -81,7 +72,7 @@ class Critic:
         self._optimizers = {"head": Optimizer(self.head, of_head, total_steps, torch.float32)}
         if own is not None:
             self._optimizers["model"] = own.optimizer
-        self._seconds = 0.0  # of learning, since the step before
+        self._seconds = 0.0  # of learning since the last step
 
     @classmethod
     def on_own_model(
@@ -93,7 +84,7 @@ class Critic:
         dtype: torch.dtype,
         team: Team,
     ) -> Critic:
-        """With a model of its own, which it takes."""
+        """Make a critic with a separate model, which it owns from now on."""
         width = loaded.model.config.get_text_config().hidden_size
         device = next(loaded.model.parameters()).device
         own = CriticModel(loaded, _trained_as(train, config, config.learning_rate), total_steps, dtype, team)
@@ -101,24 +92,26 @@ class Critic:
 
     @property
     def flops(self) -> float:
-        """Those of a model of its own."""
+        """Model FLOPs of a separate model."""
         return 0.0 if self.own is None else self.own.passes.flops
 
     def values(self, hidden_ME: torch.Tensor) -> torch.Tensor:
-        """[M], differentiable in the head and in the weights of a model of its own."""
+        """Return values [M], differentiable in the head and in the weights of a separate model."""
         if self.own is None:
             hidden_ME = hidden_ME.detach()
         return self.head(_normalised(hidden_ME.float())).squeeze(-1)
 
     def evaluate(self, samples: list[Sample], policy: Passes) -> Stream:
-        """The values before each loss token; no gradient. `policy`: its passes, without dropout."""
+        """Return the values before each loss token; no gradient. `policy`: its passes, without dropout."""
         own = self.own
         passes, hidden = (policy, policy.hidden) if own is None else (own.passes, own.hidden)
         return passes.evaluate(samples, lambda batch: self.values(hidden(batch)), spare_last=True)
 
     def learn(self, batch: PackedBatch, of_policy_ME: torch.Tensor, num_tokens: int) -> dict[str, torch.Tensor]:
-        """`forward_backward` over a micro-batch with the streams "values" and "returns", of which the policy's hidden
-        states are there."""
+        """Run `forward_backward` over a micro-batch with the streams "values" and "returns".
+
+        `of_policy_ME`: the policy's hidden states.
+        """
         started = time.perf_counter()
         hidden_ME = of_policy_ME if self.own is None else self.own.hidden(batch)
         old_values_M, returns_M = batch.in_loss("values"), batch.in_loss("returns")
@@ -131,7 +124,7 @@ class Critic:
     def forward_backward(
         self, hidden_ME: torch.Tensor, old_values_M: torch.Tensor, returns_M: torch.Tensor, num_tokens: int
     ) -> dict[str, torch.Tensor]:
-        """Gradient of the value loss, averaged over the minibatch's `num_tokens`."""
+        """Add the gradient of the value loss, averaged over the minibatch's `num_tokens`."""
         values_M, clip = self.values(hidden_ME), self.config.value_clip
         loss_1M = value_loss(
             values_M[None],
@@ -155,11 +148,11 @@ class Critic:
             }
 
     def gradients(self) -> list[torch.Tensor]:
-        """The accumulated gradients of head and model (none without a loss token)."""
+        """Return the accumulated gradients of head and model (none without a loss token)."""
         return [gradient for optimizer in self._optimizers.values() for gradient in optimizer.gradients()]
 
     def step(self) -> dict[str, float]:
-        """Clip and step, and tell of it by the names of metrics. A gradient that is not finite changes nothing."""
+        """Clip, step and return the metrics. A gradient that is not finite changes nothing."""
         started = time.perf_counter()
         norm = norm_of(self.gradients())
         update = [optimizer.step(norm=norm) for optimizer in self._optimizers.values()][-1]
@@ -172,12 +165,12 @@ class Critic:
         }
 
     def forget_gradients(self) -> None:
-        """Forget the accumulated gradient."""
+        """Discard the accumulated gradient."""
         for optimizer in self._optimizers.values():
             optimizer.forget_gradients()
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """(tensors, JSON-able rest)."""
+        """Return (tensors, JSON values)."""
         tensors: dict[str, torch.Tensor] = {}
         rest: dict[str, Any] = {}
         for part, optimizer in self._optimizers.items():
@@ -186,7 +179,7 @@ class Critic:
         return tensors, rest
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
-        """ValueError where the state is of another kind of critic."""
+        """Restore a `state`. ValueError if it is of another kind of critic."""
         if meta.keys() != self._optimizers.keys():
             raise ValueError(
                 "the checkpoint has another kind of critic (a value head, or a model of its own), or was written by an"
@@ -199,63 +192,8 @@ class Critic:
                 raise ValueError(f"the critic of the checkpoint is another one (critic.model): {error}") from error
 
 
-def load_critic(config: Config, policy: LoadedModel) -> LoadedModel:
-    """The model of critic.model on the policy's device, in float32, to be trained.
-
-    ValueError where it cannot be loaded, or where its token ids mean other tokens than the policy's.
-    """
-    path, device = config.critic.model, next(policy.model.parameters()).device
-
-    def load(model: ModelConfig) -> LoadedModel:
-        return load_model(config.model if path == POLICY else model, device=device)
-
-    return load_other("critic.model", path, policy, config, load, "A critic reads")
-
-
-def beyond(samples: list[Sample]) -> list[Sample]:
-    """The samples, those that were cut at the token limit with one token more in the loss: the value before it is that
-    of all tokens. Which token it is has no part in that."""
-    return [_one_more(s) if s.truncated and s.mask.any() else s for s in samples]
-
-
-def estimate(
-    config: AlgorithmConfig, samples: list[Sample], values: Stream, roles: Roles = MappingProxyType({})
-) -> list[Sample]:
-    """The samples with advantages in place of their rewards per token, and the streams "values" and "returns".
-
-    Advantages are normalised over all loss tokens of a role (those of `roles`) in the batch, as PPO implementations do.
-    `values` of a sample may have one number more than it has loss tokens: what is expected after its last token
-    (`beyond`).
-    """
-    rewards_BT, mask_BT = padded([s.advantages for s in samples]), padded([s.mask for s in samples], np.bool_)
-    of_tokens = {s.rollout_id: np.split(values[s.rollout_id], [s.mask.sum()]) for s in samples if s.mask.any()}
-    before = {rollout_id: first for rollout_id, (first, _) in of_tokens.items()}
-    flat_M = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *before.values()]))
-    later = [of_tokens[s.rollout_id][1].sum() if s.rollout_id in of_tokens else 0.0 for s in samples]
-    advantages_BT, returns_BT = gae(
-        rewards_BT,
-        torch.zeros_like(rewards_BT).masked_scatter(mask_BT, flat_M),
-        mask_BT,
-        gamma=config.gamma,
-        lam=config.gae_lambda,
-        beyond_B=torch.tensor(later, dtype=torch.float32),
-    )
-    out = by_role(samples, roles, lambda rows: whiten(advantages_BT[rows], mask_BT[rows]))
-    rows = zip(samples, returns_BT.numpy(), strict=True)
-    returns = {s.rollout_id: returns_T[: len(s.mask)][s.mask] for s, returns_T in rows}
-    return with_stream(with_stream(out, "values", before), "returns", returns)
-
-
-def _one_more(s: Sample) -> Sample:
-    def longer(values: np.ndarray) -> np.ndarray:
-        return np.append(values, values[-1:])
-
-    streams = {name: longer(values) for name, values in s.streams.items()}
-    return replace(s, token_ids=longer(s.token_ids), mask=np.append(s.mask, True), streams=streams)
-
-
 def _trained_as(train: TrainConfig, config: CriticConfig, learning_rate: float) -> TrainConfig:
-    """[train] with what [critic] says in its place: AdamW, with [train]'s betas and epsilon."""
+    """Return [train] overridden by [critic]: AdamW, with [train]'s betas and epsilon."""
     return train.model_copy(
         update={
             "optimizer": "adamw",
@@ -271,7 +209,7 @@ def _trained_as(train: TrainConfig, config: CriticConfig, learning_rate: float) 
 
 
 def _drop_output_layer(model: Any) -> None:
-    """Free the weights of an output layer that are not the input's: nothing reads them here."""
+    """Free the weights of an untied output layer, which is never used."""
     layer = model.get_output_embeddings()
     if layer.weight is not model.get_input_embeddings().weight:
         layer.weight = torch.nn.Parameter(layer.weight.detach()[:0].clone(), requires_grad=False)
@@ -280,5 +218,5 @@ def _drop_output_layer(model: Any) -> None:
 
 
 def _normalised(hidden_ME: torch.Tensor) -> torch.Tensor:
-    """Unit mean square a row: the scale of hidden states differs by orders of magnitude between models."""
+    """Scale rows to unit mean square: hidden states of models differ by orders of magnitude."""
     return hidden_ME * torch.rsqrt(hidden_ME.square().mean(-1, keepdim=True) + 1e-6)

@@ -1,8 +1,8 @@
-"""Weights that are kept beside the current ones: of earlier policy versions, of the reference policy, of a teacher.
+"""Copies of weights beside the current ones: of earlier policy versions, of the reference policy, of a teacher.
 
 Owns copies of the trained parameters (with LoRA: the adapters alone) in compute dtype, by name, and which of them a run
-needs. For log-probs under them the parameters are swapped in place: no second model. A reference into which the policy
-is mixed is kept in float32: in bfloat16 a small share of it would be rounded away.
+needs. Passes under them swap the parameters in place: no second model. A reference into which the policy is mixed is
+kept in float32: bfloat16 would round a small share of it away.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from rollover.config import AlgorithmConfig, DistillConfig
 from rollover.trainer.backend import REFERENCE, TEACHER, Version
 
 
-def of_version(version: int) -> str:
-    """The name of the weights of a policy version."""
+def version_name(version: int) -> str:
+    """Return the name of the weights of a policy version."""
     return f"version-{version}"
 
 
 class KeptWeights:
-    """`parameters`: name -> the trained parameter, as the module computes with it.
+    """Copies of `parameters` (name -> trained parameter, as the module computes with it), by name.
 
-    `shards_of`: they are float32 parts of weights that are computed with in this dtype, gathered anew in every pass.
-    What gathers them knows their memory, so that others cannot take their place: kept ones are copied into it.
+    `shards_of`: the parameters are float32 shards of weights of this dtype, gathered in every pass. FSDP knows their
+    memory, so kept weights are copied into it instead of swapped.
     """
 
     def __init__(self, parameters: dict[str, torch.Tensor], shards_of: torch.dtype | None = None) -> None:
@@ -36,18 +36,18 @@ class KeptWeights:
         return name in self._kept
 
     def keep(self, name: str, dtype: torch.dtype | None = None) -> None:
-        """Copy the current weights under `name`, in compute dtype or as they are there in `dtype`."""
+        """Copy the current weights under `name`, in compute dtype, or in `dtype`."""
         self._kept[name] = {
             key: p.detach().to(self._shards_of or p.dtype, copy=True).to(dtype or self._shards_of or p.dtype)
             for key, p in self._parameters.items()
         }
 
     def put(self, name: str, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
-        """Keep these weights under `name`, in `dtype` or as they are: one for each parameter, laid out as it is."""
+        """Keep these weights under `name`, in `dtype` or as they are; they have the parameters' layout."""
         self._kept[name] = {key: tensors[key].detach().to(dtype or tensors[key].dtype) for key in self._parameters}
 
     def mix(self, name: str, share: float) -> None:
-        """What is kept as `name` becomes share * current + (1 - share) * it, in float32 (TR-DPO, arXiv 2404.09656)."""
+        """Set `name` to share * current + (1 - share) * kept, in float32 (TR-DPO, arXiv 2404.09656)."""
         self._kept[name] = {
             key: torch.add(
                 self._kept[name][key].float() * (1 - share),
@@ -58,12 +58,12 @@ class KeptWeights:
         }
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Forget all others."""
+        """Discard all other weights."""
         self._kept = {name: tensors for name, tensors in self._kept.items() if name in names}
 
     @contextmanager
     def under(self, name: str) -> Iterator[None]:
-        """Inside, the module computes with the weights kept as `name`, whose gradients must not be asked for."""
+        """Let the module compute with the weights kept as `name`, without gradients."""
         kept = self._kept.get(name)
         assert kept is not None, f"no weights are kept as {name}, only {', '.join(self._kept) or 'none'}"
         if self._shards_of is not None:
@@ -84,7 +84,7 @@ class KeptWeights:
         return {f"kept/{name}/{key}": t for name, tensors in self._kept.items() for key, t in tensors.items()}
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replaces what is kept by what `state` gave; entries of other owners are left out."""
+        """Replace the kept weights by a `state`; entries of other owners are ignored."""
         self._kept = {}
         for full in tensors:
             owner, _, rest = full.partition("/")
@@ -102,12 +102,10 @@ def _put_in_place(parameter: torch.Tensor, weights: torch.Tensor) -> None:
 
 
 class KeptVersions:
-    """Those kept weights that [algorithm] and [distill] need: of version 0 or another reference, of a teacher, and of
-    the last versions.
+    """The kept weights that [algorithm] and [distill] need: reference, teacher and the last versions.
 
-    `max_staleness`: how old a version may be that proximal = "snapshot" asks for. `without_adapters`: makes a context
-    in which the model computes without them, as the reference where algorithm.reference_path names it; None where that
-    is another model, or none.
+    `max_staleness`: largest staleness for proximal = "snapshot". `without_adapters`: context in which the model
+    computes without them, as the reference of algorithm.reference_path; None if that is another model, or unset.
     """
 
     def __init__(
@@ -124,8 +122,7 @@ class KeptVersions:
         self._keeps_reference = of_algorithm or distill.teacher == "initial"
 
     def begin(self, reference: Mapping[str, torch.Tensor] | None = None) -> None:
-        """The current weights are those that the run begins with. `reference`: the reference policy's, if those are
-        others."""
+        """Keep the initial weights. `reference`: the reference policy's, if those are others."""
         is_mixed = self.algorithm.reference_refresh_steps > 0 and self.algorithm.reference_mixup < 1
         dtype = torch.float32 if is_mixed else None
         if reference is not None:
@@ -135,7 +132,7 @@ class KeptVersions:
         self.on_version(0)
 
     def on_version(self, version: int) -> None:
-        """The current weights are those of policy version `version` now: keep them where they will be asked for."""
+        """Keep the current weights, of policy version `version`, if they will be needed."""
         steps = self.algorithm.reference_refresh_steps if self.algorithm.needs_reference else 0
         if steps and version and version % steps == 0:
             share = self.algorithm.reference_mixup
@@ -143,13 +140,15 @@ class KeptVersions:
         if self.distill.keeps_weights and version % self.distill.refresh_steps == 0:
             self.weights.keep(TEACHER)
         if self.algorithm.proximal == "snapshot":
-            self.weights.keep(of_version(version))
+            self.weights.keep(version_name(version))
             recent = range(version - self.max_staleness, version + 1)
-            self.weights.keep_only({REFERENCE, TEACHER, *map(of_version, recent)})
+            self.weights.keep_only({REFERENCE, TEACHER, *map(version_name, recent)})
 
     def under(self, version: Version | None, current: int) -> AbstractContextManager[None]:
-        """Inside, the module computes with the weights of that policy version, or of the teacher where those are the
-        policy's; `current` is the version of the weights as they are. ValueError if they are not kept."""
+        """Let the module compute with the weights of a version, or of a teacher that is an earlier policy.
+
+        `current`: version of the current weights. ValueError if the weights are not kept.
+        """
         if version == REFERENCE and not self.algorithm.own_reference:
             version = 0
         if version is None or version == current or (version == TEACHER and self.distill.is_current):
@@ -162,7 +161,7 @@ class KeptVersions:
             wanted = (REFERENCE,)
         else:
             is_initial = version == 0 and not self.algorithm.own_reference
-            wanted = (REFERENCE, of_version(version)) if is_initial else (of_version(version),)
+            wanted = (REFERENCE, version_name(version)) if is_initial else (version_name(version),)
         if not wanted:
             return nullcontext()
         for name in wanted:
@@ -177,7 +176,7 @@ class KeptVersions:
         )
 
     def check(self, current: int) -> None:
-        """After a restart: ValueError where the checkpoint was written without weights that are needed now."""
+        """Raise ValueError if the loaded checkpoint lacks weights that are needed now."""
         needed: dict[str, str] = {}
         if self.algorithm.needs_reference and self._without_adapters is None:
             needed["algorithm.kl_coef > 0"] = REFERENCE
@@ -186,7 +185,7 @@ class KeptVersions:
         if self.distill.keeps_weights:
             needed['distill.teacher = "policy" and distill.refresh_steps > 1'] = TEACHER
         if self.algorithm.proximal == "snapshot":
-            needed['algorithm.proximal = "snapshot"'] = of_version(current)
+            needed['algorithm.proximal = "snapshot"'] = version_name(current)
         for setting, name in needed.items():
             if name not in self.weights:
                 raise ValueError(

@@ -1,8 +1,7 @@
-"""The backend of this process: one model on one device, its optimizer, and what is kept beside them; and the part that
-one of several ranks has in such a backend (ranks/rank.py).
+"""The backend of this process: one model on one device, and its optimizer. Also the part of one rank (ranks/rank.py).
 
 Shapes: M loss positions. Owns weights, optimizer, critic, kept weights, a teacher's model and `policy_version`.
-Losses are named by the configuration and computed by objective.py; nothing here knows a formula.
+objective.py computes the loss that the configuration names; nothing here knows a formula.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from typing import Any
 import torch
 
 from rollover.engine.protocol import Engine, ExtendRequest
-from rollover.files import give_usual_mode
 from rollover.models import devices
 from rollover.models.adapters import base_weights
 from rollover.models.load import LoadedModel, stored_buffers
 from rollover.models.norms import compile_norms
-from rollover.models.tokenizer_files import save_tokenizer
+from rollover.models.save import give_usual_modes, write_folder
 from rollover.models.vision import Vision
+from rollover.trainer.auxiliary_models import load_critic, load_reference, load_teacher
 from rollover.trainer.backend import TEACHER, BackendSetup, Stream, TrainerBackend, Version
 from rollover.trainer.critic import Critic
 from rollover.trainer.kept_weights import KeptVersions, KeptWeights
@@ -35,29 +34,12 @@ from rollover.trainer.tally import Tally
 from rollover.types import Sample, Segment
 
 
-def write_folder(folder: Path, model: Any, tensors: Mapping[str, torch.Tensor], loaded: LoadedModel, path: str) -> None:
-    """Write what transformers' from_pretrained loads: `tensors` as the weights of `model`, and tokenizer and processor
-    of `loaded`, which came from `path`."""
-    model.save_pretrained(folder, state_dict=tensors)
-    save_tokenizer(loaded.tokenizer, path, folder)
-    if loaded.processor is not None:
-        loaded.processor.save(folder)
-    give_usual_modes(folder)
-
-
-def give_usual_modes(folder: Path) -> None:
-    """What safetensors writes only its owner can read."""
-    for weights in folder.rglob("*.safetensors"):
-        give_usual_mode(weights)
-
-
-async def answers_under(
+async def sample_with(
     backend: TrainerBackend, engine: Engine | None, requests: Sequence[ExtendRequest]
 ) -> list[list[Segment]]:
-    """Sampled by `engine`, which gets the backend's current weights first if it has others. ValueError without one.
+    """Sample with `engine`, after a weight sync if its version differs. ValueError without an engine.
 
-    With rollout.overlap or train.publish_every above 1 a run gives its engine weights at times of its own: do not
-    sample between them.
+    With rollout.overlap or train.publish_every above 1 a run syncs weights at times of its own: do not sample between.
     """
     if engine is None:
         raise ValueError("this backend was built without an engine, which is what samples: give it one")
@@ -66,16 +48,26 @@ async def answers_under(
     return list(await asyncio.gather(*(engine.extend(request) for request in requests)))
 
 
+def make_local(setup: BackendSetup) -> TrainerBackend:
+    """Make a backend in this process."""
+    config = setup.config
+    teacher = load_teacher(config, setup.loaded) if config.distill.model_path else None
+    has_model = config.algorithm.needs_critic and config.critic.model
+    critic_model = load_critic(config, setup.loaded) if has_model else None
+    return LocalBackend(
+        setup, teacher=teacher, reference=load_reference(config, setup.loaded), critic_model=critic_model
+    )
+
+
 class LocalBackend:
-    """The `TrainerBackend` of a run. Each verb is documented there.
+    """The `TrainerBackend` of a run, which documents each verb.
 
     The model in `setup` is in float32; its parameters are cast to model.dtype here, after the masters are taken.
     `setup.team` computes: it is assembled in the training thread before every forward pass. `setup.engine`: what
-    `sample` delegates to, over the same model. `teacher`: the model of distill.teacher where that names one, in
-    model.dtype; it is never trained. `reference`: the weights of algorithm.reference_path (reference.py), where those
-    are another model's. `critic_model`: that of critic.model, in float32; it is trained here. `sharded`: the same model
-    spread over ranks, which carry out every verb together; it computes in model.dtype, and its parameters are float32
-    masters.
+    `sample` uses, over the same model. `teacher`: the model of distill.model_path in model.dtype, never trained.
+    `reference`: the weights of algorithm.reference_path, if those are another model's. `critic_model`: the model of
+    critic.model in float32, trained here. `sharded`: the same model spread over ranks, which call every verb together;
+    it computes in model.dtype, and its parameters are float32 masters.
     """
 
     def __init__(
@@ -96,24 +88,24 @@ class LocalBackend:
         self._base = str(Path(loaded.path).resolve()) if Path(loaded.path).is_dir() else loaded.path
         self.objective = Objective(algorithm, config.rollout.max_new_tokens, tells_tokens=config.tells_tokens)
         self.policy_version = 0
-        self.trained_tokens = 0  # loss tokens that gradients were computed of, for who watches
+        self.trained_tokens = 0  # loss tokens with a computed gradient, for progress
         self.lora = lora.rank > 0
         self.model = add_lora(loaded.model, lora) if self.lora else loaded.model
         self._plain = self.model.get_base_model() if self.lora else self.model
-        self._waits = critic.policy_waits_steps if algorithm.needs_critic else 0
+        self._critic_only_steps = critic.policy_waits_steps if algorithm.needs_critic else 0
         total = train.num_steps * train.updates_per_step
-        of_policy = max(0, train.num_steps - self._waits) * train.updates_per_step
+        of_policy = max(0, train.num_steps - self._critic_only_steps) * train.updates_per_step
         self.optimizer = Optimizer(self.model, train, of_policy, torch.float32 if sharded else dtype)
         compile_norms(self._plain, dtype)
         self.device = next(self.model.parameters()).device
-        # An engine elsewhere takes no adapters, but whole weights.
+        # Remote engines take whole weights, not adapters.
         self._merges_lora, self._published = config.engine.kind == "remote" or lora.dora, False
         self.team = setup.team
-        vision = Vision.of(self._plain, loaded.processor)
+        vision = Vision.from_model(self._plain, loaded.processor)
         self._passes = Passes(self._plain, self.team, train.micro_batch_tokens, sharded, vision)
         self._teacher: Passes | None = None
         if teacher is not None:
-            of_teacher = Vision.of(teacher.model, teacher.processor)
+            of_teacher = Vision.from_model(teacher.model, teacher.processor)
             self._teacher = Passes(teacher.model, self.team, train.micro_batch_tokens, sharded_teacher, of_teacher)
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.kept = KeptWeights(trained, shards_of=dtype if sharded else None)
@@ -167,19 +159,19 @@ class LocalBackend:
                     sums.add(self._add_gradient(micro, counts), micro)
                     self.trained_tokens += sum(int(s.mask.sum()) for s in micro)
                 else:
-                    self._add_nothing()
+                    self._add_zero_gradient()
         if counts.tokens and not any_loss:
             self.optimizer.set_zero_gradients()
         return sums
 
-    def _add_nothing(self) -> None:
-        """A gradient of 0, computed for the other ranks' sake: they need this one's part of the weights."""
+    def _add_zero_gradient(self) -> None:
+        """Compute a gradient of 0: the other ranks need this one's part of the weights."""
         self._train_mode(True)
         logprobs_M, _, _ = self._passes.forward(self._passes.pack([]))
         (0.0 * logprobs_M.sum()).backward()
 
     def _add_gradient(self, micro: list[Sample], counts: Counts) -> Sums:
-        """Loss and gradient of one micro-batch, of policy and critic."""
+        """Compute loss and gradient of one micro-batch, of policy and critic."""
         batch = self._passes.pack(micro)
         with torch.set_grad_enabled(not self._policy_waits):
             self._train_mode(True)
@@ -196,8 +188,8 @@ class LocalBackend:
 
     @property
     def _policy_waits(self) -> bool:
-        """Whether the critic alone learns in this step."""
-        return self.policy_version < self._waits
+        """Whether only the critic learns in this step."""
+        return self.policy_version < self._critic_only_steps
 
     def optim_step(self, rate_scale: float = 1.0, *, divisor: float = 1.0, ends_step: bool = True) -> dict[str, float]:
         if divisor != 1.0:
@@ -237,8 +229,8 @@ class LocalBackend:
         self._published = True
 
     async def sample(self, requests: Sequence[ExtendRequest]) -> list[list[Segment]]:
-        """Sampled by the engine that the backend was given, as `answers_under` says."""
-        return await answers_under(self, self.engine, requests)
+        """Sample with the engine of the backend (`sample_with`)."""
+        return await sample_with(self, self.engine, requests)
 
     def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors, meta = self.optimizer.state()
@@ -270,9 +262,9 @@ class LocalBackend:
         self.load_state(stored, meta)
 
     def save_model(self, folder: Path) -> None:
-        """A folder that transformers' from_pretrained loads: compute dtype, adapters merged, tokenizer included.
+        """Write a folder that from_pretrained loads: compute dtype, adapters merged, tokenizer included.
 
-        The adapters themselves are in float32 beside it, for peft: merged, small updates are rounded away.
+        The adapters are also saved beside it in float32, for peft: merging rounds small updates away.
         """
         model = self._plain
         tensors = dict(merged_weights(model)) | stored_buffers(model) if self.lora else model.state_dict()

@@ -28,10 +28,10 @@ _MAGNITUDE = "lora_magnitude_vector"  # peft's name of DoRA's lengths [O], behin
 
 
 def add_lora(model: Any, lora: LoraConfig) -> Any:
-    """Freeze the model and give the named linear layers adapters (peft): new ones, which change nothing, or those of
-    lora.path. ValueError where a name matches none.
+    """Freeze the model and add adapters (peft) to the configured linear layers: new ones, or those of lora.path.
 
-    The embeddings are refused: log-probs are computed from the plain head, which may be tied to the input embedding.
+    New adapters change nothing. ValueError if a name matches no layer. Embeddings are refused: log-probs are computed
+    from the plain head, which may be tied to the input embedding.
     """
     try:
         from peft import LoraConfig as PeftConfig
@@ -74,7 +74,7 @@ def add_lora(model: Any, lora: LoraConfig) -> Any:
 
 
 def _outside_of_text(model: Any, excluded: Sequence[str]) -> str:
-    """peft's pattern of all layers that are not the language model's, and of those `excluded`."""
+    """Return peft's pattern of all layers outside of the language model, and of those `excluded`."""
     decoder = model.get_decoder()
     path = re.escape(next(name for name, module in model.named_modules() if module is decoder))
     names = "|".join(rf"(?:.*\.)?{re.escape(name)}" for name in excluded)
@@ -82,15 +82,14 @@ def _outside_of_text(model: Any, excluded: Sequence[str]) -> str:
 
 
 def _has_stacked_experts(model: Any) -> bool:
-    """Whether it keeps the weights of all experts of a layer in one tensor [experts, ...]."""
+    """Return whether the weights of a layer's experts are one tensor [experts, ...]."""
     return any(parameter.ndim == 3 and ".experts." in name for name, parameter in model.named_parameters())
 
 
 def _beside_experts(model: Any, targets: Sequence[str] | None) -> list[str]:
-    """The names among `targets` (None: of all linear layers) that can have adapters in a mixture of experts.
+    """Return the `targets` (None: all linear layers) that can have adapters in a mixture of experts.
 
-    peft takes names of layers in experts for the experts' stacked weights, wherever a layer of that name is: neither
-    engine nor merging knows such adapters.
+    peft applies a layer's name to the experts' stacked weights, too; neither engine nor merging supports such adapters.
     """
     linear = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     output = next(n for n, m in model.named_modules() if m is model.get_output_embeddings())
@@ -107,9 +106,9 @@ def _beside_experts(model: Any, targets: Sequence[str] | None) -> list[str]:
 
 
 def _layers_named(model: Any, name: str, option: str, *, may_lack: bool = False) -> list[Any]:
-    """The modules that peft takes the name for: it matches the whole path of a module, or its end.
+    """Return the modules that peft matches to the name: by the whole path of a module, or its end.
 
-    `may_lack`: of a mixture of experts, whose layers of that name may all be in its experts.
+    `may_lack`: in a mixture of experts all layers of that name may be in its experts.
     """
     matches = [m for n, m in model.named_modules() if n == name or n.endswith(f".{name}")]
     if not matches and not may_lack:
@@ -118,8 +117,10 @@ def _layers_named(model: Any, name: str, option: str, *, may_lack: bool = False)
 
 
 def _begin_with(model: Any, lora: LoraConfig) -> None:
-    """Give the new adapters of `model` the numbers of those in the folder lora.path. ValueError where they are of
-    another kind, or of other layers, than [model.lora] says."""
+    """Load the adapters in the folder lora.path into the new ones of `model`.
+
+    ValueError if they are of another kind, or of other layers, than [model.lora] configures.
+    """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     folder, said = local_path(lora.path), f"model.lora.path = {lora.path!r}"
@@ -150,8 +151,11 @@ def _begin_with(model: Any, lora: LoraConfig) -> None:
 
 
 def _read_folder(folder: Path, said: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The configuration and the tensors of an adapter. ValueError, which begins with `said`, where there is none, or
-    one of a kind that `[model.lora]` has no word for."""
+    """Read the configuration and the tensors of an adapter.
+
+    ValueError, which begins with `said`, if it is missing, unreadable or of a kind that `[model.lora]` does not
+    support.
+    """
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / name).is_file():
             raise ValueError(
@@ -175,27 +179,27 @@ def _read_folder(folder: Path, said: str) -> tuple[dict[str, Any], dict[str, tor
 
 
 def _adapted(plain: Any) -> Iterator[tuple[str, Any]]:
-    """Names and layers of the plain model that have an adapter."""
+    """Yield names and layers of the plain model that have an adapter."""
     from peft.tuners.lora import LoraLayer
 
     yield from ((name, layer) for name, layer in plain.named_modules() if isinstance(layer, LoraLayer))
 
 
 def _parts(layer: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """A [R, I], B [O, R] and alpha / rank."""
+    """Return A [R, I], B [O, R] and alpha / rank."""
     down_RI, up_OR = (part["default"].weight.detach() for part in (layer.lora_A, layer.lora_B))
     return down_RI, up_OR, layer.scaling["default"]
 
 
 def adapter_weights(plain: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """A, B and scale of every adapted layer, by the names of models/adapters.py. A and B are views."""
+    """Yield A, B and scale of every adapted layer, by the names of models/adapters.py. A and B are views."""
     for name, layer in _adapted(plain):
         down_RI, up_OR, scale = _parts(layer)
         yield from zip(names(name), (down_RI, up_OR, torch.tensor(scale)), strict=True)
 
 
 def merged_weights(plain: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Named weights of the plain model, adapters merged (`_merged`)."""
+    """Yield the named weights of the plain model, adapters merged (`_merged`)."""
     merged = {}
     for name, layer in _adapted(plain):
         weight = layer.get_base_layer().weight.detach()
@@ -215,8 +219,11 @@ def _merged(
     lengths_O: torch.Tensor | None,
     transposed: bool,
 ) -> torch.Tensor:
-    """W + scale * B A in float32, rounded once to W's dtype. `lengths_O`: with DoRA, each row then of that length (Liu
-    et al. 2024, arXiv 2402.09353, eq. 5). `transposed`: of GPT-2's layers, which store W [I, O]."""
+    """Return W + scale * B A in float32, rounded once to W's dtype.
+
+    `lengths_O`: with DoRA, the length of each row (Liu et al. 2024, arXiv 2402.09353, eq. 5). `transposed`: for GPT-2's
+    layers, which store W [I, O].
+    """
     sum_OI = (weight.T if transposed else weight).float()
     sum_OI = sum_OI + (scale * (up_OR.float() @ down_RI.float())).to(weight.device)
     if lengths_O is not None:
@@ -225,8 +232,10 @@ def _merged(
 
 
 def save_adapter(model: Any, weights: Mapping[str, torch.Tensor], folder: Path, base: str) -> None:
-    """Write what `PeftModel.from_pretrained(base_model, folder)` loads. `weights`: by the names of `model`, which is of
-    `add_lora`. `base`: folder or hub id of the model without adapters."""
+    """Write what `PeftModel.from_pretrained(base_model, folder)` loads.
+
+    `weights`: by the names of `model`, which `add_lora` made. `base`: folder or hub id of the model without adapters.
+    """
     from peft import get_peft_model_state_dict
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -239,7 +248,7 @@ def save_adapter(model: Any, weights: Mapping[str, torch.Tensor], folder: Path, 
 
 
 def merge_adapter(model: Any, adapter: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Add an adapter, as `read_adapter` gives it, to the weights of the plain model: as `merged_weights` does it."""
+    """Add an adapter from `read_adapter` to the weights of the plain model, like `merged_weights`."""
     parts = dict(adapter)
     for name, layer in list(model.named_modules()):
         down, up, scale = names(name)
@@ -253,12 +262,12 @@ def merge_adapter(model: Any, adapter: Iterable[tuple[str, torch.Tensor]]) -> No
 def load_with_adapter(
     model: ModelConfig, *, dtype: torch.dtype, device: torch.device, merges: bool = False
 ) -> tuple[LoadedModel, list[tuple[str, torch.Tensor]]]:
-    """The model at `model.path`, and the adapter that is to be applied to it; [] where there is none.
+    """Load the model at `model.path`, and the adapter to be applied to it; [] without one.
 
     A run with LoRA saves its merged weights, in which small updates are rounded away, and the adapter beside them. The
-    adapter is used, with the model that it was trained over; where that model cannot be loaded, the merged weights are.
-    The adapter at `model.lora.path`, that a run would begin with, goes before that. A line on stderr says which.
-    `merges`: whatever answers takes no adapters: they are merged into the model.
+    adapter is used with the model that it was trained over; if that model cannot be loaded, the merged weights are.
+    model.lora.path takes precedence. A line on stderr says which is used. `merges`: the engine takes no adapters: merge
+    them into the model.
     """
     folder = local_path(model.lora.path or Path(model.path) / ADAPTER)
     if not (model.lora.path or (folder / "adapter_config.json").is_file()):
@@ -286,8 +295,10 @@ def load_with_adapter(
 
 
 def read_adapter(folder: Path, said: str) -> tuple[str, list[tuple[str, torch.Tensor]]]:
-    """What `save_adapter` was given as `base`, and the adapters as `adapter_weights` yields them; with DoRA the lengths
-    of rows, too. ValueError, which begins with `said`, where the folder is damaged."""
+    """Return the `base` of `save_adapter`, and the adapters (see `adapter_weights`); with DoRA also row lengths.
+
+    ValueError, which begins with `said`, if the folder is damaged.
+    """
     config, tensors = _read_folder(folder, said)
     rank = config["r"]
     layers = sorted({name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in tensors})

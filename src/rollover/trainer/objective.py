@@ -2,7 +2,7 @@
 
     policy loss x importance weight x mask + KL to the reference - entropy bonus, aggregated to one number
 
-What algorithm.rejection leaves out is no part of it (token_weights.py): the masks come without it.
+Rejected tokens (algorithm.rejection) are already out of the masks (streams.py).
 
 Shapes: B samples, T longest response.
 """
@@ -17,33 +17,42 @@ from typing import Any
 
 import torch
 
-from rollover.algorithms.aggregate import COUNTED, aggregate, geometric_row_mean
 from rollover.algorithms.correction import (
     ess_step_scale,
+    geometric_row_mean,
     importance_weights,
     interpolated_proximal,
+    mismatch_metrics,
+    mismatch_summary,
     off_policy_sequence_mask,
 )
 from rollover.algorithms.kl import bias_corrected_kl, kl_penalty
-from rollover.algorithms.loss import batch_loss, declared_streams, entropy_bonus, loss_function, option_parameters
-from rollover.algorithms.mismatch import mismatch_metrics, mismatch_summary
-from rollover.algorithms.own_loss import OwnLoss
+from rollover.algorithms.loss import (
+    DENOMINATORS,
+    CustomLoss,
+    aggregate,
+    batch_loss,
+    declared_streams,
+    entropy_bonus,
+    loss_function,
+    option_parameters,
+)
 from rollover.algorithms.token_batch import TokenBatch
 from rollover.config import AlgorithmConfig
 from rollover.config.traits import Aggregation
 from rollover.functions import FunctionError
-from rollover.trainer.tally import TOKENS
+from rollover.trainer.tally import TOKEN_STATS
 from rollover.types import Sample
 
 Sums = dict[str, torch.Tensor]
-TOLD_LOGPROB, TOLD_ENTROPY, TOLD_WEIGHT = range(3)
-"""What an objective tells of a token (TOKENS): its log-prob and the entropy of its distribution, now; and by what its
-advantage is multiplied in the gradient of its log-prob (`told_tokens`)."""
+STAT_LOGPROB, STAT_ENTROPY, STAT_WEIGHT = range(3)
+"""Columns of TOKEN_STATS: a token's log-prob and the entropy of its distribution, under the current weights; and the
+factor of its advantage in the gradient of its log-prob (`token_stats_of`)."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What a minibatch holds over all its micro-batches: loss tokens, and those of each sequence and group with such.
+    """Loss tokens of a minibatch over all its micro-batches, in all, by sequence and by group.
 
     `divided` False: the rest of the minibatch is not known yet, and its gradient is divided at the end.
     """
@@ -54,7 +63,7 @@ class Counts:
     divided: bool = True
 
     @classmethod
-    def of(cls, samples: list[Sample]) -> Counts:
+    def from_samples(cls, samples: list[Sample]) -> Counts:
         group_tokens, sequence_tokens = Counter[int](), Counter[str]()
         for s in samples:
             if num := int(s.mask.sum()):
@@ -63,8 +72,8 @@ class Counts:
         return cls(group_tokens.total(), dict(sequence_tokens), dict(group_tokens))
 
     def divisor(self, aggregation: Aggregation) -> float:
-        """The global count of what `aggregation` divides by; 1 where that is done at the end, or not at all."""
-        counted = COUNTED[aggregation]
+        """Return the global count that `aggregation` divides by; 1 if the division is later, or none."""
+        counted = DENOMINATORS[aggregation]
         if not self.divided or counted is None:
             return 1.0
         counts = {
@@ -75,23 +84,26 @@ class Counts:
         return float(counts[counted])
 
     def tokens_of_group(self, group_B: torch.Tensor) -> torch.Tensor:
-        """Loss tokens of the whole group of each row [B]."""
+        """Return the loss tokens of the whole group of each row [B]."""
         return torch.tensor([self.group_tokens[int(group)] for group in group_B.numpy()])
 
     def tokens_of_sequence(self, sequences: Sequence[str]) -> torch.Tensor:
-        """Loss tokens of the whole sequence of each row [B]."""
+        """Return the loss tokens of the whole sequence of each row [B]."""
         return torch.tensor([self.sequence_tokens[sequence] for sequence in sequences])
 
 
 class Objective:
-    """`max_new_tokens` is the norm of seq-mean-token-sum-norm, unless algorithm.aggregation_norm is. `tells_tokens`:
-    among its sums is TOKENS, what it made of each token (track.token_stats)."""
+    """The loss that [algorithm] configures.
+
+    `max_new_tokens`: the norm of seq-mean-token-sum-norm, unless algorithm.aggregation_norm is set. `tells_tokens`: add
+    TOKEN_STATS to the sums (track.token_stats).
+    """
 
     def __init__(self, config: AlgorithmConfig, max_new_tokens: int, *, tells_tokens: bool = False) -> None:
         self.config, self.tells_tokens = config, tells_tokens
         self.norm = config.aggregation_norm or float(max_new_tokens)
-        self.kind = OwnLoss(config.loss) if ":" in config.loss else config.loss
-        self._options: dict[str, Any] = _of_the_same_name(self.kind, config) | config.loss_options
+        self.kind = CustomLoss(config.loss) if ":" in config.loss else config.loss
+        self._options: dict[str, Any] = _options_from_config(self.kind, config) | config.loss_options
         if config.loss_traits.weighs:
             self._options["weight_cap"] = config.correction_cap
         if config.dual_clip:
@@ -99,10 +111,10 @@ class Objective:
         self._check_options()
 
     def __call__(self, batch: TokenBatch, counts: Counts) -> tuple[torch.Tensor, Sums]:
-        """(scalar loss, metrics as sums and counts over the micro-batch).
+        """Return (scalar loss, metrics as sums and counts over the micro-batch).
 
-        It reads the streams "logprobs", "entropy", "behavior_logprobs", "advantages", "versions", and those of STREAMS
-        (streams.py) that [algorithm] and the loss ask for.
+        Reads the streams "logprobs", "entropy", "behavior_logprobs", "advantages", "versions", and those of STREAMS
+        (streams.py) that [algorithm] and the loss use.
         """
         cfg, mask_BT = self.config, batch.mask_BT
         batch = batch.with_streams(old_logprobs=self._old_logprobs(batch))
@@ -111,7 +123,7 @@ class Objective:
         if "weights" in batch.streams:
             loss_BT = loss_BT * batch.stream("weights")
         if self.tells_tokens:
-            sums[TOKENS] = told_tokens(loss_BT, batch)
+            sums[TOKEN_STATS] = token_stats_of(loss_BT, batch)
         if cfg.kl_in_loss:
             kl_BT = self._reference_kl(batch)
             loss_BT = loss_BT + cfg.kl_coef * kl_BT
@@ -137,7 +149,7 @@ class Objective:
             # Of the policy that (nearly) drew the tokens to the current one: exp(d) - 1 - d of d = current - start.
             start_kl_BT = kl_penalty(batch.stream("start_logprobs"), batch.logprobs_BT.detach(), "k3", mask_BT=mask_BT)
             sums["sum/start_kl"] = torch.where(mask_BT, start_kl_BT, 0.0).sum()
-        if cfg.supervised:  # no policy sampled the tokens: ratios to it would mean nothing
+        if cfg.supervised:  # no policy sampled the tokens: there are no ratios
             sums = {"count/tokens": sums["count/tokens"], "sum/nll": -batch.logprobs_BT.detach().sum()}
         else:
             sums |= mismatch_metrics(
@@ -156,7 +168,7 @@ class Objective:
         return batch_loss(batch, kind=self.kind, clip_low=cfg.clip_low, clip_high=cfg.clip_high, **self._options)
 
     def _check_options(self) -> None:
-        """ValueError where the loss takes no such options, or is none: before anything is generated."""
+        """Raise ValueError for unknown loss options or a broken loss, before anything is generated."""
         old_BT = torch.tensor([[-1.0, -2.0, -0.5], [-0.1, -3.0, 0.0]])
         advantages_BT = torch.tensor([[1.0], [-0.5]]).expand(2, 3)
         declared = {name: old_BT for name, needed in declared_streams(loss_function(self.kind)).items() if needed}
@@ -164,13 +176,13 @@ class Objective:
         try:
             self._policy_loss(TokenBatch.of(old_BT < 0, logprobs=(old_BT * 1.1).requires_grad_(), **given))
         except FunctionError:
-            raise  # it says all
+            raise  # its message is complete
         except (TypeError, ValueError) as error:
             options = self.config.loss_options
             raise ValueError(f"algorithm.loss = {self.config.loss!r}, loss_options = {options}: {error}") from error
 
     def _old_logprobs(self, batch: TokenBatch) -> torch.Tensor:
-        """Those of the proximal policy. Where the step has computed none, that is the current one."""
+        """Return the log-probs of the proximal policy; the current ones if the step computed none."""
         policy = self.config.proximal_policy
         if policy == "behavior":
             return batch.behavior_logprobs_BT
@@ -183,8 +195,10 @@ class Objective:
         return batch.stream("proximal_logprobs")
 
     def _weights(self, batch: TokenBatch, sums: Sums) -> torch.Tensor:
-        """Importance weight of each token, 0 where off_policy_mask_above leaves it out [B, T]. Denominators, KL and
-        entropy count what has the weight 0, too."""
+        """Return the importance weight of each token [B, T], 0 where off_policy_mask_above masks it.
+
+        Denominators, KL and entropy count tokens of weight 0, too.
+        """
         cfg, mask_BT = self.config, batch.mask_BT
         weights_BT = mask_BT.float()
         if cfg.weight_outside != "none":
@@ -229,11 +243,11 @@ class Objective:
         return torch.where(mask_BT, kl_BT, 0.0)
 
 
-def told_tokens(loss_BT: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """[B, T, 3], of the policy loss of each token before anything is added to it or it is aggregated.
+def token_stats_of(loss_BT: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """Return TOKEN_STATS [B, T, 3] from the policy loss of each token, before KL, entropy and aggregation.
 
     The weight is -dLoss/dlogprob / advantage: importance weight and ratio as the loss bounds, clips or masks them,
-    whatever loss it is; 0 where the token has no gradient, NaN where its advantage is 0 or no gradient is asked for.
+    for any loss; 0 where the token has no gradient, NaN where its advantage is 0 or gradients are off.
     """
     weight_BT = torch.full_like(loss_BT, float("nan"), requires_grad=False)
     if loss_BT.requires_grad:
@@ -243,26 +257,30 @@ def told_tokens(loss_BT: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
 
 
 def rate_scale(sums: dict[str, float]) -> float:
-    """Factor of the learning rate for the minibatch with these sums (algorithm.ess_step_scaling)."""
+    """Return the learning rate's factor for a minibatch with these sums (algorithm.ess_step_scaling)."""
     return float(ess_step_scale(mismatch_summary(sums)["ess_sequence_ratio"])) if sums else 1.0
 
 
 def start_kl(sums: dict[str, float]) -> float:
-    """Mean KL (k3) of the policy at the start of the step to the current one, over the tokens of a minibatch with
-    these sums; 0 without a token. ValueError where a backend did not count it."""
+    """Return the mean KL (k3) of the policy at the start of the step to the current one; 0 without a token.
+
+    `sums`: of a minibatch. ValueError if the backend did not compute it.
+    """
     if not sums:
         return 0.0
     if "sum/start_kl" not in sums:
         raise ValueError(
-            "train.max_kl: the backend's forward_backward makes no use of the stream start_logprobs of its samples, of"
-            " which the KL is computed. Hand it to the Objective (`pack` does), or set train.max_kl = 0"
+            "train.max_kl: the backend's forward_backward ignores the stream start_logprobs of its samples, which the"
+            " KL needs. Pass it to the Objective (`pack` does), or set train.max_kl = 0"
         )
     return sums["sum/start_kl"] / sums["count/tokens"]
 
 
-def _of_the_same_name(kind: str | OwnLoss, config: AlgorithmConfig) -> dict[str, Any]:
-    """Options of a loss of the user's own that have the name of an option of [algorithm]: they get its value. (The
-    clip bounds and dual_clip are handed to every loss that takes them.)"""
+def _options_from_config(kind: str | CustomLoss, config: AlgorithmConfig) -> dict[str, Any]:
+    """Return the options of a custom loss that share the name of an option of [algorithm], with its value.
+
+    Every loss gets clip bounds and dual_clip anyway.
+    """
     if isinstance(kind, str):
         return {}
     names = option_parameters(kind).keys() - {"clip_low", "clip_high", "dual_clip"}
@@ -282,7 +300,7 @@ _TOKEN_MEANS = {
     "critic/value_mean": "sum/values",
     "critic/return_mean": "sum/returns",
 }
-# metric -> diagnostic of mismatch.mismatch_summary
+# metric -> diagnostic of mismatch_summary
 _MISMATCH = {
     "importance/mean": "importance",
     "importance/weight_mean": "weight",
@@ -313,7 +331,7 @@ _MAXIMA = {
 
 
 def step_metrics(totals: dict[str, float], updates: list[dict[str, float]]) -> dict[str, float]:
-    """Metrics of a training step under their names in docs/metrics.md. `updates`: what its optimizer steps returned."""
+    """Return the metrics of a training step (docs/metrics.md). `updates`: results of its optimizer steps."""
     tokens = max(1.0, totals.get("count/tokens", 0.0))
     mismatch = mismatch_summary(totals) if "sum/nll" not in totals else {}
     metrics = {
@@ -342,5 +360,5 @@ def _norms(updates: list[dict[str, float]], key: str) -> dict[str, float]:
 
 
 def _variance(totals: dict[str, float], name: str, num: float) -> float:
-    """Of `num` values, of their sum and of that of their squares."""
+    """Return the variance of `num` values from their sum and the sum of their squares."""
     return totals[f"{name}_squared"] / num - (totals[name] / num) ** 2

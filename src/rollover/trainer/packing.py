@@ -5,7 +5,6 @@ Shapes: N tokens of the flattened row, M loss positions of it, B samples, T long
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,27 +13,17 @@ import torch
 
 from rollover.algorithms.token_batch import TokenBatch
 from rollover.models.attention import Spans
-from rollover.models.limits import Limits
-from rollover.models.vision import ImagePlaces, ImageTokens, Vision, images_of, joined_positions
+from rollover.models.load import ModelLimits
+from rollover.models.vision import ImagePlaces, ImageTokens, Vision, image_places, joined_positions
 from rollover.types import Media, Prompt, Sample
 
 _PromptKey = tuple[int, bytes, tuple[Media, ...]]
 
 
-def split_groups(samples: list[Sample], parts: int, draw: random.Random | None = None) -> list[list[Sample]]:
-    """Minibatches of whole groups, in order, as equal in their number of groups as possible. `draw`: of groups that
-    are drawn by it, each in order."""
-    ids = list(dict.fromkeys(s.group_id for s in samples))
-    if draw is not None:
-        draw.shuffle(ids)
-    chunks = [set(c.tolist()) for c in np.array_split(np.asarray(ids), parts) if len(c)]
-    return [[s for s in samples if s.group_id in chunk] for chunk in chunks]
-
-
 def micro_batches(samples: list[Sample], max_tokens: int) -> Iterator[list[Sample]]:
-    """Micro-batches whose rows have at most `max_tokens` tokens, filled greedily in order; a longer sample is alone.
+    """Yield micro-batches whose rows have at most `max_tokens` tokens, filled greedily in order.
 
-    Siblings with equal prompts share one copy. Samples without a loss token are left out: they count in baselines only.
+    A longer sample is alone. Siblings with equal prompts share one copy. Samples without a loss token are left out.
     """
     current: list[Sample] = []
     prompts: set[_PromptKey] = set()
@@ -56,14 +45,14 @@ def micro_batches(samples: list[Sample], max_tokens: int) -> Iterator[list[Sampl
 
 
 def row_tokens(samples: list[Sample]) -> int:
-    """Length of the row of these samples, as `micro_batches` counts it: each prompt of a group once."""
+    """Return the row length of these samples, as `micro_batches` counts it."""
     prompts = {_prompt_key(s): len(s.prompt_ids) for s in samples}
     return sum(prompts.values()) + sum(len(s.token_ids) for s in samples)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch(TokenBatch):
-    """A TokenBatch with the row that a model reads. The row holds each prompt of a group once, before its first answer.
+    """A TokenBatch with the row that a model reads: each prompt of a group once, before its first answer.
 
     lengths: of the blocks. prefixes: the prompt's block of each answer's block, None for a prompt (PackedAttention).
     input_ids_N, position_ids: the row, its positions [N] or [3, N]. images: its image tokens. bidirectional: as in
@@ -85,21 +74,21 @@ class PackedBatch(TokenBatch):
     columns_M: torch.Tensor
 
     def unpack(self, values_M: torch.Tensor) -> torch.Tensor:
-        """[M] -> [B, T], 0 outside the loss. Differentiable."""
+        """Scatter [M] to [B, T], 0 outside the loss. Differentiable."""
         out_BT = torch.zeros(self.mask_BT.shape, dtype=values_M.dtype, device=values_M.device)
         return out_BT.index_put((self.rows_M, self.columns_M), values_M)
 
     def in_loss(self, name: str) -> torch.Tensor:
-        """That stream of the loss tokens [M]."""
+        """Return the stream of that name at the loss tokens [M]."""
         return self.stream(name)[self.rows_M, self.columns_M]
 
 
-def pack(samples: list[Sample], device: torch.device, limits: Limits, vision: Vision | None = None) -> PackedBatch:
-    """The samples with all their streams, flattened into one row.
+def pack(samples: list[Sample], device: torch.device, limits: ModelLimits, vision: Vision | None = None) -> PackedBatch:
+    """Flatten the samples, with all their streams, into one row.
 
-    The last token of an answer is left out: nothing is predicted from it. Its first token is predicted from the last
-    position of its prompt, which siblings with an equal one share. ValueError for samples that the model cannot take:
-    they may come from recorded rollouts, or from a producer of the user's own. `vision`: where the model takes images.
+    The last token of an answer is left out, as it predicts nothing. The first one is predicted from the last position
+    of its prompt, which siblings with an equal prompt share. ValueError for samples that the model cannot take: they
+    may come from recorded rollouts or a custom producer. `vision`: for models that take images.
     """
     rows: list[np.ndarray] = []
     positions: list[np.ndarray] = []
@@ -109,7 +98,6 @@ def pack(samples: list[Sample], device: torch.device, limits: Limits, vision: Vi
     images: list[ImageTokens] = []
     bidirectional: dict[int, Spans] = {}
     prompts: dict[_PromptKey, tuple[int, int, ImagePlaces]] = {}
-    """-> (its block, where it ends in the row, its images)"""
 
     def add_block(tokens: np.ndarray, start: int, shown: ImagePlaces, prefix: int | None) -> None:
         """Tokens [start, start + n) of a rollout become a block at `offset`."""
@@ -129,12 +117,12 @@ def pack(samples: list[Sample], device: torch.device, limits: Limits, vision: Vi
         key = _prompt_key(s)
         if key not in prompts:
             prompt = Prompt(tuple(s.prompt_ids.tolist()), key[2]) if key[2] or vision else Prompt()
-            shown = images_of(vision, prompt)
+            shown = image_places(vision, prompt)
             prompts[key] = len(rows), offset + num_prompt, shown
             add_block(s.prompt_ids, 0, shown, None)
         prompt_block, prompt_end, shown = prompts[key]
         if len(s.media) > len(key[2]):
-            shown = images_of(vision, Prompt((*s.prompt_ids.tolist(), *s.token_ids.tolist()), s.media))
+            shown = image_places(vision, Prompt((*s.prompt_ids.tolist(), *s.token_ids.tolist()), s.media))
         predicted = np.flatnonzero(s.mask)
         loss_at.append(np.where(predicted == 0, prompt_end - 1, offset + predicted - 1))
         if len(s.token_ids) > 1:
@@ -162,7 +150,7 @@ def pack(samples: list[Sample], device: torch.device, limits: Limits, vision: Vi
 
 
 def token_batch(samples: Sequence[Sample], device: torch.device | str = "cpu") -> TokenBatch:
-    """The samples with all their streams, integers as int64 and the rest as float32, without a row for a model."""
+    """Make a TokenBatch of the samples and all their streams, integers as int64, the rest as float32."""
     return TokenBatch(
         mask_BT=padded([s.mask for s in samples], np.bool_).to(device),
         streams={name: _stream(samples, name).to(device) for name in samples[0].streams},
@@ -178,7 +166,7 @@ def _stream(samples: Sequence[Sample], name: str) -> torch.Tensor:
 
 
 def padded(arrays: Sequence[np.ndarray], dtype: type = np.float32) -> torch.Tensor:
-    """[B, T] on the CPU: each array from the left, 0 (False) behind it."""
+    """Stack arrays as [B, T] on the CPU, padded with 0 (False) on the right."""
     out = np.zeros((len(arrays), max(map(len, arrays))), dtype)
     for row, values in enumerate(arrays):
         out[row, : len(values)] = values
@@ -186,6 +174,6 @@ def padded(arrays: Sequence[np.ndarray], dtype: type = np.float32) -> torch.Tens
 
 
 def _prompt_key(sample: Sample) -> _PromptKey:
-    """Equal for samples that share one copy of their prompt in a row: those of one group whose prompts are equal."""
+    """Return a key that is equal for samples that share one copy of their prompt in a row."""
     num = len(sample.prompt_ids)
     return sample.group_id, sample.prompt_ids.tobytes(), tuple(m for m in sample.media if m.offset < num)

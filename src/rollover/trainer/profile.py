@@ -14,8 +14,10 @@ from rollover.trainer.backend import TrainerBackend
 
 @contextmanager
 def profiled(config: Config, step: int, folder: Path, backend: TrainerBackend) -> Iterator[None]:
-    """Writes <folder>/profile/step-000012.json if `step` is in train.profile_steps; where ranks train, a file of each
-    in its place (step-000012-rank-0.json)."""
+    """Write <folder>/profile/step-000012.json if `step` is in train.profile_steps.
+
+    Ranks write a file each (step-000012-rank-0.json).
+    """
     if step not in config.train.profile_steps:
         yield
         return

@@ -22,8 +22,8 @@ from rollover.types import Group
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A trained group. Tokens of versions below `oldest_in_loss` were context only in its first step, and stay so."""
+class KeptGroup:
+    """A trained group. Tokens of versions below `oldest_in_loss` were and stay context only."""
 
     group: Group
     score: float
@@ -37,7 +37,7 @@ class Kept:
 
 
 def signal(advantages_N: Sequence[float], rewards_NR: np.ndarray) -> float:
-    """Score of one group of N rollouts with R rewards: sum_i |A_i| * sum_r std_i(rewards_ir).
+    """Return the score of a group of N rollouts with R rewards: sum_i |A_i| * sum_r std_i(rewards_ir).
 
     Missing rewards (NaN) are left out of the sample standard deviation, which is 0 for fewer than two. The same product
     orders Axolotl's replay buffer.
@@ -51,28 +51,30 @@ def signal(advantages_N: Sequence[float], rewards_NR: np.ndarray) -> float:
 
 
 class ReplayBuffer:
-    """At most `config.size` groups: those of the largest scores among the ones that are not too old.
+    """At most `config.size` groups: those of the largest scores among the ones within the staleness bound.
 
-    Counters, cumulative: `stale`, groups that were removed for their age; `evicted`, those that were removed, or not
-    taken in, because their score was the lowest.
+    Counters, cumulative: `stale`, groups removed for their age; `evicted`, groups removed or refused because their
+    score was the lowest.
     """
 
     def __init__(self, config: ReplayConfig, seed: int) -> None:
         self.config, self.seed = config, seed
         self.stale = 0
         self.evicted = 0
-        self._heap: list[tuple[float, int, Kept]] = []  # the lowest score first; group ids decide between equal ones
+        self._heap: list[
+            tuple[float, int, KeptGroup]
+        ] = []  # the lowest score first; group ids decide between equal ones
 
     def __len__(self) -> int:
         return len(self._heap)
 
     @property
-    def kept(self) -> list[Kept]:
-        """What is kept, in group-id order."""
+    def kept(self) -> list[KeptGroup]:
+        """Return the kept groups in group-id order."""
         return [kept for _, _, kept in sorted(self._heap, key=lambda item: item[1])]
 
-    def add(self, kept: Kept) -> None:
-        """Keep a group that was just trained, if it has a signal. Beyond `config.size` the lowest score is evicted."""
+    def add(self, kept: KeptGroup) -> None:
+        """Keep a trained group if it has a signal. Beyond `config.size` the lowest score is evicted."""
         if not (kept.score > 0 and math.isfinite(kept.score)):
             return
         heapq.heappush(self._heap, (kept.score, kept.group.group_id, kept))
@@ -81,15 +83,17 @@ class ReplayBuffer:
             self.evicted += 1
 
     def drop_stale(self, version: int) -> None:
-        """Remove the groups that are too old to be trained in the step at trainer `version`."""
+        """Remove the groups that exceed the staleness bound at trainer `version`."""
         fresh = [i for i in self._heap if staleness(i[2].oldest_version, version) <= self.config.max_staleness]
         self.stale += len(self._heap) - len(fresh)
         self._heap = fresh
         heapq.heapify(self._heap)
 
-    def draw(self, num: int, version: int) -> list[Kept]:
-        """`num` groups for the step at `version`, or all if there are fewer: drawn without replacement, each with a
-        probability in proportion to its score. They stay in the buffer."""
+    def draw(self, num: int, version: int) -> list[KeptGroup]:
+        """Draw `num` groups for the step at `version`, or all if there are fewer.
+
+        Drawn without replacement, with probabilities in proportion to the scores. They stay in the buffer.
+        """
         left, drawn = self.kept, []
         rng = random.Random(f"{self.seed}/replay/{version}")
         while left and len(drawn) < num:
@@ -98,7 +102,7 @@ class ReplayBuffer:
         return drawn
 
     def state_dict(self) -> tuple[dict[str, Any], Arrays]:
-        """(JSON-able meta, arrays)."""
+        """Return (JSON values, arrays)."""
         kept = self.kept
         groups, arrays = groups_to_state([k.group for k in kept])
         meta = {
@@ -111,9 +115,9 @@ class ReplayBuffer:
         return meta, arrays
 
     def load_state_dict(self, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        """Replace the contents by a saved state. Where `config.size` is smaller now, the lowest scores are evicted."""
+        """Restore a state. If `config.size` is smaller now, the lowest scores are evicted."""
         self._heap = []
         groups = groups_from_state(meta["groups"], arrays)
         self.stale, self.evicted = meta["stale"], meta["evicted"]
-        for kept in map(Kept, groups, meta["scores"], meta["oldest_in_loss"]):
+        for kept in map(KeptGroup, groups, meta["scores"], meta["oldest_in_loss"]):
             self.add(kept)

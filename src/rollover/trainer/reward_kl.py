@@ -1,15 +1,15 @@
-"""The KL to the reference policy in the reward (algorithm.kl_in): what it takes off, and its coefficient.
+"""The KL to the reference policy in the reward (algorithm.kl_in): the penalty per token, and its coefficient.
 
     r_t = (score at a trajectory's last token) - coef * kl_t        kl_t of log policy/reference at token t
 
 kl_t is of the policy at the start of the step, whoever sampled the token. The gradient sought is that of
 E[score - coef * sum_t log policy/reference] at the weights that are changed, and the importance weight policy/behavior
 turns the expectation over the behavior policy's tokens into one over the policy's. With the behavior policy's own
-log-probs it would be that of E[score] - coef * (KL(policy || reference) - KL(policy || behavior)): away from whoever
-sampled. On fresh tokens the two are the same, which is what verl does (`old_log_probs`).
+log-probs it would be that of E[score] - coef * (KL(policy || reference) - KL(policy || behavior)): away from the
+behavior policy. On fresh tokens the two are the same, which is what verl does (`old_log_probs`).
 
-Owns the controller. What estimators make of the rewards is credit.py's; scores as filters, replay, curricula and
-metrics see them never change.
+Owns the controller. credit.py subtracts the penalties for estimators; scores as filters, replay, curricula and metrics
+read them never change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 from rollover.algorithms.kl import AdaptiveKL, FixedKL, kl_penalty
 from rollover.config import AlgorithmConfig
-from rollover.trainer.backend import TrainerBackend, reference_of
+from rollover.trainer.backend import TrainerBackend, reference_version
 from rollover.types import Sample
 
 _MAX_LOG_RATIO = float(np.log(2.0))
@@ -32,12 +32,12 @@ _MAX_LOG_RATIO = float(np.log(2.0))
 
 @dataclass(frozen=True)
 class Penalties:
-    """What is taken off the rewards of a step's rollouts.
+    """KL penalties of a step's rollouts, subtracted from their rewards.
 
-    `tokens`: rollout_id -> coef * KL of each token after the prompt [n], 0 for those that were not sampled. `kl`: mean
+    `tokens`: rollout_id -> coef * KL of each token after the prompt [n], 0 for tokens that were not sampled. `kl`: mean
     over `num_rollouts` rollouts of the mean over their tokens, each weighted by policy/behavior, up to 2: so it is the
-    policy's of stale tokens, too (without, tokens of the reference itself would tell a negative one by k1). `seconds`:
-    that its passes took, by part (logprobs, reference).
+    policy's for stale tokens, too (k1 would be negative for tokens of the reference itself). `seconds`: of its passes,
+    by part (logprobs, reference).
     """
 
     tokens: Mapping[str, np.ndarray]
@@ -48,33 +48,35 @@ class Penalties:
 
 
 def bounded_ratio(policy_M: np.ndarray, sample: Sample) -> np.ndarray:
-    """min(policy/behavior, 2) of each loss token: weighed by it, an estimate over tokens that older policies sampled is
-    one of the policy."""
+    """Return min(policy/behavior, 2) of each loss token.
+
+    Weighted by it, an estimate over tokens of older policies is one of the policy.
+    """
     return np.exp(np.minimum(policy_M - sample.behavior_logprobs[sample.mask], _MAX_LOG_RATIO))
 
 
 class RewardKL:
-    """The KL in the reward of one run, by the verbs of its `backend`."""
+    """The KL in the reward of one run, computed by its `backend`."""
 
     def __init__(self, backend: TrainerBackend, algorithm: AlgorithmConfig) -> None:
         self.backend, self.algorithm = backend, algorithm
-        self._begin()
+        self._reset()
 
     @property
     def coef(self) -> float:
-        """That of the step to come."""
+        """The coefficient of the next step."""
         return self.controller.coef
 
     def penalties(self, samples: list[Sample]) -> Penalties:
-        """Those of the step to come, whose sampled tokens are the loss tokens of `samples`.
+        """Return the penalties of the next step, whose sampled tokens are the loss tokens of `samples`.
 
-        ValueError where a log-prob is not finite: it would be in every weight afterwards.
+        ValueError if a log-prob is not finite: it would be in every weight afterwards.
         """
         samples = [s for s in samples if s.mask.any()]
         started = time.perf_counter()
         policy = self.backend.compute_logprobs(samples)
         between = time.perf_counter()
-        reference = self.backend.compute_logprobs(samples, reference_of(self.algorithm))
+        reference = self.backend.compute_logprobs(samples, reference_version(self.algorithm))
         seconds = {"logprobs": between - started, "reference": time.perf_counter() - between}
         tokens: dict[str, np.ndarray] = {}
         means: list[float] = []
@@ -97,23 +99,23 @@ class RewardKL:
         return Penalties(tokens, sum(means) / max(1, len(means)), self.coef, len(means), seconds)
 
     def after_step(self, penalties: Penalties) -> dict[str, float]:
-        """The step of these was trained: the coefficient of the next one, and the metrics of this one."""
+        """Update the coefficient after a trained step; return the step's metrics."""
         self.controller = self.controller.update(penalties.kl, penalties.num_rollouts)
         return {"kl/in_reward": penalties.kl, "kl/coef": penalties.coef}
 
     def state_dict(self) -> dict[str, float]:
-        """The coefficient of the step to come, and what it began as."""
+        """Return the coefficient of the next step, and the configured one."""
         return {"coef": self.coef, "kl_coef": self.algorithm.reward_kl_coef}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave; anew where the configured coefficient is another one now, or is fixed."""
-        self._begin()
+        """Restore a `state_dict`; start fresh if the configured coefficient changed, or is fixed."""
+        self._reset()
         if self.algorithm.kl_target and state.get("kl_coef") == self.algorithm.reward_kl_coef:
-            self._begin(state["coef"])
+            self._reset(state["coef"])
 
     # Private
 
-    def _begin(self, coef: float | None = None) -> None:
+    def _reset(self, coef: float | None = None) -> None:
         cfg = self.algorithm
         coef = cfg.reward_kl_coef if coef is None else coef
         self.controller: FixedKL | AdaptiveKL = (

@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint, whole or in slices of any number of ranks, each read when it is asked for.
+"""The tensors of a checkpoint, whole or in slices of any number of ranks, each read on access.
 
-Knows no backend, and never where a checkpoint lies. Slices are written, and read as such, by shards.py.
+Knows no backend, and never where a checkpoint lies. ranks/sharded.py writes slices, and reads them as such.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class _Slice(NamedTuple):
 
 
 class StoredTensors(Mapping[str, torch.Tensor]):
-    """name -> tensor, which this object does not hold.
+    """Lazy mapping from name to tensor.
 
-    `paths`: local safetensors files with whole tensors, or with slices as shards.py writes them. ValueError where the
-    slices of a tensor do not make a whole.
+    `paths`: local safetensors files with whole tensors, or with slices (ranks/sharded.py). ValueError if the slices of
+    a tensor do not make a whole.
     """
 
     def __init__(self, paths: Collection[str]) -> None:
@@ -36,7 +36,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         self._slices: dict[str, list[_Slice]] = {}
         for path in self.paths:
             with safe_open(path, "pt") as file:
-                # torch's distributed checkpoint says in the header where each slice starts.
+                # torch's distributed checkpoint stores in the header where each slice starts.
                 starts = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
                 for name in file.keys():  # noqa: SIM118 - it is no dict
                     sizes = file.get_slice(name).get_shape()
@@ -53,7 +53,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return len(self._slices)
 
     def shape(self, name: str) -> torch.Size:
-        """Of the whole tensor. Reads none."""
+        """Return the shape of the whole tensor, without reading it."""
         ends = ([a + b for a, b in zip(part.starts, part.sizes, strict=True)] for part in self._slices[name])
         return torch.Size(map(max, zip(*ends, strict=True)))
 
@@ -70,5 +70,5 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
 
 def shape_of(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Size:
-    """The shape of one of them, which is not read for that where it is stored."""
+    """Return the shape of a tensor, without reading a stored one."""
     return tensors.shape(name) if isinstance(tensors, StoredTensors) else tensors[name].shape

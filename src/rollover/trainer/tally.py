@@ -1,6 +1,6 @@
-"""The sums of micro-batches, and what they tell of each token. They stay on the device until they are asked for.
+"""The sums of micro-batches, and statistics of each token. They stay on the device until they are read.
 
-To ask a device for a number is to wait until it has computed all that it was given before.
+Reading a number from a device waits until it has computed everything before.
 """
 
 from __future__ import annotations
@@ -13,74 +13,76 @@ import torch
 from rollover.models.devices import widest_float
 from rollover.types import Sample
 
-TOKENS = "tokens"
-"""Among the sums of a micro-batch the one that is none: what is told of each token [B, T, K], float32."""
+TOKEN_STATS = "tokens"
+"""Key of the statistics of each token [B, T, K], float32, among the sums of a micro-batch (columns: objective.py)."""
 
 
 class Tally:
-    """Adds up sums by name; what is named max/... by maximum. What is told of tokens is kept by rollout."""
+    """Adds up sums by name, those named max/... by maximum, and collects token statistics by rollout."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[tuple[str, ...], torch.Tensor]] = []
         self._totals: dict[str, float] = {}
         self._divisors: dict[str, float] = {}
-        self._told: list[tuple[Sequence[Sample], torch.Tensor]] = []
+        self._token_stats: list[tuple[Sequence[Sample], torch.Tensor]] = []
         self._tokens: dict[str, np.ndarray] = {}
 
     def add(self, sums: Mapping[str, torch.Tensor], samples: Sequence[Sample] = ()) -> None:
-        """The sums of one micro-batch, each one number. `samples`: its rows, where it has TOKENS, too."""
+        """Add the sums of one micro-batch, a number each. `samples`: its rows, if it has TOKEN_STATS."""
         # In double precision, where the device has it, as Python adds numbers.
-        numbers = {name: _wide(value) for name, value in sums.items() if name != TOKENS}
+        numbers = {name: _wide(value) for name, value in sums.items() if name != TOKEN_STATS}
         self._waiting.append((tuple(numbers), torch.stack(list(numbers.values()))))
-        if TOKENS in sums:
-            self._told.append((samples, sums[TOKENS]))
+        if TOKEN_STATS in sums:
+            self._token_stats.append((samples, sums[TOKEN_STATS]))
 
-    def take_tokens(self) -> dict[str, np.ndarray]:
-        """rollout_id -> what was told of each of its loss tokens [loss tokens, K]; nothing is left here."""
-        found, told = self._tokens, self._told
-        self.forget_tokens()
-        if told:
-            flat = torch.cat([told_BTK.flatten() for _, told_BTK in told]).cpu().numpy()
-            parts = np.split(flat, np.cumsum([told_BTK.numel() for _, told_BTK in told])[:-1])
-            for (samples, told_BTK), part in zip(told, parts, strict=True):
-                rows = part.reshape(told_BTK.shape)
+    def pop_token_stats(self) -> dict[str, np.ndarray]:
+        """Return and discard rollout_id -> statistics of its loss tokens [loss tokens, K]."""
+        found, pending = self._tokens, self._token_stats
+        self.drop_token_stats()
+        if pending:
+            flat = torch.cat([stats_BTK.flatten() for _, stats_BTK in pending]).cpu().numpy()
+            parts = np.split(flat, np.cumsum([stats_BTK.numel() for _, stats_BTK in pending])[:-1])
+            for (samples, stats_BTK), part in zip(pending, parts, strict=True):
+                rows = part.reshape(stats_BTK.shape)
                 found |= {s.rollout_id: row[: len(s.mask)][s.mask] for s, row in zip(samples, rows, strict=True)}
         return found
 
-    def forget_tokens(self) -> None:
-        """Keep the sums alone."""
-        self._told, self._tokens = [], {}
+    def drop_token_stats(self) -> None:
+        """Discard the token statistics."""
+        self._token_stats, self._tokens = [], {}
 
     def vectors(self) -> list[tuple[tuple[str, ...], list[float]]]:
-        """What was added, as (names, numbers) of each addition."""
+        """Return the (names, numbers) of each addition."""
         return [(names, vector.tolist()) for names, vector in self._waiting]
 
     @classmethod
-    def of(cls, vectors: Iterable[tuple[Sequence[str], Sequence[float]]], tokens: Mapping[str, np.ndarray]) -> Tally:
-        """To which was added what the `vectors` of others say, and their `take_tokens`."""
+    def from_vectors(
+        cls, vectors: Iterable[tuple[Sequence[str], Sequence[float]]], tokens: Mapping[str, np.ndarray]
+    ) -> Tally:
+        """Make a Tally of the `vectors` and token statistics of others."""
         out = cls()
         out._waiting = [(tuple(names), torch.tensor(numbers, dtype=torch.float64)) for names, numbers in vectors]
         out._tokens = dict(tokens)
         return out
 
     def absorb(self, other: Tally) -> None:
-        """Add what was added to `other`, in the same order; that is left empty."""
+        """Move all additions of `other` here, in the same order."""
         self._waiting += other._waiting
-        self._told += other._told
+        self._token_stats += other._token_stats
         self._tokens |= other._tokens
-        other._waiting, other._told, other._tokens = [], [], {}
+        other._waiting, other._token_stats, other._tokens = [], [], {}
 
     def divide(self, name: str, divisor: float) -> None:
-        """The total of `name` is to be divided by that, once all of it is here."""
+        """Divide the total of `name` by `divisor` once it is complete."""
         self._divisors[name] = divisor
 
     def totals(self) -> dict[str, float]:
-        """The totals of all that was added."""
+        """Return the totals of all additions."""
         return totals_of([self])
 
 
 def totals_of(tallies: Sequence[Tally]) -> dict[str, float]:
-    """The totals over all of them, in one transfer."""
+    """Return the totals over all tallies, in one transfer."""
     vectors = [vector for tally in tallies for _, vector in tally._waiting]
     numbers = iter(torch.cat(vectors).tolist() if vectors else ())
     out: dict[str, float] = {}
@@ -93,7 +95,7 @@ def totals_of(tallies: Sequence[Tally]) -> dict[str, float]:
 
 
 def _combine(totals: dict[str, float], sums: Mapping[str, float]) -> None:
-    """Add `sums` to `totals`; what is named max/... by maximum."""
+    """Add `sums` to `totals`; those named max/... by maximum."""
     for key, number in sums.items():
         old = totals.get(key)
         totals[key] = number if old is None else max(old, number) if key.startswith("max/") else old + number

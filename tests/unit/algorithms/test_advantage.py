@@ -12,6 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.algorithms.advantage import (
+    Estimator,
+    ScoredBatch,
+    ScoredUnit,
     dr_grpo,
     gae,
     gdpo,
@@ -28,7 +31,6 @@ from rollover.algorithms.advantage import (
     sum_then_normalize,
     whiten,
 )
-from rollover.algorithms.estimator import Estimator, Scored, Unit
 from rollover.config import AlgorithmConfig
 from rollover.config.traits import ADVANTAGES
 from rollover.types import Reward
@@ -252,7 +254,7 @@ def test_passk_is_the_gradient_of_the_best_of_k(k: int, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
-def test_max_rl_is_the_gradient_of_the_likelihood_expanded_to_order_n_minus_1(n: int) -> None:
+def test_max_rl_is_truncated_likelihood_gradient(n: int) -> None:
     """log p = -sum_k (1 - p)^k / k."""
     got = expected_gradient(max_rl, tensor(0.0, 0.0, 1.0), n)
     want = gradient(lambda p: torch.stack([-((1 - p[2]) ** k) / k for k in range(1, n)]).sum())
@@ -283,7 +285,7 @@ def test_max_rl_keeps_its_precision_at_small_pass_rates() -> None:
     assert float(got[17]) == pytest.approx(2999, rel=1e-6) and float(got[0]) == pytest.approx(-1, rel=1e-6)
 
 
-def test_max_rl_takes_rewards_below_zero_relative_to_the_smallest_of_the_group() -> None:
+def test_max_rl_shifts_negative_rewards() -> None:
     groups = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2, 2])
     signs = tensor(1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0, -1.0, NAN)
     passed = tensor(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, NAN)
@@ -342,7 +344,7 @@ def test_gdpo_takes_a_missing_reward_as_its_groups_mean() -> None:
     assert gdpo(rewards, groups)[4:].tolist() == [0.0, 0.0]
 
 
-def test_a_sum_that_lacks_a_reward_is_missing_unless_the_whole_group_lacks_it() -> None:
+def test_sum_lacking_reward_is_missing_unless_group_lacks_it() -> None:
     rewards = torch.tensor([[1.0, 4.0], [3.0, NAN], [2.0, 1.0], [NAN, NAN], [5.0, NAN], [7.0, NAN], [NAN, NAN]])
     groups = torch.tensor([0, 0, 0, 0, 1, 1, 1])
     exclude = grpo(tensor(5.0, NAN, 3.0, NAN, 5.0, 7.0, NAN), groups, std="none")
@@ -354,7 +356,7 @@ def test_a_sum_that_lacks_a_reward_is_missing_unless_the_whole_group_lacks_it() 
 
 
 @pytest.mark.parametrize("combine", [gdpo, sum_then_normalize])
-def test_a_reward_of_weight_zero_does_not_count_even_when_missing(combine) -> None:
+def test_reward_of_weight_zero_is_ignored(combine) -> None:
     rewards, groups = torch.tensor([[1.0, NAN], [3.0, 2.0], [0.0, 9.0]]), torch.tensor([0, 0, 0])
     torch.testing.assert_close(combine(rewards, groups, tensor(2.0, 0.0)), combine(rewards[:, :1], groups, tensor(2.0)))
 
@@ -474,7 +476,7 @@ OPTIONS = {
     "sum_then_normalize": {"advantage_std": "population", "reward_weights": {"score": 1.0, "style": 0.5}},
     "grpo_passk": {"passk": 3, "passk_std": "sample"},
 }
-CONFIGURED: dict[str, Callable[[Scored], torch.Tensor]] = {
+CONFIGURED: dict[str, Callable[[ScoredBatch], torch.Tensor]] = {
     "grpo": lambda s: grpo(s.rewards_N, s.group_N, std="population"),
     "dr_grpo": lambda s: dr_grpo(s.rewards_N, s.group_N),
     "rloo": lambda s: rloo(s.rewards_N, s.group_N),
@@ -507,22 +509,24 @@ def test_every_configured_estimator_is_its_formula() -> None:
     for name, expected in CONFIGURED.items():
         config = AlgorithmConfig.model_validate({"advantage": name, **OPTIONS.get(name, {})})
         units = [
-            Unit(None if r.rollout_id == "0-3" else r.reward, r.group_id, r.num_tokens, {0: 0.75}.get(r.group_id, NAN))
+            ScoredUnit(
+                None if r.rollout_id == "0-3" else r.reward, r.group_id, r.num_tokens, {0: 0.75}.get(r.group_id, NAN)
+            )
             for r in rollouts
         ]
-        scored = Scored.of(units, config)
+        scored = ScoredBatch.from_units(units, config)
         assert scored.greedy_rewards_N[:4].tolist() == [0.75] * 4 and scored.rewards_N.isnan().sum() == 2
         assert torch.equal(Estimator(config, name)(scored), expected(scored)), name
 
 
 @pytest.mark.parametrize("name", ["gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
-def test_statistics_over_the_batch_count_what_the_configuration_says(name: str) -> None:
+def test_advantage_counts_selects_batch_statistics(name: str) -> None:
     rewards, lengths = [3.0, 0.5, 0.0, 2.0], [4, 1, 2, 1]
-    units = [Unit(Reward(r), i // 2, n) for i, (r, n) in enumerate(zip(rewards, lengths, strict=True))]
+    units = [ScoredUnit(Reward(r), i // 2, n) for i, (r, n) in enumerate(zip(rewards, lengths, strict=True))]
 
     def found(counts: str) -> torch.Tensor:
         config = AlgorithmConfig.model_validate({"advantage": name, "advantage_counts": counts})
-        return Estimator(config, name)(Scored.of(units, config))
+        return Estimator(config, name)(ScoredBatch.from_units(units, config))
 
     assert torch.equal(found(""), found("rollouts" if name == "gdpo" else "tokens"))
     assert not torch.allclose(found("rollouts"), found("tokens"))

@@ -13,10 +13,11 @@ from rollover.algorithms.correction import (
     effective_sample_size,
     importance_weights,
     interpolated_proximal,
+    mismatch_metrics,
+    mismatch_summary,
     off_policy_sequence_mask,
     rejection_mask,
 )
-from rollover.algorithms.mismatch import mismatch_metrics, mismatch_summary
 from unit.algorithms.correction_rows import BEHAVIOR, MASK, PROXIMAL, random_batch
 
 WEIGHING = [
@@ -242,7 +243,7 @@ def test_diagnostics_by_hand() -> None:
     assert mismatch_summary({}) == {} == mismatch_summary({key: float(value) for key, value in nothing.items()})
 
 
-def test_below_counts_against_the_reciprocal_of_the_cap_where_a_mode_has_no_floor() -> None:
+def test_below_uses_reciprocal_cap_without_floor() -> None:
     for floor, below in ((None, 2.0), (0.3, 1.0)):
         metrics = mismatch_metrics(PROXIMAL, BEHAVIOR, MASK, mode="token_truncate", cap=1.5, floor=floor)
         assert float(metrics["sum/below"]) == below
@@ -303,7 +304,7 @@ def test_errors_name_the_argument() -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_rejection_bounds_log_ratios_and_sees_no_token_under_the_mask(level) -> None:
+def test_rejection_bounds_ratios_and_ignores_masked_tokens(level) -> None:
     far, mask = torch.full((1, 3), -300.0), torch.tensor([[1, 0, 0]]).bool()
     assert torch.equal(rejection_mask(0 * far, far, mask, kind="k3", level=level, high=5e8), mask)
     assert not rejection_mask(0 * far, far, mask, kind="k3", level=level, high=4e8).any()

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rollover.algorithms.estimator import rewards_of
+from rollover.algorithms.advantage import rewards_of
 from rollover.config import AlgorithmConfig
 from rollover.rewards.built_in import several_of
 from rollover.types import Reward
@@ -15,7 +15,7 @@ NAMED = several_of([{"function": "a.py:digits"}, {"function": "a.py:even", "name
 REWARDS = [Reward(1.0, {"digits": 1.0}), Reward(1.5, {"digits": 1.0, "evens": 0.5})]
 
 
-def test_a_function_of_several_that_does_not_apply_is_a_missing_reward() -> None:
+def test_inapplicable_reward_function_is_missing_reward() -> None:
     config = AlgorithmConfig.model_validate({"advantage": "gdpo", "reward_weights": {"digits": 1.0, "evens": 0.5}})
     found = rewards_of(REWARDS, [NAMED] * 2, config).tolist()
     assert found[1] == [1.0, 0.5] and found[0][0] == 1.0 and math.isnan(found[0][1])

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from rollover.algorithms.aggregate import aggregate
 from rollover.algorithms.correction import importance_weights
 from rollover.algorithms.loss import (
     LOSSES,
     NOT_SPLIT_INVARIANT,
+    aggregate,
     policy_loss,
 )
 
@@ -238,7 +238,7 @@ def test_gradient_equals_finite_differences(kind: str, dual_clip: float | None) 
 
 
 @pytest.mark.parametrize("kind", sorted(SURROGATES))
-def test_gradient_of_a_surrogate_is_that_of_the_weighted_objective_or_of_its_bound(kind: str) -> None:
+def test_surrogate_gradient_is_weighted_or_bounded(kind: str) -> None:
     """Where nothing binds it is the gradient of -r A, by finite differences; elsewhere the bound's or 0."""
     data = batch(seed=3)
     mask = data["mask_BT"]
@@ -258,7 +258,7 @@ def test_gradient_of_a_surrogate_is_that_of_the_weighted_objective_or_of_its_bou
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_equal_policies_give_the_policy_gradient_and_clip_nothing(kind: str) -> None:
+def test_equal_policies_give_policy_gradient_without_clipping(kind: str) -> None:
     data = batch()
     data["old_logprobs_BT"] = data["logprobs_BT"]
     given = {kind: {"behavior_logprobs_BT": data["logprobs_BT"]} for kind in WEIGHING}
@@ -311,7 +311,7 @@ def test_order_of_rows_and_padding_do_not_matter(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_split_into_micro_batches_changes_nothing_but_for_the_named_kinds(kind: str) -> None:
+def test_losses_are_split_invariant_except_named_kinds(kind: str) -> None:
     data = batch(rows=6)
     given = {"clip_cov": {"share": 0.3, "cov_low": 0.0}, "kl_cov": {"share": 0.3}}.get(kind, {})
     denominator = float(data["mask_BT"].sum()) if MODES[kind] == "token-mean" else 6.0

@@ -116,10 +116,12 @@ def test_moments_are_those_of_all_values() -> None:
     for size in (1, 3, 0, 7, 64):
         some = draw.normal(3, 2, size).tolist()
         values += some
-        moments = moments.and_of(Moments.of(some))
+        moments = moments.merged_with(Moments.from_values(some))
     assert moments.count == len(values) and moments.mean == pytest.approx(statistics.fmean(values))
     assert moments.deviation == pytest.approx(statistics.stdev(values))
-    assert Moments.of([2.0]).deviation == Moments.of([2.0, 2.0]).deviation == 1.0, "nothing to divide by"
+    assert Moments.from_values([2.0]).deviation == Moments.from_values([2.0, 2.0]).deviation == 1.0, (
+        "nothing to divide by"
+    )
 
 
 @pytest.mark.parametrize("kind", ["scale", "whiten"])
@@ -139,7 +141,7 @@ def test_rewards_are_divided_by_the_running_deviation(kind: str) -> None:
         assert batch.credited.shaped.metrics["shaping/running_mean"] == pytest.approx(mean)
 
 
-def test_a_step_that_is_built_again_starts_from_what_was_before_it() -> None:
+def test_rebuilt_step_uses_statistics_before_it() -> None:
     """Its batch may be built twice (replay), and a lost step is trained again."""
 
     def built(shaping: Shaping, version: int) -> list[float]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollover.algorithms.token_advantage import optimal_token_baseline
+from rollover.algorithms.advantage import optimal_token_baseline
 
 NAN = float("nan")
 ALIGN = pytest.mark.parametrize("align", ["positions", "loss_tokens"])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollover.cluster.assignment import Assignment
-from rollover.cluster.plan import DoesNotFit, Needs, Node
+from rollover.cluster.plan import Assignment, DoesNotFit, Needs, Node
 
 
 def alive(*nodes: Node) -> dict[str, Node]:
@@ -18,12 +17,12 @@ ON_CPUS = Needs(servers=2, pools=1, pool_cpus=3, process_cpus=1)
 
 def test_roles_stay_where_they_are_while_their_node_lives() -> None:
     seats = Assignment(ON_CPUS, [A, B, C], "a")
-    assert seats.of == {"server 0": "b", "server 1": "b", "reward 0": "c"}
+    assert seats.node_of == {"server 0": "b", "server 1": "b", "reward 0": "c"}
     more = alive(A, B, C, Node("d", 0, 100))
-    assert [seats.find(name, more) for name in seats.of] == ["b", "b", "c"]
+    assert [seats.find(name, more) for name in seats.node_of] == ["b", "b", "c"]
 
 
-def test_a_role_that_lost_its_node_goes_where_there_is_room_beside_the_others() -> None:
+def test_role_of_lost_node_moves_to_free_node() -> None:
     seats = Assignment(ON_CPUS, [A, B, C], "a")
     for name in ("server 0", "server 1"):
         with pytest.raises(DoesNotFit, match="there is room for 0"):
@@ -39,8 +38,8 @@ def test_a_role_that_lost_its_node_goes_where_there_is_room_beside_the_others() 
 def test_gpus_of_others_and_of_the_controller_are_taken() -> None:
     needs = Needs(servers=2, server_gpus=2, controller_gpus=1, pools=0)
     seats = Assignment(needs, [Node("a", 3, 9), Node("b", 2, 9)], "a")
-    assert sorted(seats.of.values()) == ["a", "b"]
-    lost = next(name for name, node in seats.of.items() if node == "b")
+    assert sorted(seats.node_of.values()) == ["a", "b"]
+    lost = next(name for name, node in seats.node_of.items() if node == "b")
     with pytest.raises(DoesNotFit):
         seats.find(lost, alive(Node("a", 3, 9)))
     assert seats.find(lost, alive(Node("a", 3, 9), Node("c", 2, 9))) == "c"
@@ -48,8 +47,8 @@ def test_gpus_of_others_and_of_the_controller_are_taken() -> None:
 
 def test_each_pool_has_a_node_of_its_own() -> None:
     seats = Assignment(Needs(pools=2, pool_cpus=1), [Node("a", 0, 8), Node("b", 0, 8)], "a")
-    assert sorted(seats.of.values()) == ["a", "b"]
-    lost = next(name for name, node in seats.of.items() if node == "b")
+    assert sorted(seats.node_of.values()) == ["a", "b"]
+    lost = next(name for name, node in seats.node_of.items() if node == "b")
     with pytest.raises(DoesNotFit):
         seats.find(lost, alive(Node("a", 0, 8)))
     assert seats.find(lost, alive(Node("a", 0, 8), Node("c", 0, 1))) == "c"
@@ -60,12 +59,12 @@ def test_what_never_fits_is_refused_at_once() -> None:
         Assignment(ON_CPUS, [A, Node("b", 0, 1), C], "a")
 
 
-def test_ranks_that_were_ended_with_a_lost_one_are_where_they_were() -> None:
+def test_surviving_ranks_keep_their_nodes() -> None:
     needs = Needs(ranks=2, servers=1, pools=0, process_cpus=1)
     nodes = [Node("a", 0, 0), Node("b", 0, 1), Node("c", 0, 1), Node("d", 0, 1)]
     seats = Assignment(needs, nodes, "a")
-    assert sorted(seats.of.values()) == ["b", "c", "d"]
-    lost, kept = seats.of["rank 0"], seats.of["rank 1"]
+    assert sorted(seats.node_of.values()) == ["b", "c", "d"]
+    lost, kept = seats.node_of["rank 0"], seats.node_of["rank 1"]
     left = {node.name: node for node in nodes if node.name != lost}
     with pytest.raises(DoesNotFit):
         seats.find("rank 0", left)
@@ -83,9 +82,9 @@ def test_seats_colocated_role_lays_beside_the_other_kind() -> None:
     """A server that lost its node goes to the GPUs of ranks; each keeps its own GPUs while it stays."""
     needs = Needs(servers=2, server_gpus=2, ranks=4, rank_gpus=1, pools=0, colocate=True)
     seats = Assignment(needs, [Node("a", 2, 9), Node("b", 2, 9)], "a")
-    assert [seats.of[f"rank {i}"] for i in range(4)] == ["a", "a", "b", "b"]
+    assert [seats.node_of[f"rank {i}"] for i in range(4)] == ["a", "a", "b", "b"]
     assert [list(seats.gpus(name)) for name in ("rank 0", "rank 1", "rank 2", "server 0")] == [[0], [1], [0], [0, 1]]
-    lost = next(name for name in ("server 0", "server 1") if seats.of[name] == "b")
+    lost = next(name for name in ("server 0", "server 1") if seats.node_of[name] == "b")
     with pytest.raises(DoesNotFit):
         seats.find(lost, alive(Node("a", 2, 9)))
     assert seats.find(lost, alive(Node("a", 4, 9))) == "a" and list(seats.gpus(lost)) == [2, 3]

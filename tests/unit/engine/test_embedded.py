@@ -86,7 +86,7 @@ def test_engine_logprobs_equal_the_trainers(family: str) -> None:
     positions = torch.cat([torch.arange(len(r)) for r in rows])
     with torch.no_grad():
         hidden = hidden_states(model, flat, positions, PackedAttention([len(r) for r in rows]))
-        logprobs, _ = chunked_logprobs(hidden[:-1], Head.of(model), flat[1:], torch.full((len(flat) - 1,), 0.7))
+        logprobs, _ = chunked_logprobs(hidden[:-1], Head.from_model(model), flat[1:], torch.full((len(flat) - 1,), 0.7))
     start = 0
     for r, o, row in zip(requests, outs, rows, strict=True):
         got = logprobs[start + len(r.prompt) - 1 : start + len(row) - 1].numpy()

@@ -15,7 +15,7 @@ import tiny
 from rollover.envs.chat import Chat, Fit, sampled_turns
 from rollover.envs.protocol import written
 from rollover.envs.tools import tool_schemas
-from rollover.models.smollm2 import ALIAS, cache_root, smollm2_folder
+from rollover.models.locate import ALIAS, cache_root, smollm2_folder
 from rollover.types import Rollout, SamplingParams, Segment, StopReason, Task
 from unit.envs import templates
 

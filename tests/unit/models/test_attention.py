@@ -12,7 +12,9 @@ from rollover.models.logprobs import Head, chunked_logprobs
 
 def _loss(model, flat: list[int], positions: list[int], attention: PackedAttention, at: list[int], targets: list[int]):
     hidden = hidden_states(model, torch.tensor(flat), torch.tensor(positions), attention)
-    logprobs, _ = chunked_logprobs(hidden[torch.tensor(at)], Head.of(model), torch.tensor(targets), torch.ones(len(at)))
+    logprobs, _ = chunked_logprobs(
+        hidden[torch.tensor(at)], Head.from_model(model), torch.tensor(targets), torch.ones(len(at))
+    )
     weights = torch.linspace(0.5, 1.5, len(at))
     return logprobs, (logprobs * weights).sum()
 

@@ -55,15 +55,13 @@ def trainer_logprobs(model: Any, rows: list[tuple[tuple[int, ...], list[int]]]) 
     lengths = [len(prompt) + len(tokens) for prompt, tokens in rows]
     ids = torch.tensor([i for prompt, tokens in rows for i in (*prompt, *tokens)])
     hidden = hidden_states(model, ids, torch.cat([torch.arange(n) for n in lengths]), PackedAttention(lengths))
-    logprobs, _ = chunked_logprobs(hidden, Head.of(model), ids.roll(-1), torch.ones(len(ids)))
+    logprobs, _ = chunked_logprobs(hidden, Head.from_model(model), ids.roll(-1), torch.ones(len(ids)))
     parts = logprobs.split(lengths)
     return [part[len(prompt) - 1 : -1].numpy() for part, (prompt, _) in zip(parts, rows, strict=True)]
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 2}), ("phi", {})])
-def test_layer_norms_take_the_float32_residual_stream_of_a_bfloat16_model(
-    family: str, sizes: dict[str, int], tmp_path: Path
-) -> None:
+def test_layer_norms_accept_float32_in_bfloat16_model(family: str, sizes: dict[str, int], tmp_path: Path) -> None:
     config = ModelConfig(path=str(tiny.save(tmp_path, family, **sizes)), device="cpu")
     ids = torch.arange(5, 25)
     hidden = {}

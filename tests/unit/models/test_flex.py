@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention import flex_attention as flex_module
 
 from rollover.models.attention import PackedAttention
-from rollover.models.flex import TILE, FlexAttention, FusedOrPadded, packed_attention, visible_tiles, why_not
+from rollover.models.flex import TILE, FlexAttention, FusedOrPadded, packed_attention, unusable_reason, visible_tiles
 
 CPU = torch.device("cpu")
 Row = tuple[list[int], list[int | None]]
@@ -163,4 +163,4 @@ def test_memory_that_runs_out_is_no_reason_to_do_without(kernel: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        why_not(CPU, torch.float32, (4, 2, 16), None, None, full)
+        unusable_reason(CPU, torch.float32, (4, 2, 16), None, None, full)

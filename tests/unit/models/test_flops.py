@@ -11,9 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import tiny
 from rollover.config import EngineConfig, LoraConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.models import peak
-from rollover.models.flops import ModelFlops, visible_pairs
-from rollover.models.peak import known_peak, measured_peak, peak_flops
+from rollover.models import flops
+from rollover.models.flops import ModelFlops, known_peak, measured_peak, peak_flops, visible_pairs
 from rollover.trainer.lora import add_lora
 
 CPU = torch.device("cpu")
@@ -33,7 +32,7 @@ def counted(model: Any, num: int, *, backward: bool) -> int:
 
 def test_a_count_by_hand() -> None:
     """2 layers of hidden 64, 4 heads over 2 of 16, inner 96, 102 tokens in the vocabulary."""
-    flops = ModelFlops.of(tiny.model())
+    flops = ModelFlops.from_model(tiny.model())
     layer = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 96
     assert flops.linear == flops.linear_trained == 2 * layer
     assert flops.head == flops.head_trained == 102 * 64
@@ -51,7 +50,7 @@ def test_a_count_by_hand() -> None:
 def test_linear_layers_and_scores_are_those_that_torch_counts(family: str, tied: bool) -> None:
     """Forward, and both gradients of the backward pass; torch's attention multiplies hidden pairs, too."""
     model = tiny.model(family, tie_word_embeddings=tied)
-    num, flops = 7, ModelFlops.of(model)
+    num, flops = 7, ModelFlops.from_model(model)
     hidden_pairs = sum(
         width * (num * num - visible_pairs([num], None, window)) for window, width in flops.widths.items()
     )
@@ -64,10 +63,10 @@ def test_frozen_weights_get_no_gradient() -> None:
     """LoRA's backward pass: torch leaves out what lies before the first adapter, which is counted here."""
     num = 7
     model = add_lora(tiny.model(), LoraConfig(rank=4, target_modules=["q_proj", "down_proj"])).get_base_model()
-    flops = ModelFlops.of(model)
+    flops = ModelFlops.from_model(model)
     adapters = 2 * (4 * 64 + 4 * 64 + 4 * 96 + 4 * 64)
     assert flops.linear_trained == adapters and flops.head_trained == 0
-    assert flops.linear == ModelFlops.of(tiny.model()).linear + adapters
+    assert flops.linear == ModelFlops.from_model(tiny.model()).linear + adapters
     hidden_pairs = flops.widths[None] * (num * num - visible_pairs([num], None, None))
     everything = flops.forward([num], None, num) + flops.backward([num], None, num) + 3 * 4 * hidden_pairs
     # Inputs of the first layer's projections and of its A, and its keys and values.
@@ -87,7 +86,7 @@ def test_pairs_are_those_of_the_mask(window: int | None) -> None:
 
 def test_experts_count_as_often_as_they_are_asked() -> None:
     options = dict(num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1, norm_topk_prob=True)
-    few, many = (ModelFlops.of(tiny.model("qwen3_moe", num_experts=num, **options)).linear for num in (4, 8))
+    few, many = (ModelFlops.from_model(tiny.model("qwen3_moe", num_experts=num, **options)).linear for num in (4, 8))
     # Of a layer's experts 2 are asked, whatever their number; the router grows with it.
     assert many - few == 2 * 4 * 64
     assert few == 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 4 * 64 + 2 * 3 * 64 * 32)
@@ -99,7 +98,7 @@ def test_an_engine_counts_what_it_computes(family: str) -> None:
     from benchmarks import workload
 
     model = tiny.model(family)
-    flops = ModelFlops.of(model)
+    flops = ModelFlops.from_model(model)
     engine = EmbeddedEngine(model, EngineConfig(kv_memory_gb=0.1))
     prompt = workload.prompt(102, 20, 0)
     workload.generate(engine, [prompt, prompt], 5)
@@ -132,5 +131,5 @@ def test_a_peak_is_given_or_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1e8 < measured < 1e14 and measured_peak(torch.float64, CPU) == measured, "it is measured once"
     assert torch.equal(torch.get_rng_state(), state)
     assert peak_flops(CPU, torch.float32, 1.5) == 1.5e12
-    monkeypatch.setattr(peak, "measured_peak", lambda dtype, device: 7.0)
+    monkeypatch.setattr(flops, "measured_peak", lambda dtype, device: 7.0)
     assert peak_flops(CPU, torch.bfloat16) == 7.0

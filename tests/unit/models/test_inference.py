@@ -86,6 +86,6 @@ def test_shifted_head_is_exact_where_probability_is(rows: int | None) -> None:
 def test_precise_head_agrees_with_float32() -> None:
     model = in_dtype(tiny.model("qwen2"), torch.bfloat16)
     hidden = torch.randn(9, 64)
-    exact = torch.log_softmax(hidden @ Head.of(model).weight_VE.float().T, -1)
-    got = torch.log_softmax(Head.of(model).precise(8).logits(hidden), -1)
+    exact = torch.log_softmax(hidden @ Head.from_model(model).weight_VE.float().T, -1)
+    got = torch.log_softmax(Head.from_model(model).precise(8).logits(hidden), -1)
     torch.testing.assert_close(got, exact, atol=0.02, rtol=0)

@@ -12,7 +12,7 @@ from rollover.models import kernels
 
 
 def test_each_case_is_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    if kernels.on("cpu") is None:
+    if kernels.for_device("cpu") is None:
         pytest.skip("there is no C++ compiler here")
     monkeypatch.setattr(kernel_times, "CACHED", ((1, 5), (3, 4)))
     monkeypatch.setattr(kernel_times, "PROMPTS", ((2, 3),))

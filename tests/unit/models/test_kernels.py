@@ -281,7 +281,7 @@ def test_a_result_does_not_depend_on_who_shares_the_batch() -> None:
 def test_without_a_compiler_torch_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLOVER_CACHE", str(tmp_path))
     monkeypatch.setattr(kernels, "load", kernels.load.__wrapped__)
-    monkeypatch.setattr(kernels, "on", kernels.on.__wrapped__)
+    monkeypatch.setattr(kernels, "for_device", kernels.for_device.__wrapped__)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.warns(UserWarning, match="without compiled kernels: .*no-such-compiler"):
         assert Runner(tiny.model(), 4).kernels is None

@@ -31,8 +31,8 @@ def loaded():
 ctypes.CDLL(shutil.copy(own, sys.argv[1] + "/libgomp-of-another.so"))
 assert len(loaded()) == 2, loaded()
 from rollover.models import kernels
-compiled = kernels.on("cpu")
-assert kernels.why_not("cpu") == ""
+compiled = kernels.for_device("cpu")
+assert kernels.unavailable_reason("cpu") == ""
 team = len(os.listdir("/proc/self/task"))
 gates = torch.randn(2000, 512)
 gate, up = gates.chunk(2, -1)
@@ -41,7 +41,7 @@ assert len(os.listdir("/proc/self/task")) == team, "a second team of threads"
 """
 
 
-def test_a_second_library_neither_turns_the_kernels_off_nor_gives_them_its_threads(tmp_path: Path) -> None:
+def test_second_openmp_library_does_not_affect_kernels(tmp_path: Path) -> None:
     tiny.compiled_kernels()
     if not any("libgomp" in line for line in Path("/proc/self/maps").read_text().splitlines()):
         pytest.skip("torch has another OpenMP library than libgomp here")
@@ -53,17 +53,20 @@ def test_why_there_are_none_is_said_without_asking_for_them(monkeypatch: pytest.
     def unavailable() -> None:
         raise kernels.KernelsUnavailable("there is no C++ compiler")
 
-    assert kernels.why_not("cuda") == "", "none are needed"
+    assert kernels.unavailable_reason("cuda") == "", "none are needed"
     monkeypatch.setattr(kernels, "load", unavailable)
-    assert kernels.why_not("cpu") == "slower than it could be, without compiled kernels: there is no C++ compiler"
+    assert (
+        kernels.unavailable_reason("cpu")
+        == "slower than it could be, without compiled kernels: there is no C++ compiler"
+    )
 
 
 def test_a_run_says_that_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where its start is shown, and in a metric of every step."""
     said: list[str] = hear([])
     reason = "slower than it could be, without compiled kernels: it is Monday"
-    monkeypatch.setattr(kernels, "why_not", lambda kind: reason if kind == "cpu" else "")
-    monkeypatch.setattr(kernels, "on", lambda kind: None)
+    monkeypatch.setattr(kernels, "unavailable_reason", lambda kind: reason if kind == "cpu" else "")
+    monkeypatch.setattr(kernels, "for_device", lambda kind: None)
     config = Config.model_validate(
         {
             "model": {"path": str(tiny.save(tmp_path)), "device": "cpu"},

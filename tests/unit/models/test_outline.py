@@ -10,7 +10,7 @@ import torch
 
 import tiny
 from rollover.config import ModelConfig
-from rollover.models.load import load_model, load_outline, outline_of
+from rollover.models.load import load_model, load_outline, make_outline
 
 CODE = "from pathlib import Path\nPath({!r}).touch()\nraise ImportError('it was run')\n"
 
@@ -25,7 +25,7 @@ def test_an_outline_to_be_filled_has_what_the_loaded_model_has(family: str, tmp_
     buffers = [{n: (b.shape, b.dtype) for n, b in m.named_buffers()} for m in (outline.model, loaded.model)]
     assert buffers[0] == buffers[1]
     assert type(outline.model) is type(loaded.model)
-    narrow = outline_of(loaded, cfg, torch.bfloat16)
+    narrow = make_outline(loaded, cfg, torch.bfloat16)
     assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16} and all(p.is_meta for p in narrow.parameters())
 
 
@@ -37,5 +37,5 @@ def test_an_outline_runs_no_code_that_comes_with_the_model(tmp_path: Path) -> No
     (folder / "config.json").write_text(json.dumps(settings))
     cfg = ModelConfig(path=str(folder))
     loaded = load_model(cfg)
-    assert outline_of(loaded, cfg, torch.float32) is not None and load_outline(cfg, filled_later=True)
+    assert make_outline(loaded, cfg, torch.float32) is not None and load_outline(cfg, filled_later=True)
     assert not marker.exists()

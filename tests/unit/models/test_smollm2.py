@@ -16,7 +16,7 @@ from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, EngineConfig, ModelConfig, TrainConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest, StopCriteria
-from rollover.models import smollm2
+from rollover.models import locate
 from rollover.models.load import LoadedModel, cast_parameters, load_model, stop_token_ids
 from rollover.types import Prompt, Sample, SamplingParams, rollout_seed
 
@@ -104,9 +104,9 @@ def test_a_broken_conversion_is_rebuilt(tmp_path: Path, monkeypatch: pytest.Monk
         (target / "config.json").write_text("{}")
         (target / "model.safetensors").write_bytes(b"weights" * 100)
 
-    monkeypatch.setattr(smollm2, "_convert", convert)
-    folder = smollm2.smollm2_folder()
-    assert smollm2.smollm2_folder() == folder and len(calls) == 1
+    monkeypatch.setattr(locate, "_convert", convert)
+    folder = locate.smollm2_folder()
+    assert locate.smollm2_folder() == folder and len(calls) == 1
     for damage in (
         lambda: (folder / "model.safetensors").write_bytes(b"weightz" * 100),
         lambda: (folder / "model.safetensors").write_bytes(b"w"),
@@ -114,7 +114,7 @@ def test_a_broken_conversion_is_rebuilt(tmp_path: Path, monkeypatch: pytest.Monk
     ):
         damage()
         calls.clear()
-        assert smollm2.smollm2_folder() == folder and len(calls) == 1
+        assert locate.smollm2_folder() == folder and len(calls) == 1
         assert (folder / "model.safetensors").read_bytes() == b"weights" * 100
     assert [p.name for p in folder.parent.iterdir()] == [folder.name], "no leftovers"
 
@@ -126,7 +126,7 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
         (target / "config.json").write_text("{}")
         raise OSError("disk full")
 
-    monkeypatch.setattr(smollm2, "_convert", convert)
+    monkeypatch.setattr(locate, "_convert", convert)
     with pytest.raises(OSError, match="disk full"):
-        smollm2.smollm2_folder()
+        locate.smollm2_folder()
     assert list((tmp_path / "models").iterdir()) == []

@@ -79,9 +79,7 @@ def test_a_piece_that_fails_is_not_counted() -> None:
 @pytest.mark.parametrize(
     ("threads", "device", "auto"), [("auto", "cpu", True), (0, "cpu", False), ("auto", "cuda", False)]
 )
-def test_the_number_is_looked_for_where_run_threads_says_so_and_a_cpu_computes(
-    threads: int | str, device: str, auto: bool
-) -> None:
+def test_threads_are_tuned_for_auto_on_cpu_only(threads: int | str, device: str, auto: bool) -> None:
     clock = Clock()
-    team = Team.of(RunConfig.model_validate({"threads": threads}), torch.device(device), clock=clock)
+    team = Team.from_config(RunConfig.model_validate({"threads": threads}), torch.device(device), clock=clock)
     assert (len(set(work(team, clock, 20, {1: 1.0, 2: 3.0}))) == 2) == auto

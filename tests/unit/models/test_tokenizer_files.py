@@ -11,7 +11,7 @@ import pytest
 import tiny
 from rollover.config import ModelConfig
 from rollover.models.load import load_model
-from rollover.models.tokenizer_files import save_tokenizer
+from rollover.models.save import save_tokenizer
 
 CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>",

@@ -18,7 +18,7 @@ from rollover.rollout.group_state import groups_from_state, groups_to_state
 from rollover.rollout.requests import Requests
 from rollover.track.records import RolloutRecorder, read_records, read_rollouts
 from rollover.track.tracker import RecordedGroup
-from rollover.trainer.replay_buffer import Kept, ReplayBuffer
+from rollover.trainer.replay_buffer import KeptGroup, ReplayBuffer
 from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, StopReason, Task
 from unit.rollout.world import make_segment, through_json
 
@@ -49,7 +49,7 @@ def in_a_checkpoint(size: int, folder: Path) -> int:
 
 def in_the_replay_buffer(size: int, folder: Path) -> int:
     buffer = ReplayBuffer(ReplayConfig(size=1, max_staleness=3), seed=0)
-    buffer.add(Kept(group_of(size), 1.0))
+    buffer.add(KeptGroup(group_of(size), 1.0))
     meta, arrays = buffer.state_dict()
     return len(json.dumps(meta)) + sum(a.nbytes for a in arrays.values())
 

@@ -11,7 +11,7 @@ import runs
 import tiny
 from rollover.cli import main
 from rollover.config import Config
-from rollover.models import peak
+from rollover.models import flops
 from rollover.models.flops import ModelFlops
 from rollover.run.estimate import estimate, estimate_of, seconds
 
@@ -54,7 +54,7 @@ def test_of_others_nothing_is_known() -> None:
 def test_a_run_says_it_before_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(peak, "measured_peak", lambda dtype, device: 1e5)
+    monkeypatch.setattr(flops, "measured_peak", lambda dtype, device: 1e5)
     assert main(["train", str(runs.write(tmp_path, steps=1))]) == 0
     out = capsys.readouterr().out
     assert out.index(" in all on this CPU (0 GFLOP/s in float32)") < out.index("step 1/1")

@@ -26,12 +26,11 @@ from rollover.config.load import ConfigError, load_config
 from rollover.config.presets import PRESETS
 from rollover.staleness import staleness
 from rollover.trainer.backend import Stream
-from rollover.trainer.critic import Critic, beyond, estimate
+from rollover.trainer.critic import Critic
 from rollover.trainer.objective import Counts, Objective, rate_scale
 from rollover.trainer.packing import token_batch
-from rollover.trainer.streams import STATISTICS
-from rollover.trainer.token_estimates import estimate_tokens
-from rollover.trainer.token_weights import weighed, without_rejected
+from rollover.trainer.streams import STATISTICS, with_weights, without_rejected
+from rollover.trainer.token_advantages import estimate_tokens, estimate_with_critic, with_bootstrap_token
 from rollover.types import (
     Group,
     Prompt,
@@ -307,12 +306,12 @@ def objective_of(config: Config, seed: int = 0, behavior_shift: float = 0.0, bef
     if algorithm.needs_critic:
         critic = Critic(_HIDDEN, config.critic, config.train, 1, torch.device("cpu"))
         torch.nn.init.constant_(critic.head.weight, 0.3)
-        asked = beyond(samples) if config.critic.bootstrap_truncated else samples
+        asked = with_bootstrap_token(samples) if config.critic.bootstrap_truncated else samples
         values: Stream = {s.rollout_id: 0.5 + log_probs(s, "start") for s in samples}
         for s, of_asked in zip(samples, asked, strict=True):
             num_more = of_asked.num_loss_tokens - s.num_loss_tokens
             values[s.rollout_id] = np.append(values[s.rollout_id], np.full(num_more, 0.4, np.float32))
-        samples = estimate(algorithm, samples, values)
+        samples = estimate_with_critic(algorithm, samples, values)
     elif algorithm.advantage_traits.over_tokens:
         samples = estimate_tokens(algorithm, [_with_statistics(s, policies) for s in samples])
     objective = Objective(algorithm, 16)
@@ -326,14 +325,14 @@ def objective_of(config: Config, seed: int = 0, behavior_shift: float = 0.0, bef
         return np.zeros(1)
     entropies = [0.5 + log_probs(s, "start") ** 2 for s in samples]
     samples = [s.with_loss_stream("statistics_entropy", of) for s, of in zip(samples, entropies, strict=True)]
-    (samples,), _ = weighed(algorithm, [samples], VERSION)
+    (samples,), _ = with_weights(algorithm, [samples], VERSION)
     torch.default_generator.manual_seed(0)  # clip_cov draws
     current_BT = _padded(samples, [log_probs(s, "current") for s in samples]).requires_grad_(True)
     entropy_BT = _padded(samples, entropies).requires_grad_(True)
     samples = [s.with_loss_stream("reference_logprobs", log_probs(s, "reference")) for s in samples]
     samples = [s.with_loss_stream("staleness", staleness(s.in_loss("versions"), VERSION)) for s in samples]
     streams = token_batch(samples).with_streams(logprobs=current_BT, entropy=entropy_BT)
-    loss, sums = objective(streams, Counts.of(samples))
+    loss, sums = objective(streams, Counts.from_samples(samples))
     gradients = torch.autograd.grad(loss, (current_BT, entropy_BT), allow_unused=True)
     rate = rate_scale({k: float(v) for k, v in sums.items()}) if algorithm.ess_step_scaling else 1.0
     parts = [np.array([loss.item(), rate]), *(np.zeros(1) if g is None else g.numpy().ravel() for g in gradients)]

@@ -39,9 +39,9 @@ def test_streams_of_a_rollout_with_several_origins() -> None:
 def test_a_number_that_is_no_token_id_is_not_cut_down_to_one() -> None:
     far = segment([8, 9])
     object.__setattr__(far, "token_ids", np.array([8, 2**32 + 9]))
-    with pytest.raises(ValueError, match="rollout 0-0: 4294967305 is no token id"):
+    with pytest.raises(ValueError, match="rollout 0-0: 4294967305 is not a token id"):
         build_batch([group(0, [rollout(0, 0, 1.0, [far])])], AlgorithmConfig())
-    with pytest.raises(ValueError, match="the prompt of rollout 0-0: 4294967305 is no token id"):
+    with pytest.raises(ValueError, match="the prompt of rollout 0-0: 4294967305 is not a token id"):
         build_batch([group(0, [rollout(0, 0, 1.0, [segment([8])])], (2**32 + 9,))], AlgorithmConfig())
 
 
@@ -61,7 +61,7 @@ def test_missing_rewards_are_masked_and_leave_the_baseline_alone() -> None:
     assert [float(s.advantages[0]) for s in batch.samples] == [0.5, 0.0, -0.5, 0.0]
 
 
-def test_greedy_rollouts_are_never_trained_and_are_the_baseline_of_remax_alone() -> None:
+def test_greedy_rollouts_are_untrained_remax_baselines() -> None:
     temperatures = (0.7, 0.7, 0.0)
     rollouts = [rollout(0, i, [3.0, 1.0, 0.5][i], [segment([8], temperature=t)]) for i, t in enumerate(temperatures)]
     for name, expected in {"dr_grpo": [1.0, -1.0], "remax": [2.5, 0.5]}.items():
@@ -132,7 +132,7 @@ def test_a_reward_below_zero_ends_no_run() -> None:
     assert got == pytest.approx([(1 - 1 / 6) / (2 / 3), (0 - 1 / 6) / (2 / 3), -1.0])
 
 
-def test_statistics_over_tokens_leave_out_tokens_that_are_too_old() -> None:
+def test_token_statistics_exclude_stale_tokens() -> None:
     old = rollout(0, 0, 3.0, [segment([10] * 9, version=1), segment([11], version=4)])
     others = [rollout(0, i, 0.0, [segment([12], version=4)]) for i in (1, 2)]
     for name in ("reinforce_plus_plus", "opo"):
@@ -194,7 +194,7 @@ def cut_off(scores: tuple[float, ...], cut: set[int]) -> list:
     return rollouts
 
 
-def test_masked_rollouts_are_context_and_count_in_the_baseline_unless_told_otherwise() -> None:
+def test_masked_rollouts_count_in_baseline_by_default() -> None:
     rollouts = cut_off((3.0, 1.0, 2.0), {0})
     config = AlgorithmConfig(advantage="dr_grpo")
     masked = build_batch([group(0, rollouts)], config, masks=[mask_truncated()])
@@ -212,7 +212,7 @@ def test_masked_rollouts_are_context_and_count_in_the_baseline_unless_told_other
     }  # fmt: skip
 
 
-def test_every_reward_of_a_masked_rollout_is_missing_where_none_shall_count() -> None:
+def test_masked_rollout_out_of_baseline_has_no_reward() -> None:
     rollouts = cut_off((3.0, 1.0, 2.0), {0})
     config = AlgorithmConfig(advantage="gdpo", reward_weights={"style": 1.0, "score": 0.0})
     batch = build_batch([group(0, rollouts)], config, masks=[mask_truncated(in_baseline=False)])

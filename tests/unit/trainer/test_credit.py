@@ -125,7 +125,7 @@ def test_turn_returns_are_their_closed_form(episodes: list[list[tuple[int, int]]
         assert found[name] == pytest.approx(values, abs=1e-5)
 
 
-def test_a_role_that_has_nothing_to_compare_leaves_the_loss_and_the_others_stay() -> None:
+def test_role_without_comparison_leaves_the_loss() -> None:
     episodes = [[played("a", 1.0), played("b", 1.0)], [played("a", 0.0), played("b", None)]]
     batch = built(ready_episodes(0, TASK, episodes))
     assert advantages(batch) == {"0-0": [0.5], "0-1": [-0.5]}
@@ -159,12 +159,12 @@ def test_statistics_over_the_batch_are_those_of_one_role() -> None:
     assert {i: a for i, a in found.items() if ".1." not in i} == alone
 
 
-def test_all_rollouts_of_a_trajectory_have_its_advantage_and_are_one_sequence() -> None:
+def test_rollouts_of_trajectory_share_advantage_and_sequence() -> None:
     contexts = Played([((5,), turns(2)), ((5, 10, 11), turns(1))], Reward(1.0), "a")
     batch = built(ready_episodes(0, TASK, [[contexts], [played("a", 0.0)]]))
     assert advantages(batch) == {"0-0": [0.5, 0.5], "0-0.0.1": [0.5], "0-1": [-0.5]}
     assert [s.sequence_id for s in batch.samples] == ["0-0", "0-0", "0-1"]
-    assert len(Counts.of(batch.samples).sequence_tokens) == 2
+    assert len(Counts.from_samples(batch.samples).sequence_tokens) == 2
 
 
 # Merged == apart
@@ -186,7 +186,7 @@ def split_in_two(merged: bool) -> list[Sample]:
 
 
 def gradient(of: Trainer, samples: list[Sample]) -> torch.Tensor:
-    counts = Counts.of(samples)
+    counts = Counts.from_samples(samples)
     for part in micro_batches(samples, 16):
         of.backend.forward_backward(part, counts)
     found = torch.cat([g.flatten() for g in tiny.local(of).optimizer.gradients()])
@@ -211,13 +211,13 @@ def one_gradient(**algorithm: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("loss", TOKEN_LOSSES)
-def test_merged_and_apart_have_one_gradient_with_every_aggregation(loss: str) -> None:
+def test_merged_contexts_have_equal_gradient_by_aggregation(loss: str) -> None:
     for aggregation in get_args(Aggregation):
         one_gradient(loss=loss, aggregation=aggregation)
 
 
 @pytest.mark.parametrize("terms", [{"entropy_coef": 0.1}, {"proximal": "behavior"}, {"correction": "none"}], ids=str)
-def test_merged_and_apart_have_one_gradient_with_what_is_added_token_by_token(terms: dict[str, Any]) -> None:
+def test_merged_contexts_have_equal_gradient_with_token_terms(terms: dict[str, Any]) -> None:
     plain, changed = (one_gradient(aggregation="seq-mean-token-mean", **more) for more in ({}, terms))
     assert not torch.allclose(plain, changed, rtol=1e-3)
 
@@ -245,14 +245,14 @@ def test_merged_and_apart_have_the_same_counts_and_advantages(lengths: list[list
             for b in (together, apart)
         ]
         assert all(np.array_equal(a, b) for a, b in zip(*streams, strict=True))
-        one, other = Counts.of(together.samples), Counts.of(apart.samples)
+        one, other = Counts.from_samples(together.samples), Counts.from_samples(apart.samples)
         assert one == other
 
 
 # Advantages that come with the trajectories
 
 
-def test_precomputed_advantages_are_of_the_trajectory_its_turns_or_their_tokens() -> None:
+def test_precomputed_advantages_by_trajectory_turn_or_token() -> None:
     given = [0.25, [1.0, [0.5, -1.0]], np.array([3, 4])]
     episodes = [[played("a", 0.0, 1, 2, advantages=of)] for of in given]
     batch = built(ready_episodes(0, TASK, episodes), advantage="precomputed")
@@ -267,7 +267,7 @@ def test_precomputed_advantages_are_of_the_trajectory_its_turns_or_their_tokens(
     }  # fmt: skip
 
 
-def test_a_trajectory_without_a_score_is_not_trained_whatever_it_brings() -> None:
+def test_unscored_trajectory_with_advantages_is_not_trained() -> None:
     episodes = [[played("a", None, advantages=1.0)], [played("a", 0.0, advantages=1.0)]]
     assert advantages(built(ready_episodes(0, TASK, episodes), advantage="precomputed")) == {"0-1": [1.0]}
 
@@ -296,7 +296,11 @@ WHERE = r"trajectory 0 \(role 'solver'\) of episode 3-1"
         (of_solver(advantages=[1.0, "2"]), "precomputed", f"turn 1 of {WHERE}.* has the advantage '2'"),
         (of_solver(advantages=[1.0, True]), "precomputed", f"turn 1 of {WHERE}.* has the advantage True"),
         (of_solver(none=True), "precomputed", f"{WHERE}.* it has no advantages.*Give Reward.advantages"),
-        (of_solver(advantages=1.0), "grpo", r"role 'solver'\) of episode 3-0 brings advantages.*workflow.roles.solver"),
+        (
+            of_solver(advantages=1.0),
+            "grpo",
+            r"role 'solver'\) of episode 3-0 has precomputed advantages.*workflow.roles.solver",
+        ),
         (of_solver(turns=[1.0]), "grpo", f"{WHERE}: 1 rewards for 2 turns. Give one for each"),
         (of_solver(turns=[1.0, float("nan")]), "grpo", f"turn 1 of {WHERE}.* has the reward nan"),
     ],
@@ -309,18 +313,18 @@ def test_what_does_not_fit_is_refused_with_role_turn_and_fix(
         built(make(), workflow, advantage=advantage)
 
 
-def test_what_a_rollout_brings_by_itself_is_checked_like_what_the_door_divides() -> None:
+def test_precomputed_advantages_of_rollout_are_checked() -> None:
     group = of_solver(advantages=[1.0, 2.0])()
     group.rollouts[1].reward = Reward(1.0, advantages=[1.0])
     with pytest.raises(ValueError, match=f"{WHERE}: 1 advantages for 2 turns"):
         built(group, advantage="precomputed")
     group.rollouts[1].reward = Reward(1.0, turns=[1.0])
-    with pytest.raises(ValueError, match="brings advantages|1 rewards for 2 turns"):
+    with pytest.raises(ValueError, match="has precomputed advantages|1 rewards for 2 turns"):
         built(group, {"credit": "turn_returns"})
 
 
 @pytest.mark.parametrize("num", [1, 3])
-def test_a_wrong_number_of_advantages_over_several_contexts_is_told_as_a_whole(num: int) -> None:
+def test_wrong_number_of_advantages_counts_all_contexts(num: int) -> None:
     contexts = Played([((5,), turns(1)), ((5, 6), turns(1))], Reward(0.0, advantages=[1.0] * num), "solver")
     group = ready_episodes(3, TASK, [[contexts], [played("solver", 1.0, advantages=0.0)]])
     with pytest.raises(ValueError, match=rf"role 'solver'\) of episode 3-0: {num} advantages for 2 turns. Give one"):
@@ -331,7 +335,7 @@ def test_a_wrong_number_of_advantages_over_several_contexts_is_told_as_a_whole(n
         built(group, advantage="precomputed")
 
 
-def test_a_greedy_episode_of_two_trajectories_of_a_role_is_a_baseline_by_their_mean() -> None:
+def test_greedy_baseline_is_mean_over_trajectories() -> None:
     """Not that of the one that comes last."""
     group = ready_episodes(0, TASK, [[played("a", 3.0), played("a", 1.0)], [played("a", 1.0), played("a", 0.0)]])
     for rollout in group.rollouts[2:]:
@@ -403,7 +407,7 @@ def test_a_grouping_of_ones_own() -> None:
 
 
 @pytest.mark.usefixtures("groupings")
-def test_roles_that_are_compared_in_some_groups_have_one_batch_in_all() -> None:
+def test_roles_compared_in_some_groups_share_the_batch() -> None:
     """Scores that a grouping compares have one scale: (r - mean) / std over the batch, whichever group they are in."""
     scores = [(3.0, 1.0, 5.0), (9.0, 8.0, 7.0)]
     roles = ("solver", "solver", "judge")
@@ -424,7 +428,7 @@ def test_roles_that_are_compared_in_some_groups_have_one_batch_in_all() -> None:
     [
         ("lost", {}, rf"'mine.py:lost'.* returned groups without trajectory 0 \(role 'solver'\){OF}; it must return"),
         ("doubled", {}, rf"returned trajectory 2 \(role 'judge'\){OF} 2 times; it must"),
-        ("foreign", {}, "returned the rollout 9-9, which is none of these"),
+        ("foreign", {}, "returned the rollout 9-9, which is not in these"),
         ("wrong", {}, r"returned 'groups' \(str\); it must"),
         ("together", {"trained": False}, rf"2 \(role 'judge'\){OF}, whose role is not trained .*: leave it out"),
         ("together", {"advantage": "rloo"}, r"compares .*role 'solver'.* with .*role 'judge'.*'dr_grpo' and 'rloo'"),

@@ -15,8 +15,9 @@ import tiny
 from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, CriticConfig, TrainConfig
 from rollover.trainer.batch import Batch
-from rollover.trainer.critic import Critic, beyond, estimate
+from rollover.trainer.critic import Critic
 from rollover.trainer.objective import step_metrics
+from rollover.trainer.token_advantages import estimate_with_critic, with_bootstrap_token
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
 from samples import random_samples
@@ -43,7 +44,7 @@ def critic(**options: Any) -> Critic:
     return Critic(4, CriticConfig.model_validate(options), TrainConfig(), 10, CPU)
 
 
-def test_explained_variance_is_one_less_the_variance_of_the_errors_by_that_of_the_returns() -> None:
+def test_explained_variance_formula() -> None:
     returns, values = np.array([1.0, 2.0, 4.0, 5.0]), np.array([1.5, 2.0, 3.0, 5.5])
     errors = returns - values
     totals = defaultdict(float) | {
@@ -63,7 +64,7 @@ def test_advantages_and_returns_by_hand() -> None:
     """d = r + gamma V_next - V, A = d + gamma lam A_next; rows of unequal length, one with an environment's token."""
     rows = [sample("a", [1, 1, 1], [0, 0, 1]), sample("b", [0, 1], [0, 2])]
     values = {"a": np.array([0.5, 0.2, 0.4], np.float32), "b": np.array([0.3], np.float32)}
-    out = estimate(AlgorithmConfig(advantage="gae", gamma=0.5, gae_lambda=0.5), rows, values)
+    out = estimate_with_critic(AlgorithmConfig(advantage="gae", gamma=0.5, gae_lambda=0.5), rows, values)
     returns = {s.rollout_id: s.in_loss("returns") for s in out}
     assert out[0].in_loss("values").tolist() == pytest.approx([0.5, 0.2, 0.4])
     a = [0.5 * 0.2 - 0.5 + 0.25 * 0.15, 0.5 * 0.4 - 0.2 + 0.25 * 0.6, 1 - 0.4]
@@ -77,7 +78,7 @@ def test_advantages_and_returns_by_hand() -> None:
     assert [s.rollout_id for s in out] == ["a", "b"] and out[1].mask.tolist() == [False, True]
 
 
-def test_the_value_loss_holds_a_value_that_has_moved_towards_its_return() -> None:
+def test_value_loss_clips_moved_values() -> None:
     c = critic(value_clip=0.2)
     assert c.gradients() == []
     torch.nn.init.constant_(c.head.bias, 0.5)  # the value of every token
@@ -98,7 +99,7 @@ def test_the_value_loss_holds_a_value_that_has_moved_towards_its_return() -> Non
     assert free.head.bias.grad is not None and free.head.bias.grad.item() == pytest.approx((-1.5 + 1.5 - 0.5) / 4)
 
 
-def test_the_value_is_linear_in_the_normalised_hidden_state_and_passes_it_no_gradient() -> None:
+def test_value_is_linear_in_detached_hidden_state() -> None:
     c = critic()
     torch.nn.init.constant_(c.head.weight, 1.0)
     hidden = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 80.0]], requires_grad=True)
@@ -160,7 +161,7 @@ def all_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_one_micro_batch_that_is_not_finite_skips_policy_and_critic_and_the_run_goes_on() -> None:
+def test_nonfinite_micro_batch_skips_policy_and_critic() -> None:
     t = trainer({})
     t.train_step(Batch(rewarded()))
     before = weights(t)
@@ -182,7 +183,7 @@ def test_one_micro_batch_that_is_not_finite_skips_policy_and_critic_and_the_run_
     assert not any(torch.equal(a, b) for a, b in zip(before, weights(t), strict=True) if a.numel() > 1)
 
 
-def test_a_gradient_of_the_policy_alone_that_is_not_finite_does_not_stop_the_critic() -> None:
+def test_nonfinite_policy_gradient_keeps_critic_step() -> None:
     t = trainer({})
     policy, head = policy_and_head(t)
     samples = rewarded()
@@ -194,7 +195,7 @@ def test_a_gradient_of_the_policy_alone_that_is_not_finite_does_not_stop_the_cri
     assert all_equal(policy, now) and not all_equal(head, head_now)
 
 
-def test_a_gradient_of_the_critic_alone_that_is_not_finite_does_not_stop_the_policy() -> None:
+def test_nonfinite_critic_gradient_keeps_policy_step() -> None:
     t = trainer({})
     policy, head = policy_and_head(t)
     local = tiny.local(t)
@@ -259,24 +260,24 @@ def test_the_policy_waits_while_the_critic_learns_alone() -> None:
     assert t.backend.save_state()[1]["optimizer"]["step_count"] == 3
 
 
-def test_a_truncated_answer_goes_on_for_the_critic_where_that_is_asked() -> None:
+def test_bootstrap_truncated_uses_value_after_answer() -> None:
     """d_T = r_T + gamma V(all tokens) - V_T; the others end with what they got."""
     rows = [sample("cut", [1, 0, 1], [0, 0, 1], truncated=True), sample("ended", [1, 1], [0, 2])]
-    asked = beyond(rows)
+    asked = with_bootstrap_token(rows)
     assert [len(s.token_ids) for s in asked] == [4, 2] and asked[0].mask.tolist() == [True, False, True, True]
     assert asked[1] is rows[1] and len(asked[0].versions) == len(asked[0].behavior_logprobs) == 4
     values = {"cut": np.array([0.5, 0.4, 0.3], np.float32), "ended": np.array([0.1, 0.2], np.float32)}
-    cut, ended = estimate(AlgorithmConfig(advantage="gae", gamma=0.5, gae_lambda=1.0), rows, values)
+    cut, ended = estimate_with_critic(AlgorithmConfig(advantage="gae", gamma=0.5, gae_lambda=1.0), rows, values)
     last = 1 + 0.5 * 0.3
     assert cut.in_loss("returns").tolist() == pytest.approx([0.5 * last, last])
     assert ended.in_loss("returns").tolist() == pytest.approx([0.5 * 2, 2])
     assert cut.in_loss("values").tolist() == pytest.approx([0.5, 0.4])
     # A truncated rollout that is out of the loss is none of the critic's business.
-    (masked,) = beyond([sample("out", [0, 0], [0, 0], truncated=True)])
+    (masked,) = with_bootstrap_token([sample("out", [0, 0], [0, 0], truncated=True)])
     assert masked.mask.tolist() == [False, False]
 
 
-def test_the_value_after_the_last_token_is_that_of_the_whole_answer_even_at_the_models_last_position() -> None:
+def test_bootstrap_value_at_last_position() -> None:
     loaded = tiny.loaded(max_position_embeddings=12)
     t = local_trainer(
         loaded, TrainConfig(), AlgorithmConfig(advantage="gae"), dtype=torch.float32, max_new_tokens=8,
@@ -297,7 +298,7 @@ def test_the_value_after_the_last_token_is_that_of_the_whole_answer_even_at_the_
         1.0,
     )
     cut = dataclasses.replace(full, truncated=True)
-    (longer,) = beyond([cut])
+    (longer,) = with_bootstrap_token([cut])
     other = dataclasses.replace(longer, token_ids=np.append(tokens, np.int32(77)))
     found = [t.backend.compute_values([s])["a"] for s in (full, longer, other)]
     assert found[1].shape == (9,) and np.array_equal(found[1], found[2])

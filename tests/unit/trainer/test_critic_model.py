@@ -17,10 +17,8 @@ from plain_critic import PlainCritic
 from rollover.config import AlgorithmConfig, Config, CriticConfig, ModelConfig, TrainConfig
 from rollover.models.load import LoadedModel
 from rollover.trainer.batch import Batch
-from rollover.trainer.build import build_trainer
 from rollover.trainer.critic import Critic
-from rollover.trainer.packing import split_groups
-from rollover.trainer.trainer import Trainer
+from rollover.trainer.trainer import Trainer, build_trainer, split_groups
 from rollover.types import Sample
 from samples import random_samples
 
@@ -92,7 +90,7 @@ def test_every_epoch_of_a_step_is_towards_the_same_returns() -> None:
     assert t.policy_version == 2
 
 
-def test_updates_that_train_max_kl_ends_are_ended_for_the_critic_too() -> None:
+def test_max_kl_ends_critic_updates() -> None:
     t = trainer({"schedule": "linear"}, epochs_per_step=3, max_kl=1e-9, learning_rate=1e-2)
     t.train_step(Batch(samples()))
     once, rest = trainer({"schedule": "linear"}, learning_rate=1e-2), critic_of(t).state()[1]
@@ -190,7 +188,7 @@ def test_while_the_policy_waits_the_model_of_the_critic_learns() -> None:
     assert not same(of_policy, policy(t))
 
 
-def test_gradient_checkpointing_changes_nothing_and_the_output_layer_is_freed() -> None:
+def test_critic_checkpointing_is_exact_and_frees_output_layer() -> None:
     plain, saving = (
         trainer(of_critic=tiny.loaded(seed=1, tie_word_embeddings=False), gradient_checkpointing=on)
         for on in (False, True)

@@ -16,7 +16,7 @@ from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, DistillConfig, LoraConfig, TrainConfig
 from rollover.trainer.backend import TEACHER, Stream
 from rollover.trainer.batch import Batch
-from rollover.trainer.distill import Divergence, distilled, later_sums, teachers
+from rollover.trainer.distill import Divergence, discounted_sums, teacher_inputs, with_teacher_advantages
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
 from samples import random_samples
@@ -70,7 +70,7 @@ def advantages(sample: Sample) -> np.ndarray:
 def log_ratios(made: Trainer, samples: list[Sample] = SAMPLES) -> Stream:
     """log teacher/policy of the loss tokens, under the weights as they are."""
     teacher, policy = (
-        made.backend.compute_logprobs(teachers(made.distill, samples), TEACHER),
+        made.backend.compute_logprobs(teacher_inputs(made.distill, samples), TEACHER),
         made.backend.compute_logprobs(samples),
     )
     return {rollout_id: teacher[rollout_id] - policy[rollout_id] for rollout_id in policy}
@@ -78,11 +78,11 @@ def log_ratios(made: Trainer, samples: list[Sample] = SAMPLES) -> Stream:
 
 def test_a_later_token_counts_relative_to_the_own_one() -> None:
     d = np.array([1.0, -2.0, 4.0], np.float32)
-    assert later_sums(d, 0.0).tolist() == [1.0, -2.0, 4.0]
-    assert later_sums(d, 0.5).tolist() == [1.0 - 1.0 + 1.0, -2.0 + 2.0, 4.0]
-    assert later_sums(d, 1.0).tolist() == [3.0, 2.0, 4.0]
-    assert later_sums(d[:0], 0.5).tolist() == []
-    many = later_sums(np.ones(100_000, np.float32), 0.9)
+    assert discounted_sums(d, 0.0).tolist() == [1.0, -2.0, 4.0]
+    assert discounted_sums(d, 0.5).tolist() == [1.0 - 1.0 + 1.0, -2.0 + 2.0, 4.0]
+    assert discounted_sums(d, 1.0).tolist() == [3.0, 2.0, 4.0]
+    assert discounted_sums(d[:0], 0.5).tolist() == []
+    many = discounted_sums(np.ones(100_000, np.float32), 0.9)
     assert np.isfinite(many).all() and many[0] == pytest.approx(10.0), "no power of a position"
 
 
@@ -98,22 +98,22 @@ def test_by_hand() -> None:
     # d = 0.5, -8 (clipped to -2), 1
     sums = Divergence()
     of = DistillConfig(teacher="other", coef=10.0, discount=0.5, clip=2.0)
-    (made,) = distilled(of, [sample], "start_logprobs", sums)
+    (made,) = with_teacher_advantages(of, [sample], "start_logprobs", sums)
     assert made.advantages.tolist() == [10 * (0.5 + 0.5 * (-2 + 0.5)), 0.0, 0.0, 10 * (-2 + 0.5), 10.0]
     kl = math.exp(-1.5) * -0.5 + math.exp(-1.0) * 8 + math.exp(-1.5) * -1  # times policy/behavior: behavior is 1 here
     expected = {"distill/kl": pytest.approx(kl / 3), "distill/clipped_share": pytest.approx(1 / 3)}
     assert sums.metrics() == expected
-    (added,) = distilled(of.model_copy(update={"mix": "add"}), [sample], "start_logprobs", sums)
+    (added,) = with_teacher_advantages(of.model_copy(update={"mix": "add"}), [sample], "start_logprobs", sums)
     assert added.advantages[mask].tolist() == [0.25 - 2.5, 0.25 - 15.0, 10.25]
-    (whole,) = distilled(of.model_copy(update={"clip": 0.0}), [sample], "start_logprobs", sums)
+    (whole,) = with_teacher_advantages(of.model_copy(update={"clip": 0.0}), [sample], "start_logprobs", sums)
     assert whole.advantages[mask].tolist() == [10 * (0.5 + 0.5 * (-8 + 0.5)), 10 * (-8 + 0.5), 10.0]
     assert sample.advantages.tolist() == [0.25] * 5, "the sample itself stays"
     with pytest.raises(ValueError, match="rollout 0-0: a log-prob .* is not finite"):
         wrong = sample.with_loss_stream("teacher_logprobs", np.array([-1.0, np.nan, 0.0], np.float32))
-        distilled(of, [wrong], "start_logprobs", sums)
+        with_teacher_advantages(of, [wrong], "start_logprobs", sums)
 
 
-def test_without_discount_the_expected_gradient_is_that_of_the_kl() -> None:
+def test_distill_gradient_without_discount_is_kl_gradient() -> None:
     logits = torch.randn(6, generator=torch.Generator().manual_seed(1), requires_grad=True)
     teacher = torch.randn(6, generator=torch.Generator().manual_seed(2)).log_softmax(-1)
     policy = logits.log_softmax(-1)
@@ -123,7 +123,7 @@ def test_without_discount_the_expected_gradient_is_that_of_the_kl() -> None:
         of_teacher, of_policy = (x.detach()[token : token + 1].numpy() for x in (teacher, policy))
         streams = {"teacher_logprobs": of_teacher, "start_logprobs": of_policy, "behavior_logprobs": of_policy}
         one = one.with_streams(advantages=np.zeros(1, np.float32), **streams)
-        (made,) = distilled(of, [one], "start_logprobs", Divergence())
+        (made,) = with_teacher_advantages(of, [one], "start_logprobs", Divergence())
         loss = loss - policy[token].exp().detach() * float(made.advantages[0]) * policy[token]
     kl = (policy.exp() * (policy - teacher)).sum()
     (ours,), (exact,) = torch.autograd.grad(loss, logits, retain_graph=True), torch.autograd.grad(kl, logits)
@@ -155,7 +155,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("minibatches", [1, 3])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_advantages_are_against_the_policy_at_the_start_of_the_step(name: str, minibatches: int) -> None:
+def test_distill_advantages_use_policy_at_step_start(name: str, minibatches: int) -> None:
     """Whatever the proximal policy is, however stale the tokens are, and in every minibatch."""
     made = trainer(
         {"teacher": "other", "discount": 0.5, "coef": 2.0, "clip": 1.0}, teacher_seed=1, max_staleness=2,
@@ -169,7 +169,7 @@ def test_advantages_are_against_the_policy_at_the_start_of_the_step(name: str, m
     metrics, seen = trained(made, samples)
     assert seen.keys() == d.keys()
     for rollout_id, values in d.items():
-        expected = 2.0 * later_sums(values.clip(-1.0, 1.0), 0.5)
+        expected = 2.0 * discounted_sums(values.clip(-1.0, 1.0), 0.5)
         np.testing.assert_allclose(advantages(seen[rollout_id]), expected, atol=1e-4)
     everything, weights = np.concatenate(list(d.values())), np.concatenate([weights[key] for key in d])
     assert metrics["distill/kl"] == pytest.approx(-(weights * everything).mean(), abs=1e-4)
@@ -188,7 +188,7 @@ def test_the_loss_of_a_step_is_the_closed_form() -> None:
     assert made.train_step(Batch(samples))["loss"] == pytest.approx(-d.mean(), rel=1e-4)
 
 
-def test_a_privileged_prompt_changes_the_numbers_as_the_closed_form_says() -> None:
+def test_privileged_prompt_matches_closed_form() -> None:
     """The teacher scores the same tokens after its own prompt, and that alone is what differs."""
     made = trainer({"teacher": "initial"})
     told = np.array([7, 8, 9, 10, 11], np.int32)
@@ -201,7 +201,7 @@ def test_a_privileged_prompt_changes_the_numbers_as_the_closed_form_says() -> No
     assert any(np.abs(advantages(s)).max() > 0.01 for s in seen.values())
 
 
-def test_a_rejected_token_is_none_that_an_earlier_one_answers_for() -> None:
+def test_rejected_tokens_leave_discounted_sums() -> None:
     algorithm = {"rejection": {"token_k3": 0.5}}
     made = trainer({"teacher": "other", "discount": 1.0, "clip": 0.0}, teacher_seed=1, algorithm=algorithm)
     d = log_ratios(made)
@@ -210,13 +210,13 @@ def test_a_rejected_token_is_none_that_an_earlier_one_answers_for() -> None:
     originals = {s.rollout_id: s for s in SAMPLES}
     for rollout_id, sample in seen.items():
         kept = sample.mask[originals[rollout_id].mask]
-        np.testing.assert_allclose(advantages(sample), later_sums(d[rollout_id][kept], 1.0), atol=1e-4)
+        np.testing.assert_allclose(advantages(sample), discounted_sums(d[rollout_id][kept], 1.0), atol=1e-4)
 
 
 def test_streamed_groups_get_the_same_advantages() -> None:
     whole, streamed = (trainer({"teacher": "other", "discount": 0.5}, teacher_seed=1) for _ in range(2))
     streamed.accumulate([s for s in SAMPLES if s.group_id == 1])
-    streamed.forget_accumulated()
+    streamed.discard_accumulated()
     streamed.accumulate([s for s in SAMPLES if s.group_id == 2])
     expected, found = whole.train_step(Batch(SAMPLES)), streamed.train_step(Batch(SAMPLES))
     for key in ("loss", "grad_norm", "distill/kl", "distill/clipped_share", "ratio/max"):
@@ -225,7 +225,7 @@ def test_streamed_groups_get_the_same_advantages() -> None:
     assert again[0]["distill/kl"] == pytest.approx(again[1]["distill/kl"], rel=1e-3), "sums are of one step"
 
 
-def test_with_a_critic_the_teachers_advantages_are_added_to_its_own() -> None:
+def test_teacher_advantages_add_to_critic_advantages() -> None:
     critic = {"advantage": "gae"}
     plain, both = trainer({}, algorithm=critic), trainer({**MODEL, "mix": "add"}, algorithm=critic, teacher_seed=1)
     d = log_ratios(both)
@@ -237,7 +237,7 @@ def test_with_a_critic_the_teachers_advantages_are_added_to_its_own() -> None:
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["all weights", "LoRA"])
-def test_the_policy_of_the_last_refresh_teaches_and_goes_on_from_a_checkpoint(lora: LoraConfig | None) -> None:
+def test_refreshed_teacher_resumes_from_checkpoint(lora: LoraConfig | None) -> None:
     distill = {"teacher": "policy", "refresh_steps": 3, "mix": "add"}
     made, scores = trainer(distill, lora=lora), {}
     for version in range(8):
@@ -257,7 +257,7 @@ def test_the_policy_of_the_last_refresh_teaches_and_goes_on_from_a_checkpoint(lo
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_the_initial_weights_are_kept_and_the_current_ones_need_not_be() -> None:
+def test_initial_teacher_keeps_initial_weights_only() -> None:
     initial, current = trainer({"teacher": "initial"}), trainer({"teacher": "policy", "refresh_steps": 1})
     first = initial.backend.compute_logprobs(SAMPLES)
     told = [replace(s, teacher_prompt_ids=np.array([9, 9], np.int32)) for s in SAMPLES]

@@ -21,8 +21,8 @@ from rollover.functions import load_function
 from rollover.tasks.prompts import encode_prompt, encoder
 from rollover.trainer.backend import TEACHER
 from rollover.trainer.batch import Batch, BatchBuilder
+from rollover.trainer.distill import TeacherPrompts
 from rollover.trainer.replay_buffer import ReplayBuffer
-from rollover.trainer.teacher import TeacherPrompts
 from rollover.types import Group, Reward, SamplingParams, Segment, StopReason, Task
 from rollover.workflows.distilled import distill_options
 from unit.config.written import load
@@ -62,10 +62,10 @@ def advantages(of: Batch) -> dict[str, list[float]]:
     return {s.rollout_id: s.advantages[s.mask].tolist() for s in of.samples if s.mask.any()}
 
 
-def test_a_role_that_is_taught_needs_no_reward_and_the_others_are_compared_as_ever() -> None:
+def test_taught_role_needs_no_reward() -> None:
     of = config(JUDGED)
     assert advantages(batch(of, group())) == {"0-0": [0.5] * 2, "0-1": [-0.5] * 2, "0-0.1.0": [0.0], "0-1.1.0": [0.0]}
-    assert of.min_valid_rewards == 2 and Grouping(of.workflow, of.distill).most_valid(group()) == 2
+    assert of.min_valid_rewards == 2 and Grouping(of.workflow, of.distill).max_valid(group()) == 2
     # Without a teacher nobody can train the judges, and where its advantages are added they need rewards.
     for other in ({}, JUDGED | {"mix": "add"}):
         assert advantages(batch(config(other), group())) == {"0-0": [0.5] * 2, "0-1": [-0.5] * 2}
@@ -125,13 +125,13 @@ def test_what_cannot_be_is_refused() -> None:
         batch(config({"teacher": "other", "roles": ["judg"]}), group())
     brings = ready_episodes(0, CHAT, [[played("judge", 1.0, (5,), 9, advantages=1.0)]] * 2)
     for teacher in ({"teacher": "other"}, JUDGED):
-        with pytest.raises(ValueError, match=r"role 'judge'.* brings advantages .*\"precomputed\" and distill.mix to"):
+        with pytest.raises(
+            ValueError, match=r"role 'judge'.* has precomputed advantages.*\"precomputed\" and distill.mix to"
+        ):
             batch(config(teacher, algorithm={}), brings)
 
 
-def test_a_grouping_that_compares_a_taught_role_with_another_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grouping_of_taught_with_other_role_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(
         "from rollover import TrajectoryGroup\n"
@@ -239,7 +239,7 @@ def test_a_decorated_workflow_is_as_if_its_file_had_said_so() -> None:
 
 
 @pytest.mark.usefixtures("agents")
-def test_a_file_is_imported_for_its_decorator_alone_and_after_libraries_are_prepared(
+def test_decorated_file_is_imported_after_preparation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What libraries such as torch read when they are loaded is set by then."""

@@ -14,10 +14,9 @@ from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, Config, TrainConfig
 from rollover.trainer.batch import Batch
 from rollover.trainer.objective import Counts
-from rollover.trainer.packing import split_groups
-from rollover.trainer.streams import GIVEN
+from rollover.trainer.streams import SAMPLE_STREAMS
 from rollover.trainer.tally import Tally
-from rollover.trainer.trainer import Trainer, updates_of
+from rollover.trainer.trainer import Trainer, split_groups, updates_of
 from rollover.types import Sample
 from samples import random_samples
 
@@ -131,7 +130,7 @@ def test_the_draws_depend_on_seed_version_and_epoch_alone() -> None:
     assert all(part == sorted(part) for epoch in epochs for part in epoch), "in a minibatch groups stay in order"
 
 
-def test_the_seed_of_the_run_and_the_version_draw_the_minibatches() -> None:
+def test_minibatch_shuffle_depends_on_seed_and_version() -> None:
     samples = random_samples(0, num_groups=8, size=1)
     found = {}
     for seed in (0, 1):
@@ -143,7 +142,7 @@ def test_the_seed_of_the_run_and_the_version_draw_the_minibatches() -> None:
     assert len(set(found.values())) == 4
 
 
-def test_a_sample_without_advantage_counts_in_every_epoch_and_is_computed_in_none() -> None:
+def test_zero_advantage_sample_counts_but_is_not_computed() -> None:
     silent = [s.with_streams(advantages=np.zeros_like(s.advantages)) if s.group_id == 3 else s for s in SAMPLES]
     t = trainer(**SEVERAL)
     updates = recorded(t)
@@ -177,9 +176,9 @@ def test_every_update_is_proximal_to_the_start_of_the_step(minibatches: int) -> 
 def test_snapshots_are_proximal_in_every_epoch(rejection: dict[str, float]) -> None:
     """Tokens of version 0 to the weights of version 0, those of version 1 to the weights at the start of the step."""
     t = trainer({"proximal": "snapshot", "rejection": rejection}, learning_rate=0.01, **SEVERAL)
-    of_version = {0: t.backend.compute_logprobs(SAMPLES)}
+    version_name = {0: t.backend.compute_logprobs(SAMPLES)}
     t.train_step(Batch(SAMPLES))
-    of_version[1] = t.backend.compute_logprobs(SAMPLES)
+    version_name[1] = t.backend.compute_logprobs(SAMPLES)
     mixed = [s.with_streams(versions=np.arange(len(s.token_ids), dtype=np.int32) % 2) for s in SAMPLES]
     updates = recorded(t)
     t.train_step(Batch(mixed))
@@ -187,7 +186,7 @@ def test_snapshots_are_proximal_in_every_epoch(rejection: dict[str, float]) -> N
     for samples in updates:
         for s in samples:
             versions = s.versions[s.mask]
-            expected = np.where(versions == 0, of_version[0][s.rollout_id], of_version[1][s.rollout_id])
+            expected = np.where(versions == 0, version_name[0][s.rollout_id], version_name[1][s.rollout_id])
             np.testing.assert_allclose(s.in_loss("proximal_logprobs"), expected, atol=1e-5)
 
 
@@ -258,7 +257,7 @@ def test_updates_end_before_the_first_whose_kl_is_too_large() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"proximal": "behavior"}, {"proximal": "snapshot"}, {"loss": "reinforce"}])
-def test_the_first_update_is_always_made_and_the_kl_is_to_the_start_whatever_is_proximal(
+def test_max_kl_keeps_first_update(
     algorithm: dict[str, Any],
 ) -> None:
     plain, t = trainer(algorithm), trainer(algorithm, epochs_per_step=3, max_kl=1e-9)
@@ -272,7 +271,7 @@ def test_the_first_update_is_always_made_and_the_kl_is_to_the_start_whatever_is_
     assert "kl/step_start" not in expected
 
 
-def test_a_critic_is_trained_in_every_epoch_on_the_returns_of_the_start_and_stops_with_the_policy() -> None:
+def test_critic_epochs_use_returns_of_step_start() -> None:
     algorithm = {"advantage": "gae"}
     free, stopped, once = (
         trainer(algorithm, epochs_per_step=epochs, max_kl=max_kl) for epochs, max_kl in ((2, 0.0), (2, 1e-9), (1, 0.0))
@@ -299,7 +298,7 @@ def test_a_backend_that_does_not_count_the_kl_says_so() -> None:
     t = trainer(epochs_per_step=2, max_kl=1.0)
     original = t.backend.forward_backward
     t.backend.forward_backward = lambda samples, counts: original(  # type: ignore[method-assign]
-        [s.only((*GIVEN, "proximal_logprobs")) for s in samples], counts
+        [s.only((*SAMPLE_STREAMS, "proximal_logprobs")) for s in samples], counts
     )
     with pytest.raises(ValueError, match="train.max_kl: the backend's .* stream start_logprobs"):
         t.train_step(Batch(SAMPLES))
@@ -338,9 +337,7 @@ def test_what_would_do_nothing_or_cannot_be_is_refused(train: dict[str, Any], sa
         ),
     ],
 )
-def test_a_loss_that_forgets_earlier_epochs_is_refused_as_for_minibatches(
-    train: dict[str, Any], several: str, one: str
-) -> None:
+def test_uncorrected_loss_with_epochs_is_refused(train: dict[str, Any], several: str, one: str) -> None:
     forgetting = {"loss": "reinforce", "correction": "none"}
     with pytest.raises(ValueError) as refused:
         config(forgetting, **train)

@@ -107,7 +107,7 @@ def test_peft_loads_the_saved_adapters_over_the_base_model(family: str, tmp_path
         np.testing.assert_allclose(ours[s.rollout_id], theirs[s.mask], atol=1e-5)
 
 
-def test_the_saved_model_has_what_its_files_held_beside_the_weights(tmp_path: Path) -> None:
+def test_saved_model_keeps_stored_buffers(tmp_path: Path) -> None:
     start = load_model(ModelConfig(path=str(tiny.save_routed(tmp_path / "base"))))
     lora = LoraConfig(rank=4, target_modules=["q_proj"])
     t = local_trainer(start, TrainConfig(), AlgorithmConfig(), dtype=torch.bfloat16, max_new_tokens=16, lora=lora)
@@ -119,7 +119,7 @@ def test_the_saved_model_has_what_its_files_held_beside_the_weights(tmp_path: Pa
     load_model(ModelConfig(path=str(tmp_path / "merged")))
 
 
-def test_adapters_are_saved_as_they_are_trained_and_not_as_they_are_computed_with(tmp_path: Path) -> None:
+def test_adapters_are_saved_in_float32(tmp_path: Path) -> None:
     t = trainer(torch.bfloat16)
     t.train_step(Batch(SAMPLES))
     t.backend.save_model(tmp_path)
@@ -173,12 +173,14 @@ def test_dropout_acts_in_training_only() -> None:
         np.array_equal(a, b) for a, b in zip(*(t.backend.compute_logprobs(SAMPLES).values() for _ in "ab"), strict=True)
     )
     clean = t.backend.compute_logprobs(SAMPLES)
-    t.backend.forward_backward(SAMPLES, Counts.of(SAMPLES))
+    t.backend.forward_backward(SAMPLES, Counts.from_samples(SAMPLES))
     assert all(np.array_equal(v, clean[k]) for k, v in t.backend.compute_logprobs(SAMPLES).items()), (
         "after a training pass too"
     )
     proximal = with_stream(SAMPLES, "proximal_logprobs", t.backend.compute_logprobs(SAMPLES))
-    losses = [t.backend.forward_backward(proximal, Counts.of(proximal)).totals()["max/ratio"] for _ in range(2)]
+    losses = [
+        t.backend.forward_backward(proximal, Counts.from_samples(proximal)).totals()["max/ratio"] for _ in range(2)
+    ]
     assert losses[0] != losses[1] and losses[0] > 1.0
 
 

@@ -10,13 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.models.limits import Limits
-from rollover.trainer.packing import micro_batches, pack, split_groups
+from rollover.models.load import ModelLimits
+from rollover.trainer.packing import micro_batches, pack
+from rollover.trainer.trainer import split_groups
 from rollover.types import Sample
 from samples import VOCAB, random_samples
 
 CPU = torch.device("cpu")
-LIMITS = Limits(VOCAB, 64)
+LIMITS = ModelLimits(VOCAB, 64)
 
 
 @given(st.integers(0, 1000), st.integers(1, 60), st.integers(1, 4), st.integers(1, 2))
@@ -69,7 +70,7 @@ def test_packed_row_and_its_maps(seed: int, num_groups: int, size: int, num_prom
     assert not packed.behavior_logprobs_BT[~packed.mask_BT].any(), "outside of the loss there is no log-prob"
 
 
-def test_unpack_is_the_inverse_of_gathering_and_carries_gradients() -> None:
+def test_unpack_inverts_gathering_with_gradients() -> None:
     packed = pack(random_samples(4), CPU, LIMITS)
     values = torch.randn(len(packed.rows_M), requires_grad=True)
     out = packed.unpack(values)

@@ -15,10 +15,10 @@ from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, Config, LoraConfig, TrainConfig
 from rollover.config.table import UNSETTLED
 from rollover.models.load import LoadedModel, load_model
+from rollover.trainer.auxiliary_models import load_reference
 from rollover.trainer.backend import REFERENCE, Stream
 from rollover.trainer.batch import Batch
 from rollover.trainer.local_backend import LocalBackend
-from rollover.trainer.reference import load_reference
 from rollover.trainer.trainer import Trainer
 from samples import random_samples
 
@@ -136,7 +136,7 @@ LORA = LoraConfig(rank=4)
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"reference_path": "model"}], ids=str)
-def test_with_adapters_the_base_is_the_reference_without_a_second_copy(algorithm: dict[str, Any]) -> None:
+def test_lora_base_is_reference_without_copy(algorithm: dict[str, Any]) -> None:
     made, base = trainer(algorithm, lora=LORA), trainer({})
     for _ in range(2):
         made.train_step(Batch(SAMPLES))

@@ -13,8 +13,7 @@ from tiny_trainer import trainer, weights
 from rollover.algorithms.correction import rejection_mask
 from rollover.config import AlgorithmConfig
 from rollover.trainer.batch import Batch
-from rollover.trainer.streams import with_stream
-from rollover.trainer.token_weights import without_rejected
+from rollover.trainer.streams import with_stream, without_rejected
 from rollover.types import Sample
 from samples import random_samples
 
@@ -102,7 +101,7 @@ def test_a_gradient_that_comes_in_parts_rejects_the_same_tokens() -> None:
     assert wanted["off_policy/rejected_share"] > 0
 
 
-def test_a_critic_estimates_over_all_tokens_and_learns_from_those_that_are_left() -> None:
+def test_critic_learns_from_unrejected_tokens() -> None:
     rewarded = []
     for s in SAMPLES:
         rewards = np.zeros_like(s.advantages)
@@ -115,7 +114,7 @@ def test_a_critic_estimates_over_all_tokens_and_learns_from_those_that_are_left(
 
 
 @pytest.mark.parametrize("minibatches", [1, 3])
-def test_a_step_that_rejects_everything_is_an_error_that_names_its_cause(minibatches: int) -> None:
+def test_rejecting_all_tokens_raises(minibatches: int) -> None:
     t = trainer({"rejection": {"sequence_max_k2": 1e-9}}, minibatches_per_step=minibatches)
     before = weights(t)
     with pytest.raises(ValueError, match="step 1 has no token in its loss: algorithm.rejection leaves out all") as e:
@@ -124,7 +123,7 @@ def test_a_step_that_rejects_everything_is_an_error_that_names_its_cause(minibat
     assert torch.equal(weights(t), before) and t.policy_version == 0 and not t.in_update
 
 
-def test_a_minibatch_that_is_rejected_whole_leaves_the_others_to_be_trained() -> None:
+def test_fully_rejected_minibatch_keeps_others() -> None:
     """One group was sampled by a policy that is far away."""
     first = SAMPLES[0].group_id
     far = [s.with_streams(behavior_logprobs=s.behavior_logprobs - 9 * (s.group_id == first)) for s in SAMPLES]
@@ -135,7 +134,7 @@ def test_a_minibatch_that_is_rejected_whole_leaves_the_others_to_be_trained() ->
     assert metrics["off_policy/rejected_share"] == pytest.approx(share) and not torch.equal(weights(t), before)
 
 
-def test_a_gradient_that_comes_in_parts_may_begin_with_parts_that_are_rejected() -> None:
+def test_accumulation_may_start_with_rejected_parts() -> None:
     t = trainer({"rejection": {"sequence_max_k2": 1e-9}})
     t.accumulate([s for s in SAMPLES if s.group_id == 1])
     with pytest.raises(ValueError, match="step 1 has no token in its loss"):

@@ -13,23 +13,23 @@ from hypothesis import strategies as st
 
 from rollover.config import ReplayConfig
 from rollover.rollout.group_state import groups_to_state
-from rollover.trainer.replay_buffer import Kept, ReplayBuffer, signal
+from rollover.trainer.replay_buffer import KeptGroup, ReplayBuffer, signal
 from samples import group, rollout, segment
 
 
-def kept(group_id: int, score: float, version: int = 0, oldest_in_loss: int = 0) -> Kept:
+def kept(group_id: int, score: float, version: int = 0, oldest_in_loss: int = 0) -> KeptGroup:
     rollouts = [rollout(group_id, i, float(i), [segment([8, 9], version=version, logprob=-i - 0.5)]) for i in (0, 1)]
-    return Kept(group(group_id, rollouts), score, oldest_in_loss)
+    return KeptGroup(group(group_id, rollouts), score, oldest_in_loss)
 
 
-def buffer(*all_kept: Kept, size: int = 10, max_staleness: int = 3, seed: int = 0) -> ReplayBuffer:
+def buffer(*all_kept: KeptGroup, size: int = 10, max_staleness: int = 3, seed: int = 0) -> ReplayBuffer:
     out = ReplayBuffer(ReplayConfig(size=size, max_staleness=max_staleness), seed)
     for k in all_kept:
         out.add(k)
     return out
 
 
-def ids(found: list[Kept]) -> list[int]:
+def ids(found: list[KeptGroup]) -> list[int]:
     return [k.group.group_id for k in found]
 
 
@@ -64,7 +64,7 @@ def test_stale_groups_leave() -> None:
     assert ids(b.kept) == [0, 2, 3] and b.evicted == 1, "after leaving the lowest score is still found"
 
 
-def test_the_lowest_scores_still_leave_first_after_the_lowest_of_all_was_stale() -> None:
+def test_eviction_order_after_stale_removal() -> None:
     """A heap less its first item is none until it is made one again: 4 would be found after 10."""
     scores = [1.0, 2.0, 10.0, 3.0, 4.0, 11.0, 12.0]
     b = buffer(*(kept(i, s, version=9 * (i > 0)) for i, s in enumerate(scores)), size=7)
@@ -94,7 +94,7 @@ def test_the_age_is_that_of_the_oldest_token_in_the_loss() -> None:
     rollouts = [rollout(0, 0, 1.0, segments), rollout(0, 1, 0.0, [segment([8], version=5)])]
     greedy = rollout(0, 2, 0.0, [segment([8], version=0, temperature=0.0)])
     g = group(0, [*rollouts, greedy])
-    assert [Kept(g, 1.0, oldest).oldest_version for oldest in (0, 1, 2, 5)] == [1, 1, 4, 5]
+    assert [KeptGroup(g, 1.0, oldest).oldest_version for oldest in (0, 1, 2, 5)] == [1, 1, 4, 5]
 
 
 def test_draws_are_in_proportion_to_the_score() -> None:

@@ -211,7 +211,7 @@ def test_the_gradient_of_a_replayed_token_by_hand() -> None:
     trainer = local_trainer(loaded, TrainConfig(), of.algorithm, dtype=torch.float32, max_new_tokens=8)
     from rollover.trainer.objective import Counts
 
-    trainer.backend.forward_backward(batch.samples, Counts.of(batch.samples))
+    trainer.backend.forward_backward(batch.samples, Counts.from_samples(batch.samples))
     found = torch.cat([g.flatten() for g in tiny.local(trainer).optimizer.gradients()])
     model = tiny.model()
     model.set_attn_implementation("sdpa")
@@ -254,7 +254,7 @@ def test_snapshot_proximal_covers_replayed_versions() -> None:
         r.after_step(fresh, batch, version)
 
 
-def test_a_masked_group_has_no_signal_and_masks_hold_at_every_use() -> None:
+def test_masked_group_has_no_signal_at_every_use() -> None:
     r = reuse(config(filters={"mask_truncated": True, "mask_in_baseline": False}))
     kept = group(0, [rollout(0, i, score, [segment([20 + i])]) for i, score in enumerate((1.0, 0.0, 5.0))])
     kept.rollouts[2].stop_reason = StopReason.LENGTH
@@ -292,7 +292,7 @@ def test_own_functions_are_found_at_the_start() -> None:
         ({}, [two(0, (1.0, 0.0)), two(1, (1.0, None))], 3, "of 4 rollouts 3 have no token of .*, 1 have no reward"),
     ],
 )
-def test_a_step_without_a_token_in_its_loss_is_refused_and_says_why(
+def test_step_without_loss_token_raises_with_reason(
     filters: dict[str, Any], groups: list[Group], version: int, why: str
 ) -> None:
     rollout = PARTIAL | {"max_staleness": 0}
@@ -308,7 +308,7 @@ def one_group(episodes):
 """
 
 
-def test_a_grouping_of_several_roles_whose_advantages_came_with_them_is_kept(tmp_path: Path) -> None:
+def test_replay_keeps_precomputed_multi_role_groups(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(ONE_GROUP)
     roles = {role: {"advantage": "precomputed"} for role in "ab"}
     r = reuse(

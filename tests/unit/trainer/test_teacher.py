@@ -16,10 +16,11 @@ from rollover.config import AlgorithmConfig, Config
 from rollover.envs.protocol import RunEnvironment
 from rollover.functions import FunctionError
 from rollover.tasks.prompts import encode_prompt, encoder
+from rollover.trainer.auxiliary_models import load_teacher, vocabulary_difference
 from rollover.trainer.batch import Batch, BatchBuilder
-from rollover.trainer.build import build_trainer
+from rollover.trainer.distill import TeacherPrompts, teacher_prompts
 from rollover.trainer.replay_buffer import ReplayBuffer
-from rollover.trainer.teacher import TeacherPrompts, load_teacher, other_vocabulary, teacher_prompts
+from rollover.trainer.trainer import build_trainer
 from rollover.types import Group, Prompt, Task
 from samples import group, random_samples, rollout, segment
 from unit.envs.played import TOKENIZER, environment
@@ -116,11 +117,11 @@ class Counter:
         return step
 
 
-def test_a_teacher_reads_of_the_tools_and_the_episode_as_the_policy_does(prompts) -> None:
+def test_teacher_prompt_includes_tools_and_episode(prompts) -> None:
     with environment(Counter) as env:
         own = TOKENIZER.decode(list(env.prompt(CHAT).ids))
         taught = TeacherPrompts(config(privileged="own.py:told"), env.prompt, None)
-        text = TOKENIZER.decode(taught.of_task(CHAT).ids)
+        text = TOKENIZER.decode(taught.encode_task(CHAT).ids)
         assert TOKENIZER.decode(list(env.prompt(CHAT).ids)) == own
     assert '"up"' in own and "It is 7." not in own and own.count("Count to 7: 3+4?") == 1
     assert '"up"' in text and "It is 7." in text and text.count("Count to 7: 3+4?") == 1
@@ -169,7 +170,7 @@ def test_the_function_must_exist(prompts) -> None:
         prompts("tolt")
 
 
-def test_samples_carry_the_prompt_to_the_step_and_to_streamed_parts(prompts) -> None:
+def test_samples_carry_teacher_prompt(prompts) -> None:
     of_config = config(privileged="own.py:told")
     batches = BatchBuilder(of_config, ReplayBuffer(of_config.replay, 0), prompts("told"))
     groups = [of(CHAT)]
@@ -181,7 +182,7 @@ def test_samples_carry_the_prompt_to_the_step_and_to_streamed_parts(prompts) -> 
             assert sample.prompt_ids.tolist() == list(groups[0].prompt.ids) and sample.mask.all()
 
 
-def test_without_rewards_a_rollout_is_in_the_loss_unless_they_are_added() -> None:
+def test_unrewarded_rollout_is_in_loss_unless_mix_add() -> None:
     groups = [group(0, [rollout(0, 0, None, [segment([8])]), rollout(0, 1, 1.0, [segment([9])])])]
     for mix, masks in (("replace", [True, True]), ("add", [False, True])):
         of_config = config(teacher="other", mix=mix)
@@ -244,4 +245,4 @@ class Vocabulary(dict[str, int]):
     ],
 )
 def test_where_two_vocabularies_differ(policy: dict[str, int], teacher: dict[str, int], why: str) -> None:
-    assert other_vocabulary(Vocabulary(policy), Vocabulary(teacher)) == why
+    assert vocabulary_difference(Vocabulary(policy), Vocabulary(teacher)) == why

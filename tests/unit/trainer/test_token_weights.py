@@ -10,18 +10,16 @@ import torch
 from tiny_trainer import trainer, weights
 
 import tiny
-from rollover.algorithms.advantage import reinforce_plus_plus_tokens
+from rollover.algorithms.advantage import optimal_token_baseline, reinforce_plus_plus_tokens
 from rollover.algorithms.correction import importance_weights
 from rollover.algorithms.loss import high_entropy_mask
-from rollover.algorithms.token_advantage import optimal_token_baseline
 from rollover.config import AlgorithmConfig
 from rollover.config.load import ConfigError, load_config
 from rollover.trainer.backend import Stream
 from rollover.trainer.batch import Batch
-from rollover.trainer.packing import split_groups
-from rollover.trainer.streams import STATISTICS, with_stream
-from rollover.trainer.token_estimates import estimate_tokens
-from rollover.trainer.token_weights import mean_weight, of_high_entropy
+from rollover.trainer.streams import STATISTICS, high_entropy_stream, mean_weight, with_stream
+from rollover.trainer.token_advantages import estimate_tokens
+from rollover.trainer.trainer import split_groups
 from rollover.types import Sample
 from samples import random_samples
 
@@ -83,7 +81,7 @@ def test_normalized_weights_have_the_mean_1_over_the_step(mode: str, minibatches
     torch.testing.assert_close(weights(t), weights(expected), atol=2e-6, rtol=1e-5)
 
 
-def test_the_mean_of_weights_is_that_of_the_proximal_policy_and_of_what_is_left() -> None:
+def test_mean_weight_uses_proximal_and_unrejected_tokens() -> None:
     s = dataclasses.replace(SAMPLES[0], mask=np.ones_like(SAMPLES[0].mask))
     start = s.behavior_logprobs + np.float32(0.2)
     s = s.with_streams(proximal_logprobs=start, start_logprobs=start)
@@ -115,7 +113,7 @@ def test_the_share_is_of_each_minibatch_whatever_its_packing(minibatches: int, l
     assert abs(plain.train_step(Batch(SAMPLES))["loss"] - losses[0]) > 1e-4
     entropies = {k: v[:, 1] for k, v in trainer({}).backend.compute_statistics(SAMPLES).items()}
     for part in split_groups(SAMPLES, minibatches):
-        kept = of_high_entropy(with_stream(part, "statistics_entropy", entropies), 0.3)
+        kept = high_entropy_stream(with_stream(part, "statistics_entropy", entropies), 0.3)
         entropy = torch.from_numpy(np.concatenate([entropies[s.rollout_id] for s in part]))[None]
         wanted = high_entropy_mask(entropy, torch.ones_like(entropy), share=0.3)
         np.testing.assert_array_equal(np.concatenate([kept[s.rollout_id] for s in part]), wanted[0].float())
@@ -126,7 +124,7 @@ def test_tokens_of_low_entropy_have_no_policy_gradient() -> None:
     """As if their advantages were 0, where those of the clip are nothing but factors; denominators count all."""
     t, expected = trainer({"top_entropy_share": 0.2}), trainer({})
     entropies = {k: v[:, 1] for k, v in t.backend.compute_statistics(SAMPLES).items()}
-    kept = of_high_entropy(with_stream(SAMPLES, "statistics_entropy", entropies), 0.2)
+    kept = high_entropy_stream(with_stream(SAMPLES, "statistics_entropy", entropies), 0.2)
     cut = []
     for s in SAMPLES:
         advantages = s.advantages.copy()
@@ -137,7 +135,7 @@ def test_tokens_of_low_entropy_have_no_policy_gradient() -> None:
     torch.testing.assert_close(weights(t), weights(expected), atol=2e-6, rtol=1e-5)
 
 
-def test_rejection_leaves_its_tokens_out_of_the_share_and_of_the_mean() -> None:
+def test_rejected_tokens_leave_entropy_share_and_mean() -> None:
     own = {"top_entropy_share": 0.3, "correction_normalize": True}
     rejecting, by_hand = trainer({"rejection": {"token_k2": 0.2}, **own}), trainer(own)
     start = by_hand.backend.compute_logprobs(SAMPLES)

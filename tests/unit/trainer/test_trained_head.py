@@ -56,7 +56,7 @@ class Fresh:
         self.model = model
 
     def now(self) -> Head:
-        return Head.of(self.model)
+        return Head.from_model(self.model)
 
 
 # What swaps weights within a step: a reference policy, and the weights that sampled.

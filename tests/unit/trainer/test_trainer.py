@@ -52,7 +52,7 @@ def trainer(
 def gradients(samples: list[Sample], *, micro_batch_tokens: int, dtype: torch.dtype = torch.float32, **algorithm: Any):
     """(loss, gradient by parameter) of one minibatch, before any optimizer step."""
     t = trainer(dtype=dtype, algorithm=algorithm, micro_batch_tokens=micro_batch_tokens)
-    counts = Counts.of(samples)
+    counts = Counts.from_samples(samples)
     loss = sum(
         t.backend.forward_backward(m, counts).totals()["sum/loss"] for m in micro_batches(samples, micro_batch_tokens)
     )
@@ -80,7 +80,7 @@ def test_logprobs_equal_the_plain_model(budget: int) -> None:
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_loss_and_gradient_do_not_depend_on_the_micro_batch_split(aggregation: str) -> None:
+def test_gradient_is_independent_of_micro_batch_split(aggregation: str) -> None:
     """DESIGN test 9: alone, some together, all together."""
     alone = gradients(SAMPLES, micro_batch_tokens=1, aggregation=aggregation)
     for budget in (40, 10_000):
@@ -178,7 +178,7 @@ def test_first_micro_batches_have_ratio_exactly_one(dtype: torch.dtype, checkpoi
     """The proximal pass, when there is one, gives the bits of the current log-probs at equal weights."""
     t = trainer(dtype=dtype, micro_batch_tokens=40, gradient_checkpointing=checkpointing)
     proximal = t.backend.compute_logprobs(SAMPLES)
-    counts = Counts.of(SAMPLES)
+    counts = Counts.from_samples(SAMPLES)
     for samples in (SAMPLES, with_stream(SAMPLES, "proximal_logprobs", proximal)):
         for micro in micro_batches(samples, 40):
             sums = t.backend.forward_backward(micro, counts).totals()
@@ -294,7 +294,7 @@ def test_checkpointing_gives_the_same_gradient() -> None:
     flat = []
     for checkpointing in (False, True):
         t = trainer(gradient_checkpointing=checkpointing)
-        t.backend.forward_backward(SAMPLES, Counts.of(SAMPLES))
+        t.backend.forward_backward(SAMPLES, Counts.from_samples(SAMPLES))
         assert any(m.gradient_checkpointing and m.training for m in tiny.local(t).model.model.layers) == checkpointing
         flat.append(torch.cat([g.flatten() for g in tiny.local(t).optimizer.gradients()]))
     torch.testing.assert_close(flat[0], flat[1], atol=1e-7, rtol=1e-5)

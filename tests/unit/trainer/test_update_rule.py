@@ -13,9 +13,8 @@ import tiny
 from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.trainer.batch import Batch
-from rollover.trainer.optimizer import Optimizer
+from rollover.trainer.optimizer import Optimizer, UpdateRule, table_names
 from rollover.trainer.trainer import Trainer
-from rollover.trainer.update_rule import UpdateRule, table_names
 from samples import random_samples
 
 SAMPLES = random_samples(1)
@@ -71,7 +70,7 @@ def assert_equal(ours: Net, theirs: Net) -> None:
         torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_muon_is_torchs_for_hidden_matrices_beside_adamw_for_the_rest() -> None:
+def test_muon_updates_hidden_matrices_and_adamw_the_rest() -> None:
     ours, theirs = Net(), Net()
     run(ours, Optimizer(ours, options("muon", weight_decay=0.1, momentum=0.9), 10, torch.float32), range(4))
     muon = torch.optim.Muon(
@@ -104,7 +103,7 @@ def test_sgd_is_torchs_with_momentum_for_all_weights() -> None:
     assert_equal(ours, theirs)
 
 
-def test_eight_bits_are_for_large_matrices_alone_and_follow_adamw() -> None:
+def test_adamw_8bit_is_for_large_matrices() -> None:
     ours, theirs = Net(), Net()
     optimizer = Optimizer(ours, options("adamw_8bit"), 10, torch.float32)
     run(ours, optimizer, range(4))
@@ -155,7 +154,7 @@ def test_the_missing_package_is_said_with_what_to_install(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_embeddings_and_the_output_layer_are_tables_and_no_hidden_matrices(tied: bool) -> None:
+def test_table_names_are_embeddings_and_output_layer(tied: bool) -> None:
     names = {"model.embed_tokens.weight"} | (set() if tied else {"lm_head.weight"})
     assert table_names(tiny.model(tie_word_embeddings=tied)) == names
 

@@ -25,10 +25,9 @@ from rollover.engine.embedded.structures import Structures
 from rollover.engine.protocol import ExtendRequest, ImageRefused, WeightLoad
 from rollover.models.attention import cache_shape
 from rollover.models.devices import synchronize
-from rollover.models.limits import Limits
-from rollover.models.load import LoadedModel
+from rollover.models.load import LoadedModel, ModelLimits
 from rollover.models.threads import Team
-from rollover.models.vision import Pixels, Vision, images_of, trains_tower
+from rollover.models.vision import Pixels, Vision, image_places, trains_tower
 from rollover.types import Segment, StopReason
 
 _TURNS_BETWEEN_STEPS = 16
@@ -74,7 +73,7 @@ class EmbeddedEngine:
             roomy_for=config.max_running if self._runner.kernels is not None else 0,
         )
         self._batcher = Batcher(cache, config.max_running)
-        self._limits = Limits.of(model)
+        self._limits = ModelLimits.from_model(model)
         self._kv_policy: KVPolicy = kv_on_resume
         self._decode_text = decode_text
         self._structures = structures
@@ -107,7 +106,7 @@ class EmbeddedEngine:
             kv_on_resume=config.rollout.kv_on_resume,
             decode_text=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
             structures=Structures(tokenizer),
-            team=Team.of(config.run, next(model.parameters()).device),
+            team=Team.from_config(config.run, next(model.parameters()).device),
             processor=loaded.processor,
             tower_changes=tower_changes,
         )
@@ -152,7 +151,7 @@ class EmbeddedEngine:
         if request.stop_strings and self._decode_text is None:
             raise ValueError("stop strings need the engine's decode_text")
         try:  # here, where it fails this rollout alone
-            images = images_of(self._vision, request.shown)
+            images = image_places(self._vision, request.shown)
             images.check_text_follows(len(request.prompt) + len(request.generated_ids))
             if self._vision is not None and self.may_step.is_set():  # else its weights may be freed
                 self._vision.prepare(images)

@@ -307,17 +307,17 @@ class Runner:
         # Of the weights as they are: packing frees them. A tied one has several names.
         self._shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
         self._names = {name for name, _ in model.named_parameters()}
-        self._flops = ModelFlops.of(model)
+        self._flops = ModelFlops.from_model(model)
         self.freed: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
         self._of_text = 0.0
-        self.kernels = kernels.on(self.device.type)
+        self.kernels = kernels.for_device(self.device.type)
         self.compiled = self.kernels is not None
         operations, fast = self.kernels or TorchOperations(), InferenceDecoder.supported(model)
         self.adapters = Adapters(model, attach=not fast)
         self.decoder = InferenceDecoder(model, rows, operations, self.adapters) if fast else None
         if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
             self.kernels = None  # whose attention has none
-        self.head = Head.of(model).precise(rows)
+        self.head = Head.from_model(model).precise(rows)
         holders = [self.adapters, *([self.decoder] if self.decoder is not None else [])]
         self.weights = InPlace(model, holders)
 
@@ -339,7 +339,7 @@ class Runner:
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Replace weights and adapters, then the copies made of them. Returns the bytes written."""
         num_bytes = self.weights.send(tensors)
-        self.head = Head.of(self.model).precise(self.rows)
+        self.head = Head.from_model(self.model).precise(self.rows)
         return num_bytes
 
     def free_weights(self, *, keep: bool) -> Callable[[], None]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rollover.images import digest_of, read_image
-from rollover.models.smollm2 import ALIAS, cache_root
+from rollover.models.locate import ALIAS, cache_root
 from rollover.plugins.dashboard.explain_advantage import explain_advantage
 from rollover.plugins.dashboard.indexed_run import IndexedRun
 from rollover.plugins.dashboard.numbers import numbers

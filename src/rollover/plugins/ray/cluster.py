@@ -1,5 +1,5 @@
 """The roles of a run as Ray actors: servers, ranks and reward pools on the nodes that
-cluster/assignment.py finds. The only importer of ray.
+cluster/plan.py finds. The only importer of ray.
 
     controller, Ray's driver, ──▶ ActorHost        ──▶ ServerRole: `rollover serve` in a child of the actor
                               └─▶ ActorRewardNode  ──▶ RewardRole: a RewardPool
@@ -28,8 +28,7 @@ from typing import Any
 import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from rollover.cluster.assignment import POOL, RANK, SERVER, Assignment
-from rollover.cluster.plan import DoesNotFit, Needs, Node, devices_of_controller, many
+from rollover.cluster.plan import POOL, RANK, SERVER, Assignment, DoesNotFit, Needs, Node, devices_of_controller, many
 from rollover.config import Config
 from rollover.engine.protocol import EngineDied
 from rollover.engine.remote.hosts import Host
@@ -72,7 +71,7 @@ class RayCluster:
             driver = ray.get_runtime_context().get_node_id()
             self._address = alive[driver]["NodeManagerAddress"]
             there = _with_gpus_per_node(alive.values(), config)
-            self._assignment = Assignment(Needs.of(there), list(_nodes(alive).values()), driver)
+            self._assignment = Assignment(Needs.from_config(there), list(_nodes(alive).values()), driver)
             self._holders: list[Any] = []  # an actor ends with its handle
             # GPUs that roles share in turns (cluster.colocate), by node, the controller's first. Ray can only divide
             # single GPUs, and would give two halves of one to two servers.
@@ -91,7 +90,7 @@ class RayCluster:
         return self._start_ranks if self._assignment.needs.ranks else None
 
     def _start_ranks(self) -> Ranks:
-        needs, at = self._assignment.needs, self._assignment.of
+        needs, at = self._assignment.needs, self._assignment.node_of
         most = max(Counter(node for name, node in at.items() if name.startswith(RANK)).values())
         device = "cuda:0" if needs.rank_gpus else "cpu"  # of those that a rank sees, the first
         return start_actor_ranks(self, [device] * needs.ranks, max(1, most_threads(self.config) // most))

@@ -27,7 +27,7 @@ from rollover.rewards.registry import Mode
 from rollover.rewards.serialization import packed
 from rollover.rewards.worker import RewardProbeError
 from rollover.trainer.backend import BackendLost
-from rollover.trainer.ranks.group import Answers, Collecting, meet
+from rollover.trainer.ranks.group import AnswerCollector, Answers, rendezvous
 from rollover.types import Reward, Task
 
 CALL_S = 60.0
@@ -176,7 +176,7 @@ def start_actor_ranks(actors: Actors, devices: list[str], threads: int) -> Actor
     timeout_s = actors.config.backend.rank_timeout_s
     ranks = ActorRanks(actors, len(devices), timeout_s)
     try:
-        meet(ranks, ranks.host, devices, threads, timeout_s)
+        rendezvous(ranks, ranks.host, devices, threads, timeout_s)
     except BaseException:
         ranks.close()
         raise
@@ -240,12 +240,14 @@ class ActorRanks:
         raise BackendLost(self._why)
 
     def _answers(self, verb: str, calls: dict[Future[dict[str, Any]], int], limited: bool) -> Answers:
-        collecting = Collecting(calls.values(), self._timeout_s, limited, lambda rank, how: self._lost(rank, verb, how))
+        collecting = AnswerCollector(
+            calls.values(), self._timeout_s, limited, lambda rank, how: self._lost(rank, verb, how)
+        )
         waiting = set(calls)
         while not collecting.done:
-            done, waiting = wait(waiting, collecting.left_s, FIRST_COMPLETED)
+            done, waiting = wait(waiting, collecting.remaining_s, FIRST_COMPLETED)
             if not done:
-                collecting.late()
+                collecting.on_timeout()
             for call in done:
                 rank = calls[call]
                 try:
@@ -254,8 +256,8 @@ class ActorRanks:
                     raise self._lost(rank, verb, f"is gone: {error}") from None
                 if "lost" in answer:
                     raise self._lost(rank, verb, f"is lost: {answer['lost']}")
-                collecting.take(rank, answer)
-        return collecting.found()
+                collecting.add(rank, answer)
+        return collecting.result()
 
     def _lost(self, rank: int, verb: str, how: str) -> BackendLost:
         """End all ranks, and return the error to raise."""

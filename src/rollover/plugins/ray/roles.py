@@ -27,7 +27,7 @@ from rollover.rewards.serialization import packed
 from rollover.rewards.trl_arguments import TrainerState
 from rollover.rewards.worker import RewardProbeError
 from rollover.trainer.backend import BackendLost
-from rollover.trainer.ranks.local import LocalRanks
+from rollover.trainer.ranks.group import LocalRanks
 from rollover.trainer.ranks.process import error_answer
 from rollover.types import Task
 

@@ -24,18 +24,18 @@ import numpy as np
 import torch
 
 from rollover.engine.protocol import ExtendRequest
-from rollover.models.limits import Limits
-from rollover.models.tokenizer_files import save_tokenizer
+from rollover.models.load import ModelLimits
+from rollover.models.save import save_tokenizer
 from rollover.plugins.tinker.engine import session_of
 from rollover.plugins.tinker.service import TinkerSession
+from rollover.trainer.auxiliary_models import load_teacher_outline
 from rollover.trainer.backend import TEACHER, BackendSetup, Stream, Version
-from rollover.trainer.local_backend import answers_under
+from rollover.trainer.local_backend import sample_with
 from rollover.trainer.objective import Counts, Objective
 from rollover.trainer.optimizer import learning_rate
 from rollover.trainer.packing import token_batch
 from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.tally import Tally
-from rollover.trainer.teacher import load_teacher_outline
 from rollover.types import Sample, Segment
 
 
@@ -133,7 +133,7 @@ class TinkerBackend:
 
     async def sample(self, requests: Sequence[ExtendRequest]) -> list[list[Segment]]:
         """Sample by the service's engine, which first loads the current weights if it has others."""
-        return await answers_under(self, self.engine, requests)
+        return await sample_with(self, self.engine, requests)
 
     def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         meta = {"policy_version": self.policy_version, "step_count": self.step_count, "path": self._saved("state")}
@@ -258,7 +258,7 @@ class TinkerBackend:
 
 def _check(model: Any, samples: list[Sample]) -> None:
     """Raise ValueError for samples that exceed the model's limits or whose temperature is not 1."""
-    limits = Limits.of(model)
+    limits = ModelLimits.from_model(model)
     for s in samples:
         limits.check(s.rollout_id, s.prompt_ids, s.token_ids)
         if s.temperature != 1:

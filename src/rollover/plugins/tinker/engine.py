@@ -18,7 +18,7 @@ from rollover.engine.build import EngineSetup
 from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, WeightLoad, WrongAnswer
 from rollover.engine.remote.generation import Generation
 from rollover.engine.validate import usable
-from rollover.models.limits import Limits
+from rollover.models.load import ModelLimits
 from rollover.plugins.tinker.service import TinkerSession
 from rollover.types import Segment, StopReason
 
@@ -180,7 +180,7 @@ def make_tinker(setup: EngineSetup) -> TinkerEngine:
     def decode_text(ids: list[int]) -> str:
         return loaded.tokenizer.decode(ids, skip_special_tokens=False)
 
-    longest = Limits.of(loaded.model).positions or 2**31
+    longest = ModelLimits.from_model(loaded.model).positions or 2**31
     service = TinkerSession(setup.config)
     try:
         return TinkerEngine(service, longest, decode_text)

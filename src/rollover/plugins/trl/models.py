@@ -14,7 +14,7 @@ from typing import Any
 from rollover.config import ConfigError
 from rollover.models.adapters import base_weights
 from rollover.models.load import stored_buffers
-from rollover.models.tokenizer_files import save_tokenizer
+from rollover.models.save import save_tokenizer
 
 ADAPTER = "adapter"
 

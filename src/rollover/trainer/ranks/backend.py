@@ -1,9 +1,9 @@
-"""The backend whose weights, gradients and optimizer are spread over ranks: it carries out each verb on all of them.
+"""The backend whose weights, gradients and optimizer are spread over ranks: it calls each verb on all of them.
 
     samples ──spread──▶ the ranks' own ──▶ rank, rank, ... ──▶ streams and sums, merged in the order of the ranks
 
-Owns `policy_version` as the ranks have it, and the file through which weights come from there. The weights themselves
-are never in this process.
+Owns the ranks' `policy_version`, and the file through which their weights come. The weights themselves are never in
+this process.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ from rollover.checkpoint.store import FolderWriter
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.devices import dtype_of, pick_device
-from rollover.models.limits import Limits
-from rollover.models.load import outline_of
+from rollover.models.load import ModelLimits, make_outline
+from rollover.models.save import write_folder
 from rollover.models.threads import most_threads
 from rollover.processes import brief_waiting
+from rollover.trainer.auxiliary_models import load_teacher_outline
 from rollover.trainer.backend import TEACHER, BackendSetup, Stream, Version
-from rollover.trainer.local_backend import answers_under, write_folder
+from rollover.trainer.local_backend import sample_with
 from rollover.trainer.objective import Counts
 from rollover.trainer.packing import row_tokens
-from rollover.trainer.ranks.group import Ranks, meet
-from rollover.trainer.ranks.local import HOST, LocalRanks
+from rollover.trainer.ranks.group import HOST, LocalRanks, Ranks, rendezvous
 from rollover.trainer.ranks.wire import to_plain
 from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.tally import Tally
-from rollover.trainer.teacher import load_teacher_outline
 from rollover.types import Sample, Segment
 from rollover.weights.safetensors_stream import WholeFile
 from rollover.weights.weights_file import OwnFolder, not_written
@@ -46,8 +45,7 @@ _numbers = itertools.count(1)
 
 
 def start_ranks(config: Config, logs: Path | None = None) -> LocalRanks:
-    """The ranks of a configuration on this machine, met. `logs`: see BackendSetup. ValueError where it has not as many
-    GPUs."""
+    """Start connected ranks on this machine. `logs`: see BackendSetup. ValueError for too few GPUs."""
     num, device = config.backend.num_ranks, pick_device(config.model.device)
     if device.type == "cuda" and torch.cuda.device_count() < num:
         raise ValueError(
@@ -58,7 +56,7 @@ def start_ranks(config: Config, logs: Path | None = None) -> LocalRanks:
     ranks = LocalRanks(num, config.backend.rank_timeout_s, brief_waiting(config.run), logs)
     try:
         threads = max(1, most_threads(config) // num)
-        meet(ranks, HOST, devices, threads, config.backend.rank_timeout_s)
+        rendezvous(ranks, HOST, devices, threads, config.backend.rank_timeout_s)
     except BaseException:
         ranks.close()
         raise
@@ -66,32 +64,32 @@ def start_ranks(config: Config, logs: Path | None = None) -> LocalRanks:
 
 
 def make_ranks(setup: BackendSetup) -> RanksBackend:
-    """A backend on ranks of its own."""
+    """Make a backend on new ranks."""
     ranks = start_ranks(setup.config, setup.logs) if setup.own_ranks is None else setup.own_ranks()
     return RanksBackend(setup, ranks)
 
 
 class RanksBackend:
-    """The `TrainerBackend` over `ranks`, which have met, and end with it. Each verb is documented there.
+    """The `TrainerBackend` over connected `ranks`, which close with it. The protocol documents each verb.
 
-    `setup.loaded` has tokenizer, configuration and shapes of the model; its weights are never looked at.
+    `setup.loaded` has tokenizer, configuration and shapes of the model; its weights are not used.
     """
 
     def __init__(self, setup: BackendSetup, ranks: Ranks) -> None:
         config = setup.config
         self.config, self.loaded, self.engine, self.ranks = config, setup.loaded, setup.engine, ranks
         self.policy_version, self._flops = 0, dict.fromkeys(range(ranks.num), 0.0)
-        self._limits = self._teacher_limits = Limits.of(setup.loaded.model)
+        self._limits = self._teacher_limits = ModelLimits.from_model(setup.loaded.model)
         if config.distill.model_path:
-            self._teacher_limits = Limits.of(load_teacher_outline(config, setup.loaded).model)
+            self._teacher_limits = ModelLimits.from_model(load_teacher_outline(config, setup.loaded).model)
         self._number = next(_numbers)
         self._folder = OwnFolder(config.engine.weights_dir)
         self._published: Path | None = None
-        places = [place for place in sys.path if place]  # where a loss of the user's own may be found
+        places = [place for place in sys.path if place]  # where a custom loss may be imported from
         build = {"config": config.model_dump(mode="json"), "max_staleness": setup.max_staleness, "places": places}
         everyone = dict.fromkeys(range(ranks.num), {"backend": self._number})
         try:
-            # Rank 0 reads the weights from a disk, which takes what it takes: nobody waits for it in between.
+            # Rank 0 reads the weights from a disk: no time limit.
             loaded = self.ranks.call("load", {rank: of | build for rank, of in everyone.items()}, limited=False)
             self.ranks.call("build", {rank: of | loaded[0] for rank, of in everyone.items()})
         except BaseException:
@@ -118,7 +116,7 @@ class RanksBackend:
         values = [{"samples": part, "counts": counts} for part in self._spread(samples, self._limits)]
         sums = Tally()
         for found in self._call("forward_backward", values):
-            sums.absorb(Tally.of(found["sums"], found["tokens"]))
+            sums.absorb(Tally.from_vectors(found["sums"], found["tokens"]))
         return sums
 
     def optim_step(self, rate_scale: float = 1.0, *, divisor: float = 1.0, ends_step: bool = True) -> dict[str, float]:
@@ -128,12 +126,12 @@ class RanksBackend:
         self._call_all("forget_gradients")
 
     async def publish(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Views of a file, which rank 0 has written: a WholeFile."""
+        """Return views of a file that rank 0 wrote: a WholeFile."""
         return await asyncio.to_thread(self._gathered)
 
     async def sample(self, requests: Sequence[ExtendRequest]) -> list[list[Segment]]:
-        """As LocalBackend's."""
-        return await answers_under(self, self.engine, requests)
+        """Sample with the engine of the backend (`sample_with`)."""
+        return await sample_with(self, self.engine, requests)
 
     def save_checkpoint(self) -> tuple[FolderWriter, dict[str, Any]]:
         def write(folder: str) -> None:
@@ -145,7 +143,7 @@ class RanksBackend:
         self._call_all("read_state", paths=stored.paths, meta=meta)
 
     def save_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """As `save_checkpoint`, for programs without a run: all of it, in this process."""
+        """Collect the whole state of `save_checkpoint` in this process, for programs without a run."""
         write, meta = self.save_checkpoint()
         with tempfile.TemporaryDirectory(dir=self._folder.path(0)) as folder:
             write(folder)
@@ -158,50 +156,54 @@ class RanksBackend:
             self.load_checkpoint(StoredTensors([path]), meta)
 
     def save_model(self, folder: Path) -> None:
-        """A folder that transformers' from_pretrained loads, in compute dtype, tokenizer included."""
-        outline = outline_of(self.loaded, self.config.model, dtype_of(self.config))
+        """Write a folder that from_pretrained loads, in compute dtype, tokenizer included."""
+        outline = make_outline(self.loaded, self.config.model, dtype_of(self.config))
         write_folder(folder, outline, dict(self._gathered(buffers=True)), self.loaded, self.loaded.path)
 
     def start_profile(self) -> None:
-        """Every rank profiles itself from now on."""
+        """Start the profiler of every rank."""
         self._call_all("start_profile")
 
     def stop_profile(self, path: Path) -> None:
-        """Every rank writes its profile beside `path`, with its number in the name."""
+        """Stop the profilers; every rank writes beside `path`, with its number in the name."""
         names = (path.with_stem(f"{path.stem}-rank-{rank}") for rank in range(self.ranks.num))
         self._call("stop_profile", [{"path": str(name)} for name in names])
 
     def close(self) -> None:
-        """End the ranks."""
+        """Close the ranks."""
         self.ranks.close()
         self._folder.close()
 
     # Private
 
-    def _spread(self, samples: list[Sample], limits: Limits) -> list[list[Sample]]:
-        """The samples of each rank. ValueError for one that the model of these limits cannot be given: its rank alone
-        would fail, and the others wait for it."""
+    def _spread(self, samples: list[Sample], limits: ModelLimits) -> list[list[Sample]]:
+        """Spread the samples over the ranks.
+
+        ValueError for one that exceeds the model's limits: its rank alone would fail, and the others wait for it.
+        """
         for s in samples:
             if s.mask.any():
                 limits.check(s.rollout_id, s.prompt_ids, s.token_ids)
         return spread(samples, self.ranks.num)
 
     def _call(self, verb: str, values: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """What each rank found, in their order."""
-        asked = {rank: to_plain({**of_rank, "backend": self._number}) for rank, of_rank in enumerate(values)}
-        answers = self.ranks.call(verb, asked)
+        """Call the verb on all ranks; return their results in order."""
+        calls = {rank: to_plain({**of_rank, "backend": self._number}) for rank, of_rank in enumerate(values)}
+        answers = self.ranks.call(verb, calls)
         for rank, answer in answers.items():
             self._flops[rank] = answer["flops"]
         self.policy_version = answers[0]["policy_version"]
         return [answers[rank]["found"] for rank in sorted(answers)]
 
     def _call_all(self, verb: str, **values: Any) -> Any:
-        """What rank 0 found, of a call that is the same for all."""
+        """Call the verb with equal values on all ranks; return the result of rank 0."""
         return self._call(verb, [values] * self.ranks.num)[0]
 
     def _gathered(self, *, buffers: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
-        """All weights in compute dtype, as views of a file of their own; `buffers`: and what else the model's files
-        hold."""
+        """Return all weights in compute dtype, as views of a new file.
+
+        `buffers`: also the buffers that the model's files hold.
+        """
         sizes = sum(p.numel() for p in self.loaded.model.parameters()) * dtype_of(self.config).itemsize
         path = self._folder.path(2 * sizes) / f"published.{next(_numbers)}.safetensors"
         failed = self._call_all("write_weights", path=str(path), buffers=buffers)
@@ -215,11 +217,11 @@ class RanksBackend:
 
 
 def spread(samples: list[Sample], num_ranks: int) -> list[list[Sample]]:
-    """The samples of each rank, whole groups in the order in which they came, with about as many tokens each.
+    """Spread samples over ranks: whole groups in their order, with about as many tokens for each rank.
 
-    Pure. A group is never cut: its siblings share the copy of their prompt in a row. The largest group first, to the
-    rank that has the fewest tokens so far (Graham 1969, "Bounds on Multiprocessing Timing Anomalies": at most 4/3 of
-    the best spread). What has no loss token costs nothing, and goes with its group.
+    Pure. A group is never split: its siblings share the copy of their prompt in a row. The largest group first, to the
+    rank with the fewest tokens so far (Graham 1969, "Bounds on Multiprocessing Timing Anomalies": at most 4/3 of the
+    optimum). Samples without a loss token cost nothing, and go with their group.
     """
     tokens: dict[int, int] = {}
     groups: dict[int, list[Sample]] = {}

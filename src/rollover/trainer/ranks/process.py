@@ -16,11 +16,11 @@ from rollover.models.allocator import keep_few_shapes, keep_freed_memory
 from rollover.workers.child import Calls
 
 VALUE, FUNCTION, DISK, OTHER = "value", "function", "disk", "other"
-"""Kinds of errors: what was asked for cannot be; a function of the user's own failed; a disk did; anything else."""
+"""Kinds of errors: invalid call; a custom function failed; a disk failed; anything else."""
 
 
 def main(host: str) -> None:
-    """`host`: the address at which the ranks meet."""
+    """Answer calls until the parent ends. `host`: the address of the rendezvous."""
     calls = Calls()
     prepare(host)
     keep_freed_memory()
@@ -31,11 +31,11 @@ def main(host: str) -> None:
     rank = Rank()
     for call in calls:
         calls.reply(**answer(rank, call["verb"], call["values"]))
-    os._exit(0)  # threads of the process group may wait for others that have ended, too
+    os._exit(0)  # threads of the process group may wait for ranks that ended
 
 
 def prepare(host: str) -> None:
-    """Before torch is loaded. Ranks that meet at a loopback address talk to each other there alone."""
+    """Set environment variables, before torch is loaded: ranks at a loopback address use only that interface."""
     if ipaddress.ip_address(host).is_loopback:
         interface = "lo" if sys.platform == "linux" else "lo0"
         os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
@@ -43,7 +43,7 @@ def prepare(host: str) -> None:
 
 
 def answer(rank: Any, verb: str, values: dict[str, Any]) -> dict[str, Any]:
-    """The reply to a call: {"found"}, or an error as `error_answer` gives it."""
+    """Return the reply to a call: {"found"}, or an error from `error_answer`."""
     try:
         return {"found": rank.answer(verb, values)}
     except Exception as error:  # boundary: it is raised in the loop's process
@@ -54,7 +54,7 @@ def answer(rank: Any, verb: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_answer(error: Exception) -> dict[str, Any]:
-    """How an error is answered: {"error", "kind"}, and of a disk {"errno"}."""
+    """Encode an error: {"error", "kind"}, and "errno" for a disk error."""
     if isinstance(error, ValueError):
         return {"error": str(error), "kind": FUNCTION if isinstance(error, FunctionError) else VALUE}
     if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError | TimeoutError):

@@ -1,7 +1,7 @@
-"""What one rank does: its part of each verb, over the same parts as the backend of a single process.
+"""One rank: its part of each verb, over the same modules as the backend of a single process.
 
-All ranks are asked for the same at once, each with its own samples. Whatever one of them refuses, all of them refuse
-before they meet; what only one of them can fail in has been looked at by the loop's process (backend.py).
+All ranks get each call at once, each with its own samples. A refusal must come from all ranks before they
+communicate; the loop's process checks in advance whatever only one rank could refuse (backend.py).
 """
 
 from __future__ import annotations
@@ -25,25 +25,23 @@ from rollover.models.flops import ModelFlops
 from rollover.models.load import LoadedModel, load_model, load_outline, stored_buffers
 from rollover.models.norms import compile_norms
 from rollover.models.threads import Team
+from rollover.trainer.auxiliary_models import load_reference, load_teacher_in_float32
 from rollover.trainer.backend import BackendSetup
 from rollover.trainer.local_backend import LocalBackend
 from rollover.trainer.profile import new_profile
 from rollover.trainer.ranks import wire
-from rollover.trainer.ranks.sharded import shard, spread_like, whole_weights
-from rollover.trainer.reference import load_reference
-from rollover.trainer.shards import RankTensors, save_shards
+from rollover.trainer.ranks.sharded import RankTensors, distribute_like, save_shards, shard, whole_weights
 from rollover.trainer.tally import Tally
-from rollover.trainer.teacher import load_teacher_in_float32
 from rollover.weights.safetensors_stream import write_safetensors
 
-_OF_THE_PROCESS = ("listen", "join", "load", "build")  # the other verbs are methods of a RankBackend
+_PROCESS_VERBS = ("listen", "join", "load", "build")  # the others are methods of a RankBackend
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a rank begins with: models with weights at rank 0, and their shapes at the others.
+    """Initial models of a rank: with weights at rank 0, and their shapes at the others.
 
-    `reference`: the weights of algorithm.reference_path, at rank 0. `teacher`: the model that distill.teacher names.
+    `reference`: the weights of algorithm.reference_path, at rank 0. `teacher`: the model of distill.model_path.
     """
 
     setup: BackendSetup
@@ -52,7 +50,7 @@ class Loaded:
 
 
 class RankBackend(LocalBackend):
-    """The part of one rank. `flops`: of the whole model, then of the teacher's. All ranks make theirs together."""
+    """The backend of one rank. `flops`: of the whole model, then of the teacher's. All ranks make it together."""
 
     def __init__(self, loaded: Loaded, flops: list[ModelFlops], device: torch.device) -> None:
         config, policy, reference, teacher = loaded.setup.config, loaded.setup.loaded, loaded.reference, loaded.teacher
@@ -63,7 +61,7 @@ class RankBackend(LocalBackend):
             sharded_teacher = shard(frozen, flops[1], self.dtype, device, teacher.processor)
             compile_norms(teacher.model, self.dtype)
         if config.algorithm.needs_reference and config.algorithm.reference_path:
-            reference = spread_like(policy.model, reference, self.dtype)
+            reference = distribute_like(policy.model, reference, self.dtype)
         super().__init__(
             loaded.setup, teacher=teacher, reference=reference, sharded=sharded, sharded_teacher=sharded_teacher
         )
@@ -75,7 +73,7 @@ class RankBackend(LocalBackend):
         self._profile.start()
 
     def stop_profile(self, path: str) -> None:
-        """Write what `start_profile` began. On another machine the folder may have to be made."""
+        """Write the profile. On another machine the folder may be missing."""
         if (profile := self._profile) is not None:
             self._profile = None
             profile.stop()
@@ -83,9 +81,9 @@ class RankBackend(LocalBackend):
             profile.export_chrome_trace(path)
 
     def write_weights(self, path: str, buffers: bool) -> str:
-        """Rank 0 writes all weights, in compute dtype, into a safetensors file. Why it could not, "" if it could.
+        """Write all weights at rank 0, in compute dtype, into a safetensors file. Return the error message, or "".
 
-        `buffers`: and after them what else a model's files hold, as it is.
+        `buffers`: also the buffers that the model's files hold.
         """
         beside = {name: b.cpu() for name, b in stored_buffers(self.model).items()} if buffers else {}
         shapes = {name: (self.dtype, p.shape) for name, p in self.model.named_parameters()}
@@ -97,27 +95,25 @@ class RankBackend(LocalBackend):
                 write_safetensors(Path(path), shapes, weights)
             except OSError as error:
                 failed = str(error)
-        for _ in weights:  # to the end: all ranks gather each of them
+        for _ in weights:  # all ranks must gather every weight
             pass
         return failed
 
     def state_meta(self) -> dict[str, Any]:
-        """What JSON can hold of `save_state`."""
+        """Return the JSON values of `save_state`."""
         return self.save_state()[1]
 
     def write_state(self, folder: str) -> None:
-        """All ranks write what `save_state` gives, each its own slices. OSError, on all of them, where a disk was at
-        fault."""
+        """Write `save_state`, each rank its own slices. OSError, on all ranks, for a disk error."""
         save_shards(self.save_state()[0], folder)
 
     def read_state(self, paths: list[str], meta: dict[str, Any]) -> None:
-        """As `load_state`, from files of which this rank reads its slices."""
+        """Restore a state from files of which this rank reads its slices."""
         self.load_state(RankTensors(paths, dict(self.model.named_parameters())), meta)
 
 
 class Rank:
-    """Answers the calls of one rank's process. Owns its backends, by their numbers: a run has one, a program may
-    compare several."""
+    """Answers the calls of one rank's process. Owns its backends, by number: a program may compare several."""
 
     def __init__(self) -> None:
         self._backends: dict[int, RankBackend] = {}
@@ -125,32 +121,32 @@ class Rank:
         self._listening: socket.socket | None = None
 
     def answer(self, verb: str, values: dict[str, Any]) -> dict[str, Any]:
-        """What the verb gives, as `wire.to_plain` makes it. Errors as of the verb."""
-        if verb in _OF_THE_PROCESS:
+        """Return the result of the verb, encoded by `wire.to_plain`. Raises the verb's errors."""
+        if verb in _PROCESS_VERBS:
             return wire.call(self, verb, values) or {}
         backend = self._backends[values.pop("backend")]
         found = wire.call(backend, verb, values)
         if isinstance(found, Tally):
-            found = {"sums": found.vectors(), "tokens": found.take_tokens()}
+            found = {"sums": found.vectors(), "tokens": found.pop_token_stats()}
         return {"found": found, "flops": backend.flops, "policy_version": backend.policy_version}
 
     # Calls of the process
 
     def listen(self, host: str) -> dict[str, Any]:
-        """Rank 0: where the others will find it."""
+        """Listen for the other ranks, at rank 0."""
         self._listening = socket.create_server((host, 0))
         return {"port": self._listening.getsockname()[1]}
 
     def join(
         self, rank: int, num_ranks: int, host: str, port: int, device: str, threads: int, timeout_s: float
     ) -> None:
-        """Meet the other ranks."""
+        """Join the process group."""
         torch.set_num_threads(threads)
         self._device = torch.device(device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         timeout = timedelta(seconds=timeout_s)
-        # A socket of ours: one that the store opened would listen to every network that the machine is in.
+        # Our own socket: the store's would listen on every interface.
         listening = None if self._listening is None else self._listening.detach()
         store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             host,
@@ -167,18 +163,20 @@ class Rank:
         dist.barrier()
 
     def load(self, backend: int, config: Mapping[str, Any], max_staleness: int, places: list[str]) -> dict[str, Any]:
-        """The models as this rank begins with them. Rank 0 has the weights, and counts what passes over them cost.
-        `places`: where modules are looked for, too."""
+        """Load this rank's models. Rank 0 loads the weights, and counts the FLOPs of passes.
+
+        `places`: further folders of modules.
+        """
         sys.path += [place for place in places if place not in sys.path]
-        checked = Config.model_validate(config, context=UNSETTLED)  # where it was made
+        checked = Config.model_validate(config, context=UNSETTLED)  # in the parent
         is_first, has_teacher = not dist.get_rank(), bool(checked.distill.model_path)
         policy = load_model(checked.model) if is_first else load_outline(checked.model, filled_later=True)
         reference = load_reference(checked, policy) if is_first else None
         teacher = load_teacher_in_float32(checked, policy, with_weights=is_first) if has_teacher else None
         self._loaded[backend] = Loaded(BackendSetup(checked, policy, Team(), max_staleness), reference, teacher)
         models = [policy, *filter(None, [teacher])]
-        return {"flops": [ModelFlops.of(each.model) for each in models]} if is_first else {}
+        return {"flops": [ModelFlops.from_model(each.model) for each in models]} if is_first else {}
 
     def build(self, backend: int, flops: list[ModelFlops]) -> None:
-        """Make the backend of what `load` gave; `flops` is that of rank 0."""
+        """Build the backend from the loaded models; `flops` is rank 0's."""
         self._backends[backend] = RankBackend(self._loaded.pop(backend), flops, self._device)

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-_LEAVES = (np.ndarray, str, int, float)  # most values, and quickly told
+_LEAVES = (np.ndarray, str, int, float)  # most values: a fast check
 
 
 def to_plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ from rollover import cli
 from rollover.config import AlgorithmConfig
 from rollover.plugins.convert.verl.options import options_of_script
 from rollover.plugins.convert.verl.values import older_veto
-from rollover.trainer.token_weights import without_rejected
+from rollover.trainer.streams import without_rejected
 from samples import random_samples
 
 SCRIPT = """#!/usr/bin/env bash

@@ -41,7 +41,7 @@ def test_samples_counts_and_streams_arrive_as_they_were(ends: tuple[Channel, Cha
     samples, taught = random_samples(0), np.array([4, 5], np.int32)
     more = {"teacher_prompt_ids": taught, "sequence_id": "s", "role": "solver"}
     samples[0] = dataclasses.replace(samples[0], **more, media=(Media("a.png", "ab" * 32, (8, 6), 1, 2),))
-    counts = dataclasses.replace(Counts.of(samples), divided=False)
+    counts = dataclasses.replace(Counts.from_samples(samples), divided=False)
     (message,) = passed(ends, wire.to_plain({"samples": samples, "counts": counts}))
     assert wire.from_plain(Counts, message["counts"]) == counts
     for ours, theirs in zip(wire.from_plain(list[Sample], message["samples"]), samples, strict=True):

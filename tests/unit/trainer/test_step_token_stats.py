@@ -128,7 +128,7 @@ def test_of_each_token_what_the_closed_form_gives(name: str, plain: Any) -> None
     assert len(seen) > 1 or name == "no correction", "the case must bind somewhere"
 
 
-def test_rejected_tokens_have_no_weight_and_their_ratio_at_the_start_of_the_step(plain: Any) -> None:
+def test_rejected_tokens_have_weight_zero_and_start_ratio(plain: Any) -> None:
     of = trainer({"rejection": {"token_k2": 0.05}, "correction": "token_truncate", "correction_cap": CAP})
     of.train_step(Batch(SAMPLES))
     rejected = 0
@@ -208,7 +208,7 @@ def test_gathered_group_by_group_it_is_the_same() -> None:
             assert getattr(a, name) == pytest.approx(getattr(b, name), rel=1e-4, nan_ok=True)
 
 
-def test_it_changes_no_weight_and_is_left_out_where_it_is_not_wanted() -> None:
+def test_token_stats_are_optional_and_change_no_weight() -> None:
     algorithm = {"correction": "token_truncate", "correction_cap": CAP, "kl_coef": 0.1, "entropy_coef": 0.1}
     told, silent = trainer(algorithm), trainer(algorithm, tells=False)
     rows = [of.train_step(Batch(SAMPLES)) for of in (told, silent)]
@@ -219,7 +219,7 @@ def test_it_changes_no_weight_and_is_left_out_where_it_is_not_wanted() -> None:
 
 
 def test_a_loss_of_ones_own_is_told_as_its_gradient_has_it() -> None:
-    of = trainer({"loss": "rollover.algorithms.unclipped:importance_sampling", "correction": "none",
+    of = trainer({"loss": "rollover.algorithms.loss:importance_sampling", "correction": "none",
                   "proximal": "behavior", "allow_uncorrected": True})  # fmt: skip
     of.train_step(Batch(SAMPLES))
     for s in SAMPLES:

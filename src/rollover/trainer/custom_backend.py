@@ -1,9 +1,8 @@
-"""A trainer's backend of the user's own, held to the contract: what it raises or returns wrongly is said as its own
-fault.
+"""Validation of a custom trainer backend: its errors and invalid results are reported as its own.
 
-    backend.type = "mine.py:make" ──▶ make(setup) ──▶ OwnBackend ──▶ trainer, hand-over, checkpoints
+    backend.type = "mine.py:make" ──▶ make(setup) ──▶ CustomBackend ──▶ trainer, weight sync, checkpoints
 
-Never changes an answer: it is passed on, or refused.
+Never changes a result: it is passed on, or refused.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.tally import Tally
 from rollover.types import Sample, Segment
 
-# What each part of the contract must be or do, to complete "it must ...".
+# The contract of each member, completing "it must ...".
 _MUST = {
     "policy_version": "be a property with the training steps of the current weights, an integer",
     "flops": "be a property with the FLOPs so far, a number",
@@ -34,29 +33,29 @@ _MUST = {
     " of squared probabilities",
     "forward_backward": "add the gradient of the samples, and return a Tally",
     "optim_step": "step, and return a dict of numbers with grad_norm, learning_rate and train/skipped_steps",
-    "forget_gradients": "forget the gradient, and may raise nothing",
+    "forget_gradients": "discard the gradient, without an exception",
     "publish": "be an async def that returns pairs of a name and a tensor",
     "sample": "be an async def that returns a list of Segments for each request",
     "save_state": "return (tensors by name, what JSON can hold)",
-    "load_state": "go on from what save_state gave",
+    "load_state": "restore what save_state returned",
     "save_model": "write the model into the folder",
 }
 _UPDATE = ("grad_norm", "learning_rate", "train/skipped_steps")
 
 
 def _parameters(verb: Callable[..., object]) -> Container[str]:
-    """Their names, where Python can tell them."""
+    """Return the parameter names of a verb, if Python knows them."""
     try:
         return inspect.signature(verb).parameters
     except (TypeError, ValueError):
         return ()
 
 
-class OwnBackend(OwnObject):
-    """`backend`, which the function that backend.type names as `spec` has made. Each verb: see `TrainerBackend`.
+class CustomBackend(OwnObject):
+    """Wrapper of `backend`, which the function `spec` of backend.type made. Each verb: see `TrainerBackend`.
 
-    FunctionError where a verb raises or returns something else than it must: a sentence that names the verb and what it
-    must do. BackendLost is passed on, and so are AssertionError and EngineDied, which end a run at once.
+    FunctionError if a verb raises or returns an invalid result; it names the verb and the contract. BackendLost is
+    passed on, and so are AssertionError and EngineDied, which end a run at once.
     """
 
     _must, _file, _passed_on = _MUST, "trainer/backend.py", (AssertionError, BackendLost, EngineDied)
@@ -148,7 +147,7 @@ class OwnBackend(OwnObject):
     # Private
 
     def _stream(self, verb: str, found: object, samples: list[Sample], *width: int) -> Stream:
-        """FunctionError unless there is a number (`width` of them) for each loss token of the samples."""
+        """Raise FunctionError unless there is a number (`width` of them) for each loss token."""
         if not isinstance(found, Mapping):
             raise self._failed(verb, f"returned {described(found)}")
         for s in samples:

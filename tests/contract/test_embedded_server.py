@@ -20,8 +20,7 @@ from contract.server_client import Client, ErrorEvent
 from contract.server_contract import asked
 from rollover.config import Config
 from rollover.engine.server import app as server_app
-from rollover.engine.server.app import make_app
-from rollover.engine.server.embedded import make_service
+from rollover.engine.server.app import make_app, make_service
 from rollover.engine.server.requests import GenerateBody
 from rollover.engine.server.service import Service
 from rollover.http_server import HttpServer

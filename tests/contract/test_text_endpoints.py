@@ -24,8 +24,7 @@ pytest.importorskip("uvicorn")
 import tiny
 from contract.server_client import Client
 from rollover.config import Config
-from rollover.engine.server.app import make_app
-from rollover.engine.server.embedded import make_service
+from rollover.engine.server.app import make_app, make_service
 from rollover.engine.server.texts import TextEndpoints
 from rollover.http_server import HttpServer
 

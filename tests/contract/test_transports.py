@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from contract.full_disk import full_above
 from heard import hear
-from rollover.weights.in_place import InPlace
+from rollover.engine.embedded.runner import InPlace
 from rollover.weights.protocol import Parcel
 from rollover.weights.safetensors_stream import WholeFile, mapped
 from rollover.weights.shared_file import SharedFile

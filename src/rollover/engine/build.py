@@ -20,11 +20,11 @@ from rollover.config import Config
 from rollover.config.backend import is_tinker
 from rollover.config.train import ENGINES
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.own import OwnEngine
 from rollover.engine.process.engine import ProcessEngine
 from rollover.engine.protocol import Engine
 from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
 from rollover.engine.remote.hosts import Host
+from rollover.engine.validate import OwnEngine
 from rollover.functions import make_named
 from rollover.models.adapters import base_weights
 from rollover.models.devices import dtype_of, engine_device

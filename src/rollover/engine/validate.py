@@ -7,12 +7,20 @@ Owns what is refused, and the words for it. Segment.why_not_sampled looks at the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeGuard
+import asyncio
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeGuard
 
-from rollover.functions import described, shortened
+from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, WeightLoad, WrongAnswer
+from rollover.functions import FunctionError, OwnObject, described, explained, is_number, shortened, was_cancelled
+from rollover.logs import terminal
 from rollover.openai_wire import NO_LOGPROB
 from rollover.types import Segment, StopReason, why_not_in_vocabulary
+
+if TYPE_CHECKING:
+    import torch
+
 
 _MOST_ROUNDING = 1e-3  # services compute log-probs by log_softmax in float32, which rounds by less
 
@@ -96,3 +104,151 @@ def why_no_continuation(
     if versions and versions[0] < oldest_version:
         return f"it has tokens of policy version {versions[0]}, and the engine had said: none below {oldest_version}"
     return next(filter(None, (segment.why_not_sampled() for segment in segments)), None)
+
+
+# What each part of the contract must be or do, to complete "it must ...".
+_MUST = {
+    "max_tokens": "be a property with the tokens of the longest rollout, an integer",
+    "oldest_version": "be a property with a policy version that was handed over, an integer",
+    "interrupt": "stop the rollouts that it is given, and may raise nothing",
+    "progress": "return a dict: rollout id -> list of Segment",
+    "queued": "return a set of rollout ids",
+    "release": "forget the rollouts that it is given, and may raise nothing",
+    "load_weights": "take the weights, and return a WeightLoad",
+    "use_threads": "take a number of threads, and may raise nothing",
+    "stats": "return a dict of numbers by name",
+    "close": "end what runs, and may raise nothing",
+}
+
+
+class OwnEngine(OwnObject):
+    """`engine`, which the function that engine.kind names as `spec` has made.
+
+    `vocab_size()`: every token id is below it; called at the first answer, as it may load a model. `newest_version`:
+    the newest policy version that the engine can have so far; infinite where no trainer hands any over, so that
+    versions are the engine's own. What the engine has beside the contract can be read from here, too.
+
+    `extend` passes on what the engine raises, and raises WrongAnswer for what no policy of this run can have sampled:
+    both fail one rollout. Every other method raises FunctionError, a sentence that names the method and what it must
+    do. EngineDied and AssertionError, which end a run at once, are passed on by all of them.
+    """
+
+    _must, _file, _passed_on = _MUST, "engine/protocol.py", (AssertionError, EngineDied)
+
+    def __init__(self, engine: Engine, spec: str, vocab_size: Callable[[], int], newest_version: float = 0) -> None:
+        super().__init__(engine, "engine.kind", spec)
+        self.engine = engine
+        self._vocab_size, self._newest_version = vocab_size, newest_version
+        self._handled_before = sys.exc_info()[1]  # by a program that has made us within an except
+
+    @property
+    def max_tokens(self) -> int:
+        return self._integer("max_tokens")
+
+    @property
+    def oldest_version(self) -> int:
+        version = self._integer("oldest_version")
+        if version > (newest := self._newest_version):
+            raise self._failed("oldest_version", f"gave {version}, and the newest that it got is {newest}")
+        return version
+
+    async def extend(self, request: ExtendRequest) -> list[Segment]:
+        try:
+            answer = await self.engine.extend(request)
+        except (SystemExit, asyncio.CancelledError) as error:  # boundary: it fails its rollout, as an error does
+            if was_cancelled(error):
+                raise
+            raise RuntimeError(explained(error)) from error
+        self._check("extend", answer)
+        if not answer:
+            raise WrongAnswer(f"engine.kind = {self.spec!r}: the answer of its extend is refused, as it has no segment")
+        return answer
+
+    def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:
+        with self._calling("interrupt"):
+            self.engine.interrupt(rollout_ids)
+
+    async def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
+        """What is refused of a rollout is left out, so that it hides no other. WrongAnswer if nothing else is left."""
+        with self._calling("progress"):
+            found = await self.engine.progress(rollout_ids)
+        if not isinstance(found, Mapping):
+            raise self._failed("progress", f"gave {described(found)}")
+        believed, refused = {}, None
+        for rollout_id, segments in found.items():
+            try:
+                self._check("progress", segments)
+            except WrongAnswer as error:
+                refused = error
+            else:
+                believed[rollout_id] = segments
+        if refused is not None and not believed:
+            raise refused
+        return believed
+
+    async def queued(self, rollout_ids: Iterable[str]) -> set[str]:
+        with self._calling("queued"):
+            found = await self.engine.queued(rollout_ids)
+        if not isinstance(found, set | frozenset | list | tuple) or not all(isinstance(i, str) for i in found):
+            raise self._failed("queued", f"gave {described(found)}")
+        return set(found)
+
+    def release(self, rollout_ids: Iterable[str]) -> None:
+        with self._calling("release"):
+            self.engine.release(rollout_ids)
+
+    async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
+        # Before it has them all, some of its tokens may be of these.
+        self._newest_version = max(self._newest_version, version)
+        failures: list[Exception] = []
+
+        def source() -> Iterator[tuple[str, torch.Tensor]]:
+            try:
+                yield from tensors
+            except Exception as error:
+                failures.append(error)
+                raise
+
+        try:
+            with self._calling("load_weights"):
+                load = await self.engine.load_weights(version, source())
+        except FunctionError:
+            if failures:  # of whoever gives the weights: not the engine's fault
+                raise failures[0] from None
+            raise
+        if not is_number(getattr(load, "num_bytes", None)):
+            raise self._failed("load_weights", f"gave {described(load)}")
+        return load
+
+    def use_threads(self, num: int) -> None:
+        with self._calling("use_threads"):
+            self.engine.use_threads(num)
+
+    def stats(self) -> dict[str, float]:
+        with self._calling("stats"):
+            found = self.engine.stats()
+        if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+            raise self._failed("stats", f"gave {described(found)}")
+        return dict(found)
+
+    async def close(self) -> None:
+        """An error that the run ends with is the one to be raised: beside it, what fails here is printed."""
+        ends_with = sys.exc_info()[1]
+        if ends_with is self._handled_before:
+            ends_with = None
+        try:
+            with self._calling("close"):
+                await self.engine.close()
+        except (FunctionError, AssertionError, EngineDied) as error:
+            if ends_with is None:
+                raise
+            if not isinstance(error, FunctionError):
+                error = self._failed("close", f"failed: {explained(error)}")
+            terminal.warning(str(error))
+
+    # Private
+
+    def _check(self, method: str, answer: object) -> None:
+        """WrongAnswer unless these are segments that this run can have."""
+        if (why := why_no_segments(answer, self._vocab_size, self._newest_version)) is not None:
+            raise WrongAnswer(f"engine.kind = {self.spec!r}: the answer of its {method} is refused, as {why}")

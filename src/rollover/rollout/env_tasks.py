@@ -23,7 +23,7 @@ from rollover.config.workflow import WorkflowConfig
 from rollover.envs.protocol import BeginAgain, WrongTurn
 from rollover.functions import Causes, explained, was_cancelled
 from rollover.rollout.cancelled_tasks import CancelledTasks
-from rollover.rollout.requests import ending
+from rollover.rollout.lifecycle import end_segment
 from rollover.types import Rollout, Segment, StopReason
 
 logger = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ class EnvTasks:
         act = self._acts.pop(task)
         self._cancelled.add(task)
         given_up: Answering = asyncio.get_running_loop().create_future()
-        given_up.set_result(ending(act.rollout, StopReason.TIMEOUT))
+        given_up.set_result(end_segment(act.rollout, StopReason.TIMEOUT))
         self._acts[given_up] = act
         if not self.num_timed_out:
             score = f"{self.workflow.timeout_score:g}" if self.workflow.on_timeout == "score" else "missing"

@@ -16,19 +16,51 @@ all. Pure: no clock of its own, no event loop, no torch. Owns nothing but its th
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from rollover.config.rollout import RolloutConfig
+from rollover.envs.protocol import written
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.ledger import Ledger
-from rollover.rollout.run_clock import RunClock
 from rollover.rollout.scheduler import Scheduler
 from rollover.staleness import expired
 from rollover.types import DropReason, Group, Prompt, Reward, Rollout, RolloutState, Segment, StopReason, Task
+
+
+class RunClock:
+    """`read` gives seconds of some origin. `version`: training steps that the trainer has made, whether the engine has
+    their weights or not."""
+
+    def __init__(self, read: Callable[[], float] = time.perf_counter) -> None:
+        self._read, self._origin = read, read()
+        self._stands_at: float | None = None
+        self.version = 0
+
+    def seconds(self) -> float:
+        """Since the start of the run."""
+        return self._read() - self._origin if self._stands_at is None else self._stands_at
+
+    @property
+    def stands(self) -> bool:
+        return self._stands_at is not None
+
+    def stand_at(self, seconds: float) -> None:
+        """Stop the clock at `seconds` until `go_on`: events replayed meanwhile happened then, in an earlier process."""
+        self._stands_at = seconds
+
+    def go_on(self) -> None:
+        """Continue from where the clock stands."""
+        self._origin, self._stands_at = self._read() - self.seconds(), None
+
+    def set(self, seconds: float, version: int) -> None:
+        """Continue from the `seconds` and trainer `version` of a checkpoint, or from zeros."""
+        self._origin, self.version, self._stands_at = self._read() - seconds, version, None
+
 
 # Asked at every transition, and a member of an Enum class is slow to look up.
 _PARKED, _ACTING, _PAUSED = RolloutState.PARKED, RolloutState.ACTING, StopReason.PAUSED
@@ -374,3 +406,27 @@ def num_valid_rewards(group: Group) -> int:
 def is_complete(group: Group) -> bool:
     """Whether every rollout of the group is finished."""
     return all(r.state in _FINISHED for r in group.rollouts)
+
+
+def environment_is_next(rollout: Rollout, segments: Sequence[Segment], max_new_tokens: int) -> bool:
+    """Whether an environment is asked when `segments`, of an extension, come next.
+
+    An interrupted generation has no turn of the environment after it, nor one that used up the rollout's budget, nor a
+    rollout without a token.
+    """
+    num_tokens = rollout.num_tokens + sum(map(len, segments))
+    return segments[-1].stop_reason is not StopReason.PAUSED and 0 < num_tokens < max_new_tokens
+
+
+def segments_to_append(rollout: Rollout, answer: Segment | None, max_new_tokens: int) -> list[Segment]:
+    """What is appended to a rollout whose environment gave `answer`; nothing where it is done."""
+    if answer is None:
+        return []
+    if len(answer) + (answer.stop_reason is StopReason.PAUSED) > max_new_tokens - rollout.num_tokens:
+        return [end_segment(rollout, StopReason.LENGTH)]  # it does not fit, or leaves the policy no token
+    return [answer]
+
+
+def end_segment(rollout: Rollout, reason: StopReason) -> Segment:
+    """An answer without a token, after which the rollout is done for that reason."""
+    return replace(written(rollout, ()), stop_reason=reason)

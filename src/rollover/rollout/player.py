@@ -21,13 +21,19 @@ from typing import NamedTuple
 
 from rollover.config.workflow import WorkflowConfig
 from rollover.envs.protocol import BeginAgain, RunEnvironment
-from rollover.rollout.asker import Asker, ExtendFailed
 from rollover.rollout.cancelled_tasks import CancelledTasks
 from rollover.rollout.env_tasks import Answering, EnvironmentFailed, EnvTasks
 from rollover.rollout.episode_runner import EpisodeRunner
 from rollover.rollout.failure_limit import FailureLimit
-from rollover.rollout.lifecycle import Lifecycle, acting_in, is_complete
-from rollover.rollout.requests import Requests, ending, is_asked, to_append
+from rollover.rollout.lifecycle import (
+    Lifecycle,
+    acting_in,
+    end_segment,
+    environment_is_next,
+    is_complete,
+    segments_to_append,
+)
+from rollover.rollout.requests import Asker, ExtendFailed, Requests
 from rollover.rollout.watchdog import Action, Stall, Watchdog, salvaged
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, StopReason
 
@@ -245,7 +251,7 @@ class Player:
 
     def _end_extend(self, task: Extending, segments: list[Segment]) -> None:
         rollout = self.extends.pop(task)
-        acts = self.requests.may_go_on and is_asked(rollout, segments, self.requests.config.max_new_tokens)
+        acts = self.requests.may_go_on and environment_is_next(rollout, segments, self.requests.config.max_new_tokens)
         if self.episode_runner is not None:  # whoever called is told of every turn
             acts = segments[-1].stop_reason is not StopReason.PAUSED
         complete = self.lifecycle.append(rollout, segments, acts=acts)
@@ -274,9 +280,10 @@ class Player:
             return
         except EnvironmentFailed as failure:
             self._failures[rollout.rollout_id] = str(failure)
-            answer = ending(rollout, StopReason.ERROR)
+            answer = end_segment(rollout, StopReason.ERROR)
         self._on_stop(
-            rollout, self.lifecycle.append(rollout, to_append(rollout, answer, self.requests.config.max_new_tokens))
+            rollout,
+            self.lifecycle.append(rollout, segments_to_append(rollout, answer, self.requests.config.max_new_tokens)),
         )
 
     def _recall_kept(self) -> None:

@@ -24,8 +24,7 @@ import numpy as np
 from rollover.checkpoint.journal import Journal, Mark, Part
 from rollover.checkpoint.mirror import Mirror
 from rollover.rollout.driver import Driver
-from rollover.rollout.lifecycle import Event, EventKind
-from rollover.rollout.run_clock import RunClock
+from rollover.rollout.lifecycle import Event, EventKind, RunClock
 from rollover.rollout.watchdog import salvaged
 from rollover.track.jsonl import MetricsFile
 from rollover.types import Prompt, Rollout, RolloutState, Segment

@@ -27,9 +27,8 @@ from rollover.rewards.build import build_rewarder
 from rollover.rewards.observer import RewardObserver
 from rollover.rewards.protocol import ScoringPool
 from rollover.rollout.driver import Driver
-from rollover.rollout.lifecycle import Lifecycle
+from rollover.rollout.lifecycle import Lifecycle, RunClock
 from rollover.rollout.requests import Requests
-from rollover.rollout.run_clock import RunClock
 from rollover.rollout.watchdog import Watchdog
 from rollover.run.environment import start_environment
 from rollover.run.supervised import Examples, load_examples

@@ -19,10 +19,8 @@ from dataclasses import dataclass, field
 
 from rollover.config import PlanConfig
 from rollover.config.rollout import RolloutConfig
-from rollover.rollout.lifecycle import Event, Lifecycle
-from rollover.rollout.requests import is_asked, to_append
-from rollover.rollout.run_clock import RunClock
-from rollover.rollout.slots import token_budget
+from rollover.rollout.lifecycle import Event, Lifecycle, RunClock, environment_is_next, segments_to_append
+from rollover.rollout.scheduler_state import token_budget
 from rollover.sim.fleet import Fleet
 from rollover.sim.segments import Segments
 from rollover.sim.turns import Later, Turns, is_partial
@@ -329,7 +327,7 @@ class Simulation:
             elif so_far == longest:
                 reason = _LENGTH
             segments = self._segments.of(rollout, num_tokens, self.engine_version, reason)
-            acts = self._turns.num > 1 and is_asked(rollout, segments, longest)
+            acts = self._turns.num > 1 and environment_is_next(rollout, segments, longest)
             self._on_stop(self.lifecycle.append(rollout, segments, acts=acts))
             if rollout.state is _ACTING:
                 self._acting.add(self.now + self._turns.seconds(group.later[sibling]), rollout)
@@ -339,7 +337,7 @@ class Simulation:
         group, sibling = self._groups[rollout.group_id], rollout.sibling
         later = group.later[sibling]
         answer = self._turns.answer(rollout, later)
-        self._on_stop(self.lifecycle.append(rollout, to_append(rollout, answer, self.config.max_new_tokens)))
+        self._on_stop(self.lifecycle.append(rollout, segments_to_append(rollout, answer, self.config.max_new_tokens)))
         if rollout.state is _PARKED:
             group.lengths[sibling], group.appended[sibling] = later.pop(0), self._turns.num_written
 

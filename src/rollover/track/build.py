@@ -11,7 +11,7 @@ from rollover import registry
 from rollover.config import Config
 from rollover.config.run import TOOLS
 from rollover.functions import own_function
-from rollover.rollout.run_clock import RunClock
+from rollover.rollout.lifecycle import RunClock
 from rollover.track.health import Health, passed_over
 from rollover.track.jsonl import EvalFile, MetricsFile
 from rollover.track.live import LiveView

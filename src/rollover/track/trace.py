@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollover.files import MOST_ROW_BYTES, lines_of, naming, open_regular
-from rollover.rollout.lifecycle import Event, EventKind
-from rollover.rollout.run_clock import RunClock
+from rollover.rollout.lifecycle import Event, EventKind, RunClock
 from rollover.track.tracker import Cut, Row, Tracker
 from rollover.types import Rollout
 

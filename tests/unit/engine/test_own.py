@@ -13,10 +13,10 @@ import pytest
 
 from fake_engine import FakeEngine
 from rollover.config import WatchdogConfig
-from rollover.engine.own import OwnEngine
 from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad, WrongAnswer
+from rollover.engine.validate import OwnEngine
 from rollover.functions import FunctionError
-from rollover.rollout.asker import Asker
+from rollover.rollout.requests import Asker
 from rollover.types import Prompt, SamplingParams, Segment
 from unit.rollout.hanging import short, steps, watchdog
 from unit.rollout.run import Run, ids

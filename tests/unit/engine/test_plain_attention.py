@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rollover.engine.embedded.batch import Sequence
 from rollover.engine.embedded.kv_cache import KVCache
 from rollover.engine.embedded.runner import Chunk, DecodeAttention, PrefillAttention
-from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.protocol import ExtendRequest
 from rollover.types import Prompt, SamplingParams
 

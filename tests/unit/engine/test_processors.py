@@ -22,7 +22,7 @@ import tiny
 from rollover.config import EngineConfig
 from rollover.config.logits import LogitsProcessing
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.embedded.processors import Processor
+from rollover.engine.embedded.sampling import Processor
 from rollover.engine.embedded.structures import Structures
 from rollover.engine.process.messages import requests_from_json, requests_to_json
 from rollover.engine.protocol import ExtendRequest, StopCriteria

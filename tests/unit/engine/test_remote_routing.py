@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.engine.remote.routing import Router, group_of
+from rollover.engine.remote.fleet import Router, group_of
 from rollover.types import Rollout, Task
 
 SERVERS = ["a", "b", "c"]

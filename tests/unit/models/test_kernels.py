@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import tiny
+from rollover.engine.embedded.batch import Sequence
 from rollover.engine.embedded.kv_cache import KVCache
 from rollover.engine.embedded.runner import Chunk, DecodeAttention, KernelAttention, PrefillAttention, Runner
-from rollover.engine.embedded.sampler import sample, uniforms
-from rollover.engine.embedded.sequence import Sequence
+from rollover.engine.embedded.sampling import sample, uniforms
 from rollover.engine.protocol import ExtendRequest
 from rollover.models import kernels
 from rollover.models.attention import Attention

@@ -14,7 +14,7 @@ from fake_engine import FakeEngine
 from heard import hear
 from rollover.config import WatchdogConfig
 from rollover.engine.protocol import EngineDied
-from rollover.rollout.asker import Asker
+from rollover.rollout.requests import Asker
 from rollover.types import SamplingParams, Segment, StopReason
 
 SEGMENT = Segment(np.arange(3, dtype=np.int32), np.full(3, -1.0, np.float32), 0, SamplingParams(), StopReason.PAUSED)

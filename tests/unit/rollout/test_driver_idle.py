@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fake_engine import FakeEngine
-from rollover.rollout import phase_clock
+from rollover.rollout import driver
 from rollover.types import Reward, Rollout
 from unit.rollout.run import Run
 
@@ -31,7 +31,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(phase_clock, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    monkeypatch.setattr(driver, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     return clock
 
 

@@ -7,10 +7,9 @@ import asyncio
 import pytest
 
 from rollover.config.rollout import RolloutConfig
-from rollover.rollout.length_estimate import LengthEstimate
 from rollover.rollout.lifecycle import EventKind
 from rollover.rollout.order import load_order
-from rollover.rollout.scheduler import Scheduler
+from rollover.rollout.scheduler import LengthEstimate, Scheduler
 from rollover.staleness import expiry
 from rollover.types import DropReason, Group, Prompt, Reward, Rollout, rollout_seed
 from unit.rollout.run import Run, ids, long_tail, uninterrupted_tokens

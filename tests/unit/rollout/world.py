@@ -17,7 +17,7 @@ from rollover.config.rollout import RolloutConfig
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.lifecycle import Lifecycle, acting_in, is_complete
-from rollover.rollout.slots import token_budget
+from rollover.rollout.scheduler_state import token_budget
 from rollover.staleness import group_staleness
 from rollover.types import (
     DropReason,

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from rollover.checkpoint.journal import Record
 from rollover.config.rollout import RolloutConfig
-from rollover.rollout.lifecycle import Event, EventKind, Lifecycle, is_complete
-from rollover.rollout.run_clock import RunClock
+from rollover.rollout.lifecycle import Event, EventKind, Lifecycle, RunClock, is_complete
 from rollover.run.event_log import EventLog
 from rollover.run.replay import Replay, RollBack
 from rollover.run.resume import check_restored

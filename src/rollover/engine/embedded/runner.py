@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rollover.engine.embedded.batch import Sequence
 from rollover.engine.embedded.kv_cache import Bucket
-from rollover.engine.embedded.sequence import Sequence
 from rollover.models import kernels
 from rollover.models.adapters import Adapters
 from rollover.models.attention import (
@@ -31,7 +31,11 @@ from rollover.models.logprobs import Head
 from rollover.models.operations import TorchOperations
 from rollover.models.packed import float32_product
 from rollover.models.vision import ImageTokens, RowImages, Vision, joined_positions
-from rollover.weights.in_place import InPlace
+from rollover.weights.protocol import Holder, NamedTensors
+
+if TYPE_CHECKING:
+    import torch
+
 
 # Heads of a multiple of so many numbers fill the kernel's vectors. It computes others number by number, for which
 # prefill, unlike decode, has a better way (80 numbers, 2,048 tokens: 592 ms a layer, padded 81).
@@ -431,3 +435,30 @@ class Runner:
             at += chunk.end - chunk.start
         positions = joined_positions([c.seq.images.positions(c.start, c.end) for c in chunks])
         return torch.from_numpy(positions), vision.row(tokens)
+
+
+class InPlace:
+    """The way into `model`: its holders are asked first, the rest are its parameters."""
+
+    def __init__(self, model: Any, holders: Seq[Holder]) -> None:
+        self._holders = holders
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    def send(self, tensors: NamedTensors) -> int:
+        """Write weights, and return their bytes. AssertionError for a weight that the model does not have."""
+        import torch
+
+        with torch.no_grad():
+            num_bytes = sum(self._write(name, tensor) for name, tensor in tensors)
+            for holder in self._holders:
+                holder.refresh()
+        return num_bytes
+
+    def _write(self, name: str, tensor: torch.Tensor) -> int:
+        for holder in self._holders:
+            if (written := holder.load(name, tensor)) is not None:
+                return written
+        parameter = self._parameters.get(name)
+        assert parameter is not None, f"the engine's model has no parameter {name}"
+        parameter.copy_(tensor)
+        return parameter.numel() * parameter.element_size()

@@ -23,10 +23,9 @@ from rollover.config.logits import LogitsProcessing
 from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad
 from rollover.engine.remote.client import ServerFailed, library
 from rollover.engine.remote.dialect import GenerateRequest, label_of, make_dialect
-from rollover.engine.remote.fleet import Fleet
+from rollover.engine.remote.fleet import Fleet, Router
 from rollover.engine.remote.generation import Generation
 from rollover.engine.remote.hosts import Host, hosts_of, longest_rollout
-from rollover.engine.remote.routing import Router
 from rollover.engine.remote.server import Attempt, Server, Terms
 from rollover.types import Segment, StopReason
 from rollover.weights.protocol import NamedTensors, Parcel

@@ -20,8 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from rollover.engine.server.requests import GenerateBody, SamplingFields
-from rollover.engine.server.service import Service
-from rollover.engine.server.stream import Chunk, Stream
+from rollover.engine.server.service import Chunk, Service, Stream
 from rollover.engine.stop import before_stop
 from rollover.http_server import until_gone
 from rollover.models.chat_template import prompt_arguments

@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.remote.client import Refused, ServerClient, ServerFailed
+from rollover.engine.remote.client import ServerClient, ServerFailed, ServerRefused
 from rollover.engine.remote.dialect import Chunk, GenerateRequest, ServerDialect
 
 
@@ -68,7 +68,7 @@ class SglangDialect(ServerDialect):
         body = {"model_path": self._folder_of(weights["path"]), "weight_version": label, "flush_cache": clear_cache}
         answer = await client.post("/update_weights_from_disk", body, limit_s=limit_s)
         if not answer.get("success"):
-            raise Refused(str(answer.get("message")))
+            raise ServerRefused(str(answer.get("message")))
 
     def _folder_of(self, file: str) -> str:
         """It loads folders of models: this one has the weights, and the configuration of the run's model."""

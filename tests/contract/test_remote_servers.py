@@ -122,7 +122,7 @@ def test_a_server_of_the_run_answers_the_run_alone(server: ProcessHost) -> None:
 
     assert len(server.token) > 30 and os.environ.get(TOKEN_VARIABLE, "") == ""
     assert asyncio.run(ask("")) == asyncio.run(ask("x")) == (401, 401)
-    assert asyncio.run(ask(server.token)) == asyncio.run(ask(server.token, Host="node-7:80")) == (200, 200)
+    assert asyncio.run(ask(server.token)) == asyncio.run(ask(server.token, ServerHost="node-7:80")) == (200, 200)
     with open(f"/proc/{server.pid}/cmdline") as command:  # every user of the machine can read it
         assert server.token not in command.read()
 

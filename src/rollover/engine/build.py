@@ -23,8 +23,8 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.process.engine import ProcessEngine
 from rollover.engine.protocol import Engine
 from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
-from rollover.engine.remote.hosts import Host
-from rollover.engine.validate import OwnEngine
+from rollover.engine.remote.hosts import ServerHost
+from rollover.engine.validate import CustomEngine
 from rollover.functions import make_named
 from rollover.models.adapters import base_weights
 from rollover.models.devices import dtype_of, engine_device
@@ -48,7 +48,7 @@ class EngineSetup:
     threads: int
     beside_trainer: bool = True
     logs: Path | None = None
-    own_server: Callable[[int], Host] | None = None
+    own_server: Callable[[int], ServerHost] | None = None
     """Of the servers that the run starts: makes each by its number; None: processes of this machine."""
 
 
@@ -61,7 +61,7 @@ def build_engine(setup: EngineSetup) -> Engine:
     if kind in ENGINES:
         return made
     newest_version = 0 if setup.beside_trainer else math.inf
-    return OwnEngine(made, kind, functools.cache(lambda: setup.model().vocab_size), newest_version)
+    return CustomEngine(made, kind, functools.cache(lambda: setup.model().vocab_size), newest_version)
 
 
 def embedded_engine(loaded: LoadedModel, config: Config, *, copies: bool = True) -> EmbeddedEngine:

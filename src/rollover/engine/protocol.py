@@ -30,7 +30,7 @@ class ImageRefused(ValueError):
     """An image of a prompt cannot be shown: to ask again does not help. It ends the run, which names the image."""
 
 
-class WrongAnswer(ValueError):
+class InvalidAnswer(ValueError):
     """What the engine gave for a rollout is nothing that a policy of this run can have sampled."""
 
 

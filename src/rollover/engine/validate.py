@@ -1,6 +1,6 @@
 """Whether what an engine, or a service behind one, answers can be part of a run. No engine and no rollout.
 
-    a service's tokens ──usable──▶ engine ──why_no_segments (a custom one)──▶ Asker ──why_no_continuation──▶ rollout
+    a service's tokens ──valid_logprobs──▶ engine ──segments_error (a custom one)──▶ RetryingEngine ──continuation_error──▶ rollout
 
 Owns what is refused, and the words for it. Segment.why_not_sampled looks at the log-probs alone.
 """
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
-from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, WeightLoad, WrongAnswer
+from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, InvalidAnswer, WeightLoad
 from rollover.functions import FunctionError, OwnObject, described, explained, is_number, shortened, was_cancelled
 from rollover.logs import terminal
 from rollover.openai_wire import NO_LOGPROB
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 _MOST_ROUNDING = 1e-3  # services compute log-probs by log_softmax in float32, which rounds by less
 
 
-def usable(token_ids: Sequence[int], logprobs: Sequence[float], vocab_size: int | None) -> tuple[list[float], str]:
+def valid_logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[float], vocab_size: int | None
+) -> tuple[list[float], str]:
     """Return the log-probs, without rounding above 0, of the tokens before the first invalid one, and why that is none.
 
     "": all are valid. Taken for 0, a logit or a probability above 0 would become an importance weight of the size of
@@ -45,7 +47,7 @@ def are_segments(answer: object) -> TypeGuard[Sequence[Segment]]:
     return isinstance(answer, list | tuple) and all(isinstance(segment, Segment) for segment in answer)
 
 
-def why_no_segments(answer: object, vocab_size: Callable[[], int], newest_version: float) -> str | None:
+def segments_error(answer: object, vocab_size: Callable[[], int], newest_version: float) -> str | None:
     """Why no policy of a run whose newest version is `newest_version` can have sampled this; None: it can.
 
     `vocab_size()`: every token id is below it.
@@ -73,7 +75,7 @@ def _why_none(segment: Segment, vocab_size: Callable[[], int], newest_version: f
     return why_not_in_vocabulary(ids, vocab_size()) if len(segment) else None
 
 
-def why_no_continuation(
+def continuation_error(
     segments: Sequence[Segment], num_tokens: int, remaining: int, oldest_version: int = 0
 ) -> str | None:
     """Why `segments` cannot come next for a rollout that has `num_tokens` and may get `remaining` more; None: they can.
@@ -106,6 +108,16 @@ def why_no_continuation(
     return next(filter(None, (segment.why_not_sampled() for segment in segments)), None)
 
 
+def resumable_segments(segments: Sequence[Segment], num_tokens: int, remaining: int) -> list[Segment]:
+    """Return the segments of an unfinished `extend` if its rollout can continue from them, else [].
+
+    The rollout has `num_tokens` tokens and may get `remaining` more.
+    """
+    found = [s for s in segments if len(s)]
+    paused = all(s.stop_reason is StopReason.PAUSED for s in found)
+    return found if found and paused and continuation_error(found, num_tokens, remaining) is None else []
+
+
 # What each part of the contract must be or do, to complete "it must ...".
 _MUST = {
     "max_tokens": "be a property with the tokens of the longest rollout, an integer",
@@ -121,14 +133,14 @@ _MUST = {
 }
 
 
-class OwnEngine(OwnObject):
+class CustomEngine(OwnObject):
     """`engine`, which the function that engine.kind names as `spec` has made.
 
     `vocab_size()`: every token id is below it; called at the first answer, as it may load a model. `newest_version`:
     the newest policy version that the engine can have so far; infinite where no trainer hands any over, so that
     versions are the engine's own. What the engine has beside the contract can be read from here, too.
 
-    `extend` passes on what the engine raises, and raises WrongAnswer for what no policy of this run can have sampled:
+    `extend` passes on what the engine raises, and raises InvalidAnswer for what no policy of this run can have sampled:
     both fail one rollout. Every other method raises FunctionError, a sentence that names the method and what it must
     do. EngineDied and AssertionError, which end a run at once, are passed on by all of them.
     """
@@ -161,7 +173,9 @@ class OwnEngine(OwnObject):
             raise RuntimeError(explained(error)) from error
         self._check("extend", answer)
         if not answer:
-            raise WrongAnswer(f"engine.kind = {self.spec!r}: the answer of its extend is refused, as it has no segment")
+            raise InvalidAnswer(
+                f"engine.kind = {self.spec!r}: the answer of its extend is refused, as it has no segment"
+            )
         return answer
 
     def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:
@@ -169,7 +183,7 @@ class OwnEngine(OwnObject):
             self.engine.interrupt(rollout_ids)
 
     async def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
-        """What is refused of a rollout is left out, so that it hides no other. WrongAnswer if nothing else is left."""
+        """What is refused of a rollout is left out, so that it hides no other. InvalidAnswer if nothing else is left."""
         with self._calling("progress"):
             found = await self.engine.progress(rollout_ids)
         if not isinstance(found, Mapping):
@@ -178,7 +192,7 @@ class OwnEngine(OwnObject):
         for rollout_id, segments in found.items():
             try:
                 self._check("progress", segments)
-            except WrongAnswer as error:
+            except InvalidAnswer as error:
                 refused = error
             else:
                 believed[rollout_id] = segments
@@ -249,6 +263,6 @@ class OwnEngine(OwnObject):
     # Private
 
     def _check(self, method: str, answer: object) -> None:
-        """WrongAnswer unless these are segments that this run can have."""
-        if (why := why_no_segments(answer, self._vocab_size, self._newest_version)) is not None:
-            raise WrongAnswer(f"engine.kind = {self.spec!r}: the answer of its {method} is refused, as {why}")
+        """InvalidAnswer unless these are segments that this run can have."""
+        if (why := segments_error(answer, self._vocab_size, self._newest_version)) is not None:
+            raise InvalidAnswer(f"engine.kind = {self.spec!r}: the answer of its {method} is refused, as {why}")

@@ -92,7 +92,7 @@ def take_expanded_prompts() -> None:
     BaseMultiModalProcessor._maybe_apply_prompt_updates = find_or_expand
 
 
-class Verify:
+class WorkerExtension:
     """What every worker of vLLM can do besides (`--worker-extension-cls`), for `/collective_rpc`."""
 
     weight_transfer_engine: Any

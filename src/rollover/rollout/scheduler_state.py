@@ -1,8 +1,11 @@
-"""The groups that are held: their deadlines, how many are due when, and which are READY, in the order of consumption.
+"""What the scheduler keeps: the held groups by deadline, and the engine's slots with the queue for them.
 
-Owns what of a group the staleness bound rests on. Never decides who runs, leaves or waits (the scheduler does), and
-never changes a group. The cost of a change does not grow with the groups held, but for a look-up in a sorted list.
-"""
+    HeldGroups   deadlines, how many groups are due when, READY groups in the order of consumption
+    StartQueue   rollouts that may start, one heap per deadline
+    Slots        running rollouts, order of parking and resumption, token budgets of a round, limit on continuations
+
+Never decides who runs, leaves or waits (scheduler.py does), and never changes a group or a rollout. The cost of a
+change does not grow with the held groups, except for a look-up in a sorted list."""
 
 from __future__ import annotations
 
@@ -23,27 +26,30 @@ ReadyKey = tuple[float, int]  # expiry (see staleness.expiry), group id
 
 
 @dataclass(slots=True, eq=False)
-class Held:
-    """What is known of a held group."""
+class HeldGroup:
+    """Scheduling data of a held group."""
 
     group: Group
     admitted_at: int
     """Trainer version."""
     unfinished: int
-    """Rollouts that still generate, or whose environment is at work."""
+    """Rollouts that still generate or act."""
     deadline: float = NO_DEADLINE
-    """See staleness.deadline. It has none before the first token; with overlap, before the first start."""
-    place: ReadyKey | None = None
+    """See staleness.deadline. NO_DEADLINE before the first token; with overlap, before the first start."""
+    ready_key: ReadyKey | None = None
     """Its entry in the sorted list of READY groups."""
 
 
 class HeldGroups:
-    """By group id, in `groups`. `ready`: the places of the READY ones, sorted. `reserved`: those of them that the next
-    step takes before all others, sorted. `num_scoring`: groups that are complete, but not READY yet."""
+    """Held groups by id.
+
+    `ready`: keys of the READY ones, sorted. `reserved`: those that the next step takes before all others, sorted.
+    `num_scoring`: groups that are complete, but not READY yet.
+    """
 
     def __init__(self, config: RolloutConfig) -> None:
         self.config = config
-        self.groups: dict[int, Held] = {}
+        self.groups: dict[int, HeldGroup] = {}
         self.ready: list[ReadyKey] = []
         self.reserved: list[ReadyKey] = []
         self.num_scoring = 0
@@ -56,16 +62,16 @@ class HeldGroups:
 
     # Changes
 
-    def add(self, group: Group, admitted_at: int, unfinished: int) -> Held:
-        """Hold a group, with so many rollouts that still generate. Its tokens, if any, give it its deadline."""
-        held = self.groups[group.group_id] = Held(group, admitted_at, unfinished)
+    def add(self, group: Group, admitted_at: int, unfinished: int) -> HeldGroup:
+        """Hold a group with this number of unfinished rollouts. Its tokens, if any, determine its deadline."""
+        held = self.groups[group.group_id] = HeldGroup(group, admitted_at, unfinished)
         self._num_finished += len(group.rollouts) - unfinished
         self.num_scoring += not unfinished
         self.set_deadline(held, deadline(group.min_version, self.config.max_staleness))
         return held
 
     def finish(self, rollout: Rollout) -> bool:
-        """The generation of a rollout has stopped. Returns whether its whole group is finished now."""
+        """Count a rollout as finished. Returns whether its whole group is finished now."""
         held = self.groups[rollout.group_id]
         held.unfinished -= 1
         self._num_finished += 1
@@ -73,74 +79,74 @@ class HeldGroups:
         return not held.unfinished
 
     def join(self, group_id: int) -> None:
-        """A rollout joined the group, which is not READY."""
+        """Add a rollout to the group, which is not READY."""
         held = self.groups[group_id]
         self.num_scoring -= not held.unfinished
         held.unfinished += 1
 
     def unfinish(self, group_id: int) -> None:
-        """A rollout of the group, which is not READY, goes on after all."""
+        """Count a finished rollout of the group, which is not READY, as unfinished again."""
         self.join(group_id)
         self._num_finished -= 1
 
     def leave(self, group_id: int, num: int, unfinished: int) -> None:
-        """So many rollouts left the group, so many of them unfinished. An unfinished one is left in it."""
+        """Remove `num` rollouts, `unfinished` of them unfinished, from the group, which keeps an unfinished one."""
         held = self.groups[group_id]
         held.unfinished -= unfinished
         self._num_finished -= num - unfinished
         assert held.unfinished > 0
 
-    def set_deadline(self, held: Held, new: float) -> None:
+    def set_deadline(self, held: HeldGroup, new: float) -> None:
         self._count_due(held, -1)
         held.deadline = new
         self._count_due(held, 1)
 
     def lower_deadline(self, group_id: int, version: int | None) -> bool:
-        """The group may have a token of this version. Returns whether it is due earlier for that."""
+        """Note that the group may have a token of this version. Returns whether its deadline is earlier now."""
         held, new = self.groups[group_id], deadline(version, self.config.max_staleness)
         if new >= held.deadline:
             return False
         self.set_deadline(held, new)
         return True
 
-    def set_ready(self, held: Held) -> None:
-        """All its rollouts have their rewards."""
+    def set_ready(self, held: HeldGroup) -> None:
+        """Mark a group whose rollouts all have rewards as READY."""
         self.num_scoring -= 1
-        # Perhaps later than its start had to suppose (overlap), or since its oldest tokens left with an Episode.
+        # It may be later now: with overlap the start assumed older weights, and an Episode may have lost its old
+        # tokens.
         self.set_deadline(held, deadline(held.group.min_version, self.config.max_staleness))
-        held.place = (self._expiry(held.group), held.group.group_id)
-        insort(self.ready, held.place)
+        held.ready_key = (self._expiry(held.group), held.group.group_id)
+        insort(self.ready, held.ready_key)
 
     def reserve(self, group_ids: Iterable[int]) -> None:
         for group_id in group_ids:
-            place = self.groups[group_id].place
-            assert place is not None, f"group {group_id} is not READY"
-            insort(self.reserved, place)
+            key = self.groups[group_id].ready_key
+            assert key is not None, f"group {group_id} is not READY"
+            insort(self.reserved, key)
 
-    def remove(self, group_id: int) -> Held:
-        """The group leaves."""
+    def remove(self, group_id: int) -> HeldGroup:
         held = self.groups.pop(group_id)
         self._num_finished -= len(held.group.rollouts) - held.unfinished
-        if held.place is not None:
-            del self.ready[bisect_left(self.ready, held.place)]
-            if held.place in self.reserved:
-                self.reserved.remove(held.place)
+        if held.ready_key is not None:
+            del self.ready[bisect_left(self.ready, held.ready_key)]
+            if held.ready_key in self.reserved:
+                self.reserved.remove(held.ready_key)
         elif not held.unfinished:
             self.num_scoring -= 1
         self._count_due(held, -1)
         return held
 
-    def _count_due(self, held: Held, by: int) -> None:
+    def _count_due(self, held: HeldGroup, by: int) -> None:
         if held.deadline == NO_DEADLINE:
             return
         self._due[held.deadline] += by
         if not self._due[held.deadline]:
             del self._due[held.deadline]
 
-    # Questions
+    # Queries
 
     def is_enough(self, stream_ended: bool) -> bool:
-        """Whether a step has enough to train on, the staleness bound aside."""
+        """Return whether there are enough groups for a step, the staleness bound aside."""
         num_ready = len(self.ready)
         if stream_ended and num_ready == len(self.groups):
             return True
@@ -149,17 +155,17 @@ class HeldGroups:
         return num_ready > 0 and self._num_finished >= self._num_enough * self.config.rollouts_per_group
 
     def next_taken(self) -> list[ReadyKey]:
-        """What a step takes of the READY groups, sorted: what is reserved, then the oldest."""
+        """Return the READY groups that a step takes, sorted: the reserved ones, then the oldest."""
         num = self.config.groups_per_step
         if not self.reserved:
             return self.ready[:num]
-        others = [place for place in self.ready[:num] if place not in self.reserved]
+        others = [key for key in self.ready[:num] if key not in self.reserved]
         return sorted(self.reserved + others[: num - len(self.reserved)])
 
     def next_reserved(self, version: int, *, in_bound: bool) -> list[int]:
-        """Ids of READY groups that the step at `version` could take besides those that are reserved, oldest first.
+        """Return ids of READY groups that the step at `version` could reserve besides the reserved ones, oldest first.
 
-        `in_bound`: no group that is due in that step may lose its place to them (docs/staleness.md, "Groups that a
+        `in_bound`: a group that is due in that step never loses its place to them (docs/staleness.md, "Groups that a
         step takes early").
         """
         num, due = self.config.groups_per_step, Counter(self._due)
@@ -180,10 +186,10 @@ class HeldGroups:
             chosen.append(group_id)
         return chosen
 
-    def leaves_a_feasible_rest(self, version: int, lag: int) -> bool:
-        """Whether all groups that the step at `version` would leave behind can still be trained in bound."""
+    def is_rest_feasible(self, version: int, lag: int) -> bool:
+        """Return whether all groups that the step at `version` leaves behind can still be trained in bound."""
         num = self.config.groups_per_step
-        # Whatever has no token yet may get its first one under the oldest version before the next step.
+        # A group without tokens may get its first one under the oldest version before the next step.
         if len(self.groups) - min(num, len(self.ready)) > self.config.most_in_bound(lag + 1):
             return False
         left, taken_before, next_taken = {}, 0, self.next_taken()
@@ -215,10 +221,10 @@ Entry = tuple[bool, OrderKey, str]  # is waiting, the order's key, rollout id
 
 
 class StartQueue:
-    """One heap for each deadline of a group. What left, or stands elsewhere by now, is passed over when it comes up."""
+    """Rollouts that may start: one heap per group deadline. Outdated heap entries are skipped when popped."""
 
     def __init__(self) -> None:
-        # An entry is void unless it is the one that `_queued` has of the rollout.
+        # A heap entry is outdated unless `_queued` has it for its rollout.
         self._queues: defaultdict[float, list[Entry]] = defaultdict(list)
         self._queued: dict[str, tuple[float, Entry, Rollout]] = {}
 
@@ -230,11 +236,11 @@ class StartQueue:
 
     @property
     def deadlines(self) -> list[float]:
-        """All under which something may stand."""
+        """Return the deadlines that have a heap."""
         return list(self._queues)
 
     def put(self, rollout: Rollout, deadline: float, key: OrderKey, waiting: bool) -> None:
-        """Queue it, or move it to another place. What waits comes after what is parked."""
+        """Queue a rollout, or move it. Waiting rollouts come after parked ones."""
         entry = (waiting, key, rollout.rollout_id)
         self._queued[rollout.rollout_id] = (deadline, entry, rollout)
         heapq.heappush(self._queues[deadline], entry)
@@ -243,8 +249,8 @@ class StartQueue:
         self._queued.pop(rollout_id, None)
 
     def take(self, num: int, ranks: Mapping[float, int]) -> list[Rollout]:
-        """The first `num`, of those with the smallest rank of their deadline first."""
-        if num >= len(self._queued):  # all of them: sorted at once, which is much faster than one by one
+        """Pop the first `num` rollouts, by the rank of their deadline."""
+        if num >= len(self._queued):  # sorting all at once is much faster than popping one by one
             everyone = sorted((ranks[deadline], entry, rollout) for deadline, entry, rollout in self._queued.values())
             self._queued.clear()
             self._queues.clear()
@@ -264,7 +270,7 @@ class StartQueue:
         return taken
 
     def _first(self, deadline: float) -> Entry | None:
-        """The first of this queue. Takes what is void off its head."""
+        """Return the first entry of this heap, after popping outdated ones."""
         queue, queued = self._queues[deadline], self._queued
         while queue:
             entry = queue[0]
@@ -276,39 +282,38 @@ class StartQueue:
         return None
 
 
-# Needed at every parking, and a member of an Enum class is slow to look up.
+# Needed at every parking; Enum member lookups are slow.
 _WAITING, _ACTING, _PAUSED = RolloutState.WAITING, RolloutState.ACTING, StopReason.PAUSED
-_MUST_FINISH = -1  # a deadline before all others: the queue of rollouts that may not be interrupted again
+_MUST_FINISH = -1  # deadline before all others: the heap of rollouts that may not be interrupted again
 
 
 class Slots:
-    """Slots for the rollouts of the groups in `held`, by group id, which the scheduler keeps up to date.
+    """The engine's slots, and the rollouts that wait for one. `held`: HeldGroups.groups.
 
-    `running`: the rollouts that have a slot. `must_finish`: ids of those among them that may not be interrupted again.
-    `queue`: the rollouts that may start.
+    `running`: rollouts with a slot. `must_finish`: ids of running ones that may not be interrupted again.
     """
 
-    def __init__(self, config: RolloutConfig, held: Mapping[int, Held]) -> None:
+    def __init__(self, config: RolloutConfig, held: Mapping[int, HeldGroup]) -> None:
         self.config, self.held = config, held
         self.running: set[Rollout] = set()
         self.must_finish: set[str] = set()
         self._order = load_order(config.order)
         self.queue = StartQueue()
-        self._spent: dict[str, Rollout] = {}  # by id: those that have used up their token budget of this round
-        self._parked_since: dict[str, int] = {}  # by rollout id: the number of its last parking
+        self._spent: dict[str, Rollout] = {}  # by id: rollouts without token budget left in this round
+        self._parked_since: dict[str, int] = {}  # by rollout id: sequence number of its last parking
         self._next_parking = 0
 
     @property
     def round_is_over(self) -> bool:
-        """Whether some rollouts have used up their token budget, and no other one runs or may start."""
+        """Return whether all unfinished rollouts, at least one, have used up their token budget."""
         return bool(self._spent) and not (self.running or self.queue)
 
     def enqueue(self, rollout: Rollout) -> None:
-        """Queue a rollout that may start, or move it to the place that its group's new deadline gives it."""
+        """Queue a rollout that may start, or move it after its group's deadline changed."""
         waiting = rollout.state is _WAITING
         key = (rollout.group_id, rollout.sibling) if waiting else self._order(self._view(rollout))
         deadline = self.held[rollout.group_id].deadline if self.config.finish_first else NO_DEADLINE
-        if was_continued_enough(rollout, self.config.max_continuations):
+        if next_run_is_last(rollout, self.config.max_continuations):
             deadline = _MUST_FINISH
         self.queue.put(rollout, deadline, key, waiting)
 
@@ -318,34 +323,32 @@ class Slots:
                 self.enqueue(sibling)
 
     def take(self, num: int, urgency: Mapping[float, int]) -> list[Rollout]:
-        """The first `num` that may start: by the urgency of their group's deadline, the parked ones before the waiting
-        ones, and then by the order's key."""
+        """Pop the first `num` rollouts: by urgency of the group, parked before waiting, then by order key."""
         not_urgent = self.config.max_staleness + 1
         ranks = {deadline: urgency.get(deadline, not_urgent) for deadline in self.queue.deadlines}
         ranks[_MUST_FINISH] = -1
         return self.queue.take(num, ranks)
 
     def next_round(self) -> None:
-        """Every rollout has its whole token budget again."""
+        """Renew the token budget of every rollout."""
         spent, self._spent = self._spent, {}
         for rollout in spent.values():
             self.enqueue(rollout)
 
-    # What was done
+    # Transitions
 
     def on_start(self, rollout: Rollout) -> None:
         self.queue.discard(rollout.rollout_id)
         self._spent.pop(rollout.rollout_id, None)
         self.running.add(rollout)
-        if was_continued_enough(rollout, self.config.max_continuations):
+        if next_run_is_last(rollout, self.config.max_continuations):
             self.must_finish.add(rollout.rollout_id)
 
     def on_park(self, rollout: Rollout) -> None:
-        """The rollout left its slot unfinished: it is parked (WAITING again if it has no token), or acts. Or it does no
-        longer act, and is parked."""
+        """Free the slot of an unfinished rollout that was parked or acts; or queue an acting one that was parked."""
         self.on_finish(rollout)
         if rollout.state is _ACTING:
-            self.queue.discard(rollout.rollout_id)  # one that had not started, where an agent is at work first
+            self.queue.discard(rollout.rollout_id)  # the first rollout of an Episode: its agent acts before it starts
             return
         self._parked_since[rollout.rollout_id] = self._next_parking
         self._next_parking += 1
@@ -355,17 +358,17 @@ class Slots:
             self.enqueue(rollout)
 
     def on_finish(self, rollout: Rollout) -> None:
-        self.running.discard(rollout)  # one that acts had left
+        self.running.discard(rollout)  # an acting rollout has no slot
         self.must_finish.discard(rollout.rollout_id)
 
-    def forget(self, rollout: Rollout) -> None:
-        """It starts no more, for now or for good. It does not run."""
+    def remove(self, rollout: Rollout) -> None:
+        """Remove a rollout, which does not run, from the queue."""
         self.queue.discard(rollout.rollout_id)
         self._spent.pop(rollout.rollout_id, None)
         self._parked_since.pop(rollout.rollout_id, None)
 
-    def on_leave(self, held: Held) -> None:
-        """The group left. None of its rollouts runs."""
+    def on_leave(self, held: HeldGroup) -> None:
+        """Remove the rollouts of a group that left. None of them runs."""
         for rollout in held.group.rollouts:
             self._parked_since.pop(rollout.rollout_id, None)
             if held.unfinished:
@@ -373,7 +376,7 @@ class Slots:
                 self._spent.pop(rollout.rollout_id, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: the order of parking."""
+        """Return JSON: the order of parking."""
         return {"parked_since": dict(self._parked_since), "next_parking": self._next_parking}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -387,21 +390,21 @@ class Slots:
         remaining, admitted_at = self.config.max_new_tokens - num_tokens, self.held[group_id].admitted_at
         # A rollout that ran when the snapshot was taken was never parked: it comes last.
         parked_since = self._parked_since.get(rollout.rollout_id, self._next_parking)
-        # By position, in the order of the fields: by name takes twice as long, and every parking makes one.
+        # Positional arguments: keywords take twice as long, and every parking creates a view.
         return RolloutView(
             rollout.rollout_id, group_id, rollout.sibling, num_tokens, remaining, admitted_at, parked_since
         )
 
 
-def was_continued_enough(rollout: Rollout, max_continuations: int) -> bool:
-    """Whether the next run of an unfinished rollout must be its last. `max_continuations` 0: there is no limit."""
+def next_run_is_last(rollout: Rollout, max_continuations: int) -> bool:
+    """Return whether an unfinished rollout may not be interrupted again. `max_continuations` 0: no limit."""
     if not max_continuations:
         return False
     return sum(s.trainable and s.stop_reason is _PAUSED for s in rollout.segments) >= max_continuations
 
 
 def token_budget(rollout: Rollout, config: RolloutConfig) -> int:
-    """Tokens after which a rollout that starts now is interrupted; 0: it is not."""
-    if config.interrupt != "token_budget" or was_continued_enough(rollout, config.max_continuations):
+    """Return the tokens after which a rollout that starts now is interrupted; 0: no limit."""
+    if config.interrupt != "token_budget" or next_run_is_last(rollout, config.max_continuations):
         return 0
     return config.token_budget

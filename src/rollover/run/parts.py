@@ -181,13 +181,13 @@ class Parts:
             watchdog = Watchdog(
                 config.watchdog,
                 scoring_s,
-                nobody_scores=lambda: pool.stands_still,
+                scoring_blocked=lambda: pool.stands_still,
                 max_filtered_steps=config.filters.give_up_after_steps,
             )
             requests = Requests(config.rollout, config.run.seed, stops, may_go_on=environment.has_turns)
             driver = Driver(lifecycle, engine, reroll, environment, requests, watchdog, config.workflow, on_abandon)
             reuse = Reuse(config, reroll, prompts.curriculum)
-            lifecycle.clock.go_on()
+            lifecycle.clock.resume()
             parts = cls(
                 kept=kept,
                 again=again,

@@ -154,7 +154,7 @@ class Simulation:
         self.version = self.clock.version = version
         before, generating = self.lifecycle.ledger.generated_tokens, self._generating_s
         self._segments.forget()
-        self.lifecycle.scheduler.on_begin(version, self.engine_version)
+        self.lifecycle.scheduler.begin_step(version, self.engine_version)
         generate_s, score_s = self._collect(version)
         groups = self.lifecycle.consume(version, self._stream_ended)
         if not groups:
@@ -218,7 +218,7 @@ class Simulation:
         On shared devices the trainer has those of engines with nothing to run, as Run._take_cores.
         """
         started, ends, generating, alone = self.now, self.now + train_s, self._generating_s, False
-        self.lifecycle.scheduler.on_begin(version + 1, self.engine_version)
+        self.lifecycle.scheduler.begin_step(version + 1, self.engine_version)
         if not self.plan.trainers:
             self.fleet.set_speed(_SHARED, self.now)
         while True:

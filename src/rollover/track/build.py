@@ -33,7 +33,7 @@ class TrackerSetup:
 
 def _trace(setup: TrackerSetup) -> Trace:
     clock = RunClock()
-    clock.stand_at(0.0)  # loading a model is no part of a run's time
+    clock.pause_at(0.0)  # loading a model is no part of a run's time
     return Trace(clock, TraceFile(setup.path / TRACE, setup.config.track.trace))
 
 

@@ -120,7 +120,7 @@ class Trace(Tracker):
     def span(self, name: str) -> Iterator[None]:
         """The loop does something for a while: "generate", "train". Spans of one name do not overlap. While the clock
         stands nothing is recorded: a span would have no length."""
-        if self.clock.stands:
+        if self.clock.paused:
             yield
             return
         self.events.append(TraceEvent(name + SPAN_START, self.clock.seconds(), self.clock.version))

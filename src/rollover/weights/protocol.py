@@ -21,7 +21,7 @@ NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class WeightUpdate:
     """Weights that were sent. `num_bytes` were moved to send them.
 
     `message` (JSON) tells the engine's end where they are.
@@ -32,7 +32,7 @@ class Parcel:
     message: dict[str, Any]
 
 
-class Holder(Protocol):
+class WeightHolder(Protocol):
     """A part of an engine's model that keeps some weights in a form of its own: packed ones, adapters."""
 
     def load(self, name: str, tensor: torch.Tensor) -> int | None:

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Any
 
-from rollover.weights.protocol import NamedTensors, Parcel
+from rollover.weights.protocol import NamedTensors, WeightUpdate
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class SharedFile:
         """Take room for tensors of these bytes, so that no later `send` lacks it. ValueError if there is none."""
         self._reserve(sum(map(_aligned, sizes)))
 
-    def send(self, version: int, tensors: NamedTensors) -> Parcel:
+    def write(self, version: int, tensors: NamedTensors) -> WeightUpdate:
         """Hand over weights of `version`: all of the model's, or those that have changed.
 
         What no longer fits into memory is moved to a disk, with all that was sent before.
@@ -63,13 +63,13 @@ class SharedFile:
         self._version = version
         return self._parcel(sizes, sum(sizes.values()))
 
-    def everything(self) -> Parcel | None:
+    def full_update(self) -> WeightUpdate | None:
         """All that was ever sent, in its last state, for a process that begins anew; None: nothing was."""
         return self._parcel(self._table, 0) if self._table else None
 
     @staticmethod
-    def receive(message: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of a parcel, in the child. They are views: whoever keeps one beyond the next `send` copies it."""
+    def read(message: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a update, in the child. They are views: whoever keeps one beyond the next `send` copies it."""
         import torch
 
         memory = mmap.mmap(message["file"], 0, access=mmap.ACCESS_COPY)  # unmapped with its last view
@@ -81,10 +81,10 @@ class SharedFile:
         for _, file in self._places:
             file.close()
 
-    def _parcel(self, names: Iterable[str], num_bytes: int) -> Parcel:
+    def _parcel(self, names: Iterable[str], num_bytes: int) -> WeightUpdate:
         tensors = [[name, *self._table[name]] for name in names]
         message = {"version": self._version, "file": self.files[0], "tensors": tensors}
-        return Parcel(self._version, num_bytes, message)
+        return WeightUpdate(self._version, num_bytes, message)
 
     def _reserve(self, num_bytes: int) -> None:
         """Take so much room in all, in the first place that has it: what was written moves there."""

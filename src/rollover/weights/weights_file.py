@@ -26,7 +26,7 @@ from typing import IO
 
 from rollover.files import local_path
 from rollover.weights import remover
-from rollover.weights.protocol import NamedTensors, Parcel
+from rollover.weights.protocol import NamedTensors, WeightUpdate
 from rollover.weights.safetensors_stream import WholeFile, mapped
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _LOCK = "lock"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class OwnFolder:
+class LockedFolder:
     """A folder of one owner, in the folder `wanted`; without one, in memory where there is room, else on a disk."""
 
     def __init__(self, wanted: str) -> None:
@@ -86,7 +86,7 @@ class OwnFolder:
         return fallback
 
 
-def not_written(folder: Path, why: object) -> ValueError:
+def no_room_error(folder: Path, why: object) -> ValueError:
     """What to raise where a folder has no room for the weights."""
     return ValueError(
         f"the weights could not be written to {folder} ({why}): free some room there, or name another folder in"
@@ -101,12 +101,12 @@ class WeightsFile:
     """
 
     def __init__(self, folder: str = "") -> None:
-        self._folder = OwnFolder(folder)
+        self._folder = LockedFolder(folder)
         self._num_sent = 0
-        self._last: Parcel | None = None
+        self._last: WeightUpdate | None = None
         self._files: list[Path] = []
 
-    def send(self, version: int, tensors: NamedTensors) -> Parcel:
+    def write(self, version: int, tensors: NamedTensors) -> WeightUpdate:
         """Hand over weights of `version`: all of the model's, or those that have changed. ValueError without room."""
         from safetensors.torch import save_file
 
@@ -125,17 +125,17 @@ class WeightsFile:
             aside.unlink(missing_ok=True)
             if isinstance(error, OSError) and error.errno not in _NO_ROOM:
                 raise
-            raise not_written(folder, error) from error
+            raise no_room_error(folder, error) from error
         aside.rename(path)
         self._files.append(path)
         for old in self._files[:-KEPT]:
             old.unlink(missing_ok=True)
         self._files = self._files[-KEPT:]
         message = {"version": version, "path": str(path), "sha256": digest}
-        self._last = Parcel(version, 0, message)
-        return Parcel(version, sum(tensor.nbytes for tensor in new.values()), message)
+        self._last = WeightUpdate(version, 0, message)
+        return WeightUpdate(version, sum(tensor.nbytes for tensor in new.values()), message)
 
-    def everything(self) -> Parcel | None:
+    def full_update(self) -> WeightUpdate | None:
         """All that was ever sent, for a server that begins anew; None: nothing was."""
         return self._last
 

@@ -21,23 +21,23 @@ from rollover.shutdown import end_tasks
 
 Member = TypeVar("Member")
 Call = TypeVar("Call")
-Place = TypeVar("Place")
+Slot = TypeVar("Slot")
 
 
 @dataclass(eq=False)
-class _Waiting(Generic[Call, Place]):
+class _Waiting(Generic[Call, Slot]):
     number: int
     call: Call
-    place: asyncio.Future[Place | None]
+    place: asyncio.Future[Slot | None]
 
 
-class RequestQueue(Generic[Call, Place]):
+class RequestQueue(Generic[Call, Slot]):
     """Calls that wait for a place, in order. `choose`: takes a place for a call, or None where there is none yet;
     `free`: frees one that was taken."""
 
-    def __init__(self, choose: Callable[[Call], Place | None], free: Callable[[Place], None]) -> None:
+    def __init__(self, choose: Callable[[Call], Slot | None], free: Callable[[Slot], None]) -> None:
         self._choose, self._free = choose, free
-        self._waiting: list[_Waiting[Call, Place]] = []
+        self._waiting: list[_Waiting[Call, Slot]] = []
         self._numbers = itertools.count()
         self._error: BaseException | None = None
 
@@ -45,7 +45,7 @@ class RequestQueue(Generic[Call, Place]):
         """Return a number in the order of arrival: a call that keeps it is placed before those that came later."""
         return next(self._numbers)
 
-    async def place(self, call: Call, number: int | None = None, until: asyncio.Event | None = None) -> Place | None:
+    async def place(self, call: Call, number: int | None = None, until: asyncio.Event | None = None) -> Slot | None:
         """Return a place. None if `until` is set first, or the queue ended. Raises the error of `end`."""
         self.check()
         future = asyncio.get_running_loop().create_future()
@@ -66,13 +66,13 @@ class RequestQueue(Generic[Call, Place]):
             with contextlib.suppress(ValueError):
                 self._waiting.remove(waiting)
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: Slot) -> None:
         """The call that had this place has ended."""
         self._free(place)
         self.move()
 
     def move(self) -> None:
-        """Place the calls that wait, in their order: there may be room."""
+        """Slot the calls that wait, in their order: there may be room."""
         for waiting in list(self._waiting):
             if (place := self._choose(waiting.call)) is not None:
                 self._waiting.remove(waiting)

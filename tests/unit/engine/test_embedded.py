@@ -443,8 +443,8 @@ def test_while_it_may_make_no_step_what_is_asked_waits_and_what_is_interrupted_r
 def test_only_the_whole_model_s_weights_are_loadable() -> None:
     target, shapes = engine(), {name: tuple(p.shape) for name, p in tiny.model().named_parameters()}
     name = "model.embed_tokens.weight"
-    assert target.why_not_loadable(shapes) == ""
-    assert target.why_not_loadable(shapes | {"lm_head.weight": shapes[name]}) == "", "the tied head under its own name"
-    assert "lacks 1 weights" in target.why_not_loadable({n: s for n, s in shapes.items() if n != name})
-    assert "that the model has not, the first is other" in target.why_not_loadable(shapes | {"other": (1,)})
-    assert f"has {name} in the shape [3, 2]" in target.why_not_loadable(shapes | {name: (3, 2)})
+    assert target.load_error(shapes) == ""
+    assert target.load_error(shapes | {"lm_head.weight": shapes[name]}) == "", "the tied head under its own name"
+    assert "lacks 1 weights" in target.load_error({n: s for n, s in shapes.items() if n != name})
+    assert "that the model has not, the first is other" in target.load_error(shapes | {"other": (1,)})
+    assert f"has {name} in the shape [3, 2]" in target.load_error(shapes | {name: (3, 2)})

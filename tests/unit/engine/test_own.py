@@ -13,10 +13,10 @@ import pytest
 
 from fake_engine import FakeEngine
 from rollover.config import WatchdogConfig
-from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad, WrongAnswer
-from rollover.engine.validate import OwnEngine
+from rollover.engine.protocol import EngineDied, ExtendRequest, InvalidAnswer, WeightLoad
+from rollover.engine.validate import CustomEngine
 from rollover.functions import FunctionError
-from rollover.rollout.requests import Asker
+from rollover.rollout.requests import RetryingEngine
 from rollover.types import Prompt, SamplingParams, Segment
 from unit.rollout.hanging import short, steps, watchdog
 from unit.rollout.run import Run, ids
@@ -25,11 +25,11 @@ REQUEST = ExtendRequest("0-0", Prompt((1, 2, 3)), (), 20, 7, SamplingParams())
 VOCABULARY = 1000
 
 
-def own(engine: FakeEngine | None = None, /, **methods: Any) -> OwnEngine:
+def own(engine: FakeEngine | None = None, /, **methods: Any) -> CustomEngine:
     engine = engine or FakeEngine(lambda seed: 5)
     for name, method in methods.items():
         setattr(engine, name, method)
-    return OwnEngine(engine, "mine.py:make", lambda: VOCABULARY)
+    return CustomEngine(engine, "mine.py:make", lambda: VOCABULARY)
 
 
 def with_ids(segment: Segment, *ids: float, dtype: type = np.int32) -> Segment:
@@ -90,7 +90,7 @@ def answering(answer: Callable[[Segment], Any], only: str = "") -> FakeEngine:
 
 @pytest.mark.parametrize(("answer", "why"), ANSWERS.values(), ids=ANSWERS)
 def test_an_answer_that_no_policy_of_the_run_can_have_sampled_is_refused(answer: Callable, why: str) -> None:
-    with pytest.raises(WrongAnswer) as error:
+    with pytest.raises(InvalidAnswer) as error:
         asyncio.run(own(answering(answer)).extend(REQUEST))
     assert str(error.value) == f"engine.kind = 'mine.py:make': the answer of its extend is refused, as {why}"
 
@@ -102,7 +102,7 @@ def test_it_fails_its_rollout_which_is_asked_for_again(answer: Callable, why: st
     assert len(run.said) == 1
     assert run.said[0].startswith("the engine failed at rollout 0-1 (engine.kind = 'mine.py:make': the answer of its")
     assert f"is refused, as {why}): it is asked again in" in run.said[0]
-    asked = run.driver.asker.stats()
+    asked = run.driver.retrying_engine.stats()
     assert asked["watchdog/refused_answers"] == 1 and asked["engine/failed_extends"] == 0
     run.check()
 
@@ -133,7 +133,7 @@ def test_what_it_says_of_its_progress_is_looked_at_too() -> None:
         (segment,) = await FakeEngine(lambda seed: 5).extend(REQUEST)
         return {"0-0": [with_ids(segment, 70000)]}
 
-    with pytest.raises(WrongAnswer, match="the answer of its progress is refused, as its token 0 has the id 70000"):
+    with pytest.raises(InvalidAnswer, match="the answer of its progress is refused, as its token 0 has the id 70000"):
         asyncio.run(own(progress=progress).progress(["0-0"]))
 
 
@@ -144,7 +144,7 @@ def test_what_it_says_wrongly_of_one_rollout_hides_no_other() -> None:
         (segment,) = await FakeEngine(lambda seed: 5).extend(REQUEST)
         return {"0-0": [segment], "0-1": [with_ids(segment, 70000)], "0-2": "nothing"}
 
-    asker = Asker(own(progress=progress), WatchdogConfig())
+    asker = RetryingEngine(own(progress=progress), WatchdogConfig())
     found = asyncio.run(asker.progress(["0-0", "0-1", "0-2"]))
     assert found.keys() == {"0-0"} and len(found["0-0"][0]) == 5
 
@@ -161,7 +161,7 @@ async def nothing(*args: Any) -> None:
     return None
 
 
-CALLS: dict[str, Callable[[OwnEngine], Any]] = {
+CALLS: dict[str, Callable[[CustomEngine], Any]] = {
     "interrupt": lambda engine: engine.interrupt(),
     "release": lambda engine: engine.release(["0-0"]),
     "use_threads": lambda engine: engine.use_threads(1),
@@ -215,7 +215,7 @@ def test_the_bytes_of_a_load_may_be_a_float() -> None:
 
 def test_where_no_trainer_hands_over_weights_the_versions_are_its_own() -> None:
     """A server that goes on after a run has the version of its last weights, and `rollover eval` asks it."""
-    engine = OwnEngine(FakeEngine(lambda seed: 5, policy_version=57), "mine.py:make", lambda: VOCABULARY, math.inf)
+    engine = CustomEngine(FakeEngine(lambda seed: 5, policy_version=57), "mine.py:make", lambda: VOCABULARY, math.inf)
     assert engine.oldest_version == 57
     assert [s.policy_version for s in asyncio.run(engine.extend(REQUEST))] == [57]
 

@@ -22,7 +22,7 @@ import tiny
 from rollover.config import EngineConfig
 from rollover.config.logits import LogitsProcessing
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.embedded.sampling import Processor
+from rollover.engine.embedded.sampling import LogitsProcessor
 from rollover.engine.embedded.structures import Structures
 from rollover.engine.process.messages import requests_from_json, requests_to_json
 from rollover.engine.protocol import ExtendRequest, StopCriteria
@@ -48,7 +48,7 @@ def processed(processing: LogitsProcessing, answer: tuple[int, ...] = ANSWER, **
         "0-0", Prompt(PROMPT), answer, 9, 0, SamplingParams(), StopCriteria(frozenset({1, 2})), processing=processing
     )
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
-    Processor(replace(asked, **changes), VOCAB, None).apply(logits, [*PROMPT, *answer])
+    LogitsProcessor(replace(asked, **changes), VOCAB, None).apply(logits, [*PROMPT, *answer])
     return logits
 
 
@@ -181,7 +181,7 @@ def test_the_behavior_logprob_is_that_of_what_is_sampled_from() -> None:
     for i, token in enumerate(ids):
         row = logits[len(prompt) + i - 1].clone()
         before = replace(asked("0-0", PROMPTS[0], 12, EVERYTHING), generated_ids=tuple(ids[:i]))
-        Processor(before, len(row), None).apply(row, [*prompt, *ids[:i]])
+        LogitsProcessor(before, len(row), None).apply(row, [*prompt, *ids[:i]])
         expected.append(torch.log_softmax(row / 0.7, -1)[token].item())
     np.testing.assert_allclose(logprobs_of(answered), expected, atol=2e-4)
     assert ids[:2] == [8, 9] and expected[:2] == [0.0, 0.0] and 6 not in ids

@@ -73,7 +73,7 @@ def test_an_engine_that_answers_with_nothing_now_and_then_is_asked_again() -> No
     run = Run(engine=engine)
     (groups,) = run.steps(1)
     assert [r.num_tokens for g in groups for r in g.rollouts] == [5] * 4 and engine.calls == 4 + 2 * 3
-    assert run.driver.asker.stats()["engine/empty_answers"] == 2 * 3
+    assert run.driver.retrying_engine.stats()["engine/empty_answers"] == 2 * 3
     assert not run.said
 
 
@@ -115,7 +115,7 @@ def test_a_stop_ends_the_pause() -> None:
     asyncio.run(stop())
     run.check(stopped=True)
     assert run.cache.rollout("0-0").state is RolloutState.WAITING
-    assert run.driver.asker.stats()["engine/empty_answers"] == engine.calls - 3, "of 0-0 alone"
+    assert run.driver.retrying_engine.stats()["engine/empty_answers"] == engine.calls - 3, "of 0-0 alone"
 
 
 def test_a_resumed_run_knows_that_its_tasks_had_ended() -> None:

@@ -172,7 +172,7 @@ def test_reserved_groups_stay_held_until_their_step_and_are_free_after_a_stop() 
         run.driver.interrupt_for_good()
         assert await collecting is None
         assert set(reserved) <= set(run.cache.groups)
-        run.scheduler.forget_reserved()
+        run.scheduler.clear_reserved()
         run.check(stopped=True)
 
     asyncio.run(go())

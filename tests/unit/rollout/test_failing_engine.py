@@ -66,7 +66,7 @@ def steps(run: Run, num: int) -> list:
 
 
 def failures(run: Run) -> float:
-    return run.driver.asker.stats()["engine/failed_extends"]
+    return run.driver.retrying_engine.stats()["engine/failed_extends"]
 
 
 def test_a_failed_extend_is_tried_again_ever_less_often_from_the_tokens_it_has() -> None:

@@ -19,16 +19,16 @@ def failure_limit() -> FailureLimit:
 def test_so_many_stalled_groups_in_a_row_end_the_run() -> None:
     told = failure_limit()
     for _ in range(TOO_MANY - 1):
-        told.on_given_up()
+        told.on_group_failed()
     with pytest.raises(ValueError, match=f"watchdog: the last {TOO_MANY} groups .* the engine seems to hang"):
-        told.on_given_up()
+        told.on_group_failed()
 
 
 def test_a_group_that_is_complete_begins_the_count_of_stalled_ones_anew() -> None:
     told = failure_limit()
     for _ in range(3):
         for _ in range(TOO_MANY - 1):
-            told.on_given_up()
+            told.on_group_failed()
         told.on_complete()
 
 

@@ -48,7 +48,7 @@ def test_a_filtered_group_is_replaced_within_the_step(monkeypatch: pytest.Monkey
         for _ in range(6):
             batches.append(await run.driver.collect(run.version))
             if run.config.overlap:
-                run.driver.go_on(run.version)
+                run.driver.generate_ahead(run.version)
                 await asyncio.sleep(0.01)
                 await run.driver.interrupt_all()
             run.publish()

@@ -317,7 +317,7 @@ def test_the_siblings_of_one_that_begins_again_stay_as_they_are() -> None:
 
 
 async def begin(run: Run) -> None:
-    run.driver.player.ask_for_all()
+    run.driver.player.start_missing()
     await run.driver.abandon()
 
 

@@ -159,7 +159,7 @@ def test_what_gets_its_rewards_after_its_tokens_left_the_bound_is_dropped_and_no
             groups = await run.driver.collect(version)
             assert groups and all(v == version for g in groups for r in g.rollouts for v in r.versions)
             taken.append([g.group_id for g in groups])
-            run.driver.go_on(version)
+            run.driver.generate_ahead(version)
             for _ in range(40):
                 await asyncio.sleep(0)
             await run.engine.load_weights(version + 1, ())
@@ -183,7 +183,7 @@ def test_nothing_new_is_begun_that_would_be_too_old_for_every_step() -> None:
     async def first_step() -> None:
         assert await run.driver.collect(0)
         admitted = run.cache.num_admitted
-        run.driver.go_on(0)
+        run.driver.generate_ahead(0)
         for _ in range(100):
             await asyncio.sleep(0)
         assert run.cache.num_admitted == admitted, "tasks were used up for nothing"

@@ -62,7 +62,7 @@ def in_a_recording(size: int, folder: Path) -> int:
 
 def to_the_engine_process(size: int, folder: Path) -> int:
     group, requests = group_of(size), Requests(RolloutConfig(max_new_tokens=8), 0)
-    calls = {i: requests.to_go_on(r) for i, r in enumerate(group.rollouts)}
+    calls = {i: requests.continuation(r) for i, r in enumerate(group.rollouts)}
     message = requests_to_json(calls)
     arrived = requests_from_json(through_json(message))
     assert arrived == calls, "and it arrives whole"
@@ -150,7 +150,7 @@ def test_rollouts_with_prompts_of_their_own_come_back_from_a_recording(tmp_path:
 
 def test_rollouts_with_prompts_of_their_own_ask_the_engine_for_their_own() -> None:
     group, requests = group_of_episodes(), Requests(RolloutConfig(max_new_tokens=8), 0)
-    assert [requests.to_go_on(r).prompt for r in group.rollouts] == [r.prompt for r in group.rollouts]
+    assert [requests.continuation(r).prompt for r in group.rollouts] == [r.prompt for r in group.rollouts]
 
 
 def test_rollouts_with_prompts_of_their_own_are_trained_with_them() -> None:

@@ -54,7 +54,7 @@ def test_an_answer_that_belongs_to_an_earlier_extension_is_refused_and_the_rollo
     refused = "its answer is refused, as it begins with token 0, and token 3 comes next"
     failed = rf"the engine failed at rollout 0-1 \({refused}\): it is asked again in 0.01 s"
     assert_said(run, r"watchdog: rollout 0-1 \(running, .*", failed)
-    assert run.driver.asker.stats()["watchdog/refused_answers"] == 1
+    assert run.driver.retrying_engine.stats()["watchdog/refused_answers"] == 1
 
 
 def test_a_rollout_whose_answers_are_refused_again_and_again_is_dropped() -> None:
@@ -62,7 +62,7 @@ def test_a_rollout_whose_answers_are_refused_again_and_again_is_dropped() -> Non
     assert ids(steps(run, 1)) == [[1, 2]]
     assert run.ledger.dropped[DropReason.FAILED].groups == 1
     assert run.said[-1].endswith("token 3 comes next): its group is dropped (failed)")
-    assert run.driver.asker.stats()["watchdog/refused_answers"] == 2
+    assert run.driver.retrying_engine.stats()["watchdog/refused_answers"] == 2
 
 
 def test_what_the_engine_says_of_an_earlier_extension_is_not_salvaged() -> None:
@@ -99,7 +99,7 @@ def test_an_engine_whose_log_probs_are_nan_loses_the_answer_and_not_the_run() ->
     assert_said(
         run, r"the engine failed at rollout 0-1 \(its answer is refused, as its token 0 has the log-prob nan, .*"
     )
-    assert run.driver.asker.stats()["watchdog/refused_answers"] == 1
+    assert run.driver.retrying_engine.stats()["watchdog/refused_answers"] == 1
     run.check()
 
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.config import WatchdogConfig
-from rollover.rollout.watchdog import Action, Stall, Watchdog, salvaged
+from rollover.engine.validate import resumable_segments
+from rollover.rollout.watchdog import Action, Stall, Watchdog
 from rollover.types import StopReason
 from unit.rollout.world import make_segment
 
@@ -21,8 +22,8 @@ class Bench:
     """A watchdog that looks whenever it wants to, and rollouts with so many new tokens each."""
 
     def __init__(self, config: WatchdogConfig = CONFIG, scoring_s: float = 60, **tokens: int) -> None:
-        self.nobody_scores = False
-        self.watchdog = Watchdog(config, scoring_s, nobody_scores=lambda: self.nobody_scores)
+        self.scoring_blocked = False
+        self.watchdog = Watchdog(config, scoring_s, scoring_blocked=lambda: self.scoring_blocked)
         self.now, self.tokens, self.queued = 1000.0, {}, set()
         for name, num in tokens.items():
             self.start(name.removeprefix("r").replace("_", "-"), num)
@@ -37,13 +38,13 @@ class Bench:
 
     def look(self) -> list[Stall]:
         progress = {i: [make_segment(num, 0)] for i, num in self.tokens.items()}
-        return self.watchdog.look(self.now, progress, self.queued, self.watchdog.scoring)
+        return self.watchdog.check(self.now, progress, self.queued, self.watchdog.scoring)
 
     def run(self, seconds: float, *growing: str) -> list[Stall]:
         """Let time pass; `growing` get a token before every look. Ends at the first stall."""
         end = self.now + seconds
         while True:
-            self.now += self.watchdog.pause(self.now)
+            self.now += self.watchdog.next_check_in(self.now)
             if self.now >= end:
                 self.now = end
                 return []
@@ -121,8 +122,8 @@ def test_who_waits_in_the_engines_queue_stalls_only_when_nobody_gets_a_token() -
 
 def test_time_in_which_nobody_could_look_is_forgiven() -> None:
     bench = Bench(r0_0=0)
-    bench.watchdog.on_score(7, bench.now)
-    bench.watchdog.pause(bench.now)
+    bench.watchdog.on_scoring_start(7, bench.now)
+    bench.watchdog.next_check_in(bench.now)
     bench.now += 5000  # the loop stood still
     assert bench.look() == []
     began = bench.now
@@ -138,34 +139,34 @@ def test_time_in_which_nobody_could_look_is_forgiven() -> None:
 def test_a_scoring_that_begins_again_is_the_newest() -> None:
     """Two scorings: the older one begins again, so that the other is the oldest and stalls first."""
     bench = Bench()
-    bench.watchdog.on_score(4, bench.now)
-    bench.watchdog.on_score(5, bench.now)
-    bench.watchdog.on_score(4, bench.now + 1)
+    bench.watchdog.on_scoring_start(4, bench.now)
+    bench.watchdog.on_scoring_start(5, bench.now)
+    bench.watchdog.on_scoring_start(4, bench.now + 1)
     assert list(bench.watchdog.scoring) == [5, 4]
 
 
 def test_a_scoring_is_repeated_once_then_given_up() -> None:
     bench = Bench()
-    bench.watchdog.on_score(4, bench.now)
+    bench.watchdog.on_scoring_start(4, bench.now)
     (stall,) = bench.run(1000)
     assert stall == Stall(Action.RESCORE, 4, None, "scoring", 100) and bench.now == 1100
-    bench.watchdog.on_score(4, bench.now)
+    bench.watchdog.on_scoring_start(4, bench.now)
     (stall,) = bench.run(1000)
-    assert stall == Stall(Action.GIVE_UP, 4, None, "scoring", 100) and bench.now == 1200
-    bench.watchdog.on_scored(4, bench.now)
+    assert stall == Stall(Action.FAIL_SCORING, 4, None, "scoring", 100) and bench.now == 1200
+    bench.watchdog.on_scoring_end(4, bench.now)
     assert bench.run(1000) == []
-    bench.watchdog.on_score(4, bench.now)
+    bench.watchdog.on_scoring_start(4, bench.now)
     assert [s.action for s in bench.run(1000)] == [Action.RESCORE], "another time is another first time"
 
 
 def test_a_scorings_time_does_not_run_while_nobody_could_score() -> None:
     bench = Bench()
-    bench.watchdog.on_score(4, bench.now)
-    bench.nobody_scores = True
+    bench.watchdog.on_scoring_start(4, bench.now)
+    bench.scoring_blocked = True
     for _ in range(100):
-        bench.now += bench.watchdog.pause(bench.now)
+        bench.now += bench.watchdog.next_check_in(bench.now)
         assert bench.look() == []
-    bench.nobody_scores = False
+    bench.scoring_blocked = False
     assert bench.run(99) == [], "its whole time begins when somebody can"
     assert [s.action for s in bench.run(2 * CONFIG.reward_timeout_s)] == [Action.RESCORE]
 
@@ -174,24 +175,24 @@ def test_a_group_that_waits_behind_another_does_not_stall() -> None:
     """Scorers work in turn: what hangs is the oldest, and the others' time begins when they come first."""
     bench = Bench()
     for group_id in (1, 2, 3):
-        bench.watchdog.on_score(group_id, bench.now)
+        bench.watchdog.on_scoring_start(group_id, bench.now)
     bench.now += 90
-    bench.watchdog.on_scored(1, bench.now)
+    bench.watchdog.on_scoring_end(1, bench.now)
     assert [(s.group_id, bench.now) for s in bench.run(1000)] == [(2, 1190)]
-    bench.watchdog.on_score(2, bench.now)  # repeated: behind 3 now
+    bench.watchdog.on_scoring_start(2, bench.now)  # repeated: behind 3 now
     bench.now += 90
-    bench.watchdog.on_scored(3, bench.now)
-    assert [(s.group_id, s.action) for s in bench.run(1000)] == [(2, Action.GIVE_UP)]
+    bench.watchdog.on_scoring_end(3, bench.now)
+    assert [(s.group_id, s.action) for s in bench.run(1000)] == [(2, Action.FAIL_SCORING)]
 
 
 def test_later_scorings_that_end_do_not_hide_the_one_that_hangs() -> None:
     bench = Bench()
-    bench.watchdog.on_score(0, bench.now)
+    bench.watchdog.on_scoring_start(0, bench.now)
     for group_id in range(1, 10):
-        bench.watchdog.on_score(group_id, bench.now)
+        bench.watchdog.on_scoring_start(group_id, bench.now)
         if stalls := bench.run(30):
             break
-        bench.watchdog.on_scored(group_id, bench.now)
+        bench.watchdog.on_scoring_end(group_id, bench.now)
     else:
         raise AssertionError("it was hidden")
     assert [s.group_id for s in stalls] == [0]
@@ -201,7 +202,7 @@ def test_later_scorings_that_end_do_not_hide_the_one_that_hangs() -> None:
 def test_each_limit_can_be_off(off: str) -> None:
     bench = Bench(CONFIG.model_copy(update={off: 0}), r0_0=0)
     bench.watchdog.on_interrupt(["0-0"], bench.now)
-    bench.watchdog.on_score(1, bench.now)
+    bench.watchdog.on_scoring_start(1, bench.now)
     assert bench.watchdog.is_on
     seen = {s.rollout_id is None for _ in range(3) for s in bench.run(1000)}
     assert seen == {off == "rollout_timeout_s"}
@@ -214,7 +215,7 @@ def test_a_message_is_one_line_with_all_that_was_asked_for() -> None:
         "watchdog: rollout 4-1 (running, begun 312 s ago, 57 tokens, none for 300 s):"
         " it is interrupted and continued from there"
     )
-    assert str(Stall(Action.GIVE_UP, 4, None, "scoring", 0.25)) == (
+    assert str(Stall(Action.FAIL_SCORING, 4, None, "scoring", 0.25)) == (
         "watchdog: the rewards of group 4 (scoring, begun 0.25 s ago): it is cancelled and its rewards are missing"
     )
 
@@ -240,7 +241,7 @@ def test_describes_the_longest_silent_first() -> None:
 
 
 def salvage(*segments, remaining: int = 10):
-    return salvaged(segments, 0, remaining)
+    return resumable_segments(segments, 0, remaining)
 
 
 def test_salvages_what_a_rollout_can_go_on_from() -> None:
@@ -274,7 +275,7 @@ def test_every_stall_is_noticed_in_time_and_nothing_else_is(rng: random.Random) 
         last[rollout_id] = bench.now
     flagged: dict[str, float] = {}
     for _ in range(40):
-        end = bench.now + bench.watchdog.pause(bench.now)
+        end = bench.now + bench.watchdog.next_check_in(bench.now)
         for rollout_id in bench.tokens:
             alive = rollout_id not in dead or bench.now < 1100
             if alive and (rng.random() < 0.5 or bench.now - last[rollout_id] > limit / 2):

@@ -207,7 +207,7 @@ class Continued(World):
                 self.admitted_version[group.group_id] = self.version
                 self.seen[rollout.rollout_id] = self._tokens(rollout)
         self.lifecycle.on_new_version(self.version)
-        self.lifecycle.scheduler.on_begin(self.version, self.version)
+        self.lifecycle.scheduler.begin_step(self.version, self.version)
         for rollout in self.lifecycle.cache.unscored():
             if self.singly or is_complete(self.cache.groups[rollout.group_id]):
                 self._score([rollout])

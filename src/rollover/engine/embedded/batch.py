@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollover.engine.embedded.kv_cache import KVCache, RowOwner
-from rollover.engine.embedded.sampling import Processor
+from rollover.engine.embedded.sampling import LogitsProcessor
 from rollover.engine.protocol import ExtendRequest
 from rollover.engine.stop import stop_reason
 from rollover.models.vision import NO_IMAGES, ImagePlaces
@@ -36,7 +36,7 @@ class Sequence(RowOwner):
     on_token: OnToken | None = None
     cache_salt: str = ""
     """It shares the KV of its prompt with those of the same salt alone."""
-    processor: Processor | None = None
+    processor: LogitsProcessor | None = None
     """None: its logits are taken as they are."""
     images: ImagePlaces = NO_IMAGES
 
@@ -116,7 +116,7 @@ class Sequence(RowOwner):
             start=self.next_index - num,
         )
 
-    def cut(self, version: int, reason: StopReason) -> None:
+    def close_segment(self, version: int, reason: StopReason) -> None:
         """Close the open segment. An empty one is kept only where it is the answer to an interruption."""
         if self.open_logprobs or (reason is not StopReason.PAUSED) or not self.segments:
             self.segments.append(self.open_segment(version, reason))
@@ -124,15 +124,15 @@ class Sequence(RowOwner):
 
     def resolve(self, version: int, reason: StopReason) -> None:
         """End its `extend`, which gets its segments."""
-        self.cut(version, reason)
+        self.close_segment(version, reason)
         if self.future is not None and not self.future.done():
             self.future.set_result(self.segments)
         self.future = None
 
-    def cut_at_update(self, version: int) -> None:
+    def on_new_weights(self, version: int) -> None:
         """New weights: what was sampled so far belongs to `version`."""
         if self.open_logprobs:
-            self.cut(version, StopReason.PAUSED)
+            self.close_segment(version, StopReason.PAUSED)
 
 
 class Batcher:
@@ -144,7 +144,7 @@ class Batcher:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.kept: dict[str, Sequence] = {}
-        self._lost: dict[str, int] = {}  # id of a rollout that was kept and lost its KV -> how many tokens of it
+        self._evicted: dict[str, int] = {}  # id of a rollout that was kept and lost its KV -> how many tokens of it
         self.num_preemptions = 0
 
     @property
@@ -193,7 +193,7 @@ class Batcher:
         for seq in self.waiting:
             self.drop_kv(seq)
         while self.kept:
-            self._lose(self.kept.popitem()[1])
+            self._evict(self.kept.popitem()[1])
 
     def retire(self, seq: Sequence, *, keep_kv: bool) -> None:
         """`seq` no longer runs or waits. With keep_kv what it has cached stays until evicted or released."""
@@ -204,23 +204,23 @@ class Batcher:
         if keep_kv and seq.kv_len:
             self.kept[seq.request.rollout_id] = seq
         elif keep_kv:
-            self._lose(seq)
+            self._evict(seq)
         else:
             self.cache.free(seq)
 
-    def take_kept(self, rollout_id: str) -> Sequence | None:
+    def pop_kept(self, rollout_id: str) -> Sequence | None:
         """The kept sequence of this rollout, if there is one: it is kept no longer, though its KV still lies there."""
         return self.kept.pop(rollout_id, None)
 
-    def take_lost(self, rollout_id: str) -> int | None:
+    def pop_evicted(self, rollout_id: str) -> int | None:
         """How many tokens of this rollout had been computed before it lost its KV; None: it has not lost any. It is
         forgotten then."""
-        return self._lost.pop(rollout_id, None)
+        return self._evicted.pop(rollout_id, None)
 
     def release(self, rollout_id: str) -> None:
         """Forget what is kept of this rollout."""
-        self.take_lost(rollout_id)
-        if (seq := self.take_kept(rollout_id)) is not None:
+        self.pop_evicted(rollout_id)
+        if (seq := self.pop_kept(rollout_id)) is not None:
             self.cache.free(seq)
 
     def donor(self, target: Sequence, version: int | None) -> Sequence | None:
@@ -236,17 +236,17 @@ class Batcher:
                 return seq
         return None
 
-    def _lose(self, seq: Sequence) -> None:
+    def _evict(self, seq: Sequence) -> None:
         """Its KV goes, and its rollout may go on: what is prefilled then is told apart from what was appended."""
         self.drop_kv(seq)
         if seq.computed:
-            self._lost[seq.request.rollout_id] = seq.computed
+            self._evicted[seq.request.rollout_id] = seq.computed
 
     def _reserve_or_evict_idle(self, seq: Sequence, num_tokens: int) -> bool:
         """Reserve; while memory is short, evict what does not run: kept ones first, then the last in the queue."""
         while not self.cache.reserve(seq, num_tokens):
             if self.kept:
-                self._lose(self.kept.pop(next(iter(self.kept))))
+                self._evict(self.kept.pop(next(iter(self.kept))))
                 continue
             idle = next((s for s in reversed(self.waiting) if s is not seq and s.bucket is not None), None)
             if idle is None:

@@ -16,8 +16,8 @@ import torch
 from rollover.config import Config, EngineConfig
 from rollover.engine.embedded.batch import Batcher, OnToken, Sequence
 from rollover.engine.embedded.kv_cache import KVCache
-from rollover.engine.embedded.runner import Chunk, Runner
-from rollover.engine.embedded.sampling import process, processor_of, sample, uniforms
+from rollover.engine.embedded.runner import Runner, SequenceChunk
+from rollover.engine.embedded.sampling import make_processor, process_logits, sample, uniforms
 from rollover.engine.embedded.structures import Structures
 from rollover.engine.protocol import ExtendRequest, ImageRefused, WeightLoad
 from rollover.models.attention import cache_shape
@@ -72,10 +72,10 @@ class Prefill:
             if seq.kv_len == 0 and seq.prompt_key in planned:
                 self._share(seq, version)
 
-    def _plan(self, planned: set[tuple[str, Prompt]], version: int) -> list[Chunk]:
+    def _plan(self, planned: set[tuple[str, Prompt]], version: int) -> list[SequenceChunk]:
         """The next chunks. Adds to `planned` the prompts that they begin with."""
         budget = self._chunk_tokens
-        chunks: list[Chunk] = []
+        chunks: list[SequenceChunk] = []
         for seq in self._batcher.running:
             if seq.prefilled or budget == 0:
                 continue
@@ -88,7 +88,7 @@ class Prefill:
                 elif seq.prefilled:
                     continue
             end = seq.images.chunk_end(seq.kv_len, min(len(seq.tokens) - 1, seq.kv_len + budget))
-            chunks.append(Chunk(seq, seq.kv_len, end))
+            chunks.append(SequenceChunk(seq, seq.kv_len, end))
             budget = max(0, budget - (end - seq.kv_len))
         return chunks
 
@@ -200,9 +200,9 @@ class EmbeddedEngine:
     def oldest_version(self) -> int:
         return self._version
 
-    def why_not_loadable(self, shapes: Mapping[str, Seq[int]]) -> str:
+    def load_error(self, shapes: Mapping[str, Seq[int]]) -> str:
         """Why weights of these names and shapes are not those of the whole model; "" if they are."""
-        return self._runner.why_not_loadable(shapes)
+        return self._runner.load_error(shapes)
 
     async def extend(
         self, request: ExtendRequest, on_token: OnToken | None = None, cache_salt: str = ""
@@ -235,16 +235,16 @@ class EmbeddedEngine:
             raise ImageRefused(str(error)) from error
         except Exception as error:  # boundary: decoders and processors raise errors of any kind
             raise ImageRefused(f"an image cannot be computed: {type(error).__name__}: {error}") from error
-        processor = processor_of(request, self._num_logits, self._structures)
+        processor = make_processor(request, self._num_logits, self._structures)
         future: asyncio.Future[list[Segment]] = asyncio.get_running_loop().create_future()
-        seq = self._batcher.take_kept(request.rollout_id)
+        seq = self._batcher.pop_kept(request.rollout_id)
         if seq is not None and seq.continues(request):
             seq.resume(request, future)
             self._num_kept += seq.kv_len
         else:
             if seq is not None:
                 self._batcher.cache.free(seq)
-            seq = Sequence.start(request, future, self._batcher.take_lost(request.rollout_id))
+            seq = Sequence.start(request, future, self._batcher.pop_evicted(request.rollout_id))
         seq.on_token, seq.cache_salt, seq.processor, seq.images = on_token, cache_salt, processor, images
         self._batcher.waiting.append(seq)
         if self._loop is None or self._loop.done():
@@ -280,7 +280,7 @@ class EmbeddedEngine:
         self._num_decode_steps += 1
         with self._team.piece(_FIXED_ROWS + len(order)):
             logits_BV = self._runner.decode(order)
-            process(logits_BV, [s.processor for s in order], [s.tokens for s in order])
+            process_logits(logits_BV, [s.processor for s in order], [s.tokens for s in order])
             draws_B = uniforms([s.request.seed for s in order], [s.next_index for s in order])
             tokens, logprobs = sample(logits_BV, [s.request.sampling for s in order], draws_B, self._runner.kernels)
         for seq, token, logprob in zip(order, tokens, logprobs, strict=True):
@@ -341,7 +341,7 @@ class EmbeddedEngine:
         synchronize(self._device)  # the seconds below are those of the copies
         if version != self._version:
             for seq in self._batcher.active():
-                seq.cut_at_update(self._version)
+                seq.on_new_weights(self._version)
             if self._kv_policy == "recompute":
                 self._batcher.drop_all_kv()
             else:

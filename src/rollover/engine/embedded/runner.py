@@ -31,7 +31,7 @@ from rollover.models.logprobs import Head
 from rollover.models.operations import TorchOperations
 from rollover.models.packed import float32_product
 from rollover.models.vision import ImageTokens, RowImages, Vision, joined_positions
-from rollover.weights.protocol import Holder, NamedTensors
+from rollover.weights.protocol import NamedTensors, WeightHolder
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ _LOGIT_ROWS = 256  # of a prompt, whose logits are computed together
 
 
 @dataclass(frozen=True)
-class Chunk:
+class SequenceChunk:
     """Tokens [start, end) of `seq`, to be computed; its row has room for them."""
 
     seq: Sequence
@@ -83,7 +83,7 @@ class _ChunkBatch:
     Shapes: b chunks, t tokens of the longest, S keys up to the end of the last one.
     """
 
-    def __init__(self, chunks: list[Chunk], parts: list[slice], device: torch.device) -> None:
+    def __init__(self, chunks: list[SequenceChunk], parts: list[slice], device: torch.device) -> None:
         self.bucket, self.fresh = chunks[0].bucket, chunks[0].start == 0
         self.rows_b = torch.tensor([c.seq.row for c in chunks], device=device)
         self.num_keys = max(c.end for c in chunks)
@@ -139,7 +139,7 @@ class PrefillAttention:
     layers: a layer takes as many operations for many chunks as for few.
     """
 
-    def __init__(self, chunks: list[Chunk], device: torch.device) -> None:
+    def __init__(self, chunks: list[SequenceChunk], device: torch.device) -> None:
         ends = torch.tensor([c.end - c.start for c in chunks]).cumsum(0).tolist()
         parts = [slice(end - (c.end - c.start), end) for c, end in zip(chunks, ends, strict=True)]
         self.writes: list[tuple[Bucket, torch.Tensor, torch.Tensor]] = []
@@ -272,7 +272,7 @@ class DecodeAttention:
 class KernelAttention:
     """Prefill and decode by the compiled kernel, which reads a row up to the token and no further, without padding."""
 
-    def __init__(self, chunks: list[Chunk], kernels: Kernels) -> None:
+    def __init__(self, chunks: list[SequenceChunk], kernels: Kernels) -> None:
         self.kernels = kernels
         buckets = {bucket: i for i, bucket in enumerate(dict.fromkeys(c.bucket for c in chunks))}
         tokens_C = torch.tensor([c.end - c.start for c in chunks])
@@ -323,7 +323,7 @@ class Runner:
             self.kernels = None  # whose attention has none
         self.head = Head.of(model).precise(rows)
         holders = [self.adapters, *([self.decoder] if self.decoder is not None else [])]
-        self.weights = InPlace(model, holders)
+        self.weights = WeightWriter(model, holders)
 
     @property
     def flops(self) -> float:
@@ -342,7 +342,7 @@ class Runner:
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Replace weights and adapters, then the copies made of them. Returns the bytes written."""
-        num_bytes = self.weights.send(tensors)
+        num_bytes = self.weights.write(tensors)
         self.head = Head.of(self.model).precise(self.rows)
         return num_bytes
 
@@ -364,7 +364,7 @@ class Runner:
                 storage.copy_(kept)
         self.freed = []
 
-    def why_not_loadable(self, shapes: Mapping[str, Seq[int]]) -> str:
+    def load_error(self, shapes: Mapping[str, Seq[int]]) -> str:
         """Why weights of these names and shapes are not those of the whole model, each once; "" if they are."""
         if lacking := sorted(self._names - shapes.keys()):
             return f"lacks {len(lacking)} weights of the model, the first is {lacking[0]}"
@@ -375,7 +375,7 @@ class Runner:
                 return f"has {name} in the shape {list(shape)}, and the model's is {list(self._shapes[name])}"
         return ""
 
-    def prefill(self, chunks: list[Chunk]) -> None:
+    def prefill(self, chunks: list[SequenceChunk]) -> None:
         """Compute and cache keys and values of the chunks. No logits: the last known token is decoded."""
         head_size = chunks[0].bucket.keys[0].shape[-1]
         if self.kernels is not None and head_size % _VECTORS == 0 and not any(c.bidirectional for c in chunks):
@@ -388,7 +388,7 @@ class Runner:
 
         Sequences of a bucket stand together.
         """
-        chunks = [Chunk(s, s.kv_len, s.kv_len + 1) for s in order]
+        chunks = [SequenceChunk(s, s.kv_len, s.kv_len + 1) for s in order]
         if self.kernels is not None:
             hidden_NE = self._compute(chunks, KernelAttention(chunks, self.kernels), len(chunks))
         else:
@@ -413,7 +413,7 @@ class Runner:
         own, likeliest, best = torch.cat(found, 1).tolist() if num > 1 else ([], [], [])
         return own, list(map(int, likeliest)), best
 
-    def _compute(self, chunks: list[Chunk], attention: Attention, num_logits: int = 0) -> torch.Tensor:
+    def _compute(self, chunks: list[SequenceChunk], attention: Attention, num_logits: int = 0) -> torch.Tensor:
         """Last hidden states [N, E] of the chunks' tokens, which are cached then, for so many logits to come."""
         self._of_text += self._flops.continued([(c.start, c.end) for c in chunks], num_logits)
         tokens = [t for c in chunks for t in c.seq.tokens[c.start : c.end]]
@@ -426,7 +426,7 @@ class Runner:
             chunk.seq.kv_len = chunk.end
         return hidden_NE
 
-    def _with_images(self, chunks: list[Chunk], vision: Vision) -> tuple[torch.Tensor, RowImages | None]:
+    def _with_images(self, chunks: list[SequenceChunk], vision: Vision) -> tuple[torch.Tensor, RowImages | None]:
         """(positions [N] or [3, N] of the chunks' tokens, the images that they show)."""
         tokens: list[ImageTokens] = []
         at = 0
@@ -437,10 +437,10 @@ class Runner:
         return torch.from_numpy(positions), vision.row(tokens)
 
 
-class InPlace:
+class WeightWriter:
     """The way into `model`: its holders are asked first, the rest are its parameters."""
 
-    def __init__(self, model: Any, holders: Seq[Holder]) -> None:
+    def __init__(self, model: Any, holders: Seq[WeightHolder]) -> None:
         self._holders = holders
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
 

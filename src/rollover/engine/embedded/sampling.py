@@ -21,7 +21,7 @@ from rollover.types import SamplingParams
 _NOTHING = LogitsProcessing()
 
 
-class Processor:
+class LogitsProcessor:
     """Of one `extend`. `structures`: needed where the answer has one. ValueError for what cannot be done."""
 
     def __init__(self, request: ExtendRequest, vocab_size: int, structures: Structures | None) -> None:
@@ -103,12 +103,12 @@ def _only(logits_V: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return out_V
 
 
-def processor_of(request: ExtendRequest, vocab_size: int, structures: Structures | None) -> Processor | None:
-    """None: its logits are taken as they are. ValueError as of `Processor`."""
-    return None if request.processing == _NOTHING else Processor(request, vocab_size, structures)
+def make_processor(request: ExtendRequest, vocab_size: int, structures: Structures | None) -> LogitsProcessor | None:
+    """None: its logits are taken as they are. ValueError as of `LogitsProcessor`."""
+    return None if request.processing == _NOTHING else LogitsProcessor(request, vocab_size, structures)
 
 
-def process(logits_BV: torch.Tensor, processors: Seq[Processor | None], tokens: Seq[Seq[int]]) -> None:
+def process_logits(logits_BV: torch.Tensor, processors: Seq[LogitsProcessor | None], tokens: Seq[Seq[int]]) -> None:
     """Change each row that has a processor, in place. `tokens`: all so far, of each row."""
     for row, processor in enumerate(processors):
         if processor is not None:

@@ -96,7 +96,7 @@ class _Worker:
         return segments_to_json(await self.engine.extend(request))
 
     async def _load_weights(self, message: dict[str, Any]) -> None:
-        await self.engine.load_weights(message["version"], SharedFile.receive(message))
+        await self.engine.load_weights(message["version"], SharedFile.read(message))
 
     async def _progress(self, ids: list[str]) -> dict[str, list[Any]]:
         return {rollout_id: segments_to_json(of) for rollout_id, of in (await self.engine.progress(ids)).items()}

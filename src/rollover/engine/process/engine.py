@@ -112,7 +112,7 @@ class EngineClient:
             return await reply
         except asyncio.CancelledError:
             if self._unsent.pop(number, None) is None:
-                self.tell("cancel", number)
+                self.notify("cancel", number)
             raise
 
     def _flush(self) -> None:
@@ -138,7 +138,7 @@ class EngineClient:
         requests = {number: request for number, (request, _) in unsent.items()}
         self.worker.submit({"op": "extend", "value": requests_to_json(requests)}, on_reply)
 
-    async def ask(self, op: str, value: object, limit_s: float | None) -> Any:
+    async def request(self, op: str, value: object, limit_s: float | None) -> Any:
         """Return the value of the reply, which comes after the current decode step; None if the process ends before.
 
         TimeoutError if there is none within `limit_s`. RuntimeError if it failed.
@@ -153,7 +153,7 @@ class EngineClient:
             raise RuntimeError(f"the engine process failed in {op}: {reply['error']}")
         return reply["value"]
 
-    def tell(self, op: str, value: object) -> None:
+    def notify(self, op: str, value: object) -> None:
         """Send a request that has no reply, after all that came before it. Nothing happens if the process serves no
         longer, or not yet."""
         if self.serves:
@@ -245,8 +245,8 @@ class ProcessEngine:
             self._start_limit_s = max(self.config.watchdog.rollout_timeout_s, _SLOWER_START * client.start_s)
         self._hello()
         async with self._loading:  # it has the last weights when its first call begins
-            if (parcel := self._weights.everything()) is not None:
-                await self._ask("load_weights", parcel.message)
+            if (update := self._weights.full_update()) is not None:
+                await self._ask("load_weights", update.message)
             client.begin()
         self.use_threads(self.threads)
         self._look_again()
@@ -273,7 +273,7 @@ class ProcessEngine:
         """The answer; None if the process is gone, or hangs and is killed: the next one is told at its start."""
         client, limit_s = self._client, self.config.watchdog.rollout_timeout_s or None
         try:
-            return await client.ask(op, value, limit_s)
+            return await client.request(op, value, limit_s)
         except TimeoutError:
             if client.kill():
                 logger.warning(f"watchdog: the engine process has not answered for {limit_s:.3g} s: it is killed")
@@ -319,7 +319,7 @@ class ProcessEngine:
         wanted = None if rollout_ids is None else list(rollout_ids)
         for call in self._calls:
             call.interrupted = call.interrupted or wanted is None or call.rollout_id in wanted
-        self._client.tell("interrupt", wanted)
+        self._client.notify("interrupt", wanted)
         self._look_again()
 
     async def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
@@ -337,22 +337,22 @@ class ProcessEngine:
         return {i: of for i, of in (found or {}).items() if client.serves and asked[i] in self._calls}
 
     def release(self, rollout_ids: Iterable[str]) -> None:
-        self._client.tell("release", list(rollout_ids))
+        self._client.notify("release", list(rollout_ids))
 
     async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
         """See Engine. What runs goes on under the new weights after its current decode step."""
         started = time.perf_counter()
         async with self._loading:
-            parcel = await asyncio.to_thread(self._weights.send, version, tensors)
+            update = await asyncio.to_thread(self._weights.write, version, tensors)
             if self._client.serves:
-                await self._ask("load_weights", parcel.message)
+                await self._ask("load_weights", update.message)
             self.oldest_version = version
-        return WeightLoad(parcel.num_bytes, time.perf_counter() - started)
+        return WeightLoad(update.num_bytes, time.perf_counter() - started)
 
     def use_threads(self, num: int) -> None:
         """Decode with so many CPU threads from its next step on."""
         self.threads = num
-        self._client.tell("use_threads", num)
+        self._client.notify("use_threads", num)
 
     def stats(self) -> dict[str, float]:
         """Counters as of the last extend that returned, over all processes; engine/restarts: how often one died."""

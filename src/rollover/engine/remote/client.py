@@ -30,7 +30,7 @@ class ServerFailed(RuntimeError):
     """A server did not do what it was asked for; what it had given before counts."""
 
 
-class Refused(ServerFailed):
+class ServerRefused(ServerFailed):
     """A server answered that it will not do this, and is as it was before. `status`: of its answer; 0: it said so in
     another way. `said`: its own words."""
 
@@ -96,7 +96,7 @@ class ServerClient:
             raise ServerFailed(f"the connection broke: {error!r}") from error
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, *, limit_s: float, **params: str) -> Any:
-        """The JSON of its answer. Refused for a status of 400 or more; ServerFailed if none comes in `limit_s`."""
+        """The JSON of its answer. ServerRefused for a status of 400 or more; ServerFailed if none comes in `limit_s`."""
         return await self._call("POST", path, limit_s, json=body, params=params)
 
     async def get(self, path: str, *, limit_s: float) -> Any:
@@ -109,7 +109,7 @@ class ServerClient:
             began = time.monotonic()
             try:
                 said = await self.get(path, limit_s=limit_s)
-            except Refused:
+            except ServerRefused:
                 raise
             except ServerFailed:
                 if time.monotonic() - began < limit_s * (1 + _LATE):
@@ -130,7 +130,7 @@ class ServerClient:
                 text = await _text(response)
                 if response.status >= 400:
                     said = message_of(text)
-                    raise Refused(f"{path} answered {response.status}: {said}", response.status, said)
+                    raise ServerRefused(f"{path} answered {response.status}: {said}", response.status, said)
                 return json.loads(text) if text else {}
         except TimeoutError as error:
             raise ServerFailed(f"{path} was not answered within {limit_s:.3g} s") from error

@@ -106,7 +106,7 @@ class Chunk:
 class ServerDialect(ABC):
     """How one kind of server is talked to. It has no state of a server.
 
-    Every method but `encode_images` runs on an event loop, and raises Refused where the server said that it will not,
+    Every method but `encode_images` runs on an event loop, and raises ServerRefused where the server said that it will not,
     and is as it was before; ServerFailed where it failed, or did not answer in `limit_s`.
     """
 
@@ -164,7 +164,7 @@ class ServerDialect(ABC):
     async def verify_weights(  # noqa: B027 - optional
         self, client: ServerClient, weights: Mapping[str, Any], limit_s: float
     ) -> None:
-        """Read the file ahead, while the server generates. Refused for one that it cannot use. It may do nothing."""
+        """Read the file ahead, while the server generates. ServerRefused for one that it cannot use. It may do nothing."""
 
     async def pause(self, client: ServerClient, *, clear_cache: bool, limit_s: float) -> None:  # noqa: B027 - optional
         """Sample no more; `clear_cache`: forget what was computed under the present weights. May do nothing."""

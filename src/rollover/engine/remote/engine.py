@@ -1,6 +1,6 @@
 """The Engine contract over servers, each with its own copy of the weights. What kind they are, engine.dialect says.
 
-    extend ──▶ Generation ──▶ Fleet.place ──▶ Attempt at a server ──▶ stopped? else the next, from the last token
+    extend ──▶ ExtendState ──▶ Fleet.place ──▶ Attempt at a server ──▶ stopped? else the next, from the last token
     load_weights ──▶ weights file ──▶ Fleet.update: each server alone
 
 Owns which rollouts run, and the numbers of requests. A request that fails costs no token: what was received counts.
@@ -23,12 +23,12 @@ from rollover.config.logits import LogitsProcessing
 from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad
 from rollover.engine.remote.client import ServerFailed, library
 from rollover.engine.remote.dialect import GenerateRequest, label_of, make_dialect
+from rollover.engine.remote.extend_state import ExtendState
 from rollover.engine.remote.fleet import Fleet, Router
-from rollover.engine.remote.generation import Generation
-from rollover.engine.remote.hosts import Host, hosts_of, longest_rollout
-from rollover.engine.remote.server import Attempt, Server, Terms
+from rollover.engine.remote.hosts import ServerHost, longest_rollout, make_hosts
+from rollover.engine.remote.server import Attempt, Server, ServerSettings
 from rollover.types import Segment, StopReason
-from rollover.weights.protocol import NamedTensors, Parcel
+from rollover.weights.protocol import NamedTensors, WeightUpdate
 from rollover.weights.weights_file import WeightsFile
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ class RemoteSetup:
     """Stop tokens that the model does not have, and some servers refuse, are not sent; None: all are."""
     placeholders: Callable[[], Sequence[int]] = tuple
     """Token ids that stand for images: no server samples them."""
-    hosts: Sequence[Host] | None = None
+    hosts: Sequence[ServerHost] | None = None
     """Of tests; None: those of the configuration."""
     logs: Path | None = None
     """The folder of what our servers print; None: it is removed with the engine."""
-    own_server: Callable[[int], Host] | None = None
-    """See `hosts_of`."""
+    own_server: Callable[[int], ServerHost] | None = None
+    """See `make_hosts`."""
     names: Callable[[NamedTensors], NamedTensors] = lambda tensors: tensors
     """What the servers call the weights: vLLM's loaders know the names of files."""
 
@@ -73,16 +73,16 @@ class RemoteEngine:
         clears = config.rollout.kv_on_resume == "recompute"
         # A server that keeps its encoder cache at a weight update computes a trained tower's image again for a new id.
         self._new_image_ids = config.model.vision == "trained" and not clears
-        self._running: dict[str, Generation] = {}
+        self._running: dict[str, ExtendState] = {}
         self._num_requests = time.time_ns() // 1_000_000  # no number comes twice, nor after a restart
         self._weights = WeightsFile(config.engine.weights_dir)
         self._beginning = asyncio.Lock()
         self._longest: int | None = None
         self._closing = threading.Event()
-        self.hosts = hosts_of(config, setup.logs, setup.own_server) if setup.hosts is None else setup.hosts
+        self.hosts = make_hosts(config, setup.logs, setup.own_server) if setup.hosts is None else setup.hosts
         self._router = Router(config.engine.max_running)
         self._run = run
-        terms = Terms(run, clears, config.engine.server_timeout_s, config.watchdog.grace_s, setup.vocab_size)
+        terms = ServerSettings(run, clears, config.engine.server_timeout_s, config.watchdog.grace_s, setup.vocab_size)
         give_up_s = config.engine.give_up_s
         self._fleet = Fleet(self.hosts, self._dialect, self._router, terms, give_up_s, self._check_longest)
 
@@ -102,14 +102,14 @@ class RemoteEngine:
 
     async def _begin(self) -> None:
         """The servers join with the first weights, unless they did with others already."""
-        if self._fleet.parcel is not None:
+        if self._fleet.weights is not None:
             return
         async with self._beginning:
-            if self._fleet.parcel is None:
-                self._fleet.start(await self._send(self.oldest_version, self._setup.initial()))
+            if self._fleet.weights is None:
+                self._fleet.start(await self._write(self.oldest_version, self._setup.initial()))
 
-    async def _send(self, version: int, tensors: NamedTensors) -> Parcel:
-        return await asyncio.to_thread(lambda: self._weights.send(version, self._setup.names(tensors)))
+    async def _write(self, version: int, tensors: NamedTensors) -> WeightUpdate:
+        return await asyncio.to_thread(lambda: self._weights.write(version, self._setup.names(tensors)))
 
     # The contract
 
@@ -133,7 +133,7 @@ class RemoteEngine:
         if never := self._setup.placeholders():
             request = replace(request, processing=without(request.processing, never))
         self._check_features(request)
-        generation = self._running[request.rollout_id] = Generation(request, self._decode_text)
+        generation = self._running[request.rollout_id] = ExtendState(request, self._decode_text)
         try:
             await self._begin()
             await self._generate(generation)
@@ -153,7 +153,7 @@ class RemoteEngine:
                 f" images may not be sampled), and {kind} cannot do that"
             )
 
-    async def _generate(self, generation: Generation) -> None:
+    async def _generate(self, generation: ExtendState) -> None:
         """Until it stops, or is interrupted: one request after the other."""
         media = generation.request.media
         images = await asyncio.to_thread(self._dialect.encode_images, media) if media else ()
@@ -174,12 +174,12 @@ class RemoteEngine:
                 avoid.add(server.name)
                 serves = await self._fleet.checked(server)
                 if server.has_other_weights:
-                    generation.cut(num)  # what it gave was sampled under no version of this run
+                    generation.truncate(num)  # what it gave was sampled under no version of this run
                 fruitless = fruitless + 1 if serves and len(generation.tokens) == num else 0
                 if fruitless == _MAX_FRUITLESS:
                     raise
 
-    def _attempt(self, generation: Generation, server: Server, images: Sequence[Any]) -> Attempt:
+    def _attempt(self, generation: ExtendState, server: Server, images: Sequence[Any]) -> Attempt:
         """Return a request to `server`. `images`: those of the rollout, as the dialect encodes them."""
         number, self._num_requests = self._num_requests, self._num_requests + 1
         wanted, label = generation.request, label_of(self._run, server.version or 0)
@@ -187,7 +187,7 @@ class RemoteEngine:
             f"{wanted.rollout_id}.{number}",
             wanted,
             [*wanted.prompt.ids, *wanted.generated_ids, *generation.tokens],
-            generation.left,
+            generation.remaining,
             cache_salt=label if self._salted else None,
             images=images,
             image_salt=label if self._new_image_ids else None,
@@ -213,13 +213,13 @@ class RemoteEngine:
         """See Engine. A server that does not take them serves no more until it has them. EngineDied as of `extend`."""
         started = time.perf_counter()
         async with self._beginning:
-            parcel = await self._send(version, tensors)
-            if self._fleet.parcel is None:
-                self._fleet.start(parcel)
+            update = await self._write(version, tensors)
+            if self._fleet.weights is None:
+                self._fleet.start(update)
             else:
-                await self._fleet.update(parcel)
+                await self._fleet.update(update)
             self.oldest_version = version
-        return WeightLoad(parcel.num_bytes, time.perf_counter() - started)
+        return WeightLoad(update.num_bytes, time.perf_counter() - started)
 
     async def sleep(self) -> None:
         """See Sleeper: what is asked waits until `wake` or `load_weights`. EngineDied as of `extend`."""
@@ -231,8 +231,8 @@ class RemoteEngine:
         """See Sleeper. EngineDied as of `extend`."""
         async with self._beginning:
             if not self._fleet.awake.is_set():
-                assert self._fleet.parcel is not None
-                await self._fleet.update(self._fleet.parcel)
+                assert self._fleet.weights is not None
+                await self._fleet.update(self._fleet.weights)
 
     def use_threads(self, num: int) -> None:
         """Ignored: it computes nothing here."""

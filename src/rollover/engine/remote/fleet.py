@@ -19,10 +19,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from rollover.engine.protocol import EngineDied
 from rollover.engine.remote.client import ServerFailed
 from rollover.engine.remote.dialect import ServerDialect, version_of
-from rollover.engine.remote.generation import Generation
-from rollover.engine.remote.hosts import Host
-from rollover.engine.remote.server import COUNTS, Server, Terms
-from rollover.weights.protocol import Parcel
+from rollover.engine.remote.extend_state import ExtendState
+from rollover.engine.remote.hosts import ServerHost
+from rollover.engine.remote.server import COUNTS, Server, ServerSettings
+from rollover.weights.protocol import WeightUpdate
 from rollover.workers.pool import Pool, RequestQueue, set_within
 
 
@@ -121,17 +121,17 @@ class Fleet:
 
     def __init__(
         self,
-        hosts: Sequence[Host],
+        hosts: Sequence[ServerHost],
         dialect: ServerDialect,
         router: Router,
-        terms: Terms,
+        terms: ServerSettings,
         give_up_s: float,
         check_longest: Callable[[int], None],
     ) -> None:
         self.hosts, self.router, self.terms = hosts, router, terms
         self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)
         self._dialect, self._give_up_s, self._check_longest = dialect, give_up_s, check_longest
-        self.parcel: Parcel | None = None
+        self.weights: WeightUpdate | None = None
         """The newest weights: nobody serves with others for long."""
         self.num_ejections = 0
         self._servers: dict[str, Server] = {}
@@ -148,9 +148,9 @@ class Fleet:
     def serving(self) -> list[Server]:
         return [server for server in self._servers.values() if server.serves]
 
-    def start(self, parcel: Parcel) -> None:
+    def start(self, update: WeightUpdate) -> None:
         """Let the servers join, with these weights."""
-        self.parcel = parcel
+        self.weights = update
         if not self._pool.started:
             self._up = {host.name for host in self.hosts}
             self._none_since = time.monotonic()
@@ -166,7 +166,7 @@ class Fleet:
 
     # Rollouts
 
-    async def place(self, generation: Generation, avoid: Collection[str] = ()) -> Server | None:
+    async def place(self, generation: ExtendState, avoid: Collection[str] = ()) -> Server | None:
         """A server with room for it, counted there until `leave`. Waits for one; None if it is interrupted meanwhile.
 
         One of `avoid` only where there is no other at all. EngineDied, should there never be one again.
@@ -177,7 +177,7 @@ class Fleet:
         """A rollout that was placed there has ended."""
         self._queue.leave(server)
 
-    def _choose(self, call: tuple[Generation, Collection[str]]) -> Server | None:
+    def _choose(self, call: tuple[ExtendState, Collection[str]]) -> Server | None:
         generation, avoid = call
         if generation.end.is_set():
             return None
@@ -203,21 +203,21 @@ class Fleet:
 
     # Weights
 
-    async def update(self, parcel: Parcel) -> None:
+    async def update(self, update: WeightUpdate) -> None:
         """Every server that serves has these weights when this returns, awake; one that could not take them serves no
         more."""
         self._queue.check()
-        self.parcel = parcel
+        self.weights = update
         self.awake.set()
         if not self.serving and self._none_since is None:
             self._none_since = time.monotonic()
-        await asyncio.gather(*(self._update(server, parcel) for server in self.serving))
+        await asyncio.gather(*(self._update(server, update) for server in self.serving))
 
-    async def _update(self, server: Server, parcel: Parcel) -> None:
+    async def _update(self, server: Server, update: WeightUpdate) -> None:
         try:
-            await (server.wake(parcel) if server.sleeps else server.load_weights(parcel))
+            await (server.wake(update) if server.sleeps else server.load_weights(update))
         except ServerFailed as error:
-            await self._eject(server, f"it did not take the weights of version {parcel.version}: {error}")
+            await self._eject(server, f"it did not take the weights of version {update.version}: {error}")
         self._queue.move()
 
     # Sleep
@@ -245,7 +245,7 @@ class Fleet:
 
     # One server
 
-    async def _life(self, host: Host, works: Callable[[], None]) -> str:
+    async def _life(self, host: ServerHost, works: Callable[[], None]) -> str:
         """Let it join, and watch it until it fails. Returns why; "" where it was given up meanwhile."""
         while not (self.awake.is_set() or host.name in self._up):
             await self.awake.wait()
@@ -260,7 +260,7 @@ class Fleet:
             return f"it could not join: {error}"
         return why if server.serves else ""
 
-    async def _on_failure(self, host: Host, why: str, is_news: bool) -> None:
+    async def _on_failure(self, host: ServerHost, why: str, is_news: bool) -> None:
         server = self._servers.get(host.name)
         if server is not None and server.serves:
             await self._eject(server, why)
@@ -278,11 +278,11 @@ class Fleet:
         if (longest := await server.check()) is not None:
             self._check_longest(longest)
         await server.unpause()
-        parcel = None
-        while parcel is not self.parcel:  # newer ones may come meanwhile
-            parcel = self.parcel
-            assert parcel is not None
-            await server.load_weights(parcel)
+        update = None
+        while update is not self.weights:  # newer ones may come meanwhile
+            update = self.weights
+            assert update is not None
+            await server.load_weights(update)
         server.begin()
         self.router.add(server.name)
         self._none_since = None

@@ -25,7 +25,7 @@ from rollover.back_off import BackOff
 from rollover.config import Config
 from rollover.config.describe import settings_as_toml
 from rollover.engine.protocol import EngineDied
-from rollover.engine.remote.client import Refused, ServerClient, ServerFailed
+from rollover.engine.remote.client import ServerClient, ServerFailed, ServerRefused
 from rollover.engine.remote.dialect import ServerDialect
 from rollover.http_guard import TOKEN_VARIABLE, token
 from rollover.processes import brief_waiting, child_command, child_environment
@@ -40,7 +40,7 @@ _ANSWERS_S = 10.0
 _NO_TOKEN = (401, 403)
 
 
-class Host(Protocol):
+class ServerHost(Protocol):
     """One place of a server. `name` is for messages, and the same for its life. `token`: "" where it has none."""
 
     name: str
@@ -50,7 +50,7 @@ class Host(Protocol):
         """Wait until the server can be asked: its URL. For any thread. ServerFailed if it takes longer, or ended."""
         ...
 
-    def revive(self) -> None:
+    def restart(self) -> None:
         """Start a process of ours again that has ended before it was `ready`: in a thread that lives as long as it
         shall."""
         ...
@@ -75,7 +75,7 @@ class UrlHost:
     def address(self, limit_s: float) -> str:
         return self.name
 
-    def revive(self) -> None:
+    def restart(self) -> None:
         """Nothing: it is not ours."""
 
     async def ready(self) -> ServerClient:
@@ -152,7 +152,7 @@ class ProcessHost:
                 self._url = self._listen(process, limit_s)
             return self._url
 
-    def revive(self) -> None:
+    def restart(self) -> None:
         with self._heard:
             if self._process is not None and self._process.poll() is not None and not self._closed.is_set():
                 _close(self._process)
@@ -212,7 +212,9 @@ def new_token() -> str:
     return token() or secrets.token_urlsafe(32)
 
 
-def hosts_of(config: Config, logs: Path | None = None, own: Callable[[int], Host] | None = None) -> list[Host]:
+def make_hosts(
+    config: Config, logs: Path | None = None, own: Callable[[int], ServerHost] | None = None
+) -> list[ServerHost]:
     """Those of engine.urls, and engine.num_servers of our own, which begin to start, and print to the folder `logs`.
 
     `own` makes each of our own by its number; None: processes of this machine."""
@@ -221,7 +223,9 @@ def hosts_of(config: Config, logs: Path | None = None, own: Callable[[int], Host
     return [*(UrlHost(url.rstrip("/")) for url in engine.urls), *map(make, range(engine.num_servers))]
 
 
-def longest_rollout(hosts: Sequence[Host], dialect: ServerDialect, limit_s: float, closing: threading.Event) -> int:
+def longest_rollout(
+    hosts: Sequence[ServerHost], dialect: ServerDialect, limit_s: float, closing: threading.Event
+) -> int:
     """What the first server that answers takes at most, in tokens. For any thread. EngineDied if none does in time, or
     before `closing` is set; ValueError for one that wants another token."""
     deadline, said, back_off, next_revival = time.monotonic() + limit_s, "", BackOff(), 0.0
@@ -233,7 +237,7 @@ def longest_rollout(hosts: Sequence[Host], dialect: ServerDialect, limit_s: floa
                     return longest
                 whys.append(f"{host.name}: it does not say how many tokens a rollout may have (max_model_len)")
             except (ServerFailed, OSError, ValueError) as error:
-                if isinstance(error, Refused) and error.status in _NO_TOKEN:
+                if isinstance(error, ServerRefused) and error.status in _NO_TOKEN:
                     raise ValueError(
                         f"the server {host.name} answers {error.status} ({error.said}): it wants a token. Set the"
                         f" environment variable {TOKEN_VARIABLE} to the one that it was started with"
@@ -244,7 +248,7 @@ def longest_rollout(hosts: Sequence[Host], dialect: ServerDialect, limit_s: floa
         said = "; ".join(whys)
         if not closing.wait(_ASK_AGAIN_S) and time.monotonic() > next_revival:
             for host in hosts:
-                host.revive()
+                host.restart()
             next_revival = time.monotonic() + back_off.pause_s()
     raise EngineDied(f"no server of [engine] answered within {limit_s:.3g} s (engine.give_up_s); {said}")
 

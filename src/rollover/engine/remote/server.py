@@ -1,6 +1,6 @@
 """One server as the client sees it, and one request under way there.
 
-Attempt.run: generate ──chunks──▶ Generation
+Attempt.run: generate ──chunks──▶ ExtendState
               └ its end is wanted ─▶ abort, again until the stream ends ─▶ after grace_s the connection is closed
 
 Server.load_weights: verify ─▶ pause ─▶ load ─▶ stamp ─▶ resume          versions change while it is paused
@@ -16,12 +16,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from rollover.back_off import back_off_s
-from rollover.engine.remote.client import Refused, ServerClient, ServerFailed
+from rollover.engine.remote.client import ServerClient, ServerFailed, ServerRefused
 from rollover.engine.remote.dialect import Chunk, GenerateRequest, ServerDialect, ShownPrompt, Span, label_of
-from rollover.engine.remote.generation import Generation
-from rollover.engine.validate import usable
+from rollover.engine.remote.extend_state import ExtendState
+from rollover.engine.validate import valid_logprobs
 from rollover.types import Media
-from rollover.weights.protocol import Parcel
+from rollover.weights.protocol import WeightUpdate
 
 _ABORT_AGAIN_S = 0.05  # at first; then twice as long each time
 _ABORT_AGAIN_MAX_S = 2.0
@@ -37,7 +37,7 @@ COUNTS = (
 
 
 @dataclass(frozen=True)
-class Terms:
+class ServerSettings:
     """What holds for all servers of a run. `run` is in the labels of its weights. `clears_cache`: what was computed
     under older weights is given up when new ones come. No call may take longer than `timeout_s`; an aborted request
     that does not end within `grace_s` is abandoned. Every token is below `vocab_size()`; None: that is not known."""
@@ -61,7 +61,7 @@ class Server:
     name: str
     client: ServerClient
     dialect: ServerDialect
-    terms: Terms
+    terms: ServerSettings
     counts: dict[str, float]
     version: int | None = field(default=None, init=False)
     serves: bool = field(default=False, init=False)
@@ -100,7 +100,7 @@ class Server:
 
     async def unpause(self) -> None:
         """Resume the server, as an earlier run may have left it paused."""
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(ServerRefused):
             await self.dialect.resume(self.client, self.terms.timeout_s)
 
     def begin(self) -> None:
@@ -120,41 +120,41 @@ class Server:
 
     # Weights
 
-    async def load_weights(self, parcel: Parcel) -> None:
-        """It has this parcel's weights when this returns. ServerFailed if it failed, or refused them twice: Refused if
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """It has this update's weights when this returns. ServerFailed if it failed, or refused them twice: ServerRefused if
         it goes on under those that it had, else what it does is not known."""
         try:
-            await self._load(parcel)
-        except Refused:
-            await self._load(parcel)
+            await self._load(update)
+        except ServerRefused:
+            await self._load(update)
 
-    async def _load(self, parcel: Parcel) -> None:
+    async def _load(self, update: WeightUpdate) -> None:
         self.updating = True
         try:
-            await self.dialect.verify_weights(self.client, parcel.message, self.terms.timeout_s)
+            await self.dialect.verify_weights(self.client, update.message, self.terms.timeout_s)
             if not self.dialect.keeps_requests:
                 await self._withdraw_all()
-            await self._swap(parcel)
-        except Refused:
+            await self._swap(update)
+        except ServerRefused:
             self.counts["engine/refused_weights"] += 1
             raise
         finally:
             self.updating = False
 
-    async def _swap(self, parcel: Parcel) -> None:
+    async def _swap(self, update: WeightUpdate) -> None:
         dialect, client, limit_s = self.dialect, self.client, self.terms.timeout_s
-        clears, label = self.terms.clears_cache, label_of(self.terms.run, parcel.version)
+        clears, label = self.terms.clears_cache, label_of(self.terms.run, update.version)
         began = time.monotonic()
         await _done(dialect.pause(client, clear_cache=clears, limit_s=limit_s))
         try:
             try:
-                await dialect.load_weights(client, parcel.message, label, clear_cache=clears, limit_s=limit_s)
-            except Refused:
+                await dialect.load_weights(client, update.message, label, clear_cache=clears, limit_s=limit_s)
+            except ServerRefused:
                 await _done(dialect.resume(client, limit_s))
                 raise
-            self.version = parcel.version
+            self.version = update.version
             for attempt in self.attempts:
-                attempt.resumed_with(parcel.version, cleared=clears)
+                attempt.resumed_with(update.version, cleared=clears)
             await _done(dialect.resume(client, limit_s))
         finally:
             self.counts["engine/weights_paused_s"] += time.monotonic() - began
@@ -170,10 +170,10 @@ class Server:
         self.sleeps = True
         await _done(self.dialect.sleep(self.client, self.terms.timeout_s))
 
-    async def wake(self, parcel: Parcel) -> None:
+    async def wake(self, update: WeightUpdate) -> None:
         """As `load_weights`, of a server that sleeps."""
         await _done(self.dialect.wake(self.client, "weights", self.terms.timeout_s))
-        await self.load_weights(parcel)
+        await self.load_weights(update)
         await _done(self.dialect.wake(self.client, "kv_cache", self.terms.timeout_s))
         self.heard()
         self.sleeps = False
@@ -183,14 +183,14 @@ async def _done(call: Awaitable[None]) -> None:
     """A call whose refusal is a failure: the server is then in no state that is known."""
     try:
         await call
-    except Refused as error:
+    except ServerRefused as error:
         raise ServerFailed(str(error)) from error
 
 
 class Attempt:
     """One request for `generation` at `server`, which begins after the tokens that there are."""
 
-    def __init__(self, generation: Generation, server: Server, request: GenerateRequest) -> None:
+    def __init__(self, generation: ExtendState, server: Server, request: GenerateRequest) -> None:
         assert server.version is not None
         self.generation, self.server, self.request = generation, server, request
         self.version = server.version
@@ -270,7 +270,7 @@ class Attempt:
             shown = chunk.shown or ShownPrompt((), ())
             check_expansion(self.request.extend.media, self.request.token_ids, shown.token_ids, shown.images)
             self._unchecked = False
-        logprobs, why_invalid = usable(chunk.token_ids, chunk.logprobs, self._vocab_size)
+        logprobs, why_invalid = valid_logprobs(chunk.token_ids, chunk.logprobs, self._vocab_size)
         self._counts["engine/decode_steps"] += len(logprobs)
         surplus = self.generation.num_surplus
         self.generation.add(chunk.token_ids[: len(logprobs)], logprobs, self.version)

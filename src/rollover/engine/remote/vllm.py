@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from rollover.engine.protocol import EngineDied
-from rollover.engine.remote.client import Refused, ServerClient, ServerFailed
+from rollover.engine.remote.client import ServerClient, ServerFailed, ServerRefused
 from rollover.engine.remote.dialect import Chunk, GenerateRequest, ServerDialect, ShownPrompt, Span
 from rollover.images import read_unchanged
 from rollover.types import Media
@@ -71,7 +71,7 @@ class VllmDialect(ServerDialect):
         await self.weights_label(client, limit_s)
         try:
             await client.post(_GENERATE, {}, limit_s=limit_s)  # asks for nothing, which no server carries out
-        except Refused as error:
+        except ServerRefused as error:
             if (why := _lacking(_GENERATE, error)) is not None:
                 raise ServerFailed(why) from error
 
@@ -85,7 +85,7 @@ class VllmDialect(ServerDialect):
     async def weights_label(self, client: ServerClient, limit_s: float) -> str:
         try:
             return str((await client.ask(_WEIGHTS, limit_s=limit_s)).get("weight_version"))
-        except Refused as error:
+        except ServerRefused as error:
             raise ServerFailed(_lacking(_WEIGHTS, error) or str(error)) from error
 
     # Weights
@@ -97,12 +97,12 @@ class VllmDialect(ServerDialect):
         while True:
             try:
                 answer = await client.post("/collective_rpc", body, limit_s=limit_s)
-            except Refused:
+            except ServerRefused:
                 return
             results = answer.get("results", []) if isinstance(answer, dict) else []
             for said in results:
                 if isinstance(said, str) and said.startswith("refused"):
-                    raise Refused(f"it cannot use the weights in {weights['path']}: {said}")
+                    raise ServerRefused(f"it cannot use the weights in {weights['path']}: {said}")
             if "verifying" not in results or time.monotonic() > deadline:
                 return
             await asyncio.sleep(_LOOK_AGAIN_S)
@@ -117,13 +117,13 @@ class VllmDialect(ServerDialect):
         info = {"path": weights["path"], "sha256": weights["sha256"]}
         try:
             await client.post("/update_weights", {"update_info": info}, limit_s=limit_s)
-        except Refused as error:
+        except ServerRefused as error:
             if left_open:  # what weights it has is not known
                 raise ServerFailed(str(error)) from error
             raise
         try:
             await client.post("/finish_weight_update", {"weight_version": label}, limit_s=limit_s)
-        except Refused as error:
+        except ServerRefused as error:
             raise ServerFailed(str(error)) from error
 
     async def _start_update(self, client: ServerClient, limit_s: float) -> bool:
@@ -135,18 +135,18 @@ class VllmDialect(ServerDialect):
             try:
                 await client.post("/start_weight_update", limit_s=limit_s)
                 return False
-            except Refused as error:
+            except ServerRefused as error:
                 refusal = error
             if time.monotonic() > deadline:
                 break
             await asyncio.sleep(_LOOK_AGAIN_S)
         try:
             await client.post("/finish_weight_update", {"weight_version": _LEFT_OPEN}, limit_s=limit_s)
-        except Refused:  # none was open
+        except ServerRefused:  # none was open
             raise refusal from None
         try:
             await client.post("/start_weight_update", limit_s=limit_s)
-        except Refused as error:
+        except ServerRefused as error:
             raise ServerFailed(str(error)) from error
         return True
 
@@ -160,7 +160,7 @@ class VllmDialect(ServerDialect):
         await client.post("/wake_up", limit_s=limit_s, tags=tags)
 
 
-def _lacking(path: str, error: Refused) -> str | None:
+def _lacking(path: str, error: ServerRefused) -> str | None:
     """What a server lacks that refused `path` so; None: it has it."""
     if error.status in _NOT_THERE:
         return (

@@ -32,7 +32,7 @@ import rollover
 from rollover.config import Config
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.server.requests import GenerateBody, choice, flag, text_field
-from rollover.engine.server.service import TAGS, Chunk, Service, Stream
+from rollover.engine.server.service import TAGS, RequestStream, Service, TokenChunk
 from rollover.engine.server.texts import AbortedWithClient, TextEndpoints
 from rollover.http_guard import token
 from rollover.http_server import HttpServer, body_of, end_of_service
@@ -183,7 +183,7 @@ class _Endpoints:
 class _StreamedAnswer(AbortedWithClient):
     """Server-sent events: a chunk for each token, then [DONE]."""
 
-    def __init__(self, service: Service, stream: Stream) -> None:
+    def __init__(self, service: Service, stream: RequestStream) -> None:
         super().__init__(service, [stream], partial(_whole, service, stream))
         self.stream = stream
 
@@ -209,7 +209,7 @@ class _StreamedAnswer(AbortedWithClient):
         return event({"request_id": self.stream.full_id, "choices": choices, **more})
 
 
-async def _whole(service: Service, stream: Stream) -> Response:
+async def _whole(service: Service, stream: RequestStream) -> Response:
     whole = {
         "request_id": stream.full_id,
         "model": service.model_name,
@@ -220,7 +220,7 @@ async def _whole(service: Service, stream: Stream) -> Response:
     return JSONResponse(whole)
 
 
-def _choice(chunk: Chunk, stream: Stream) -> dict[str, Any]:
+def _choice(chunk: TokenChunk, stream: RequestStream) -> dict[str, Any]:
     logprobs = None
     if stream.body.sampling_params.logprobs is not None:
         pairs = zip(chunk.token_ids, chunk.logprobs, strict=True)
@@ -235,7 +235,7 @@ def _choice(chunk: Chunk, stream: Stream) -> dict[str, Any]:
     }
 
 
-def _prompt(stream: Stream) -> dict[str, Any]:
+def _prompt(stream: RequestStream) -> dict[str, Any]:
     """The prompt as it is computed, where the client wants it: as it came, with its images where it has them."""
     body = stream.body
     if not body.return_token_ids:
@@ -244,7 +244,7 @@ def _prompt(stream: Stream) -> dict[str, Any]:
     return {"prompt_token_ids": body.token_ids} | ({"mm_placeholders": {"image": images}} if images else {})
 
 
-def _usage(stream: Stream) -> dict[str, int]:
+def _usage(stream: RequestStream) -> dict[str, int]:
     return usage(len(stream.body.token_ids), stream.num_tokens)
 
 

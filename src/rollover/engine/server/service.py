@@ -1,6 +1,6 @@
 """The verbs of the server, over one engine. No HTTP: app.py is.
 
-    generate ──▶ Stream under way ──sampled──▶ chunks ──▶ its client
+    generate ──▶ RequestStream under way ──sampled──▶ chunks ──▶ its client
                     └── aborted, or its client has gone: it ends with what it has, and its place is free
     start ─▶ update ─▶ finish        pause ─▶ resume        sleep ─▶ wake_up
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TokenChunk:
     """Some tokens; with a `finish_reason` (stop, length or abort) the last ones."""
 
     token_ids: list[int]
@@ -42,7 +42,7 @@ class Chunk:
     weight_versions: list[dict[str, Any]] | None = None
 
 
-class Stream:
+class RequestStream:
     """`label()`: of the weights that sample now. `decode_text`: which stop string it was is found in the text."""
 
     def __init__(self, body: GenerateBody, label: Callable[[], str], decode_text: Callable[[list[int]], str]) -> None:
@@ -54,7 +54,7 @@ class Stream:
         """What it failed with."""
         self._tokens: list[int] = []  # where there are stop strings
         self._spans: list[tuple[str, int]] = []  # label, index of its first token
-        self._chunks: asyncio.Queue[Chunk | Refusal] = asyncio.Queue()
+        self._chunks: asyncio.Queue[TokenChunk | Refusal] = asyncio.Queue()
         self._ended = False
 
     @property
@@ -77,16 +77,18 @@ class Stream:
         if self.body.sampling_params.stop_strings:
             self._tokens.append(token)
         if reason is None:
-            self._chunks.put_nowait(Chunk([token], [logprob]))
+            self._chunks.put_nowait(TokenChunk([token], [logprob]))
         else:
             self._end(
-                Chunk([token], [logprob], finish_reason(reason), self._stop_reason(token, reason), self._versions())
+                TokenChunk(
+                    [token], [logprob], finish_reason(reason), self._stop_reason(token, reason), self._versions()
+                )
             )
 
     def abort(self) -> None:
         """It ends with what it has."""
         if not self._ended:
-            self._end(Chunk([], [], "abort", None, self._versions()))
+            self._end(TokenChunk([], [], "abort", None, self._versions()))
 
     def fail(self, error: Refusal) -> None:
         """It ends with this error."""
@@ -94,27 +96,27 @@ class Stream:
             self.error = error
             self._end(error)
 
-    async def chunks(self) -> AsyncIterator[list[Chunk]]:
+    async def chunks(self) -> AsyncIterator[list[TokenChunk]]:
         """What there is, whenever there is something, up to the last chunk. Raises what it failed with."""
         while True:
             found = [await self._chunks.get()]
             while not self._chunks.empty():
                 found.append(self._chunks.get_nowait())
-            if chunks := [chunk for chunk in found if isinstance(chunk, Chunk)]:
+            if chunks := [chunk for chunk in found if isinstance(chunk, TokenChunk)]:
                 yield chunks
             if isinstance(last := found[-1], Refusal):
                 raise last
             if last.finish_reason is not None:
                 return
 
-    async def joined(self) -> Chunk:
+    async def joined(self) -> TokenChunk:
         """All chunks as one, when the last one is there. Raises what it failed with."""
         chunks = [chunk async for some in self.chunks() for chunk in some]
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
         return replace(chunks[-1], token_ids=tokens, logprobs=logprobs)
 
-    def _end(self, last: Chunk | Refusal) -> None:
+    def _end(self, last: TokenChunk | Refusal) -> None:
         self._ended = True
         self._chunks.put_nowait(last)
 
@@ -199,7 +201,7 @@ class Service:
         self._images = CheckedImages(processor)
         self.label = NO_UPDATE_YET
         self.verifier = Verifier(model_bytes)
-        self.streams: dict[str, Stream] = {}
+        self.streams: dict[str, RequestStream] = {}
         """Under way, by the engine's rollout id."""
         self.num_prompt_tokens = self.num_ended_tokens = self.num_updates = 0
         self.asleep: set[str] = set()
@@ -222,13 +224,13 @@ class Service:
             why = f"model: there is no {name!r} here, but {self.model_name!r}"
             raise Refusal(why, "model", 404, code="model_not_found")
 
-    async def generate(self, body: GenerateBody) -> Stream:
+    async def generate(self, body: GenerateBody) -> RequestStream:
         """Begin this request. Refusal of what can never work."""
         self.check_model(body.model)
         rollout_id = next(self._ids)
         media = await self._images.of(body.content_parts) if body.content_parts else ()
         request = body.request(rollout_id, self.engine.max_tokens, self._eos, secrets.randbits(63), media)
-        stream = self.streams[rollout_id] = Stream(body, lambda: self.label, self._decoded)
+        stream = self.streams[rollout_id] = RequestStream(body, lambda: self.label, self._decoded)
         stream.working = asyncio.ensure_future(self._work(stream, request))
         stream.working.add_done_callback(lambda _: self._forget(rollout_id, request))
         await asyncio.sleep(0)  # what the engine refuses it refuses now
@@ -236,7 +238,7 @@ class Service:
             raise stream.error
         return stream
 
-    async def _work(self, stream: Stream, request: ExtendRequest) -> None:
+    async def _work(self, stream: RequestStream, request: ExtendRequest) -> None:
         try:
             await self._may_begin.wait()
             await self.engine.extend(request, stream.on_token, stream.body.cache_salt or "")
@@ -251,14 +253,14 @@ class Service:
         self.num_ended_tokens += self.streams.pop(rollout_id).num_tokens
         self.num_prompt_tokens += len(request.prompt)
 
-    def abort(self, stream: Stream) -> None:
+    def abort(self, stream: RequestStream) -> None:
         """It ends with what it has; nothing where it has ended already."""
         stream.abort()
         if stream.working is not None:
             stream.working.cancel()
 
     def abort_ids(self, full_ids: Iterable[str]) -> None:
-        """Abort those of these ids, as `Stream.full_id` has them: all requests of an id that was used twice."""
+        """Abort those of these ids, as `RequestStream.full_id` has them: all requests of an id that was used twice."""
         wanted = set(full_ids)
         for stream in list(self.streams.values()):
             if stream.full_id in wanted:
@@ -366,7 +368,7 @@ class Service:
     def _read(self, path: str, sha256: str) -> Mapping[str, torch.Tensor]:
         self.verifier.verify(path, sha256)
         shapes = {name: shape for name, (_, shape) in shapes_of(path).items()}
-        if reason := self.engine.why_not_loadable(shapes):
+        if reason := self.engine.load_error(shapes):
             raise ValueError(f"{path} {reason}")
         return self._load(path)
 

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from rollover.engine.server.requests import GenerateBody, SamplingFields
-from rollover.engine.server.service import Chunk, Service, Stream
+from rollover.engine.server.service import RequestStream, Service, TokenChunk
 from rollover.engine.stop import before_stop
 from rollover.http_server import until_gone
 from rollover.models.chat_template import prompt_arguments
@@ -99,7 +99,7 @@ class TextEndpoints:
         echoed: list[tuple[str, Logprobs]],
     ) -> Response:
         """`n` answers to each prompt, in order. `echoed`: what the answer has of each prompt."""
-        streams: list[Stream] = []
+        streams: list[RequestStream] = []
         try:
             for ids in prompts if max_tokens != 0 else ():
                 for number in range(body.n):
@@ -110,7 +110,9 @@ class TextEndpoints:
             raise
 
         async def whole() -> Response:
-            chunks = [await stream.joined() for stream in streams] or [Chunk([], [], "length")] * len(prompts) * body.n
+            chunks = [await stream.joined() for stream in streams] or [TokenChunk([], [], "length")] * len(
+                prompts
+            ) * body.n
             choices = []
             for index, chunk in enumerate(chunks):
                 before, of_prompt = echoed[index // body.n]
@@ -173,7 +175,9 @@ def _generate(
 class AbortedWithClient(Response):
     """The answer of `whole`, when everything is there. A client that disconnects before aborts its requests."""
 
-    def __init__(self, service: Service, streams: list[Stream], whole: Callable[[], Awaitable[Response]]) -> None:
+    def __init__(
+        self, service: Service, streams: list[RequestStream], whole: Callable[[], Awaitable[Response]]
+    ) -> None:
         self.service, self.streams, self.whole, self.background = service, streams, whole, None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -26,7 +26,7 @@ from types import FrameType
 from typing import IO
 
 from rollover.config import Config
-from rollover.engine.vllm_worker import BACKEND, Verify
+from rollover.engine.vllm_worker import BACKEND, WorkerExtension
 from rollover.http_guard import Guard, token
 from rollover.logs import terminal
 from rollover.models.locate import resolve_path
@@ -143,7 +143,7 @@ def vllm_arguments(config: Config, host: str, port: int, *, for_cpu: bool) -> li
         "--generation-config": "vllm",  # not what the model's authors found good for chats
         "--logprobs-mode": "processed_logprobs",
         "--weight-transfer-config": json.dumps({"backend": BACKEND}),
-        "--worker-extension-cls": f"{Verify.__module__}.{Verify.__qualname__}",
+        "--worker-extension-cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
         "--allowed-media-domains": "none.invalid",  # images come as data URLs: no client makes it fetch others
     }
     if config.model.processor_kwargs:

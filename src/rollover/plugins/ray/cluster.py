@@ -32,7 +32,7 @@ from rollover.cluster.assignment import POOL, RANK, SERVER, Assignment
 from rollover.cluster.plan import DoesNotFit, Needs, Node, devices_of_controller, many
 from rollover.config import Config
 from rollover.engine.protocol import EngineDied
-from rollover.engine.remote.hosts import Host
+from rollover.engine.remote.hosts import ServerHost
 from rollover.models.threads import most_threads
 from rollover.plugins.ray.address import no_cluster_at
 from rollover.plugins.ray.hosted import CALL_S, ActorHost, ActorRewardNode, Gone
@@ -84,7 +84,7 @@ class RayCluster:
 
     # Builders ask for these
 
-    def own_server(self, number: int) -> Host:
+    def own_server(self, number: int) -> ServerHost:
         return ActorHost(self, number)
 
     @property

@@ -1,4 +1,4 @@
-"""The controller's side of roles in actors: a Host of each server, an ActorRewardNode of each reward pool.
+"""The controller's side of roles in actors: a ServerHost of each server, an ActorRewardNode of each reward pool.
 
 Owns which actor is the current one of a role. The user of an actor (Fleet, MultiNodePool) restarts it through `ready`
 and `start`. cluster.py starts the actors.
@@ -86,7 +86,7 @@ def check_weights_dir(cluster: Actors, role: str, otherwise: str) -> None:
 
 
 class ActorHost:
-    """A Host: server number `number`, in a child of an actor."""
+    """A ServerHost: server number `number`, in a child of an actor."""
 
     def __init__(self, cluster: Actors, number: int) -> None:
         self.name, self.token = f"{cluster.config.engine.server} server {number}", new_token()
@@ -115,7 +115,7 @@ class ActorHost:
         except Gone as error:
             raise ServerFailed(str(error)) from error
 
-    def revive(self) -> None:
+    def restart(self) -> None:
         if self._ended and self._actor is not None:
             self._actor = None  # `address` starts another
             self._cluster.end(self._role)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from rollover.engine.build import EngineSetup
-from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad, WrongAnswer
-from rollover.engine.remote.generation import Generation
-from rollover.engine.validate import usable
+from rollover.engine.protocol import EngineDied, ExtendRequest, InvalidAnswer, WeightLoad
+from rollover.engine.remote.extend_state import ExtendState
+from rollover.engine.validate import valid_logprobs
 from rollover.models.limits import Limits
 from rollover.plugins.tinker.service import Service
 from rollover.types import Segment, StopReason
@@ -31,7 +31,7 @@ _STATS = (
 )  # fmt: skip
 
 
-class _Sequence(Generation):
+class _Sequence(ExtendState):
     """One running `extend`: its whole chunks so far."""
 
     version: int | None = None
@@ -131,20 +131,20 @@ class TinkerEngine:
             interrupted.cancel()
         ids, logprobs = answer.tokens, answer.logprobs
         if logprobs is None or len(logprobs) != len(ids) or not 0 < len(ids) <= asked:
-            raise WrongAnswer(f"the service was asked for {asked} tokens with log-probs, and gave {len(ids)}")
-        given, why_invalid = usable(ids, [float(x) for x in logprobs], None)
+            raise InvalidAnswer(f"the service was asked for {asked} tokens with log-probs, and gave {len(ids)}")
+        given, why_invalid = valid_logprobs(ids, [float(x) for x in logprobs], None)
         if why_invalid:
-            raise WrongAnswer(f"the service {why_invalid}")
+            raise InvalidAnswer(f"the service {why_invalid}")
         sequence.add([int(t) for t in ids], given, version)
         if sequence.reason is None and answer.stop_reason == "stop":
-            raise WrongAnswer("the service ended an answer without one of the stop tokens that it was given")
+            raise InvalidAnswer("the service ended an answer without one of the stop tokens that it was given")
         return sequence.reason
 
     def _size(self, sequence: _Sequence) -> int:
         """Tokens of the next call: up to the next multiple of chunk_tokens, wherever the rollout was interrupted."""
         chunk = self.service.config.chunk_tokens
         done = len(sequence.request.generated_ids) + len(sequence.tokens)
-        return min(chunk - done % chunk, sequence.left)
+        return min(chunk - done % chunk, sequence.remaining)
 
     async def _sample(self, sequence: _Sequence, num_tokens: int) -> Any:
         """One sequence of the service's."""

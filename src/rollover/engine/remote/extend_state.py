@@ -17,7 +17,7 @@ from rollover.engine.stop import last_of, stop_reason
 from rollover.types import Segment, StopReason
 
 
-class Generation:
+class ExtendState:
     """`decode_text` turns token ids into text, for stop strings. `end` is set when nothing more is wanted: `reason`
     says why, or it was interrupted."""
 
@@ -33,7 +33,7 @@ class Generation:
         """Tokens that came after its end, and were cut off."""
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Tokens that may still be asked for: of its budget, and until it pauses."""
         most = self.request.max_new_tokens
         if 0 < self.request.pause_after < most:
@@ -66,7 +66,7 @@ class Generation:
             if self.reason is not None:
                 self.end.set()
 
-    def cut(self, first: int) -> None:
+    def truncate(self, first: int) -> None:
         """Forget the tokens from index `first` on."""
         del self.tokens[first:], self.logprobs[first:], self.versions[first:]
         self.reason = None
@@ -86,7 +86,7 @@ class Generation:
             if version is None:
                 if not at:
                     continue
-                self.cut(at.start)
+                self.truncate(at.start)
                 return True
             for i in at:
                 differs = differs or self.versions[i] != version

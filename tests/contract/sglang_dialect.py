@@ -50,7 +50,7 @@ class SglangDialect(ServerDialect):
         await self.weights_label(client, limit_s)
 
     async def longest_rollout(self, client: ServerClient, limit_s: float) -> int:
-        info = await client.ask("/get_server_info", limit_s=limit_s)
+        info = await client.get_object("/get_server_info", limit_s=limit_s)
         try:
             return int(info["max_req_input_len"])
         except (LookupError, TypeError, ValueError) as error:
@@ -58,7 +58,7 @@ class SglangDialect(ServerDialect):
 
     async def weights_label(self, client: ServerClient, limit_s: float) -> str:
         await client.get("/health_generate", limit_s=limit_s)  # the engine behind the server answers this
-        return str((await client.ask("/get_model_info", limit_s=limit_s)).get("weight_version"))
+        return str((await client.get_object("/get_model_info", limit_s=limit_s)).get("weight_version"))
 
     # Weights
 

@@ -1,8 +1,8 @@
-"""Whether what an engine, or a service behind one, answers can be part of a run. No engine and no rollout.
+"""Validation of what an engine, or a service behind one, returns; and CustomEngine, which wraps a user's engine.
 
-    a service's tokens ──valid_logprobs──▶ engine ──segments_error (a custom one)──▶ RetryingEngine ──continuation_error──▶ rollout
+    a service's tokens ──valid_logprobs──▶ engine ──CustomEngine──▶ RetryingEngine ──continuation_error──▶ rollout
 
-Owns what is refused, and the words for it. Segment.why_not_sampled looks at the log-probs alone.
+Owns the error messages. Segment.why_not_sampled checks the log-probs alone.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ _MOST_ROUNDING = 1e-3  # services compute log-probs by log_softmax in float32, w
 def valid_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[float], vocab_size: int | None
 ) -> tuple[list[float], str]:
-    """Return the log-probs, without rounding above 0, of the tokens before the first invalid one, and why that is none.
+    """Return the log-probs of the tokens before the first invalid one, and the error of that token ("" without one).
 
-    "": all are valid. Taken for 0, a logit or a probability above 0 would become an importance weight of the size of
-    1 / probability.
-    """
+    Rounding above 0 is clipped. A logit or a probability above 0 is an error: clipped to 0 it would become an
+    importance weight of 1 / probability."""
     found: list[float] = []
     for token, value in zip(token_ids, logprobs, strict=True):
         if not NO_LOGPROB < value <= _MOST_ROUNDING:  # NaN, too
@@ -48,7 +47,8 @@ def are_segments(answer: object) -> TypeGuard[Sequence[Segment]]:
 
 
 def segments_error(answer: object, vocab_size: Callable[[], int], newest_version: float) -> str | None:
-    """Why no policy of a run whose newest version is `newest_version` can have sampled this; None: it can.
+    """Return why no policy of a run with versions <= `newest_version` can have sampled this answer; None if it is
+    valid.
 
     `vocab_size()`: every token id is below it.
     """
@@ -65,7 +65,7 @@ def _why_none(segment: Segment, vocab_size: Callable[[], int], newest_version: f
         return f"its log-probs are {segment.logprobs.dtype}, not floating-point numbers"
     if not isinstance(segment.stop_reason, StopReason):
         return f"its stop_reason is {described(segment.stop_reason)}, and no StopReason"
-    # What the journal writes as JSON: NumPy's integers are none.
+    # The journal writes these as JSON, which has no NumPy integers.
     if not isinstance(version, int):
         return f"its policy_version is {shortened(version)}, and no int"
     if not isinstance(start, int | None):
@@ -78,12 +78,11 @@ def _why_none(segment: Segment, vocab_size: Callable[[], int], newest_version: f
 def continuation_error(
     segments: Sequence[Segment], num_tokens: int, remaining: int, oldest_version: int = 0
 ) -> str | None:
-    """Why `segments` cannot come next for a rollout that has `num_tokens` and may get `remaining` more; None: they can.
+    """Return why `segments` cannot continue a rollout of `num_tokens` with `remaining` budget; None if they can.
 
-    The segments must begin where the rollout ends (if the engine stamps where they begin), so that no token comes twice
-    and none is missing, and stay within its budget. Their versions must not fall, nor be below `oldest_version`: the
-    engine has named that as its oldest, and the staleness bound rests on it. Only the last segment may end otherwise
-    than PAUSED. Every log-prob must be one that a policy can give (Segment.why_not_sampled).
+    They must begin where the rollout ends (if the engine stamps `start`), so that no token is doubled or missing, and
+    stay within the budget. Their versions must not fall, nor be below `oldest_version`, on which the staleness bound
+    rests. All but the last end with PAUSED. Every log-prob must be valid (Segment.why_not_sampled).
     """
     if not segments:
         return "it has no segment"
@@ -118,7 +117,7 @@ def resumable_segments(segments: Sequence[Segment], num_tokens: int, remaining: 
     return found if found and paused and continuation_error(found, num_tokens, remaining) is None else []
 
 
-# What each part of the contract must be or do, to complete "it must ...".
+# Contract of each method, to complete "it must ...".
 _MUST = {
     "max_tokens": "be a property with the tokens of the longest rollout, an integer",
     "oldest_version": "be a property with a policy version that was handed over, an integer",
@@ -134,15 +133,15 @@ _MUST = {
 
 
 class CustomEngine(OwnObject):
-    """`engine`, which the function that engine.kind names as `spec` has made.
+    """A user's `engine`, made by the function `spec` of engine.kind, with validated answers.
 
     `vocab_size()`: every token id is below it; called at the first answer, as it may load a model. `newest_version`:
-    the newest policy version that the engine can have so far; infinite where no trainer hands any over, so that
-    versions are the engine's own. What the engine has beside the contract can be read from here, too.
+    the newest policy version that the engine can have so far; infinite without a trainer, when versions are the
+    engine's own. Further attributes of the engine can be read from here.
 
-    `extend` passes on what the engine raises, and raises InvalidAnswer for what no policy of this run can have sampled:
-    both fail one rollout. Every other method raises FunctionError, a sentence that names the method and what it must
-    do. EngineDied and AssertionError, which end a run at once, are passed on by all of them.
+    `extend` raises the engine's errors, and InvalidAnswer for tokens that no policy of this run can have sampled: both
+    fail one rollout. Other methods raise FunctionError, which names the method and its contract. All of them pass on
+    EngineDied and AssertionError, which end the run.
     """
 
     _must, _file, _passed_on = _MUST, "engine/protocol.py", (AssertionError, EngineDied)
@@ -151,7 +150,7 @@ class CustomEngine(OwnObject):
         super().__init__(engine, "engine.kind", spec)
         self.engine = engine
         self._vocab_size, self._newest_version = vocab_size, newest_version
-        self._handled_before = sys.exc_info()[1]  # by a program that has made us within an except
+        self._handled_before = sys.exc_info()[1]  # if created within an `except`
 
     @property
     def max_tokens(self) -> int:
@@ -183,7 +182,7 @@ class CustomEngine(OwnObject):
             self.engine.interrupt(rollout_ids)
 
     async def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
-        """What is refused of a rollout is left out, so that it hides no other. InvalidAnswer if nothing else is left."""
+        """Return the valid entries. Raises InvalidAnswer if there are only invalid ones."""
         with self._calling("progress"):
             found = await self.engine.progress(rollout_ids)
         if not isinstance(found, Mapping):
@@ -212,7 +211,7 @@ class CustomEngine(OwnObject):
             self.engine.release(rollout_ids)
 
     async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
-        # Before it has them all, some of its tokens may be of these.
+        # Set first: while it loads, some of its tokens may already be of this version.
         self._newest_version = max(self._newest_version, version)
         failures: list[Exception] = []
 
@@ -227,7 +226,7 @@ class CustomEngine(OwnObject):
             with self._calling("load_weights"):
                 load = await self.engine.load_weights(version, source())
         except FunctionError:
-            if failures:  # of whoever gives the weights: not the engine's fault
+            if failures:  # reading the weights failed: not the engine's fault
                 raise failures[0] from None
             raise
         if not is_number(getattr(load, "num_bytes", None)):
@@ -246,7 +245,7 @@ class CustomEngine(OwnObject):
         return dict(found)
 
     async def close(self) -> None:
-        """An error that the run ends with is the one to be raised: beside it, what fails here is printed."""
+        """Close the engine. If the run already ends with an error, errors of this call are printed, not raised."""
         ends_with = sys.exc_info()[1]
         if ends_with is self._handled_before:
             ends_with = None
@@ -263,6 +262,6 @@ class CustomEngine(OwnObject):
     # Private
 
     def _check(self, method: str, answer: object) -> None:
-        """InvalidAnswer unless these are segments that this run can have."""
+        """Raise InvalidAnswer unless these are valid segments of this run."""
         if (why := segments_error(answer, self._vocab_size, self._newest_version)) is not None:
             raise InvalidAnswer(f"engine.kind = {self.spec!r}: the answer of its {method} is refused, as {why}")

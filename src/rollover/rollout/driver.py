@@ -31,73 +31,6 @@ from rollover.rollout.watchdog import Watchdog
 from rollover.types import Group, NextTask
 
 
-class PhaseClock:
-    """Cumulative seconds of the driver's phases.
-
-    `generation_s`: waited for generation, or (`environment_s` of it) for environments alone. `scoring_s`: waited for
-    scores, with nothing generating. `scheduling_s`: the rest (new tasks, decisions, bookkeeping). `idle`: the engine
-    ran nothing. `beside_training`: set while the trainer trains beside generation; then only `idle` counts."""
-
-    def __init__(self) -> None:
-        self.generation_s = self.environment_s = self.scoring_s = self.scheduling_s = 0.0
-        self.idle = IdleTime()
-        self.beside_training = False
-
-    @contextmanager
-    def phase(self) -> Iterator[None]:
-        """Count the time of a block as scheduling, except what `waiting` counts within it."""
-        started, waited = time.perf_counter(), self.generation_s + self.scoring_s
-        try:
-            yield
-        finally:
-            waited = self.generation_s + self.scoring_s - waited
-            self.scheduling_s += time.perf_counter() - started - waited
-
-    @contextmanager
-    def waiting(self, *, generating: bool, acting: bool = False) -> Iterator[None]:
-        """Count the time of a block as waiting for generation, for environments alone (`acting`), or for scores."""
-        started = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - started
-        if self.beside_training:
-            return
-        if generating or acting:
-            self.generation_s += seconds
-            self.environment_s += seconds if acting else 0.0
-        else:
-            self.scoring_s += seconds
-
-
-class IdleTime:
-    """Seconds in which the engine ran nothing beside the trainer's work (`Driver.go_on`), by cause, one at a time.
-
-    "trainer": nothing was in flight, and nothing may start before the training step or the weight sync;
-    "rewards": only scorings were in flight.
-    """
-
-    def __init__(self) -> None:
-        self._seconds = {"trainer": 0.0, "rewards": 0.0}
-        self._cause: str | None = None
-        self._since = 0.0
-
-    @property
-    def running(self) -> bool:
-        """Return whether the engine is idle now. For any thread."""
-        return self._cause is not None
-
-    def set(self, cause: str | None) -> None:
-        """Set the cause for which the engine is idle from now on; None: it runs. Counts the time until now."""
-        now = time.perf_counter()
-        if self._cause is not None:
-            self._seconds[self._cause] += now - self._since
-        self._cause, self._since = cause, now
-
-    def seconds(self) -> dict[str, float]:
-        """Return the seconds by cause, up to now."""
-        self.set(self._cause)
-        return dict(self._seconds)
-
-
 class Driver:
     """Runner of generation phases on one engine.
 
@@ -347,3 +280,70 @@ def _raise_stuck(lifecycle: Lifecycle) -> NoReturn:
         " that it begins could be trained. Raise it, or mend what keeps new weights from the engine, and go on with"
         " --resume"
     )
+
+
+class PhaseClock:
+    """Cumulative seconds of the driver's phases.
+
+    `generation_s`: waited for generation, or (`environment_s` of it) for environments alone. `scoring_s`: waited for
+    scores, with nothing generating. `scheduling_s`: the rest (new tasks, decisions, bookkeeping). `idle`: the engine
+    ran nothing. `beside_training`: set while the trainer trains beside generation; then only `idle` counts."""
+
+    def __init__(self) -> None:
+        self.generation_s = self.environment_s = self.scoring_s = self.scheduling_s = 0.0
+        self.idle = IdleTime()
+        self.beside_training = False
+
+    @contextmanager
+    def phase(self) -> Iterator[None]:
+        """Count the time of a block as scheduling, except what `waiting` counts within it."""
+        started, waited = time.perf_counter(), self.generation_s + self.scoring_s
+        try:
+            yield
+        finally:
+            waited = self.generation_s + self.scoring_s - waited
+            self.scheduling_s += time.perf_counter() - started - waited
+
+    @contextmanager
+    def waiting(self, *, generating: bool, acting: bool = False) -> Iterator[None]:
+        """Count the time of a block as waiting for generation, for environments alone (`acting`), or for scores."""
+        started = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - started
+        if self.beside_training:
+            return
+        if generating or acting:
+            self.generation_s += seconds
+            self.environment_s += seconds if acting else 0.0
+        else:
+            self.scoring_s += seconds
+
+
+class IdleTime:
+    """Seconds in which the engine ran nothing beside the trainer's work (`Driver.go_on`), by cause, one at a time.
+
+    "trainer": nothing was in flight, and nothing may start before the training step or the weight sync;
+    "rewards": only scorings were in flight.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = {"trainer": 0.0, "rewards": 0.0}
+        self._cause: str | None = None
+        self._since = 0.0
+
+    @property
+    def running(self) -> bool:
+        """Return whether the engine is idle now. For any thread."""
+        return self._cause is not None
+
+    def set(self, cause: str | None) -> None:
+        """Set the cause for which the engine is idle from now on; None: it runs. Counts the time until now."""
+        now = time.perf_counter()
+        if self._cause is not None:
+            self._seconds[self._cause] += now - self._since
+        self._cause, self._since = cause, now
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds by cause, up to now."""
+        self.set(self._cause)
+        return dict(self._seconds)

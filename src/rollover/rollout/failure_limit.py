@@ -120,7 +120,7 @@ class FailureLimit:
         self._num_failed_groups += 1
         if self._num_failed_groups >= self._lifecycle.config.groups_per_step * _MAX_FAILED_STEPS:
             raise ValueError(
-                f"watchdog: the last {self._num_failed_groups} groups were dropped because the engine stalled or failed at"
-                " a rollout, and none was finished in between: the engine seems to hang. Go on with --resume once it"
-                " works; raise watchdog.rollout_timeout_s if it is only slow"
+                f"watchdog: the last {self._num_failed_groups} groups were dropped because the engine stalled or"
+                " failed at a rollout, and none was finished in between: the engine seems to hang. Go on with --resume"
+                " once it works; raise watchdog.rollout_timeout_s if it is only slow"
             )

@@ -10,7 +10,8 @@
     request again are dropped (restarted)
 
 The driver runs it on an engine, the planner under a virtual clock, the tests at random. Pure: the clock is passed in;
-no event loop, no torch. At the end: how an environment's answer becomes the next segment."""
+no event loop, no torch. At the end: how an environment's answer becomes the next segment.
+"""
 
 from __future__ import annotations
 
@@ -29,40 +30,6 @@ from rollover.rollout.ledger import Ledger
 from rollover.rollout.scheduler import Scheduler
 from rollover.staleness import expired
 from rollover.types import DropReason, Group, Prompt, Reward, Rollout, RolloutState, Segment, StopReason, Task
-
-
-class RunClock:
-    """Clock of a run: the time and trainer version of each event.
-
-    It is paused while no process runs, and goes back to a resumed checkpoint, so that no second counts twice. `read`
-    returns seconds since any origin. `version`: completed training steps, whether or not the engine has their weights.
-    """
-
-    def __init__(self, read: Callable[[], float] = time.perf_counter) -> None:
-        self._read, self._origin = read, read()
-        self._paused_at: float | None = None
-        self.version = 0
-
-    def seconds(self) -> float:
-        """Return seconds since the start of the run."""
-        return self._read() - self._origin if self._paused_at is None else self._paused_at
-
-    @property
-    def paused(self) -> bool:
-        return self._paused_at is not None
-
-    def pause_at(self, seconds: float) -> None:
-        """Pause the clock at `seconds` until `resume`: replayed events happened then, in an earlier process."""
-        self._paused_at = seconds
-
-    def resume(self) -> None:
-        """Continue from where the clock was paused."""
-        self._origin, self._paused_at = self._read() - self.seconds(), None
-
-    def set(self, seconds: float, version: int) -> None:
-        """Continue from the `seconds` and trainer `version` of a checkpoint, or from zeros."""
-        self._origin, self.version, self._paused_at = self._read() - seconds, version, None
-
 
 # Needed at every transition; Enum member lookups are slow.
 _PARKED, _ACTING, _PAUSED = RolloutState.PARKED, RolloutState.ACTING, StopReason.PAUSED
@@ -427,3 +394,36 @@ def segments_to_append(rollout: Rollout, answer: Segment | None, max_new_tokens:
 def end_segment(rollout: Rollout, reason: StopReason) -> Segment:
     """Return an empty environment segment that finishes the rollout for this reason."""
     return replace(written(rollout, ()), stop_reason=reason)
+
+
+class RunClock:
+    """Clock of a run: the time and trainer version of each event.
+
+    It is paused while no process runs, and goes back to a resumed checkpoint, so that no second counts twice. `read`
+    returns seconds since any origin. `version`: completed training steps, whether or not the engine has their weights.
+    """
+
+    def __init__(self, read: Callable[[], float] = time.perf_counter) -> None:
+        self._read, self._origin = read, read()
+        self._paused_at: float | None = None
+        self.version = 0
+
+    def seconds(self) -> float:
+        """Return seconds since the start of the run."""
+        return self._read() - self._origin if self._paused_at is None else self._paused_at
+
+    @property
+    def paused(self) -> bool:
+        return self._paused_at is not None
+
+    def pause_at(self, seconds: float) -> None:
+        """Pause the clock at `seconds` until `resume`: replayed events happened then, in an earlier process."""
+        self._paused_at = seconds
+
+    def resume(self) -> None:
+        """Continue from where the clock was paused."""
+        self._origin, self._paused_at = self._read() - self.seconds(), None
+
+    def set(self, seconds: float, version: int) -> None:
+        """Continue from the `seconds` and trainer `version` of a checkpoint, or from zeros."""
+        self._origin, self.version, self._paused_at = self._read() - seconds, version, None

@@ -22,48 +22,6 @@ from rollover.types import Group, Rollout, RolloutState
 _MEMORY = 64  # groups over which the averages run
 
 
-class LengthEstimate:
-    """Running means of rollout lengths, from which `rollout.in_flight_groups = "auto"` is computed.
-
-    In tokens; 0 before the first group. A group is in progress while its longest sibling runs, so with all slots busy
-    Little's law gives the groups in progress: slots / (group_size * mean length) groups start per decode step, and each
-    stays for the length of its longest sibling. With fewer in flight, slots idle at the end of a phase; with more,
-    groups only age. Up to one step of ready groups waits beside them."""
-
-    def __init__(self) -> None:
-        self.mean = 0.0
-        self.longest = 0.0
-        self._num_groups = 0
-
-    @property
-    def spread(self) -> float:
-        """Longest sibling by mean length, at least 1."""
-        return max(1.0, self.longest / self.mean) if self.mean else 1.0
-
-    def observe(self, lengths: list[int]) -> None:
-        """Add the lengths of one finished group."""
-        self._num_groups = min(self._num_groups + 1, _MEMORY)
-        weight = 1 / self._num_groups
-        self.mean += weight * (sum(lengths) / len(lengths) - self.mean)
-        self.longest += weight * (max(lengths) - self.longest)
-
-    def in_flight_groups(self, config: RolloutConfig, slots: int | None) -> int:
-        """Return the groups to hold. `slots`: rollouts that can run at once (None: as many as a step trains)."""
-        if slots is None:
-            slots = config.groups_per_step * config.rollouts_per_group
-        in_progress = math.ceil(slots / config.rollouts_per_group * self.spread)
-        ready = 0 if config.supplement else config.groups_per_step
-        return max(config.groups_per_step, min(in_progress + ready, config.most_in_flight))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"mean": self.mean, "longest": self.longest, "num_groups": self._num_groups}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore; checkpoints older than this estimate have an empty state."""
-        self.mean, self.longest = state.get("mean", 0.0), state.get("longest", 0.0)
-        self._num_groups = state.get("num_groups", 0)
-
-
 _STARTS = (RolloutState.WAITING, RolloutState.RUNNING, RolloutState.PARKED)
 _UNFINISHED = (*_STARTS, RolloutState.ACTING)
 
@@ -275,3 +233,45 @@ class Scheduler:
         for group in groups:
             self.requeue(group, state["admitted_at"][str(group.group_id)])
         self.lengths.load_state_dict(state.get("lengths", {}))
+
+
+class LengthEstimate:
+    """Running means of rollout lengths, from which `rollout.in_flight_groups = "auto"` is computed.
+
+    In tokens; 0 before the first group. A group is in progress while its longest sibling runs, so with all slots busy
+    Little's law gives the groups in progress: slots / (group_size * mean length) groups start per decode step, and each
+    stays for the length of its longest sibling. With fewer in flight, slots idle at the end of a phase; with more,
+    groups only age. Up to one step of ready groups waits beside them."""
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+        self.longest = 0.0
+        self._num_groups = 0
+
+    @property
+    def spread(self) -> float:
+        """Longest sibling by mean length, at least 1."""
+        return max(1.0, self.longest / self.mean) if self.mean else 1.0
+
+    def observe(self, lengths: list[int]) -> None:
+        """Add the lengths of one finished group."""
+        self._num_groups = min(self._num_groups + 1, _MEMORY)
+        weight = 1 / self._num_groups
+        self.mean += weight * (sum(lengths) / len(lengths) - self.mean)
+        self.longest += weight * (max(lengths) - self.longest)
+
+    def in_flight_groups(self, config: RolloutConfig, slots: int | None) -> int:
+        """Return the groups to hold. `slots`: rollouts that can run at once (None: as many as a step trains)."""
+        if slots is None:
+            slots = config.groups_per_step * config.rollouts_per_group
+        in_progress = math.ceil(slots / config.rollouts_per_group * self.spread)
+        ready = 0 if config.supplement else config.groups_per_step
+        return max(config.groups_per_step, min(in_progress + ready, config.most_in_flight))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean, "longest": self.longest, "num_groups": self._num_groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore; checkpoints older than this estimate have an empty state."""
+        self.mean, self.longest = state.get("mean", 0.0), state.get("longest", 0.0)
+        self._num_groups = state.get("num_groups", 0)

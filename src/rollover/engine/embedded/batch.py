@@ -1,4 +1,10 @@
-"""One rollout being continued: its tokens, its open segment, and when it stops."""
+"""Sequences of the embedded engine, and the batcher that decides which of them run.
+
+    Sequence   one `extend` in progress: tokens, open segment, stop condition
+    Batcher    waiting and running sequences, and kept ones that still have KV; evicts KV when memory is short
+
+Preempted sequences lose their KV and wait at the head of the queue. Never touches the model.
+"""
 
 from __future__ import annotations
 
@@ -16,36 +22,36 @@ from rollover.engine.stop import stop_reason
 from rollover.models.vision import NO_IMAGES, ImagePlaces
 from rollover.types import Prompt, Segment, StopReason
 
-# Told of each token as it is sampled: the token, its log-prob, and why the sequence stops with it (None: it goes on).
+# Called with each sampled token, its log-prob, and why the sequence stops with it (None: it continues).
 OnToken = Callable[[int, float, StopReason | None], None]
 
 
 @dataclass(eq=False, slots=True)
 class Sequence(RowOwner):
-    """`tokens` = prompt + generated before + new. KV of tokens[:kv_len] is cached; the last token never is: it is the
-    next decode step's input, so the logits of every sampled token come from one code path."""
+    """One `extend` in progress. `tokens` = prompt + generated before + new.
+
+    KV of tokens[:kv_len] is cached. The last token never is: it is the input of the next decode step, so that the
+    logits of all sampled tokens come from one code path."""
 
     request: ExtendRequest
     future: asyncio.Future[list[Segment]] | None
     tokens: list[int]
     prompt_kv_version: int = -1
     computed: int = 0
-    """What is prefilled of tokens[:computed] had been computed before."""
+    """Tokens whose KV was computed before: their prefill counts as recomputed."""
     segments: list[Segment] = field(default_factory=list)
     open_logprobs: list[float] = field(default_factory=list)
     on_token: OnToken | None = None
     cache_salt: str = ""
-    """It shares the KV of its prompt with those of the same salt alone."""
+    """Sequences share the KV of a prompt only under the same salt."""
     processor: LogitsProcessor | None = None
-    """None: its logits are taken as they are."""
     images: ImagePlaces = NO_IMAGES
 
     @classmethod
     def start(
         cls, request: ExtendRequest, future: asyncio.Future[list[Segment]], computed: int | None = None
     ) -> Sequence:
-        """`computed`: how many of its tokens were computed here before; None: that is not known, and all of one that
-        goes on were, by whoever generated them."""
+        """Return a new sequence. `computed`: tokens whose KV was computed before; None: all, if it resumes."""
         tokens = [*request.prompt.ids, *request.generated_ids]
         if computed is None:
             computed = len(tokens) if request.generated_ids else 0
@@ -57,7 +63,7 @@ class Sequence(RowOwner):
 
     @property
     def prompt_key(self) -> tuple[str, Prompt]:
-        """Equal for those that may share the KV of their prompts."""
+        """Return a key that is equal for sequences that may share the KV of their prompts."""
         return self.cache_salt, self.request.prompt
 
     @property
@@ -66,7 +72,7 @@ class Sequence(RowOwner):
 
     @property
     def next_index(self) -> int:
-        """Absolute index, in the generated part, of the token to be sampled next."""
+        """Return the index, in the generated part, of the next token."""
         return len(self.tokens) - self.num_prompt
 
     @property
@@ -74,16 +80,16 @@ class Sequence(RowOwner):
         return self.kv_len == len(self.tokens) - 1
 
     def continues(self, request: ExtendRequest) -> bool:
-        """Whether the cached KV of this kept sequence is a prefix of what `request` asks for, without its last token.
+        """Return whether the cached KV of this kept sequence is a prefix of the request's tokens, without the last one.
 
-        More than what it has may be asked for: an environment wrote something after its turn.
+        The request may have more tokens, if an environment wrote after the turn.
         """
-        asked = [*request.prompt.ids, *request.generated_ids]
+        wanted = [*request.prompt.ids, *request.generated_ids]
         return (
             self.request.prompt == request.prompt
             and self.request.later_media == request.later_media[: len(self.request.later_media)]
-            and self.kv_len < len(asked)
-            and self.tokens[: self.kv_len] == asked[: self.kv_len]
+            and self.kv_len < len(wanted)
+            and self.tokens[: self.kv_len] == wanted[: self.kv_len]
         )
 
     def resume(self, request: ExtendRequest, future: asyncio.Future[list[Segment]]) -> None:
@@ -96,16 +102,16 @@ class Sequence(RowOwner):
         self.open_logprobs.append(logprob)
 
     def stop_reason(self, decode_text: Callable[[list[int]], str] | None) -> StopReason | None:
-        """Why it stops with the token that was sampled last; None: it goes on."""
+        """Return why it stops with its last token; None: it continues."""
         tokens = self.tokens
         return stop_reason(self.request, self.num_new, lambda num: tokens[len(tokens) - num :], decode_text)
 
     def keeps_kv(self, reason: StopReason) -> bool:
-        """Whether what is cached is of use after it ended for this reason."""
+        """Return whether its KV may be used again after it ended for this reason."""
         return reason is StopReason.PAUSED or (self.request.may_go_on and reason is not StopReason.LENGTH)
 
     def open_segment(self, version: int, reason: StopReason) -> Segment:
-        """The tokens sampled since the last cut, as a Segment of `version`."""
+        """Return the tokens of the open segment as a Segment of `version`."""
         num = len(self.open_logprobs)
         return Segment(
             token_ids=np.asarray(self.tokens[len(self.tokens) - num :], dtype=np.int32),
@@ -117,26 +123,26 @@ class Sequence(RowOwner):
         )
 
     def close_segment(self, version: int, reason: StopReason) -> None:
-        """Close the open segment. An empty one is kept only where it is the answer to an interruption."""
+        """Close the open segment. An empty PAUSED one is kept only if there is no other."""
         if self.open_logprobs or (reason is not StopReason.PAUSED) or not self.segments:
             self.segments.append(self.open_segment(version, reason))
         self.open_logprobs = []
 
     def resolve(self, version: int, reason: StopReason) -> None:
-        """End its `extend`, which gets its segments."""
+        """End its `extend`, which returns the segments."""
         self.close_segment(version, reason)
         if self.future is not None and not self.future.done():
             self.future.set_result(self.segments)
         self.future = None
 
     def on_new_weights(self, version: int) -> None:
-        """New weights: what was sampled so far belongs to `version`."""
+        """Close the open segment, whose tokens belong to the old `version`."""
         if self.open_logprobs:
             self.close_segment(version, StopReason.PAUSED)
 
 
 class Batcher:
-    """At most `max_running` sequences run, in order of arrival."""
+    """Queues of sequences: at most `max_running` run, in order of arrival."""
 
     def __init__(self, cache: KVCache, max_running: int) -> None:
         self.cache = cache
@@ -144,7 +150,7 @@ class Batcher:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.kept: dict[str, Sequence] = {}
-        self._evicted: dict[str, int] = {}  # id of a rollout that was kept and lost its KV -> how many tokens of it
+        self._evicted: dict[str, int] = {}  # rollout id of a kept sequence without KV -> tokens once computed
         self.num_preemptions = 0
 
     @property
@@ -162,14 +168,14 @@ class Batcher:
             if not self._reserve_or_evict_idle(seq, len(seq.tokens)):
                 if self.running:
                     return
-                # Alone, a sequence fits (checked when it came in): what is in the way is its own smaller row.
+                # Alone, a sequence fits (checked on arrival): its own smaller row is in the way.
                 self.drop_kv(seq)
                 assert self._reserve_or_evict_idle(seq, len(seq.tokens)), "a sequence must fit into an empty cache"
             self.running.append(self.waiting.popleft())
 
     def make_room(self) -> list[Sequence]:
-        """Reserve rows for the next token of all that can decode now, and return those; preempts the youngest until the
-        rest fits."""
+        """Reserve rows for the next token of all prefilled sequences, and return those; preempts the youngest to fit.
+        """
         ready = [s for s in self.running if s.prefilled]
         for seq in ready:
             while seq.bucket is not None and not self._reserve_or_evict_idle(seq, len(seq.tokens)):
@@ -187,7 +193,7 @@ class Batcher:
         self.cache.free(seq)
 
     def drop_all_kv(self) -> None:
-        """Everyone loses their KV, and those that ran wait again, in their order: after a weight update."""
+        """Drop the KV of all sequences after a weight update; running ones wait again, in order."""
         self.waiting.extendleft(reversed(self.running))
         self.running.clear()
         for seq in self.waiting:
@@ -196,7 +202,7 @@ class Batcher:
             self._evict(self.kept.popitem()[1])
 
     def retire(self, seq: Sequence, *, keep_kv: bool) -> None:
-        """`seq` no longer runs or waits. With keep_kv what it has cached stays until evicted or released."""
+        """Remove `seq` from the queues. With keep_kv its KV stays until evicted or released."""
         if seq in self.running:
             self.running.remove(seq)
         elif seq in self.waiting:
@@ -209,22 +215,22 @@ class Batcher:
             self.cache.free(seq)
 
     def pop_kept(self, rollout_id: str) -> Sequence | None:
-        """The kept sequence of this rollout, if there is one: it is kept no longer, though its KV still lies there."""
+        """Remove and return the kept sequence of this rollout, with its KV."""
         return self.kept.pop(rollout_id, None)
 
     def pop_evicted(self, rollout_id: str) -> int | None:
-        """How many tokens of this rollout had been computed before it lost its KV; None: it has not lost any. It is
-        forgotten then."""
+        """Remove and return how many tokens of this rollout were computed before its eviction; None if not evicted."""
         return self._evicted.pop(rollout_id, None)
 
     def release(self, rollout_id: str) -> None:
-        """Forget what is kept of this rollout."""
+        """Free the KV of a kept sequence."""
         self.pop_evicted(rollout_id)
         if (seq := self.pop_kept(rollout_id)) is not None:
             self.cache.free(seq)
 
     def donor(self, target: Sequence, version: int | None) -> Sequence | None:
-        """A sequence with the same prompt and salt whose cached KV covers it (computed under `version`, if given)."""
+        """Return a sequence with the same prompt and salt, and KV of the prompt (computed under `version`, if given).
+        """
         need = target.num_prompt - 1
         for seq in (*self.running, *self.kept.values(), *self.waiting):
             if (
@@ -237,13 +243,13 @@ class Batcher:
         return None
 
     def _evict(self, seq: Sequence) -> None:
-        """Its KV goes, and its rollout may go on: what is prefilled then is told apart from what was appended."""
+        """Drop the KV of a kept sequence; remember its length, to count recomputed tokens if the rollout resumes."""
         self.drop_kv(seq)
         if seq.computed:
             self._evicted[seq.request.rollout_id] = seq.computed
 
     def _reserve_or_evict_idle(self, seq: Sequence, num_tokens: int) -> bool:
-        """Reserve; while memory is short, evict what does not run: kept ones first, then the last in the queue."""
+        """Reserve; while memory is short, evict sequences that do not run: kept ones, then the last in the queue."""
         while not self.cache.reserve(seq, num_tokens):
             if self.kept:
                 self._evict(self.kept.pop(next(iter(self.kept))))

@@ -1,6 +1,8 @@
-"""The embedded engine behind the Engine contract: one step loop for all pending `extend` calls.
+"""The embedded engine: one step loop for all pending `extend` calls.
 
-Owns the step loop and the version stamp. Runs in the caller's event loop: a step blocks it, between steps others run.
+    step: admit ──▶ prefill a chunk budget, or copy a sibling's prompt ──▶ decode one token of each sequence ──▶ sample
+
+Owns the step loop, the order of prefill and the version stamp. Runs in the caller's event loop: a step blocks it.
 """
 
 from __future__ import annotations
@@ -28,96 +30,18 @@ from rollover.models.threads import Team
 from rollover.models.vision import Pixels, Vision, images_of, trains_tower
 from rollover.types import Prompt, Segment, StopReason
 
-
-class Prefill:
-    """At most `chunk_tokens` are computed in a pass, so that decoding is never held up for long.
-
-    `same_version_only`: a prompt is copied only where its keys and values are of the present weights. `timed`: whether
-    a forward pass returns when it is done, so that its seconds are known.
-    """
-
-    def __init__(
-        self, batcher: Batcher, runner: Runner, chunk_tokens: int, *, same_version_only: bool, timed: bool
-    ) -> None:
-        self._batcher, self._runner = batcher, runner
-        self._chunk_tokens = chunk_tokens
-        self._same_version_only = same_version_only
-        self._timed = timed
-        self.num_computed = 0
-        self.num_recomputed = 0
-        """Tokens whose keys and values had been dropped."""
-        self.num_shared = 0
-        self.num_stale = 0
-        """Of the shared ones those that earlier weights computed."""
-        self.seconds = 0.0
-
-    def step(self, version: int) -> None:
-        """One forward over chunks of what is not cached yet; a prompt that a sibling has is copied, not computed.
-
-        `version`: of the weights."""
-        # Prompts that a sequence is computing, now or since an earlier step: its siblings wait for the copy.
-        planned = {s.prompt_key for s in self._batcher.running if 0 < s.kv_len < s.num_prompt - 1}
-        chunks = self._plan(planned, version)
-        if not chunks:
-            return
-        started = time.perf_counter()
-        self._runner.prefill(chunks)
-        if self._timed:
-            self.seconds += time.perf_counter() - started
-        for chunk in chunks:
-            recomputed = max(0, min(chunk.end, chunk.seq.computed) - chunk.start)
-            self.num_recomputed += recomputed
-            self.num_computed += chunk.end - chunk.start - recomputed
-        for seq in self._batcher.running:
-            if seq.kv_len == 0 and seq.prompt_key in planned:
-                self._share(seq, version)
-
-    def _plan(self, planned: set[tuple[str, Prompt]], version: int) -> list[SequenceChunk]:
-        """The next chunks. Adds to `planned` the prompts that they begin with."""
-        budget = self._chunk_tokens
-        chunks: list[SequenceChunk] = []
-        for seq in self._batcher.running:
-            if seq.prefilled or budget == 0:
-                continue
-            if seq.kv_len == 0 and seq.num_prompt > 1:
-                if seq.prompt_key in planned:
-                    continue
-                if not self._share(seq, version):
-                    planned.add(seq.prompt_key)
-                    seq.prompt_kv_version = version
-                elif seq.prefilled:
-                    continue
-            end = seq.images.chunk_end(seq.kv_len, min(len(seq.tokens) - 1, seq.kv_len + budget))
-            chunks.append(SequenceChunk(seq, seq.kv_len, end))
-            budget = max(0, budget - (end - seq.kv_len))
-        return chunks
-
-    def _share(self, seq: Sequence, version: int) -> bool:
-        """Copy all of the prompt but its last token from a sequence that has it. False: none does."""
-        donor = self._batcher.donor(seq, version if self._same_version_only else None)
-        if donor is None:
-            return False
-        num_tokens = seq.num_prompt - 1
-        self._batcher.cache.copy_prefix(donor, seq, num_tokens)
-        seq.prompt_kv_version = donor.prompt_kv_version
-        self.num_shared += num_tokens
-        if donor.prompt_kv_version != version:
-            self.num_stale += num_tokens
-        return True
-
-
 _TURNS_BETWEEN_STEPS = 16
-# What a decode step takes whatever its batch, in rows: the weights' way through memory (docs/performance.md, growth).
+# Fixed cost of a decode step, in rows: reading the weights from memory (docs/performance.md, growth).
 _FIXED_ROWS = 16
 
 KVPolicy = Literal["recompute", "keep", "salt"]
 
 
 class EmbeddedEngine:
-    """Continuous batching over `model` (the engine's own copy, in compute dtype).
+    """Engine with continuous batching over `model` (its own copy, in compute dtype).
 
-    `decode_text` turns token ids into text; it is needed for stop strings only. `structures`: for answers of a given
-    structure only. `processor`: for prompts with images only. `tower_changes`: new weights change the vision tower.
+    `decode_text`: token ids -> text, for stop strings. `structures`: for structured answers. `processor`: for images.
+    `tower_changes`: new weights change the vision tower.
     """
 
     def __init__(
@@ -157,9 +81,9 @@ class EmbeddedEngine:
         self._version = 0
         self._team = team or Team()
         self._loop: asyncio.Task[None] | None = None
-        self.may_step = asyncio.Event()  # while it is cleared, what is asked waits; what is interrupted returns at once
+        self.may_step = asyncio.Event()  # while cleared, requests wait; interrupted ones return at once
         self.may_step.set()
-        # Only where a forward pass returns when it is done: elsewhere its time is not known without waiting for it.
+        # Elsewhere a forward pass returns before it is done, and its time is not known without waiting for it.
         self._device, self._timed = first.device, first.device.type == "cpu"
         self._prefill = Prefill(
             self._batcher,
@@ -169,12 +93,12 @@ class EmbeddedEngine:
             timed=self._timed,
         )
         self._num_decode_steps = 0
-        self._num_kept = 0  # tokens that a resumed rollout still had cached
-        self._num_stale = 0  # cached tokens that stayed when the weights changed
+        self._num_kept = 0  # tokens that resumed rollouts still had cached
+        self._num_stale = 0  # tokens that stayed cached when the weights changed
 
     @classmethod
     def over(cls, model: Any, loaded: LoadedModel, config: Config) -> EmbeddedEngine:
-        """An engine that takes `model`, in compute dtype, for its own: that of `loaded`, or a copy."""
+        """Return an engine that owns `model`, in compute dtype: that of `loaded`, or a copy."""
         tokenizer, tower_changes = loaded.tokenizer, loaded.processor is not None and trains_tower(loaded.model)
         return cls(
             model.requires_grad_(False),
@@ -189,7 +113,7 @@ class EmbeddedEngine:
 
     @property
     def max_tokens(self) -> int:
-        """The longest rollout, prompt included, that the model's positions and the KV memory allow."""
+        """Return the longest rollout, prompt included, that the model's positions and the KV memory allow."""
         return min(self._batcher.cache.max_tokens, self._limits.positions or self._batcher.cache.max_tokens)
 
     @property
@@ -201,16 +125,16 @@ class EmbeddedEngine:
         return self._version
 
     def load_error(self, shapes: Mapping[str, Seq[int]]) -> str:
-        """Why weights of these names and shapes are not those of the whole model; "" if they are."""
+        """Return why weights of these names and shapes are not the whole model's; "" if they are."""
         return self._runner.load_error(shapes)
 
     async def extend(
         self, request: ExtendRequest, on_token: OnToken | None = None, cache_salt: str = ""
     ) -> list[Segment]:
-        """See Engine. ValueError for what the model cannot be given, or what does not fit into the KV memory.
+        """See Engine. Raises ValueError for invalid requests, and those that do not fit into the KV memory.
 
-        `on_token` is called within the decode step that samples the token. `cache_salt`: it shares the KV of its prompt
-        with those of the same salt alone.
+        `on_token` is called within the decode step that samples the token. `cache_salt`: requests share the KV of a
+        prompt only under the same salt.
         """
         self._limits.check(request.rollout_id, request.prompt.ids, request.generated_ids)
         if request.max_new_tokens < 1:
@@ -226,7 +150,7 @@ class EmbeddedEngine:
             )
         if request.stop_strings and self._decode_text is None:
             raise ValueError("stop strings need the engine's decode_text")
-        try:  # here, where it fails this rollout alone
+        try:  # here it fails this rollout alone
             images = images_of(self._vision, request.shown)
             images.check_text_follows(len(request.prompt) + len(request.generated_ids))
             if self._vision is not None and self.may_step.is_set():  # else its weights may be freed
@@ -254,8 +178,8 @@ class EmbeddedEngine:
     async def _run(self) -> None:
         try:
             while self._batcher.busy:
-                # Others run first: calls made together are batched together, and a reward's round trip through pipes
-                # and locks takes many turns of the event loop, which must not cost a decode step each.
+                # Yield first: calls made together are batched together, and a reward's round trip through pipes and
+                # locks takes many turns of the event loop, which must not cost a decode step each.
                 for _ in range(_TURNS_BETWEEN_STEPS):
                     await asyncio.sleep(0)
                 await self.may_step.wait()
@@ -268,12 +192,12 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Admit, prefill at most one chunk budget, decode one token of everything that is prefilled."""
+        """Admit, prefill at most one chunk budget, decode one token of each prefilled sequence."""
         self._team.assemble()
         self._discard_cancelled()
         self._batcher.admit()
         self._prefill.step(self._version)
-        # Sequences of a bucket must stand together, in row order, for attention without gathers.
+        # Sequences of a bucket must be adjacent, in row order, for attention without gathers.
         order = sorted(self._batcher.make_room(), key=lambda s: (s.bucket.row_tokens if s.bucket else 0, s.row))
         if not order:
             return
@@ -298,14 +222,15 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def prompt_logprobs(self, token_ids: Seq[int]) -> tuple[list[float], list[int], list[float]]:
-        """Of every token but the first: its log-prob after those before it, at temperature 1; the likeliest token
-        there; the log-prob of that. Computed at once, between two steps; nothing of it is cached. ValueError for what
-        the model cannot be given."""
+        """Return, for every token but the first: its log-prob, the likeliest token there, and its log-prob.
+
+        At temperature 1, computed at once between two steps, without caching. Raises ValueError for invalid tokens.
+        """
         self._limits.check("prompt", tuple(token_ids), ())
         return self._runner.prompt_logprobs(list(token_ids))
 
     def drop_kv(self) -> None:
-        """Everyone's KV is computed again before its next token."""
+        """Drop the KV of all sequences."""
         self._batcher.drop_all_kv()
 
     def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:
@@ -320,7 +245,7 @@ class EmbeddedEngine:
         return {
             s.request.rollout_id: [*s.segments, s.open_segment(self._version, StopReason.PAUSED)]
             for s in self._batcher.active()
-            # One that was cancelled stands here until the next step, beside the call that goes on from it.
+            # A cancelled one is listed until the next step, beside the call that resumes it.
             if s.request.rollout_id in wanted and s.future is not None and not s.future.cancelled()
         }
 
@@ -338,7 +263,7 @@ class EmbeddedEngine:
             num_bytes = self._runner.load_weights(tensors)
         if self._vision is not None and self._tower_changes:
             self._vision.forget()
-        synchronize(self._device)  # the seconds below are those of the copies
+        synchronize(self._device)  # to time the copies
         if version != self._version:
             for seq in self._batcher.active():
                 seq.on_new_weights(self._version)
@@ -350,7 +275,7 @@ class EmbeddedEngine:
         return WeightLoad(num_bytes, time.perf_counter() - started)
 
     def use_threads(self, num: int) -> None:
-        """Decode with so many CPU threads from now on; with run.threads = auto with so many at most."""
+        """Decode with this number of CPU threads from now on; with run.threads = auto, at most."""
         self._team.use(num)
 
     def stats(self) -> dict[str, float]:
@@ -374,11 +299,88 @@ class EmbeddedEngine:
         }
 
     async def close(self) -> None:
-        """Interrupt what runs and wait for the step loop to end."""
+        """Interrupt running rollouts, and wait for the step loop to end."""
         self.interrupt()
         self.may_step.set()
         if self._loop is not None:
             await asyncio.wait([self._loop])
             if not self._loop.cancelled():
-                self._loop.exception()  # seen: a second Ctrl-C ends the step loop with an error of its own
+                self._loop.exception()  # read it: a second Ctrl-C ends the step loop with an error
         self._batcher.kept.clear()
+
+
+class Prefill:
+    """Prefill of at most `chunk_tokens` per step, so that decoding is never blocked for long.
+
+    `same_version_only`: copy a prompt's KV only if the present weights computed it. `timed`: a forward pass returns
+    when it is done, so that its seconds are known."""
+
+    def __init__(
+        self, batcher: Batcher, runner: Runner, chunk_tokens: int, *, same_version_only: bool, timed: bool
+    ) -> None:
+        self._batcher, self._runner = batcher, runner
+        self._chunk_tokens = chunk_tokens
+        self._same_version_only = same_version_only
+        self._timed = timed
+        self.num_computed = 0
+        self.num_recomputed = 0
+        """Tokens whose KV had been dropped."""
+        self.num_shared = 0
+        self.num_stale = 0
+        """Shared tokens whose KV was computed by earlier weights."""
+        self.seconds = 0.0
+
+    def step(self, version: int) -> None:
+        """Run one forward pass over chunks that are not cached yet; copy a prompt that a sibling has computed.
+
+        `version`: of the weights.
+        """
+        # Prompts that a sequence is computing, now or since an earlier step: its siblings wait for the copy.
+        planned = {s.prompt_key for s in self._batcher.running if 0 < s.kv_len < s.num_prompt - 1}
+        chunks = self._plan(planned, version)
+        if not chunks:
+            return
+        started = time.perf_counter()
+        self._runner.prefill(chunks)
+        if self._timed:
+            self.seconds += time.perf_counter() - started
+        for chunk in chunks:
+            recomputed = max(0, min(chunk.end, chunk.seq.computed) - chunk.start)
+            self.num_recomputed += recomputed
+            self.num_computed += chunk.end - chunk.start - recomputed
+        for seq in self._batcher.running:
+            if seq.kv_len == 0 and seq.prompt_key in planned:
+                self._share(seq, version)
+
+    def _plan(self, planned: set[tuple[str, Prompt]], version: int) -> list[SequenceChunk]:
+        """Return the next chunks, and add the prompts that they begin with to `planned`."""
+        budget = self._chunk_tokens
+        chunks: list[SequenceChunk] = []
+        for seq in self._batcher.running:
+            if seq.prefilled or budget == 0:
+                continue
+            if seq.kv_len == 0 and seq.num_prompt > 1:
+                if seq.prompt_key in planned:
+                    continue
+                if not self._share(seq, version):
+                    planned.add(seq.prompt_key)
+                    seq.prompt_kv_version = version
+                elif seq.prefilled:
+                    continue
+            end = seq.images.chunk_end(seq.kv_len, min(len(seq.tokens) - 1, seq.kv_len + budget))
+            chunks.append(SequenceChunk(seq, seq.kv_len, end))
+            budget = max(0, budget - (end - seq.kv_len))
+        return chunks
+
+    def _share(self, seq: Sequence, version: int) -> bool:
+        """Copy the KV of the prompt, except its last token, from a sequence that has it. False if there is none."""
+        donor = self._batcher.donor(seq, version if self._same_version_only else None)
+        if donor is None:
+            return False
+        num_tokens = seq.num_prompt - 1
+        self._batcher.cache.copy_prefix(donor, seq, num_tokens)
+        seq.prompt_kv_version = donor.prompt_kv_version
+        self.num_shared += num_tokens
+        if donor.prompt_kv_version != version:
+            self.num_stale += num_tokens
+        return True

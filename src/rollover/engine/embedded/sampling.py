@@ -1,7 +1,7 @@
-"""What is done to a sequence's logits before a token is drawn: types.LogitsProcessing, carried out.
+"""From logits to a token: LogitsProcessing (config/logits.py), truncation, and the draw.
 
-A processor knows the tokens of one `extend` from its first prompt token on, so that an answer that was interrupted goes
-on as if it had not been. Shapes: V vocabulary, B rows.
+One uniform number per token, from a counter, and the inverse CDF. A row's result depends only on its own logits and
+uniform, never on the batch. Shapes: B rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,55 +22,58 @@ _NOTHING = LogitsProcessing()
 
 
 class LogitsProcessor:
-    """Of one `extend`. `structures`: needed where the answer has one. ValueError for what cannot be done."""
+    """Logits processing of one `extend`. It reads all tokens from the prompt on, so that interruptions change nothing.
+
+    `structures`: needed for an answer with a structure. Raises ValueError for invalid options.
+    """
 
     def __init__(self, request: ExtendRequest, vocab_size: int, structures: Structures | None) -> None:
-        self._asked = request.processing
+        self._options = request.processing
         self._check(request, vocab_size)
         self._answer_start = len(request.prompt) + request.text_start
         self._stop_ids = torch.tensor(sorted(t for t in request.stop_token_ids if t < vocab_size), dtype=torch.long)
-        self._bias_V = _bias(self._asked, vocab_size)
+        self._bias_V = _bias(self._options, vocab_size)
         self._seen_V = torch.zeros(vocab_size, dtype=torch.bool)
         self._times_V = torch.zeros(vocab_size)
         self._num_read = 0
         self._matcher = None
-        if self._asked.structured:
+        if self._options.structured:
             if structures is None:
                 raise ValueError("rollout.logits: a structure needs the engine's tokenizer")
-            self._matcher = structures.matcher(self._asked, vocab_size)
+            self._matcher = structures.matcher(self._options, vocab_size)
         self._read([*request.prompt.ids, *request.generated_ids])
 
     def apply(self, logits_V: torch.Tensor, tokens: Seq[int]) -> None:
         """Change the logits of the token that comes after `tokens` (the prompt's and all generated), in place."""
         self._read(tokens)
-        asked, num_answer = self._asked, len(tokens) - self._answer_start
+        options, num_answer = self._options, len(tokens) - self._answer_start
         out_V = logits_V.float().cpu()
         if self._bias_V is not None:
             out_V = out_V + self._bias_V
-        if asked.repetition_penalty != 1:
-            repeated_V = torch.where(out_V > 0, out_V / asked.repetition_penalty, out_V * asked.repetition_penalty)
+        if options.repetition_penalty != 1:
+            repeated_V = torch.where(out_V > 0, out_V / options.repetition_penalty, out_V * options.repetition_penalty)
             out_V = torch.where(self._seen_V, repeated_V, out_V)
-        if asked.presence_penalty or asked.frequency_penalty:
-            out_V = out_V - asked.presence_penalty * (self._times_V > 0) - asked.frequency_penalty * self._times_V
-        if num_answer < len(asked.forced_token_ids):
-            out_V = _only(out_V, torch.tensor([asked.forced_token_ids[num_answer]]))
-        elif num_answer < asked.min_new_tokens:
+        if options.presence_penalty or options.frequency_penalty:
+            out_V = out_V - options.presence_penalty * (self._times_V > 0) - options.frequency_penalty * self._times_V
+        if num_answer < len(options.forced_token_ids):
+            out_V = _only(out_V, torch.tensor([options.forced_token_ids[num_answer]]))
+        elif num_answer < options.min_new_tokens:
             out_V = out_V.index_fill(0, self._stop_ids, float("-inf"))
         if self._matcher is not None:
             allowed_V = self._matcher.allowed()
-            may_stop = self._matcher.complete and num_answer >= asked.min_new_tokens
+            may_stop = self._matcher.complete and num_answer >= options.min_new_tokens
             allowed_V[self._stop_ids] = may_stop or not bool((allowed_V & (out_V > float("-inf"))).any())
             out_V = out_V.masked_fill(~allowed_V, float("-inf"))
-        if not bool((out_V > float("-inf")).any()) and len(self._stop_ids):  # what may come is banned: it ends
+        if not bool((out_V > float("-inf")).any()) and len(self._stop_ids):  # everything is banned: it ends
             out_V = _only(logits_V.float().cpu(), self._stop_ids)
         logits_V.copy_(out_V)
 
     def _check(self, request: ExtendRequest, vocab_size: int) -> None:
-        asked = self._asked
-        ids = (*asked.forced_token_ids, *(token for token, _ in asked.logit_bias))
+        options = self._options
+        ids = (*options.forced_token_ids, *(token for token, _ in options.logit_bias))
         if ids and max(ids) >= vocab_size:
             raise ValueError(f"rollout.logits names the token {max(ids)}, and the model has {vocab_size} tokens")
-        if asked.structured and not request.stop_token_ids:
+        if options.structured and not request.stop_token_ids:
             raise ValueError("rollout.logits: an answer with a structure has to end by a stop token, and there is none")
 
     def _read(self, tokens: Seq[int]) -> None:
@@ -86,25 +89,25 @@ class LogitsProcessor:
                 self._matcher.read(answer)
 
 
-def _bias(asked: LogitsProcessing, vocab_size: int) -> torch.Tensor | None:
-    """[V]; None: nothing is added."""
-    if not asked.logit_bias:
+def _bias(options: LogitsProcessing, vocab_size: int) -> torch.Tensor | None:
+    """Return the bias [V]; None without one."""
+    if not options.logit_bias:
         return None
     bias_V = torch.zeros(vocab_size)
-    tokens, values = zip(*asked.logit_bias, strict=True)
+    tokens, values = zip(*options.logit_bias, strict=True)
     bias_V[list(tokens)] = torch.tensor(values, dtype=torch.float32)
     return bias_V
 
 
 def _only(logits_V: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Without all others."""
+    """Set the logits of all other tokens to -inf."""
     out_V = torch.full_like(logits_V, float("-inf"))
     out_V[tokens] = logits_V[tokens]
     return out_V
 
 
 def make_processor(request: ExtendRequest, vocab_size: int, structures: Structures | None) -> LogitsProcessor | None:
-    """None: its logits are taken as they are. ValueError as of `LogitsProcessor`."""
+    """Return the request's processor; None if its logits are not changed. Raises ValueError as LogitsProcessor."""
     return None if request.processing == _NOTHING else LogitsProcessor(request, vocab_size, structures)
 
 
@@ -130,7 +133,7 @@ def uniforms(seeds: Seq[int], indices: Seq[int]) -> np.ndarray:
 
 
 def _truncate(scaled_BV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Set what top-k, then top-p, then min-p remove to -inf. The likeliest token always stays."""
+    """Set the logits of tokens removed by top-k, then top-p, then min-p to -inf. The likeliest token always stays."""
     sorted_BV, order_BV = torch.sort(scaled_BV, dim=-1, descending=True, stable=True)
     if params.top_k > 0:
         sorted_BV[:, params.top_k :] = float("-inf")
@@ -171,7 +174,7 @@ def _draw(scaled_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Tens
 def sample(
     logits_BV: torch.Tensor, params: Seq[SamplingParams], uniforms_B: np.ndarray, kernels: Kernels | None = None
 ) -> tuple[list[int], list[float]]:
-    """Token and behavior log-prob per row, of the distribution really sampled from (temperature, truncation included).
+    """Return token and behavior log-prob per row, under the sampled distribution (with temperature and truncation).
 
     Greedy rows (temperature 0) sample a point mass: log-prob 0. `kernels` do the same without sorting the vocabulary.
     """
@@ -196,7 +199,7 @@ def sample(
             part_tokens, part_logprobs = _draw(scaled_BV, draws_B[rows])
         wide = widest_float(part_tokens.device)
         found.append(torch.stack((part_tokens.to(wide), part_logprobs.to(wide))))
-    # One transfer from the device; both are exact in either dtype: a token id is below 2^24.
+    # One transfer from the device. Exact in either dtype: token ids are below 2^24.
     tokens_B, logprobs_B = torch.cat(found, 1).tolist()
     drawn_rows = [row for rows in rows_of.values() for row in rows]
     tokens, logprobs = [0] * len(params), [0.0] * len(params)

@@ -1,9 +1,9 @@
-"""The Engine contract over servers, each with its own copy of the weights. What kind they are, engine.dialect says.
+"""The Engine contract over servers, each with its own copy of the weights. engine.dialect names their kind.
 
     extend ──▶ ExtendState ──▶ Fleet.place ──▶ Attempt at a server ──▶ stopped? else the next, from the last token
     load_weights ──▶ weights file ──▶ Fleet.update: each server alone
 
-Owns which rollouts run, and the numbers of requests. A request that fails costs no token: what was received counts.
+Owns the running rollouts, and the numbers of requests. A failed request costs no token: received tokens count.
 """
 
 from __future__ import annotations
@@ -39,42 +39,44 @@ _MAX_FRUITLESS = 3  # requests in a row without a token, at servers that serve a
 
 @dataclass(frozen=True)
 class RemoteSetup:
-    """`initial`: the weights of policy version 0, which every server gets before it works. `decode_text` turns token
-    ids into text, for stop strings."""
+    """Arguments of RemoteEngine.
+
+    `initial`: weights of policy version 0, which every server gets before its first request. `decode_text`: token ids
+    -> text, for stop strings."""
 
     config: Config
     initial: Callable[[], NamedTensors]
     decode_text: Callable[[list[int]], str]
     vocab_size: Callable[[], int] | None = None
-    """Stop tokens that the model does not have, and some servers refuse, are not sent; None: all are."""
+    """Stop tokens outside the vocabulary, which some servers refuse, are not sent; None: all are sent."""
     placeholders: Callable[[], Sequence[int]] = tuple
-    """Token ids that stand for images: no server samples them."""
+    """Token ids of image placeholders: never sampled."""
     hosts: Sequence[ServerHost] | None = None
-    """Of tests; None: those of the configuration."""
+    """For tests; None: those of the configuration."""
     logs: Path | None = None
-    """The folder of what our servers print; None: it is removed with the engine."""
+    """Folder for the output of our servers; None: a temporary one."""
     own_server: Callable[[int], ServerHost] | None = None
     """See `make_hosts`."""
     names: Callable[[NamedTensors], NamedTensors] = lambda tensors: tensors
-    """What the servers call the weights: vLLM's loaders know the names of files."""
+    """Renames the weights for the servers: vLLM's loaders need the names of the model's files."""
 
 
 class RemoteEngine:
-    """See `Engine`. ValueError where aiohttp is missing, or there is no such dialect."""
+    """Engine over servers. Raises ValueError if aiohttp is missing, or the dialect is unknown."""
 
     def __init__(self, setup: RemoteSetup) -> None:
         library()
         config = self.config = setup.config
         self._setup, self._decode_text = setup, setup.decode_text
         self._dialect = make_dialect(config)
-        run = f"{config.run.name}-{secrets.token_hex(4)}"  # versions of an earlier start may be others
+        run = f"{config.run.name}-{secrets.token_hex(4)}"  # versions of an earlier start may be different weights
         self.oldest_version = 0
         self._salted = config.rollout.kv_on_resume == "salt"
         clears = config.rollout.kv_on_resume == "recompute"
         # A server that keeps its encoder cache at a weight update computes a trained tower's image again for a new id.
         self._new_image_ids = config.model.vision == "trained" and not clears
         self._running: dict[str, ExtendState] = {}
-        self._num_requests = time.time_ns() // 1_000_000  # no number comes twice, nor after a restart
+        self._num_requests = time.time_ns() // 1_000_000  # unique, also after a restart
         self._weights = WeightsFile(config.engine.weights_dir)
         self._beginning = asyncio.Lock()
         self._longest: int | None = None
@@ -88,7 +90,8 @@ class RemoteEngine:
 
     @property
     def max_tokens(self) -> int:
-        """Of the first server that answered; those that take less do not take part. EngineDied if none answers."""
+        """Longest rollout of the first server that answered; those that take less are excluded. May raise EngineDied.
+        """
         if self._longest is None:
             limit_s = self.config.engine.give_up_s
             self._longest = longest_rollout(self.hosts, self._dialect, limit_s, self._closing)
@@ -101,7 +104,7 @@ class RemoteEngine:
             raise ServerFailed(f"it takes rollouts of {tokens} tokens, another one of {self._longest}: set both alike")
 
     async def _begin(self) -> None:
-        """The servers join with the first weights, unless they did with others already."""
+        """Let the servers join with the initial weights, unless they did with others."""
         if self._fleet.weights is not None:
             return
         async with self._beginning:
@@ -114,8 +117,8 @@ class RemoteEngine:
     # The contract
 
     async def extend(self, request: ExtendRequest) -> list[Segment]:
-        """See Engine. ValueError for what no server can be given; ServerFailed if servers that serve fail at it again
-        and again; EngineDied if there are none for too long, or they take no images and the prompt shows one."""
+        """See Engine. Raises ValueError for an invalid request; ServerFailed if serving servers fail at it repeatedly;
+        EngineDied if there is no server for too long, or the servers take no images and the prompt has one."""
         assert request.rollout_id not in self._running, f"rollout {request.rollout_id} is running already"
         if request.max_new_tokens < 1:
             raise ValueError(
@@ -143,7 +146,7 @@ class RemoteEngine:
                 del self._running[request.rollout_id]
 
     def _check_features(self, request: ExtendRequest) -> None:
-        """Errors as of `extend`, for what servers of this kind cannot do."""
+        """Raise the errors of `extend` for features that this kind of server lacks."""
         kind = f"servers of engine.dialect = {self.config.engine.dialect!r}"
         if request.media and not self._dialect.takes_images:
             raise EngineDied(f"prompts show images ({request.media[0].source}), and {kind} take none")
@@ -154,7 +157,7 @@ class RemoteEngine:
             )
 
     async def _generate(self, generation: ExtendState) -> None:
-        """Until it stops, or is interrupted: one request after the other."""
+        """Send one request after the other until the rollout stops or is interrupted."""
         media = generation.request.media
         images = await asyncio.to_thread(self._dialect.encode_images, media) if media else ()
         avoid: set[str] = set()
@@ -174,13 +177,13 @@ class RemoteEngine:
                 avoid.add(server.name)
                 serves = await self._fleet.checked(server)
                 if server.has_other_weights:
-                    generation.truncate(num)  # what it gave was sampled under no version of this run
+                    generation.truncate(num)  # these tokens were sampled under weights of no version of this run
                 fruitless = fruitless + 1 if serves and len(generation.tokens) == num else 0
                 if fruitless == _MAX_FRUITLESS:
                     raise
 
     def _attempt(self, generation: ExtendState, server: Server, images: Sequence[Any]) -> Attempt:
-        """Return a request to `server`. `images`: those of the rollout, as the dialect encodes them."""
+        """Return a request to `server`. `images`: those of the rollout, encoded by the dialect."""
         number, self._num_requests = self._num_requests, self._num_requests + 1
         wanted, label = generation.request, label_of(self._run, server.version or 0)
         request = GenerateRequest(
@@ -210,7 +213,7 @@ class RemoteEngine:
         self._router.release(rollout_ids)
 
     async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
-        """See Engine. A server that does not take them serves no more until it has them. EngineDied as of `extend`."""
+        """See Engine. A server that fails to load them is ejected until it has them. Raises EngineDied as `extend`."""
         started = time.perf_counter()
         async with self._beginning:
             update = await self._write(version, tensors)
@@ -222,20 +225,20 @@ class RemoteEngine:
         return WeightLoad(update.num_bytes, time.perf_counter() - started)
 
     async def sleep(self) -> None:
-        """See Sleeper: what is asked waits until `wake` or `load_weights`. EngineDied as of `extend`."""
+        """See Sleeper: requests wait until `wake` or `load_weights`. Raises EngineDied as `extend`."""
         await self._begin()
         async with self._beginning:
             await self._fleet.sleep()
 
     async def wake(self) -> None:
-        """See Sleeper. EngineDied as of `extend`."""
+        """See Sleeper. Raises EngineDied as `extend`."""
         async with self._beginning:
             if not self._fleet.awake.is_set():
                 assert self._fleet.weights is not None
                 await self._fleet.update(self._fleet.weights)
 
     def use_threads(self, num: int) -> None:
-        """Ignored: it computes nothing here."""
+        """Do nothing: the engine computes elsewhere."""
 
     def stats(self) -> dict[str, float]:
         return {
@@ -249,7 +252,7 @@ class RemoteEngine:
         }
 
     async def close(self) -> None:
-        """Interrupt what runs, end the servers that are ours, and remove the weights file."""
+        """Interrupt running rollouts, end our servers, and remove the weights file."""
         self._closing.set()
         self.interrupt()
         await self._fleet.close()

@@ -1,12 +1,11 @@
-"""The servers of one engine: who takes part, who waits for room, who is given up and comes back.
+"""The servers of one engine: joining, routing of rollouts, ejection and restart.
 
-    joining ──probe, last weights──▶ serving ──failed, silent, other label──▶ out ──back-off──▶ joining
-                                     ▲    │  rollouts are placed here alone; those of a lost server wait for the next
+    joining ──probe, last weights──▶ serving ──failed, silent, other label──▶ ejected ──back-off──▶ joining
+                                     ▲    │  rollouts run only here; those of an ejected server wait for another
                wake, with new weights└────┴sleep: watched, gets no rollout; no server starts meanwhile
 
-Owns which server serves, and with which weights; workers/pool.py starts them again. A server that sends no token must
-say what its weights are called within `server_timeout_s`. When none serves for `give_up_s`, whoever waits gets
-EngineDied.
+workers/pool.py restarts the servers. A server that sends no token must report the label of its weights within
+`server_timeout_s`. If none serves for `give_up_s`, all pending calls raise EngineDied.
 """
 
 from __future__ import annotations
@@ -27,84 +26,8 @@ from rollover.workers.pool import Pool, RequestQueue, set_within
 
 
 def group_of(rollout_id: str) -> str:
-    """Its group's name: rollout ids begin with it, and an evaluation's groups have a "-" in theirs
-    (types.episode_name)."""
+    """Return the group's part of a rollout id. An evaluation's groups have a "-" in theirs (types.episode_name)."""
     return rollout_id.rpartition("-")[0] or rollout_id
-
-
-class Router:
-    """Counts what runs on each server, at most `max_running` each, and remembers where each rollout was sent, until it
-    is released or that server is gone. A group is at home where its last rollout was sent.
-
-    num_in_place, num_elsewhere: of the rollouts that were sent again, those that came back to their server or not.
-    """
-
-    def __init__(self, max_running: int) -> None:
-        self.max_running = max_running
-        self._running: dict[str, int] = {}
-        self._sent: dict[str, dict[str, str]] = {}  # group -> server of each of its rollouts; the last one sent last
-        self.num_in_place = self.num_elsewhere = 0
-
-    @property
-    def running(self) -> dict[str, int]:
-        """How many rollouts run on each server."""
-        return dict(self._running)
-
-    def add(self, server: str) -> None:
-        """This server takes rollouts from now on."""
-        self._running.setdefault(server, 0)
-
-    def remove(self, server: str) -> None:
-        """This server is gone: what ran there is elsewhere, or waits."""
-        self._running.pop(server, None)
-        for group, sent in list(self._sent.items()):
-            self._keep(group, {rollout_id: place for rollout_id, place in sent.items() if place != server})
-
-    def choose(self, rollout_id: str, among: Iterable[str], avoid: Collection[str] = ()) -> str | None:
-        """The server for this rollout, of those `among` that are known here and have room; None: it has to wait.
-
-        One of `avoid` is chosen only where there is no other among them at all.
-        """
-        able = [server for server in among if server in self._running]
-        able = [server for server in able if server not in avoid] or able
-        free = [server for server in able if self._running[server] < self.max_running]
-        if not free:
-            return None
-        sent = self._sent.get(group_of(rollout_id), {})
-        homes = (sent.get(rollout_id), next(reversed(sent.values()), None))
-        least = min(free, key=lambda server: (self._running[server], server))
-        return next((home for home in homes if home in free), least)
-
-    def begin(self, rollout_id: str, server: str) -> None:
-        """The rollout runs there."""
-        assert self._running[server] < self.max_running, f"{server} has its {self.max_running} rollouts"
-        self._running[server] += 1
-        sent = self._sent.setdefault(group_of(rollout_id), {})
-        before = sent.pop(rollout_id, None)
-        sent[rollout_id] = server
-        if before is not None:
-            self.num_in_place += before == server
-            self.num_elsewhere += before != server
-
-    def end(self, server: str) -> None:
-        """A rollout that ran there does so no longer."""
-        if server in self._running:
-            self._running[server] -= 1
-            assert self._running[server] >= 0, f"more rollouts ended on {server} than began there"
-
-    def release(self, rollout_ids: Iterable[str]) -> None:
-        """These rollouts will not come again."""
-        for rollout_id in rollout_ids:
-            group = group_of(rollout_id)
-            sent = self._sent.get(group, {})
-            sent.pop(rollout_id, None)
-            self._keep(group, sent)
-
-    def _keep(self, group: str, sent: dict[str, str]) -> None:
-        if sent:
-            self._sent[group] = sent
-        else:
-            self._sent.pop(group, None)
 
 
 logger = logging.getLogger(__name__)
@@ -113,10 +36,9 @@ _PROBES_PER_TIMEOUT = 4
 
 
 class Fleet:
-    """`hosts` give the servers' addresses, and start those that are ours.
+    """The servers of `hosts`, which give their addresses, and start those that are ours.
 
-    `check_longest` raises ServerFailed for a server that takes so many tokens of a rollout at most, if that is not
-    enough. `counts`: COUNTS, of all servers.
+    `check_longest` raises ServerFailed if a server's longest rollout is too short. `counts`: COUNTS, of all servers.
     """
 
     def __init__(
@@ -132,17 +54,17 @@ class Fleet:
         self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)
         self._dialect, self._give_up_s, self._check_longest = dialect, give_up_s, check_longest
         self.weights: WeightUpdate | None = None
-        """The newest weights: nobody serves with others for long."""
+        """The newest weights."""
         self.num_ejections = 0
         self._servers: dict[str, Server] = {}
         self._queue = RequestQueue(self._choose, lambda server: router.end(server.name))
-        self._pool = Pool(hosts, self._life, self._on_failure, self._queue)
+        self._pool = Pool(hosts, self._serve, self._on_failure, self._queue)
         self._none_since: float | None = None
         self.awake = asyncio.Event()
         """Set while servers may have their GPUs."""
         self.awake.set()
         self._up: set[str] = set()  # names of hosts whose server has started, and has not ended
-        self._why_not: dict[str, str] = {}  # by host: why its server could not join, or was given up
+        self._failures: dict[str, str] = {}  # by host: why its server could not join, or was ejected
 
     @property
     def serving(self) -> list[Server]:
@@ -154,12 +76,12 @@ class Fleet:
         if not self._pool.started:
             self._up = {host.name for host in self.hosts}
             self._none_since = time.monotonic()
-            self._pool.start(self._mind_the_end())
+            self._pool.start(self._check_give_up())
 
     async def close(self) -> None:
         await self._pool.close()
         for server in list(self._servers.values()):
-            await self._part_with(server, "the engine is closed")
+            await self._disconnect(server, "the engine is closed")
         for host in self.hosts:
             await host.close()
         self._queue.end(None)
@@ -167,14 +89,14 @@ class Fleet:
     # Rollouts
 
     async def place(self, generation: ExtendState, avoid: Collection[str] = ()) -> Server | None:
-        """A server with room for it, counted there until `leave`. Waits for one; None if it is interrupted meanwhile.
+        """Wait for a server with room for the rollout, and count it there until `leave`. None if it is interrupted.
 
-        One of `avoid` only where there is no other at all. EngineDied, should there never be one again.
+        One of `avoid` is chosen only if there is no other. Raises EngineDied if no server serves for too long.
         """
         return await self._queue.place((generation, avoid), until=generation.end)
 
     def leave(self, server: Server) -> None:
-        """A rollout that was placed there has ended."""
+        """Free the place of a rollout that has ended there."""
         self._queue.leave(server)
 
     def _choose(self, call: tuple[ExtendState, Collection[str]]) -> Server | None:
@@ -182,7 +104,7 @@ class Fleet:
         if generation.end.is_set():
             return None
         rollout_id, least = generation.request.rollout_id, generation.newest_version
-        able = [name for name, server in self._servers.items() if server.takes(least)]
+        able = [name for name, server in self._servers.items() if server.accepts(least)]
         name = self.router.choose(rollout_id, able, avoid)
         if name is None:
             return None
@@ -190,12 +112,13 @@ class Fleet:
         return self._servers[name]
 
     def working(self) -> set[str]:
-        """The rollouts that a server is at: not those that wait for one, or whose server is given new weights."""
+        """Return the ids of rollouts that a server generates now: not those that wait, or whose server loads weights.
+        """
         able = (server for server in self.serving if not (server.updating or server.sleeps))
         return {attempt.generation.request.rollout_id for server in able for attempt in server.attempts}
 
     async def checked(self, server: Server) -> bool:
-        """A request failed there: whether it serves all the same, once it was looked at."""
+        """Probe a server after a failed request. Returns whether it still serves."""
         server.failed.set()
         while server.serves and server.failed.is_set():
             await asyncio.sleep(0.01)
@@ -204,8 +127,7 @@ class Fleet:
     # Weights
 
     async def update(self, update: WeightUpdate) -> None:
-        """Every server that serves has these weights when this returns, awake; one that could not take them serves no
-        more."""
+        """Load these weights into every serving server, and wake it; one that fails is ejected."""
         self._queue.check()
         self.weights = update
         self.awake.set()
@@ -227,9 +149,9 @@ class Fleet:
         self._queue.check()
         self.awake.clear()
         self._none_since = None
-        await self._settle()  # a server that starts has its GPU already
+        await self._settle()  # a starting server uses its GPU already
         await asyncio.gather(*(self._put_to_sleep(server) for server in self.serving))
-        await self._settle()  # a server that did not fall asleep ends
+        await self._settle()  # wait for servers that were ended
 
     async def _settle(self) -> None:
         """Wait until each server that is up serves."""
@@ -245,8 +167,8 @@ class Fleet:
 
     # One server
 
-    async def _life(self, host: ServerHost, works: Callable[[], None]) -> str:
-        """Let it join, and watch it until it fails. Returns why; "" where it was given up meanwhile."""
+    async def _serve(self, host: ServerHost, works: Callable[[], None]) -> str:
+        """Connect a server, and watch it until it fails. Returns the reason; "" if it was ejected meanwhile."""
         while not (self.awake.is_set() or host.name in self._up):
             await self.awake.wait()
         self._up.add(host.name)
@@ -256,7 +178,7 @@ class Fleet:
             await self._join(server)
             works()
             why = await self._watch(server)
-        except (ServerFailed, OSError) as error:  # the second where it could not even be started
+        except (ServerFailed, OSError) as error:  # OSError: it could not be started
             return f"it could not join: {error}"
         return why if server.serves else ""
 
@@ -265,21 +187,21 @@ class Fleet:
         if server is not None and server.serves:
             await self._eject(server, why)
         elif why:
-            self._why_not[host.name] = why
+            self._failures[host.name] = why
             if is_news:
                 logger.warning(f"the server {host.name}: {why}; it is tried again")
             if server is not None:
-                await self._part_with(server, why)
+                await self._disconnect(server, why)
         await host.discard()
         self._up.discard(host.name)
 
     async def _join(self, server: Server) -> None:
-        """It answers, and has the newest weights: from now on it serves. ServerFailed if it cannot."""
+        """Check a server, load the newest weights, and let it serve. Raises ServerFailed."""
         if (longest := await server.check()) is not None:
             self._check_longest(longest)
         await server.unpause()
         update = None
-        while update is not self.weights:  # newer ones may come meanwhile
+        while update is not self.weights:  # newer ones may arrive meanwhile
             update = self.weights
             assert update is not None
             await server.load_weights(update)
@@ -289,7 +211,7 @@ class Fleet:
         self._queue.move()
 
     async def _watch(self, server: Server) -> str:
-        """Returns why it can serve no more, as soon as that is known."""
+        """Probe the server at intervals. Returns why it can no longer serve."""
         interval_s = self.terms.timeout_s / _PROBES_PER_TIMEOUT
         while server.serves:
             failed = await set_within(server.failed, interval_s)
@@ -318,11 +240,11 @@ class Fleet:
         if not server.serves:
             return
         self.num_ejections += 1
-        self._why_not[server.name] = why
+        self._failures[server.name] = why
         logger.warning(f"the server {server.name} is given up ({why}): its rollouts go on elsewhere, or wait for it")
-        await self._part_with(server, why)
+        await self._disconnect(server, why)
 
-    async def _part_with(self, server: Server, why: str) -> None:
+    async def _disconnect(self, server: Server, why: str) -> None:
         await server.end(why)
         self.router.remove(server.name)
         self._servers.pop(server.name, None)
@@ -330,15 +252,93 @@ class Fleet:
         if not self.serving and self._none_since is None and self.awake.is_set():
             self._none_since = time.monotonic()
 
-    # The end
-
-    async def _mind_the_end(self) -> None:
-        """EngineDied for everyone when none serves for too long."""
+    async def _check_give_up(self) -> None:
+        """Raise EngineDied, which ends the queue, when none serves for too long."""
         while True:
             await asyncio.sleep(min(1.0, self._give_up_s / 4))
             if self._none_since is not None and time.monotonic() - self._none_since > self._give_up_s:
-                whys = "".join(f"\n  {name}: {why}" for name, why in self._why_not.items())
+                whys = "".join(f"\n  {name}: {why}" for name, why in self._failures.items())
                 raise EngineDied(
                     f"none of the {len(self.hosts)} servers of [engine] has served for {self._give_up_s:.3g} s"
                     f" (engine.give_up_s){whys}"
                 )
+
+
+class Router:
+    """Assigns rollouts to servers, at most `max_running` each. Pure.
+
+    a resumed rollout   ──▶ the server that has its tokens, if it has room
+    siblings of a group ──▶ the server that has their prompt, if it has room
+    otherwise           ──▶ the server with the fewest rollouts (then the first by name)
+    none has room       ──▶ None: the rollout waits
+
+    It remembers the server of each rollout until the rollout is released or the server leaves. num_in_place,
+    num_elsewhere: resumed rollouts that came back to their server or not.
+    """
+
+    def __init__(self, max_running: int) -> None:
+        self.max_running = max_running
+        self._running: dict[str, int] = {}
+        self._sent: dict[str, dict[str, str]] = {}  # group -> {rollout: server}, in order of the last request
+        self.num_in_place = self.num_elsewhere = 0
+
+    @property
+    def running(self) -> dict[str, int]:
+        """Return the number of running rollouts by server."""
+        return dict(self._running)
+
+    def add(self, server: str) -> None:
+        """Send rollouts to this server from now on."""
+        self._running.setdefault(server, 0)
+
+    def remove(self, server: str) -> None:
+        """Send no rollouts to this server any more, and forget what it had."""
+        self._running.pop(server, None)
+        for group, sent in list(self._sent.items()):
+            self._keep(group, {rollout_id: place for rollout_id, place in sent.items() if place != server})
+
+    def choose(self, rollout_id: str, among: Iterable[str], avoid: Collection[str] = ()) -> str | None:
+        """Return the server for this rollout: one of `among` that has room; None if it has to wait.
+
+        One of `avoid` is chosen only if there is no other.
+        """
+        able = [server for server in among if server in self._running]
+        able = [server for server in able if server not in avoid] or able
+        free = [server for server in able if self._running[server] < self.max_running]
+        if not free:
+            return None
+        sent = self._sent.get(group_of(rollout_id), {})
+        homes = (sent.get(rollout_id), next(reversed(sent.values()), None))
+        least = min(free, key=lambda server: (self._running[server], server))
+        return next((home for home in homes if home in free), least)
+
+    def begin(self, rollout_id: str, server: str) -> None:
+        """Count a rollout that starts on a server."""
+        assert self._running[server] < self.max_running, f"{server} has its {self.max_running} rollouts"
+        self._running[server] += 1
+        sent = self._sent.setdefault(group_of(rollout_id), {})
+        before = sent.pop(rollout_id, None)
+        sent[rollout_id] = server
+        if before is not None:
+            self.num_in_place += before == server
+            self.num_elsewhere += before != server
+
+    def end(self, server: str) -> None:
+        """Count a rollout that ended on a server."""
+        if server in self._running:
+            self._running[server] -= 1
+            assert self._running[server] >= 0, f"more rollouts ended on {server} than began there"
+
+    def release(self, rollout_ids: Iterable[str]) -> None:
+        """Forget the servers of rollouts that left."""
+        for rollout_id in rollout_ids:
+            group = group_of(rollout_id)
+            sent = self._sent.get(group, {})
+            sent.pop(rollout_id, None)
+            self._keep(group, sent)
+
+    def _keep(self, group: str, sent: dict[str, str]) -> None:
+        if sent:
+            self._sent[group] = sent
+        else:
+            self._sent.pop(group, None)

@@ -1,8 +1,7 @@
-"""Where a server is: at an address that others look after, or in a process of ours, which is started again.
+"""Hosts of servers: a URL (UrlHost), or a child process that is restarted (ProcessHost).
 
-A process is `rollover serve FILE.toml --engine ... --port 0`: the first line of its output is JSON with its address,
-when it listens and has its model. It ends with this process.
-"""
+The process is `rollover serve FILE.toml --engine ... --port 0`: when it has loaded its model, it prints one line of
+JSON with its address. It ends with this process."""
 
 from __future__ import annotations
 
@@ -41,33 +40,32 @@ _NO_TOKEN = (401, 403)
 
 
 class ServerHost(Protocol):
-    """One place of a server. `name` is for messages, and the same for its life. `token`: "" where it has none."""
+    """Host of a server. `name`: for messages, constant. `token`: "" if it has none."""
 
     name: str
     token: str
 
     def address(self, limit_s: float) -> str:
-        """Wait until the server can be asked: its URL. For any thread. ServerFailed if it takes longer, or ended."""
+        """Wait until the server listens, and return its URL. For any thread. Raises ServerFailed after `limit_s`."""
         ...
 
     def restart(self) -> None:
-        """Start a process of ours again that has ended before it was `ready`: in a thread that lives as long as it
-        shall."""
+        """Restart our process if it has ended before it was `ready`. Call it in a thread that outlives the process."""
         ...
 
     async def ready(self) -> ServerClient:
-        """A client of the server, which is started if it has to be. ServerFailed if it cannot be."""
+        """Return a client of the server, which is started if necessary. Raises ServerFailed."""
         ...
 
     async def discard(self) -> None:
-        """The server is given up: a process of ours is ended."""
+        """End our process, after the server was ejected."""
         ...
 
     async def close(self) -> None: ...
 
 
 class UrlHost:
-    """A server that others start and end. `server_token`: None takes the environment's."""
+    """A server that others start and end. `server_token`: None: the environment's."""
 
     def __init__(self, url: str, server_token: str | None = None) -> None:
         self.name, self.token = url, token() if server_token is None else server_token
@@ -89,11 +87,11 @@ class UrlHost:
 
 
 class ProcessHost:
-    """Server number `number` of those that the run starts: at once, and again whenever it was discarded.
+    """Server process `number` of this run: started at once, and again after `discard`.
 
-    `logs`: the folder of what it prints (server-0.log) and of its settings (server-0.toml); None: one that is removed.
-    `address`: of this machine, at which it is asked. `server_token`: "" takes the environment's, or makes one: every
-    program of this machine can reach the server, web pages in a browser too.
+    `logs`: folder for its output (server-0.log) and settings (server-0.toml); None: a temporary one. `address`: of this
+    machine, on which it listens. `server_token`: "": the environment's, or a random one: every program of this machine
+    can reach the server, even web pages in a browser.
     """
 
     def __init__(
@@ -121,7 +119,7 @@ class ProcessHost:
 
     @property
     def pid(self) -> int:
-        """Of the present process; 0 if there is none."""
+        """Return the id of the current process; 0 if there is none."""
         return 0 if self._process is None else self._process.pid
 
     def _bound_log(self) -> None:
@@ -160,7 +158,7 @@ class ProcessHost:
                 self._start()
 
     def _listen(self, process: subprocess.Popen[bytes], limit_s: float) -> str:
-        """What the process says first. It is killed if it says nothing for too long."""
+        """Return the URL that the process prints first. Kills it if it prints nothing for too long."""
         assert process.stdout is not None
         clock = threading.Timer(limit_s, process.kill)
         clock.start()
@@ -190,7 +188,7 @@ class ProcessHost:
             _close(process)
 
     async def close(self) -> None:
-        """End the process in order, so that it leaves nothing behind; at last by force."""
+        """End the process by SIGTERM, so that it cleans up; after a limit by SIGKILL."""
         self._closed.set()
         if (process := self._process) is not None:
             process.send_signal(signal.SIGTERM)
@@ -202,7 +200,6 @@ class ProcessHost:
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:
-    """Of a process that has ended."""
     if process.stdout is not None:
         process.stdout.close()
 
@@ -215,9 +212,10 @@ def new_token() -> str:
 def make_hosts(
     config: Config, logs: Path | None = None, own: Callable[[int], ServerHost] | None = None
 ) -> list[ServerHost]:
-    """Those of engine.urls, and engine.num_servers of our own, which begin to start, and print to the folder `logs`.
+    """Return the hosts of engine.urls, and engine.num_servers of our own, which start now with output in `logs`.
 
-    `own` makes each of our own by its number; None: processes of this machine."""
+    `own` creates each of our own by its number; None: processes of this machine.
+    """
     engine = config.engine
     make = own or (lambda number: ProcessHost(config, number, engine.give_up_s, logs))
     return [*(UrlHost(url.rstrip("/")) for url in engine.urls), *map(make, range(engine.num_servers))]
@@ -226,8 +224,10 @@ def make_hosts(
 def longest_rollout(
     hosts: Sequence[ServerHost], dialect: ServerDialect, limit_s: float, closing: threading.Event
 ) -> int:
-    """What the first server that answers takes at most, in tokens. For any thread. EngineDied if none does in time, or
-    before `closing` is set; ValueError for one that wants another token."""
+    """Return the longest rollout, in tokens, of the first server that answers. For any thread.
+
+    Raises EngineDied if none answers in time or before `closing` is set, ValueError for a wrong token.
+    """
     deadline, said, back_off, next_revival = time.monotonic() + limit_s, "", BackOff(), 0.0
     while (left_s := deadline - time.monotonic()) > 0 and not closing.is_set():
         whys: list[str] = []
@@ -261,5 +261,5 @@ def _longest_of(url: str, server_token: str, dialect: ServerDialect) -> int | No
         finally:
             await client.close()
 
-    with ThreadPoolExecutor(1) as pool:  # this thread may have an event loop that runs
+    with ThreadPoolExecutor(1) as pool:  # this thread may have a running event loop
         return pool.submit(asyncio.run, ask()).result()

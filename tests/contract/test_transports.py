@@ -141,7 +141,7 @@ def test_what_earlier_versions_needed_is_given_back(ends: tuple[SharedFile | Wei
             os.fstat(file)
 
 
-def test_in_place_knows_the_weights_of_its_model_and_derives_what_depends_on_them() -> None:
+def test_weight_writer_updates_weights_and_derived_tensors() -> None:
     model, mine = Model(), weights()
     transport = WeightWriter(model, [model.adapter])
     assert transport.write(mine.items()) == size(mine.values())
@@ -191,7 +191,7 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/*.safetensors"), key=lambda path: int(path.stem.split(".")[1]))
 
 
-def test_a_weights_file_is_whole_every_time_checked_by_its_sum_and_the_last_two_are_kept(tmp_path: Path) -> None:
+def test_weights_file_has_all_weights_and_keeps_the_last_two(tmp_path: Path) -> None:
     hear(pytest.fail)
     transport = WeightsFile(str(tmp_path))
     transport.write(1, weights().items())
@@ -254,7 +254,7 @@ def test_weights_files_are_removed_when_their_owner_is_killed(tmp_path: Path) ->
         time.sleep(0.01)
 
 
-def test_weights_files_of_which_all_processes_were_killed_are_removed_by_the_next_owner_and_no_others(
+def test_orphaned_weights_folders_are_removed_by_the_next_owner(
     tmp_path: Path,
 ) -> None:
     subprocess.run([sys.executable, "-c", KILLED_OWNER, str(tmp_path), "all"], check=False)
@@ -267,9 +267,7 @@ def test_weights_files_of_which_all_processes_were_killed_are_removed_by_the_nex
     other.close()
 
 
-def test_an_owner_that_begins_while_another_one_does_keeps_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_owners_keep_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs that start at one moment: one looks for what is left of others before the other one has its lock."""
     lock, others = fcntl.flock, []
 

@@ -51,8 +51,7 @@ class EngineSetup:
 
 
 def build_engine(setup: EngineSetup) -> Engine:
-    """Return the engine that engine.kind names, or the service's. Raises ValueError if a custom function returns none.
-    """
+    """Return the engine that engine.kind names, or the service's. Raises ValueError if it returns none."""
     if is_tinker(setup.config):
         return registry.load("engines", "tinker")(setup)
     kind = setup.config.engine.kind

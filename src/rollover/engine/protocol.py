@@ -159,8 +159,7 @@ class Engine(Protocol):
         ...
 
     async def queued(self, rollout_ids: Iterable[str]) -> set[str]:
-        """Return those of these rollouts whose `extend` waits for room or prefill: they do not stall while others run.
-        """
+        """Return the rollouts whose `extend` waits for room or prefill: they do not stall while others run."""
         ...
 
     def release(self, rollout_ids: Iterable[str]) -> None:

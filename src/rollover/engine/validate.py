@@ -53,7 +53,7 @@ def segments_error(answer: object, vocab_size: Callable[[], int], newest_version
     `vocab_size()`: every token id is below it.
     """
     if not are_segments(answer):
-        return f"it is {described(answer)}, and no list of Segment"
+        return f"it is {described(answer)}, not a list of Segment"
     return next(filter(None, (_why_none(segment, vocab_size, newest_version) for segment in answer)), None)
 
 
@@ -64,12 +64,12 @@ def _why_none(segment: Segment, vocab_size: Callable[[], int], newest_version: f
     if segment.logprobs.dtype.kind != "f":
         return f"its log-probs are {segment.logprobs.dtype}, not floating-point numbers"
     if not isinstance(segment.stop_reason, StopReason):
-        return f"its stop_reason is {described(segment.stop_reason)}, and no StopReason"
+        return f"its stop_reason is {described(segment.stop_reason)}, not a StopReason"
     # The journal writes these as JSON, which has no NumPy integers.
     if not isinstance(version, int):
-        return f"its policy_version is {shortened(version)}, and no int"
+        return f"its policy_version is {shortened(version)}, not an int"
     if not isinstance(start, int | None):
-        return f"its start is {shortened(start)}, and no int"
+        return f"its start is {shortened(start)}, not an int"
     if len(segment) and version > newest_version:
         return f"it has tokens of policy version {version}, and the newest weights that it got are of {newest_version}"
     return why_not_in_vocabulary(ids, vocab_size()) if len(segment) else None
@@ -96,14 +96,14 @@ def continuation_error(
         return f"it has {num_new} tokens, and the rollout may get {remaining}"
     reasons = [segment.stop_reason for segment in segments]
     if any(reason is not StopReason.PAUSED for reason in reasons[:-1]):
-        return "it goes on after the rollout has stopped"
+        return "it continues after the rollout has stopped"
     if reasons[-1] is StopReason.PAUSED and num_new == remaining:
         return "it is paused, with nothing left to generate"
     versions = [segment.policy_version for segment in segments if segment.num_tokens]
     if versions != sorted(versions):
         return f"its policy versions go back: {versions}"
     if versions and versions[0] < oldest_version:
-        return f"it has tokens of policy version {versions[0]}, and the engine had said: none below {oldest_version}"
+        return f"it has tokens of policy version {versions[0]}, below the engine's oldest_version = {oldest_version}"
     return next(filter(None, (segment.why_not_sampled() for segment in segments)), None)
 
 
@@ -120,7 +120,7 @@ def resumable_segments(segments: Sequence[Segment], num_tokens: int, remaining: 
 # Contract of each method, to complete "it must ...".
 _MUST = {
     "max_tokens": "be a property with the tokens of the longest rollout, an integer",
-    "oldest_version": "be a property with a policy version that was handed over, an integer",
+    "oldest_version": "be a property with a policy version that was loaded, an integer",
     "interrupt": "stop the rollouts that it is given, and may raise nothing",
     "progress": "return a dict: rollout id -> list of Segment",
     "queued": "return a set of rollout ids",

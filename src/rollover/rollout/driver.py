@@ -320,7 +320,7 @@ class PhaseClock:
 
 
 class IdleTime:
-    """Seconds in which the engine ran nothing beside the trainer's work (`Driver.go_on`), by cause, one at a time.
+    """Seconds, by cause, in which the engine ran nothing during training (`Driver.generate_ahead`).
 
     "trainer": nothing was in flight, and nothing may start before the training step or the weight sync;
     "rewards": only scorings were in flight.

@@ -112,7 +112,7 @@ class EnvTasks:
             if isinstance(error, BeginAgain) and self._restarts[rollout.rollout_id] < self.workflow.retries:
                 self._restarts[rollout.rollout_id] += 1
                 self.num_retried += 1
-                self._log_failure(rollout, error, "it begins again")
+                self._log_failure(rollout, error, "it restarts")
                 raise
             self.num_failed += 1
             raise EnvironmentFailed(self._log_failure(rollout, error, "its reward is missing")) from error
@@ -162,7 +162,7 @@ class EnvTasks:
                 if not left or was_cancelled(error):
                     raise
                 self.num_retried += 1
-                self._log_failure(rollout, error, "it is asked again")
+                self._log_failure(rollout, error, "retry")
         raise AssertionError("there is at least one try")
 
     def _log_failure(self, rollout: Rollout, error: BaseException, then: str) -> str:
@@ -209,8 +209,8 @@ class EnvTasks:
         if not self.num_timed_out:
             score = f"{self.workflow.timeout_score:g}" if self.workflow.on_timeout == "score" else "missing"
             logger.warning(
-                f"the environment of rollout {running.rollout.rollout_id} has worked for workflow.timeout_s ="
-                f" {self.workflow.timeout_s:g} s: it is given up, and its reward is {score}. The next ones are counted"
-                " (episodes/timeout)"
+                f"the environment of rollout {running.rollout.rollout_id} exceeded workflow.timeout_s ="
+                f" {self.workflow.timeout_s:g} s: the rollout ends, and its reward is {score}. Later ones are only"
+                " counted (episodes/timeout)"
             )
         self.num_timed_out += 1

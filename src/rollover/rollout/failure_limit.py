@@ -47,7 +47,7 @@ class FailureLimit:
         at_once = min(of_a_step, lifecycle.scheduler.max_running or of_a_step)
         if num > max(self._max_failures - 1, 1) * max(len(lifecycle.cache.running()), at_once, 2 * of_a_group):
             raise ValueError(
-                f"the engine failed {num} times in a row, at whatever it was asked; the last error is: {why}."
+                f"the engine failed {num} times in a row, at every request; the last error is: {why}."
                 " Go on with --resume once it works"
             )
 

@@ -82,7 +82,7 @@ class Player:
             workflow = workflow.model_copy(update={"timeout_s": math.inf, "retries": 0})
             self.episode_runner = EpisodeRunner(lifecycle, environment.agents, self._release)
         self.env_tasks = EnvTasks(environment.next, workflow)
-        self._salvaged: dict[ExtendTask, list[Segment]] = {}  # segments of cancelled extensions
+        self._known_segments: dict[ExtendTask, list[Segment]] = {}  # segments of cancelled extensions
         self._failures: dict[str, str] = {}  # errors of environments, by id of the rollout to score
         # Groups to drop as soon as none of their rollouts runs
         self._dropping: dict[int, tuple[DropReason, str]] = {}
@@ -151,10 +151,9 @@ class Player:
             self._cancel_scoring(task)
 
     async def abandon(self) -> None:
-        """Cancel all tasks after an error or a cancellation, and park the running rollouts: the cache stays consistent.
-        """
+        """Cancel all tasks, and park the running rollouts, after an error: the cache stays consistent."""
         tasks: list[asyncio.Future] = [*self.extends, *self.scorings]
-        for state in (self.extends, self.scorings, self._salvaged, self._dropping, self.watchdog):
+        for state in (self.extends, self.scorings, self._known_segments, self._dropping, self.watchdog):
             state.clear()
         for task in tasks:
             self.cancelled.add(task)
@@ -221,12 +220,12 @@ class Player:
             case Action.CANCEL | Action.CANCEL_DROPPED:
                 remaining = self.lifecycle.cache.remaining(rollout.rollout_id)
                 known = resumable_segments(segments, rollout.num_tokens, remaining)
-                self._salvaged[task] = known or self.requests.empty_answer(rollout)
+                self._known_segments[task] = known or self.requests.empty_answer(rollout)
                 task.cancel()
             case Action.DROP:
                 self._drop_soon(rollout.group_id, DropReason.STALLED, stall.what)
             case Action.ABANDON:
-                self._end_extend(task, self._salvaged.pop(task))
+                self._end_extend(task, self._known_segments.pop(task))
                 self.cancelled.add(task)
                 self._drop_soon(rollout.group_id, DropReason.STALLED, stall.what)
 
@@ -242,7 +241,7 @@ class Player:
 
     def _answer(self, task: ExtendTask, rollout: Rollout) -> list[Segment]:
         """Return the segments of a finished extension. If it failed for good: an empty one, and drop the group."""
-        known = self._salvaged.pop(task, None)
+        known = self._known_segments.pop(task, None)
         if known is not None and task.cancelled():
             return known
         try:
@@ -334,7 +333,7 @@ class Player:
             return None
         if self.workflow.on_timeout == "score":
             return Reward(self.workflow.timeout_score)
-        why = f"the environment worked for longer than workflow.timeout_s = {self.workflow.timeout_s:g}"
+        why = f"the environment exceeded workflow.timeout_s = {self.workflow.timeout_s:g}"
         return Reward(None, error=why)
 
     def _start_scoring(self, job: ScoringJob) -> None:

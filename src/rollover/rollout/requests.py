@@ -195,7 +195,9 @@ class RetryingEngine:
             why = f"{type(error).__name__}: {error}"
         if name not in self._unanswered:
             self._unanswered.add(name)
-            logger.warning(f"the engine fails at {name} ({why}): until it answers, nothing is known of what runs")
+            logger.warning(
+                f"the engine fails at {name} ({why}): until it answers, the progress of running rollouts is unknown"
+            )
         return None
 
     async def _try_extend(self, request: ExtendRequest) -> tuple[str | None, list[Segment]]:
@@ -232,7 +234,7 @@ class RetryingEngine:
             raise ExtendFailed(f"the engine failed {num} times in a row at rollout {rollout_id} ({why})")
         pause_s = back_off_s(num, self._config.retry_s, _LONGEST_RETRY_S)
         if not self._failing:
-            logger.warning(f"the engine failed at rollout {rollout_id} ({why}): it is asked again in {pause_s:.3g} s")
+            logger.warning(f"the engine failed at rollout {rollout_id} ({why}): retry in {pause_s:.3g} s")
         self._failing = True
         return pause_s
 
@@ -242,8 +244,8 @@ class RetryingEngine:
         pause_s = back_off_s(num, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         if pause_s == _LONGEST_PAUSE_S > back_off_s(num - 1, _FIRST_PAUSE_S, _LONGEST_PAUSE_S):
             logger.warning(
-                f"the engine answers without a token for rollout {rollout_id}, though nobody interrupted it: it"
-                f" is asked again every {_LONGEST_PAUSE_S:g} s"
+                f"the engine returns no token for rollout {rollout_id} without an interruption: retry"
+                f" every {_LONGEST_PAUSE_S:g} s"
             )
         return pause_s
 

@@ -39,7 +39,7 @@ class Action(enum.Enum):
     CANCEL = "it does not come back, so it is cancelled and continued from there"
     CANCEL_DROPPED = "it does not come back, so it is cancelled; its group is being dropped"
     DROP = "it stalls once too often, so its group is dropped (stalled)"
-    ABANDON = "not even its cancellation ends it, so nobody waits for it and its group is dropped (stalled)"
+    ABANDON = "its cancellation has no effect, so it is abandoned and its group is dropped (stalled)"
     RESCORE = "it is cancelled and scored again"
     GIVE_UP = "it is cancelled and its rewards are missing"
 

@@ -22,8 +22,7 @@ NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """Weights of one version, written to a file. `num_bytes`: written bytes. `message` (JSON): where the engine reads.
-    """
+    """Weights of one version in a file. `num_bytes`: written bytes. `message` (JSON): where the engine reads."""
 
     version: int
     num_bytes: int

@@ -28,8 +28,7 @@ def write_safetensors(
     shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
-    """Write `tensors`, in the order of `shapes` and with those dtypes and shapes. Raises OSError if the disk is full.
-    """
+    """Write `tensors` in the order of `shapes`, with those dtypes and shapes. Raises OSError on a full disk."""
     import torch
 
     header, end = dict[str, Any](), 0

@@ -60,11 +60,11 @@ class SharedFile:
         """
         sizes = {name: self._write(name, tensor) for name, tensor in tensors}
         self._version = version
-        return self._parcel(sizes, sum(sizes.values()))
+        return self._update(sizes, sum(sizes.values()))
 
     def full_update(self) -> WeightUpdate | None:
         """Return an update with all weights, for a new process; None if nothing was written."""
-        return self._parcel(self._table, 0) if self._table else None
+        return self._update(self._table, 0) if self._table else None
 
     @staticmethod
     def read(message: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -80,7 +80,7 @@ class SharedFile:
         for _, file in self._places:
             file.close()
 
-    def _parcel(self, names: Iterable[str], num_bytes: int) -> WeightUpdate:
+    def _update(self, names: Iterable[str], num_bytes: int) -> WeightUpdate:
         tensors = [[name, *self._table[name]] for name in names]
         message = {"version": self._version, "file": self.files[0], "tensors": tensors}
         return WeightUpdate(self._version, num_bytes, message)

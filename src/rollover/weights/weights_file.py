@@ -5,7 +5,7 @@
 
 If the owner is killed, a child process removes the folder (remover.py); if that was killed too, the next owner with the
 same parent folder does. Each file has all weights, unchanged ones copied from the last file: a server that gets a part
-of a model reports success, and samples garbage. Weights that are in a file already, as from ranks, are hard-linked. """
+of a model reports success, and samples garbage. Weights that are in a file already, as from ranks, are hard-linked."""
 
 from __future__ import annotations
 
@@ -105,8 +105,7 @@ class WeightsFile:
         self._files: list[Path] = []
 
     def write(self, version: int, tensors: NamedTensors) -> WeightUpdate:
-        """Write weights of `version`: all of the model's, or those that have changed. Raises ValueError without room.
-        """
+        """Write weights of `version`: all, or those that have changed. Raises ValueError without room."""
         from safetensors.torch import save_file
 
         folder = self._folder.path(0)

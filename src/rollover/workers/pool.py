@@ -32,8 +32,7 @@ class _Waiting(Generic[Call, Slot]):
 
 
 class RequestQueue(Generic[Call, Slot]):
-    """Calls that wait for a slot, in order. `choose`: takes a slot for a call, None if there is none; `free`: frees it.
-    """
+    """Calls that wait for a slot, in order. `choose`: takes a slot for a call, or returns None; `free`: frees it."""
 
     def __init__(self, choose: Callable[[Call], Slot | None], free: Callable[[Slot], None]) -> None:
         self._choose, self._free = choose, free

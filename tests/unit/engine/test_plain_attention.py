@@ -74,7 +74,7 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("start", [0, 20])
-def test_a_layer_of_prefill_takes_as_many_operations_for_40_chunks_as_for_4(start: int) -> None:
+def test_prefill_operations_do_not_grow_with_chunks(start: int) -> None:
     """Each is a launch on a GPU. Chunks of a new sequence, and those after a prompt that was copied from a sibling."""
     counts = []
     for num in (4, 40):

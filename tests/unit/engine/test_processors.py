@@ -118,7 +118,7 @@ def test_what_cannot_be_done_is_refused(processing: LogitsProcessing, changes: d
         processed(processing, **changes)
 
 
-def test_what_goes_to_a_process_of_its_own_comes_out_as_it_went_in() -> None:
+def test_requests_round_trip_through_json() -> None:
     asked = ExtendRequest("0-0", Prompt(PROMPT), ANSWER, 9, 0, SamplingParams(), processing=EVERYTHING)
     plain = replace(asked, processing=LogitsProcessing())
     sent = json.loads(json.dumps(requests_to_json({1: asked, 2: plain})))
@@ -207,7 +207,7 @@ def test_every_answer_has_the_structure() -> None:
             assert re.fullmatch(REGEX.regex, text) if i % 2 else json.loads(text)["n"] in range(100)
 
 
-def test_it_stops_only_where_the_structure_is_complete_and_has_to_where_it_is_full() -> None:
+def test_structured_answer_stops_only_when_complete() -> None:
     (segments,) = run(with_structures(), [asked("0-0", PROMPTS[0], 30, LogitsProcessing(regex="ab{2}c"))])
     assert text_of(segments) == "abbc"
     assert segments[-1].stop_reason is StopReason.EOS

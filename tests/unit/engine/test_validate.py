@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rollover.engine.validate import continuation_error, valid_logprobs
+from rollover.engine.validate import continuation_error, resumable_segments, valid_logprobs
 from rollover.rollout.cache import RolloutCache
 from rollover.types import Prompt, Segment, StopReason
 from unit.rollout.world import make_segment, make_task
@@ -56,7 +56,7 @@ def segment(num: int, start: int | None, version: int = 0, stop: StopReason = St
         ([segment(0, 3)], "it begins with token 3, and token 5 comes next"),
         ([segment(6, 5, stop=StopReason.LENGTH)], "it has 6 tokens, and the rollout may get 5"),
         ([segment(5, 5)], "it is paused, with nothing left to generate"),
-        ([segment(1, 5, stop=StopReason.EOS), segment(1, 6)], "it goes on after the rollout has stopped"),
+        ([segment(1, 5, stop=StopReason.EOS), segment(1, 6)], "it continues after the rollout has stopped"),
         ([segment(1, 5, version=3), segment(1, 6, version=2)], "its policy versions go back: [3, 2]"),
     ],
 )
@@ -89,3 +89,17 @@ def test_rounding_above_0_is_a_log_prob() -> None:
     logits = np.float32(3e4) + np.array([0.0, -60.0], dtype=np.float32)
     rounded = logits - (logits.max() + np.float32(2e-3))
     assert continuation_error([with_logprobs(0.0, 1e-6, 2e-3, *rounded)], 5, 9) is None
+
+
+def test_resumable_segments_are_paused_and_valid() -> None:
+    parts = [make_segment(2, 1), make_segment(3, 2, first=2), make_segment(0, 3)]
+    assert resumable_segments(parts, 0, 10) == parts[:2]
+    for unusable in (
+        [],
+        [make_segment(0, 3)],
+        [make_segment(10, 3)],  # all of its budget: it would have stopped
+        [make_segment(2, 3), make_segment(2, 2)],
+        [make_segment(2, 3, StopReason.EOS)],
+        [dataclasses.replace(make_segment(2, 3), start=1)],
+    ):
+        assert resumable_segments(unusable, 0, 10) == []

@@ -98,7 +98,7 @@ def test_with_nothing_in_flight_the_engine_waits_for_the_trainer(clock: Clock) -
     async def story() -> None:
         run = Run(lengths=lambda seed: 5, **OVERLAP)
         assert await run.driver.collect(0)
-        clock.now += 7  # the engine is idle for nobody before `go_on`
+        clock.now += 7  # the engine is idle for nobody before `generate_ahead`
         run.driver.generate_ahead(0)
         await settle()
         assert run.driver.clock.idle.seconds() == NEVER, "the room for groups is filled, and now it begins"

@@ -149,7 +149,7 @@ def test_without_the_rule_on_lag_the_bound_would_break() -> None:
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
-def test_a_rollout_that_outlasts_many_steps_holds_the_step_up_before_it_gets_too_old(staleness: int) -> None:
+def test_long_rollout_delays_the_step_before_it_is_stale(staleness: int) -> None:
     """The driver hears of its tokens at its end only, but they are of the versions of its beginning."""
     config = RolloutConfig(
         groups_per_step=1, group_size=1, max_new_tokens=200, overlap=True, interrupt="on_weight_update",

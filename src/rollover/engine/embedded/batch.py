@@ -174,8 +174,7 @@ class Batcher:
             self.running.append(self.waiting.popleft())
 
     def make_room(self) -> list[Sequence]:
-        """Reserve rows for the next token of all prefilled sequences, and return those; preempts the youngest to fit.
-        """
+        """Reserve rows for the next token of all prefilled sequences. Returns those that fit; preempts the youngest."""
         ready = [s for s in self.running if s.prefilled]
         for seq in ready:
             while seq.bucket is not None and not self._reserve_or_evict_idle(seq, len(seq.tokens)):
@@ -229,8 +228,7 @@ class Batcher:
             self.cache.free(seq)
 
     def donor(self, target: Sequence, version: int | None) -> Sequence | None:
-        """Return a sequence with the same prompt and salt, and KV of the prompt (computed under `version`, if given).
-        """
+        """Return a sequence with the same prompt key and the prompt's KV (computed under `version`, if given)."""
         need = target.num_prompt - 1
         for seq in (*self.running, *self.kept.values(), *self.waiting):
             if (

@@ -366,9 +366,9 @@ class Runner:
     def load_error(self, shapes: Mapping[str, Seq[int]]) -> str:
         """Return why weights of these names and shapes are not the whole model's; "" if they are."""
         if lacking := sorted(self._names - shapes.keys()):
-            return f"lacks {len(lacking)} weights of the model, the first is {lacking[0]}"
+            return f"lacks {len(lacking)} weights, the first is {lacking[0]}"
         if unknown := sorted(shapes.keys() - self._shapes.keys()):
-            return f"has {len(unknown)} weights that the model has not, the first is {unknown[0]}"
+            return f"has {len(unknown)} unknown weights, the first is {unknown[0]}"
         for name, shape in shapes.items():
             if tuple(shape) != self._shapes[name]:
                 return f"has {name} in the shape {list(shape)}, and the model's is {list(self._shapes[name])}"
@@ -395,8 +395,7 @@ class Runner:
         return self.head.narrow_logits(hidden_NE)
 
     def prompt_logprobs(self, tokens: list[int]) -> tuple[list[float], list[int], list[float]]:
-        """Return, for every token but the first: its log-prob, the likeliest token there, and its log-prob. No caching.
-        """
+        """Return, for every token but the first: its log-prob, the likeliest token, its log-prob. No caching."""
         if self.freed:
             raise ValueError("the engine sleeps: wake it up first")
         num = len(tokens)

@@ -122,8 +122,8 @@ class ProcessEngine:
         if self._failures > _MAX_RESTARTS:
             raise EngineDied(f"the engine process died {self._failures} times in a row (exit code {code})")
         logger.warning(
-            f"the engine process died (exit code {code}): it is started again, and"
-            f" {sum(not call.interrupted for call in self._calls)} rollouts go on from their last segment"
+            f"the engine process died (exit code {code}): it is restarted, and"
+            f" {sum(not call.interrupted for call in self._calls)} rollouts continue from their last segment"
         )
         self._client = EngineClient(self.config, self.threads, self._weights.files)
 

@@ -68,7 +68,7 @@ class ServerClient:
 
     def _open(self, **connector: Any) -> aiohttp.ClientSession:
         if self._closed:
-            raise ServerFailed("it was given up")
+            raise ServerFailed("its client is closed")
         return self._library.ClientSession(
             connector=self._library.TCPConnector(**connector),
             timeout=self._library.ClientTimeout(total=None, sock_connect=_CONNECT_S),
@@ -114,7 +114,7 @@ class ServerClient:
                     raise
                 continue
             if not isinstance(said, dict):
-                raise ServerFailed(f"{path} was answered by what is no JSON object: {str(said)[:200]}")
+                raise ServerFailed(f"{path} did not return a JSON object: {str(said)[:200]}")
             return said
         raise ServerFailed(f"{path} was not answered")
 

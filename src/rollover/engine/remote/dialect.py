@@ -48,8 +48,7 @@ class GenerateRequest:
 
     @property
     def seed(self) -> int:
-        """Return 63 bits that differ with the number of generated tokens: a server restarts its draws at each request.
-        """
+        """Return 63 bits, different for each number of generated tokens: each request restarts the draws."""
         digest = hashlib.blake2b(f"{self.extend.seed}/{self.num_generated}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 

@@ -90,8 +90,7 @@ class RemoteEngine:
 
     @property
     def max_tokens(self) -> int:
-        """Longest rollout of the first server that answered; those that take less are excluded. May raise EngineDied.
-        """
+        """Longest rollout of the first server that answered; shorter ones are excluded. May raise EngineDied."""
         if self._longest is None:
             limit_s = self.config.engine.give_up_s
             self._longest = longest_rollout(self.hosts, self._dialect, limit_s, self._closing)

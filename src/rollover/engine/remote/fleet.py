@@ -112,8 +112,7 @@ class Fleet:
         return self._servers[name]
 
     def working(self) -> set[str]:
-        """Return the ids of rollouts that a server generates now: not those that wait, or whose server loads weights.
-        """
+        """Return the ids of rollouts that generate now: not those that wait, or whose server loads weights."""
         able = (server for server in self.serving if not (server.updating or server.sleeps))
         return {attempt.generation.request.rollout_id for server in able for attempt in server.attempts}
 
@@ -241,7 +240,7 @@ class Fleet:
             return
         self.num_ejections += 1
         self._failures[server.name] = why
-        logger.warning(f"the server {server.name} is given up ({why}): its rollouts go on elsewhere, or wait for it")
+        logger.warning(f"the server {server.name} is ejected ({why}): its rollouts continue elsewhere, or wait for it")
         await self._disconnect(server, why)
 
     async def _disconnect(self, server: Server, why: str) -> None:

@@ -169,7 +169,7 @@ class ProcessHost:
             process.kill()
             code = process.wait()
             where = "" if self._temporary else f" ({self._log.path})"
-            said = f"its process said no address and ended (exit code {code}); its last words{where}: "
+            said = f"its process ended without printing its address (exit code {code}); its last output{where}: "
             raise ServerFailed(said + (self._log.last_words() or "none")) from error
         finally:
             clock.cancel()
@@ -235,7 +235,7 @@ def longest_rollout(
             try:
                 if (longest := _longest_of(host.address(left_s), host.token, dialect)) is not None:
                     return longest
-                whys.append(f"{host.name}: it does not say how many tokens a rollout may have (max_model_len)")
+                whys.append(f"{host.name}: it does not report max_model_len, the longest rollout")
             except (ServerFailed, OSError, ValueError) as error:
                 if isinstance(error, ServerRefused) and error.status in _NO_TOKEN:
                     raise ValueError(

@@ -238,7 +238,7 @@ class Attempt:
         if generation.end.is_set():
             return  # interrupted meanwhile
         if not self.server.serves:
-            raise ServerFailed("it was given up")
+            raise ServerFailed("its client is closed")
         num = len(self.request.token_ids)
         self._counts["engine/reprefill_tokens" if self._again else "engine/prefill_tokens"] += num
         reading = self._reading = asyncio.ensure_future(self._read())
@@ -253,7 +253,7 @@ class Attempt:
             if not reading.cancelled():
                 reading.result()
             if not (generation.end.is_set() or self._withdrawn.is_set()):
-                raise ServerFailed("it ended a request that nobody had asked it to end")
+                raise ServerFailed("it ended a request unexpectedly")
         finally:
             for ending in endings:
                 ending.cancel()

@@ -257,7 +257,7 @@ def parse_event(data: str) -> Chunk | None:
         event = json.loads(data)
         error = event.get("error")
     except (ValueError, AttributeError, RecursionError) as failure:
-        raise ServerFailed(f"it sent what is no JSON object: {data[:200]}") from failure
+        raise ServerFailed(f"it sent an event that is not a JSON object: {data[:200]}") from failure
     if error is not None:
         said, code = (error.get("message", error), error.get("code")) if isinstance(error, dict) else (error, None)
         raise ValueError(str(said)) if code == 400 else ServerFailed(f"it failed: {said}")
@@ -267,7 +267,7 @@ def parse_event(data: str) -> Chunk | None:
             return Chunk(cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
         return _chunk(event["choices"][0], _shown(event))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as failure:
-        raise ServerFailed(f"it sent what is no chunk of tokens ({failure!r}): {data[:200]}") from failure
+        raise ServerFailed(f"it sent an invalid chunk of tokens ({failure!r}): {data[:200]}") from failure
 
 
 def _chunk(choice: dict[str, Any], shown: ShownPrompt | None) -> Chunk:

@@ -50,17 +50,14 @@ class TextEndpoints:
         body = completion_request(value, only=_ONLY)
         self.service.check_model(body.model)
         if (num := len(body.prompts) * body.n) > _MAX_ANSWERS:
-            raise Refusal(
-                f"prompt: {num:,} answers are asked for, and {_MAX_ANSWERS:,} are the most at a time", "prompt"
-            )
+            raise Refusal(f"prompt: {num:,} answers requested, above the limit of {_MAX_ANSWERS:,}", "prompt")
         prompts = [self._ids(prompt) for prompt in body.prompts]
         echoed = [self._echoed(body, ids) for ids in prompts]
         limit = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         return await self._answer(body, prompts, limit, echoed)
 
     async def chat(self, value: Any) -> Response:
-        """Answer /v1/chat/completions. Continues an assistant message at the end, unless add_generation_prompt is set.
-        """
+        """Answer /v1/chat/completions. Continues a last assistant message unless add_generation_prompt is set."""
         body = chat_request(value, only=_ONLY, images=False)
         self.service.check_model(body.model)
         return await self._answer(body, [self._chat_ids(body)], body.most_tokens, [("", Logprobs())])

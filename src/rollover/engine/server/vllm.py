@@ -82,7 +82,7 @@ def run_vllm(config: Config, *, host: str, port: int, ready: Callable[[str], Non
             _stop(process)
     if signals:
         return 0
-    where = f": its messages are in {log}" if log else ", and said above why"
+    where = f": its messages are in {log}" if log else ": see its messages above"
     terminal.warning(f"vLLM's server ended (exit code {process.returncode}){where}")
     return 1
 

@@ -213,7 +213,7 @@ class Simulation:
     # Generation while the trainer trains
 
     def _train_meanwhile(self, version: int, train_s: float) -> tuple[float, float, float]:
-        """As Driver.generate_ahead and the weight sync after it. Seconds: trained; generated meanwhile; until live weights.
+        """As Driver.generate_ahead and the weight sync. Seconds: trained; generated meanwhile; until live weights.
 
         On shared devices the trainer has those of engines with nothing to run, as Run._take_cores.
         """

@@ -84,9 +84,11 @@ class RemoteEngine:
         self.hosts = make_hosts(config, setup.logs, setup.own_server) if setup.hosts is None else setup.hosts
         self._router = Router(config.engine.max_running)
         self._run = run
-        terms = ServerSettings(run, clears, config.engine.server_timeout_s, config.watchdog.grace_s, setup.vocab_size)
+        settings = ServerSettings(
+            run, clears, config.engine.server_timeout_s, config.watchdog.grace_s, setup.vocab_size
+        )
         give_up_s = config.engine.give_up_s
-        self._fleet = Fleet(self.hosts, self._dialect, self._router, terms, give_up_s, self._check_longest)
+        self._fleet = Fleet(self.hosts, self._dialect, self._router, settings, give_up_s, self._check_longest)
 
     @property
     def max_tokens(self) -> int:
@@ -135,13 +137,13 @@ class RemoteEngine:
         if never := self._setup.placeholders():
             request = replace(request, processing=without(request.processing, never))
         self._check_features(request)
-        generation = self._running[request.rollout_id] = ExtendState(request, self._decode_text)
+        state = self._running[request.rollout_id] = ExtendState(request, self._decode_text)
         try:
             await self._begin()
-            await self._generate(generation)
-            return generation.segments(generation.reason or StopReason.PAUSED)
+            await self._generate(state)
+            return state.segments(state.reason or StopReason.PAUSED)
         finally:
-            if self._running.get(request.rollout_id) is generation:
+            if self._running.get(request.rollout_id) is state:
                 del self._running[request.rollout_id]
 
     def _check_features(self, request: ExtendRequest) -> None:
@@ -155,20 +157,20 @@ class RemoteEngine:
                 f" images may not be sampled), and {kind} cannot do that"
             )
 
-    async def _generate(self, generation: ExtendState) -> None:
+    async def _generate(self, state: ExtendState) -> None:
         """Send one request after the other until the rollout stops or is interrupted."""
-        media = generation.request.media
+        media = state.request.media
         images = await asyncio.to_thread(self._dialect.encode_images, media) if media else ()
         avoid: set[str] = set()
         fruitless = 0
-        while generation.reason is None and not generation.interrupted:
-            server = await self._fleet.place(generation, avoid)
+        while state.reason is None and not state.interrupted:
+            server = await self._fleet.place(state, avoid)
             if server is None:
                 return
-            num = len(generation.tokens)
+            num = len(state.tokens)
             try:
                 try:
-                    await self._attempt(generation, server, images).run()
+                    await self._attempt(state, server, images).run()
                 finally:
                     self._fleet.leave(server)
             except ServerFailed:
@@ -176,25 +178,25 @@ class RemoteEngine:
                 avoid.add(server.name)
                 serves = await self._fleet.checked(server)
                 if server.has_other_weights:
-                    generation.truncate(num)  # these tokens were sampled under weights of no version of this run
-                fruitless = fruitless + 1 if serves and len(generation.tokens) == num else 0
+                    state.truncate(num)  # these tokens were sampled under weights of no version of this run
+                fruitless = fruitless + 1 if serves and len(state.tokens) == num else 0
                 if fruitless == _MAX_FRUITLESS:
                     raise
 
-    def _attempt(self, generation: ExtendState, server: Server, images: Sequence[Any]) -> Attempt:
+    def _attempt(self, state: ExtendState, server: Server, images: Sequence[Any]) -> Attempt:
         """Return a request to `server`. `images`: those of the rollout, encoded by the dialect."""
         number, self._num_requests = self._num_requests, self._num_requests + 1
-        wanted, label = generation.request, label_of(self._run, server.version or 0)
+        wanted, label = state.request, label_of(self._run, server.version or 0)
         request = GenerateRequest(
             f"{wanted.rollout_id}.{number}",
             wanted,
-            [*wanted.prompt.ids, *wanted.generated_ids, *generation.tokens],
-            generation.remaining,
+            [*wanted.prompt.ids, *wanted.generated_ids, *state.tokens],
+            state.remaining,
             cache_salt=label if self._salted else None,
             images=images,
             image_salt=label if self._new_image_ids else None,
         )
-        return Attempt(generation, server, request)
+        return Attempt(state, server, request)
 
     def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:
         for rollout_id in list(self._running) if rollout_ids is None else rollout_ids:

@@ -46,11 +46,11 @@ class Fleet:
         hosts: Sequence[ServerHost],
         dialect: ServerDialect,
         router: Router,
-        terms: ServerSettings,
+        settings: ServerSettings,
         give_up_s: float,
         check_longest: Callable[[int], None],
     ) -> None:
-        self.hosts, self.router, self.terms = hosts, router, terms
+        self.hosts, self.router, self.settings = hosts, router, settings
         self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)
         self._dialect, self._give_up_s, self._check_longest = dialect, give_up_s, check_longest
         self.weights: WeightUpdate | None = None
@@ -88,22 +88,22 @@ class Fleet:
 
     # Rollouts
 
-    async def place(self, generation: ExtendState, avoid: Collection[str] = ()) -> Server | None:
+    async def place(self, state: ExtendState, avoid: Collection[str] = ()) -> Server | None:
         """Wait for a server with room for the rollout, and count it there until `leave`. None if it is interrupted.
 
         One of `avoid` is chosen only if there is no other. Raises EngineDied if no server serves for too long.
         """
-        return await self._queue.place((generation, avoid), until=generation.end)
+        return await self._queue.place((state, avoid), until=state.end)
 
     def leave(self, server: Server) -> None:
         """Free the place of a rollout that has ended there."""
         self._queue.leave(server)
 
     def _choose(self, call: tuple[ExtendState, Collection[str]]) -> Server | None:
-        generation, avoid = call
-        if generation.end.is_set():
+        state, avoid = call
+        if state.end.is_set():
             return None
-        rollout_id, least = generation.request.rollout_id, generation.newest_version
+        rollout_id, least = state.request.rollout_id, state.newest_version
         able = [name for name, server in self._servers.items() if server.accepts(least)]
         name = self.router.choose(rollout_id, able, avoid)
         if name is None:
@@ -114,7 +114,7 @@ class Fleet:
     def working(self) -> set[str]:
         """Return the ids of rollouts that generate now: not those that wait, or whose server loads weights."""
         able = (server for server in self.serving if not (server.updating or server.sleeps))
-        return {attempt.generation.request.rollout_id for server in able for attempt in server.attempts}
+        return {attempt.state.request.rollout_id for server in able for attempt in server.attempts}
 
     async def checked(self, server: Server) -> bool:
         """Probe a server after a failed request. Returns whether it still serves."""
@@ -172,7 +172,7 @@ class Fleet:
             await self.awake.wait()
         self._up.add(host.name)
         try:
-            server = Server(host.name, await host.ready(), self._dialect, self.terms, self.counts)
+            server = Server(host.name, await host.ready(), self._dialect, self.settings, self.counts)
             self._servers[server.name] = server
             await self._join(server)
             works()
@@ -211,7 +211,7 @@ class Fleet:
 
     async def _watch(self, server: Server) -> str:
         """Probe the server at intervals. Returns why it can no longer serve."""
-        interval_s = self.terms.timeout_s / _PROBES_PER_TIMEOUT
+        interval_s = self.settings.timeout_s / _PROBES_PER_TIMEOUT
         while server.serves:
             failed = await set_within(server.failed, interval_s)
             if not failed and (server.updating or server.silent_s < interval_s):
@@ -226,7 +226,7 @@ class Fleet:
                 label = await server.label()
             except ServerFailed as error:
                 return str(error)
-            if version_of(label, self.terms.run) not in (before, server.version) and not server.updating:
+            if version_of(label, self.settings.run) not in (before, server.version) and not server.updating:
                 server.has_other_weights = True
                 restarted = label == self._dialect.first_label
                 why = "it was started again" if restarted else "another run uses it, too: give each its own"

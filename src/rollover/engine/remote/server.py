@@ -63,7 +63,7 @@ class Server:
     name: str
     client: ServerClient
     dialect: ServerDialect
-    terms: ServerSettings
+    settings: ServerSettings
     counts: dict[str, float]
     version: int | None = field(default=None, init=False)
     serves: bool = field(default=False, init=False)
@@ -92,17 +92,17 @@ class Server:
 
     async def check(self) -> int | None:
         """Return the server's longest rollout, None if unknown. Raises ServerFailed if it lacks a feature."""
-        await self.dialect.check(self.client, self.terms.timeout_s)
-        return await self.dialect.longest_rollout(self.client, self.terms.timeout_s)
+        await self.dialect.check(self.client, self.settings.timeout_s)
+        return await self.dialect.longest_rollout(self.client, self.settings.timeout_s)
 
     async def label(self) -> str:
         """Return the label of the server's weights. Raises ServerFailed."""
-        return await self.dialect.weights_label(self.client, self.terms.timeout_s)
+        return await self.dialect.weights_label(self.client, self.settings.timeout_s)
 
     async def unpause(self) -> None:
         """Resume the server, as an earlier run may have left it paused."""
         with contextlib.suppress(ServerRefused):
-            await self.dialect.resume(self.client, self.terms.timeout_s)
+            await self.dialect.resume(self.client, self.settings.timeout_s)
 
     def begin(self) -> None:
         """Mark the server as serving."""
@@ -134,7 +134,7 @@ class Server:
     async def _load(self, update: WeightUpdate) -> None:
         self.updating = True
         try:
-            await self.dialect.verify_weights(self.client, update.message, self.terms.timeout_s)
+            await self.dialect.verify_weights(self.client, update.message, self.settings.timeout_s)
             if not self.dialect.keeps_requests:
                 await self._withdraw_all()
             await self._swap(update)
@@ -145,8 +145,8 @@ class Server:
             self.updating = False
 
     async def _swap(self, update: WeightUpdate) -> None:
-        dialect, client, limit_s = self.dialect, self.client, self.terms.timeout_s
-        clears, label = self.terms.clears_cache, label_of(self.terms.run, update.version)
+        dialect, client, limit_s = self.dialect, self.client, self.settings.timeout_s
+        clears, label = self.settings.clears_cache, label_of(self.settings.run, update.version)
         began = time.monotonic()
         await _done(dialect.pause(client, clear_cache=clears, limit_s=limit_s))
         try:
@@ -171,13 +171,13 @@ class Server:
     async def sleep(self) -> None:
         """Free its GPU memory, weights included: the next ones replace them. ServerFailed if it stays awake."""
         self.sleeps = True
-        await _done(self.dialect.sleep(self.client, self.terms.timeout_s))
+        await _done(self.dialect.sleep(self.client, self.settings.timeout_s))
 
     async def wake(self, update: WeightUpdate) -> None:
         """Wake a sleeping server, and load these weights."""
-        await _done(self.dialect.wake(self.client, "weights", self.terms.timeout_s))
+        await _done(self.dialect.wake(self.client, "weights", self.settings.timeout_s))
         await self.load_weights(update)
-        await _done(self.dialect.wake(self.client, "kv_cache", self.terms.timeout_s))
+        await _done(self.dialect.wake(self.client, "kv_cache", self.settings.timeout_s))
         self.on_token()
         self.sleeps = False
 
@@ -191,17 +191,17 @@ async def _done(call: Awaitable[None]) -> None:
 
 
 class Attempt:
-    """One request for `generation` at `server`, after the tokens so far."""
+    """One request for `state` at `server`, after the tokens so far."""
 
-    def __init__(self, generation: ExtendState, server: Server, request: GenerateRequest) -> None:
+    def __init__(self, state: ExtendState, server: Server, request: GenerateRequest) -> None:
         assert server.version is not None
-        self.generation, self.server, self.request = generation, server, request
+        self.state, self.server, self.request = state, server, request
         self.version = server.version
-        self._terms, self._counts = server.terms, server.counts
-        self._vocab_size = None if server.terms.vocab_size is None else server.terms.vocab_size()
+        self._settings, self._counts = server.settings, server.counts
+        self._vocab_size = None if server.settings.vocab_size is None else server.settings.vocab_size()
         self._unchecked = bool(request.images)
         """The server has not yet shown where it put the images."""
-        self._first = len(generation.tokens)
+        self._first = len(state.tokens)
         self._again = request.num_generated > 0
         self._failure: str | None = None
         self._withdrawn = asyncio.Event()
@@ -213,9 +213,9 @@ class Attempt:
         """Stamp tokens with `version` from now on. Counts the earlier ones as recomputed if the cache was `cleared`,
         else as KV of older weights."""
         self.version = version
-        if self._finished or len(self.generation.tokens) == self._first:
+        if self._finished or len(self.state.tokens) == self._first:
             return  # it may not have begun
-        num = len(self.request.token_ids) + len(self.generation.tokens) - self._first - 1
+        num = len(self.request.token_ids) + len(self.state.tokens) - self._first - 1
         self._counts["engine/reprefill_tokens" if cleared else "kv/stale_prefix_tokens"] += num
 
     def fail(self, why: str) -> None:
@@ -234,15 +234,15 @@ class Attempt:
         Raises ServerFailed if another request is needed, ValueError for a request that no server accepts, EngineDied if
         the model takes no images.
         """
-        generation = self.generation
-        if generation.end.is_set():
+        state = self.state
+        if state.end.is_set():
             return  # interrupted meanwhile
         if not self.server.serves:
             raise ServerFailed("its client is closed")
         num = len(self.request.token_ids)
         self._counts["engine/reprefill_tokens" if self._again else "engine/prefill_tokens"] += num
         reading = self._reading = asyncio.ensure_future(self._read())
-        endings = [asyncio.ensure_future(event.wait()) for event in (generation.end, self._withdrawn)]
+        endings = [asyncio.ensure_future(event.wait()) for event in (state.end, self._withdrawn)]
         self.server.attempts.add(self)
         try:
             await asyncio.wait([reading, *endings], return_when=asyncio.FIRST_COMPLETED)
@@ -252,7 +252,7 @@ class Attempt:
                 raise ServerFailed(self._failure)
             if not reading.cancelled():
                 reading.result()
-            if not (generation.end.is_set() or self._withdrawn.is_set()):
+            if not (state.end.is_set() or self._withdrawn.is_set()):
                 raise ServerFailed("it ended a request unexpectedly")
         finally:
             for ending in endings:
@@ -278,9 +278,9 @@ class Attempt:
             self._unchecked = False
         logprobs, why_invalid = valid_logprobs(chunk.token_ids, chunk.logprobs, self._vocab_size)
         self._counts["engine/decode_steps"] += len(logprobs)
-        surplus = self.generation.num_surplus
-        self.generation.add(chunk.token_ids[: len(logprobs)], logprobs, self.version)
-        self._counts["engine/surplus_tokens"] += self.generation.num_surplus - surplus
+        surplus = self.state.num_surplus
+        self.state.add(chunk.token_ids[: len(logprobs)], logprobs, self.version)
+        self._counts["engine/surplus_tokens"] += self.state.num_surplus - surplus
         if chunk.cached_tokens is not None:
             self._counts["kv/kept_tokens" if self._again else "kv/shared_prompt_tokens"] += chunk.cached_tokens
         if chunk.spans is not None:
@@ -289,12 +289,12 @@ class Attempt:
             raise ServerFailed(f"it {why_invalid}")
 
     def _compare(self, spans: tuple[Span, ...]) -> None:
-        if self.generation.restamp(self._first, spans, self._terms.run):
+        if self.state.restamp(self._first, spans, self._settings.run):
             self._counts["engine/span_mismatches"] += 1
 
     async def _abort(self, reading: asyncio.Future[None]) -> None:
         """Send aborts until the stream ends: one abort may overtake the request, or get lost."""
-        deadline, num = time.monotonic() + self._terms.grace_s, 0
+        deadline, num = time.monotonic() + self._settings.grace_s, 0
         dialect, client = self.server.dialect, self.server.client
         while not reading.done() and (left_s := deadline - time.monotonic()) > 0:
             if self._finished:

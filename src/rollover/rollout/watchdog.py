@@ -41,7 +41,7 @@ class Action(enum.Enum):
     DROP = "it stalls once too often, so its group is dropped (stalled)"
     ABANDON = "its cancellation has no effect, so it is abandoned and its group is dropped (stalled)"
     RESCORE = "it is cancelled and scored again"
-    GIVE_UP = "it is cancelled and its rewards are missing"
+    FAIL_SCORING = "it is cancelled and its rewards are missing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +265,7 @@ class Watchdog:
 
         `progress`: segments so far of every `extend` in flight; `queued`: those of them that wait in the engine.
         Entries of other rollouts are ignored. `scoring`: keys of the scorings in flight."""
-        now = self._forgive(now)
+        now = self._unblocked(now)
         progress = {i: segments for i, segments in progress.items() if i in self._extends}
         for rollout_id, segments in progress.items():
             extend = self._extends[rollout_id]

@@ -33,7 +33,7 @@ class Bench:
         del self.tokens[rollout_id]
         self.watchdog.on_end(rollout_id, num_tokens, self.now)
 
-    def look(self) -> list[Stall]:
+    def check(self) -> list[Stall]:
         progress = {i: [make_segment(num, 0)] for i, num in self.tokens.items()}
         return self.watchdog.check(self.now, progress, self.queued, self.watchdog.scoring)
 
@@ -47,7 +47,7 @@ class Bench:
                 return []
             for rollout_id in growing:
                 self.tokens[rollout_id] += 1
-            if stalls := self.look():
+            if stalls := self.check():
                 return stalls
 
 
@@ -122,7 +122,7 @@ def test_time_in_which_nobody_could_look_is_forgiven() -> None:
     bench.watchdog.on_scoring_start(7, bench.now)
     bench.watchdog.next_check_in(bench.now)
     bench.now += 5000  # the loop stood still
-    assert bench.look() == []
+    assert bench.check() == []
     began = bench.now
     stalls = bench.run(1000)
     assert {s.action for s in stalls} == {Action.CONTINUE, Action.RESCORE} and bench.now - began <= 100
@@ -162,7 +162,7 @@ def test_a_scorings_time_does_not_run_while_nobody_could_score() -> None:
     bench.scoring_blocked = True
     for _ in range(100):
         bench.now += bench.watchdog.next_check_in(bench.now)
-        assert bench.look() == []
+        assert bench.check() == []
     bench.scoring_blocked = False
     assert bench.run(99) == [], "its whole time begins when somebody can"
     assert [s.action for s in bench.run(2 * CONFIG.reward_timeout_s)] == [Action.RESCORE]
@@ -258,7 +258,7 @@ def test_every_stall_is_noticed_in_time_and_nothing_else_is(rng: random.Random) 
                 bench.tokens[rollout_id] += rng.randint(1, 3)
                 last[rollout_id] = rng.uniform(bench.now, end)
         bench.now = end
-        for stall in bench.look():
+        for stall in bench.check():
             assert stall.rollout_id is not None and stall.action is Action.CONTINUE
             flagged[stall.rollout_id] = bench.now
             bench.end(stall.rollout_id, bench.tokens[stall.rollout_id])

@@ -39,7 +39,8 @@ class StopCriteria:
     """Criteria that end a turn before its budget is used.
 
     `token_ids`: any of these tokens, which is then the last. `strings`: any of these in the text of the turn.
-    `repetition_tokens`: a pattern repeated over this many of the last tokens (0: never)."""
+    `repetition_tokens`: a pattern repeated over this many of the last tokens (0: never).
+    """
 
     token_ids: frozenset[int] = frozenset()
     strings: tuple[str, ...] = ()
@@ -129,7 +130,8 @@ class Engine(Protocol):
     and each segment's `start`, so that the answer to another call of the same rollout is detected. Methods that return
     an answer are async, so that a remote engine does not block; the others return at once. An interrupted rollout
     without a new token returns one empty PAUSED segment. An `extend` that raises fails its rollout alone, and is
-    retried from the rollout's tokens (docs/watchdog.md). EngineDied, ImageRefused and AssertionError end the run."""
+    retried from the rollout's tokens (docs/watchdog.md). EngineDied, ImageRefused and AssertionError end the run.
+    """
 
     @property
     def max_tokens(self) -> int:

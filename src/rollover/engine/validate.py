@@ -31,7 +31,8 @@ def valid_logprobs(
     """Return the log-probs of the tokens before the first invalid one, and the error of that token ("" without one).
 
     Rounding above 0 is clipped. A logit or a probability above 0 is an error: clipped to 0 it would become an
-    importance weight of 1 / probability."""
+    importance weight of 1 / probability.
+    """
     found: list[float] = []
     for token, value in zip(token_ids, logprobs, strict=True):
         if not NO_LOGPROB < value <= _MOST_ROUNDING:  # NaN, too

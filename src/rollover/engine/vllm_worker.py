@@ -5,7 +5,8 @@
 
 vLLM calls `register` through the entry point group `vllm.general_plugins`; in servers started otherwise it does
 nothing. Owns the loading of weights from a file into vLLM's model. Only this file imports vllm, and only inside
-functions: its top imports neither torch nor vllm."""
+functions: its top imports neither torch nor vllm.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def take_expanded_prompts() -> None:
     vLLM expands one placeholder per image, by rules of each model family. This first looks for expansions, as vLLM's
     Pixtral does, and expands only if some are missing. Clients compare the prompt that vLLM returns: if this patch has
     no effect, they raise an error for images. Refused on a CPU, whose attention is causal: models in which the tokens
-    of an image see each other (Gemma 3)."""
+    of an image see each other (Gemma 3).
+    """
     from vllm.multimodal.processing import BaseMultiModalProcessor  # pyright: ignore[reportMissingImports]
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
@@ -109,7 +111,8 @@ def unfit(
     """Return the errors of the weights `given` for these parameters of vLLM's model: missing ones, wrong shapes.
 
     `packed`: modules that vLLM fuses, by the name of the fused one (its qkv_proj is q_proj, k_proj and v_proj,
-    stacked). A parameter of shape () is not compared."""
+    stacked). A parameter of shape () is not compared.
+    """
     wrong = []
     for name, shape in parameters.items():
         path, _, weight = name.rpartition(".")
@@ -129,7 +132,8 @@ class FileWeights:
 
     A damaged file, or one without the whole model, is refused before the model is touched: vLLM would accept a part of
     a fused module silently, and generate garbage. If the load itself fails, the process ends, since half a model must
-    not answer. The base class is vLLM's, see `file_weights`."""
+    not answer. The base class is vLLM's, see `file_weights`.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

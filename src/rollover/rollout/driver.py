@@ -89,7 +89,8 @@ class Driver:
         after `interrupt_for_good`: rollouts stay parked or finished in the cache, and a restarted run scores again.
         With `rollout.overlap` the other rollouts stay in flight; else they are parked. Raises ValueError if no group
         gets enough rewards before the first step. Errors propagate: after a user's error (ValueError) running rollouts
-        are parked with their tokens, after others (EngineDied) without the tokens of this run."""
+        are parked with their tokens, after others (EngineDied) without the tokens of this run.
+        """
         await self._rejoin()
         self._begin(version)
         with self.clock.phase():
@@ -287,7 +288,8 @@ class PhaseClock:
 
     `generation_s`: waited for generation, or (`environment_s` of it) for environments alone. `scoring_s`: waited for
     scores, with nothing generating. `scheduling_s`: the rest (new tasks, decisions, bookkeeping). `idle`: the engine
-    ran nothing. `beside_training`: set while the trainer trains beside generation; then only `idle` counts."""
+    ran nothing. `beside_training`: set while the trainer trains beside generation; then only `idle` counts.
+    """
 
     def __init__(self) -> None:
         self.generation_s = self.environment_s = self.scoring_s = self.scheduling_s = 0.0

@@ -28,8 +28,7 @@ from rollover.types import Rollout, Segment, StopReason
 logger = logging.getLogger(__name__)
 
 Actor = Callable[[Rollout], Awaitable[Segment | None]]
-"""Called with a copy of a rollout whose turn has ended; returns what the environment writes next, None if it is done.
-"""
+"""Called with a copy of a rollout whose turn has ended; returns the next environment segment, None if it is done."""
 EnvTask = asyncio.Future[Segment | None]
 
 _CHECKS_PER_TIMEOUT, _LONGEST_PAUSE_S = 8, 1.0
@@ -50,7 +49,8 @@ class EnvTasks:
     """Environment tasks of one driver. Logs the first one that times out or fails.
 
     `num_ended`: rollouts whose environment ended them; `num_timed_out`: those of them that timed out; `num_failed`:
-    those whose environment failed for good; `num_retried`: retries."""
+    those whose environment failed for good; `num_retried`: retries.
+    """
 
     def __init__(self, actor: Actor, workflow: WorkflowConfig) -> None:
         self.actor, self.workflow = actor, workflow

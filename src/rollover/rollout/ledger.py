@@ -60,7 +60,8 @@ class Ledger:
         """Count a group as trained. `times` = -1 undoes that.
 
         Its tokens count as trained, except those of a greedy baseline, dropped(baseline), of a rollout with an
-        abandoned call, dropped(abandoned), and of versions below `oldest_in_loss`, dropped(masked)."""
+        abandoned call, dropped(abandoned), and of versions below `oldest_in_loss`, dropped(masked).
+        """
         self.trained.add(group, times)
         sampled = [r for r in group.rollouts if not r.greedy]
         baseline = sum(r.num_sampled_tokens for r in group.rollouts if r.greedy)

@@ -66,7 +66,8 @@ class Event:
     environment runs. ANSWER: the environment has `written` and the rollout may continue; with FINISH `written` is its
     last text. `version`: the trainer version passed to ADMIT, START, RESUME, CONSUME and GIVE_BACK. DROP has `reason`,
     `filter` (name of the filter that matched) and `why` (what stalled or failed). `seconds`, `trainer_version`:
-    RunClock."""
+    RunClock.
+    """
 
     kind: EventKind
     group: Group
@@ -142,7 +143,8 @@ class Lifecycle:
 
         `acts`: unless the rollout is parked, only its turn has ended, and its environment runs next. An environment
         that writes nothing finishes the rollout with the stop reason of that turn. Returns the group if it is complete
-        now and must be scored."""
+        now and must be scored.
+        """
         acted = rollout.state is _ACTING
         assert segments or acted, f"extend of {rollout.rollout_id} returned no segment"
         self.cache.append(rollout.rollout_id, segments)
@@ -178,7 +180,8 @@ class Lifecycle:
 
         Returns True if the group is READY now, and False while siblings lack rewards. Returns the reason if the group
         is dropped: too few valid rewards, all tokens beyond the staleness bound, or a filter that matches. If a filter
-        raises, the rewards are undone: a restarted run scores and filters again."""
+        raises, the rewards are undone: a restarted run scores and filters again.
+        """
         rollouts = group.rollouts if rollouts is None else rollouts
         assert len(rewards) == len(rollouts), f"{len(rewards)} rewards for {len(rollouts)} rollouts"
         for rollout, reward in zip(rollouts, rewards, strict=True):
@@ -290,7 +293,8 @@ class Lifecycle:
         """Drop the tokens after the first `num_tokens` of an ACTING rollout (restarted): its new agent diverged there.
 
         The whole rollout leaves if `num_tokens` is 0 and its Episode has others. Returns the shorter rollout, or the
-        one that left."""
+        one that left.
+        """
         left = self.cache.truncate(rollout.rollout_id, num_tokens)
         if left.state is RolloutState.DROPPED:
             self.ledger.on_leave([left], DropReason.RESTARTED)

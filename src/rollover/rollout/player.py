@@ -178,7 +178,8 @@ class Player:
         """Start the task that checks for stalls; a running one is replaced.
 
         That sets a new time for the next check: interrupted rollouts have less time (watchdog.grace_s) than running
-        ones."""
+        ones.
+        """
         self.stop_watching()
         self._watching = asyncio.ensure_future(self._watch_until_a_stall()) if self.watchdog.is_on else None
 

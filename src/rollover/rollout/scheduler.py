@@ -241,7 +241,8 @@ class LengthEstimate:
     In tokens; 0 before the first group. A group is in progress while its longest sibling runs, so with all slots busy
     Little's law gives the groups in progress: slots / (group_size * mean length) groups start per decode step, and each
     stays for the length of its longest sibling. With fewer in flight, slots idle at the end of a phase; with more,
-    groups only age. Up to one step of ready groups waits beside them."""
+    groups only age. Up to one step of ready groups waits beside them.
+    """
 
     def __init__(self) -> None:
         self.mean = 0.0

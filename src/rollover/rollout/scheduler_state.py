@@ -5,7 +5,8 @@
     Slots        running rollouts, order of parking and resumption, token budgets of a round, limit on continuations
 
 Never decides who runs, leaves or waits (scheduler.py does), and never changes a group or a rollout. The cost of a
-change does not grow with the held groups, except for a look-up in a sorted list."""
+change does not grow with the held groups, except for a look-up in a sorted list.
+"""
 
 from __future__ import annotations
 

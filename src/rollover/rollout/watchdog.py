@@ -167,7 +167,8 @@ class Watchdog:
 
     `scoring_s`: how long a group's scoring may take by its own limits. `patient`: return an action for each stall; if
     False, the first stall raises EvaluationStalled. `scoring_blocked`: returns whether no reward worker is available;
-    no scoring's time counts then. `max_filtered_steps`: see FailureLimit."""
+    no scoring's time counts then. `max_filtered_steps`: see FailureLimit.
+    """
 
     def __init__(
         self,
@@ -264,7 +265,8 @@ class Watchdog:
         """Return the stalls, each with an action that counts as done. Raises EvaluationStalled unless `patient`.
 
         `progress`: segments so far of every `extend` in flight; `queued`: those of them that wait in the engine.
-        Entries of other rollouts are ignored. `scoring`: keys of the scorings in flight."""
+        Entries of other rollouts are ignored. `scoring`: keys of the scorings in flight.
+        """
         now = self._unblocked(now)
         progress = {i: segments for i, segments in progress.items() if i in self._extends}
         for rollout_id, segments in progress.items():

@@ -5,7 +5,8 @@
 
 Clients may name any path, so nothing here blocks on one or reveals its content without the SHA-256: only regular files
 of bounded size are read, one at a time, in bounded time, and every refusal has the same text. The reason goes to
-standard error. Imports neither torch nor safetensors: vLLM's workers use it."""
+standard error. Imports neither torch nor safetensors: vLLM's workers use it.
+"""
 
 from __future__ import annotations
 

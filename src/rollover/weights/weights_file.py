@@ -5,7 +5,8 @@
 
 If the owner is killed, a child process removes the folder (remover.py); if that was killed too, the next owner with the
 same parent folder does. Each file has all weights, unchanged ones copied from the last file: a server that gets a part
-of a model reports success, and samples garbage. Weights that are in a file already, as from ranks, are hard-linked."""
+of a model reports success, and samples garbage. Weights that are in a file already, as from ranks, are hard-linked.
+"""
 
 from __future__ import annotations
 

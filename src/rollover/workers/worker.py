@@ -172,7 +172,8 @@ class Worker:
         """Send a call, and return the first reply for which `take` returns True.
 
         Raises TimeoutError after `limit_s` (with `limit_each`, after that time without a reply), WorkerDied,
-        BadMessage. Further replies are ignored after an error or a cancellation."""
+        BadMessage. Further replies are ignored after an error or a cancellation.
+        """
         loop = asyncio.get_running_loop()
         replies: asyncio.Queue[Reply] = asyncio.Queue()
 

@@ -31,7 +31,8 @@ class Sequence(RowOwner):
     """One `extend` in progress. `tokens` = prompt + generated before + new.
 
     KV of tokens[:kv_len] is cached. The last token never is: it is the input of the next decode step, so that the
-    logits of all sampled tokens come from one code path."""
+    logits of all sampled tokens come from one code path.
+    """
 
     request: ExtendRequest
     future: asyncio.Future[list[Segment]] | None

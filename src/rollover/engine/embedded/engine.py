@@ -313,7 +313,8 @@ class Prefill:
     """Prefill of at most `chunk_tokens` per step, so that decoding is never blocked for long.
 
     `same_version_only`: copy a prompt's KV only if the present weights computed it. `timed`: a forward pass returns
-    when it is done, so that its seconds are known."""
+    when it is done, so that its seconds are known.
+    """
 
     def __init__(
         self, batcher: Batcher, runner: Runner, chunk_tokens: int, *, same_version_only: bool, timed: bool

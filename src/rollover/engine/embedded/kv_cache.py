@@ -5,7 +5,8 @@ Shapes: L layers, R rows, K key/value heads, T row length in tokens, D head size
 A bucket has a pair of tensors [R, K, T, D] per layer, whose rows 0..n-1 are in use: decode attention over a bucket is
 two batched matmuls on contiguous memory, and short sequences do not pay for long ones. A sequence that outgrows its row
 moves to a bucket of longer rows; the last row moves into a freed one. A bucket is resized layer by layer, so that old
-and new copies exist of one layer only. All buckets together, copies included, never take more than `max_bytes`."""
+and new copies exist of one layer only. All buckets together, copies included, never take more than `max_bytes`.
+"""
 
 from __future__ import annotations
 

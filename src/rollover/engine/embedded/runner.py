@@ -135,7 +135,8 @@ class PrefillAttention:
     """Attention of prefill: writes each chunk's KV to its row; chunks attend to their cached tokens and themselves.
 
     Chunks of similar lengths are batched. Those that start a sequence need no cache; the others read their rows.
-    Indices are computed once for all layers: the operations per layer do not depend on the number of chunks."""
+    Indices are computed once for all layers: the operations per layer do not depend on the number of chunks.
+    """
 
     def __init__(self, chunks: list[SequenceChunk], device: torch.device) -> None:
         ends = torch.tensor([c.end - c.start for c in chunks]).cumsum(0).tolist()

@@ -5,7 +5,8 @@
 
 A process that dies is restarted with the last weights, and its calls are repeated: a rollout loses only the tokens of
 its current `extend`. A process that does not answer within watchdog.rollout_timeout_s is killed and restarted. While
-none serves, `progress` and `queued` are empty."""
+none serves, `progress` and `queued` are empty.
+"""
 
 from __future__ import annotations
 

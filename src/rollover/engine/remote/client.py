@@ -79,7 +79,8 @@ class ServerClient:
         """Post, and yield the data of each event of the response (text/event-stream).
 
         Leaving it early closes the connection, which ends the request. Raises ValueError for status 400 (invalid for
-        any server), ServerFailed for other failures, also half-way."""
+        any server), ServerFailed for other failures, also half-way.
+        """
         if self._streams is None:
             self._streams = self._open(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
         try:

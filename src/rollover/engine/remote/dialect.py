@@ -4,7 +4,8 @@
                  ◀──────Chunk─────────              ◀─JSON, events──
 
 Each kind of server is a subclass, which engine.dialect names: "vllm" (vllm.py), "module:Class", or an entry point of
-the group `rollover.dialects`. Every server streams token ids with log-probs, and reports the label of its weights."""
+the group `rollover.dialects`. Every server streams token ids with log-probs, and reports the label of its weights.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ class RemoteSetup:
     """Arguments of RemoteEngine.
 
     `initial`: weights of policy version 0, which every server gets before its first request. `decode_text`: token ids
-    -> text, for stop strings."""
+    -> text, for stop strings.
+    """
 
     config: Config
     initial: Callable[[], NamedTensors]

@@ -81,7 +81,8 @@ class ExtendState:
         """Set the versions of the tokens from index `first` on to those that their server reports.
 
         Returns whether they differed. Tokens sampled under weights of another run (or after a restart of the server)
-        are dropped, with all later ones."""
+        are dropped, with all later ones.
+        """
         differs = False
         for span in spans:
             version = version_of(span.label, run)
@@ -100,7 +101,8 @@ class ExtendState:
         """Return the tokens so far, from which the rollout can be resumed.
 
         After its end the last token is left out: a rollout resumed from all tokens would continue after its end,
-        without the last one it samples that token again, and stops."""
+        without the last one it samples that token again, and stops.
+        """
         return self.segments(StopReason.PAUSED, len(self.tokens) - (self.reason is not None))
 
     def segments(self, reason: StopReason, num_tokens: int | None = None) -> list[Segment]:

@@ -1,7 +1,8 @@
 """Hosts of servers: a URL (UrlHost), or a child process that is restarted (ProcessHost).
 
 The process is `rollover serve FILE.toml --engine ... --port 0`: when it has loaded its model, it prints one line of
-JSON with its address. It ends with this process."""
+JSON with its address. It ends with this process.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ class ServerSettings:
 
     `run`: part of the labels of its weights. `clears_cache`: drop the KV of older weights. `timeout_s`: of each call.
     An aborted request that does not end within `grace_s` is abandoned. Every token is below `vocab_size()`; None:
-    unknown."""
+    unknown.
+    """
 
     run: str
     clears_cache: bool

@@ -88,7 +88,8 @@ class Service:
 
     `eos`: token ids that end an answer. `load`: reads the tensors of a verified file. `model_bytes`: size of all
     weights. `processor`: of a model that takes images. `fail` is called with the reason when an update failed half-way,
-    so that weights of two versions may be mixed."""
+    so that weights of two versions may be mixed.
+    """
 
     def __init__(
         self,

@@ -5,7 +5,8 @@
 
 Maps requests to those of the Service; openai_wire.py has the bodies and responses. Log-probs of an answer's tokens are
 of the sampled distribution (0 at temperature 0), those of a prompt's tokens at temperature 1. Sampling parameters are
-those of the request, not of [rollout]. A stream is sent in one piece."""
+those of the request, not of [rollout]. A stream is sent in one piece.
+"""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class Fuzz:
             await self.pool.close()
             driver = self.driver
             for name, num in (
-                self.pool.stats() | driver.watchdog.stats() | driver.asker.stats() | self.engine.stats()
+                self.pool.stats() | driver.watchdog.stats() | driver.retrying_engine.stats() | self.engine.stats()
             ).items():
                 if name in _COUNTED:
                     self.counts[name] += int(num)
@@ -222,7 +222,7 @@ class Fuzz:
             assert (group_staleness(group, self.version) or 0) <= bound
         overlap = self.config.rollout.overlap
         if overlap:
-            self.driver.go_on(self.version)
+            self.driver.generate_ahead(self.version)
         await self._check(groups)
         await asyncio.sleep(self.rng.random() * 0.2)  # the training
         if overlap and self.config.rollout.interrupt == "never":

@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.remote.client import Refused, ServerClient, ServerFailed
+from rollover.engine.remote.client import ServerClient, ServerFailed, ServerRefused
 from rollover.engine.remote.dialect import Chunk, GenerateRequest, ServerDialect
 
 
@@ -50,7 +50,7 @@ class SglangDialect(ServerDialect):
         await self.weights_label(client, limit_s)
 
     async def longest_rollout(self, client: ServerClient, limit_s: float) -> int:
-        info = await client.ask("/get_server_info", limit_s=limit_s)
+        info = await client.get_object("/get_server_info", limit_s=limit_s)
         try:
             return int(info["max_req_input_len"])
         except (LookupError, TypeError, ValueError) as error:
@@ -58,7 +58,7 @@ class SglangDialect(ServerDialect):
 
     async def weights_label(self, client: ServerClient, limit_s: float) -> str:
         await client.get("/health_generate", limit_s=limit_s)  # the engine behind the server answers this
-        return str((await client.ask("/get_model_info", limit_s=limit_s)).get("weight_version"))
+        return str((await client.get_object("/get_model_info", limit_s=limit_s)).get("weight_version"))
 
     # Weights
 
@@ -68,7 +68,7 @@ class SglangDialect(ServerDialect):
         body = {"model_path": self._folder_of(weights["path"]), "weight_version": label, "flush_cache": clear_cache}
         answer = await client.post("/update_weights_from_disk", body, limit_s=limit_s)
         if not answer.get("success"):
-            raise Refused(str(answer.get("message")))
+            raise ServerRefused(str(answer.get("message")))
 
     def _folder_of(self, file: str) -> str:
         """It loads folders of models: this one has the weights, and the configuration of the run's model."""

@@ -29,8 +29,7 @@ from recorded_run import write_run
 from rollover.config import Config
 from rollover.engine.remote.client import ServerClient
 from rollover.engine.remote.vllm import parse_event
-from rollover.engine.server.app import make_app
-from rollover.engine.server.embedded import make_service
+from rollover.engine.server.app import make_app, make_service
 from rollover.engine.server.service import Service
 from rollover.engine.server.texts import TextEndpoints
 from rollover.http_server import HttpServer

@@ -20,8 +20,7 @@ from contract.server_client import Client, ErrorEvent
 from contract.server_contract import asked
 from rollover.config import Config
 from rollover.engine.server import app as server_app
-from rollover.engine.server.app import make_app
-from rollover.engine.server.embedded import make_service
+from rollover.engine.server.app import make_app, make_service
 from rollover.engine.server.requests import GenerateBody
 from rollover.engine.server.service import Service
 from rollover.http_server import HttpServer
@@ -194,7 +193,7 @@ def test_an_update_begins_with_its_start(folder: Path, tmp_path: Path) -> None:
     served(folder, body)
 
 
-def test_a_path_that_is_no_weights_file_is_refused_and_tells_nothing(folder: Path, tmp_path: Path) -> None:
+def test_update_invalid_path_is_refused_without_details(folder: Path, tmp_path: Path) -> None:
     """Neither a hang, nor whether something is there, nor the digest of what is; and the next update works."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "secret").write_text("of the owner")
@@ -255,7 +254,7 @@ def test_weights_of_another_dtype_are_rounded_to_the_engine_s(folder: Path, tmp_
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_pause_waits_for_what_was_sampled_but_not_for_a_client_that_does_not_read(folder: Path, reads: bool) -> None:
+def test_pause_waits_for_sent_tokens_not_for_slow_clients(folder: Path, reads: bool) -> None:
     async def body(url: str, service: Service) -> None:
         stream = await service.generate(checked(GenerateBody, asked([5], max_tokens=900)))
 

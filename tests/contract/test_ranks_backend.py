@@ -37,7 +37,7 @@ from rollover.trainer.streams import with_stream
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
 from rollover.weights.safetensors_stream import WholeFile
-from rollover.weights.weights_file import OwnFolder
+from rollover.weights.weights_file import LockedFolder
 from samples import random_samples
 from unit.trainer.shard_jobs import digests
 
@@ -57,7 +57,7 @@ def two(folder: Path) -> Iterator[LocalRanks]:
     ranks.close()
     # Backends on ranks of others are not closed: whoever makes a folder removes those that nobody holds any more.
     gc.collect()
-    folder_of_none = OwnFolder("")
+    folder_of_none = LockedFolder("")
     folder_of_none.path(0)
     folder_of_none.close()
 

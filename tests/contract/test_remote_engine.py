@@ -175,7 +175,7 @@ def test_a_page_of_somebody_in_between_is_a_lost_request(made: Made) -> None:
     run(made, server, work=work)
 
 
-def test_a_server_that_fails_at_once_every_time_fails_the_rollout_alone(made: Made) -> None:
+def test_always_failing_server_fails_only_its_rollout(made: Made) -> None:
     server = made.server()
     server.faults.errors = [0] * 3
 
@@ -188,7 +188,7 @@ def test_a_server_that_fails_at_once_every_time_fails_the_rollout_alone(made: Ma
 
 
 @pytest.mark.parametrize("abort", ["swallow", "repeat"])
-def test_an_abort_that_is_lost_is_repeated_and_one_that_is_answered_twice_counts_once(abort: str, made: Made) -> None:
+def test_lost_abort_is_repeated_and_double_answer_counts_once(abort: str, made: Made) -> None:
     server = made.server(delay_s=0.01)
     server.faults.aborts = [abort] * 2
 
@@ -207,7 +207,7 @@ def test_an_abort_that_is_lost_is_repeated_and_one_that_is_answered_twice_counts
     assert server.calls.count("abort") >= (3 if abort == "swallow" else 1)
 
 
-def test_a_request_that_no_abort_ends_is_abandoned_and_what_it_says_later_is_nobodys(made: Made) -> None:
+def test_unabortable_request_is_dropped(made: Made) -> None:
     server = made.server(delay_s=0.005)
     server.faults.aborts, server.faults.deaf = ["swallow"] * 1000, True
 
@@ -244,7 +244,7 @@ def test_a_server_that_freezes_is_given_up_in_time_and_comes_back(made: Made) ->
         await all_serve(engine)
 
     run(made, frozen, other, work=work, server_timeout_s=3.0)
-    assert any("is given up" in line and "go on elsewhere" in line for line in made.said)
+    assert any("is ejected" in line and "continue elsewhere" in line for line in made.said)
 
 
 def test_a_server_that_was_started_again_gets_weights_before_work(made: Made) -> None:
@@ -282,7 +282,7 @@ def test_tokens_of_a_server_that_restarted_unnoticed_are_dropped(made: Made) -> 
 
 
 @pytest.mark.parametrize("lives", [False, True])
-def test_a_server_that_another_run_left_in_an_update_gets_weights_before_work(lives: bool, made: Made) -> None:
+def test_server_left_in_an_update_gets_weights_first(lives: bool, made: Made) -> None:
     """A run that was killed between the beginning of an update and its end never finishes it, and the server refuses to
     begin another: that is finished for it. One that lives is waited for."""
     server = made.server()
@@ -299,7 +299,7 @@ def test_a_server_that_another_run_left_in_an_update_gets_weights_before_work(li
     assert not server.updating and "could not join" not in "".join(made.said)
 
 
-def test_tokens_of_a_server_that_has_other_weights_are_thrown_away(made: Made) -> None:
+def test_tokens_of_other_weights_are_dropped(made: Made) -> None:
     """It was started again between two requests, and nobody had noticed: its own word tells."""
     server = made.server()
 
@@ -312,7 +312,7 @@ def test_tokens_of_a_server_that_has_other_weights_are_thrown_away(made: Made) -
     run(made, server, work=work, server_timeout_s=1000.0)  # so that no probe sees it before
 
 
-def test_weights_that_are_refused_are_sent_again_and_then_the_server_is_given_up_until_it_takes_them(
+def test_refused_weights_are_retried_then_the_server_is_ejected(
     made: Made,
 ) -> None:
     once, often = made.server(), made.server()
@@ -357,9 +357,7 @@ def test_versions_are_those_of_the_server_where_it_differs(shifted: int, made: M
 @pytest.mark.parametrize(
     "policy, clears, salted", [("recompute", True, False), ("keep", False, False), ("salt", False, True)]
 )
-def test_what_is_cached_under_old_weights_is_what_kv_on_resume_says(
-    policy: str, clears: bool, salted: bool, made: Made
-) -> None:
+def test_kv_of_old_weights_follows_kv_on_resume(policy: str, clears: bool, salted: bool, made: Made) -> None:
     server = made.server()
 
     async def work(engine: RemoteEngine) -> None:
@@ -376,7 +374,7 @@ def test_what_is_cached_under_old_weights_is_what_kv_on_resume_says(
         assert first is second is None
 
 
-def test_no_server_gets_more_than_its_share_and_siblings_stay_together(made: Made) -> None:
+def test_server_load_is_bounded_and_siblings_stay_together(made: Made) -> None:
     servers = [made.server(delay_s=0.003), made.server(delay_s=0.003)]
     wanted = [request(i, rollout_id=f"{i}-{j}") for i in range(3) for j in range(4)]
 
@@ -392,7 +390,7 @@ def test_no_server_gets_more_than_its_share_and_siblings_stay_together(made: Mad
         assert any(len(list(alike)) == 4 for _, alike in itertools.groupby(groups))
 
 
-def test_stop_strings_repetition_and_budgets_are_decided_over_a_cut_and_the_surplus_is_counted(made: Made) -> None:
+def test_stop_rules_span_interruptions_and_surplus_is_counted(made: Made) -> None:
     server = made.server(chunk=5)
 
     async def work(engine: RemoteEngine) -> None:
@@ -473,7 +471,7 @@ def test_without_a_server_for_too_long_the_engine_has_ended(made: Made) -> None:
     run(made, server, work=work, give_up_s=1.0)
 
 
-def test_a_server_that_nobody_answers_for_ends_the_engine_before_anything_runs(made: Made) -> None:
+def test_unreachable_server_ends_the_engine_at_start(made: Made) -> None:
     gone = made.server()
     gone.close()
     engine = made.engine(gone, give_up_s=0.5)
@@ -498,7 +496,7 @@ def test_an_interruption_reaches_one_that_waits_for_a_server(made: Made) -> None
 
 
 @pytest.mark.parametrize("policy", ["recompute", "keep", "salt"])
-def test_what_an_update_makes_servers_compute_again_is_counted_or_is_stale(policy: str, made: Made) -> None:
+def test_weight_update_counts_reprefilled_or_stale_tokens(policy: str, made: Made) -> None:
     """Requests that run go on after new weights: all their tokens are prefilled again, or served from older ones."""
     server = made.server(delay_s=0.01)
     again, stale = "engine/reprefill_tokens", "kv/stale_prefix_tokens"

@@ -23,7 +23,7 @@ from rollover.config import Config
 from rollover.engine.protocol import EngineDied, ExtendRequest
 from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
 from rollover.engine.remote.vllm import content_parts
-from rollover.engine.server import embedded
+from rollover.engine.server import app
 from rollover.engine.server.app import make_app
 from rollover.http_server import HttpServer
 from rollover.models.load import LoadedModel, load_model
@@ -61,7 +61,7 @@ def beside_server(folder: Path, work: Callable[[str, RemoteEngine], Awaitable[No
     """Run `work` with the URL of a server and an engine over it."""
 
     async def main() -> None:
-        service = embedded.make_service(config(folder, kv_memory_gb=0.05, max_running=12))
+        service = app.make_service(config(folder, kv_memory_gb=0.05, max_running=12))
         server = HttpServer(make_app(service))
         await server.start()
         loaded = load_model(config(folder).model)

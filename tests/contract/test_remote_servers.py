@@ -122,7 +122,7 @@ def test_a_server_of_the_run_answers_the_run_alone(server: ProcessHost) -> None:
 
     assert len(server.token) > 30 and os.environ.get(TOKEN_VARIABLE, "") == ""
     assert asyncio.run(ask("")) == asyncio.run(ask("x")) == (401, 401)
-    assert asyncio.run(ask(server.token)) == asyncio.run(ask(server.token, Host="node-7:80")) == (200, 200)
+    assert asyncio.run(ask(server.token)) == asyncio.run(ask(server.token, ServerHost="node-7:80")) == (200, 200)
     with open(f"/proc/{server.pid}/cmdline") as command:  # every user of the machine can read it
         assert server.token not in command.read()
 
@@ -156,7 +156,7 @@ def test_new_weights_in_flight_are_exact_and_agreed_upon(model: Path, server: Pr
     asyncio.run(run())
 
 
-def test_a_server_of_ours_that_is_killed_is_started_again_and_nothing_is_lost(model: Path) -> None:
+def test_killed_server_process_is_restarted_without_loss(model: Path) -> None:
     """While it is away the rollout is queued; it goes on under the last weights. At the end no process is left."""
     request = SUBJECT.request(0, GREEDY, max_new_tokens=400)
 
@@ -183,7 +183,7 @@ def test_a_server_of_ours_that_is_killed_is_started_again_and_nothing_is_lost(mo
             await asyncio.sleep(0.01)
         answer = extend.result()
         assert queued and host.pid != first and [s.policy_version for s in answer] == [3]
-        assert engine.stats()["engine/ejections"] == 1 and "is given up" in said[0]
+        assert engine.stats()["engine/ejections"] == 1 and "is ejected" in said[0]
         return tokens_of(answer)
 
     tokens, _ = undisturbed(model, 1.05, request)
@@ -249,7 +249,7 @@ def test_a_server_that_cannot_start_says_how_it_ended(
     monkeypatch.setattr(sys, "executable", str(program))
     logs = tmp_path / "logs" if has_logs else None
     host = ProcessHost(config(model), 7, START_S, logs)
-    with pytest.raises(RuntimeError, match=r"(?s)said no address and ended .exit code 1.*: it is broken") as raised:
+    with pytest.raises(RuntimeError, match=r"(?s)without printing its address .exit code 1.*: it is broken") as raised:
         host.address(START_S)
     asyncio.run(host.close())
     assert (str(tmp_path / "logs" / "server-7.log") in str(raised.value)) == has_logs

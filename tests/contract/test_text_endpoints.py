@@ -24,8 +24,7 @@ pytest.importorskip("uvicorn")
 import tiny
 from contract.server_client import Client
 from rollover.config import Config
-from rollover.engine.server.app import make_app
-from rollover.engine.server.embedded import make_service
+from rollover.engine.server.app import make_app, make_service
 from rollover.engine.server.texts import TextEndpoints
 from rollover.http_server import HttpServer
 
@@ -89,7 +88,7 @@ def greedy(folder: Path, text: str, num: int) -> list[int]:
     return ids[start:]
 
 
-def test_completions_of_texts_and_of_token_ids_are_those_of_transformers(folder: Path) -> None:
+def test_completions_match_transformers(folder: Path) -> None:
     of = {"max_tokens": 5, "temperature": 0, "logprobs": 1}
     ids = [TOKENIZER(prompt)["input_ids"] for prompt in PROMPTS]
     texts, tokens, two, drawn = asked(
@@ -132,7 +131,7 @@ def test_the_log_probs_of_a_prompt_are_those_of_transformers(folder: Path, max_t
             assert (max(top.values()) == found["token_logprobs"][i]) == (int(rows[i - 1].argmax()) == ids[i])
 
 
-def test_chat_goes_by_the_template_stops_where_it_is_told_and_draws_by_its_seed(folder: Path) -> None:
+def test_chat_uses_template_stop_strings_and_seed(folder: Path) -> None:
     message = {"messages": [{"role": "user", "content": "count"}]}
     plain = {"prompt": "u:count\na:", "max_tokens": 12, "temperature": 0}
     [(_, whole)] = asked(folder, "/v1/completions", plain)
@@ -191,7 +190,7 @@ UNTIL = ('output_type: generate_until\ngeneration_kwargs: {until: ["z"], max_gen
 
 
 @pytest.mark.slow
-def test_a_benchmark_of_lm_evaluation_harness_finds_what_transformers_finds(
+def test_lm_evaluation_harness_matches_transformers(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm_eval = pytest.importorskip("lm_eval")

@@ -16,7 +16,7 @@ import tiny
 from contract import engine_contract
 from contract.engine_contract import logprobs_of, tokens_of
 from rollover.engine.build import EngineSetup, build_engine
-from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, StopCriteria, WrongAnswer
+from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, InvalidAnswer, StopCriteria
 from rollover.types import Media, Prompt, SamplingParams, StopReason
 from tinker_service import FakeTinker
 
@@ -113,7 +113,7 @@ def test_logprob_above_0_is_refused(service: tuple[FakeTinker, str], url: str) -
             service[0].logprob_error = np.float32(0.0)
             await of.close()
 
-    with pytest.raises(WrongAnswer, match=r"the service gave token \d+ the invalid log-prob 9"):
+    with pytest.raises(InvalidAnswer, match=r"the service gave token \d+ the invalid log-prob 9"):
         asyncio.run(wrong())
 
 

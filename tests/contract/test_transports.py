@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save_file
 
 from contract.full_disk import full_above
 from heard import hear
-from rollover.weights.in_place import InPlace
-from rollover.weights.protocol import Parcel
+from rollover.engine.embedded.runner import WeightWriter
+from rollover.weights.protocol import WeightUpdate
 from rollover.weights.safetensors_stream import WholeFile, mapped
 from rollover.weights.shared_file import SharedFile
-from rollover.weights.weights_file import OwnFolder, WeightsFile
+from rollover.weights.weights_file import LockedFolder, WeightsFile
 
 
 class Model(torch.nn.Module):
@@ -61,11 +61,11 @@ class Engine:
     def __init__(self) -> None:
         self.weights: dict[str, torch.Tensor] = {}
 
-    def take(self, parcel: Parcel) -> None:
+    def take(self, update: WeightUpdate) -> None:
         """The message travels as JSON."""
-        message = json.loads(json.dumps(parcel.message))
-        assert message["version"] == parcel.version
-        received = mapped(message["path"]) if "path" in message else SharedFile.receive(message)
+        message = json.loads(json.dumps(update.message))
+        assert message["version"] == update.version
+        received = mapped(message["path"]) if "path" in message else SharedFile.read(message)
         self.weights |= {name: tensor.clone() for name, tensor in received}
 
 
@@ -100,39 +100,39 @@ def ends(request: pytest.FixtureRequest) -> Iterable[tuple[SharedFile | WeightsF
 def test_what_was_sent_arrives_and_is_the_trainers_no_more(ends: tuple[SharedFile | WeightsFile, Engine]) -> None:
     transport, engine = ends
     mine = weights()
-    parcel = transport.send(1, mine.items())
-    assert (parcel.version, parcel.num_bytes) == (1, size(mine.values()))
+    update = transport.write(1, mine.items())
+    assert (update.version, update.num_bytes) == (1, size(mine.values()))
     for tensor in mine.values():  # the trainer goes on
         tensor.zero_()
-    engine.take(parcel)
+    engine.take(update)
     assert same(engine.weights, weights())
 
 
 def test_a_later_version_may_be_of_some_weights_only(ends: tuple[SharedFile | WeightsFile, Engine]) -> None:
     """As with LoRA: all of them once, then adapters alone. An engine that begins anew gets the newest of each."""
     transport, engine = ends
-    engine.take(transport.send(1, weights().items()))
+    engine.take(transport.write(1, weights().items()))
     changed = {name: weights(2.0)[name] for name in ("up.bias", "adapter")}
-    parcel = transport.send(7, iter(changed.items()))
-    assert (parcel.version, parcel.num_bytes) == (7, size(changed.values()))
-    engine.take(parcel)
+    update = transport.write(7, iter(changed.items()))
+    assert (update.version, update.num_bytes) == (7, size(changed.values()))
+    engine.take(update)
     assert same(engine.weights, weights() | changed)
-    everything, anew = transport.everything(), Engine()
+    everything, anew = transport.full_update(), Engine()
     assert everything is not None and everything.version == 7
     anew.take(everything)
     assert same(anew.weights, weights() | changed)
 
 
 def test_nothing_was_sent_yet(ends: tuple[SharedFile | WeightsFile, Engine]) -> None:
-    assert ends[0].everything() is None
+    assert ends[0].full_update() is None
 
 
 def test_what_earlier_versions_needed_is_given_back(ends: tuple[SharedFile | WeightsFile, Engine]) -> None:
     transport, _ = ends
     sizes = set()
     for version in range(1, 6):
-        parcel = transport.send(version, weights(version).items())
-        file = parcel.message.get("file")
+        update = transport.write(version, weights(version).items())
+        file = update.message.get("file")
         sizes.add(0 if file is None else os.fstat(file).st_size)
     assert len(sizes) == 1
     transport.close()
@@ -141,20 +141,20 @@ def test_what_earlier_versions_needed_is_given_back(ends: tuple[SharedFile | Wei
             os.fstat(file)
 
 
-def test_in_place_knows_the_weights_of_its_model_and_derives_what_depends_on_them() -> None:
+def test_weight_writer_updates_weights_and_derived_tensors() -> None:
     model, mine = Model(), weights()
-    transport = InPlace(model, [model.adapter])
-    assert transport.send(mine.items()) == size(mine.values())
+    transport = WeightWriter(model, [model.adapter])
+    assert transport.write(mine.items()) == size(mine.values())
     for tensor in mine.values():  # the trainer goes on
         tensor.zero_()
     found = {name: parameter.detach() for name, parameter in model.named_parameters()}
     assert same(found | {"adapter": model.adapter.value}, weights())
-    transport.send([("adapter", torch.tensor(3.0)), ("same.weight", torch.ones(3, 5))])
+    transport.write([("adapter", torch.tensor(3.0)), ("same.weight", torch.ones(3, 5))])
     assert (
         model.adapter.derived == 6 and (model.down.weight == 1).all() and torch.equal(model.up.bias, found["up.bias"])
     )
     with pytest.raises(AssertionError, match="the engine's model has no parameter up.scale"):
-        transport.send([("up.scale", torch.ones(1))])
+        transport.write([("up.scale", torch.ones(1))])
 
 
 def test_a_file_that_grows_out_of_memory_takes_what_it_has_along(
@@ -165,25 +165,25 @@ def test_a_file_that_grows_out_of_memory_takes_what_it_has_along(
     said: list[str] = hear([])
     transport, engine = SharedFile(), Engine()
     transport.reserve([1000])
-    transport.send(1, [("a", torch.arange(100))])
+    transport.write(1, [("a", torch.arange(100))])
     full_above(monkeypatch, "/dev/shm", 1000)
-    transport.send(2, [("b", torch.ones(300))])
+    transport.write(2, [("b", torch.ones(300))])
     assert len(said) == 1
-    everything = transport.everything()
+    everything = transport.full_update()
     assert everything is not None
     engine.take(everything)
     assert same(engine.weights, {"a": torch.arange(100), "b": torch.ones(300)})
     full_above(monkeypatch, "/", 10_000)
     with pytest.raises(ValueError, match=r"room for \S+ MB of weights in .*TMPDIR.*engine.kind = embedded"):
-        transport.send(3, [("c", torch.ones(10_000))])
+        transport.write(3, [("c", torch.ones(10_000))])
     transport.close()
 
 
 def test_a_weight_of_another_shape_is_refused() -> None:
     transport = SharedFile()
-    transport.send(1, [("a", torch.ones(3))])
+    transport.write(1, [("a", torch.ones(3))])
     with pytest.raises(AssertionError, match="a has changed its shape or dtype"):
-        transport.send(2, [("a", torch.ones(4))])
+        transport.write(2, [("a", torch.ones(4))])
     transport.close()
 
 
@@ -191,16 +191,16 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/*.safetensors"), key=lambda path: int(path.stem.split(".")[1]))
 
 
-def test_a_weights_file_is_whole_every_time_checked_by_its_sum_and_the_last_two_are_kept(tmp_path: Path) -> None:
+def test_weights_file_has_all_weights_and_keeps_the_last_two(tmp_path: Path) -> None:
     hear(pytest.fail)
     transport = WeightsFile(str(tmp_path))
-    transport.send(1, weights().items())
+    transport.write(1, weights().items())
     for version in (2, 3):
-        parcel = transport.send(version, [("up.bias", torch.full((5,), float(version)))])
+        update = transport.write(version, [("up.bias", torch.full((5,), float(version)))])
     assert [path.stem for path in files_of(tmp_path)] == ["2.2", "3.3"]
-    path = Path(parcel.message["path"])
+    path = Path(update.message["path"])
     assert path == files_of(tmp_path)[-1] and path.is_absolute()
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == parcel.message["sha256"]
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == update.message["sha256"]
     found = load_file(path)
     assert found.keys() == weights().keys() and (found["up.bias"] == 3).all()
     assert not list(tmp_path.glob("*/*.part"))
@@ -222,14 +222,14 @@ def test_weights_that_are_in_a_file_already_are_not_written_again(
     whole = WholeFile(tmp_path / "whole.safetensors")
     save_file({"a": torch.arange(4.0), "b": torch.ones(2)}, whole.path)
     transport = WeightsFile(str(tmp_path / "folder"))
-    transport.send(1, [("a", torch.zeros(4)), ("b", torch.zeros(2))])
-    parcel = transport.send(2, whole)
-    path = Path(parcel.message["path"])
-    assert os.path.samefile(path, whole.path) == links and parcel.num_bytes == 24
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == parcel.message["sha256"]
+    transport.write(1, [("a", torch.zeros(4)), ("b", torch.zeros(2))])
+    update = transport.write(2, whole)
+    path = Path(update.message["path"])
+    assert os.path.samefile(path, whole.path) == links and update.num_bytes == 24
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == update.message["sha256"]
     whole.path.unlink()
     assert load_file(path)["a"].tolist() == [0, 1, 2, 3]
-    changed = load_file(transport.send(3, [("b", torch.zeros(2))]).message["path"])
+    changed = load_file(transport.write(3, [("b", torch.zeros(2))]).message["path"])
     assert changed["a"].tolist() == [0, 1, 2, 3] and changed["b"].tolist() == [0, 0]
     transport.close()
 
@@ -239,7 +239,7 @@ import os, signal, sys, torch
 from rollover.process_tree import descendants, kill
 from rollover.weights.weights_file import WeightsFile
 transport = WeightsFile(sys.argv[1])
-transport.send(1, [("a", torch.ones(3))])
+transport.write(1, [("a", torch.ones(3))])
 kill(descendants(os.getpid()) if sys.argv[2:] else [])
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -254,35 +254,33 @@ def test_weights_files_are_removed_when_their_owner_is_killed(tmp_path: Path) ->
         time.sleep(0.01)
 
 
-def test_weights_files_of_which_all_processes_were_killed_are_removed_by_the_next_owner_and_no_others(
+def test_orphaned_weights_folders_are_removed_by_the_next_owner(
     tmp_path: Path,
 ) -> None:
     subprocess.run([sys.executable, "-c", KILLED_OWNER, str(tmp_path), "all"], check=False)
     (left,) = files_of(tmp_path)
     lives, other = (WeightsFile(str(tmp_path)) for _ in range(2))
-    lives.send(1, [("a", torch.ones(3))])
-    other.send(1, [("a", torch.ones(3))])
+    lives.write(1, [("a", torch.ones(3))])
+    other.write(1, [("a", torch.ones(3))])
     assert not left.exists() and len(files_of(tmp_path)) == 2
     lives.close()
     other.close()
 
 
-def test_an_owner_that_begins_while_another_one_does_keeps_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_owners_keep_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs that start at one moment: one looks for what is left of others before the other one has its lock."""
     lock, others = fcntl.flock, []
 
     def flock(file: IO[bytes], how: int) -> None:
         if how == fcntl.LOCK_EX and not others:
             others.append(WeightsFile(str(tmp_path)))
-            others[0].send(1, [("a", torch.ones(3))])
+            others[0].write(1, [("a", torch.ones(3))])
         lock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", flock)
     transport = WeightsFile(str(tmp_path))
-    parcel = transport.send(1, [("a", torch.ones(3))])
-    assert Path(parcel.message["path"]).exists() and len(files_of(tmp_path)) == 2
+    update = transport.write(1, [("a", torch.ones(3))])
+    assert Path(update.message["path"]).exists() and len(files_of(tmp_path)) == 2
     for each in (transport, *others):
         each.close()
     assert not list(tmp_path.iterdir())
@@ -293,7 +291,7 @@ def test_a_folder_without_room_in_memory_is_elsewhere_and_says_so(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     said: list[str] = hear([])
-    folder = OwnFolder("")
+    folder = LockedFolder("")
     assert folder.path(10**15).parent == tmp_path
     assert len(said) == 1 and "no room for" in said[0] and str(tmp_path) in said[0]
     folder.close()
@@ -302,6 +300,6 @@ def test_a_folder_without_room_in_memory_is_elsewhere_and_says_so(
 def test_a_weights_file_that_cannot_be_written_names_the_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(OwnFolder, "path", lambda self, num_bytes: tmp_path / "gone")
+    monkeypatch.setattr(LockedFolder, "path", lambda self, num_bytes: tmp_path / "gone")
     with pytest.raises(ValueError, match="engine.weights_dir"):
-        WeightsFile(str(tmp_path)).send(1, [("a", torch.ones(3))])
+        WeightsFile(str(tmp_path)).write(1, [("a", torch.ones(3))])

@@ -142,7 +142,7 @@ def test_one_that_hangs_costs_its_rollouts_and_the_run_goes_on(
     words += [f"--rollout.stop_token_ids={list(range(2, 14))}"]  # turns of eight tokens in the mean
     assert main(["train", str(recipe(tmp_path, "Hangs")), *words]) == 0
     out = capsys.readouterr().out
-    assert out.count("has worked for workflow.timeout_s = 0.3 s: it is given up") == 1, "said once"
+    assert out.count("exceeded workflow.timeout_s = 0.3 s: the rollout ends") == 1, "said once"
     assert "health: episodes/timeout_share" in out
     check_whole(tmp_path / "run", 2)
     row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]

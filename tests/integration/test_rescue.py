@@ -124,7 +124,7 @@ def test_masks_that_leave_nothing_end_the_run_and_it_goes_on_without_them(
 def test_an_engine_process_that_is_killed_while_it_loads_is_told_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollover.engine.process.client import EngineClient
+    from rollover.engine.process.engine import EngineClient
 
     plain = EngineClient.hello
 

@@ -72,7 +72,7 @@ MAY_ASYNCIO = (
     "plugins/ray/",
     "plugins/sandbox/",
     "recipes/solver_judge.py",
-    "rollout/asker.py",
+    "rollout/requests.py",
     "rollout/env_tasks.py",
     "rollout/cancelled_tasks.py",
     "rollout/episode_runner.py",

@@ -56,8 +56,8 @@ def test_new_weights_go_through_a_file_of_the_temporary_folder_on_macos(macos: N
     said: list[str] = hear([])
     transport = SharedFile()
     try:
-        parcel = transport.send(1, [("a", torch.zeros(1 << 14))])
-        assert os.fstat(parcel.message["file"]).st_size == 1 << 16
+        update = transport.write(1, [("a", torch.zeros(1 << 14))])
+        assert os.fstat(update.message["file"]).st_size == 1 << 16
     finally:
         transport.close()
     assert said == [], "no place is missed that there never is"

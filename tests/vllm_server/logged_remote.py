@@ -14,7 +14,7 @@ from typing import Any
 from rollover import cli
 from rollover.engine.protocol import ExtendRequest
 from rollover.engine.remote import engine as remote
-from rollover.engine.remote.generation import Generation
+from rollover.engine.remote.extend_state import ExtendState
 
 log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
 
@@ -23,7 +23,7 @@ def note(**fields: Any) -> None:
     os.write(log, json.dumps(fields).encode() + b"\n")
 
 
-class LoggedGeneration(Generation):
+class LoggedGeneration(ExtendState):
     """Tells from which token on a rollout is asked for, and every token that it gets."""
 
     def __init__(self, request: ExtendRequest, *args: Any) -> None:
@@ -54,7 +54,7 @@ class LoggedEngine(remote.RemoteEngine):
 def main() -> int:
     from rollover.engine import build
 
-    remote.Generation = LoggedGeneration  # pyright: ignore[reportAttributeAccessIssue]
+    remote.ExtendState = LoggedGeneration  # pyright: ignore[reportAttributeAccessIssue]
     build.RemoteEngine = LoggedEngine  # pyright: ignore[reportAttributeAccessIssue]
     return cli.main(sys.argv[2:])
 

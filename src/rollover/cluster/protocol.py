@@ -9,7 +9,7 @@ from typing import Protocol
 
 from rollover.config import Config
 from rollover.config.cluster import CLUSTERS
-from rollover.engine.remote.hosts import Host
+from rollover.engine.remote.hosts import ServerHost
 from rollover.functions import make_named
 from rollover.rewards.protocol import ScoringPool
 from rollover.trainer.ranks.group import Ranks
@@ -19,7 +19,7 @@ class Cluster(Protocol):
     """Hosts the parts of a run. Whoever uses a host closes it, before the cluster is closed."""
 
     @property
-    def own_server(self) -> Callable[[int], Host] | None:
+    def own_server(self) -> Callable[[int], ServerHost] | None:
         """Function from a server's number to its host; None: processes of this machine."""
         ...
 

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     from rollover.shutdown import run_bounded
 
     try:
-        from rollover.engine.server.embedded import serve
+        from rollover.engine.server.app import serve
     except ModuleNotFoundError as error:
         if error.name not in ("starlette", "uvicorn"):
             raise

@@ -1,7 +1,6 @@
-"""The engine of a run, by engine.kind: a built-in one, or a function of the user's own that makes one.
+"""Construction of the engine that engine.kind names: a built-in one, or a custom function's.
 
-Training, evaluation, sampling and the engine's own process all get theirs here. Owns what an engine is made from. Never
-runs it.
+Used by training, evaluation, sampling and the engine process. Never runs the engine.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from rollover.config import Config
 from rollover.config.backend import is_tinker
 from rollover.config.train import ENGINES
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.own import OwnEngine
 from rollover.engine.process.engine import ProcessEngine
 from rollover.engine.protocol import Engine
 from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
-from rollover.engine.remote.hosts import Host
+from rollover.engine.remote.hosts import ServerHost
+from rollover.engine.validate import CustomEngine
 from rollover.functions import make_named
 from rollover.models.adapters import base_weights
 from rollover.models.devices import dtype_of, engine_device
@@ -35,12 +34,11 @@ from rollover.weights.protocol import NamedTensors
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What an engine is made from.
+    """Arguments of an engine's constructor.
 
-    `model()` loads the model at its first call and returns the same one afterwards; an engine that loads its own does
-    not call it. `beside_trainer`: whether a trainer goes on with that model, so that the engine needs a copy.
-    `threads`: the CPU threads that it may use at first. `logs`: the folder of what its processes print; None: it has
-    none that stays.
+    `model()` loads the model at its first call, and returns the same one afterwards; an engine that loads its own does
+    not call it. `beside_trainer`: a trainer uses that model, so that the engine needs a copy. `threads`: CPU threads at
+    first. `logs`: folder for the output of its processes; None: a temporary one.
     """
 
     config: Config
@@ -48,12 +46,12 @@ class EngineSetup:
     threads: int
     beside_trainer: bool = True
     logs: Path | None = None
-    own_server: Callable[[int], Host] | None = None
-    """Of the servers that the run starts: makes each by its number; None: processes of this machine."""
+    own_server: Callable[[int], ServerHost] | None = None
+    """Creates server number n of those that the run starts; None: processes of this machine."""
 
 
 def build_engine(setup: EngineSetup) -> Engine:
-    """The engine that engine.kind names, or the service's. ValueError if a function of one's own gives none."""
+    """Return the engine that engine.kind names, or the service's. Raises ValueError if it returns none."""
     if is_tinker(setup.config):
         return registry.load("engines", "tinker")(setup)
     kind = setup.config.engine.kind
@@ -61,11 +59,11 @@ def build_engine(setup: EngineSetup) -> Engine:
     if kind in ENGINES:
         return made
     newest_version = 0 if setup.beside_trainer else math.inf
-    return OwnEngine(made, kind, functools.cache(lambda: setup.model().vocab_size), newest_version)
+    return CustomEngine(made, kind, functools.cache(lambda: setup.model().vocab_size), newest_version)
 
 
 def embedded_engine(loaded: LoadedModel, config: Config, *, copies: bool = True) -> EmbeddedEngine:
-    """An embedded engine over the weights of `loaded`, or a copy, in compute dtype and on the engine's device."""
+    """Return an embedded engine over the weights of `loaded`, or a copy, in compute dtype and on its device."""
     model = copy.deepcopy(loaded.model) if copies else loaded.model
     cast_parameters(model, dtype_of(config))
     torch.nn.Module.to(model, engine_device(config))
@@ -73,23 +71,23 @@ def embedded_engine(loaded: LoadedModel, config: Config, *, copies: bool = True)
 
 
 def make_embedded(setup: EngineSetup) -> Engine:
-    """An engine in this process."""
+    """Return an engine in this process."""
     return embedded_engine(setup.model(), setup.config, copies=setup.beside_trainer)
 
 
 def make_process(setup: EngineSetup) -> Engine:
-    """An engine in a process of its own; without a trainer to work beside, an embedded one without a process."""
+    """Return an engine in a child process; without a trainer beside it, an embedded one."""
     return ProcessEngine(setup.config, setup.threads) if setup.beside_trainer else make_embedded(setup)
 
 
 def make_remote(setup: EngineSetup) -> RemoteEngine:
-    """An engine over servers: of engine.urls, and of our own. Errors as of `RemoteEngine`."""
+    """Return an engine over servers: those of engine.urls, and those that the run starts. Raises as `RemoteEngine`."""
 
     def initial() -> Iterator[tuple[str, torch.Tensor]]:
         model = setup.model().model
-        if next(model.parameters()).is_meta:  # others train it: the weights are here for this alone
+        if next(model.parameters()).is_meta:  # trained elsewhere: the weights are loaded only for the servers
             model = load_model(setup.config.model).model
-        yield from base_weights(model)  # adapters that a trainer has given it begin with nothing
+        yield from base_weights(model)  # without the trainer's adapters, which begin at zero
 
     def in_files(tensors: NamedTensors) -> NamedTensors:
         return as_in_files(setup.model().model, tensors)

@@ -1,6 +1,6 @@
-"""What an engine must do. No torch: fakes and remote engines import this too.
+"""The Engine contract. No torch: fakes and remote engines import this too.
 
-One way to continue: first generation, preemption, weight update and restart are all `extend`.
+First generation, preemption, weight update and restart are all `extend`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class EngineDied(RuntimeError):
-    """The engine has ended for good: it is of no use to ask it again."""
+    """The engine has ended for good; retries are useless."""
 
 
 class ServiceError(RuntimeError):
@@ -27,11 +27,11 @@ class ServiceError(RuntimeError):
 
 
 class ImageRefused(ValueError):
-    """An image of a prompt cannot be shown: to ask again does not help. It ends the run, which names the image."""
+    """An image of a prompt cannot be used. It ends the run, since retries are useless."""
 
 
-class WrongAnswer(ValueError):
-    """What the engine gave for a rollout is nothing that a policy of this run can have sampled."""
+class InvalidAnswer(ValueError):
+    """The engine's answer cannot have been sampled by a policy of this run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,8 @@ class StopCriteria:
     """Criteria that end a turn before its budget is used.
 
     `token_ids`: any of these tokens, which is then the last. `strings`: any of these in the text of the turn.
-    `repetition_tokens`: a pattern repeated over this many of the last tokens (0: never)."""
+    `repetition_tokens`: a pattern repeated over this many of the last tokens (0: never).
+    """
 
     token_ids: frozenset[int] = frozenset()
     strings: tuple[str, ...] = ()
@@ -62,18 +63,16 @@ class StopCriteria:
 
 @dataclass(frozen=True, slots=True)
 class ExtendRequest:
-    """Continue one rollout: `prompt` + `generated_ids` (all segments so far), by token ids. `later_media`: the images
-    among the generated ids.
+    """Request to continue one rollout: `prompt` + `generated_ids` (all segments so far), by token ids.
 
-    `max_new_tokens` is the remaining budget (>= 1). `seed` is `types.rollout_seed(...)`; the draw of a token depends on
-    `seed` and its absolute index in the generated part only. After `pause_after` new tokens (0: never) the rollout is
-    interrupted, its KV kept as for any interruption. It stops as engine/stop.py says: strings and repetition of `stop`
-    are looked for in the tokens from index `text_start` of the generated part on. That is 0 for an answer that began
-    after the prompt, however often it was interrupted; the first token of the present turn where an environment wrote
-    some of what came before.
-    `processing` is done to the logits before `sampling`; its answer begins at `text_start`.
-    `may_go_on`: after the turn an environment may write something, and the rollout be extended again. An engine that
-    can keeps its KV for that until `release`, and prefills only what was appended.
+    `later_media`: images within the generated ids. `max_new_tokens`: the remaining budget (>= 1). `seed` is
+    `types.rollout_seed(...)`; the draw of a token depends only on `seed` and its index in the generated part. After
+    `pause_after` new tokens (0: never) the rollout is interrupted, with its KV kept as for any interruption.
+    engine/stop.py decides when it stops: strings and repetition of `stop` are searched in the generated part from index
+    `text_start`, the first token of the present turn (0 for a single turn, however often it was interrupted).
+    `processing` changes the logits before `sampling`; its answer begins at `text_start`.
+    `may_go_on`: after the turn an environment may append tokens, and the rollout be extended again. Engines should keep
+    its KV for that until `release`, and prefill only the appended tokens.
     """
 
     rollout_id: str
@@ -94,32 +93,30 @@ class ExtendRequest:
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
-        """Of `stop`: what an engine that hands on its requests can give to others."""
         return self.stop.token_ids
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Of `stop`."""
         return self.stop.strings
 
     @property
     def media(self) -> tuple[Media, ...]:
-        """All images of the rollout."""
+        """Return all images of the rollout."""
         return self.prompt.media + self.later_media
 
     @property
     def shown(self) -> Prompt:
-        """The tokens in which all images lie: the prompt, or all tokens where later ones show an image."""
+        """Return the tokens that contain all images: the prompt, or all tokens if later ones show an image."""
         return Prompt(self.prompt.ids + self.generated_ids, self.media) if self.later_media else self.prompt
 
     def nothing(self) -> list[Segment]:
-        """The answer to an interruption before any new token."""
+        """Return the answer to an interruption before any new token."""
         return [Segment.nothing(self.sampling, len(self.generated_ids))]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightLoad:
-    """What a weight hand-over cost."""
+    """Size and duration of a weight sync."""
 
     num_bytes: int
     seconds: float
@@ -128,76 +125,72 @@ class WeightLoad:
 class Engine(Protocol):
     """Contract (run tests/contract/ on your own engine).
 
-    `extend` returns one Segment per policy version met on the way, at least one; every Segment but the last ends with
-    PAUSED; the last one with PAUSED iff the rollout was interrupted (or got its `pause_after` tokens). The engine
-    stamps versions, not the caller, and each segment's `start`: what it continues, so that an answer that belongs to
-    another call of the same rollout can be refused. What needs an answer is awaited, so that an engine elsewhere holds
-    nothing up; what needs none is not.
-    An interrupted rollout that got no new token returns one empty PAUSED segment.
-    An `extend` that raises fails its rollout alone: it is asked for again from the tokens that the rollout has
-    (docs/watchdog.md). EngineDied, ImageRefused and AssertionError end the run.
+    `extend` returns one Segment per policy version, at least one; every Segment but the last ends with PAUSED; the last
+    one with PAUSED iff the rollout was interrupted (or got its `pause_after` tokens). The engine stamps the versions
+    and each segment's `start`, so that the answer to another call of the same rollout is detected. Methods that return
+    an answer are async, so that a remote engine does not block; the others return at once. An interrupted rollout
+    without a new token returns one empty PAUSED segment. An `extend` that raises fails its rollout alone, and is
+    retried from the rollout's tokens (docs/watchdog.md). EngineDied, ImageRefused and AssertionError end the run.
     """
 
     @property
     def max_tokens(self) -> int:
-        """The longest rollout, prompt included, that it can generate. It may wait for an engine elsewhere: asked for
-        first in a thread of its own."""
+        """Longest rollout in tokens, prompt included. May block on a remote engine: first called in a thread."""
         ...
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version that a token sampled from now on may have: the staleness bound rests on it.
+        """Oldest policy version of any token sampled from now on: the staleness bound rests on it.
 
-        It never goes back, but where an older version is handed over: the trainer's backend was lost, and nothing runs.
-        With one copy of the weights it is the version that was loaded last; with several engines behind this one some
-        may lag, and it is that of the last of them. Each segment is stamped with its own version.
+        It falls only if an older version is loaded (the trainer's backend was lost, and nothing runs). With one copy of
+        the weights it is the version that was loaded last; with several servers, that of the one that lags most.
         """
         ...
 
     async def extend(self, request: ExtendRequest) -> list[Segment]: ...
 
     def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:
-        """Stop these rollouts (None: all) after the current step; their `extend` returns what there is."""
+        """Stop these rollouts (None: all) after the current step; their `extend` returns the tokens so far."""
         ...
 
     async def progress(self, rollout_ids: Iterable[str]) -> dict[str, list[Segment]]:
-        """For each of these rollouts that runs, the segments of its current `extend` so far: for snapshots and the
-        watchdog.
+        """Return the segments so far of the current `extend` of each of these rollouts, for snapshots and the watchdog.
 
-        A rollout that is not known to run is left out: what an earlier `extend` gave is never told again.
+        Rollouts that do not run are left out: segments of an earlier `extend` are never repeated.
         """
         ...
 
     async def queued(self, rollout_ids: Iterable[str]) -> set[str]:
-        """Those of these rollouts whose `extend` waits for room or for its prefill: they get no token, but do not stall
-        while others do."""
+        """Return the rollouts whose `extend` waits for room or prefill: they do not stall while others run."""
         ...
 
     def release(self, rollout_ids: Iterable[str]) -> None:
-        """These rollouts will not be extended again: forget what is kept for them (KV). Unknown ids are ignored."""
+        """Free the KV of rollouts that will not be extended again. Unknown ids are ignored."""
         ...
 
     async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
-        """Replace weights (names as in the model's state dict) and stamp what they sample with `version`.
+        """Replace weights (names as in the model's state dict), and stamp their tokens with `version`.
 
-        Returns when the engine has them; what runs goes on meanwhile where the engine can. Should tokens of older
-        weights still come after that, `oldest_version` says how old. With LoRA the weights come once, then adapters
-        alone, by the names of models/adapters.py.
+        Returns when the engine has them; rollouts may run meanwhile. If tokens of older weights can still come after
+        that, `oldest_version` stays older. With LoRA, full weights come once, then adapters alone, by the names of
+        models/adapters.py.
         """
         ...
 
     def use_threads(self, num: int) -> None:
-        """Use at most `num` CPU threads from now on. An engine that uses none of this machine ignores it."""
+        """Use at most `num` CPU threads from now on. Engines without local computation ignore it."""
         ...
 
     def stats(self) -> dict[str, float]:
-        """Cumulative counters since start: engine/decode_steps, engine/prefill_tokens, engine/reprefill_tokens,
-        engine/preemptions, kv/stale_prefix_tokens, kv/kept_tokens, kv/shared_prompt_tokens; gauge kv/bytes.
-        Where it can be told: engine/prefill_s, seconds in prefill."""
+        """Return cumulative counters since start.
+
+        engine/decode_steps, engine/prefill_tokens, engine/reprefill_tokens, engine/preemptions, kv/stale_prefix_tokens,
+        kv/kept_tokens, kv/shared_prompt_tokens; gauge kv/bytes; optional engine/prefill_s, seconds in prefill.
+        """
         ...
 
     async def close(self) -> None:
-        """Interrupt what runs and give everything back."""
+        """Interrupt running rollouts, and free all resources."""
         ...
 
 
@@ -205,9 +198,9 @@ class Sleeper(Protocol):
     """An engine that can leave its GPUs to the trainer (cluster.colocate)."""
 
     async def sleep(self) -> None:
-        """Free the GPUs. Nothing runs; what is asked waits. New weights (`load_weights`) wake the engine, too."""
+        """Free the GPUs. No rollout runs; requests wait. `load_weights` wakes the engine, too."""
         ...
 
     async def wake(self) -> None:
-        """Return when the engine generates again, with the newest weights. Nothing where it is awake."""
+        """Return when the engine generates again, with the newest weights. No effect if it is awake."""
         ...

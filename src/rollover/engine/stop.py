@@ -1,7 +1,7 @@
-"""Why a rollout stops with its newest token: the rule of all engines. Pure; no torch.
+"""When a rollout stops: one rule for all engines. Pure; no torch.
 
-Stop strings and repetition are looked for in the present turn, over earlier and new tokens: "ab" is found where "a" was
-sampled before an interruption, and neither in what an environment wrote.
+Stop strings and repetition are searched in the present turn, over earlier and new tokens: "ab" is found if "a" was
+sampled before an interruption, but never in an environment's text.
 Kimi k1.5 (arXiv 2501.12599, section 2.6.2) stops generations that repeat themselves, as they would run to the limit.
 """
 
@@ -24,27 +24,27 @@ def stop_reason(
     last: Callable[[int], Sequence[int]],
     decode_text: Callable[[list[int]], str] | None,
 ) -> StopReason | None:
-    """Why `request` ends with the last of its `num_new` new tokens (at least one); None: it goes on.
+    """Return why `request` ends with the last of its `num_new` new tokens (at least one); None: it continues.
 
-    `last`: a number -> so many of the last tokens, `request.generated_ids` included; never more than the turn has.
-    `decode_text`: token ids -> text; ValueError for stop strings without it.
+    `last(n)`: the last n tokens, `request.generated_ids` included; n is at most the length of the turn.
+    `decode_text`: token ids -> text. Raises ValueError for stop strings without it.
     """
     stop = request.stop
     if last(1)[0] in stop.token_ids:
         return StopReason.EOS
-    of_turn = len(request.generated_ids) + num_new - request.text_start
+    turn_length = len(request.generated_ids) + num_new - request.text_start
     if stop.strings:
         if decode_text is None:
             raise ValueError("stop strings need the engine's decode_text")
         # A character takes at most four tokens, so this tail holds any stop string that just ended.
         longest = max(map(len, stop.strings)) * _TOKENS_PER_CHARACTER + _MARGIN
-        text = decode_text(list(last(max(0, min(longest, of_turn)))))
+        text = decode_text(list(last(max(0, min(longest, turn_length)))))
         if any(string in text for string in stop.strings):
             return StopReason.STOP_STRING
     if num_new >= request.max_new_tokens:
         return StopReason.LENGTH
     window = stop.repetition_tokens
-    if window and of_turn >= window and of_turn % CHECK_EVERY == 0 and repeats_itself(last(window)):
+    if window and turn_length >= window and turn_length % CHECK_EVERY == 0 and repeats_itself(last(window)):
         return StopReason.REPETITION
     return StopReason.PAUSED if num_new == request.pause_after else None
 
@@ -56,7 +56,7 @@ def before_stop(text: str, stop_strings: Sequence[str]) -> str:
 
 
 def last_of(request: ExtendRequest, new_tokens: Sequence[int]) -> Callable[[int], Sequence[int]]:
-    """`last` of `stop_reason`, for who holds the new tokens alone."""
+    """Return the `last` argument of `stop_reason` for a request and its new tokens."""
 
     def last(num: int) -> Sequence[int]:
         new = new_tokens[max(0, len(new_tokens) - num) :]
@@ -67,12 +67,12 @@ def last_of(request: ExtendRequest, new_tokens: Sequence[int]) -> Callable[[int]
 
 
 def repeats_itself(tokens: Sequence[int]) -> bool:
-    """Whether they are one pattern, repeated at least MIN_REPEATS times."""
+    """Return whether the tokens are one pattern, repeated at least MIN_REPEATS times."""
     return smallest_period(tokens) * MIN_REPEATS <= len(tokens)
 
 
 def smallest_period(tokens: Sequence[int]) -> int:
-    """The smallest p with tokens[i] == tokens[i - p] for all i >= p (Knuth, Morris and Pratt's failure function)."""
+    """Return the smallest p with tokens[i] == tokens[i - p] for all i >= p (Knuth-Morris-Pratt failure function)."""
     borders = [0] * len(tokens)
     length = 0
     for i in range(1, len(tokens)):

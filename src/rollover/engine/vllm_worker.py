@@ -1,11 +1,11 @@
-"""What runs inside a vLLM server that `rollover serve` started, in each of its processes.
+"""Code that runs inside a vLLM server started by `rollover serve`, in each of its processes.
 
     rollover serve ──▶ API server (this file's main) ──▶ EngineCore ──▶ Worker     each ends when its parent does
           └── kills the API server when one of them has ended (engine/server/vllm.py)
 
-vLLM calls `register` through the entry point group `vllm.general_plugins`; in a server that somebody else started it
-does nothing. Owns how new weights get from a file into vLLM's model. This file alone imports vllm, and only where it
-runs in vLLM's interpreter: neither torch nor vllm at its top.
+vLLM calls `register` through the entry point group `vllm.general_plugins`; in servers started otherwise it does
+nothing. Owns the loading of weights from a file into vLLM's model. Only this file imports vllm, and only inside
+functions: its top imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rollover.processes import die_with
-from rollover.weights.verified import Verifier, shapes_of
+from rollover.weights.verifier import Verifier, shapes_of
 
 BACKEND = "rollover"
-PARENT = "ROLLOVER_VLLM_PARENT"  # process id of whoever started this process
+PARENT = "ROLLOVER_VLLM_PARENT"  # id of the parent process
 _API_SERVER = "vllm.entrypoints.openai.api_server"
 
 
@@ -32,7 +32,7 @@ _API_SERVER = "vllm.entrypoints.openai.api_server"
 
 
 def main(parent: str, *arguments: str) -> None:
-    """vLLM's API server with these arguments, in this process. It dies with `parent`."""
+    """Run vLLM's API server with these arguments in this process, which dies with `parent`."""
     os.environ[PARENT] = parent
     bind()
     sys.argv = [_API_SERVER, *arguments]
@@ -42,7 +42,7 @@ def main(parent: str, *arguments: str) -> None:
 def bind() -> None:
     """End this process when its parent does."""
     if (parent := os.environ[PARENT]) == str(os.getpid()):
-        return  # it is
+        return  # bound already
     os.environ[PARENT] = str(os.getpid())  # for its children
     die_with(int(parent))
 
@@ -51,7 +51,7 @@ def bind() -> None:
 
 
 def register() -> None:
-    """vLLM's plugin. Called in each of its processes, and maybe more than once."""
+    """Register the plugin. vLLM calls it in each of its processes, possibly more than once."""
     if PARENT not in os.environ:
         return
     bind()
@@ -63,18 +63,18 @@ def register() -> None:
 
 
 def take_expanded_prompts() -> None:
-    """Let vLLM take token ids in which the placeholders of images are expanded already, as they are in a rollout.
+    """Make vLLM accept token ids with expanded image placeholders, as a rollout has them.
 
-    vLLM expands one placeholder an image, by rules of each model family. This looks for the expansions first, as
-    vLLM's Pixtral does, and expands only where they are not all there. Clients compare the prompt that vLLM returns:
-    where this has no effect, images are an error of theirs, and texts are served. Refused: on a CPU, whose attention
-    is causal, models in which the tokens of an image see each other (Gemma 3).
+    vLLM expands one placeholder per image, by rules of each model family. This first looks for expansions, as vLLM's
+    Pixtral does, and expands only if some are missing. Clients compare the prompt that vLLM returns: if this patch has
+    no effect, they raise an error for images. Refused on a CPU, whose attention is causal: models in which the tokens
+    of an image see each other (Gemma 3).
     """
     from vllm.multimodal.processing import BaseMultiModalProcessor  # pyright: ignore[reportMissingImports]
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
     expand = getattr(BaseMultiModalProcessor, "_maybe_apply_prompt_updates", None)
-    if expand is None or hasattr(expand, "__wrapped__"):  # a newer vLLM; it was done
+    if expand is None or hasattr(expand, "__wrapped__"):  # a newer vLLM; done already
         return
 
     @functools.wraps(expand)
@@ -92,13 +92,13 @@ def take_expanded_prompts() -> None:
     BaseMultiModalProcessor._maybe_apply_prompt_updates = find_or_expand
 
 
-class Verify:
-    """What every worker of vLLM can do besides (`--worker-extension-cls`), for `/collective_rpc`."""
+class WorkerExtension:
+    """Extension of vLLM's workers (`--worker-extension-cls`), for `/collective_rpc`."""
 
     weight_transfer_engine: Any
 
     def rollover_verify(self, path: str, sha256: str) -> str:
-        """Begin to verify a weights file while the engine generates, or say how far that is: see Verifier.status."""
+        """Start to verify a weights file while the engine generates, or return the status: see Verifier.status."""
         return self.weight_transfer_engine.verifier.status(path, sha256)
 
 
@@ -108,10 +108,10 @@ Shape = tuple[int, ...]
 def unfit(
     parameters: Mapping[str, Shape], given: Mapping[str, Shape], packed: Mapping[str, Iterable[str]]
 ) -> list[str]:
-    """What is wrong with the weights `given` for these parameters of vLLM's model: lacking ones, and other shapes.
+    """Return the errors of the weights `given` for these parameters of vLLM's model: missing ones, wrong shapes.
 
-    `packed`: the modules that vLLM has made one, by the name of that one (q_proj, k_proj and v_proj are its qkv_proj,
-    one below the other). A parameter of shape () is not compared.
+    `packed`: modules that vLLM fuses, by the name of the fused one (its qkv_proj is q_proj, k_proj and v_proj,
+    stacked). A parameter of shape () is not compared.
     """
     wrong = []
     for name, shape in parameters.items():
@@ -128,17 +128,16 @@ def unfit(
 
 
 class FileWeights:
-    """What vLLM's weight backend "rollover" does: it takes a safetensors file, by its path and SHA-256.
+    """vLLM's weight backend "rollover": loads a safetensors file, by path and SHA-256.
 
-    It is refused before the model is touched, so that the server goes on with the weights that it has: a damaged file,
-    or one that is not the whole model (vLLM would take a part of a fused module without a word, and generate garbage).
-    Where the load itself fails the process ends: with half a model it must not answer. The base class is vLLM's own,
-    see `file_weights`.
+    A damaged file, or one without the whole model, is refused before the model is touched: vLLM would accept a part of
+    a fused module silently, and generate garbage. If the load itself fails, the process ends, since half a model must
+    not answer. The base class is vLLM's, see `file_weights`.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        backend: Any = self  # with what the base class gave it
+        backend: Any = self  # with the attributes of the base class
         self.model, self.model_config, self.device = backend.model, backend.model_config, backend.device
         # With tensor parallelism a worker has a part of the model only.
         here = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
@@ -148,13 +147,13 @@ class FileWeights:
         self.parameters = dict(self.shapes(whole=backend.parallel_config.tensor_parallel_size == 1))
 
     def init_transfer_engine(self, init_info: Any) -> None:
-        """Nothing: a file needs no connection."""
+        """Do nothing: a file needs no connection."""
 
     def start_weight_update(self) -> None:
-        """Nothing: the model is touched when the file is verified."""
+        """Do nothing: the model is not touched before the file is verified."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the file that `update_info` names. ValueError if it is refused: the weights are as they were."""
+        """Load the file of `update_info`. Raises ValueError if it is refused, with the old weights in place."""
         from vllm.model_executor.model_loader import reload  # pyright: ignore[reportMissingImports]
 
         if not isinstance(update_info, dict) or update_info.keys() != {"path", "sha256"}:
@@ -169,19 +168,19 @@ class FileWeights:
             self.model.load_weights(self.tensors(update_info["path"]))
 
     def receive_weights(self, update_info: Any) -> None:
-        """Nothing: `update_weights` does it."""
+        """Do nothing: `update_weights` does it."""
 
     def check(self, path: str, sha256: str) -> None:
-        """ValueError unless this is a whole model, undamaged."""
+        """Raise ValueError unless the file is intact and has the whole model."""
         self.verifier.verify(path, sha256)
         packed: dict[str, Iterable[str]] = {}
-        for module in reversed(list(self.model.modules())):  # a language model within one that takes images has its own
+        for module in reversed(list(self.model.modules())):  # inner modules have their own, as in vision models
             packed |= getattr(module, "packed_modules_mapping", {})
         if wrong := unfit(self.parameters, self.names(path), packed):
             raise ValueError(f"{path} is not the whole model: {'; '.join(wrong[:3])} ({len(wrong)} in all)")
 
     def shapes(self, whole: bool) -> Iterator[tuple[str, Shape]]:
-        """Of the parameters as a checkpoint has them: some were packed since. () unless this worker has the `whole`."""
+        """Yield names and shapes of the parameters before packing; () unless this worker has the `whole` model."""
         from vllm.model_executor.layers.vocab_parallel_embedding import (  # pyright: ignore[reportMissingImports]
             ParallelLMHead,
             VocabParallelEmbedding,
@@ -195,12 +194,12 @@ class FileWeights:
             for name, parameter in module.named_parameters(recurse=False):
                 shape = tuple(before.get(name, parameter).shape)
                 if isinstance(module, VocabParallelEmbedding):
-                    shape = (module.org_vocab_size, *shape[1:])  # without what it is padded by
+                    shape = (module.org_vocab_size, *shape[1:])  # without padding
                 if not (self.tied and isinstance(module, ParallelLMHead)):
                     yield f"{path}.{name}" if path else name, shape if whole else ()
 
     def names(self, path: str) -> dict[str, Shape]:
-        """The shapes in the file, by names as vLLM has them where a weight stands alone."""
+        """Return the shapes in the file, by vLLM's names of unfused weights."""
         given = {name: shape for name, (_, shape) in shapes_of(path).items()}
         if (mapper := getattr(self.model, "hf_to_vllm_mapper", None)) is None:
             return given
@@ -208,7 +207,7 @@ class FileWeights:
         return {new: shape for name, shape in given.items() if (new := renamed.map_name(name)) is not None}
 
     def tensors(self, path: str) -> Iterator[tuple[str, Any]]:
-        """The weights, a module's one after the other."""
+        """Yield the weights, sorted by name, so that those of a module are adjacent."""
         from safetensors import safe_open
 
         with safe_open(path, "pt", device=str(self.device)) as file:
@@ -217,7 +216,7 @@ class FileWeights:
                     yield name, file.get_tensor(name)
 
     def finish_weight_update(self) -> None:
-        """Make the model whole again. Nothing where the update was refused."""
+        """Finish the reload. No effect if the update was refused."""
         import torch
         from vllm.model_executor.model_loader import reload  # pyright: ignore[reportMissingImports]
 
@@ -232,7 +231,7 @@ class FileWeights:
         self.touched = False
 
     def tie_head(self) -> None:
-        """Prepare the output layer again from the embedding whose weight it has: a packed copy would stay old."""
+        """Prepare the output layer again from its tied embedding: a packed copy would stay old."""
         from vllm.model_executor.layers.vocab_parallel_embedding import (  # pyright: ignore[reportMissingImports]
             ParallelLMHead,
             VocabParallelEmbedding,
@@ -246,7 +245,7 @@ class FileWeights:
 
     @contextlib.contextmanager
     def or_end(self) -> Iterator[None]:
-        """What fails in here ends the process."""
+        """End the process if the block raises."""
         try:
             yield
         except BaseException:
@@ -256,12 +255,12 @@ class FileWeights:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
 
 @functools.cache
 def file_weights() -> type:
-    """FileWeights as a subclass of what vLLM wants a weight backend to be."""
+    """Return FileWeights as a subclass of vLLM's weight transfer engine."""
     from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
         WeightTransferEngine,
         WeightTransferInitInfo,
@@ -274,5 +273,5 @@ def file_weights() -> type:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-elif __name__ == "__mp_main__":  # a process that the API server started, from its first moment on
+elif __name__ == "__mp_main__":  # a process that the API server spawned, at its start
     bind()

@@ -1,8 +1,7 @@
 """The rollout cache: sole owner and mutator of Group and Rollout objects.
 
-Owns every held group (admitted, not yet consumed or dropped), the legal transitions between rollout states, the
-append-only rule and the cumulative token budget. Never decides what happens next, never counts (the ledger does).
-Illegal calls are bugs of the caller and fail an assertion.
+Owns every held group (admitted, not yet consumed or dropped), the legal state transitions, the append-only rule and the
+token budget of a rollout. Never decides what happens next, never counts (ledger.py). Illegal calls fail an assertion.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from rollover.types import DropReason, Group, Prompt, Reward, Rollout, RolloutSt
 STATE_FORMAT = 2
 _READABLE = (1, STATE_FORMAT)
 
-_RUNNING = RolloutState.RUNNING  # needed at every transition, and a member of an Enum class is slow to look up
+_RUNNING = RolloutState.RUNNING  # needed at every transition; Enum member lookups are slow
 
 
 _LEGAL = {
@@ -38,9 +37,9 @@ _HELD = {state for state, after in _LEGAL.items() if after}
 
 
 class RolloutCache:
-    """Held groups by id. `max_new_tokens` is the cumulative budget of a rollout over all its segments.
+    """Held groups by id. `max_new_tokens` is the budget of a rollout over all its segments.
 
-    `first_group_id`: of the first group that is admitted; below 0 in an evaluation.
+    `first_group_id`: id of the first group that is admitted; below 0 in an evaluation.
     `groups`: the held groups by id, in order of admission; read-only.
     """
 
@@ -54,26 +53,26 @@ class RolloutCache:
 
     @property
     def num_admitted(self) -> int:
-        """Groups ever admitted."""
+        """Return the number of groups ever admitted."""
         return self._next_group_id - self.first_group_id
 
     def rollout(self, rollout_id: str) -> Rollout:
         return self._rollouts[rollout_id]
 
     def running(self) -> list[Rollout]:
-        """In group order."""
+        """Return the RUNNING rollouts, in group order."""
         return [r for g in self._groups.values() for r in g.rollouts if r.state is _RUNNING]
 
     def unscored(self) -> list[Rollout]:
-        """Finished rollouts without a reward, in group order: being scored, or to be scored again after a restart."""
+        """Return the SCORING rollouts, in group order: those in scoring, and those to score again after a restart."""
         return [r for g in self._groups.values() for r in g.rollouts if r.state is RolloutState.SCORING]
 
     def remaining(self, rollout_id: str) -> int:
-        """Tokens left of the rollout's budget."""
+        """Return the tokens left of the rollout's budget."""
         return self.max_new_tokens - self._rollouts[rollout_id].num_tokens
 
     def admit(self, task: Task, prompt: Prompt, group_size: int, greedy_baseline: bool = False) -> Group:
-        """Hold a new group of `group_size` WAITING rollouts, and a greedy one after them, under the next id."""
+        """Hold a new group of `group_size` WAITING rollouts, plus a greedy one if wanted, under the next id."""
         assert group_size >= 1 and len(prompt) >= 1
         group_id = self._next_group_id
         self._next_group_id += 1
@@ -91,11 +90,10 @@ class RolloutCache:
         _move(rollout, _RUNNING)
 
     def append(self, rollout_id: str, segments: Sequence[Segment]) -> None:
-        """Add what `extend` returned to a RUNNING rollout, or what the environment wrote to an ACTING one.
+        """Append the engine's segments to a RUNNING rollout, or the environment's to an ACTING one.
 
-        Empty segments are left out. Earlier ones are never touched.
-
-        `why_no_continuation` (engine/validate.py) says beforehand whether an engine's answer may be added.
+        Skips empty segments, and never changes earlier ones. `continuation_error` (engine/validate.py) validates an
+        engine's answer beforehand.
         """
         rollout = self._rollouts[rollout_id]
         assert rollout.state in (_RUNNING, RolloutState.ACTING), f"rollout {rollout_id} is {rollout.state.value}"
@@ -111,7 +109,7 @@ class RolloutCache:
                 rollout.add(segment)
 
     def park(self, rollout_id: str) -> None:
-        """RUNNING or ACTING -> PARKED; -> WAITING if it has no token yet, since there is nothing to resume."""
+        """RUNNING or ACTING -> PARKED, or -> WAITING if it has no token."""
         rollout = self._rollouts[rollout_id]
         assert rollout.num_tokens < self.max_new_tokens, (
             f"rollout {rollout_id} is out of budget: it stopped, it is not parked"
@@ -120,31 +118,31 @@ class RolloutCache:
         rollout.stop_reason = None
 
     def finish(self, rollout_id: str, stop_reason: StopReason, *, acts: bool = False) -> None:
-        """RUNNING or ACTING -> SCORING: the generation stopped. RUNNING -> ACTING (`acts`): its turn did."""
+        """RUNNING or ACTING -> SCORING: the generation stopped. RUNNING -> ACTING (`acts`): only its turn stopped."""
         assert stop_reason is not StopReason.PAUSED, "PAUSED belongs to a segment, never to a stopped rollout"
         rollout = self._rollouts[rollout_id]
         _move(rollout, RolloutState.ACTING if acts else RolloutState.SCORING)
         rollout.stop_reason = stop_reason
 
     def set_reward(self, rollout_id: str, reward: Reward) -> None:
-        """SCORING -> READY. A missing reward is a result too: the rollout stays in its group and is masked later."""
+        """SCORING -> READY. With a missing reward, too: the rollout stays in its group and is masked later."""
         rollout = self._rollouts[rollout_id]
         _move(rollout, RolloutState.READY)
         rollout.reward = reward
 
-    def take_reward_back(self, rollout_id: str) -> None:
-        """Undo `set_reward`, as a filter failed: SCORING again. (Not in `_LEGAL`: nothing else may do this.)"""
+    def undo_reward(self, rollout_id: str) -> None:
+        """Undo `set_reward` after a filter failed: READY -> SCORING. Not in `_LEGAL`: nothing else may do this."""
         rollout = self._rollouts[rollout_id]
         assert rollout.state is RolloutState.READY, f"rollout {rollout_id} is {rollout.state.value}, not ready"
         rollout.state, rollout.reward = RolloutState.SCORING, None
 
     def consume(self, group_id: int) -> Group:
-        """The whole group leaves for training. Returns it."""
+        """Remove a READY group for training, and return it."""
         assert self._groups[group_id].ready, f"group {group_id} is not ready"
         return self._remove(group_id, RolloutState.CONSUMED)
 
     def give_back(self, group: Group) -> None:
-        """Undo `consume`: the group is held again, READY. (Not in `_LEGAL`: nothing else may do this.)"""
+        """Undo `consume`: hold the group again, READY. Not in `_LEGAL`: nothing else may do this."""
         for rollout in group.rollouts:
             assert rollout.state is RolloutState.CONSUMED, f"rollout {rollout.rollout_id} is {rollout.state.value}"
             rollout.state = RolloutState.READY
@@ -154,21 +152,24 @@ class RolloutCache:
         self._groups.update(in_order)
 
     def drop(self, group_id: int, reason: DropReason) -> Group:
-        """The whole group leaves untrained, with a reason. None of its rollouts may be running. Returns it."""
+        """Remove a group untrained, and return it. None of its rollouts may be running."""
         assert isinstance(reason, DropReason)
         return self._remove(group_id, RolloutState.DROPPED)
 
-    # Of an Episode, whose rollouts come and go with the calls of its agent
+    # Rollouts of an Episode: they join and leave with the calls of its agent
 
     def begin_acting(self, rollout_id: str) -> None:
-        """WAITING, without a token, -> ACTING: the agent of its Episode is at work, before its first call."""
+        """WAITING, without a token, -> ACTING: the agent of its Episode runs, before its first call."""
         rollout = self._rollouts[rollout_id]
         assert not rollout.segments, f"rollout {rollout_id} has tokens: its Episode has begun"
         _move(rollout, RolloutState.ACTING)
 
     def open(self, rollout: Rollout) -> Rollout:
-        """`rollout` joins its group, WAITING. Where there is one of this id, it must be without a token: it gets the
-        prompt and the role, and is WAITING again. Returns the one that is held."""
+        """Add a WAITING `rollout` to its group. Returns the held one.
+
+        If the group has one of this id, which must be without tokens, that one gets the prompt and the role, and is
+        WAITING again.
+        """
         assert rollout.state is RolloutState.WAITING and rollout.prompt
         held = self._rollouts.get(rollout.rollout_id)
         if held is None:
@@ -180,18 +181,22 @@ class RolloutCache:
             _move(held, RolloutState.WAITING)
         return held
 
-    def act_again(self, rollout_id: str) -> None:
-        """The agent of its Episode was lost, and another one is at work: ACTING, whatever it did. Without a stop reason
-        its turn has not ended. It does not run. (Not in `_LEGAL`: nothing else may do this.)"""
+    def rerun_agent(self, rollout_id: str) -> None:
+        """Set a rollout that does not run to ACTING: the agent of its Episode was lost and runs again.
+
+        Without a stop reason its turn has not ended. Not in `_LEGAL`: nothing else may do this.
+        """
         rollout = self._rollouts[rollout_id]
-        assert rollout.state in _HELD and rollout.state is not RolloutState.RUNNING, f"{rollout_id} runs, or is gone"
-        if rollout.stop_reason is not None:  # that of its turn: the agent may have given it up
+        assert rollout.state in _HELD and rollout.state is not RolloutState.RUNNING, f"{rollout_id} runs, or has left"
+        if rollout.stop_reason is not None:  # restore that of its last turn: the agent may have abandoned the rollout
             rollout.stop_reason = up_to(rollout, rollout.num_tokens).stop_reason
         rollout.state, rollout.reward = RolloutState.ACTING, None
 
-    def cut(self, rollout_id: str, num_tokens: int) -> Rollout:
-        """What comes after so many tokens of an ACTING rollout leaves, and the rollout with it where those are none and
-        its Episode has others. Returns the rollout that left, or the shorter one that is held in its place."""
+    def truncate(self, rollout_id: str, num_tokens: int) -> Rollout:
+        """Truncate an ACTING rollout to `num_tokens`; remove it if that is 0 and its Episode has others.
+
+        Returns the shorter rollout that is held instead, or the one that left.
+        """
         rollout = self._rollouts[rollout_id]
         group = self._groups[rollout.group_id]
         assert rollout.state is RolloutState.ACTING, f"rollout {rollout_id} is {rollout.state.value}"
@@ -203,11 +208,11 @@ class RolloutCache:
         return shorter
 
     def keep(self, group_id: int, sibling: int, name: str, value: Any) -> None:
-        """An Episode of the group keeps this over a kill."""
+        """Store a value of an Episode of the group, which survives a kill."""
         self._groups[group_id].kept.setdefault(sibling, {})[name] = value
 
     def replace(self, leaving: Sequence[Rollout], by: Rollout) -> None:
-        """These rollouts of one group leave, DROPPED; `by` takes their place."""
+        """Replace these rollouts of one group, which become DROPPED, by another."""
         for rollout in leaving:
             self._leave(rollout)
         self._join(by)
@@ -215,11 +220,10 @@ class RolloutCache:
     # Snapshots
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """(JSON-able meta, arrays): every held group, exactly.
+        """Return (JSON-able meta, arrays of groups_to_state) of every held group.
 
-        A RUNNING rollout is saved as PARKED (WAITING without tokens), a SCORING one as SCORING: it is scored again. So
-        is an ACTING one, whose environment is asked again.
-        The arrays are those of groups_to_state.
+        A RUNNING rollout is saved as PARKED (WAITING without tokens). A restored SCORING one is scored again, and the
+        environment of an ACTING one is called again.
         """
         groups, arrays = groups_to_state(list(self._groups.values()))
         return {"format": STATE_FORMAT, "next_group_id": self._next_group_id, "groups": groups}, arrays
@@ -227,7 +231,7 @@ class RolloutCache:
     def load_state_dict(self, meta: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         """Replace the contents by a saved state.
 
-        Raises ValueError if the format is unknown, or if an unfinished rollout has used up `max_new_tokens` already.
+        Raises ValueError if the format is unknown, or if an unfinished rollout has used up `max_new_tokens`.
         """
         if meta["format"] not in _READABLE:
             raise ValueError(
@@ -252,12 +256,12 @@ class RolloutCache:
         group = self._groups[group_id]
         for rollout in group.rollouts:
             if rollout.state is RolloutState.ACTING:
-                rollout.stop_reason = None  # that was of its turn
+                rollout.stop_reason = None  # that of its turn
             _move(rollout, state)
         del self._groups[group_id]
         for rollout in group.rollouts:
             del self._rollouts[rollout.rollout_id]
-        group.kept.clear()  # nothing of it goes on after a kill, and a replay buffer may hold the group for long
+        group.kept.clear()  # no longer needed, and a replay buffer may hold the group for long
         return group
 
     def _leave(self, rollout: Rollout) -> None:
@@ -278,7 +282,7 @@ class RolloutCache:
 
 
 def _move(rollout: Rollout, state: RolloutState) -> None:
-    """Into another state. AssertionError where that is no legal transition."""
+    """Change the state. Raises AssertionError for an illegal transition."""
     assert state in _LEGAL[rollout.state], (
         f"rollout {rollout.rollout_id}: {rollout.state.value} -> {state.value} is not a legal transition"
     )

@@ -1,4 +1,4 @@
-"""Cancelled tasks, kept until they end: asyncio may lose a task without a reference, and warns of unread errors."""
+"""Cancelled tasks, kept until they end: asyncio drops tasks without a reference, and warns of unread errors."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class CancelledTasks:
         self._tasks: set[asyncio.Future] = set()
 
     def __len__(self) -> int:
-        """Those that have not ended yet."""
+        """Count those that have not ended."""
         return len(self._tasks)
 
     def add(self, task: asyncio.Future) -> None:
-        """Cancel it and wait for it no more."""
+        """Cancel a task, and keep it until it ends."""
         task.cancel()
         self._tasks.add(task)
         task.add_done_callback(self._end)
 
     def _end(self, task: asyncio.Future) -> None:
         self._tasks.discard(task)
-        _ = task.cancelled() or task.exception()  # seen: asyncio need not complain about it
+        _ = task.cancelled() or task.exception()  # read it, so that asyncio does not warn

@@ -1,13 +1,13 @@
-"""Plays the episodes of a workflow on the one engine: what they ask for becomes transitions of the held rollouts.
+"""Runs the episodes of a workflow: the agents' calls become transitions of the held rollouts.
 
-    a group is admitted ──▶ begin ──▶ its Rollouts act: the agent is at work, and has asked for nothing yet
+    a group is admitted ──▶ begin ──▶ its Rollouts act: the agent runs, before its first call
     open ──▶ handle ──▶ a Rollout WAITING with the prompt of a call ──▶ the scheduler, as any other
-    restart ──▶ handle ──▶ its Rollouts leave (restarted), and one without a token begins again
+    restart ──▶ handle ──▶ the Episode's Rollouts are dropped (restarted) and replaced by one without tokens
 
-Owns what episodes have asked for and is not carried out yet. What arrived together is handled in order of (group id,
-sibling). Never decides what starts: the scheduler does. Where an Episode's agent was lost, with the process or with its
-event loop, its function is run again: all its Rollouts act, each until its turns are asked for again, and what is not
-asked for by the end leaves. Or the Episode begins again (`Episodes.resumes`).
+Owns the agents' requests until they are applied, in order of (group id, sibling) if they arrive together. Never decides
+what starts (scheduler.py). If an agent was lost, with the process or its event loop, its function runs again: all its
+Rollouts act until the agent repeats their turns, and at its end the turns that it did not repeat are dropped. If the
+workflow cannot resume (`Episodes.resumes`), the Episode restarts.
 """
 
 from __future__ import annotations
@@ -26,51 +26,53 @@ _UNOPENED = (RolloutState.WAITING, RolloutState.ACTING)
 
 
 class EpisodeRunner:
-    """Runs the episodes of one driver. `forget` is told the ids of rollouts that leave by themselves."""
+    """Runner of the episodes of one driver. `release` is called with the ids of rollouts that are replaced or cut."""
 
-    def __init__(self, lifecycle: Lifecycle, episodes: Episodes, forget: Callable[[list[str]], None]) -> None:
-        self.lifecycle, self.episodes, self._forget = lifecycle, episodes, forget
-        # Rollouts to open; None: the Episode is to begin again
-        self._asked: list[tuple[EpisodePlace, Rollout | None]] = []
+    def __init__(self, lifecycle: Lifecycle, episodes: Episodes, release: Callable[[list[str]], None]) -> None:
+        self.lifecycle, self.episodes, self._release = lifecycle, episodes, release
+        # Rollouts to open; None: restart the Episode
+        self._requests: list[tuple[EpisodePlace, Rollout | None]] = []
         self._ended: list[EpisodePlace] = []
-        self._news: asyncio.Future[None] | None = None
+        self._wakeup: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
-        """Episodes whose agent is at work, or waits for the model, and what they have asked for."""
-        return self.episodes.num_at_work + len(self._asked) + len(self._ended)
+        """Count the episodes whose agent runs or waits for the model, and the requests to apply."""
+        return self.episodes.num_at_work + len(self._requests) + len(self._ended)
 
     @property
-    def waited_for(self) -> list[asyncio.Future]:
-        """What ends when there is something to carry out."""
+    def pending(self) -> list[asyncio.Future]:
+        """Return the future that ends when `handle` has something to do."""
         if not len(self):
             return []
-        if self._news is None or self._news.done():
-            self._news = asyncio.get_running_loop().create_future()
-            if self._asked or self._ended:
-                self._news.set_result(None)
-        return [self._news]
+        if self._wakeup is None or self._wakeup.done():
+            self._wakeup = asyncio.get_running_loop().create_future()
+            if self._requests or self._ended:
+                self._wakeup.set_result(None)
+        return [self._wakeup]
 
-    # What the driver does
+    # Called by the driver
 
-    def ask_for_all(self) -> None:
-        """Every Episode that is not finished has an agent at work: a new group's, and those that lost theirs."""
+    def start_missing(self) -> None:
+        """Start the agent of every unfinished Episode that has none: of new groups, and those that were lost."""
         for group in list(self.lifecycle.cache.groups.values()):
             places = dict.fromkeys((r.group_id, r.sibling) for r in group.rollouts if r.state is not RolloutState.READY)
             for place in places:
                 if not self.episodes.has(place):
-                    self._go_on_with(group, place)
+                    self._resume(group, place)
 
     def on_admit(self, group: Group) -> None:
-        """A new group: all its episodes begin."""
+        """Begin all episodes of a new group."""
         for rollout in group.rollouts:
             self._begin(group, (rollout.group_id, rollout.sibling))
 
     def handle(self) -> list[Rollout]:
-        """Carry out what was asked for. Returns Rollouts that are finished now: what their Episode did not ask for
-        again has left them, or it made no call."""
-        asked, self._asked = sorted(self._asked, key=lambda item: item[0]), []
+        """Apply the agents' requests. Returns the Rollouts that are finished now.
+
+        Those are Rollouts whose unrepeated turns were dropped, and those of an Episode that made no call.
+        """
+        requests, self._requests = sorted(self._requests, key=lambda item: item[0]), []
         ended, self._ended = sorted(self._ended), []
-        for place, rollout in asked:
+        for place, rollout in requests:
             group = self.lifecycle.cache.groups.get(place[0])
             if group is None:
                 continue
@@ -83,25 +85,25 @@ class EpisodeRunner:
             group = self.lifecycle.cache.groups.get(place[0])
             if group is None:
                 continue
-            finished += self._cut(place)
-            # One that waits to begin was opened by a call that nobody waits for: its turn is played, and ends it.
-            finished += [r for r in _of(group, place) if _acts_unopened(r)]
+            finished += self._drop_unrepeated(place)
+            # A WAITING one was opened by a call that its agent abandoned: its turn is played, and ends it.
+            finished += [r for r in _rollouts(group, place) if r.state is RolloutState.ACTING and not r.num_tokens]
         return finished
 
-    def clear(self) -> None:
-        """End every Episode: nobody waits for any more."""
-        self._asked.clear()
+    def end_all(self) -> None:
+        """End every Episode, and discard the requests."""
+        self._requests.clear()
         self._ended.clear()
         self.episodes.end_all()
 
-    # Host
+    # Host: called by the episodes
 
     def open(self, rollout: Rollout) -> None:
-        self._asked.append(((rollout.group_id, rollout.sibling), rollout))
+        self._requests.append(((rollout.group_id, rollout.sibling), rollout))
         self._wake()
 
     def restart(self, group_id: int, sibling: int) -> None:
-        self._asked.append(((group_id, sibling), None))
+        self._requests.append(((group_id, sibling), None))
         self._wake()
 
     def ended(self, group_id: int, sibling: int) -> None:
@@ -111,57 +113,50 @@ class EpisodeRunner:
     # Private
 
     def _wake(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+        if self._wakeup is not None and not self._wakeup.done():
+            self._wakeup.set_result(None)
 
-    def _go_on_with(self, group: Group, place: EpisodePlace) -> None:
-        """An Episode whose agent was lost."""
-        rollouts = _of(group, place)
+    def _resume(self, group: Group, place: EpisodePlace) -> None:
+        """Start an agent for an Episode that has lost its own."""
+        rollouts = _rollouts(group, place)
         if not self.episodes.resumes or _has_just_begun(rollouts, group):
             self._begin(group, place)
             return
         for rollout in rollouts:
-            self.lifecycle.act_again(rollout)
+            self.lifecycle.rerun_agent(rollout)
         first = Rollout(*place, group.task, prompt=group.prompt)
         self.episodes.begin(self, first, group.kept.get(place[1]), [replace(rollout) for rollout in rollouts])
 
     def _begin(self, group: Group, place: EpisodePlace) -> None:
-        rollouts = _of(group, place)
+        rollouts = _rollouts(group, place)
         first = rollouts[0]
         if not _has_just_begun(rollouts, group):
-            self._forget([r.rollout_id for r in rollouts])
+            self._release([r.rollout_id for r in rollouts])
             first = self.lifecycle.restart_episode(group, place[1])
         if first.state is RolloutState.WAITING:
             self.lifecycle.begin_acting(first)
         self.episodes.begin(self, first, group.kept.get(place[1]))
 
-    def _cut(self, place: EpisodePlace) -> list[Rollout]:
-        """What was on record of an Episode that has ended, and was not asked for again, leaves. Returns Rollouts that
-        have others of their turns."""
-        left = []
+    def _drop_unrepeated(self, place: EpisodePlace) -> list[Rollout]:
+        """Drop the recorded turns that a rerun agent, which has ended, did not repeat. Returns Rollouts with turns
+        left.
+        """
+        shortened = []
         unasked = list(self.episodes.unasked(place).items())
-        for rollout_id, num_tokens in reversed(unasked):  # the first one stays where nothing else does
-            self._forget([rollout_id])
-            shorter = self.lifecycle.cut(self.lifecycle.cache.rollout(rollout_id), num_tokens)
-            left += [shorter] if num_tokens else []
+        for rollout_id, num_tokens in reversed(unasked):  # so that the first Rollout stays if all are dropped
+            self._release([rollout_id])
+            shorter = self.lifecycle.truncate(self.lifecycle.cache.rollout(rollout_id), num_tokens)
+            shortened += [shorter] if num_tokens else []
         self.episodes.on_cut(place)
-        return left
+        return shortened
 
 
-def _of(group: Group, place: EpisodePlace) -> list[Rollout]:
+def _rollouts(group: Group, place: EpisodePlace) -> list[Rollout]:
     return [r for r in group.rollouts if r.sibling == place[1]]
 
 
-def _is_unopened(rollout: Rollout) -> bool:
-    return rollout.state in _UNOPENED and not rollout.num_tokens
-
-
-def _acts_unopened(rollout: Rollout) -> bool:
-    return rollout.state is RolloutState.ACTING and _is_unopened(rollout)
-
-
 def _has_just_begun(rollouts: list[Rollout], group: Group) -> bool:
-    """Whether an Episode has one Rollout, as its group was admitted with it."""
+    """Return whether the Episode's only Rollout is as the group was admitted with it."""
     first = rollouts[0]
     as_admitted = first.prompt == group.prompt and first.role == MODEL
-    return len(rollouts) == 1 and _is_unopened(first) and as_admitted
+    return len(rollouts) == 1 and first.state in _UNOPENED and not first.num_tokens and as_admitted

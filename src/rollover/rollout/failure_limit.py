@@ -1,6 +1,6 @@
-"""The failure limit: ends a run whose groups, or whose engine, fail one time after another.
+"""The failure limit ends a run after too many failures of groups or of the engine in a row. Pure.
 
-Owns how many in a row are too many, and what the user is told. Failures are data up to there. Pure.
+Owns the limits and the error messages. Up to a limit, failures are data.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.types import DropReason, Reward
 
-# So many steps' worth of groups in a row that a reward service, or the engine, must be down.
+# Steps' worth of failed groups in a row after which a reward service, or the engine, must be down.
 _MAX_FAILED_STEPS = 4
-_MOST_CAUSES = 3  # of missing rewards, told
+_MAX_CAUSES = 3  # of missing rewards, in a message
 
 
 class FailureLimit:
-    """Told what becomes of each group and of each extension, in turn.
+    """Counter of failures in a row: of extensions, and of groups that were dropped.
 
     `max_failures`: failures in a row of one rollout's extensions that drop its group. `max_filtered_steps`: steps'
     worth of filtered groups in a row that end the run; 0: no limit.
@@ -26,19 +26,19 @@ class FailureLimit:
 
     def __init__(self, lifecycle: Lifecycle, max_failures: int = 1, max_filtered_steps: int = 10) -> None:
         self._lifecycle, self._max_failures, self._max_filtered_steps = lifecycle, max_failures, max_filtered_steps
-        self._num_failed = self._num_given_up = self._num_filtered = self._num_engine_failures = 0
-        self._causes: Counter[str] = Counter()  # of missing rewards of groups in a row, without numbers
+        self._num_failed = self._num_failed_groups = self._num_filtered = self._num_engine_failures = 0
+        self._causes: Counter[str] = Counter()  # errors of missing rewards of groups in a row, without numbers
         self._texts: dict[str, str] = {}
 
     def on_answer(self) -> None:
-        """The engine answered an extension."""
+        """Reset the count of engine failures: an extension succeeded."""
         self._num_engine_failures = 0
 
     def on_failure(self, why: str) -> None:
-        """It failed at one. ValueError where it fails at everything.
+        """Count a failed extension. Raises ValueError if the engine fails at everything.
 
-        That is before the first of all that runs is given up, so that an engine that is down costs no task. But where
-        less runs than a step, or two groups, could run, the failures may be its own fault.
+        That is before the first running rollout reaches `max_failures`, so that an engine that is down costs no task.
+        The limit assumes that at least one step, or two groups, run: failures of fewer rollouts may be their own fault.
         """
         self._num_engine_failures += 1
         lifecycle, num = self._lifecycle, self._num_engine_failures
@@ -47,27 +47,27 @@ class FailureLimit:
         at_once = min(of_a_step, lifecycle.scheduler.max_running or of_a_step)
         if num > max(self._max_failures - 1, 1) * max(len(lifecycle.cache.running()), at_once, 2 * of_a_group):
             raise ValueError(
-                f"the engine failed {num} times in a row, at whatever it was asked; the last error is: {why}."
+                f"the engine failed {num} times in a row, at every request; the last error is: {why}."
                 " Go on with --resume once it works"
             )
 
     def on_complete(self) -> None:
-        """All rollouts of a group are finished."""
-        self._num_given_up = 0
+        """Reset the count of stalled or failed groups: a group is finished."""
+        self._num_failed_groups = 0
 
     def on_ready(self) -> None:
         self._num_filtered = 0
-        self._forget_failed()
+        self._reset_failed()
 
     def on_dropped(self, reason: DropReason, rewards: Sequence[Reward]) -> None:
-        """A group was dropped with these rewards.
+        """Count a dropped group, which has these rewards.
 
-        ValueError where a reward function never works, or works no more, or filters leave nothing to train on.
+        Raises ValueError if rewards keep failing, or if filters leave nothing to train on.
         """
         if reason is DropReason.TOO_FEW_REWARDS:
             self._on_failed(rewards)
             return
-        self._forget_failed()
+        self._reset_failed()
         if reason is DropReason.FILTERED:
             self._on_filtered(rewards)
 
@@ -85,24 +85,24 @@ class FailureLimit:
             return
         raise ValueError(
             f"rewards: none of {'the last' if started else 'the first'} {num_failed} groups got rewards.min_valid ="
-            f" {lifecycle.min_valid_rewards} valid rewards of {config.rollouts_per_group}; {self._told_causes()}. Mend"
-            " that, and go on with --resume"
+            f" {lifecycle.min_valid_rewards} valid rewards of {config.rollouts_per_group}; {self._describe_causes()}."
+            " Mend that, and go on with --resume"
         )
 
-    def _told_causes(self) -> str:
-        """Why rewards are missing, the commonest reasons first."""
+    def _describe_causes(self) -> str:
+        """Return why rewards are missing, the most common reasons first."""
         if not self._causes:
             return "no reward is missing, so no role has so many trajectories in a group"
-        told = [f"{self._texts[cause]} ({num} times)" for cause, num in self._causes.most_common(_MOST_CAUSES)]
-        return f"{self._causes.total()} are missing: {'; '.join(told)}"
+        causes = [f"{self._texts[cause]} ({num} times)" for cause, num in self._causes.most_common(_MAX_CAUSES)]
+        return f"{self._causes.total()} are missing: {'; '.join(causes)}"
 
-    def _forget_failed(self) -> None:
+    def _reset_failed(self) -> None:
         self._num_failed = 0
         self._causes.clear()
         self._texts.clear()
 
     def _on_filtered(self, rewards: Sequence[Reward]) -> None:
-        """Every group of many steps in a row was dropped by a filter: nothing says that another one will be kept."""
+        """Count a filtered group. Raises ValueError after many steps' worth of them."""
         self._num_filtered += 1
         lifecycle, num, most = self._lifecycle, self._num_filtered, self._max_filtered_steps
         if not most or num < lifecycle.config.groups_per_step * most:
@@ -115,12 +115,12 @@ class FailureLimit:
             " filters.give_up_after_steps, or loosen [filters], and go on with --resume. The answers are in rollouts/"
         )
 
-    def on_given_up(self) -> None:
-        """A group was dropped for a rollout that stalled or failed. ValueError where none is finished in between."""
-        self._num_given_up += 1
-        if self._num_given_up >= self._lifecycle.config.groups_per_step * _MAX_FAILED_STEPS:
+    def on_group_failed(self) -> None:
+        """Count a group dropped for a stalled or failed rollout. Raises ValueError after too many in a row."""
+        self._num_failed_groups += 1
+        if self._num_failed_groups >= self._lifecycle.config.groups_per_step * _MAX_FAILED_STEPS:
             raise ValueError(
-                f"watchdog: the last {self._num_given_up} groups were dropped because the engine stalled or failed at a"
-                " rollout, and none was finished in between: the engine seems to hang. Go on with --resume once it"
-                " works; raise watchdog.rollout_timeout_s if it is only slow"
+                f"watchdog: the last {self._num_failed_groups} groups were dropped because the engine stalled or"
+                " failed at a rollout, and none was finished in between: the engine seems to hang. Go on with --resume"
+                " once it works; raise watchdog.rollout_timeout_s if it is only slow"
             )

@@ -1,4 +1,4 @@
-"""Groups as plain state and back, exactly: what a checkpoint holds of them. Pure; never changes a group."""
+"""Serialization of groups for checkpoints, exact in both directions. Pure; never changes a group."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _PLACE = ("role", "trajectory", "context", "turn_key")
 
 
 def groups_to_state(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], Arrays]:
-    """(JSON-able meta, arrays). A RUNNING rollout becomes PARKED (WAITING without tokens).
+    """Return (JSON-able meta, arrays). A RUNNING rollout becomes PARKED (WAITING without tokens).
 
     Arrays: prompt_ids int32, the distinct prompts; token_ids int32 and logprobs float32, of all segments in the order
-    of meta. prompt_offsets int64 [prompts + 1] and segment_offsets int64 [segments + 1] cut them. "prompt" in meta is
-    the index of a group's prompt, and of a rollout's where that is another; "media" beside it are those of the prompt.
+    of meta. prompt_offsets int64 [prompts + 1] and segment_offsets int64 [segments + 1] split them. "prompt" in meta is
+    the index of a group's prompt, and of a rollout's if that differs; "media" are those of the prompt.
     """
     segments = [s for g in groups for r in g.rollouts for s in r.segments]
     prompts: dict[Prompt, int] = {}
@@ -26,16 +26,16 @@ def groups_to_state(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], Arra
     def saved(prompt: Prompt) -> dict[str, Any]:
         return {"prompt": prompts.setdefault(prompt, len(prompts))} | prompt.media_to_json()
 
-    def of_rollout(rollout: Rollout, group: Group) -> dict[str, Any]:
-        own = rollout.prompt is not group.prompt and rollout.prompt != group.prompt
-        return _rollout_to_json(rollout) | (saved(rollout.prompt) if own else {})
+    def saved_rollout(rollout: Rollout, group: Group) -> dict[str, Any]:
+        differs = rollout.prompt is not group.prompt and rollout.prompt != group.prompt
+        return _rollout_to_json(rollout) | (saved(rollout.prompt) if differs else {})
 
     meta = [
         {
             "group_id": g.group_id,
             "task": g.task.to_json(),
             **saved(g.prompt),
-            "rollouts": [of_rollout(r, g) for r in g.rollouts],
+            "rollouts": [saved_rollout(r, g) for r in g.rollouts],
             **({"kept": {str(sibling): kept for sibling, kept in g.kept.items()}} if g.kept else {}),
         }
         for g in groups
@@ -51,9 +51,9 @@ def groups_to_state(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], Arra
 
 
 def groups_from_state(meta: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray]) -> Iterator[Group]:
-    """The groups of `groups_to_state`, in order. ValueError where a log-prob in `arrays` is none.
+    """Yield the groups of `groups_to_state`, in order. Raises ValueError for an invalid log-prob.
 
-    A state of format 1 has the prompts of its groups in their order, and siblings in theirs.
+    Format 1 has one prompt per group, and all siblings, in order.
     """
     prompt_offsets, segment_offsets = arrays["prompt_offsets"], arrays["segment_offsets"]
     ends = zip(prompt_offsets, prompt_offsets[1:], strict=False)
@@ -67,22 +67,21 @@ def groups_from_state(meta: Sequence[Mapping[str, Any]], arrays: Mapping[str, np
     for i, saved in enumerate(meta):
         task = Task.from_json(saved["task"])
         prompt = prompt_of(saved, saved.get("prompt", i))
-        kept = {int(sibling): dict(of) for sibling, of in saved.get("kept", {}).items()}
+        kept = {int(sibling): dict(values) for sibling, values in saved.get("kept", {}).items()}
         group = Group(saved["group_id"], task, prompt, [], kept)
         for sibling, entry in enumerate(saved["rollouts"]):
             rollout = Rollout(
                 group.group_id,
                 entry.get("sibling", sibling),
                 task,
-                # A checkpoint from before this was stored tells it by the tokens alone.
-                greedy=entry.get("greedy", False),
+                greedy=entry.get("greedy", False),  # absent in old checkpoints
                 prompt=prompt_of(entry, entry["prompt"]) if "prompt" in entry else prompt,
                 **{name: entry[name] for name in _PLACE if name in entry},
             )
             for fields in entry["segments"]:
-                cut = slice(segment_offsets[segment_index], segment_offsets[segment_index + 1])
-                token_ids = arrays["token_ids"][cut].astype(np.int32)
-                rollout.add(Segment.from_json(fields, token_ids, arrays["logprobs"][cut].astype(np.float32)))
+                part = slice(segment_offsets[segment_index], segment_offsets[segment_index + 1])
+                token_ids = arrays["token_ids"][part].astype(np.int32)
+                rollout.add(Segment.from_json(fields, token_ids, arrays["logprobs"][part].astype(np.float32)))
                 segment_index += 1
             if (why := rollout.why_not_sampled()) is not None:
                 raise ValueError(

@@ -20,7 +20,7 @@ from rollover.types import DropReason, Group, Rollout, RolloutState, Segment, St
 
 @dataclass(slots=True)
 class Account:
-    """How much is in one account. `tokens`: those that a policy sampled."""
+    """Contents of one account. `tokens`: those that a policy sampled."""
 
     groups: int = 0
     rollouts: int = 0
@@ -34,10 +34,10 @@ class Account:
 
 @dataclass
 class Ledger:
-    """Cumulative counters since the first step of the run. Told of every event by whoever changes the cache."""
+    """Cumulative counters since the first step of the run. Lifecycle reports every change of the cache."""
 
     generated_tokens: int = 0
-    environment_tokens: int = 0  # in no account: nobody sampled them
+    environment_tokens: int = 0  # in no account: not sampled
     admitted_groups: int = 0
     admitted_rollouts: int = 0
     resumed_rollouts: int = 0  # times that a parked rollout was started again
@@ -57,10 +57,10 @@ class Ledger:
                 self.environment_tokens += segment.num_tokens
 
     def on_consume(self, group: Group, oldest_in_loss: int = EVERY_VERSION, times: int = 1) -> None:
-        """The group leaves for training. `times` = -1 undoes that: it was not trained after all.
+        """Count a group as trained. `times` = -1 undoes that.
 
-        Its tokens count as trained, but for those of a greedy baseline, dropped(baseline), those of a rollout with a
-        call that was given up, dropped(abandoned), and those of versions below `oldest_in_loss`, dropped(masked).
+        Its tokens count as trained, except those of a greedy baseline, dropped(baseline), of a rollout with an
+        abandoned call, dropped(abandoned), and of versions below `oldest_in_loss`, dropped(masked).
         """
         self.trained.add(group, times)
         sampled = [r for r in group.rollouts if not r.greedy]
@@ -81,14 +81,14 @@ class Ledger:
         self.dropped[reason].add(group)
 
     def on_leave(self, rollouts: Iterable[Rollout], reason: DropReason) -> None:
-        """These rollouts left their group, which is held on."""
+        """Count rollouts that left their group, which stays held."""
         account = self.dropped[reason]
         for rollout in rollouts:
             account.rollouts += 1
             account.tokens += rollout.num_sampled_tokens
 
     def held(self, cache: RolloutCache) -> dict[RolloutState, Account]:
-        """Rollouts and tokens of the held groups by state (`groups` stays 0: siblings may be in different states)."""
+        """Return rollouts and tokens of the held groups by state (`groups` is 0: states of siblings may differ)."""
         accounts = {s: Account() for s in RolloutState if s not in (RolloutState.CONSUMED, RolloutState.DROPPED)}
         for group in cache.groups.values():
             for rollout in group.rollouts:
@@ -115,7 +115,7 @@ class Ledger:
             raise AssertionError(f"the ledger does not balance (in, accounted for): {wrong}; accounts: {accounts}")
 
     def metrics(self, cache: RolloutCache) -> dict[str, float]:
-        """Cumulative sums, except tokens/held and groups/held, which are current."""
+        """Return cumulative sums, except tokens/held and groups/held, which are current."""
         metrics: dict[str, float] = {
             "tokens/generated": self.generated_tokens,
             "tokens/trained": self.trained.tokens,
@@ -134,7 +134,7 @@ class Ledger:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return JSON."""
         state = vars(self) | {"trained": asdict(self.trained), "filtered": dict(self.filtered)}
         return state | {"dropped": {reason.value: asdict(account) for reason, account in self.dropped.items()}}
 

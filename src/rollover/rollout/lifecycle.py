@@ -1,36 +1,37 @@
-"""Every transition that a held rollout makes, as one state machine: cache, scheduler and ledger told together.
+"""State machine of held rollouts: each transition updates cache, scheduler and ledger, and emits an event.
 
     admit -> start -> append (parks or finishes) -> set_rewards (READY, or dropped) -> consume | drop
-                        └ or its turn ended, and it acts -> append (parks or finishes)
+                        └ a turn ended: ACTING -> append (parks or finishes)
 
-    of an Episode:
-    WAITING ── begin_acting ──▶ ACTING, its agent is at work ── open ──▶ WAITING, with a call's prompt
-    any but RUNNING ── restart_episode ──▶ DROPPED (restarted), and a WAITING one comes in their place
-    any but RUNNING ── act_again ──▶ ACTING: its agent was lost, and is at work again ── cut ──▶ what the agent did not
-    ask for again leaves (restarted)
+    Rollouts of an Episode:
+    WAITING ── begin_acting ──▶ ACTING, the agent runs ── open ──▶ WAITING, with the prompt of a call
+    not RUNNING ── restart_episode ──▶ DROPPED (restarted), replaced by a WAITING one
+    not RUNNING ── rerun_agent ──▶ ACTING: the agent was lost and runs again ── truncate ──▶ tokens that it did not
+    request again are dropped (restarted)
 
-The driver carries this out on an engine, the planner under a virtual clock, the tests at random: the same rules for
-all. Pure: no clock of its own, no event loop, no torch. Owns nothing but its three owners, and who is told of events.
+The driver runs it on an engine, the planner under a virtual clock, the tests at random. Pure: the clock is passed in;
+no event loop, no torch. At the end: how an environment's answer becomes the next segment.
 """
 
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from rollover.config.rollout import RolloutConfig
+from rollover.envs.protocol import written
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.ledger import Ledger
-from rollover.rollout.run_clock import RunClock
 from rollover.rollout.scheduler import Scheduler
 from rollover.staleness import expired
 from rollover.types import DropReason, Group, Prompt, Reward, Rollout, RolloutState, Segment, StopReason, Task
 
-# Asked at every transition, and a member of an Enum class is slow to look up.
+# Needed at every transition; Enum member lookups are slow.
 _PARKED, _ACTING, _PAUSED = RolloutState.PARKED, RolloutState.ACTING, StopReason.PAUSED
 _FINISHED = (RolloutState.SCORING, RolloutState.READY)
 
@@ -58,14 +59,14 @@ class EventKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that just happened: `rollout` for START, RESUME, PARK, ACT, ANSWER, FINISH, SCORE; `reason` for DROP.
+    """A transition that just happened.
 
-    BEGIN, OPEN, RESTART, AGAIN, CUT, KEEP: of Episodes; `rollout` of RESTART is the new one, that of
-    CUT is DROPPED where it left; `kept`: (sibling, name, value) of KEEP. ACT: its turn ended, and
-    its environment is at work. ANSWER: that has `written`, and the rollout may go on; with FINISH it is the last that
-    it wrote. `version`: the trainer's that ADMIT, START, RESUME, CONSUME and GIVE_BACK were
-    told; `filter`: the name of the one that matched, for DROP; `why`: what stalled or failed, for DROP, in words.
-    `seconds`, `trainer_version`: of the run's clock (run_clock.py) at that moment.
+    `rollout`: for START, RESUME, PARK, ACT, ANSWER, FINISH, SCORE, and the Episode events BEGIN, OPEN, RESTART (the new
+    rollout), AGAIN, CUT (DROPPED if it left). `kept`: (sibling, name, value) of KEEP. ACT: the turn ended and the
+    environment runs. ANSWER: the environment has `written` and the rollout may continue; with FINISH `written` is its
+    last text. `version`: the trainer version passed to ADMIT, START, RESUME, CONSUME and GIVE_BACK. DROP has `reason`,
+    `filter` (name of the filter that matched) and `why` (what stalled or failed). `seconds`, `trainer_version`:
+    RunClock.
     """
 
     kind: EventKind
@@ -82,15 +83,14 @@ class Event:
 
 
 class Lifecycle:
-    """The held groups and what becomes of them.
+    """The held groups and their transitions.
 
     `max_running`: rollouts that may run at once; None means no limit. A group with fewer than `min_valid_rewards`, as
-    `num_valid` counts them, is dropped, and so is one for which `group_filter` answers (the filter's name, what is the
-    matter). `listeners` are called after each event, in their order; `clock` says when it was. `first_group_id`: see
-    RolloutCache.
+    `num_valid` counts them, is dropped, and so is one for which `group_filter` returns (name of the filter, reason).
+    `listeners` are called after each event, in order. `first_group_id`: see RolloutCache.
 
-    `start`, `set_rewards`, `consume` and `on_new_version` decide, and carry out what they decided by the others: `run`,
-    `score`, `take`, `drop`. Those decide nothing: what a journal tells can so happen again (run/replay.py).
+    `start`, `set_rewards`, `consume` and `on_new_version` make decisions, and apply them by `run`, `scored`, `take` and
+    `drop`. Those decide nothing, so that run/replay.py can apply the events of a log.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class Lifecycle:
         self.cache = RolloutCache(config.max_new_tokens, first_group_id)
         self.scheduler = Scheduler(config, max_running)
         self.ledger = Ledger()
-        self.stream_ended = False  # there are no more tasks
+        self.stream_ended = False  # no more tasks
 
     def admit(self, task: Task, prompt: Prompt, version: int) -> Group:
-        """A new task becomes a group of WAITING rollouts."""
+        """Admit a task as a new group of WAITING rollouts."""
         group = self.cache.admit(task, prompt, self.config.group_size, self.config.greedy_baseline)
         self.scheduler.on_admit(group, version)
         self.ledger.on_admit(group)
@@ -122,14 +122,14 @@ class Lifecycle:
         return group
 
     def start(self, version: int) -> list[Rollout]:
-        """Give the free slots away. Returns the rollouts that must be extended now, in order."""
+        """Assign the free slots. Returns the rollouts to extend now, in order."""
         started = self.scheduler.to_start(version)
         for rollout in started:
             self.run(rollout, version)
         return started
 
     def run(self, rollout: Rollout, version: int) -> None:
-        """A rollout gets a slot, for the step at trainer `version`."""
+        """Assign a slot to a rollout, for the step at trainer `version`."""
         resumed = rollout.state is _PARKED
         self.cache.start(rollout.rollout_id)
         self.scheduler.on_start(rollout, version)
@@ -139,12 +139,11 @@ class Lifecycle:
         self.emit(EventKind.RESUME if resumed else EventKind.START, group, rollout, version=version)
 
     def append(self, rollout: Rollout, segments: Sequence[Segment], *, acts: bool = False) -> Group | None:
-        """What a running rollout's extension returned, or what the environment of an acting one wrote: it is parked, or
-        its generation is finished.
+        """Append the engine's segments to a running rollout, or the environment's to an acting one; park or finish it.
 
-        `acts`: unless it is parked its turn alone has ended, and its environment is at work. Where that writes nothing
-        the rollout is finished for the reason for which its turn ended. Returns its group if that is complete now, and
-        must be scored.
+        `acts`: unless the rollout is parked, only its turn has ended, and its environment runs next. An environment
+        that writes nothing finishes the rollout with the stop reason of that turn. Returns the group if it is complete
+        now and must be scored.
         """
         acted = rollout.state is _ACTING
         assert segments or acted, f"extend of {rollout.rollout_id} returned no segment"
@@ -168,7 +167,7 @@ class Lifecycle:
         return group if complete else None
 
     def park(self, rollout: Rollout, written: tuple[Segment, ...] = ()) -> None:
-        """A running rollout leaves its slot with what it has; or an acting one may go on after what was `written`."""
+        """Park a running rollout with its tokens, or an acting one that continues after `written`."""
         kind = EventKind.ANSWER if rollout.state is _ACTING else EventKind.PARK
         self.cache.park(rollout.rollout_id)
         self.scheduler.on_park(rollout)
@@ -177,46 +176,46 @@ class Lifecycle:
     def set_rewards(
         self, group: Group, rewards: Sequence[Reward], rollouts: Sequence[Rollout] | None = None
     ) -> bool | DropReason:
-        """Rewards of these rollouts of the group (None: of all). With the last of them the group is READY: True.
+        """Set the rewards of these rollouts of the group (None: all).
 
-        Or it is dropped, and the answer is why: too few of its rewards are valid, none of its tokens can be trained in
-        bound any more, or a filter matches. False: siblings have none yet. Where a filter fails, the rewards are as if
-        they had not come: a restarted run asks for them, and the filter, again.
+        Returns True if the group is READY now, and False while siblings lack rewards. Returns the reason if the group
+        is dropped: too few valid rewards, all tokens beyond the staleness bound, or a filter that matches. If a filter
+        raises, the rewards are undone: a restarted run scores and filters again.
         """
         rollouts = group.rollouts if rollouts is None else rollouts
         assert len(rewards) == len(rollouts), f"{len(rewards)} rewards for {len(rollouts)} rollouts"
         for rollout, reward in zip(rollouts, rewards, strict=True):
             self.cache.set_reward(rollout.rollout_id, reward)
         try:
-            why = self._why_dropped(group) if group.ready else None
+            drop = self._drop_reason(group) if group.ready else None
         except BaseException:
             for rollout in rollouts:
-                self.cache.take_reward_back(rollout.rollout_id)
+                self.cache.undo_reward(rollout.rollout_id)
             raise
         self.scored(group, rollouts)
         if not group.ready:
             return False
-        if why is None:
+        if drop is None:
             self.emit(EventKind.READY, group)
             return True
-        self.drop(group.group_id, *why)
-        return why[0]
+        self.drop(group.group_id, *drop)
+        return drop[0]
 
     def scored(self, group: Group, rollouts: Sequence[Rollout]) -> None:
-        """These rollouts of the group have got their rewards."""
+        """Report that these rollouts of the group have their rewards."""
         for rollout in rollouts:
             self.emit(EventKind.SCORE, group, rollout)
         if group.ready:
             self.scheduler.on_ready(group)
 
     def consume(self, version: int, stream_ended: bool = False) -> list[Group]:
-        """The groups of the step at trainer `version` leave for training, in group-id order."""
+        """Remove the groups of the step at trainer `version` for training. Returns them in group-id order."""
         group_ids = self.scheduler.to_consume(version, stream_ended)
-        assert group_ids is not None, "there is not enough for a step"
+        assert group_ids is not None, "not enough groups for a step"
         return [self.take(group_id, version) for group_id in sorted(group_ids)]
 
     def take(self, group_id: int, version: int) -> Group:
-        """A READY group leaves for the step at trainer `version`."""
+        """Remove a READY group for the step at trainer `version`."""
         group = self.cache.consume(group_id)
         self.ledger.on_consume(group, self.config.oldest_in_loss(version))
         self.scheduler.on_leave(group)
@@ -224,16 +223,16 @@ class Lifecycle:
         return group
 
     def give_back(self, groups: Sequence[Group], version: int) -> None:
-        """Undo `consume(version)`: their step was not trained. They are held and READY again."""
+        """Undo `consume(version)` after a step that was not trained: the groups are held and READY again."""
         oldest = self.config.oldest_in_loss(version)
         for group in groups:
             self.cache.give_back(group)
             self.ledger.on_consume(group, oldest, times=-1)
-            self.scheduler.hold_again(group, version)
+            self.scheduler.requeue(group, version)
             self.emit(EventKind.GIVE_BACK, group, version=version)
 
     def drop(self, group_id: int, reason: DropReason, filter: str = "", why: str = "") -> Group:
-        """The whole group leaves untrained. `filter`: the name of the one that matched it; `why`: in words."""
+        """Drop the whole group. `filter`: name of the filter that matched; `why`: what stalled or failed."""
         group = self.cache.drop(group_id, reason)
         self.ledger.on_drop(group, reason)
         if reason is DropReason.FILTERED:
@@ -243,23 +242,24 @@ class Lifecycle:
         return group
 
     def on_new_version(self, version: int) -> list[Group]:
-        """The trainer is at `version`, live in the engine or not: drops what can no longer be trained in bound."""
+        """Drop groups beyond the staleness bound, now that the trainer is at `version`. Returns them."""
         dropped = [self.drop(group_id, DropReason.STALE) for group_id in self.scheduler.to_drop(version)]
         self.scheduler.on_new_version()
         return dropped
 
-    # Rollouts of an Episode, which come and go while their group is held
+    # Rollouts of an Episode: they join and leave while their group is held
 
     def begin_acting(self, rollout: Rollout) -> None:
-        """The first rollout of an Episode, WAITING without a token: its agent is at work, and it takes no slot until a
-        call comes."""
+        """Start the agent of an Episode: its WAITING first rollout takes no slot until the agent's first call."""
         self.cache.begin_acting(rollout.rollout_id)
         self.scheduler.on_park(rollout)
         self.emit(EventKind.BEGIN, self.cache.groups[rollout.group_id], rollout)
 
     def open(self, rollout: Rollout) -> Rollout:
-        """A call opens `rollout` in its held group. Where the group has one of this id, without a token, that one gets
-        the prompt and the role. Returns the one that is held, which may start."""
+        """Add `rollout`, opened by a call, to its held group. Returns the held one, which may start.
+
+        If the group has a rollout of this id, without tokens, that one gets the prompt and the role.
+        """
         group = self.cache.groups[rollout.group_id]
         held = self.cache.open(rollout)
         if held is rollout:
@@ -269,7 +269,7 @@ class Lifecycle:
         return held
 
     def restart_episode(self, group: Group, sibling: int) -> Rollout:
-        """All rollouts of the Episode leave, and one without a token comes. None of them runs. Returns the new one."""
+        """Replace all rollouts of the Episode, none of which runs, by one without tokens. Returns the new one."""
         leaving = [r for r in group.rollouts if r.sibling == sibling]
         first = Rollout(group.group_id, sibling, group.task, greedy=leaving[0].greedy, prompt=group.prompt)
         unfinished = sum(r.state not in _FINISHED for r in leaving)
@@ -280,21 +280,22 @@ class Lifecycle:
         self.emit(EventKind.RESTART, group, first, reason=DropReason.RESTARTED)
         return first
 
-    def act_again(self, rollout: Rollout) -> None:
-        """A rollout, which does not run, of an Episode whose agent was lost: another agent is at work, and continues it
-        when it asks for that turn again."""
+    def rerun_agent(self, rollout: Rollout) -> None:
+        """Set a rollout, which does not run, to ACTING: its agent was lost, and a new one repeats its turns."""
         if rollout.state is RolloutState.ACTING:
             return
         finished = rollout.state in _FINISHED
-        self.cache.act_again(rollout.rollout_id)
-        self.scheduler.on_act_again(rollout, finished=finished)
+        self.cache.rerun_agent(rollout.rollout_id)
+        self.scheduler.on_rerun_agent(rollout, finished=finished)
         self.emit(EventKind.AGAIN, self.cache.groups[rollout.group_id], rollout)
 
-    def cut(self, rollout: Rollout, num_tokens: int) -> Rollout:
-        """Drop the tokens after the first `num_tokens` of an ACTING rollout (restarted): its agent, at work again, did
-        not ask for them. The whole rollout leaves where `num_tokens` is 0 and its Episode has others. Returns what is
-        held in its place, or the one that left."""
-        left = self.cache.cut(rollout.rollout_id, num_tokens)
+    def truncate(self, rollout: Rollout, num_tokens: int) -> Rollout:
+        """Drop the tokens after the first `num_tokens` of an ACTING rollout (restarted): its new agent diverged there.
+
+        The whole rollout leaves if `num_tokens` is 0 and its Episode has others. Returns the shorter rollout, or the
+        one that left.
+        """
+        left = self.cache.truncate(rollout.rollout_id, num_tokens)
         if left.state is RolloutState.DROPPED:
             self.ledger.on_leave([left], DropReason.RESTARTED)
             self.scheduler.on_rollout_left(left)
@@ -305,20 +306,20 @@ class Lifecycle:
         return left
 
     def keep(self, group_id: int, sibling: int, name: str, value: Any) -> None:
-        """Keep a JSON value of an Episode under a name, across kills, while its group is held."""
+        """Store a JSON value of an Episode under a name; it survives kills while the group is held."""
         if group_id not in self.cache.groups:
             return
         self.cache.keep(group_id, sibling, name, value)
         self.emit(EventKind.KEEP, self.cache.groups[group_id], kept=(sibling, name, value))
 
-    # What is held
+    # State
 
     def check(self) -> None:
-        """AssertionError unless every task and token is in exactly one account."""
+        """Raise AssertionError unless every task and token is in exactly one account."""
         self.ledger.check(self.cache)
 
     def metrics(self) -> dict[str, float]:
-        """The ledger's accounts, and how many groups the scheduler holds at once."""
+        """Return the ledger's accounts, and how many groups the scheduler holds at once."""
         return {
             **self.ledger.metrics(self.cache),
             "groups/in_flight_limit": self.scheduler.in_flight_groups,
@@ -326,20 +327,20 @@ class Lifecycle:
         }
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """(JSON-able meta, arrays) of all three owners."""
+        """Return (JSON-able meta, arrays) of cache, scheduler and ledger."""
         meta, arrays = self.cache.state_dict()
         state = {"cache": meta, "scheduler": self.scheduler.state_dict(), "ledger": self.ledger.state_dict()}
         return state | {"stream_ended": self.stream_ended}, arrays
 
     def load_state_dict(self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        """Replace the contents by a saved state. ValueError as RolloutCache.load_state_dict."""
+        """Replace the contents by a saved state. Raises ValueError as RolloutCache.load_state_dict."""
         self.cache.load_state_dict(state["cache"], arrays)
         self.scheduler.load_state_dict(state["scheduler"], self.cache.groups.values())
         self.ledger.load_state_dict(state["ledger"])
         self.stream_ended = state.get("stream_ended", False)  # absent in a checkpoint of an earlier version
 
     def emit(self, kind: EventKind, group: Group, rollout: Rollout | None = None, **more: Any) -> None:
-        """Report what happened to a group or a rollout. `more`: further fields of the Event."""
+        """Send an event to the listeners. `more`: further fields of the Event."""
         if self.listeners:
             clock = self.clock
             event = Event(kind, group, rollout, seconds=clock.seconds(), trainer_version=clock.version, **more)
@@ -348,11 +349,11 @@ class Lifecycle:
 
     # Private
 
-    def _why_dropped(self, group: Group) -> tuple[DropReason, str] | None:
-        """Why a group that has its rewards is not trained, and the name of the filter; None: it is."""
+    def _drop_reason(self, group: Group) -> tuple[DropReason, str] | None:
+        """Return the reason to drop a scored group, and the filter's name; None to train it."""
         if self.num_valid(group) < self.min_valid_rewards:
             return DropReason.TOO_FEW_REWARDS, ""
-        # What gets READY after new weights are live may have tokens of earlier ones alone.
+        # A group that is READY only after a weight sync may have tokens of earlier weights alone.
         masks = self.config.masks
         if expired([group], self.scheduler.next_version, self.config.max_staleness, masks=masks):
             assert not self.config.finish_first, f"group {group.group_id} is READY beyond the staleness bound"
@@ -362,15 +363,71 @@ class Lifecycle:
 
 
 def acting_in(groups: Iterable[Group]) -> list[Rollout]:
-    """Those whose environment is at work, or is to be asked again after a restart; in the order of their groups."""
+    """Return the ACTING rollouts, in group order."""
     return [r for group in groups for r in group.rollouts if r.state is RolloutState.ACTING]
 
 
 def num_valid_rewards(group: Group) -> int:
-    """How many of its rollouts have a score."""
+    """Return how many rollouts of the group have a score."""
     return sum(r.reward is not None and not r.reward.missing for r in group.rollouts)
 
 
 def is_complete(group: Group) -> bool:
     """Whether every rollout of the group is finished."""
     return all(r.state in _FINISHED for r in group.rollouts)
+
+
+def environment_is_next(rollout: Rollout, segments: Sequence[Segment], max_new_tokens: int) -> bool:
+    """Return whether the environment has the next turn after `segments` of an `extend`.
+
+    It has none after an interruption, after the rollout's last token of budget, or before its first token.
+    """
+    num_tokens = rollout.num_tokens + sum(map(len, segments))
+    return segments[-1].stop_reason is not StopReason.PAUSED and 0 < num_tokens < max_new_tokens
+
+
+def segments_to_append(rollout: Rollout, answer: Segment | None, max_new_tokens: int) -> list[Segment]:
+    """Return the segments to append for an environment's `answer`; none if it is done."""
+    if answer is None:
+        return []
+    if len(answer) + (answer.stop_reason is StopReason.PAUSED) > max_new_tokens - rollout.num_tokens:
+        return [end_segment(rollout, StopReason.LENGTH)]  # too long, or no budget left for the policy
+    return [answer]
+
+
+def end_segment(rollout: Rollout, reason: StopReason) -> Segment:
+    """Return an empty environment segment that finishes the rollout for this reason."""
+    return replace(written(rollout, ()), stop_reason=reason)
+
+
+class RunClock:
+    """Clock of a run: the time and trainer version of each event.
+
+    It is paused while no process runs, and goes back to a resumed checkpoint, so that no second counts twice. `read`
+    returns seconds since any origin. `version`: completed training steps, whether or not the engine has their weights.
+    """
+
+    def __init__(self, read: Callable[[], float] = time.perf_counter) -> None:
+        self._read, self._origin = read, read()
+        self._paused_at: float | None = None
+        self.version = 0
+
+    def seconds(self) -> float:
+        """Return seconds since the start of the run."""
+        return self._read() - self._origin if self._paused_at is None else self._paused_at
+
+    @property
+    def paused(self) -> bool:
+        return self._paused_at is not None
+
+    def pause_at(self, seconds: float) -> None:
+        """Pause the clock at `seconds` until `resume`: replayed events happened then, in an earlier process."""
+        self._paused_at = seconds
+
+    def resume(self) -> None:
+        """Continue from where the clock was paused."""
+        self._origin, self._paused_at = self._read() - self.seconds(), None
+
+    def set(self, seconds: float, version: int) -> None:
+        """Continue from the `seconds` and trainer `version` of a checkpoint, or from zeros."""
+        self._origin, self.version, self._paused_at = self._read() - seconds, version, None

@@ -1,7 +1,7 @@
-"""Order of resumption: plain functions over a read-only view, smallest key first. Never touches a rollout.
+"""Order of resumption: functions of a read-only view, smallest key first. Never touches a rollout.
 
-To add one, write a function `RolloutView -> key` and name it in config/rollout.py, or name your own in the
-configuration. Every key ends with the admission order, so that the order is total (`load_order` adds it to yours).
+To add one, write a function `RolloutView -> key` and name it in config/rollout.py, or name a custom one in the
+configuration. Every key ends with the admission order, so that the order is total (`load_order` appends it).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rollover.functions import described, own_function
 
 
 class RolloutView(NamedTuple):
-    """What an order function may look at.
+    """Input of an order function.
 
     num_tokens: tokens so far. remaining: tokens left of the cumulative budget. admitted_at: trainer version at the
     admission of the group. parked_since: sequence number of the last parking (larger is later).
@@ -33,22 +33,22 @@ OrderKey = tuple[int, ...]
 
 
 def oldest_first(view: RolloutView) -> OrderKey:
-    """By admission: bounds the wait of long answers."""
+    """Sort by admission, which bounds the wait of long answers."""
     return (view.admitted_at, view.group_id, view.sibling)
 
 
 def longest_first(view: RolloutView) -> OrderKey:
-    """Most tokens so far first: the tail starts early, as in longest-processing-time scheduling."""
+    """Sort by most tokens so far: the tail starts early, as in longest-processing-time scheduling."""
     return (-view.num_tokens, view.group_id, view.sibling)
 
 
 def shortest_remaining(view: RolloutView) -> OrderKey:
-    """Fewest remaining budget tokens first."""
+    """Sort by fewest remaining tokens of the budget."""
     return (view.remaining, view.group_id, view.sibling)
 
 
 def fifo(view: RolloutView) -> OrderKey:
-    """In the order in which they were parked."""
+    """Sort by the order of parking."""
     return (view.parked_since, view.group_id, view.sibling)
 
 
@@ -57,7 +57,7 @@ ORDERS: dict[str, Callable[[RolloutView], OrderKey]] = {name: globals()[name] fo
 
 
 def load_order(name: str) -> Callable[[RolloutView], OrderKey]:
-    """The order of that name, or the user's function behind `module:function`. ValueError if there is none."""
+    """Return the order of that name, or the custom function `module:function`. Raises ValueError if missing."""
     if name in ORDERS:
         return ORDERS[name]
     function = own_function("rollout.order", name, "a tuple of integers for a RolloutView, smallest first")

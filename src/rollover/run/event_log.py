@@ -23,10 +23,9 @@ import numpy as np
 
 from rollover.checkpoint.journal import Journal, Mark, Part
 from rollover.checkpoint.mirror import Mirror
+from rollover.engine.validate import resumable_segments
 from rollover.rollout.driver import Driver
-from rollover.rollout.lifecycle import Event, EventKind
-from rollover.rollout.run_clock import RunClock
-from rollover.rollout.watchdog import salvaged
+from rollover.rollout.lifecycle import Event, EventKind, RunClock
 from rollover.track.jsonl import MetricsFile
 from rollover.types import Prompt, Rollout, RolloutState, Segment
 
@@ -225,11 +224,11 @@ class EventLog:
             self.seconds += time.perf_counter() - started
 
     async def _write_progress(self, driver: Driver) -> None:
-        found = await driver.asker.progress(self.running)
+        found = await driver.retrying_engine.progress(self.running)
         cache = driver.lifecycle.cache
         for rollout in cache.running():
             room = cache.remaining(rollout.rollout_id)
-            if believed := salvaged(found.get(rollout.rollout_id, ()), rollout.num_tokens, room):
+            if believed := resumable_segments(found.get(rollout.rollout_id, ()), rollout.num_tokens, room):
                 self.progress({rollout.rollout_id: believed})
 
     def _beat(self) -> None:

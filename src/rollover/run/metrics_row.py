@@ -237,7 +237,7 @@ class Rows:
     def _owners_counters(self) -> dict[str, float]:
         """Counters and gauges of rewards, engine and driver; counters go on where a resumed run had ended."""
         driver = self.parts.driver
-        now = self._kept_counters() | driver.asker.stats() | driver.watchdog.stats()
+        now = self._kept_counters() | driver.retrying_engine.stats() | driver.watchdog.stats()
         now |= self.event_log.counters() | self._of_turns()
         return {k: value + self._carried.get(k, 0.0) - self._before.get(k, 0.0) for k, value in now.items()}
 

@@ -73,7 +73,7 @@ class Overlap:
         if not self.is_on:
             return work()
         if not goes_on:
-            self.parts.driver.go_on(version)
+            self.parts.driver.generate_ahead(version)
             for _ in range(2):  # what may start has begun then, or the driver knows that nothing may
                 await asyncio.sleep(0)
         with self.event_loop_watched(self._generating):
@@ -130,7 +130,7 @@ class Overlap:
             raise
         finally:
             if collected is None:
-                lifecycle.scheduler.forget_reserved()
+                lifecycle.scheduler.clear_reserved()
                 trainer.discard_accumulated()
         return collected
 

@@ -27,9 +27,8 @@ from rollover.rewards.build import build_rewarder
 from rollover.rewards.observer import RewardObserver
 from rollover.rewards.protocol import ScoringPool
 from rollover.rollout.driver import Driver
-from rollover.rollout.lifecycle import Lifecycle
+from rollover.rollout.lifecycle import Lifecycle, RunClock
 from rollover.rollout.requests import Requests
-from rollover.rollout.run_clock import RunClock
 from rollover.rollout.watchdog import Watchdog
 from rollover.run.environment import start_environment
 from rollover.run.supervised import Examples, load_examples
@@ -181,13 +180,13 @@ class Parts:
             watchdog = Watchdog(
                 config.watchdog,
                 scoring_s,
-                nobody_scores=lambda: pool.stands_still,
+                scoring_blocked=lambda: pool.stands_still,
                 max_filtered_steps=config.filters.give_up_after_steps,
             )
             requests = Requests(config.rollout, config.run.seed, stops, may_go_on=environment.has_turns)
             driver = Driver(lifecycle, engine, reroll, environment, requests, watchdog, config.workflow, on_abandon)
             reuse = Reuse(config, reroll, prompts.curriculum)
-            lifecycle.clock.go_on()
+            lifecycle.clock.resume()
             parts = cls(
                 kept=kept,
                 again=again,

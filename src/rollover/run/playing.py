@@ -16,7 +16,7 @@ from rollover.envs.protocol import RunEnvironment
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
 from rollover.rollout.requests import Requests
-from rollover.rollout.watchdog import GivenUp, Watchdog
+from rollover.rollout.watchdog import EvaluationStalled, Watchdog
 from rollover.types import FIRST_EVAL_GROUP, Group, Prompt, Task
 
 _Result = TypeVar("_Result")
@@ -48,7 +48,7 @@ async def play_groups(
         if event.kind is EventKind.ADMIT:
             admitted.append(event.group)
         elif event.kind is EventKind.DROP:
-            raise GivenUp(event.why)
+            raise EvaluationStalled(event.why)
 
     lifecycle = Lifecycle(rollout, min_valid_rewards=0, listeners=[on_event], first_group_id=FIRST_EVAL_GROUP)
     watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(num_siblings), patient=False)
@@ -66,7 +66,7 @@ async def play_groups(
         groups = await driver.collect(engine.oldest_version)
     except BaseException as error:
         driver.player.release(admitted)
-        if isinstance(error, GivenUp):
+        if isinstance(error, EvaluationStalled):
             raise ValueError(f"{error}: the evaluation is given up") from error
         raise
     assert groups is not None

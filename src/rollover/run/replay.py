@@ -53,8 +53,8 @@ class Replay:
             EventKind.BEGIN.value: lambda meta, _: self.lifecycle.begin_acting(self._rollout(meta)),
             EventKind.OPEN.value: lambda meta, data: _open(self.lifecycle, meta, data),
             EventKind.RESTART.value: lambda meta, _: self.lifecycle.restart_episode(self._group(meta), meta["sibling"]),
-            EventKind.AGAIN.value: lambda meta, _: self.lifecycle.act_again(self._rollout(meta)),
-            EventKind.CUT.value: lambda meta, _: self.lifecycle.cut(self._rollout(meta), meta["num_tokens"]),
+            EventKind.AGAIN.value: lambda meta, _: self.lifecycle.rerun_agent(self._rollout(meta)),
+            EventKind.CUT.value: lambda meta, _: self.lifecycle.truncate(self._rollout(meta), meta["num_tokens"]),
             EventKind.KEEP.value: lambda meta, _: self.lifecycle.keep(
                 meta["group"], meta["sibling"], meta["name"], meta["value"]
             ),
@@ -79,7 +79,7 @@ class Replay:
     def read(self, records: Iterable[Record]) -> None:
         """Carry out all of them, in order. ValueError where they do not fit the tasks of this start."""
         for meta, data in records:
-            self.lifecycle.clock.stand_at(meta["seconds"])
+            self.lifecycle.clock.pause_at(meta["seconds"])
             self._of_kind[meta["kind"]](meta, data)
             self.num_records += 1
 
@@ -91,7 +91,7 @@ class Replay:
             segments = self.tokens.take(rollout, min(self.tokens.num_told(rollout), room))
             self._append(rollout, segments, StopReason.PAUSED)
         self.lifecycle.check()
-        self.lifecycle.clock.go_on()
+        self.lifecycle.clock.resume()
 
     # Rollouts
 

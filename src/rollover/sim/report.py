@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from rollover.config import Config, PlanConfig
 from rollover.config.rollout import RolloutConfig
-from rollover.rollout.run_clock import RunClock
+from rollover.rollout.lifecycle import RunClock
 from rollover.sim.plan import Figures, Plan, Variant, synchronous, with_epochs
 from rollover.sim.simulate import Simulation
 from rollover.sim.workload import Workload

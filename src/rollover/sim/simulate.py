@@ -18,10 +18,8 @@ from dataclasses import dataclass, field
 
 from rollover.config import PlanConfig
 from rollover.config.rollout import RolloutConfig
-from rollover.rollout.lifecycle import Event, Lifecycle
-from rollover.rollout.requests import is_asked, to_append
-from rollover.rollout.run_clock import RunClock
-from rollover.rollout.slots import token_budget
+from rollover.rollout.lifecycle import Event, Lifecycle, RunClock, environment_is_next, segments_to_append
+from rollover.rollout.scheduler_state import token_budget
 from rollover.sim.fleet import Fleet
 from rollover.sim.workload import EventQueue, Segments, Turns, Workload, is_partial
 from rollover.staleness import staleness
@@ -148,7 +146,7 @@ class Simulation:
         self.version = self.clock.version = version
         before, generating = self.lifecycle.ledger.generated_tokens, self._generating_s
         self._segments.clear()
-        self.lifecycle.scheduler.on_begin(version, self.engine_version)
+        self.lifecycle.scheduler.begin_step(version, self.engine_version)
         generate_s, score_s = self._collect(version)
         groups = self.lifecycle.consume(version, self._stream_ended)
         if not groups:
@@ -211,7 +209,7 @@ class Simulation:
         engine leaves its share to the trainer, as Run._take_cores does.
         """
         started, ends, generating, alone = self.now, self.now + train_s, self._generating_s, False
-        self.lifecycle.scheduler.on_begin(version + 1, self.engine_version)
+        self.lifecycle.scheduler.begin_step(version + 1, self.engine_version)
         if not self.plan.trainers:
             self.fleet.set_speed(_SHARED_SPEED, self.now)
         while True:
@@ -317,7 +315,7 @@ class Simulation:
             elif so_far == longest:
                 reason = _LENGTH
             segments = self._segments.on_stop(rollout, num_tokens, self.engine_version, reason)
-            acts = self._turns.num > 1 and is_asked(rollout, segments, longest)
+            acts = self._turns.num > 1 and environment_is_next(rollout, segments, longest)
             self._on_stop(self.lifecycle.append(rollout, segments, acts=acts))
             if rollout.state is _ACTING:
                 self._acting.add(self.now + self._turns.seconds(group.later[sibling]), rollout)
@@ -327,7 +325,7 @@ class Simulation:
         group, sibling = self._groups[rollout.group_id], rollout.sibling
         later = group.later[sibling]
         answer = self._turns.answer(rollout, later)
-        self._on_stop(self.lifecycle.append(rollout, to_append(rollout, answer, self.config.max_new_tokens)))
+        self._on_stop(self.lifecycle.append(rollout, segments_to_append(rollout, answer, self.config.max_new_tokens)))
         if rollout.state is _PARKED:
             group.lengths[sibling], group.appended[sibling] = later.pop(0), self._turns.num_written
 

@@ -10,7 +10,7 @@ from rollover import registry
 from rollover.config import Config
 from rollover.config.run import TOOLS
 from rollover.functions import own_function
-from rollover.rollout.run_clock import RunClock
+from rollover.rollout.lifecycle import RunClock
 from rollover.track.health import Health, ignored_figures
 from rollover.track.jsonl import EvalFile, MetricsFile
 from rollover.track.live import LiveView
@@ -32,7 +32,7 @@ class TrackerSetup:
 
 def _trace(setup: TrackerSetup) -> Trace:
     clock = RunClock()
-    clock.stand_at(0.0)  # the time of a run excludes model loading
+    clock.pause_at(0.0)  # the time of a run excludes model loading
     return Trace(clock, TraceFile(setup.path / TRACE, setup.config.track.trace))
 
 

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollover.files import MOST_ROW_BYTES, lines_of, naming, open_regular
-from rollover.rollout.lifecycle import Event, EventKind
-from rollover.rollout.run_clock import RunClock
+from rollover.rollout.lifecycle import Event, EventKind, RunClock
 from rollover.track.tracker import Cut, Row, Tracker
 from rollover.types import Rollout
 
@@ -124,7 +123,7 @@ class Trace(Tracker):
 
         Nothing is recorded while the clock stands, because a span would have no length.
         """
-        if self.clock.stands:
+        if self.clock.paused:
             yield
             return
         self.events.append(TraceEvent(name + SPAN_START, self.clock.seconds(), self.clock.version))

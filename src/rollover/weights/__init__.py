@@ -1,1 +1,1 @@
-"""How new weights get from the trainer to an engine: protocol.py says what a transport does, build.py names them."""
+"""Transports of new weights from the trainer to an engine: protocol.py has what they share."""

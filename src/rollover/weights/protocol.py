@@ -1,11 +1,11 @@
-"""What the ways of weights to an engine share. No torch: an engine elsewhere imports this too.
+"""What the transports of weights share. No torch: remote engines import this too.
 
-    in_place.py      into the model of an engine in this process
-    shared_file.py   to an engine in a child process
-    weights_file.py  to servers
+    engine/embedded/runner.py   into the model of an engine in this process
+    shared_file.py              to an engine in a child process
+    weights_file.py             to servers
 
-When `send` returns, the trainer may change its tensors: the engine has the values that they had, or can get them. What
-an earlier version needed, and this one does not, is given back by then.
+After `write` the trainer may change its tensors: the engine has the written values, or can read them. Resources of
+earlier versions are freed by then.
 """
 
 from __future__ import annotations
@@ -21,24 +21,21 @@ NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
-    """Weights that were sent. `num_bytes` were moved to send them.
-
-    `message` (JSON) tells the engine's end where they are.
-    """
+class WeightUpdate:
+    """Weights of one version in a file. `num_bytes`: written bytes. `message` (JSON): where the engine reads."""
 
     version: int
     num_bytes: int
     message: dict[str, Any]
 
 
-class Holder(Protocol):
-    """A part of an engine's model that keeps some weights in a form of its own: packed ones, adapters."""
+class WeightHolder(Protocol):
+    """A part of an engine's model that stores some weights in another form: packed ones, adapters."""
 
     def load(self, name: str, tensor: torch.Tensor) -> int | None:
-        """Replace this weight, and return the bytes written; None if it is not held here."""
+        """Replace this weight, and return the bytes written; None if it is not stored here."""
         ...
 
     def refresh(self) -> None:
-        """All weights of a version were replaced: compute what is derived from them again."""
+        """Recompute derived tensors after all weights of a version were replaced."""
         ...

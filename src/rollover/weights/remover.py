@@ -1,9 +1,9 @@
-"""Removes a folder when whoever holds its lock has ended, however that was: a program of its own, run beside it.
+"""Child process that removes a folder when the owner of its lock has ended, even by SIGKILL.
 
     python remover.py FOLDER LOCK      LOCK: the file in FOLDER that is locked (flock) while the owner lives
 
-The kernel releases the lock of a process that was killed, which is what is waited for. Standard library only: it starts
-in milliseconds, and takes little room.
+It waits for the lock, which the kernel releases when the owner ends. Standard library only: it starts in milliseconds,
+and takes little memory.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import sys
 
 
 def main(folder: str, lock: str) -> None:
-    """Wait, and remove the folder if it is still there."""
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # told to end beside its owner, it ends after it
+    """Wait for the lock, and remove the folder if it still exists."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # sent to the owner as well: end after it
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError), open(os.path.join(folder, lock), "r+b") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

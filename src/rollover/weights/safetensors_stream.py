@@ -1,4 +1,4 @@
-"""A safetensors file that is written one tensor after the other: the whole of it is never in memory.
+"""Streaming writer and mapped reader of safetensors files: never the whole file in memory.
 
 The format: 8 bytes with the length of the header, the header (JSON: name -> dtype, shape, where its bytes are), the
 bytes (https://huggingface.co/docs/safetensors, "Format").
@@ -28,7 +28,7 @@ def write_safetensors(
     shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
-    """Write `tensors`, which have those dtypes and shapes and come in that order. OSError where there is no room."""
+    """Write `tensors` in the order of `shapes`, with those dtypes and shapes. Raises OSError on a full disk."""
     import torch
 
     header, end = dict[str, Any](), 0
@@ -45,23 +45,22 @@ def write_safetensors(
             expected = next(names)
             assert name == expected and (tensor.dtype, tensor.shape) == (shapes[name][0], tuple(shapes[name][1])), name
             out.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-    assert next(names, None) is None, "every tensor of the header has come"
+    assert next(names, None) is None, "tensors of the header are missing"
 
 
 def mapped(path: str | Path, without: Container[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, view of the file) of every tensor but these. The file may be removed while there are views."""
+    """Yield (name, view of the file) of every tensor except `without`. Views outlive the file's removal."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as stored:
-        for name in stored.keys():  # noqa: SIM118 (it is no mapping)
+        for name in stored.keys():  # noqa: SIM118 (not a mapping)
             if name not in without:
                 yield name, stored.get_tensor(name)
 
 
 @dataclass(frozen=True)
 class WholeFile:
-    """All weights of a model, in a file of their own at `path` that nobody writes any more: to be walked through as
-    `mapped` gives them, any number of times while it is there."""
+    """All weights of a model, in a finished file at `path`. Iterates as `mapped`, any number of times."""
 
     path: Path
 

@@ -1,6 +1,6 @@
-"""A file through which weights reach an engine in a child process: in memory where there is room, else on a disk.
+"""Shared file for weights of an engine in a child process: in memory if there is room, else on a disk.
 
-Owns the file and what lies where in it, which no one else knows. Never talks to the process.
+Owns the file and its layout. Never communicates with the process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Any
 
-from rollover.weights.protocol import NamedTensors, Parcel
+from rollover.weights.protocol import NamedTensors, WeightUpdate
 
 if TYPE_CHECKING:
     import torch
@@ -29,47 +29,46 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SharedFile:
-    """Tensors at fixed offsets, each written in place again with every version.
+    """Tensors at fixed offsets of an unnamed file, overwritten with every version.
 
-    The file has no name, and vanishes with its last holder. `files`: descriptors that the child inherits under the same
-    numbers; the message names the one with the weights.
+    `files`: descriptors that the child inherits under the same numbers; the message has the one with the weights.
     """
 
     def __init__(self) -> None:
         self._folders = [*([_MEMORY] if os.path.isdir(_MEMORY) else []), tempfile.gettempdir()]  # tried in turn
         self._places: list[tuple[str, IO[bytes]]] = []
         for folder in self._folders:
-            with contextlib.suppress(OSError):  # it can only be read, say
+            with contextlib.suppress(OSError):  # e.g. a read-only folder
                 self._places.append((folder, tempfile.TemporaryFile(dir=folder)))
         self._reserved = 0
         self._used = 0
         self._table: dict[str, tuple[str, list[int], int]] = {}  # name -> dtype, shape, offset
-        self._version = 0  # that was written last
+        self._version = 0  # of the last write
 
     @property
     def files(self) -> list[int]:
         return [file.fileno() for _, file in self._places]
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Take room for tensors of these bytes, so that no later `send` lacks it. ValueError if there is none."""
+        """Reserve room for tensors of these bytes, so that no later `write` lacks it. Raises ValueError."""
         self._reserve(sum(map(_aligned, sizes)))
 
-    def send(self, version: int, tensors: NamedTensors) -> Parcel:
-        """Hand over weights of `version`: all of the model's, or those that have changed.
+    def write(self, version: int, tensors: NamedTensors) -> WeightUpdate:
+        """Write weights of `version`: all of the model's, or those that have changed.
 
-        What no longer fits into memory is moved to a disk, with all that was sent before.
+        If memory is full, all weights move to a disk.
         """
         sizes = {name: self._write(name, tensor) for name, tensor in tensors}
         self._version = version
-        return self._parcel(sizes, sum(sizes.values()))
+        return self._update(sizes, sum(sizes.values()))
 
-    def everything(self) -> Parcel | None:
-        """All that was ever sent, in its last state, for a process that begins anew; None: nothing was."""
-        return self._parcel(self._table, 0) if self._table else None
+    def full_update(self) -> WeightUpdate | None:
+        """Return an update with all weights, for a new process; None if nothing was written."""
+        return self._update(self._table, 0) if self._table else None
 
     @staticmethod
-    def receive(message: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of a parcel, in the child. They are views: whoever keeps one beyond the next `send` copies it."""
+    def read(message: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of an update, in the child. They are views, valid until the next `write`."""
         import torch
 
         memory = mmap.mmap(message["file"], 0, access=mmap.ACCESS_COPY)  # unmapped with its last view
@@ -81,13 +80,13 @@ class SharedFile:
         for _, file in self._places:
             file.close()
 
-    def _parcel(self, names: Iterable[str], num_bytes: int) -> Parcel:
+    def _update(self, names: Iterable[str], num_bytes: int) -> WeightUpdate:
         tensors = [[name, *self._table[name]] for name in names]
         message = {"version": self._version, "file": self.files[0], "tensors": tensors}
-        return Parcel(self._version, num_bytes, message)
+        return WeightUpdate(self._version, num_bytes, message)
 
     def _reserve(self, num_bytes: int) -> None:
-        """Take so much room in all, in the first place that has it: what was written moves there."""
+        """Reserve this much room in total, in the first folder that has it; written weights move there."""
         if num_bytes <= self._reserved:
             return
         size = f"{num_bytes / 1e6:.3g} MB"
@@ -102,7 +101,7 @@ class SharedFile:
             for _, full in self._places[:index]:
                 full.seek(0)
                 shutil.copyfileobj(full, file)
-                full.truncate(0)  # the child holds it, too
+                full.truncate(0)  # the child has it open, too
                 full.close()
             file.flush()
             del self._places[:index]
@@ -115,7 +114,7 @@ class SharedFile:
         )
 
     def _write(self, name: str, tensor: torch.Tensor) -> int:
-        """Copy a tensor to its place. Returns its size in bytes."""
+        """Write a tensor at its offset. Returns its size in bytes."""
         import torch
 
         flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
@@ -134,12 +133,12 @@ class SharedFile:
 
 
 def _aligned(num_bytes: int) -> int:
-    """What a tensor of so many bytes takes of the file."""
+    """Return the bytes of a tensor in the file, with alignment."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _allocated(file: IO[bytes], num_bytes: int) -> bool:
-    """Whether the file has room for so many bytes, which it then keeps."""
+    """Allocate these bytes for the file. Returns False if there is no room."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, num_bytes)

@@ -1,12 +1,11 @@
-"""Whole weights in a safetensors file with a name and a checksum: for engines that this process has no pipe to.
+"""Whole weights in a safetensors file with a path and a SHA-256, for servers.
 
     <folder>/rollover-weights-<random>/<version>.<n>.safetensors   written aside and renamed; the last two are kept
-                                       lock                        held while its owner lives
+                                       lock                        held while the owner lives
 
-Owns the folder. Where its owner is killed, a process that waits for that removes it (remover.py); where that was
-killed too, the next owner that writes beside it does. The file has all weights every time, those that a send did not
-bring taken from the last one: a server that is given a part of a model answers that all is well, and samples garbage.
-Where they come in a file already, as from ranks, that gets a second name, and is not written again.
+If the owner is killed, a child process removes the folder (remover.py); if that was killed too, the next owner with the
+same parent folder does. Each file has all weights, unchanged ones copied from the last file: a server that gets a part
+of a model reports success, and samples garbage. Weights that are in a file already, as from ranks, are hard-linked.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import IO
 
 from rollover.files import local_path
 from rollover.weights import remover
-from rollover.weights.protocol import NamedTensors, Parcel
+from rollover.weights.protocol import NamedTensors, WeightUpdate
 from rollover.weights.safetensors_stream import WholeFile, mapped
 
 logger = logging.getLogger(__name__)
@@ -38,8 +37,8 @@ _LOCK = "lock"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class OwnFolder:
-    """A folder of one owner, in the folder `wanted`; without one, in memory where there is room, else on a disk."""
+class LockedFolder:
+    """A locked temporary folder in the folder `wanted`; if that is "", in memory if there is room, else on a disk."""
 
     def __init__(self, wanted: str) -> None:
         self._wanted = wanted and str(local_path(wanted))
@@ -48,23 +47,23 @@ class OwnFolder:
         self._remover: subprocess.Popen[bytes] | None = None
 
     def path(self, num_bytes: int) -> Path:
-        """Where it is: made at the first call, for so many bytes."""
+        """Return the folder's path. The first call creates it, with room for `num_bytes` if possible."""
         if self._path is None:
-            parent = self._wanted or self._chosen(num_bytes)
+            parent = self._wanted or self._choose_parent(num_bytes)
             os.makedirs(parent, exist_ok=True)
-            _remove_what_is_left(parent)
-            self._path, self._lock = _made(parent)
+            _remove_orphans(parent)
+            self._path, self._lock = _create(parent)
             self._remover = subprocess.Popen(
                 [sys.executable, "-I", "-S", remover.__file__, self._path, _LOCK],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # what ends this process's group must not end it
+                start_new_session=True,  # signals to this process's group must not end it
             )
         return self._path
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove the folder."""
         if self._path is not None:
             shutil.rmtree(self._path, ignore_errors=True)
         if self._lock is not None:
@@ -74,7 +73,7 @@ class OwnFolder:
             self._remover.wait()
         self._path = self._lock = self._remover = None
 
-    def _chosen(self, num_bytes: int) -> str:
+    def _choose_parent(self, num_bytes: int) -> str:
         fallback = tempfile.gettempdir()
         if os.path.isdir(_MEMORY):
             if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= num_bytes:
@@ -86,8 +85,8 @@ class OwnFolder:
         return fallback
 
 
-def not_written(folder: Path, why: object) -> ValueError:
-    """What to raise where a folder has no room for the weights."""
+def no_room_error(folder: Path, why: object) -> ValueError:
+    """Return the error for a folder without room for the weights."""
     return ValueError(
         f"the weights could not be written to {folder} ({why}): free some room there, or name another folder in"
         " engine.weights_dir"
@@ -95,19 +94,19 @@ def not_written(folder: Path, why: object) -> ValueError:
 
 
 class WeightsFile:
-    """Whole weights in `folder`; without one, in memory where there is room, else on a disk.
+    """Whole weights in `folder`; if that is "", in memory if there is room, else on a disk.
 
-    The message has the file's `path` and `sha256`.
+    The message of an update has the file's `path` and `sha256`.
     """
 
     def __init__(self, folder: str = "") -> None:
-        self._folder = OwnFolder(folder)
+        self._folder = LockedFolder(folder)
         self._num_sent = 0
-        self._last: Parcel | None = None
+        self._last: WeightUpdate | None = None
         self._files: list[Path] = []
 
-    def send(self, version: int, tensors: NamedTensors) -> Parcel:
-        """Hand over weights of `version`: all of the model's, or those that have changed. ValueError without room."""
+    def write(self, version: int, tensors: NamedTensors) -> WeightUpdate:
+        """Write weights of `version`: all, or those that have changed. Raises ValueError without room."""
         from safetensors.torch import save_file
 
         folder = self._folder.path(0)
@@ -121,22 +120,22 @@ class WeightsFile:
                 save_file(rest | new, aside)
             with open(aside, "rb") as written:
                 digest = hashlib.file_digest(written, "sha256").hexdigest()
-        except Exception as error:  # safetensors has errors of its own for a full disk
+        except Exception as error:  # safetensors has its own errors for a full disk
             aside.unlink(missing_ok=True)
             if isinstance(error, OSError) and error.errno not in _NO_ROOM:
                 raise
-            raise not_written(folder, error) from error
+            raise no_room_error(folder, error) from error
         aside.rename(path)
         self._files.append(path)
         for old in self._files[:-KEPT]:
             old.unlink(missing_ok=True)
         self._files = self._files[-KEPT:]
         message = {"version": version, "path": str(path), "sha256": digest}
-        self._last = Parcel(version, 0, message)
-        return Parcel(version, sum(tensor.nbytes for tensor in new.values()), message)
+        self._last = WeightUpdate(version, 0, message)
+        return WeightUpdate(version, sum(tensor.nbytes for tensor in new.values()), message)
 
-    def everything(self) -> Parcel | None:
-        """All that was ever sent, for a server that begins anew; None: nothing was."""
+    def full_update(self) -> WeightUpdate | None:
+        """Return an update with all weights, for a new server; None if nothing was written."""
         return self._last
 
     def close(self) -> None:
@@ -145,7 +144,7 @@ class WeightsFile:
 
 
 def _linked(path: Path, link: Path) -> bool:
-    """Whether the file has this second name now: not on every disk, and never on another one."""
+    """Create a hard link. Returns False if the file system does not support it, or is another one."""
     try:
         os.link(path, link)
     except OSError:
@@ -153,9 +152,8 @@ def _linked(path: Path, link: Path) -> bool:
     return True
 
 
-def _made(parent: str) -> tuple[Path, IO[bytes]]:
-    """A new folder, and its lock, which is held. Another owner that begins at this moment may find the folder before it
-    is locked, and remove it: then it is made anew."""
+def _create(parent: str) -> tuple[Path, IO[bytes]]:
+    """Create a folder, and lock it. Retries if another owner removed it before it was locked."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)).absolute()
         lock = open(path / _LOCK, "wb")  # noqa: SIM115
@@ -165,8 +163,8 @@ def _made(parent: str) -> tuple[Path, IO[bytes]]:
         lock.close()
 
 
-def _remove_what_is_left(parent: str) -> None:
-    """Folders of owners that live no more: nobody holds their lock."""
+def _remove_orphans(parent: str) -> None:
+    """Remove folders whose owner has ended: their lock is free."""
     for folder in Path(parent).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), open(folder / _LOCK, "r+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,2 +1,2 @@
-"""Child processes that answer calls: `Worker` in the parent (worker.py), `Calls` in the child (child.py). Members that
-fail and come back, and the calls that wait for one: pool.py."""
+"""Supervised child processes: `Worker` in the parent (worker.py), `Calls` in the child (child.py). pool.py restarts
+members that fail, and queues calls for them."""

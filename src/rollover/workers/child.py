@@ -13,15 +13,15 @@ from rollover.workers.framing import MAX_BYTES, Channel, encode
 
 
 class ReplyTooLong(ValueError):
-    """The reply was not sent. The text says how long it is."""
+    """The reply exceeds `max_bytes`, and was not sent."""
 
 
 class Calls:
-    """Iterates over the parent's calls until the connection ends. Each is answered by one or more replies.
+    """Iterator over the parent's calls until the connection ends. Each call gets one or more replies.
 
-    It takes the standard input, which is the connection, for itself. Other code in the process may print, which goes to
-    the standard error, and read, which finds nothing. A copy of the process that user code forks, and that returns from
-    the user's function, ends at its first reply.
+    The connection is the standard input, which this class takes over: prints of other code go to standard error, and
+    reads find an empty file. A process that user code forks, and that returns from the user's function, ends at its
+    first reply.
 
     `max_bytes`: of a reply.
     """
@@ -30,7 +30,7 @@ class Calls:
         self._channel, self._max_bytes = Channel(socket.socket(fileno=os.dup(0))), max_bytes
         self._pid = os.getpid()
         self.call = 0
-        """Number of the present call; 0 for a message that has no reply."""
+        """Number of the current call; 0 for a message without a reply."""
         os.dup2(2, 1)
         with open(os.devnull) as null:
             os.dup2(null.fileno(), 0)
@@ -45,11 +45,11 @@ class Calls:
             yield message
 
     def reply(self, **message: Any) -> None:
-        """Reply to the present call. The process ends if the parent has. ReplyTooLong."""
+        """Reply to the current call. Ends the process if the parent has ended. Raises ReplyTooLong."""
         self.reply_to(self.call, **message)
 
     def reply_to(self, number: int, /, **message: Any) -> None:
-        """Reply to the call that had this number, for a child that takes the next call before it has replied."""
+        """Reply to call `number`, for a child that takes further calls before it replies."""
         if os.getpid() != self._pid:
             os._exit(0)
         buffers = encode(message | {"call": number})
@@ -62,11 +62,11 @@ class Calls:
 
 
 def failure_of(error: BaseException) -> dict[str, Any]:
-    """A reply that says what user code raised."""
+    """Return a reply with the error that user code raised."""
     failure: dict[str, Any] = {"error": explained(error)}
     return failure | {"out_of_memory": True} if isinstance(error, MemoryError) else failure
 
 
 def clear_alarm() -> None:
-    """Clear an alarm that user code left pending: it would kill a later call."""
+    """Clear a pending alarm of user code, which would kill a later call."""
     signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,8 +1,8 @@
-"""Messages over one end of a socket pair: a JSON object, whose values may be numpy arrays.
+"""Messages over a socket pair: JSON objects, whose values may be numpy arrays.
 
-    header: lengths of JSON and arrays, number of arrays ──▶ JSON, an array as its place ──▶ the bytes of all arrays
+    header: lengths of JSON and arrays, number of arrays ──▶ JSON, with placeholders of arrays ──▶ bytes of all arrays
 
-Nothing is pickled, and a float32 keeps its bits. numpy is imported only where a message has an array.
+No pickle; a float32 keeps its bits. numpy is imported only for messages with an array.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from collections.abc import Mapping
 from typing import Any
 
 _HEADER = struct.Struct("!QQI")
-_ARRAY = "array:"  # the only key of an object that stands for an array
+_ARRAY = "array:"  # the only key of an array's placeholder
 MAX_BYTES = 1 << 40
 
 
 class BadMessage(Exception):
-    """The bytes are not a message, or the message not a reply. The text completes "the reward worker ..."."""
+    """Invalid bytes, or an invalid reply. The text completes "the reward worker ..."."""
 
 
 def encode(message: Mapping[str, Any]) -> list[bytes | memoryview]:
@@ -49,7 +49,7 @@ def encode(message: Mapping[str, Any]) -> list[bytes | memoryview]:
 
 
 class Channel:
-    """One end of a connection. `max_bytes`: of the JSON, and of the arrays, of a message that is received.
+    """One end of a connection. `max_bytes`: of the JSON, and of the arrays, of a received message.
 
     One thread may send while another one receives.
     """
@@ -61,18 +61,18 @@ class Channel:
         self._poll.register(end, select.POLLIN)
 
     def send(self, buffers: list[bytes | memoryview]) -> None:
-        """Send an encoded message. OSError if the connection is closed."""
+        """Send an encoded message. Raises OSError if the connection is closed."""
         for buffer in buffers:
             self._socket.sendall(buffer)
 
     def receive(self) -> dict[str, Any]:
-        """Wait for the next message. OSError at the end of the connection; BadMessage."""
+        """Wait for the next message. Raises OSError at the end of the connection, BadMessage."""
         text_bytes, array_bytes, num_arrays = _HEADER.unpack(self._read(_HEADER.size))
         if max(text_bytes, array_bytes) > self._max_bytes:
             raise BadMessage(f"sent a message of more than {self._max_bytes >> 20} MiB")
         try:
             text, arrays = self._read(text_bytes), self._read(array_bytes)
-            # Without arrays an object of the user's may look like the place of one.
+            # Without arrays, a user's object may look like a placeholder.
             message = json.loads(text, object_hook=_Restored(arrays) if num_arrays else None)
         except (ValueError, TypeError, LookupError, OverflowError, MemoryError, RecursionError):
             message = None
@@ -81,16 +81,16 @@ class Channel:
         return message
 
     def wait(self, limit_s: float) -> bool:
-        """Whether a message, its beginning, or the end of the connection comes within `limit_s`."""
+        """Return whether data or the end of the connection arrives within `limit_s`."""
         return bool(self._poll.poll(1000 * limit_s))
 
     def shut(self) -> None:
-        """End the connection at both sides, also for threads that wait in `send` or `receive`."""
+        """Shut down both directions; wakes threads that wait in `send` or `receive`."""
         with self._closing, contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Only when no thread sends or receives any more: its descriptor may be another file's at once."""
+        """Close the descriptor. No thread may still send or receive: the number may be reused at once."""
         with self._closing:
             self._socket.close()
 
@@ -106,7 +106,7 @@ class Channel:
 
 
 class _Restored:
-    """Called with each object of a message, in the order in which their arrays were placed."""
+    """Object hook that restores the arrays of a message, in the order of their placeholders."""
 
     def __init__(self, data: bytearray) -> None:
         self._data, self._used = data, 0

@@ -1,4 +1,4 @@
-"""The output of a child process: one file, appended to at each start, and bounded in size."""
+"""Log file of a child process's output: appended to at each start, bounded in size."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _STARTED = "--- started "
 
 
 class LogFile:
-    """The file `path`. When it has more than `most_bytes`, what is in it replaces `<path>.1`, and it begins again."""
+    """The log file `path`. Above `most_bytes` it is moved to `<path>.1`, and starts empty."""
 
     def __init__(self, path: Path, most_bytes: int = _MOST_BYTES) -> None:
         self.path, self._most_bytes = path, most_bytes
 
     def open(self) -> IO[bytes]:
-        """For a process that is started now to append to."""
+        """Open the file for a process that starts now."""
         self.bound()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.open("ab")
@@ -29,15 +29,15 @@ class LogFile:
         return file
 
     def bound(self) -> None:
-        """Now and then while a process writes: what it writes at this very moment may be lost."""
+        """Bound the size. Call it at intervals while a process writes; output of that moment may be lost."""
         with contextlib.suppress(OSError):
             if self.path.stat().st_size > self._most_bytes:
                 shutil.copyfile(self.path, self.path.with_name(self.path.name + ".1"))
-                with self.path.open("r+b") as file:  # not replaced: the process appends to this one
+                with self.path.open("r+b") as file:  # truncated, not replaced: the process has it open
                     file.truncate(0)
 
     def last_words(self) -> str:
-        """The last lines since it was started last; "" if it said nothing."""
+        """Return the last lines since the last start; "" if there are none."""
         text = ""
         with contextlib.suppress(OSError):
             with self.path.open("rb") as file:

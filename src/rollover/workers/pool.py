@@ -1,9 +1,9 @@
 """A pool of members that fail and are restarted (servers of an engine, nodes of reward workers), and a queue for it.
 
     start ──▶ life of a member ──failed──▶ on_failure ──exponential backoff──▶ life again
-    place(call) ──in order──▶ a place, as soon as `choose` finds one ──▶ move when there may be another
+    place(call) ──in order──▶ a slot, as soon as `choose` finds one
 
-Owns one task a member, and the waiting calls. An error in such a task ends the queue: the member is not restarted.
+Owns one task per member, and the waiting calls. An error in such a task ends the queue: the member is not restarted.
 """
 
 from __future__ import annotations
@@ -21,32 +21,31 @@ from rollover.shutdown import end_tasks
 
 Member = TypeVar("Member")
 Call = TypeVar("Call")
-Place = TypeVar("Place")
+Slot = TypeVar("Slot")
 
 
 @dataclass(eq=False)
-class _Waiting(Generic[Call, Place]):
+class _Waiting(Generic[Call, Slot]):
     number: int
     call: Call
-    place: asyncio.Future[Place | None]
+    place: asyncio.Future[Slot | None]
 
 
-class RequestQueue(Generic[Call, Place]):
-    """Calls that wait for a place, in order. `choose`: takes a place for a call, or None where there is none yet;
-    `free`: frees one that was taken."""
+class RequestQueue(Generic[Call, Slot]):
+    """Calls that wait for a slot, in order. `choose`: takes a slot for a call, or returns None; `free`: frees it."""
 
-    def __init__(self, choose: Callable[[Call], Place | None], free: Callable[[Place], None]) -> None:
+    def __init__(self, choose: Callable[[Call], Slot | None], free: Callable[[Slot], None]) -> None:
         self._choose, self._free = choose, free
-        self._waiting: list[_Waiting[Call, Place]] = []
+        self._waiting: list[_Waiting[Call, Slot]] = []
         self._numbers = itertools.count()
         self._error: BaseException | None = None
 
     def number(self) -> int:
-        """Return a number in the order of arrival: a call that keeps it is placed before those that came later."""
+        """Return a number in the order of arrival, which a call may keep over several waits."""
         return next(self._numbers)
 
-    async def place(self, call: Call, number: int | None = None, until: asyncio.Event | None = None) -> Place | None:
-        """Return a place. None if `until` is set first, or the queue ended. Raises the error of `end`."""
+    async def place(self, call: Call, number: int | None = None, until: asyncio.Event | None = None) -> Slot | None:
+        """Wait for a slot. None if `until` is set first, or the queue ended. Raises the error of `end`."""
         self.check()
         future = asyncio.get_running_loop().create_future()
         waiting = _Waiting(self.number() if number is None else number, call, future)
@@ -66,13 +65,13 @@ class RequestQueue(Generic[Call, Place]):
             with contextlib.suppress(ValueError):
                 self._waiting.remove(waiting)
 
-    def leave(self, place: Place) -> None:
-        """The call that had this place has ended."""
+    def leave(self, place: Slot) -> None:
+        """Free the slot of a call that has ended."""
         self._free(place)
         self.move()
 
     def move(self) -> None:
-        """Place the calls that wait, in their order: there may be room."""
+        """Give free slots to the waiting calls, in order."""
         for waiting in list(self._waiting):
             if (place := self._choose(waiting.call)) is not None:
                 self._waiting.remove(waiting)
@@ -84,7 +83,7 @@ class RequestQueue(Generic[Call, Place]):
             raise self._error
 
     def end(self, error: BaseException | None) -> None:
-        """Calls that wait, and those to come, raise this error. None: those that wait get no place."""
+        """End the queue: waiting and later calls raise this error. None: waiting calls return None."""
         self._error = self._error or error
         waiting, self._waiting = self._waiting, []
         for each in waiting:
@@ -95,10 +94,10 @@ class RequestQueue(Generic[Call, Place]):
 
 
 class Pool(Generic[Member]):
-    """Restarts each of `members` whenever it fails.
+    """Supervisor that restarts each of `members` whenever it fails, with exponential backoff.
 
-    life: starts one, calls its argument when it works, and returns why it failed ("": that is known already).
-    on_failure: releases one; it gets the reason, and whether that differs from the last one.
+    life: runs a member, calls its argument when the member works, and returns why it failed ("": handled already).
+    on_failure: releases a member; gets the reason, and whether it differs from the last one.
     """
 
     def __init__(
@@ -116,13 +115,13 @@ class Pool(Generic[Member]):
         return bool(self._tasks)
 
     def start(self, *others: Coroutine[Any, Any, None]) -> None:
-        """Start all members, and `others`, whose error ends the queue as well."""
+        """Start all members, and `others`, whose errors end the queue as well."""
         self._tasks = [asyncio.ensure_future(work) for work in (*map(self._keep, self.members), *others)]
         for task in self._tasks:
             task.add_done_callback(self._on_end)
 
     async def close(self) -> None:
-        """Start no member again."""
+        """Stop supervising the members."""
         await end_tasks(self._tasks)
 
     async def _keep(self, member: Member) -> None:
@@ -139,7 +138,7 @@ class Pool(Generic[Member]):
 
 
 async def set_within(event: asyncio.Event, limit_s: float) -> bool:
-    """Whether the event is set in time."""
+    """Return whether the event is set within `limit_s`."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), limit_s)
         return True

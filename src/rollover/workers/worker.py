@@ -1,10 +1,10 @@
-"""The parent's end of a child process that answers calls, from its start to its end.
+"""The parent's end of one child process that answers calls.
 
     submit ──▶ queue ──writer thread──▶ socket ──▶ child ──▶ replies ──▶ supervisor thread ──▶ on_reply
 
-The child and, with `kept`, all that it starts die with this process (processes.py). The supervisor thread notices its
-end, also between two calls, kills it when it was stopped for too long, and bounds its log. Nothing here blocks the
-caller: an event loop and threads may submit. A Worker is one process: replace it by a new one to restart it.
+The child and, with `kept`, all its descendants die with this process (processes.py). The supervisor thread detects its
+end, kills it if it was stopped for too long, and bounds its log. No call blocks: event loops and threads may submit. A
+Worker is one process: create a new one to restart it.
 """
 
 from __future__ import annotations
@@ -42,22 +42,24 @@ Reply = dict[str, Any] | WorkerDied | BadMessage
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """message_bytes: of one message. stopped_s: it is killed after having been stopped (SIGSTOP) for so long; a kept
-    one after some seconds in any case."""
+    """message_bytes: of one message. stopped_s: kill it after it was stopped (SIGSTOP) for so long; a kept one is
+    killed after some seconds in any case.
+    """
 
     message_bytes: int = MAX_BYTES
     stopped_s: float | None = None
 
 
 class Worker:
-    """A child process that runs `main(*arguments)` of `module`, whose calls are a `Calls` (child.py).
+    """A child process that runs `main(*arguments)` of `module`, and reads its calls by `Calls` (child.py).
 
-    name: for messages ("the reward worker"). kept: it runs foreign code; it and all that it starts are killed together.
-    environment: `child_environment()` unless given. stderr: its output, where not this process's; a LogFile is bounded
-    in size. files: descriptors that it inherits. on_end: called with the Worker in its supervisor thread.
+    name: for messages ("the reward worker"). kept: it runs foreign code; it and all its descendants are killed
+    together. environment: `child_environment()` unless given. stderr: for its output, instead of this process's; a
+    LogFile is bounded in size. files: descriptors that it inherits. on_end: called with the Worker in its supervisor
+    thread.
 
-    Start it in a thread that lives as long as it shall: on Linux a child dies with the thread that started it. OSError
-    where no process can be started.
+    Start it in a thread that outlives it: on Linux a child dies with the thread that started it. Raises OSError if the
+    process cannot be started.
     """
 
     def __init__(
@@ -81,12 +83,12 @@ class Worker:
                 self._process = subprocess.Popen(
                     child_command(module, *arguments, kept=kept),
                     stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,  # until `Calls` sends to stderr what is printed
+                    stdout=subprocess.DEVNULL,  # until `Calls` redirects it to stderr
                     stderr=output,
                     env=child_environment() if environment is None else environment,
                     pass_fds=files,
-                    # Ctrl-C is for the loop. A kept one in no session of its own: Linux shares the cores between
-                    # sessions first, and each would weigh as much as the trainer.
+                    # Ctrl-C is for the loop. A kept one gets no own session: Linux shares the cores between sessions
+                    # first, and each would weigh as much as the trainer.
                     process_group=0 if kept else None,
                     start_new_session=not kept,
                 )
@@ -98,7 +100,7 @@ class Worker:
         self._pending: dict[int, Callable[[Reply], bool]] = {}
         self._lock = threading.Lock()  # of the pending calls
         self._num_calls = 0
-        self._over: Reply | None = None  # no reply can come any more
+        self._over: Reply | None = None  # set when no more reply can come
         self._ended = threading.Event()
         self._when_ended: list[Callable[[], object]] = []
         self.stopped_s = 0.0
@@ -106,7 +108,7 @@ class Worker:
         self.last_reply = time.monotonic()
         """When it last replied, or was started (time.monotonic)."""
         self.pid = self._process.pid
-        """Id of the process; with `kept` of its keeper."""
+        """Id of the process; with `kept`, of its supervisor process."""
         try:
             self._writer = threading.Thread(target=self._write, daemon=True, name=f"{name} writer")
             self._writer.start()
@@ -118,29 +120,31 @@ class Worker:
 
     @property
     def stderr(self) -> IO[bytes] | None:
-        """What it prints, with stderr = subprocess.PIPE."""
+        """Return its output, with stderr = subprocess.PIPE."""
         return self._process.stderr
 
     @property
     def alive(self) -> bool:
-        """Whether it may still reply."""
+        """Return whether it may still reply."""
         return self._over is None and self._process.returncode is None
 
     @property
     def exit_code(self) -> int:
-        """How it ended: minus the number of a signal, or its exit code. Only after `wait` is True."""
+        """Return its exit code, or minus the number of a signal. Only after `wait` is True."""
         assert self._process.returncode is not None
         return self._process.returncode
 
     @property
     def num_pending(self) -> int:
-        """Calls that are not done."""
+        """Return the number of calls that are not done."""
         return len(self._pending)
 
     def submit(self, message: Mapping[str, Any], on_reply: Callable[[Reply], bool]) -> int:
-        """Send a call, and return its number. `on_reply` gets each reply, in the supervisor thread, until it returns
-        True; or last the exception WorkerDied or BadMessage, when the process has ended. TypeError for a message that
-        cannot be sent."""
+        """Send a call, and return its number.
+
+        `on_reply` gets each reply, in the supervisor thread, until it returns True; when the process has ended, it gets
+        WorkerDied or BadMessage last. Raises TypeError for a message that cannot be sent.
+        """
         with self._lock:
             number = self._num_calls + 1
             buffers = encode({**message, "call": number})
@@ -154,7 +158,7 @@ class Worker:
         return number
 
     def notify(self, message: Mapping[str, Any]) -> None:
-        """Send a message that has no reply. TypeError for one that cannot be sent."""
+        """Send a message without a reply. Raises TypeError for one that cannot be sent."""
         self._unsent.put(encode(message))
 
     async def request(
@@ -165,10 +169,10 @@ class Worker:
         *,
         limit_each: bool = False,
     ) -> dict[str, Any]:
-        """Send a call and hand each reply to `take`, until it returns True: that reply is returned.
+        """Send a call, and return the first reply for which `take` returns True.
 
-        TimeoutError after `limit_s`, with `limit_each` after so long without a reply; WorkerDied; BadMessage. Once it
-        has raised, or was cancelled, further replies are ignored.
+        Raises TimeoutError after `limit_s` (with `limit_each`, after that time without a reply), WorkerDied,
+        BadMessage. Further replies are ignored after an error or a cancellation.
         """
         loop = asyncio.get_running_loop()
         replies: asyncio.Queue[Reply] = asyncio.Queue()
@@ -188,7 +192,7 @@ class Worker:
                     async with asyncio.timeout(left_s):
                         reply = await replies.get()
                 except TimeoutError:
-                    # A training step may hold up the event loop for longer than the limit: what came meanwhile counts.
+                    # A training step may block the event loop for longer than the limit: check for a reply once more.
                     await asyncio.sleep(_GRACE_S)
                     if replies.empty():
                         raise
@@ -204,27 +208,27 @@ class Worker:
             with self._lock:
                 if is_done:
                     self._pending.pop(number, None)
-                elif number in self._pending:  # cancelled, or too late: what comes is ignored
+                elif number in self._pending:  # cancelled, or too late: ignore replies
                     self._pending[number] = lambda reply: False
 
     def wait(self, limit_s: float | None = None) -> bool:
-        """Whether it has ended, and its last reply was handed over, within the limit."""
+        """Return whether it has ended, and its last reply was delivered, within the limit."""
         return self._ended.wait(limit_s)
 
     def kill(self) -> None:
-        """Begin to end it, and all that it started if it is kept. Returns at once; `wait` waits for it."""
+        """Kill it, with all its descendants if it is kept. Returns at once; `wait` waits for the end."""
         with contextlib.suppress(ProcessLookupError):
-            # A keeper kills its child, and all that descends from that, and ends.
+            # The supervisor process of a kept one kills its child, with all descendants, and ends.
             self._process.terminate() if self._kept else self._process.kill()
         self._channel.shut()
 
     async def killed(self) -> None:
-        """Kill it, and wait until it is gone."""
+        """Kill it, and wait for its end."""
         self.kill()
         await self.ended()
 
     async def ended(self) -> None:
-        """Wait until it has ended, and its last reply was handed over."""
+        """Wait until it has ended, and its last reply was delivered."""
         loop, gone = asyncio.get_running_loop(), asyncio.Event()
         with self._lock:
             if self._ended.is_set():
@@ -232,21 +236,21 @@ class Worker:
             self._when_ended.append(lambda: loop.call_soon_threadsafe(gone.set))
         await gone.wait()
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """End the connection, which ends the child's main function."""
         self._channel.shut()
 
     def close(self, grace_s: float = 0.0) -> None:
-        """End the connection, and kill the process if it lives on for `grace_s`."""
-        self.hang_up()
+        """Disconnect, and kill the process if it still runs after `grace_s`."""
+        self.disconnect()
         if not self._ended.wait(grace_s):
             self.kill()
             self._ended.wait()
 
-    # In threads of their own
+    # In their own threads
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # it ended: the other thread says so
+        with contextlib.suppress(OSError):  # it ended: the supervisor thread handles it
             while (buffers := self._unsent.get()) is not None:
                 self._channel.send(buffers)
 
@@ -258,7 +262,7 @@ class Worker:
                 if self._channel.wait(_POLL_S):
                     self._dispatch(self._channel.receive())
                 elif self._process.poll() is not None:
-                    break  # a process that it forked holds the connection
+                    break  # a forked process has the connection open
                 else:
                     self._end_stopped()
                 if self._log is not None and time.monotonic() > log_at:
@@ -268,7 +272,7 @@ class Worker:
             bad = error
         except OSError:
             pass
-        except Exception as error:  # of a callback: the calls must not wait for ever
+        except Exception as error:  # of a callback: pending calls must not wait for ever
             bad = BadMessage(f"sent a reply that was not understood ({type(error).__name__}: {error})")
         how = self._end(bad is not None)
         with self._lock:
@@ -303,13 +307,13 @@ class Worker:
     def _end_stopped(self) -> None:
         if self._stopped_limit_s is None:
             return
-        # Counted, not measured: what stops this process, too, counts once.
+        # Counted in polls: time in which this process was stopped, too, counts once.
         self.stopped_s = self.stopped_s + _POLL_S if is_stopped(self._process.pid) else 0.0
         if self.stopped_s >= self._stopped_limit_s:
             self._process.kill()
 
     def _end(self, at_once: bool) -> str:
-        """Wait for its end, bring it about if need be, and return how it ended."""
+        """Wait for its end, kill it if it does not end, and return how it ended."""
         if at_once:
             self.kill()
         closed = False
@@ -326,7 +330,7 @@ class Worker:
 
 
 def how_it_ended(code: int | None) -> str:
-    """An exit code in words; None: the process lived on."""
+    """Describe an exit code; None: the process did not end by itself."""
     if code is None:
         return "it closed its pipe"
     if code >= 0:

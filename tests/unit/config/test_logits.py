@@ -25,7 +25,7 @@ def config(logits: dict[str, Any], **tables: Any) -> Config:
 def asked(made: Config) -> LogitsProcessing:
     """What the engine is asked to do for a rollout of such a run."""
     rollout = Rollout(0, 0, Task("t", "s", "r", prompt="p"), prompt=Prompt((1, 2)))
-    return Requests(made.rollout, 0).to_go_on(rollout).processing
+    return Requests(made.rollout, 0).continuation(rollout).processing
 
 
 @pytest.mark.parametrize(

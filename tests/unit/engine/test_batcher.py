@@ -6,9 +6,8 @@ import random
 
 import torch
 
-from rollover.engine.embedded.batcher import Batcher
+from rollover.engine.embedded.batch import Batcher, Sequence
 from rollover.engine.embedded.kv_cache import KVCache
-from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.protocol import ExtendRequest
 from rollover.types import Prompt, SamplingParams
 

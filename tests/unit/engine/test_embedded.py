@@ -241,7 +241,7 @@ def perturbed(model, scale: float = 0.5) -> list[tuple[str, torch.Tensor]]:
     return [(n, p + scale * p.std() * torch.randn(p.shape, generator=generator)) for n, p in model.named_parameters()]
 
 
-def test_weights_change_in_mid_flight_make_segments_of_two_versions() -> None:
+def test_weight_update_splits_segments_by_version() -> None:
     """Tokens before the update have the old weights' log-probs, those after it the new ones' (policy recompute)."""
     old = tiny.model()
     new = tiny.model()
@@ -305,7 +305,7 @@ def test_kv_policies_after_an_update(policy: str, kept: int, stale: int) -> None
 
 
 @pytest.mark.parametrize("how", ["new weights", "eviction"])
-def test_what_an_environment_wrote_is_prefilled_for_the_first_time_where_the_turn_before_lost_its_kv(how: str) -> None:
+def test_environment_tokens_after_lost_kv_are_no_reprefill(how: str) -> None:
     """The turn's tokens are computed again, and those that were appended to it are not."""
     memory = engine().kv_bytes_per_token * 1000 / 1e9
     target = engine(kv_memory_gb=memory)
@@ -389,7 +389,7 @@ def test_greedy_circles_are_stopped() -> None:
             assert not any(repeats_itself(tokens[n - 32 : n]) for n in range(32, len(b), 16))
 
 
-def test_who_listens_hears_each_token_when_it_is_sampled_and_why_it_is_the_last() -> None:
+def test_on_token_gets_each_token_and_the_stop_reason() -> None:
     target, heard = engine(), []
     asked = request("0-0", PROMPTS[0], 6)
 
@@ -419,7 +419,7 @@ def test_prompts_are_shared_within_a_salt_alone(salts: tuple[str, str], shared: 
     assert target.stats()["kv/shared_prompt_tokens"] == shared * (len(prompt_ids(PROMPTS[1])) - 1)
 
 
-def test_while_it_may_make_no_step_what_is_asked_waits_and_what_is_interrupted_returns() -> None:
+def test_without_steps_requests_wait_and_interrupts_return() -> None:
     target = engine()
 
     async def go() -> None:
@@ -443,8 +443,8 @@ def test_while_it_may_make_no_step_what_is_asked_waits_and_what_is_interrupted_r
 def test_only_the_whole_model_s_weights_are_loadable() -> None:
     target, shapes = engine(), {name: tuple(p.shape) for name, p in tiny.model().named_parameters()}
     name = "model.embed_tokens.weight"
-    assert target.why_not_loadable(shapes) == ""
-    assert target.why_not_loadable(shapes | {"lm_head.weight": shapes[name]}) == "", "the tied head under its own name"
-    assert "lacks 1 weights" in target.why_not_loadable({n: s for n, s in shapes.items() if n != name})
-    assert "that the model has not, the first is other" in target.why_not_loadable(shapes | {"other": (1,)})
-    assert f"has {name} in the shape [3, 2]" in target.why_not_loadable(shapes | {name: (3, 2)})
+    assert target.load_error(shapes) == ""
+    assert target.load_error(shapes | {"lm_head.weight": shapes[name]}) == "", "the tied head under its own name"
+    assert "lacks 1 weights" in target.load_error({n: s for n, s in shapes.items() if n != name})
+    assert "unknown weights, the first is other" in target.load_error(shapes | {"other": (1,)})
+    assert f"has {name} in the shape [3, 2]" in target.load_error(shapes | {name: (3, 2)})

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollover.engine.embedded.batch import Sequence
 from rollover.engine.embedded.kv_cache import KVCache, row_tokens_for
-from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.protocol import ExtendRequest
 from rollover.types import Prompt, SamplingParams
 

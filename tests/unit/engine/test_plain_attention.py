@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rollover.engine.embedded.batch import Sequence
 from rollover.engine.embedded.kv_cache import KVCache
-from rollover.engine.embedded.runner import Chunk, DecodeAttention, PrefillAttention
-from rollover.engine.embedded.sequence import Sequence
+from rollover.engine.embedded.runner import DecodeAttention, PrefillAttention, SequenceChunk
 from rollover.engine.protocol import ExtendRequest
 from rollover.types import Prompt, SamplingParams
 
@@ -74,12 +74,12 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("start", [0, 20])
-def test_a_layer_of_prefill_takes_as_many_operations_for_40_chunks_as_for_4(start: int) -> None:
+def test_prefill_operations_do_not_grow_with_chunks(start: int) -> None:
     """Each is a launch on a GPU. Chunks of a new sequence, and those after a prompt that was copied from a sibling."""
     counts = []
     for num in (4, 40):
         order = cached(num, 50, torch.float32)
-        attention = PrefillAttention([Chunk(seq, start, 50) for seq in order], CPU)
+        attention = PrefillAttention([SequenceChunk(seq, start, 50) for seq in order], CPU)
         row = new_tokens(num * (50 - start), torch.float32)
         options: Any = {"scale": 0.25, "window": None, "softcap": None}
         attention.attend(0, *row, **options)  # builds what all layers share
@@ -93,6 +93,6 @@ def test_chunks_of_other_lengths_do_not_pad_one_another() -> None:
     """One long chunk beside many of one token: attention is computed over a row that is at most a third longer."""
     order = cached(20, 300, torch.float32)
     spans = [(10, 300), *[(298 + i % 2, 299 + i % 2) for i in range(19)]]
-    attention = PrefillAttention([Chunk(s, *span) for s, span in zip(order, spans, strict=True)], CPU)
+    attention = PrefillAttention([SequenceChunk(s, *span) for s, span in zip(order, spans, strict=True)], CPU)
     tokens = sum(end - start for start, end in spans)
     assert sum(batch.tokens_bt.numel() for batch in attention.batches) <= tokens / 0.75

@@ -22,7 +22,7 @@ import tiny
 from rollover.config import EngineConfig
 from rollover.config.logits import LogitsProcessing
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.embedded.processors import Processor
+from rollover.engine.embedded.sampling import LogitsProcessor
 from rollover.engine.embedded.structures import Structures
 from rollover.engine.process.messages import requests_from_json, requests_to_json
 from rollover.engine.protocol import ExtendRequest, StopCriteria
@@ -48,7 +48,7 @@ def processed(processing: LogitsProcessing, answer: tuple[int, ...] = ANSWER, **
         "0-0", Prompt(PROMPT), answer, 9, 0, SamplingParams(), StopCriteria(frozenset({1, 2})), processing=processing
     )
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
-    Processor(replace(asked, **changes), VOCAB, None).apply(logits, [*PROMPT, *answer])
+    LogitsProcessor(replace(asked, **changes), VOCAB, None).apply(logits, [*PROMPT, *answer])
     return logits
 
 
@@ -118,7 +118,7 @@ def test_what_cannot_be_done_is_refused(processing: LogitsProcessing, changes: d
         processed(processing, **changes)
 
 
-def test_what_goes_to_a_process_of_its_own_comes_out_as_it_went_in() -> None:
+def test_requests_round_trip_through_json() -> None:
     asked = ExtendRequest("0-0", Prompt(PROMPT), ANSWER, 9, 0, SamplingParams(), processing=EVERYTHING)
     plain = replace(asked, processing=LogitsProcessing())
     sent = json.loads(json.dumps(requests_to_json({1: asked, 2: plain})))
@@ -181,7 +181,7 @@ def test_the_behavior_logprob_is_that_of_what_is_sampled_from() -> None:
     for i, token in enumerate(ids):
         row = logits[len(prompt) + i - 1].clone()
         before = replace(asked("0-0", PROMPTS[0], 12, EVERYTHING), generated_ids=tuple(ids[:i]))
-        Processor(before, len(row), None).apply(row, [*prompt, *ids[:i]])
+        LogitsProcessor(before, len(row), None).apply(row, [*prompt, *ids[:i]])
         expected.append(torch.log_softmax(row / 0.7, -1)[token].item())
     np.testing.assert_allclose(logprobs_of(answered), expected, atol=2e-4)
     assert ids[:2] == [8, 9] and expected[:2] == [0.0, 0.0] and 6 not in ids
@@ -207,7 +207,7 @@ def test_every_answer_has_the_structure() -> None:
             assert re.fullmatch(REGEX.regex, text) if i % 2 else json.loads(text)["n"] in range(100)
 
 
-def test_it_stops_only_where_the_structure_is_complete_and_has_to_where_it_is_full() -> None:
+def test_structured_answer_stops_only_when_complete() -> None:
     (segments,) = run(with_structures(), [asked("0-0", PROMPTS[0], 30, LogitsProcessing(regex="ab{2}c"))])
     assert text_of(segments) == "abbc"
     assert segments[-1].stop_reason is StopReason.EOS

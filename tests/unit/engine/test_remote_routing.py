@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.engine.remote.routing import Router, group_of
+from rollover.engine.remote.fleet import Router, group_of
 from rollover.types import Rollout, Task
 
 SERVERS = ["a", "b", "c"]
@@ -58,7 +58,7 @@ def test_a_group_is_at_home_until_its_last_rollout_is_released() -> None:
     assert made.choose("0-1", SERVERS) == "a"
 
 
-def test_a_resumed_rollout_goes_where_its_tokens_are_while_there_is_room() -> None:
+def test_resumed_rollout_returns_to_its_server_if_free() -> None:
     made = router("a", "b", max_running=2)
     for rollout_id, server in (("0-0", "a"), ("0-1", "a"), ("0-2", "b")):  # the group is at home at b
         made.begin(rollout_id, server)
@@ -94,9 +94,7 @@ def test_one_to_avoid_is_chosen_only_where_there_is_no_other() -> None:
         st.tuples(st.sampled_from(["begin", "end", "add", "remove", "release"]), st.integers(0, 30)), max_size=120
     ),
 )
-def test_whatever_happens_no_server_has_too_many_and_the_choice_is_among_the_best(
-    max_running: int, moves: list
-) -> None:
+def test_router_bounds_load_and_picks_the_least_loaded(max_running: int, moves: list) -> None:
     made, there, running = Router(max_running), set(), {}
     for move, number in moves:
         server, rollout_id = SERVERS[number % 3], f"{number % 5}-{number}"

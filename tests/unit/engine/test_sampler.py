@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollover.engine.embedded.sampler import sample, uniforms
+from rollover.engine.embedded.sampling import sample, uniforms
 from rollover.types import SamplingParams
 
 VOCAB = 600

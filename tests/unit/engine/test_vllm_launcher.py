@@ -94,7 +94,7 @@ def test_the_command_line_says_what_the_configuration_does(folder: Path) -> None
     assert said["--max-num-seqs"] == "9" and said["--kv-cache-memory-bytes"] == "500000000"
     assert said["--logprobs-mode"] == "processed_logprobs" and "--enable-scale-out" in args
     assert json.loads(said["--weight-transfer-config"]) == {"backend": "rollover"}
-    assert said["--worker-extension-cls"] == "rollover.engine.vllm_worker.Verify"
+    assert said["--worker-extension-cls"] == "rollover.engine.vllm_worker.WorkerExtension"
     assert said["--allowed-media-domains"] == "none.invalid" and "--mm-processor-kwargs" not in said
     assert args[-2:] == ["--seed", "8"] and args[args.index("--seed") + 1] == "7", "the user's come last"
     assert "--no-enable-chunked-prefill" not in args

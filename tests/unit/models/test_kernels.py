@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import tiny
+from rollover.engine.embedded.batch import Sequence
 from rollover.engine.embedded.kv_cache import KVCache
-from rollover.engine.embedded.runner import Chunk, DecodeAttention, KernelAttention, PrefillAttention, Runner
-from rollover.engine.embedded.sampler import sample, uniforms
-from rollover.engine.embedded.sequence import Sequence
+from rollover.engine.embedded.runner import DecodeAttention, KernelAttention, PrefillAttention, Runner, SequenceChunk
+from rollover.engine.embedded.sampling import sample, uniforms
 from rollover.engine.protocol import ExtendRequest
 from rollover.models import kernels
 from rollover.models.attention import Attention
@@ -95,7 +95,7 @@ def _assert_same_cache(orders: list[list[Sequence]]) -> None:
 
 
 def _assert_kernel_equals(
-    plain: Attention, chunks: list[Chunk], compiled: kernels.Kernels, heads: int, window: int | None
+    plain: Attention, chunks: list[SequenceChunk], compiled: kernels.Kernels, heads: int, window: int | None
 ) -> None:
     keys = chunks[0].bucket.keys[0]
     num, kv_heads, size = sum(c.end - c.start for c in chunks), keys.shape[1], keys.shape[3]
@@ -133,7 +133,7 @@ def test_decode_attention_equals_torch(
     orders = _two_caches(kv_heads, size, dtype, lengths)
     for seq in (*orders[0], *orders[1]):
         seq.kv_len = len(seq.tokens) - 1
-    chunks = [Chunk(s, s.kv_len, s.kv_len + 1) for s in orders[1]]
+    chunks = [SequenceChunk(s, s.kv_len, s.kv_len + 1) for s in orders[1]]
     _assert_kernel_equals(DecodeAttention(orders[0], torch.device("cpu")), chunks, _of_width(flags), heads, window)
     _assert_same_cache(orders)
 
@@ -150,7 +150,7 @@ def test_prefill_attention_equals_torch(
     torch.manual_seed(0)
     orders = _two_caches(kv_heads, size, dtype, [end for _, end in spans])
     starts = {end: start for start, end in spans}
-    chunks = [[Chunk(s, starts[len(s.tokens)], len(s.tokens)) for s in order] for order in orders]
+    chunks = [[SequenceChunk(s, starts[len(s.tokens)], len(s.tokens)) for s in order] for order in orders]
     plain = PrefillAttention(chunks[0], torch.device("cpu"))
     _assert_kernel_equals(plain, chunks[1], _of_width(flags), heads, window)
     _assert_same_cache(orders)

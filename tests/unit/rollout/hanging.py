@@ -127,7 +127,7 @@ CONTINUED = "it is interrupted and continued from there"
 CANCELLED = "it does not come back, so it is cancelled and continued from there"
 CANCELLED_DROPPED = "it does not come back, so it is cancelled; its group is being dropped"
 DROPPED = r"it stalls once too often, so its group is dropped \(stalled\)"
-ABANDONED = r"not even its cancellation ends it, so nobody waits for it and its group is dropped \(stalled\)"
+ABANDONED = r"its cancellation has no effect, so it is abandoned and its group is dropped \(stalled\)"
 
 
 def said(rollout_id: str, state: str, num_tokens: int, what: str) -> str:

@@ -117,13 +117,11 @@ LEGAL_CALLS = {
     RolloutState.RUNNING: {"append", "park", "finish"},
     RolloutState.PARKED: {"start", "drop"},
     RolloutState.SCORING: {"set_reward", "drop"},
-    RolloutState.READY: {"take_reward_back", "consume", "drop"},
+    RolloutState.READY: {"undo_reward", "consume", "drop"},
 }
 
 
-@pytest.mark.parametrize(
-    "call", ["start", "append", "park", "finish", "set_reward", "take_reward_back", "consume", "drop"]
-)
+@pytest.mark.parametrize("call", ["start", "append", "park", "finish", "set_reward", "undo_reward", "consume", "drop"])
 @pytest.mark.parametrize("state", list(LEGAL_CALLS))
 def test_only_legal_transitions(state: RolloutState, call: str) -> None:
     cache = cache_with_one()
@@ -136,7 +134,7 @@ def test_only_legal_transitions(state: RolloutState, call: str) -> None:
         "park": lambda: cache.park("0-0"),
         "finish": lambda: cache.finish("0-0", StopReason.EOS),
         "set_reward": lambda: cache.set_reward("0-0", Reward(1.0)),
-        "take_reward_back": lambda: cache.take_reward_back("0-0"),
+        "undo_reward": lambda: cache.undo_reward("0-0"),
         "consume": lambda: cache.consume(0),
         "drop": lambda: cache.drop(0, DropReason.STALE),
     }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fake_engine import FakeEngine
-from rollover.rollout import phase_clock
+from rollover.rollout import driver
 from rollover.types import Reward, Rollout
 from unit.rollout.run import Run
 
@@ -31,7 +31,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(phase_clock, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    monkeypatch.setattr(driver, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     return clock
 
 
@@ -98,8 +98,8 @@ def test_with_nothing_in_flight_the_engine_waits_for_the_trainer(clock: Clock) -
     async def story() -> None:
         run = Run(lengths=lambda seed: 5, **OVERLAP)
         assert await run.driver.collect(0)
-        clock.now += 7  # the engine is idle for nobody before `go_on`
-        run.driver.go_on(0)
+        clock.now += 7  # the engine is idle for nobody before `generate_ahead`
+        run.driver.generate_ahead(0)
         await settle()
         assert run.driver.clock.idle.seconds() == NEVER, "the room for groups is filled, and now it begins"
         clock.now += 5
@@ -122,7 +122,7 @@ async def with_scorings_alone_in_flight() -> tuple[Run, Gate]:
     run = Run(lengths=lambda seed: 5, scorer=gate, **OVERLAP)
     assert await run.driver.collect(0)
     gate.is_open.clear()
-    run.driver.go_on(0)
+    run.driver.generate_ahead(0)
     await settle()
     return run, gate
 
@@ -163,7 +163,7 @@ def test_rewards_that_the_trainer_waits_for_are_its_own_wait(clock: Clock) -> No
 def test_to_close_ends_what_is_generated_meanwhile(clock: Clock) -> None:
     async def story() -> None:
         run = Run(lengths=lambda seed: 10**6, max_new_tokens=10**6, **OVERLAP)
-        run.driver.go_on(-1)
+        run.driver.generate_ahead(-1)
         await settle()
         await run.driver.abandon()
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -174,7 +174,7 @@ def test_to_close_ends_what_is_generated_meanwhile(clock: Clock) -> None:
 def test_an_engine_that_runs_is_not_idle(clock: Clock) -> None:
     async def story() -> None:
         run = Run(lengths=lambda seed: 5 if seed % 2 else 10**6, max_new_tokens=10**6, **OVERLAP)
-        run.driver.go_on(-1)
+        run.driver.generate_ahead(-1)
         await settle()
         assert run.driver.player.extends
         clock.now += 8
@@ -188,7 +188,7 @@ def test_after_a_drain_it_waits_for_the_new_weights(clock: Clock) -> None:
     async def story() -> None:
         run = Run(lengths=lambda seed: 30, **OVERLAP | {"interrupt": "never"})
         assert await run.driver.collect(0)
-        run.driver.go_on(0)
+        run.driver.generate_ahead(0)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         draining = asyncio.ensure_future(run.driver.drain())

@@ -68,16 +68,16 @@ class Empty(FakeEngine):
         return await super().extend(request)
 
 
-def test_an_engine_that_answers_with_nothing_now_and_then_is_asked_again() -> None:
+def test_occasional_empty_answers_are_retried() -> None:
     engine = Empty({"0-0", "1-1"}, times=3)
     run = Run(engine=engine)
     (groups,) = run.steps(1)
     assert [r.num_tokens for g in groups for r in g.rollouts] == [5] * 4 and engine.calls == 4 + 2 * 3
-    assert run.driver.asker.stats()["engine/empty_answers"] == 2 * 3
+    assert run.driver.retrying_engine.stats()["engine/empty_answers"] == 2 * 3
     assert not run.said
 
 
-def test_an_engine_that_answers_with_nothing_for_ever_is_asked_ever_less_often_and_named() -> None:
+def test_endless_empty_answers_back_off_and_are_logged() -> None:
     engine = Empty({"0-0"}, times=10**9)
     dog = Watchdog(WatchdogConfig(rollout_timeout_s=0.3, max_stalls=2, reward_timeout_s=0))
     run = Run(engine=engine, watchdog=dog)
@@ -88,7 +88,7 @@ def test_an_engine_that_answers_with_nothing_for_ever_is_asked_ever_less_often_a
     assert any("rollout 0-0 (running, " in line and "0 tokens" in line for line in run.said), run.said
 
 
-def test_an_engine_that_answers_with_nothing_for_long_is_named_once() -> None:
+def test_long_empty_answers_are_logged_once() -> None:
     run = Run(engine=Empty({"0-0"}, times=10**9))
 
     async def for_a_minute() -> None:
@@ -99,7 +99,7 @@ def test_an_engine_that_answers_with_nothing_for_long_is_named_once() -> None:
 
     virtual_time.run(for_a_minute())
     (line,) = run.said
-    assert "without a token for rollout 0-0" in line and line.endswith("it is asked again every 1 s")
+    assert "no token for rollout 0-0" in line and line.endswith("retry every 1 s")
 
 
 def test_a_stop_ends_the_pause() -> None:
@@ -115,7 +115,7 @@ def test_a_stop_ends_the_pause() -> None:
     asyncio.run(stop())
     run.check(stopped=True)
     assert run.cache.rollout("0-0").state is RolloutState.WAITING
-    assert run.driver.asker.stats()["engine/empty_answers"] == engine.calls - 3, "of 0-0 alone"
+    assert run.driver.retrying_engine.stats()["engine/empty_answers"] == engine.calls - 3, "of 0-0 alone"
 
 
 def test_a_resumed_run_knows_that_its_tasks_had_ended() -> None:

@@ -19,7 +19,7 @@ def streaming(scorer=score_by_tokens, **more) -> Run:
     return run
 
 
-def test_a_rollout_is_scored_when_it_stops_not_when_its_group_does() -> None:
+def test_rollout_is_scored_before_its_group_is_complete() -> None:
     lengths = {f"{group}-{sibling}": 4 if sibling == 0 else 30 for group in range(4) for sibling in range(2)}
     calls: list[tuple[list[str], set[RolloutState]]] = []
 
@@ -51,14 +51,14 @@ def test_a_batch_function_sees_whole_groups() -> None:
     assert sorted(calls) == [[f"{group}-{sibling}" for sibling in range(2)] for group in range(4)]
 
 
-def test_rollouts_that_waited_for_their_group_are_scored_once_they_need_not() -> None:
+def test_waiting_rollouts_are_scored_once_single_scoring_is_on() -> None:
     """That the function takes single samples is found out with another group's answers."""
     run = Run(engine=FakeEngine({"0-0": 4, "0-1": 30, "1-0": 4, "1-1": 8}))
     run.environment.scores_singly = lambda task: any(e.kind is EventKind.READY for e in run.events)
     assert ids(run.steps(1)) == [[0, 1]]
 
 
-def test_a_group_with_too_few_rewards_is_dropped_with_its_last_one() -> None:
+def test_group_with_too_few_rewards_is_dropped_at_the_last() -> None:
     async def scorer(rollouts: list[Rollout]) -> list[Reward]:
         return [Reward(None, error="boom") if r.rollout_id == "0-0" else Reward(1.0) for r in rollouts]
 
@@ -160,7 +160,7 @@ def test_a_step_takes_what_was_reserved_for_it() -> None:
     asyncio.run(go())
 
 
-def test_reserved_groups_stay_held_until_their_step_and_are_free_after_a_stop() -> None:
+def test_reserved_groups_stay_held_until_their_step() -> None:
     run = Run(**PARTIAL)
 
     async def go() -> None:
@@ -172,7 +172,7 @@ def test_reserved_groups_stay_held_until_their_step_and_are_free_after_a_stop() 
         run.driver.interrupt_for_good()
         assert await collecting is None
         assert set(reserved) <= set(run.cache.groups)
-        run.scheduler.forget_reserved()
+        run.scheduler.clear_reserved()
         run.check(stopped=True)
 
     asyncio.run(go())

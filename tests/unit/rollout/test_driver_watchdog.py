@@ -44,8 +44,8 @@ def test_nothing_stalls_nothing_changes(mode: dict) -> None:
 
     quick = watchdog(rollout_timeout_s=0.06, reward_timeout_s=0.06)
     looks = []
-    quick_look = quick.look
-    quick.look = lambda *args: (looks.append(args), quick_look(*args))[1]  # type: ignore[method-assign]
+    quick_check = quick.check
+    quick.check = lambda *args: (looks.append(args), quick_check(*args))[1]  # type: ignore[method-assign]
     watched, alone = run(quick), run(None)
     for ours, theirs in zip(steps(watched, 3), steps(alone, 3), strict=True):
         assert_same_groups(ours, theirs)

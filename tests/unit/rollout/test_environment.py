@@ -76,7 +76,7 @@ def test_the_policy_goes_on_after_the_environment(mode: dict, pause: int) -> Non
     assert max(asked.values()) == 3, "after every turn, and at no other time"
 
 
-def test_what_the_environment_writes_is_never_trained_nor_counted_as_generated() -> None:
+def test_environment_tokens_are_never_trained_nor_generated() -> None:
     run = dialogue()
     (groups,) = run.steps(1)
     for sample in build_batch(groups, AlgorithmConfig()).samples:
@@ -112,7 +112,7 @@ def test_the_environment_may_end_a_rollout() -> None:
     assert {r.stop_reason for g in groups for r in g.rollouts} == {StopReason.ENV_DONE}
 
 
-def test_an_answer_that_leaves_no_room_ends_the_rollout_for_want_of_length() -> None:
+def test_answer_without_remaining_budget_ends_with_length() -> None:
     """A turn has 9 tokens at most and an answer 3, so the second turn of some ends with 14 of 15 or fewer."""
     run = dialogue(Dialogue(turns=9), max_new_tokens=15)
     rollouts = [r for batch in run.steps(6) for g in batch for r in g.rollouts]
@@ -141,7 +141,7 @@ class Broken(Dialogue):
         return self.answer(rollout)
 
 
-def test_one_that_fails_is_asked_again_and_costs_the_reward_of_its_rollout_alone() -> None:
+def test_failing_environment_is_retried_and_fails_one_reward() -> None:
     asked: Counter[str] = Counter()
 
     def fail(rollout: Rollout) -> Segment | None:
@@ -161,7 +161,7 @@ def test_one_that_fails_is_asked_again_and_costs_the_reward_of_its_rollout_alone
     stats = run.driver.player.env_tasks.stats()
     assert stats["episodes/failed"] == 1 and stats["episodes/retried"] == 3
     again, missing = run.said
-    assert "): it is asked again; later ones are counted" in again and "): its reward is missing; later" in missing
+    assert "): retry; later ones are counted" in again and "): its reward is missing; later" in missing
 
 
 def test_an_environment_that_always_fails_ends_the_run() -> None:
@@ -213,7 +213,7 @@ def test_an_environment_that_works_for_too_long_is_given_up(on_timeout: str) -> 
     run = dialogue(Hangs(), workflow=workflow, num_tasks=8)
     batches = steps(run, 2)
     (line,) = run.said
-    assert line.startswith("the environment of rollout 0-0 has worked for workflow.timeout_s = 3 s: it is given up")
+    assert line.startswith("the environment of rollout 0-0 exceeded workflow.timeout_s = 3 s: the rollout ends")
     assert run.driver.player.env_tasks.num_timed_out == 1
     groups = [g for batch in batches for g in batch]
     if on_timeout == "missing":
@@ -252,7 +252,7 @@ def test_time_in_which_nobody_could_look_is_not_the_environments() -> None:
     assert timed_out(2.5) == 4
 
 
-def test_a_step_does_not_wait_for_an_environment_where_anything_else_can_be_trained() -> None:
+def test_step_does_not_wait_for_an_environment() -> None:
     environment = Hangs()
     run = dialogue(environment, **{**PARTIAL, "max_running": 2}, workflow=WorkflowConfig(timeout_s=1e6))
 

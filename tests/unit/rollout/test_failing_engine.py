@@ -66,10 +66,10 @@ def steps(run: Run, num: int) -> list:
 
 
 def failures(run: Run) -> float:
-    return run.driver.asker.stats()["engine/failed_extends"]
+    return run.driver.retrying_engine.stats()["engine/failed_extends"]
 
 
-def test_a_failed_extend_is_tried_again_ever_less_often_from_the_tokens_it_has() -> None:
+def test_failed_extend_is_retried_with_backoff() -> None:
     """It was interrupted before, so that it has some."""
 
     def fails(request: ExtendRequest, before: int) -> Exception | None:
@@ -102,12 +102,10 @@ def test_pauses_double_up_to_half_a_minute_and_are_counted() -> None:
     pauses = [round(b - a, 6) for a, b in zip(times, times[1:], strict=False)]
     assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
     assert failures(run) == 9
-    assert_said(
-        run, *[r"the engine failed at rollout 1-0 \(RuntimeError: out of memory\): it is asked again in \S+ s"] * 2
-    )
+    assert_said(run, *[r"the engine failed at rollout 1-0 \(RuntimeError: out of memory\): retry in \S+ s"] * 2)
 
 
-def test_after_the_limit_the_group_is_dropped_and_named_and_another_task_takes_its_place() -> None:
+def test_after_max_failures_the_group_is_dropped_and_replaced() -> None:
     engine = Failing(of("1-0", times=99))
     run = run_of(engine)
     assert ids(steps(run, 2)) == [[0, 2], [3, 4]]
@@ -130,7 +128,7 @@ def test_siblings_that_fail_together_are_dropped_with_one_line() -> None:
     assert sum("its group is dropped (failed)" in line for line in run.said) == 1
 
 
-def test_what_fails_alone_at_the_end_of_a_step_does_not_end_the_run() -> None:
+def test_single_failing_rollout_does_not_end_the_run() -> None:
     """Nothing else runs by then, so nothing is answered in between."""
     engine = Failing(lambda request, before: full() if request.rollout_id.startswith(("0-", "1-")) else None)
     run = run_of(engine, groups_per_step=4)
@@ -138,7 +136,7 @@ def test_what_fails_alone_at_the_end_of_a_step_does_not_end_the_run() -> None:
     assert run.ledger.dropped[DropReason.FAILED].groups == 2
 
 
-def test_failures_are_counted_over_interruptions_and_an_interruption_ends_the_pause() -> None:
+def test_failures_count_over_interruptions_which_end_pauses() -> None:
     """Other groups complete the step while 0-0 fails: it is parked each time, within no time, and asked again."""
     engine = Failing(of("0-0", times=99), lengths=lambda seed: 3)
     run = run_of(engine, retry_s=1000, max_failures=3, interrupt="when_enough", in_flight_groups=4, max_staleness=9)
@@ -201,7 +199,7 @@ def test_failures_below_the_limit_change_nothing(times: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("error", [AssertionError("we are wrong"), EngineDied("it ended for good")], ids=str)
-def test_our_own_errors_and_the_end_of_the_engine_end_the_run_at_once(error: Exception) -> None:
+def test_internal_errors_and_engine_death_end_the_run(error: Exception) -> None:
     engine = Failing(lambda request, before: error if request.rollout_id == "1-1" else None)
     run = run_of(engine)
     with pytest.raises(type(error), match=str(error)):

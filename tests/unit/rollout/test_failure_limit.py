@@ -19,20 +19,20 @@ def failure_limit() -> FailureLimit:
 def test_so_many_stalled_groups_in_a_row_end_the_run() -> None:
     told = failure_limit()
     for _ in range(TOO_MANY - 1):
-        told.on_given_up()
+        told.on_group_failed()
     with pytest.raises(ValueError, match=f"watchdog: the last {TOO_MANY} groups .* the engine seems to hang"):
-        told.on_given_up()
+        told.on_group_failed()
 
 
-def test_a_group_that_is_complete_begins_the_count_of_stalled_ones_anew() -> None:
+def test_complete_group_resets_the_stall_count() -> None:
     told = failure_limit()
     for _ in range(3):
         for _ in range(TOO_MANY - 1):
-            told.on_given_up()
+            told.on_group_failed()
         told.on_complete()
 
 
-def test_a_group_with_rewards_begins_the_count_of_failed_ones_anew() -> None:
+def test_ready_group_resets_the_failure_count() -> None:
     told, failed = failure_limit(), [Reward(None, error="down")]
     for _ in range(3):
         for _ in range(2):  # of the three that end a run at its beginning
@@ -44,7 +44,7 @@ def test_a_group_with_rewards_begins_the_count_of_failed_ones_anew() -> None:
         told.on_dropped(DropReason.TOO_FEW_REWARDS, failed)
 
 
-def test_the_causes_of_missing_rewards_are_told_the_commonest_first() -> None:
+def test_missing_reward_causes_are_sorted_by_frequency() -> None:
     told = failure_limit()
     of = [
         [Reward(None, error=f"no page {i}"), Reward(None, error=f"timed out after {i} s"), Reward(1.0)]
@@ -59,7 +59,7 @@ def test_the_causes_of_missing_rewards_are_told_the_commonest_first() -> None:
     )
 
 
-def test_roles_that_are_too_rare_are_told_where_no_reward_is_missing() -> None:
+def test_too_rare_roles_are_reported() -> None:
     told = failure_limit()
     with pytest.raises(ValueError, match="no reward is missing, so no role has so many trajectories in a group"):
         for _ in range(3):

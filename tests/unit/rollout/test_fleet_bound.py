@@ -116,7 +116,7 @@ def steps(run: Run, num: int, rng: random.Random) -> list[list[Group]]:
                         assert (group_staleness(group, version) or 0) <= run.config.max_staleness
                 batches.append(groups)
                 if run.config.overlap:
-                    run.driver.go_on(version)
+                    run.driver.generate_ahead(version)
                     for _ in range(rng.randrange(60)):
                         await asyncio.sleep(0)
                 await run.engine.load_weights(version + 1, ())
@@ -189,11 +189,11 @@ def test_an_engine_that_names_its_newest_version_is_not_believed(mode: str) -> N
     rng = random.Random(1)
     run = run_of(mode, staleness=2, lag=2, rng=rng, says=max)
     steps(run, 6, rng)
-    assert run.driver.asker.stats()["watchdog/refused_answers"]
-    assert any("and the engine had said: none below" in line for line in run.said)
+    assert run.driver.retrying_engine.stats()["watchdog/refused_answers"]
+    assert any("below the engine's oldest_version" in line for line in run.said)
 
 
-def test_an_engine_that_is_too_far_behind_ends_the_run_and_says_so() -> None:
+def test_engine_too_far_behind_ends_the_run() -> None:
     rng = random.Random(0)
     run = run_of("sync", staleness=1, lag=9, rng=rng)
     run.engine._catch_up = lambda: None

@@ -48,7 +48,7 @@ def test_a_filtered_group_is_replaced_within_the_step(monkeypatch: pytest.Monkey
         for _ in range(6):
             batches.append(await run.driver.collect(run.version))
             if run.config.overlap:
-                run.driver.go_on(run.version)
+                run.driver.generate_ahead(run.version)
                 await asyncio.sleep(0.01)
                 await run.driver.interrupt_all()
             run.publish()
@@ -110,7 +110,7 @@ def test_a_restarted_run_filters_the_same_groups() -> None:
     assert resumed.ledger.metrics(resumed.cache) == straight.ledger.metrics(straight.cache)
 
 
-def test_the_end_of_the_tasks_is_the_end_also_where_the_last_ones_are_filtered() -> None:
+def test_stream_end_with_filtered_last_groups() -> None:
     run = Run(group_filter=lambda group: ("late", "") if group.group_id > 2 else None, num_tasks=6)
     assert ids(run.steps(3)) == [[0, 1], [2], []]
     assert run.ledger.filtered == {"late": 3} and not run.cache.groups
@@ -166,7 +166,7 @@ def test_groups_without_rewards_in_between_do_not_reset_the_count() -> None:
     assert run.ledger.dropped[DropReason.TOO_FEW_REWARDS].groups in (5, 6)
 
 
-def test_rewards_that_fail_later_than_a_filtered_group_get_the_limit_of_a_started_run() -> None:
+def test_failures_after_a_filtered_group_use_the_started_limit() -> None:
     async def scorer(rollouts: list[Rollout]) -> list[Reward]:
         lost = rollouts[0].group_id > 0
         return [Reward(None, error="boom") if lost else Reward(1.0) for _ in rollouts]
@@ -176,7 +176,7 @@ def test_rewards_that_fail_later_than_a_filtered_group_get_the_limit_of_a_starte
         run.steps(1)
 
 
-def test_rewards_that_fail_now_and_then_are_no_dead_reward_function() -> None:
+def test_occasional_missing_rewards_do_not_end_the_run() -> None:
     """A filtered group in between begins the count of failed ones anew: here 15 of 21 fail, three in a row at most."""
 
     async def scorer(rollouts: list[Rollout]) -> list[Reward]:

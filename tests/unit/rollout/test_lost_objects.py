@@ -195,9 +195,7 @@ def check(groups: list[Group]) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["Stateless", "Snapshot", "Restart"])
-def test_whenever_it_is_killed_a_rollout_meets_one_object_and_each_token_is_in_one_account(
-    kind: str, mode: str
-) -> None:
+def test_kill_at_any_time_keeps_object_and_ledger_consistent(kind: str, mode: str) -> None:
     story = [3, 25, 9, 20, 31]
     groups, processes = killed(lambda: process(CLASSES[kind], **MODES[mode]), story)
     check(groups)
@@ -234,7 +232,7 @@ def uninterrupted() -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("mode", ["partial", "budget"])
 @pytest.mark.parametrize("made", [Stateless, DurableStateless, RestartStateless])
-def test_killed_during_any_call_and_interrupted_at_every_token_equals_uninterrupted(made: type, mode: str) -> None:
+def test_killed_and_interrupted_equals_uninterrupted(made: type, mode: str) -> None:
     """float32. With a budget of one token every token is followed by an interruption."""
     found, whole = on_a_model(made, [2, 17, 9, 23], **MODES[mode]), uninterrupted()
     both = found.keys() & whole.keys()
@@ -263,7 +261,7 @@ class FailsLate(Game):
 
 
 @pytest.mark.parametrize(("retries", "times"), [(1, 1), (1, 10**6), (0, 1)])
-def test_what_fails_begins_again_as_often_as_it_may_then_its_reward_is_missing(retries: int, times: int) -> None:
+def test_lost_object_restarts_up_to_retries(retries: int, times: int) -> None:
     FailsLate.times = times
     run = process(FailsLate, workflow={"retries": retries}, group_size=4)
     check(asyncio.run(trained(run, 2)))
@@ -276,11 +274,11 @@ def test_what_fails_begins_again_as_often_as_it_may_then_its_reward_is_missing(r
     assert len(failed) == num_failed if num_failed is not None else len(failed) >= 4
     assert stats["episodes/restarted"] == retries * max(len(failed), 1)
     assert run.count(EventKind.RESTART) == stats["episodes/restarted"]
-    then = "it begins again" if retries else "its reward is missing"
+    then = "it restarts" if retries else "its reward is missing"
     assert any(then in line and "OSError: gone" in line for line in run.said)
 
 
-def test_an_episode_that_could_not_be_kept_begins_again_after_a_kill_and_the_others_go_on() -> None:
+def test_unsaved_episode_restarts_after_a_kill() -> None:
     class Sometimes(Snapshot):
         def snapshot(self) -> list[int]:
             if self.luck % 2:
@@ -317,7 +315,7 @@ def test_the_siblings_of_one_that_begins_again_stay_as_they_are() -> None:
 
 
 async def begin(run: Run) -> None:
-    run.driver.player.ask_for_all()
+    run.driver.player.start_missing()
     await run.driver.abandon()
 
 

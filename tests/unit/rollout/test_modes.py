@@ -7,10 +7,9 @@ import asyncio
 import pytest
 
 from rollover.config.rollout import RolloutConfig
-from rollover.rollout.length_estimate import LengthEstimate
 from rollover.rollout.lifecycle import EventKind
 from rollover.rollout.order import load_order
-from rollover.rollout.scheduler import Scheduler
+from rollover.rollout.scheduler import LengthEstimate, Scheduler
 from rollover.staleness import expiry
 from rollover.types import DropReason, Group, Prompt, Reward, Rollout, rollout_seed
 from unit.rollout.run import Run, ids, long_tail, uninterrupted_tokens
@@ -77,7 +76,7 @@ def test_a_fraction_is_enough_and_all_that_is_ready_is_trained() -> None:
     assert all(2 <= len(b) <= 4 for b in batches)
 
 
-def test_counting_rollouts_interrupts_earlier_and_still_trains_whole_groups() -> None:
+def test_complete_by_rollout_still_trains_whole_groups() -> None:
     """Four rollouts are finished, of which only one group is whole."""
     lengths = of_task({"t0": [3, 3], "t1": [3, 30], "t2": [3, 30], "t3": [30, 30]})
     settings = {"groups_per_step": 2, "in_flight_groups": 4, "interrupt": "when_enough", "max_staleness": 3}
@@ -93,7 +92,7 @@ def test_counting_rollouts_interrupts_earlier_and_still_trains_whole_groups() ->
 # supplement
 
 
-def test_supplement_gives_the_place_of_a_finished_group_to_a_new_one() -> None:
+def test_supplement_replaces_finished_groups() -> None:
     lengths = of_task({"t0": [2, 2], "t1": [40, 40], "t2": [40, 40]})
     settings = {"in_flight_groups": 3, "interrupt": "when_enough", "max_staleness": 2}
     without, with_it = Run(lengths, **settings), Run(lengths, supplement=True, **settings)
@@ -129,7 +128,7 @@ def test_a_rollout_is_not_interrupted_more_often_than_allowed() -> None:
     assert max(len(r.segments) for r in rollouts_of(limited.steps(12))) == 2
 
 
-def test_a_rollout_that_may_not_be_interrupted_again_has_no_token_budget() -> None:
+def test_last_continuation_has_no_token_budget() -> None:
     """The step waits for it, as in the other modes: else the limit would hold for nobody."""
     run = Run(interrupt="token_budget", token_budget=6, in_flight_groups=8, max_staleness=3, max_continuations=1)
     rollouts = rollouts_of(run.steps(12))
@@ -140,7 +139,7 @@ def test_a_rollout_that_may_not_be_interrupted_again_has_no_token_budget() -> No
 # on_stale = "mask"
 
 
-def test_what_gets_its_rewards_after_its_tokens_left_the_bound_is_dropped_and_not_trained() -> None:
+def test_group_scored_beyond_the_bound_is_dropped() -> None:
     """With overlap, rewards may come after new weights are live: what was sampled before has nothing to train on."""
     late = asyncio.Event()
 
@@ -160,7 +159,7 @@ def test_what_gets_its_rewards_after_its_tokens_left_the_bound_is_dropped_and_no
             groups = await run.driver.collect(version)
             assert groups and all(v == version for g in groups for r in g.rollouts for v in r.versions)
             taken.append([g.group_id for g in groups])
-            run.driver.go_on(version)
+            run.driver.generate_ahead(version)
             for _ in range(40):
                 await asyncio.sleep(0)
             await run.engine.load_weights(version + 1, ())
@@ -175,7 +174,7 @@ def test_what_gets_its_rewards_after_its_tokens_left_the_bound_is_dropped_and_no
     assert run.lifecycle.metrics()["dropped/masked/tokens"] == 0
 
 
-def test_nothing_new_is_begun_that_would_be_too_old_for_every_step() -> None:
+def test_no_rollout_starts_too_old_for_every_step() -> None:
     """With overlap and no staleness allowed, a first token sampled while training is of no use to the next step."""
     run = Run(
         lambda seed: 3, overlap=True, interrupt="on_weight_update", in_flight_groups=4, max_staleness=0, on_stale="mask"
@@ -184,7 +183,7 @@ def test_nothing_new_is_begun_that_would_be_too_old_for_every_step() -> None:
     async def first_step() -> None:
         assert await run.driver.collect(0)
         admitted = run.cache.num_admitted
-        run.driver.go_on(0)
+        run.driver.generate_ahead(0)
         for _ in range(100):
             await asyncio.sleep(0)
         assert run.cache.num_admitted == admitted, "tasks were used up for nothing"
@@ -193,7 +192,7 @@ def test_nothing_new_is_begun_that_would_be_too_old_for_every_step() -> None:
     asyncio.run(first_step())
 
 
-def test_a_group_is_too_old_when_only_its_baseline_or_what_has_no_reward_is_in_bound() -> None:
+def test_group_is_stale_without_a_rewarded_rollout_in_bound() -> None:
     group = Group(
         0, make_task(0), Prompt((1,)), [Rollout(0, i, make_task(0), [make_segment(2, v)]) for i, v in [(0, 3), (1, 5)]]
     )

@@ -40,7 +40,7 @@ class AsyncWorld:
     def generate(self, next_version: int) -> None:
         """One round of the driver's loop: admit, start, and some running rollouts get a token or stop."""
         life = self.lifecycle
-        life.scheduler.on_begin(next_version, self.engine_version)
+        life.scheduler.begin_step(next_version, self.engine_version)
         for _ in range(life.scheduler.num_to_admit()):
             life.admit(make_task(self.next_task), Prompt((1, 2)), next_version)
             self.next_task += 1
@@ -123,7 +123,7 @@ def test_the_bound_is_reached_and_generation_runs_ahead(staleness: int) -> None:
         world.step()
     assert max(world.ages) == staleness
     life = world.lifecycle
-    life.scheduler.on_begin(world.version, world.version - 1)
+    life.scheduler.begin_step(world.version, world.version - 1)
     held = life.metrics()["groups/held"]
     assert held + life.scheduler.num_to_admit() == 2 * staleness
 
@@ -149,7 +149,7 @@ def test_without_the_rule_on_lag_the_bound_would_break() -> None:
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
-def test_a_rollout_that_outlasts_many_steps_holds_the_step_up_before_it_gets_too_old(staleness: int) -> None:
+def test_long_rollout_delays_the_step_before_it_is_stale(staleness: int) -> None:
     """The driver hears of its tokens at its end only, but they are of the versions of its beginning."""
     config = RolloutConfig(
         groups_per_step=1, group_size=1, max_new_tokens=200, overlap=True, interrupt="on_weight_update",
@@ -178,7 +178,7 @@ def test_a_rollout_that_outlasts_many_steps_holds_the_step_up_before_it_gets_too
         for version in range(8):
             for group in await driver.collect(version) or ():
                 ages[group.group_id] = group_staleness(group, version)
-            driver.go_on(version)
+            driver.generate_ahead(version)
             for _ in range(40):
                 await asyncio.sleep(0)
             await engine.load_weights(version + 1, ())

@@ -61,7 +61,7 @@ def in_a_recording(size: int, folder: Path) -> int:
 
 def to_the_engine_process(size: int, folder: Path) -> int:
     group, requests = group_of(size), Requests(RolloutConfig(max_new_tokens=8), 0)
-    calls = {i: requests.to_go_on(r) for i, r in enumerate(group.rollouts)}
+    calls = {i: requests.continuation(r) for i, r in enumerate(group.rollouts)}
     message = requests_to_json(calls)
     arrived = requests_from_json(through_json(message))
     assert arrived == calls, "and it arrives whole"
@@ -123,7 +123,7 @@ def places(group: Group) -> list[tuple]:
     return [(r.rollout_id, r.sibling, r.role, r.trajectory, r.context, r.prompt) for r in group.rollouts]
 
 
-def test_rollouts_with_prompts_of_their_own_come_back_from_a_state() -> None:
+def test_own_prompts_survive_a_state() -> None:
     groups = [group_of_episodes(), group_of(2)]
     meta, arrays = groups_to_state(groups)
     assert len(arrays["prompt_offsets"]) - 1 == 5, "each of the distinct prompts is written once"
@@ -135,7 +135,7 @@ def test_rollouts_with_prompts_of_their_own_come_back_from_a_state() -> None:
     assert meta[1]["rollouts"][0].keys().isdisjoint({"prompt"}), "a plain rollout has its group's"
 
 
-def test_rollouts_with_prompts_of_their_own_come_back_from_a_recording(tmp_path: Path) -> None:
+def test_own_prompts_survive_a_recording(tmp_path: Path) -> None:
     group = group_of_episodes()
     group.rollouts.pop()  # only what stopped is recorded
     n = len(group.rollouts)
@@ -147,9 +147,9 @@ def test_rollouts_with_prompts_of_their_own_come_back_from_a_recording(tmp_path:
     assert lines[3]["sibling"] == 1 and lines[3]["prompt_ids"] is None, "the prompt of the first line"
 
 
-def test_rollouts_with_prompts_of_their_own_ask_the_engine_for_their_own() -> None:
+def test_own_prompts_are_sent_to_the_engine() -> None:
     group, requests = group_of_episodes(), Requests(RolloutConfig(max_new_tokens=8), 0)
-    assert [requests.to_go_on(r).prompt for r in group.rollouts] == [r.prompt for r in group.rollouts]
+    assert [requests.continuation(r).prompt for r in group.rollouts] == [r.prompt for r in group.rollouts]
 
 
 def test_rollouts_with_prompts_of_their_own_are_trained_with_them() -> None:

@@ -45,27 +45,27 @@ class Repeats(Hanging):
         return segments
 
 
-def test_an_answer_that_belongs_to_an_earlier_extension_is_refused_and_the_rollout_goes_on() -> None:
+def test_answer_of_an_earlier_extend_is_refused() -> None:
     run = Run(engine=Repeats("0-1", times=1), watchdog=watchdog())
     (batch,) = steps(run, 1)
     assert ids([batch]) == [[0, 1]]
     rollout = batch[0].rollouts[1]
     assert rollout.token_ids() == uninterrupted_tokens(rollout, 40, short)
     refused = "its answer is refused, as it begins with token 0, and token 3 comes next"
-    failed = rf"the engine failed at rollout 0-1 \({refused}\): it is asked again in 0.01 s"
+    failed = rf"the engine failed at rollout 0-1 \({refused}\): retry in 0.01 s"
     assert_said(run, r"watchdog: rollout 0-1 \(running, .*", failed)
-    assert run.driver.asker.stats()["watchdog/refused_answers"] == 1
+    assert run.driver.retrying_engine.stats()["watchdog/refused_answers"] == 1
 
 
-def test_a_rollout_whose_answers_are_refused_again_and_again_is_dropped() -> None:
+def test_repeatedly_refused_answers_drop_the_group() -> None:
     run = Run(engine=Repeats("0-1", times=99), watchdog=watchdog())
     assert ids(steps(run, 1)) == [[1, 2]]
     assert run.ledger.dropped[DropReason.FAILED].groups == 1
     assert run.said[-1].endswith("token 3 comes next): its group is dropped (failed)")
-    assert run.driver.asker.stats()["watchdog/refused_answers"] == 2
+    assert run.driver.retrying_engine.stats()["watchdog/refused_answers"] == 2
 
 
-def test_what_the_engine_says_of_an_earlier_extension_is_not_salvaged() -> None:
+def test_progress_of_an_earlier_extend_is_ignored() -> None:
     """Deaf while it hangs, and `progress` shows the tokens of the rollout's first extension."""
 
     class Stale(Hanging):
@@ -85,7 +85,7 @@ def test_what_the_engine_says_of_an_earlier_extension_is_not_salvaged() -> None:
     run.check()
 
 
-def test_an_engine_whose_log_probs_are_nan_loses_the_answer_and_not_the_run() -> None:
+def test_nan_logprobs_fail_the_answer_not_the_run() -> None:
     class Breaks(Hanging):
         async def extend(self, request):
             segments = await super().extend(request)
@@ -99,7 +99,7 @@ def test_an_engine_whose_log_probs_are_nan_loses_the_answer_and_not_the_run() ->
     assert_said(
         run, r"the engine failed at rollout 0-1 \(its answer is refused, as its token 0 has the log-prob nan, .*"
     )
-    assert run.driver.asker.stats()["watchdog/refused_answers"] == 1
+    assert run.driver.retrying_engine.stats()["watchdog/refused_answers"] == 1
     run.check()
 
 

@@ -165,7 +165,7 @@ def test_beside_the_trainer_what_acts_goes_on_over_new_weights(interrupt: str, s
         for _ in range(5):
             for rollout in (r for g in await run.driver.collect(run.version) or [] for r in g.rollouts):
                 check_whole(rollout)
-            run.driver.go_on(run.version)
+            run.driver.generate_ahead(run.version)
             await asyncio.sleep(0.3)  # the trainer trains
             if interrupt == "never":
                 await run.driver.drain()

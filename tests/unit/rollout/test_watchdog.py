@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import pytest
@@ -10,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.config import WatchdogConfig
-from rollover.rollout.watchdog import Action, Stall, Watchdog, salvaged
-from rollover.types import StopReason
+from rollover.rollout.watchdog import Action, Stall, Watchdog
 from unit.rollout.world import make_segment
 
 CONFIG = WatchdogConfig(rollout_timeout_s=100, grace_s=10, reward_timeout_s=40)
@@ -21,8 +19,8 @@ class Bench:
     """A watchdog that looks whenever it wants to, and rollouts with so many new tokens each."""
 
     def __init__(self, config: WatchdogConfig = CONFIG, scoring_s: float = 60, **tokens: int) -> None:
-        self.nobody_scores = False
-        self.watchdog = Watchdog(config, scoring_s, nobody_scores=lambda: self.nobody_scores)
+        self.scoring_blocked = False
+        self.watchdog = Watchdog(config, scoring_s, scoring_blocked=lambda: self.scoring_blocked)
         self.now, self.tokens, self.queued = 1000.0, {}, set()
         for name, num in tokens.items():
             self.start(name.removeprefix("r").replace("_", "-"), num)
@@ -35,21 +33,21 @@ class Bench:
         del self.tokens[rollout_id]
         self.watchdog.on_end(rollout_id, num_tokens, self.now)
 
-    def look(self) -> list[Stall]:
+    def check(self) -> list[Stall]:
         progress = {i: [make_segment(num, 0)] for i, num in self.tokens.items()}
-        return self.watchdog.look(self.now, progress, self.queued, self.watchdog.scoring)
+        return self.watchdog.check(self.now, progress, self.queued, self.watchdog.scoring)
 
     def run(self, seconds: float, *growing: str) -> list[Stall]:
         """Let time pass; `growing` get a token before every look. Ends at the first stall."""
         end = self.now + seconds
         while True:
-            self.now += self.watchdog.pause(self.now)
+            self.now += self.watchdog.next_check_in(self.now)
             if self.now >= end:
                 self.now = end
                 return []
             for rollout_id in growing:
                 self.tokens[rollout_id] += 1
-            if stalls := self.look():
+            if stalls := self.check():
                 return stalls
 
 
@@ -70,7 +68,7 @@ def test_the_steps_of_a_rollout_that_never_moves() -> None:
     }
 
 
-def test_the_second_stall_in_a_row_drops_the_group_and_its_siblings_are_not_blamed() -> None:
+def test_second_stall_in_a_row_drops_only_its_group() -> None:
     bench = Bench(r3_0=0)
     assert [s.action for s in bench.run(1000)] == [Action.CONTINUE]
     bench.end("3-0", 0)
@@ -110,7 +108,7 @@ def test_an_interruption_of_the_schedulers_must_end_too() -> None:
     assert bench.watchdog.stats()["watchdog/redispatched"] == 1
 
 
-def test_who_waits_in_the_engines_queue_stalls_only_when_nobody_gets_a_token() -> None:
+def test_queued_rollout_stalls_only_if_no_rollout_progresses() -> None:
     bench = Bench(r0_0=0, r1_0=0)
     bench.queued = {"1-0"}
     assert bench.run(1000, "0-0") == []
@@ -121,10 +119,10 @@ def test_who_waits_in_the_engines_queue_stalls_only_when_nobody_gets_a_token() -
 
 def test_time_in_which_nobody_could_look_is_forgiven() -> None:
     bench = Bench(r0_0=0)
-    bench.watchdog.on_score(7, bench.now)
-    bench.watchdog.pause(bench.now)
+    bench.watchdog.on_scoring_start(7, bench.now)
+    bench.watchdog.next_check_in(bench.now)
     bench.now += 5000  # the loop stood still
-    assert bench.look() == []
+    assert bench.check() == []
     began = bench.now
     stalls = bench.run(1000)
     assert {s.action for s in stalls} == {Action.CONTINUE, Action.RESCORE} and bench.now - began <= 100
@@ -138,34 +136,34 @@ def test_time_in_which_nobody_could_look_is_forgiven() -> None:
 def test_a_scoring_that_begins_again_is_the_newest() -> None:
     """Two scorings: the older one begins again, so that the other is the oldest and stalls first."""
     bench = Bench()
-    bench.watchdog.on_score(4, bench.now)
-    bench.watchdog.on_score(5, bench.now)
-    bench.watchdog.on_score(4, bench.now + 1)
+    bench.watchdog.on_scoring_start(4, bench.now)
+    bench.watchdog.on_scoring_start(5, bench.now)
+    bench.watchdog.on_scoring_start(4, bench.now + 1)
     assert list(bench.watchdog.scoring) == [5, 4]
 
 
 def test_a_scoring_is_repeated_once_then_given_up() -> None:
     bench = Bench()
-    bench.watchdog.on_score(4, bench.now)
+    bench.watchdog.on_scoring_start(4, bench.now)
     (stall,) = bench.run(1000)
     assert stall == Stall(Action.RESCORE, 4, None, "scoring", 100) and bench.now == 1100
-    bench.watchdog.on_score(4, bench.now)
+    bench.watchdog.on_scoring_start(4, bench.now)
     (stall,) = bench.run(1000)
-    assert stall == Stall(Action.GIVE_UP, 4, None, "scoring", 100) and bench.now == 1200
-    bench.watchdog.on_scored(4, bench.now)
+    assert stall == Stall(Action.FAIL_SCORING, 4, None, "scoring", 100) and bench.now == 1200
+    bench.watchdog.on_scoring_end(4, bench.now)
     assert bench.run(1000) == []
-    bench.watchdog.on_score(4, bench.now)
+    bench.watchdog.on_scoring_start(4, bench.now)
     assert [s.action for s in bench.run(1000)] == [Action.RESCORE], "another time is another first time"
 
 
 def test_a_scorings_time_does_not_run_while_nobody_could_score() -> None:
     bench = Bench()
-    bench.watchdog.on_score(4, bench.now)
-    bench.nobody_scores = True
+    bench.watchdog.on_scoring_start(4, bench.now)
+    bench.scoring_blocked = True
     for _ in range(100):
-        bench.now += bench.watchdog.pause(bench.now)
-        assert bench.look() == []
-    bench.nobody_scores = False
+        bench.now += bench.watchdog.next_check_in(bench.now)
+        assert bench.check() == []
+    bench.scoring_blocked = False
     assert bench.run(99) == [], "its whole time begins when somebody can"
     assert [s.action for s in bench.run(2 * CONFIG.reward_timeout_s)] == [Action.RESCORE]
 
@@ -174,24 +172,24 @@ def test_a_group_that_waits_behind_another_does_not_stall() -> None:
     """Scorers work in turn: what hangs is the oldest, and the others' time begins when they come first."""
     bench = Bench()
     for group_id in (1, 2, 3):
-        bench.watchdog.on_score(group_id, bench.now)
+        bench.watchdog.on_scoring_start(group_id, bench.now)
     bench.now += 90
-    bench.watchdog.on_scored(1, bench.now)
+    bench.watchdog.on_scoring_end(1, bench.now)
     assert [(s.group_id, bench.now) for s in bench.run(1000)] == [(2, 1190)]
-    bench.watchdog.on_score(2, bench.now)  # repeated: behind 3 now
+    bench.watchdog.on_scoring_start(2, bench.now)  # repeated: behind 3 now
     bench.now += 90
-    bench.watchdog.on_scored(3, bench.now)
-    assert [(s.group_id, s.action) for s in bench.run(1000)] == [(2, Action.GIVE_UP)]
+    bench.watchdog.on_scoring_end(3, bench.now)
+    assert [(s.group_id, s.action) for s in bench.run(1000)] == [(2, Action.FAIL_SCORING)]
 
 
 def test_later_scorings_that_end_do_not_hide_the_one_that_hangs() -> None:
     bench = Bench()
-    bench.watchdog.on_score(0, bench.now)
+    bench.watchdog.on_scoring_start(0, bench.now)
     for group_id in range(1, 10):
-        bench.watchdog.on_score(group_id, bench.now)
+        bench.watchdog.on_scoring_start(group_id, bench.now)
         if stalls := bench.run(30):
             break
-        bench.watchdog.on_scored(group_id, bench.now)
+        bench.watchdog.on_scoring_end(group_id, bench.now)
     else:
         raise AssertionError("it was hidden")
     assert [s.group_id for s in stalls] == [0]
@@ -201,7 +199,7 @@ def test_later_scorings_that_end_do_not_hide_the_one_that_hangs() -> None:
 def test_each_limit_can_be_off(off: str) -> None:
     bench = Bench(CONFIG.model_copy(update={off: 0}), r0_0=0)
     bench.watchdog.on_interrupt(["0-0"], bench.now)
-    bench.watchdog.on_score(1, bench.now)
+    bench.watchdog.on_scoring_start(1, bench.now)
     assert bench.watchdog.is_on
     seen = {s.rollout_id is None for _ in range(3) for s in bench.run(1000)}
     assert seen == {off == "rollout_timeout_s"}
@@ -214,12 +212,12 @@ def test_a_message_is_one_line_with_all_that_was_asked_for() -> None:
         "watchdog: rollout 4-1 (running, begun 312 s ago, 57 tokens, none for 300 s):"
         " it is interrupted and continued from there"
     )
-    assert str(Stall(Action.GIVE_UP, 4, None, "scoring", 0.25)) == (
+    assert str(Stall(Action.FAIL_SCORING, 4, None, "scoring", 0.25)) == (
         "watchdog: the rewards of group 4 (scoring, begun 0.25 s ago): it is cancelled and its rewards are missing"
     )
 
 
-def test_what_the_engine_says_of_rollouts_that_do_not_run_is_of_no_account() -> None:
+def test_progress_of_unknown_rollouts_is_ignored() -> None:
     bench = Bench(r0_0=0)
     bench.tokens["7-7"] = 9
     assert [s.rollout_id for s in bench.run(1000)] == ["0-0"]
@@ -234,27 +232,6 @@ def test_describes_the_longest_silent_first() -> None:
     assert text.startswith("rollout 0-0 (running, begun 20 s ago, 1 tokens, none for 20 s); ")
     assert text.endswith("; 2 more")
     assert Watchdog().describe(0.0) == "no rollout"
-
-
-# Tokens of a cancelled extension
-
-
-def salvage(*segments, remaining: int = 10):
-    return salvaged(segments, 0, remaining)
-
-
-def test_salvages_what_a_rollout_can_go_on_from() -> None:
-    parts = [make_segment(2, 1), make_segment(3, 2, first=2), make_segment(0, 3)]
-    assert salvage(*parts) == parts[:2]
-    for unusable in (
-        [],
-        [make_segment(0, 3)],
-        [make_segment(10, 3)],  # all of its budget: it would have stopped
-        [make_segment(2, 3), make_segment(2, 2)],
-        [make_segment(2, 3, StopReason.EOS)],
-        [dataclasses.replace(make_segment(2, 3), start=1)],
-    ):
-        assert salvage(*unusable) == []
 
 
 # Properties
@@ -274,14 +251,14 @@ def test_every_stall_is_noticed_in_time_and_nothing_else_is(rng: random.Random) 
         last[rollout_id] = bench.now
     flagged: dict[str, float] = {}
     for _ in range(40):
-        end = bench.now + bench.watchdog.pause(bench.now)
+        end = bench.now + bench.watchdog.next_check_in(bench.now)
         for rollout_id in bench.tokens:
             alive = rollout_id not in dead or bench.now < 1100
             if alive and (rng.random() < 0.5 or bench.now - last[rollout_id] > limit / 2):
                 bench.tokens[rollout_id] += rng.randint(1, 3)
                 last[rollout_id] = rng.uniform(bench.now, end)
         bench.now = end
-        for stall in bench.look():
+        for stall in bench.check():
             assert stall.rollout_id is not None and stall.action is Action.CONTINUE
             flagged[stall.rollout_id] = bench.now
             bench.end(stall.rollout_id, bench.tokens[stall.rollout_id])

@@ -17,7 +17,7 @@ from rollover.config.rollout import RolloutConfig
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.lifecycle import Lifecycle, acting_in, is_complete
-from rollover.rollout.slots import token_budget
+from rollover.rollout.scheduler_state import token_budget
 from rollover.staleness import group_staleness
 from rollover.types import (
     DropReason,
@@ -166,7 +166,7 @@ class World:
 
     def _generate(self) -> None:
         while True:
-            self.lifecycle.scheduler.on_begin(self.version, self.engine_version)
+            self.lifecycle.scheduler.begin_step(self.version, self.engine_version)
             self._admit()
             if self.reserves and self.rng.random() < 0.3:
                 taken = set(self.lifecycle.scheduler.reserve(self.version, self.rng.randint(1, 3)))
@@ -213,7 +213,7 @@ class World:
         self.lifecycle = Lifecycle(self.config, self.max_running, MIN_VALID, group_filter=self._filter)
         self.lifecycle.load_state_dict(through_json(state), {name: array.copy() for name, array in arrays.items()})
         self.engine_version = self.version  # a restarted run hands the weights over at once
-        self.lifecycle.scheduler.on_begin(self.version, self.engine_version)
+        self.lifecycle.scheduler.begin_step(self.version, self.engine_version)
         self.check()
         self.reserved, self.awaited = set(), []
         for rollout in self.lifecycle.cache.unscored():

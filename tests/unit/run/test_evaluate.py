@@ -188,7 +188,7 @@ def test_what_an_environment_has_lost_begins_again_as_often_as_it_may() -> None:
     expected = answers(FakeEngine(lambda seed: 5), [], Twice())
     found = answers(FakeEngine(lambda seed: 5), said, Loses(1))
     assert [(a.score, a.answer) for a in found] == [(a.score, a.answer) for a in expected]
-    assert any("the page is gone" in line and "it begins again" in line for line in said)
+    assert any("the page is gone" in line and "it restarts" in line for line in said)
     given_up = answers(FakeEngine(lambda seed: 5), [], Loses(10))
     assert [a.score for a in given_up] == [2.0, 2.0, 2.0, None, 2.0, 2.0]
     assert "the page is gone" in str(given_up[3].error)
@@ -207,7 +207,7 @@ def test_where_the_environment_works_for_too_long_an_answer_has_no_score() -> No
     said: list[str] = []
     found = answers(FakeEngine(lambda seed: 5), said, Hanging())
     assert [a.score for a in found] == [2.0, 2.0, 2.0, None, 2.0, 2.0]
-    assert found[3].error == "the environment worked for longer than workflow.timeout_s = 300"
+    assert found[3].error == "the environment exceeded workflow.timeout_s = 300"
     assert found[3].stop_reason == "timeout" and len(said) == 1 and "rollout eval-1-1 has worked for" in said[0]
 
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from rollover.checkpoint.journal import Record
 from rollover.config.rollout import RolloutConfig
-from rollover.rollout.lifecycle import Event, EventKind, Lifecycle, is_complete
-from rollover.rollout.run_clock import RunClock
+from rollover.rollout.lifecycle import Event, EventKind, Lifecycle, RunClock, is_complete
 from rollover.run.event_log import EventLog
 from rollover.run.replay import Replay, RollBack
 from rollover.run.resume import check_restored
@@ -208,7 +207,7 @@ class Continued(World):
                 self.admitted_version[group.group_id] = self.version
                 self.seen[rollout.rollout_id] = self._tokens(rollout)
         self.lifecycle.on_new_version(self.version)
-        self.lifecycle.scheduler.on_begin(self.version, self.version)
+        self.lifecycle.scheduler.begin_step(self.version, self.version)
         for rollout in self.lifecycle.cache.unscored():
             if self.singly or is_complete(self.cache.groups[rollout.group_id]):
                 self._score([rollout])

@@ -17,8 +17,7 @@ from rollover.algorithms.shaping import Shaping
 from rollover.checkpoint.store import CheckpointStore, CheckpointWriteError
 from rollover.config import Config, RewardsConfig
 from rollover.config.rollout import RolloutConfig
-from rollover.rollout.lifecycle import Lifecycle
-from rollover.rollout.run_clock import RunClock
+from rollover.rollout.lifecycle import Lifecycle, RunClock
 from rollover.run import snapshot
 from rollover.run.snapshot import Snapshot, StatefulPart, load_snapshot, stateful_parts, without_arrays
 from rollover.tasks.reroll import Reroll

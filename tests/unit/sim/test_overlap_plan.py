@@ -103,7 +103,7 @@ def driven(config, max_running: int, seed: int, publish_every: int, num_tasks: i
         for version in range(STEPS):
             if not await driver.collect(version):
                 break
-            driver.go_on(version)
+            driver.generate_ahead(version)
             await engine.make(workload.train_steps(version))
             if (version + 1) % publish_every == 0:
                 if config.interrupt == "never":

@@ -9,8 +9,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from rollover.rollout.lifecycle import Event, EventKind
-from rollover.rollout.run_clock import RunClock
+from rollover.rollout.lifecycle import Event, EventKind, RunClock
 from rollover.staleness import staleness
 from rollover.track.lifetimes import STATES, LengthBias, Lifetimes, wait_by_quarter
 from rollover.track.statistics import censored_mean

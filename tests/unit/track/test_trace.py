@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollover.plugins.dashboard.verbs.trace import summary
-from rollover.rollout.lifecycle import EventKind
-from rollover.rollout.run_clock import RunClock
+from rollover.rollout.lifecycle import EventKind, RunClock
 from rollover.track.perfetto import perfetto
 from rollover.track.trace import (
     EngineVisit,

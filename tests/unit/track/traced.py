@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 
-from rollover.rollout.lifecycle import Event
-from rollover.rollout.run_clock import RunClock
+from rollover.rollout.lifecycle import Event, RunClock
 from rollover.track.lifetimes import Lifetimes
 from rollover.track.trace import Trace, TraceEvent, TraceFile
 from rollover.types import Group

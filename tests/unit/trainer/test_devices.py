@@ -15,9 +15,9 @@ import tiny
 from rollover.config import Config
 from rollover.engine import build
 from rollover.engine.build import embedded_engine
-from rollover.engine.embedded import sampler
+from rollover.engine.embedded import sampling
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.embedded.sampler import sample, uniforms
+from rollover.engine.embedded.sampling import sample, uniforms
 from rollover.engine.process.engine import ProcessEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models import devices
@@ -176,7 +176,7 @@ def test_nothing_is_computed_in_float64_where_a_device_has_none(monkeypatch: pyt
     tokens, logprobs = sample(logits, params, draws)
     with pytest.raises(TypeError, match="float64"), _NoFloat64():
         sample(logits, params, draws)
-    for module in (sampler, tally):
+    for module in (sampling, tally):
         monkeypatch.setattr(module, "widest_float", lambda device: torch.float32)
     half, two = torch.tensor(0.5), torch.tensor(2)
     sums = tally.Tally()

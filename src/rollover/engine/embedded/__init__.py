@@ -1,5 +1,5 @@
 """The embedded engine: continuous batching in process, over transformers' own modules.
 
-sequence (what is being continued), kv_cache (where its keys and values are), batcher (who runs, in which memory),
-runner (the forward passes), sampler (the draw), engine (the contract). Preemption is "drop KV, go back to waiting".
+Read engine.py (step loop) first, then batch.py (sequences and queues), kv_cache.py, runner.py (forward passes) and
+sampling.py (logits to token). Preemption is "drop KV, go back to waiting".
 """

@@ -1,6 +1,8 @@
-"""The embedded engine behind the Engine contract: one step loop for all pending `extend` calls.
+"""The embedded engine: one step loop for all pending `extend` calls.
 
-Owns the step loop and the version stamp. Runs in the caller's event loop: a step blocks it, between steps others run.
+    step: admit ──▶ prefill a chunk budget, or copy a sibling's prompt ──▶ decode one token of each sequence ──▶ sample
+
+Owns the step loop, the order of prefill and the version stamp. Runs in the caller's event loop: a step blocks it.
 """
 
 from __future__ import annotations
@@ -14,13 +16,10 @@ from typing import Any, Literal
 import torch
 
 from rollover.config import Config, EngineConfig
-from rollover.engine.embedded.batcher import Batcher
+from rollover.engine.embedded.batch import Batcher, OnToken, Sequence
 from rollover.engine.embedded.kv_cache import KVCache
-from rollover.engine.embedded.prefill import Prefill
-from rollover.engine.embedded.processors import process, processor_of
-from rollover.engine.embedded.runner import Runner
-from rollover.engine.embedded.sampler import sample, uniforms
-from rollover.engine.embedded.sequence import OnToken, Sequence
+from rollover.engine.embedded.runner import Runner, SequenceChunk
+from rollover.engine.embedded.sampling import make_processor, process_logits, sample, uniforms
 from rollover.engine.embedded.structures import Structures
 from rollover.engine.protocol import ExtendRequest, ImageRefused, WeightLoad
 from rollover.models.attention import cache_shape
@@ -28,20 +27,20 @@ from rollover.models.devices import synchronize
 from rollover.models.load import LoadedModel, ModelLimits
 from rollover.models.threads import Team
 from rollover.models.vision import Pixels, Vision, image_places, trains_tower
-from rollover.types import Segment, StopReason
+from rollover.types import Prompt, Segment, StopReason
 
 _TURNS_BETWEEN_STEPS = 16
-# What a decode step takes whatever its batch, in rows: the weights' way through memory (docs/performance.md, growth).
+# Fixed cost of a decode step, in rows: reading the weights from memory (docs/performance.md, growth).
 _FIXED_ROWS = 16
 
 KVPolicy = Literal["recompute", "keep", "salt"]
 
 
 class EmbeddedEngine:
-    """Continuous batching over `model` (the engine's own copy, in compute dtype).
+    """Engine with continuous batching over `model` (its own copy, in compute dtype).
 
-    `decode_text` turns token ids into text; it is needed for stop strings only. `structures`: for answers of a given
-    structure only. `processor`: for prompts with images only. `tower_changes`: new weights change the vision tower.
+    `decode_text`: token ids -> text, for stop strings. `structures`: for structured answers. `processor`: for images.
+    `tower_changes`: new weights change the vision tower.
     """
 
     def __init__(
@@ -81,9 +80,9 @@ class EmbeddedEngine:
         self._version = 0
         self._team = team or Team()
         self._loop: asyncio.Task[None] | None = None
-        self.may_step = asyncio.Event()  # while it is cleared, what is asked waits; what is interrupted returns at once
+        self.may_step = asyncio.Event()  # while cleared, requests wait; interrupted ones return at once
         self.may_step.set()
-        # Only where a forward pass returns when it is done: elsewhere its time is not known without waiting for it.
+        # Elsewhere a forward pass returns before it is done, and its time is not known without waiting for it.
         self._device, self._timed = first.device, first.device.type == "cpu"
         self._prefill = Prefill(
             self._batcher,
@@ -93,12 +92,12 @@ class EmbeddedEngine:
             timed=self._timed,
         )
         self._num_decode_steps = 0
-        self._num_kept = 0  # tokens that a resumed rollout still had cached
-        self._num_stale = 0  # cached tokens that stayed when the weights changed
+        self._num_kept = 0  # tokens that resumed rollouts still had cached
+        self._num_stale = 0  # tokens that stayed cached when the weights changed
 
     @classmethod
     def over(cls, model: Any, loaded: LoadedModel, config: Config) -> EmbeddedEngine:
-        """An engine that takes `model`, in compute dtype, for its own: that of `loaded`, or a copy."""
+        """Return an engine that owns `model`, in compute dtype: that of `loaded`, or a copy."""
         tokenizer, tower_changes = loaded.tokenizer, loaded.processor is not None and trains_tower(loaded.model)
         return cls(
             model.requires_grad_(False),
@@ -113,7 +112,7 @@ class EmbeddedEngine:
 
     @property
     def max_tokens(self) -> int:
-        """The longest rollout, prompt included, that the model's positions and the KV memory allow."""
+        """Return the longest rollout, prompt included, that the model's positions and the KV memory allow."""
         return min(self._batcher.cache.max_tokens, self._limits.positions or self._batcher.cache.max_tokens)
 
     @property
@@ -124,17 +123,17 @@ class EmbeddedEngine:
     def oldest_version(self) -> int:
         return self._version
 
-    def why_not_loadable(self, shapes: Mapping[str, Seq[int]]) -> str:
-        """Why weights of these names and shapes are not those of the whole model; "" if they are."""
-        return self._runner.why_not_loadable(shapes)
+    def load_error(self, shapes: Mapping[str, Seq[int]]) -> str:
+        """Return why weights of these names and shapes are not the whole model's; "" if they are."""
+        return self._runner.load_error(shapes)
 
     async def extend(
         self, request: ExtendRequest, on_token: OnToken | None = None, cache_salt: str = ""
     ) -> list[Segment]:
-        """See Engine. ValueError for what the model cannot be given, or what does not fit into the KV memory.
+        """See Engine. Raises ValueError for invalid requests, and those that do not fit into the KV memory.
 
-        `on_token` is called within the decode step that samples the token. `cache_salt`: it shares the KV of its prompt
-        with those of the same salt alone.
+        `on_token` is called within the decode step that samples the token. `cache_salt`: requests share the KV of a
+        prompt only under the same salt.
         """
         self._limits.check(request.rollout_id, request.prompt.ids, request.generated_ids)
         if request.max_new_tokens < 1:
@@ -150,7 +149,7 @@ class EmbeddedEngine:
             )
         if request.stop_strings and self._decode_text is None:
             raise ValueError("stop strings need the engine's decode_text")
-        try:  # here, where it fails this rollout alone
+        try:  # here it fails this rollout alone
             images = image_places(self._vision, request.shown)
             images.check_text_follows(len(request.prompt) + len(request.generated_ids))
             if self._vision is not None and self.may_step.is_set():  # else its weights may be freed
@@ -159,16 +158,16 @@ class EmbeddedEngine:
             raise ImageRefused(str(error)) from error
         except Exception as error:  # boundary: decoders and processors raise errors of any kind
             raise ImageRefused(f"an image cannot be computed: {type(error).__name__}: {error}") from error
-        processor = processor_of(request, self._num_logits, self._structures)
+        processor = make_processor(request, self._num_logits, self._structures)
         future: asyncio.Future[list[Segment]] = asyncio.get_running_loop().create_future()
-        seq = self._batcher.take_kept(request.rollout_id)
+        seq = self._batcher.pop_kept(request.rollout_id)
         if seq is not None and seq.continues(request):
             seq.resume(request, future)
             self._num_kept += seq.kv_len
         else:
             if seq is not None:
                 self._batcher.cache.free(seq)
-            seq = Sequence.start(request, future, self._batcher.take_lost(request.rollout_id))
+            seq = Sequence.start(request, future, self._batcher.pop_evicted(request.rollout_id))
         seq.on_token, seq.cache_salt, seq.processor, seq.images = on_token, cache_salt, processor, images
         self._batcher.waiting.append(seq)
         if self._loop is None or self._loop.done():
@@ -178,8 +177,8 @@ class EmbeddedEngine:
     async def _run(self) -> None:
         try:
             while self._batcher.busy:
-                # Others run first: calls made together are batched together, and a reward's round trip through pipes
-                # and locks takes many turns of the event loop, which must not cost a decode step each.
+                # Yield first: calls made together are batched together, and a reward's round trip through pipes and
+                # locks takes many turns of the event loop, which must not cost a decode step each.
                 for _ in range(_TURNS_BETWEEN_STEPS):
                     await asyncio.sleep(0)
                 await self.may_step.wait()
@@ -192,19 +191,19 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Admit, prefill at most one chunk budget, decode one token of everything that is prefilled."""
+        """Admit, prefill at most one chunk budget, decode one token of each prefilled sequence."""
         self._team.assemble()
         self._discard_cancelled()
         self._batcher.admit()
         self._prefill.step(self._version)
-        # Sequences of a bucket must stand together, in row order, for attention without gathers.
+        # Sequences of a bucket must be adjacent, in row order, for attention without gathers.
         order = sorted(self._batcher.make_room(), key=lambda s: (s.bucket.row_tokens if s.bucket else 0, s.row))
         if not order:
             return
         self._num_decode_steps += 1
         with self._team.piece(_FIXED_ROWS + len(order)):
             logits_BV = self._runner.decode(order)
-            process(logits_BV, [s.processor for s in order], [s.tokens for s in order])
+            process_logits(logits_BV, [s.processor for s in order], [s.tokens for s in order])
             draws_B = uniforms([s.request.seed for s in order], [s.next_index for s in order])
             tokens, logprobs = sample(logits_BV, [s.request.sampling for s in order], draws_B, self._runner.kernels)
         for seq, token, logprob in zip(order, tokens, logprobs, strict=True):
@@ -222,14 +221,15 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def prompt_logprobs(self, token_ids: Seq[int]) -> tuple[list[float], list[int], list[float]]:
-        """Of every token but the first: its log-prob after those before it, at temperature 1; the likeliest token
-        there; the log-prob of that. Computed at once, between two steps; nothing of it is cached. ValueError for what
-        the model cannot be given."""
+        """Return, for every token but the first: its log-prob, the likeliest token there, and its log-prob.
+
+        At temperature 1, computed at once between two steps, without caching. Raises ValueError for invalid tokens.
+        """
         self._limits.check("prompt", tuple(token_ids), ())
         return self._runner.prompt_logprobs(list(token_ids))
 
     def drop_kv(self) -> None:
-        """Everyone's KV is computed again before its next token."""
+        """Drop the KV of all sequences."""
         self._batcher.drop_all_kv()
 
     def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:
@@ -244,7 +244,7 @@ class EmbeddedEngine:
         return {
             s.request.rollout_id: [*s.segments, s.open_segment(self._version, StopReason.PAUSED)]
             for s in self._batcher.active()
-            # One that was cancelled stands here until the next step, beside the call that goes on from it.
+            # A cancelled one is listed until the next step, beside the call that resumes it.
             if s.request.rollout_id in wanted and s.future is not None and not s.future.cancelled()
         }
 
@@ -262,10 +262,10 @@ class EmbeddedEngine:
             num_bytes = self._runner.load_weights(tensors)
         if self._vision is not None and self._tower_changes:
             self._vision.forget()
-        synchronize(self._device)  # the seconds below are those of the copies
+        synchronize(self._device)  # to time the copies
         if version != self._version:
             for seq in self._batcher.active():
-                seq.cut_at_update(self._version)
+                seq.on_new_weights(self._version)
             if self._kv_policy == "recompute":
                 self._batcher.drop_all_kv()
             else:
@@ -274,7 +274,7 @@ class EmbeddedEngine:
         return WeightLoad(num_bytes, time.perf_counter() - started)
 
     def use_threads(self, num: int) -> None:
-        """Decode with so many CPU threads from now on; with run.threads = auto with so many at most."""
+        """Decode with this number of CPU threads from now on; with run.threads = auto, at most."""
         self._team.use(num)
 
     def stats(self) -> dict[str, float]:
@@ -298,11 +298,89 @@ class EmbeddedEngine:
         }
 
     async def close(self) -> None:
-        """Interrupt what runs and wait for the step loop to end."""
+        """Interrupt running rollouts, and wait for the step loop to end."""
         self.interrupt()
         self.may_step.set()
         if self._loop is not None:
             await asyncio.wait([self._loop])
             if not self._loop.cancelled():
-                self._loop.exception()  # seen: a second Ctrl-C ends the step loop with an error of its own
+                self._loop.exception()  # read it: a second Ctrl-C ends the step loop with an error
         self._batcher.kept.clear()
+
+
+class Prefill:
+    """Prefill of at most `chunk_tokens` per step, so that decoding is never blocked for long.
+
+    `same_version_only`: copy a prompt's KV only if the present weights computed it. `timed`: a forward pass returns
+    when it is done, so that its seconds are known.
+    """
+
+    def __init__(
+        self, batcher: Batcher, runner: Runner, chunk_tokens: int, *, same_version_only: bool, timed: bool
+    ) -> None:
+        self._batcher, self._runner = batcher, runner
+        self._chunk_tokens = chunk_tokens
+        self._same_version_only = same_version_only
+        self._timed = timed
+        self.num_computed = 0
+        self.num_recomputed = 0
+        """Tokens whose KV had been dropped."""
+        self.num_shared = 0
+        self.num_stale = 0
+        """Shared tokens whose KV was computed by earlier weights."""
+        self.seconds = 0.0
+
+    def step(self, version: int) -> None:
+        """Run one forward pass over chunks that are not cached yet; copy a prompt that a sibling has computed.
+
+        `version`: of the weights.
+        """
+        # Prompts that a sequence is computing, now or since an earlier step: its siblings wait for the copy.
+        planned = {s.prompt_key for s in self._batcher.running if 0 < s.kv_len < s.num_prompt - 1}
+        chunks = self._plan(planned, version)
+        if not chunks:
+            return
+        started = time.perf_counter()
+        self._runner.prefill(chunks)
+        if self._timed:
+            self.seconds += time.perf_counter() - started
+        for chunk in chunks:
+            recomputed = max(0, min(chunk.end, chunk.seq.computed) - chunk.start)
+            self.num_recomputed += recomputed
+            self.num_computed += chunk.end - chunk.start - recomputed
+        for seq in self._batcher.running:
+            if seq.kv_len == 0 and seq.prompt_key in planned:
+                self._share(seq, version)
+
+    def _plan(self, planned: set[tuple[str, Prompt]], version: int) -> list[SequenceChunk]:
+        """Return the next chunks, and add the prompts that they begin with to `planned`."""
+        budget = self._chunk_tokens
+        chunks: list[SequenceChunk] = []
+        for seq in self._batcher.running:
+            if seq.prefilled or budget == 0:
+                continue
+            if seq.kv_len == 0 and seq.num_prompt > 1:
+                if seq.prompt_key in planned:
+                    continue
+                if not self._share(seq, version):
+                    planned.add(seq.prompt_key)
+                    seq.prompt_kv_version = version
+                elif seq.prefilled:
+                    continue
+            end = seq.images.chunk_end(seq.kv_len, min(len(seq.tokens) - 1, seq.kv_len + budget))
+            chunks.append(SequenceChunk(seq, seq.kv_len, end))
+            budget = max(0, budget - (end - seq.kv_len))
+        return chunks
+
+    def _share(self, seq: Sequence, version: int) -> bool:
+        """Copy the KV of the prompt, except its last token, from a sequence that has it. False if there is none."""
+        donor = self._batcher.donor(seq, version if self._same_version_only else None)
+        if donor is None:
+            return False
+        num_tokens = seq.num_prompt - 1
+        self._batcher.cache.copy_prefix(donor, seq, num_tokens)
+        seq.prompt_kv_version = donor.prompt_kv_version
+        self.num_shared += num_tokens
+        if donor.prompt_kv_version != version:
+            self.num_stale += num_tokens
+        return True

@@ -1,11 +1,11 @@
-"""Keys and values of running and kept sequences, in buckets of equal row length. A discardable accelerator.
+"""KV cache of running and kept sequences, in buckets of equal row length.
 
 Shapes: L layers, R rows, K key/value heads, T row length in tokens, D head size.
 
-A bucket has a pair of tensors [R, K, T, D] a layer, whose rows 0..n-1 are in use, so decode attention over a bucket is
+A bucket has a pair of tensors [R, K, T, D] per layer, whose rows 0..n-1 are in use: decode attention over a bucket is
 two batched matmuls on contiguous memory, and short sequences do not pay for long ones. A sequence that outgrows its row
-moves to a bucket of longer rows; a freed row is filled by the last one. A bucket grows and shrinks layer by layer, so
-that old and new copies exist of one layer only. All buckets together never take more than `max_bytes`, that included.
+moves to a bucket of longer rows; the last row moves into a freed one. A bucket is resized layer by layer, so that old
+and new copies exist of one layer only. All buckets together, copies included, never take more than `max_bytes`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ROOMY_TOKENS = (128, 192, 256, 384, 512)
 
 
 def row_tokens_for(num_tokens: int) -> int:
-    """Row length of the bucket for a sequence of this many tokens: 64, 128, 192, 256, 384, 512, 768, 1024, ..."""
+    """Return the row length for a sequence of this many tokens: 64, 128, 192, 256, 384, 512, 768, 1024, ..."""
     size = _MIN_ROW_TOKENS
     while size < num_tokens:
         half_step = size + size // 2
@@ -34,8 +34,7 @@ def row_tokens_for(num_tokens: int) -> int:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class RowOwner:
-    """What the cache knows of a sequence: its row, and how many tokens are cached there. Written by the cache, but for
-    `kv_len`, which grows with what is computed."""
+    """The row of a sequence, and its number of cached tokens. Set by the cache; the runner increases `kv_len`."""
 
     bucket: Bucket | None = None
     row: int = -1
@@ -53,14 +52,14 @@ class Bucket:
         self.capacity = 0
 
     def copy_row(self, row: int, source: Bucket, source_row: int, num_tokens: int) -> None:
-        """The first num_tokens of another row, into `row`."""
+        """Copy the first num_tokens of another row into `row`."""
         for mine, theirs in ((self.keys, source.keys), (self.values, source.values)):
             for target, tensor in zip(mine, theirs, strict=True):
                 target[row, :, :num_tokens] = tensor[source_row, :, :num_tokens]
 
 
 class KVCache:
-    """Allocates rows within `max_bytes`; raises nothing: a caller that gets False makes room and asks again."""
+    """Allocator of rows within `max_bytes`. If memory is short it returns False: the caller evicts and retries."""
 
     def __init__(
         self,
@@ -73,9 +72,10 @@ class KVCache:
         *,
         roomy_for: int = 0,
     ) -> None:
-        """`roomy_for`: sequences that shall have long rows from the start, within half of the memory.
+        """Create an empty cache. `roomy_for`: number of sequences that get long rows at once, within half of the
+        memory.
 
-        For a device that commits memory when it is first written, and attention that reads a row up to its last token.
+        For devices that commit memory when it is first written, and attention that reads a row up to its last token.
         """
         self._shape = (num_layers, num_kv_heads, head_size)
         self._dtype, self._device = dtype, device
@@ -93,14 +93,14 @@ class KVCache:
 
     @property
     def max_tokens(self) -> int:
-        """The longest sequence that fits into an otherwise empty cache: one row of the longest possible bucket."""
+        """Return the longest sequence that fits into an empty cache: one row of the longest possible bucket."""
         longest, size = 0, _MIN_ROW_TOKENS
         while size * (1 + 1 / self._shape[0]) * self.bytes_per_token <= self.max_bytes:
             longest, size = size, row_tokens_for(size + 1)
         return longest
 
     def reserve(self, seq: RowOwner, num_tokens: int) -> bool:
-        """Give `seq` a row of at least num_tokens, moving what it has cached. False if memory is short."""
+        """Give `seq` a row of at least num_tokens, moving its cached tokens. False if memory is short."""
         old = seq.bucket
         if old is not None and old.row_tokens >= num_tokens:
             return True
@@ -120,7 +120,7 @@ class KVCache:
         return True
 
     def free(self, seq: RowOwner) -> None:
-        """Forget what is cached of `seq`."""
+        """Free the row of `seq`."""
         if seq.bucket is not None:
             self._vacate(seq)
         seq.kv_len = 0
@@ -150,11 +150,11 @@ class KVCache:
         return self._roomy_rows if bucket.row_tokens == self._roomy_tokens else _MIN_ROWS
 
     def _grow(self, bucket: Bucket) -> bool:
-        # Sequences of other buckets may come after the first one: make room for all at once, if there is memory.
-        everyone = sum(len(b.owners) for b in self.buckets.values())
+        # All sequences of other buckets may move here: make room for them at once, if there is memory.
+        num_sequences = sum(len(b.owners) for b in self.buckets.values())
         old = bucket.capacity
         first = self._first_capacity(bucket)
-        for capacity in dict.fromkeys((max(first, everyone, old * 2), old * 2, old + _MIN_ROWS)):
+        for capacity in dict.fromkeys((max(first, num_sequences, old * 2), old * 2, old + _MIN_ROWS)):
             if capacity > old and self._resize(bucket, capacity):
                 return True
         for other in self.buckets.values():
@@ -168,10 +168,10 @@ class KVCache:
         return False
 
     def _resize(self, bucket: Bucket, capacity: int) -> bool:
-        """Move the bucket to tensors of `capacity` rows, a layer after the other. False: there is no memory to grow."""
+        """Resize the bucket to `capacity` rows, layer by layer. False if there is no memory to grow."""
         layers, heads, size = self._shape
         if capacity > bucket.capacity:
-            # What stays free lets any bucket be moved a layer at a time, so shrinking never fails.
+            # Keep one layer of the largest bucket free, so that shrinking never fails.
             sizes = [b.capacity * b.row_tokens for b in self.buckets.values() if b is not bucket]
             sizes.append(capacity * bucket.row_tokens)
             if (sum(sizes) + max(sizes) / layers) * self.bytes_per_token > self.max_bytes:
@@ -193,8 +193,7 @@ class KVCache:
         # Zeros, not empty: masked positions are multiplied by probability 0, and 0 * NaN would not vanish.
         if self._device.type != "cpu":
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
-        # Straight from the system, which gives pages when they are first written and takes them all back: rows that
-        # are never used cost nothing.
+        # mmap commits pages when they are first written, and frees them all: unused rows cost nothing.
         num_bytes = math.prod(shape) * self._dtype.itemsize
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(pages, dtype=self._dtype).view(shape)

@@ -1,4 +1,4 @@
-"""The forward passes: prefill of chunks, decode of one token per sequence. Reads and writes the KV cache's rows.
+"""Forward passes of the embedded engine: prefill of chunks, decode of one token per sequence. Uses the KV cache's rows.
 
 Shapes: N tokens of the row (decode: one per sequence), H query heads, K key/value heads, G = H / K, D head size,
 n rows of a bucket, T its row length.
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rollover.engine.embedded.batch import Sequence
 from rollover.engine.embedded.kv_cache import Bucket
-from rollover.engine.embedded.sequence import Sequence
 from rollover.models import kernels
 from rollover.models.adapters import Adapters
 from rollover.models.attention import (
@@ -31,17 +31,21 @@ from rollover.models.logprobs import Head
 from rollover.models.operations import TorchOperations
 from rollover.models.packed import float32_product
 from rollover.models.vision import ImageTokens, RowImages, Vision, joined_positions
-from rollover.weights.in_place import InPlace
+from rollover.weights.protocol import NamedTensors, WeightHolder
 
-# Heads of a multiple of so many numbers fill the kernel's vectors. It computes others number by number, for which
-# prefill, unlike decode, has a better way (80 numbers, 2,048 tokens: 592 ms a layer, padded 81).
-_VECTORS = 32
-_LOGIT_ROWS = 256  # of a prompt, whose logits are computed together
+if TYPE_CHECKING:
+    import torch
+
+
+# Head sizes that are a multiple of this fill the kernel's vectors. Others are computed element by element, which
+# prefill, unlike decode, can avoid (head size 80, 2,048 tokens: 592 ms a layer, padded 81).
+_VECTOR_SIZE = 32
+_LOGIT_ROWS = 256  # rows of a prompt whose logits are computed together
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Tokens [start, end) of `seq`, to be computed; its row has room for them."""
+class SequenceChunk:
+    """Tokens [start, end) of `seq` to compute; its row has room for them."""
 
     seq: Sequence
     start: int
@@ -49,18 +53,18 @@ class Chunk:
 
     @property
     def bucket(self) -> Bucket:
-        """Where the sequence's row is."""
+        """Return the bucket of the sequence's row."""
         assert self.seq.bucket is not None
         return self.seq.bucket
 
     @property
     def bidirectional(self) -> list[tuple[int, int]]:
-        """Spans of its tokens that attend to each other, later ones included."""
+        """Return the spans of its tokens that attend to each other, later ones included."""
         return [span for span in self.seq.images.bidirectional if self.start <= span[0] and span[1] <= self.end]
 
 
 def _places(rows_C: torch.Tensor, positions_C: torch.Tensor, bucket: Bucket) -> torch.Tensor:
-    """Where the keys of tokens at these rows and positions are, in a layer's [R, K, T, D] seen as [R * K * T, D]."""
+    """Return the indices of these tokens' keys in a layer's [R, K, T, D] seen as [R * K * T, D]."""
     kv_heads, length = bucket.keys[0].shape[1:3]
     head_K = torch.arange(kv_heads, device=rows_C.device)
     return ((rows_C[:, None] * kv_heads + head_K) * length + positions_C[:, None]).flatten()
@@ -74,17 +78,17 @@ def _store(bucket: Bucket, layer: int, places: torch.Tensor, key_CKD: torch.Tens
 
 
 class _ChunkBatch:
-    """Chunks of similar lengths: all from the start of their sequences, or all of one bucket and none from the start.
+    """Chunks of similar lengths: all at the start of their sequences, or all in one bucket and none at the start.
 
     Shapes: b chunks, t tokens of the longest, S keys up to the end of the last one.
     """
 
-    def __init__(self, chunks: list[Chunk], parts: list[slice], device: torch.device) -> None:
+    def __init__(self, chunks: list[SequenceChunk], parts: list[slice], device: torch.device) -> None:
         self.bucket, self.fresh = chunks[0].bucket, chunks[0].start == 0
         self.rows_b = torch.tensor([c.seq.row for c in chunks], device=device)
         self.num_keys = max(c.end for c in chunks)
         longest = max(c.end - c.start for c in chunks)
-        # Where a chunk is shorter, its last token stands again.
+        # Shorter chunks are padded by their last token.
         offset_bt = torch.arange(longest).expand(len(chunks), longest)
         last_b1 = torch.tensor([[c.end - c.start - 1] for c in chunks])
         inside_bt = offset_bt <= last_b1
@@ -100,14 +104,14 @@ class _ChunkBatch:
     def keys_and_values(
         self, layer: int, key_NKD: torch.Tensor, value_NKD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[b, K, S, D]: of the tokens alone, or with what is cached before them."""
+        """Return keys and values [b, K, S, D]: of the tokens alone, or with the cached ones before them."""
         if self.fresh:
             return key_NKD[self.tokens_bt].transpose(1, 2), value_NKD[self.tokens_bt].transpose(1, 2)
         keys, values = self.bucket.keys[layer], self.bucket.values[layer]
         return keys[self.rows_b, :, : self.num_keys], values[self.rows_b, :, : self.num_keys]
 
     def mask(self, window: int | None, softcap: float | None) -> torch.Tensor | None:
-        """Bool [b, 1, t, S], built once for all layers with this window; None: plain causal."""
+        """Return a bool mask [b, 1, t, S], built once for all layers with this window; None: plain causal."""
         if (
             self.fresh
             and softcap is None
@@ -128,14 +132,13 @@ class _ChunkBatch:
 
 
 class PrefillAttention:
-    """Writes each chunk's keys and values to its row; chunks attend to what is cached before them and to themselves.
+    """Attention of prefill: writes each chunk's KV to its row; chunks attend to their cached tokens and themselves.
 
-    In batches of similar chunks. Those that start a sequence need nothing cached; the others, whose prompt was copied
-    from a sibling or whose first part was computed before, read their rows. What is where is worked out once for all
-    layers: a layer takes as many operations for many chunks as for few.
+    Chunks of similar lengths are batched. Those that start a sequence need no cache; the others read their rows.
+    Indices are computed once for all layers: the operations per layer do not depend on the number of chunks.
     """
 
-    def __init__(self, chunks: list[Chunk], device: torch.device) -> None:
+    def __init__(self, chunks: list[SequenceChunk], device: torch.device) -> None:
         ends = torch.tensor([c.end - c.start for c in chunks]).cumsum(0).tolist()
         parts = [slice(end - (c.end - c.start), end) for c, end in zip(chunks, ends, strict=True)]
         self.writes: list[tuple[Bucket, torch.Tensor, torch.Tensor]] = []
@@ -178,9 +181,9 @@ class PrefillAttention:
 
 @dataclass(frozen=True)
 class _BucketPlan:
-    """One bucket's share of a decode step: tokens [part] of the row belong to `rows` of its n used rows.
+    """Part of a decode step in one bucket: tokens [part] belong to `rows` of its n used rows.
 
-    `places`: where their keys and values go, in a layer's [R, K, T, D] seen as [R * K * T, D].
+    `places`: indices of their keys and values in a layer's [R, K, T, D] seen as [R * K * T, D].
     """
 
     bucket: Bucket
@@ -192,7 +195,7 @@ class _BucketPlan:
     positions_of_rows: torch.Tensor
 
     def bias(self, window: int | None) -> torch.Tensor:
-        """Additive mask [n, 1, 1, T]: -inf beyond each row's last position (and before its window)."""
+        """Return an additive mask [n, 1, 1, T]: -inf beyond each row's last position (and before its window)."""
         key_T = torch.arange(self.bucket.row_tokens, device=self.positions_of_rows.device)
         last_n1 = self.positions_of_rows[:, None]
         visible = key_T <= last_n1
@@ -203,7 +206,7 @@ class _BucketPlan:
 
 
 class DecodeAttention:
-    """One query per sequence against its row, a bucket at a time: two batched matmuls and a softmax in float32."""
+    """Attention of decode: one query per sequence; per bucket two batched matmuls and a softmax in float32."""
 
     def __init__(self, order: list[Sequence], device: torch.device) -> None:
         self.plans: list[_BucketPlan] = []
@@ -220,11 +223,11 @@ class DecodeAttention:
             positions = torch.tensor([s.kv_len for s in members], device=device)
             num_rows = len(bucket.owners)
             whole = num_rows == len(members) and all(s.row == i for i, s in enumerate(members))
-            of_rows = positions
+            by_row = positions
             if not whole:
-                of_rows = torch.zeros(num_rows, dtype=positions.dtype, device=device).index_copy_(0, rows, positions)
+                by_row = torch.zeros(num_rows, dtype=positions.dtype, device=device).index_copy_(0, rows, positions)
             places = _places(rows, positions, bucket)
-            self.plans.append(_BucketPlan(bucket, slice(start, end), rows, places, whole, num_rows, of_rows))
+            self.plans.append(_BucketPlan(bucket, slice(start, end), rows, places, whole, num_rows, by_row))
             start = end
 
     def attend(
@@ -248,8 +251,8 @@ class DecodeAttention:
             query = query_NHD[plan.part].reshape(-1, kv_heads, heads // kv_heads, size)
             if not plan.whole:
                 query = query.new_zeros(plan.num_rows, *query.shape[1:]).index_copy_(0, plan.rows, query)
-            # Whole rows, not the longest used part: a slice would be copied before the batched matmul. The scores stay
-            # in float32: rounded to bfloat16 those of 30 would be off by 0.06, and the log-probs with them.
+            # Whole rows: a slice to the longest used part would be copied before the batched matmul. The scores stay in
+            # float32: rounding to bfloat16 would change scores around 30 by 0.06, and the log-probs with them.
             keys_T = keys[: plan.num_rows].transpose(2, 3)
             scores = float32_product(query.flatten(0, 1), keys_T.flatten(0, 1)).view(*query.shape[:3], -1)
             limit = window if window is not None and window < bucket.row_tokens else None
@@ -266,9 +269,9 @@ class DecodeAttention:
 
 
 class KernelAttention:
-    """Prefill and decode by the compiled kernel, which reads a row up to the token and no further, without padding."""
+    """Attention of prefill and decode by the compiled kernel, which reads a row only up to the token, unpadded."""
 
-    def __init__(self, chunks: list[Chunk], kernels: Kernels) -> None:
+    def __init__(self, chunks: list[SequenceChunk], kernels: Kernels) -> None:
         self.kernels = kernels
         buckets = {bucket: i for i, bucket in enumerate(dict.fromkeys(c.bucket for c in chunks))}
         tokens_C = torch.tensor([c.end - c.start for c in chunks])
@@ -297,14 +300,13 @@ class KernelAttention:
 
 
 class Runner:
-    """Runs the engine's own copy of the model. Owns no sequence and no memory but the weights. `vision`: its images;
-    None: it takes none."""
+    """Forward passes of the engine's own copy of the model. `vision`: None if it takes no images."""
 
     def __init__(self, model: Any, rows: int, vision: Vision | None = None) -> None:
         self.model, self.vision = model, vision
         self.device = next(model.parameters()).device
         self.rows = rows
-        # Of the weights as they are: packing frees them. A tied one has several names.
+        # Recorded before packing, which frees the weights. A tied weight has several names.
         self._shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
         self._names = {name for name, _ in model.named_parameters()}
         self._flops = ModelFlops.from_model(model)
@@ -316,20 +318,20 @@ class Runner:
         self.adapters = Adapters(model, attach=not fast)
         self.decoder = InferenceDecoder(model, rows, operations, self.adapters) if fast else None
         if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-            self.kernels = None  # whose attention has none
+            self.kernels = None  # their attention has no softcap
         self.head = Head.from_model(model).precise(rows)
         holders = [self.adapters, *([self.decoder] if self.decoder is not None else [])]
-        self.weights = InPlace(model, holders)
+        self.weights = WeightWriter(model, holders)
 
     @property
     def flops(self) -> float:
-        """Model FLOPs of all that was computed."""
+        """Return the model FLOPs so far."""
         return self._of_text + (0.0 if self.vision is None else self.vision.flops)
 
     def hidden_states(
         self, tokens: list[int], position_ids: torch.Tensor, attention: Attention, images: RowImages | None = None
     ) -> torch.Tensor:
-        """Last hidden states [N, E] of tokens at these positions ([N] or [3, N]), float32."""
+        """Return the last hidden states [N, E], float32, of tokens at these positions ([N] or [3, N])."""
         input_ids_N = torch.tensor(tokens, device=self.device)
         position_ids = position_ids.to(self.device)
         if self.decoder is not None:
@@ -337,16 +339,18 @@ class Runner:
         return hidden_states(self.model, input_ids_N, position_ids, attention, images)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """Replace weights and adapters, then the copies made of them. Returns the bytes written."""
-        num_bytes = self.weights.send(tensors)
+        """Replace weights and adapters, then the copies of them. Returns the bytes written."""
+        num_bytes = self.weights.write(tensors)
         self.head = Head.from_model(self.model).precise(self.rows)
         return num_bytes
 
     def free_weights(self, *, keep: bool) -> Callable[[], None]:
-        """Free the memory of the weights (but of those that a CPU has packed). Returns what allocates it again: with
-        their values where `keep` copied them to the CPU."""
+        """Free the memory of the weights (except those packed for the CPU). Returns a function that allocates it again.
+
+        `keep`: copy the values to the CPU, and restore them.
+        """
         for parameter in self.model.parameters():
-            if not parameter.untyped_storage().resizable():  # pages of the model's file
+            if not parameter.untyped_storage().resizable():  # mapped from the model's file
                 parameter.data = parameter.data.clone()
             storage = parameter.untyped_storage()
             self.freed.append((storage, storage.nbytes(), storage.cpu().clone() if keep else None))
@@ -360,31 +364,31 @@ class Runner:
                 storage.copy_(kept)
         self.freed = []
 
-    def why_not_loadable(self, shapes: Mapping[str, Seq[int]]) -> str:
-        """Why weights of these names and shapes are not those of the whole model, each once; "" if they are."""
+    def load_error(self, shapes: Mapping[str, Seq[int]]) -> str:
+        """Return why weights of these names and shapes are not the whole model's; "" if they are."""
         if lacking := sorted(self._names - shapes.keys()):
-            return f"lacks {len(lacking)} weights of the model, the first is {lacking[0]}"
+            return f"lacks {len(lacking)} weights, the first is {lacking[0]}"
         if unknown := sorted(shapes.keys() - self._shapes.keys()):
-            return f"has {len(unknown)} weights that the model has not, the first is {unknown[0]}"
+            return f"has {len(unknown)} unknown weights, the first is {unknown[0]}"
         for name, shape in shapes.items():
             if tuple(shape) != self._shapes[name]:
                 return f"has {name} in the shape {list(shape)}, and the model's is {list(self._shapes[name])}"
         return ""
 
-    def prefill(self, chunks: list[Chunk]) -> None:
-        """Compute and cache keys and values of the chunks. No logits: the last known token is decoded."""
+    def prefill(self, chunks: list[SequenceChunk]) -> None:
+        """Compute and cache keys and values of the chunks, without logits."""
         head_size = chunks[0].bucket.keys[0].shape[-1]
-        if self.kernels is not None and head_size % _VECTORS == 0 and not any(c.bidirectional for c in chunks):
+        if self.kernels is not None and head_size % _VECTOR_SIZE == 0 and not any(c.bidirectional for c in chunks):
             self._compute(chunks, KernelAttention(chunks, self.kernels))
         else:
             self._compute(chunks, PrefillAttention(chunks, self.device))
 
     def decode(self, order: list[Sequence]) -> torch.Tensor:
-        """Logits [N, V] for the next token of each sequence, in float32 or as the output layer computes them.
+        """Return the logits [N, V] of each sequence's next token, in float32 or as the output layer computes them.
 
-        Sequences of a bucket stand together.
+        Sequences of a bucket must be adjacent.
         """
-        chunks = [Chunk(s, s.kv_len, s.kv_len + 1) for s in order]
+        chunks = [SequenceChunk(s, s.kv_len, s.kv_len + 1) for s in order]
         if self.kernels is not None:
             hidden_NE = self._compute(chunks, KernelAttention(chunks, self.kernels), len(chunks))
         else:
@@ -392,8 +396,7 @@ class Runner:
         return self.head.narrow_logits(hidden_NE)
 
     def prompt_logprobs(self, tokens: list[int]) -> tuple[list[float], list[int], list[float]]:
-        """Of every token but the first: its log-prob at temperature 1, the likeliest token there, its log-prob. Nothing
-        is cached."""
+        """Return, for every token but the first: its log-prob, the likeliest token, its log-prob. No caching."""
         if self.freed:
             raise ValueError("the engine sleeps: wake it up first")
         num = len(tokens)
@@ -409,8 +412,8 @@ class Runner:
         own, likeliest, best = torch.cat(found, 1).tolist() if num > 1 else ([], [], [])
         return own, list(map(int, likeliest)), best
 
-    def _compute(self, chunks: list[Chunk], attention: Attention, num_logits: int = 0) -> torch.Tensor:
-        """Last hidden states [N, E] of the chunks' tokens, which are cached then, for so many logits to come."""
+    def _compute(self, chunks: list[SequenceChunk], attention: Attention, num_logits: int = 0) -> torch.Tensor:
+        """Compute and cache the chunks' tokens. Returns their last hidden states [N, E]; `num_logits` counts FLOPs."""
         self._of_text += self._flops.continued([(c.start, c.end) for c in chunks], num_logits)
         tokens = [t for c in chunks for t in c.seq.tokens[c.start : c.end]]
         if self.vision is None:
@@ -422,8 +425,8 @@ class Runner:
             chunk.seq.kv_len = chunk.end
         return hidden_NE
 
-    def _with_images(self, chunks: list[Chunk], vision: Vision) -> tuple[torch.Tensor, RowImages | None]:
-        """(positions [N] or [3, N] of the chunks' tokens, the images that they show)."""
+    def _with_images(self, chunks: list[SequenceChunk], vision: Vision) -> tuple[torch.Tensor, RowImages | None]:
+        """Return (positions [N] or [3, N] of the chunks' tokens, their images)."""
         tokens: list[ImageTokens] = []
         at = 0
         for chunk in chunks:
@@ -431,3 +434,30 @@ class Runner:
             at += chunk.end - chunk.start
         positions = joined_positions([c.seq.images.positions(c.start, c.end) for c in chunks])
         return torch.from_numpy(positions), vision.row(tokens)
+
+
+class WeightWriter:
+    """Writes new weights into `model`: to a holder (packed weights, adapters) if one has the name, else a parameter."""
+
+    def __init__(self, model: Any, holders: Seq[WeightHolder]) -> None:
+        self._holders = holders
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    def send(self, tensors: NamedTensors) -> int:
+        """Write weights, and return their bytes. Raises AssertionError for an unknown name."""
+        import torch
+
+        with torch.no_grad():
+            num_bytes = sum(self._write(name, tensor) for name, tensor in tensors)
+            for holder in self._holders:
+                holder.refresh()
+        return num_bytes
+
+    def _write(self, name: str, tensor: torch.Tensor) -> int:
+        for holder in self._holders:
+            if (written := holder.load(name, tensor)) is not None:
+                return written
+        parameter = self._parameters.get(name)
+        assert parameter is not None, f"the engine's model has no parameter {name}"
+        parameter.copy_(tensor)
+        return parameter.numel() * parameter.element_size()

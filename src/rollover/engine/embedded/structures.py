@@ -1,6 +1,6 @@
-"""Answers of a given structure: which tokens may come next, by llguidance. Loaded when the first is asked for.
+"""Structured answers (regex, JSON schema): which tokens may come next, by llguidance. Imported at the first use.
 
-Owns the compiled structures. Shapes: V vocabulary of the model, which may be larger than the tokenizer's.
+Shapes: V vocabulary of the model, which may be larger than the tokenizer's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rollover.config.logits import LogitsProcessing
 
 
 class Matcher:
-    """Where one answer is in its structure. `complete`: it may end here."""
+    """State of one answer in its structure. `complete`: it may end here."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
@@ -25,7 +25,7 @@ class Matcher:
         return self._matcher.is_accepting()
 
     def read(self, tokens: list[int]) -> None:
-        """The answer goes on with these. ValueError where it cannot."""
+        """Advance by these tokens. Raises ValueError if the structure forbids them."""
         if not self._matcher.consume_tokens(tokens):
             raise ValueError(
                 "rollout.logits: the answer so far has not the structure that it shall have"
@@ -33,7 +33,7 @@ class Matcher:
             )
 
     def allowed(self) -> torch.Tensor:
-        """Bool [V]: the tokens that may come next, those that end an answer left out."""
+        """Return a bool mask [V] of the tokens that may come next, without those that end an answer."""
         allowed_V = torch.zeros(self._vocab_size, dtype=torch.bool)
         if not self._matcher.is_stopped():
             packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
@@ -43,7 +43,7 @@ class Matcher:
 
 
 class _TextTokens:
-    """A tokenizer of which each token is a text by itself, as llguidance takes it."""
+    """Adapter for llguidance of a tokenizer in which each token decodes to a text by itself."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -56,7 +56,7 @@ class _TextTokens:
 
 
 class Structures:
-    """Compiles each structure once. `tokenizer`: a fast one of transformers."""
+    """Cache of compiled structures. `tokenizer`: a fast one of transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -64,7 +64,7 @@ class Structures:
         self._compiled = lru_cache(maxsize=16)(self._compile)
 
     def matcher(self, asked: LogitsProcessing, vocab_size: int) -> Matcher:
-        """At the beginning of an answer. ValueError where llguidance is missing, or cannot make anything of it."""
+        """Return a matcher at the start of an answer. Raises ValueError if llguidance is missing or rejects it."""
         return Matcher(self._compiled(asked.regex, asked.json_schema).deep_copy(), vocab_size)
 
     def _compile(self, regex: str, json_schema: str) -> Any:
@@ -78,7 +78,7 @@ class Structures:
         if self._vocabulary is None:
             try:
                 self._vocabulary = llguidance.hf.from_tokenizer(self._tokenizer)
-            except ValueError:  # it knows byte-level tokenizers, and those that fall back to bytes
+            except ValueError:  # it supports byte-level tokenizers, and those with byte fallback
                 self._vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_TextTokens(self._tokenizer)))
         matcher = llguidance.LLMatcher
         key = "json_schema" if json_schema else "regex"

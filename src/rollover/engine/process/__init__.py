@@ -1,5 +1,5 @@
-"""The embedded engine in a process of its own.
+"""The embedded engine in a child process.
 
-engine (the contract, and which process is the present one), client (our end of one process), child (what runs in it),
-messages (requests and segments as JSON).
+engine.py (the contract, restarts, and the client of one process), child.py (main of the process), messages.py (requests
+and segments as JSON).
 """

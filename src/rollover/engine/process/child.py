@@ -1,4 +1,4 @@
-"""The main function of the engine process: one EmbeddedEngine for the parent (client.py has its end of the socket)."""
+"""Main function of the engine process: one EmbeddedEngine for the parent (engine.py has its end of the socket)."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ async def _serve(calls: Calls) -> None:
     received = iter(calls)
     first = next(received)
     torch.set_num_threads(first["threads"])
-    config = Config.model_validate(first["config"], context=UNSETTLED)  # it was checked where it was made
+    config = Config.model_validate(first["config"], context=UNSETTLED)  # the parent has checked it
     loaded = load_model(config.model, dtype=dtype_of(config), device=engine_device(config))
     for parameter in loaded.model.parameters():
-        # Aligned as the trainer's process has them: from a mapped file they are not, and some matmuls then round
-        # otherwise.
+        # Align as in the trainer's process: mapped files are not aligned, and some matmuls then round differently.
         parameter.data = parameter.data.clone()
     engine = embedded_engine(loaded, config, copies=False)
     calls.reply(
@@ -67,7 +66,7 @@ class _Worker:
         self.extends: dict[int, asyncio.Task[None]] = {}
 
     async def take(self, call: int, op: str, value: Any) -> None:
-        """Carry out one message, but for the generation of an extend: that goes on in a task."""
+        """Handle one message. An `extend` continues in a task."""
         match op:
             case "extend":
                 for number, request in requests_from_json(value).items():
@@ -75,7 +74,7 @@ class _Worker:
                         self._reply(call, self._segments(request), extend=number)
                     )
                     self.extends[number].add_done_callback(lambda _, number=number: self.extends.pop(number))
-                await asyncio.sleep(0)  # they begin: an interruption that comes next must reach them
+                await asyncio.sleep(0)  # let them begin: an interruption that comes next must reach them
             case "cancel" if value in self.extends:
                 self.extends[value].cancel()
             case "interrupt" | "release" | "use_threads":
@@ -88,7 +87,7 @@ class _Worker:
             reply = {"value": await value}
         except ValueError as error:
             reply = {"error": str(error), "user": True}
-        except Exception as error:  # boundary: it is raised in the parent
+        except Exception as error:  # boundary: raised in the parent
             reply = {"error": f"{type(error).__name__}: {error}", "user": False}
         self.calls.reply_to(call, **about, **reply, stats=self.engine.stats())
 
@@ -96,7 +95,7 @@ class _Worker:
         return segments_to_json(await self.engine.extend(request))
 
     async def _load_weights(self, message: dict[str, Any]) -> None:
-        await self.engine.load_weights(message["version"], SharedFile.receive(message))
+        await self.engine.load_weights(message["version"], SharedFile.read(message))
 
     async def _progress(self, ids: list[str]) -> dict[str, list[Any]]:
         return {rollout_id: segments_to_json(of) for rollout_id, of in (await self.engine.progress(ids)).items()}

@@ -18,7 +18,7 @@ from rollover.types import Prompt, Segment
 
 @dataclass(frozen=True)
 class _Calls:
-    """`calls`: number, index of the prompt in `prompts`, the request without it. Siblings share their prompt."""
+    """Requests with deduplicated prompts. `calls`: number, index of the prompt in `prompts`, request without prompt."""
 
     prompts: list[Prompt]
     calls: list[tuple[int, int, ExtendRequest]]

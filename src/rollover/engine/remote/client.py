@@ -1,8 +1,8 @@
-"""HTTP to one server. Owns its connections, and maps failed answers to exceptions; knows no path, and no rollout.
+"""HTTP client of one server; maps error responses to exceptions.
 
-Streams have connections of their own, so that a call of control never waits behind them. They have no time-out as a
-whole: whoever reads one decides how long it may be silent. Idle connections are closed before the server does it (5 s
-in uvicorn), since a request that is sent as that happens would be lost.
+Streams have their own connections, so that control calls never wait behind them. They have no total timeout: the reader
+decides how long a stream may be silent. The client closes idle connections before the server does (5 s in uvicorn),
+because a request sent at that moment would be lost.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ if TYPE_CHECKING:
     import aiohttp
 
 MOST_ANSWER_BYTES = 2**26
-"""Of an answer, or of one event of a stream: a server that fails may send without end."""
+"""Of a response, or of one event of a stream: a failing server may send without end."""
 _KEEP_ALIVE_S = 3.0
 _CONNECT_S = 10.0
 _CONTROL_CONNECTIONS = 16
 _TRIES = 3
-_LATE = 0.25  # a time-out that is noticed by this share too late says that the event loop stood still
+_LATE = 0.25  # a timeout noticed later than this share was caused by a blocked event loop
 
 
 class ServerFailed(RuntimeError):
-    """A server did not do what it was asked for; what it had given before counts."""
+    """A server failed at a request. Tokens received before count."""
 
 
-class Refused(ServerFailed):
-    """A server answered that it will not do this, and is as it was before. `status`: of its answer; 0: it said so in
-    another way. `said`: its own words."""
+class ServerRefused(ServerFailed):
+    """A server refused a request, and its state is unchanged. `status`: HTTP status, or 0. `said`: its message."""
 
     def __init__(self, message: str, status: int = 0, said: str = "") -> None:
         super().__init__(message)
@@ -40,7 +39,7 @@ class Refused(ServerFailed):
 
 
 def library() -> Any:
-    """aiohttp. ValueError, with the command that installs it, if it is missing."""
+    """Return aiohttp. Raises ValueError, with the command that installs it, if it is missing."""
     try:
         import aiohttp
     except ImportError as error:
@@ -49,14 +48,14 @@ def library() -> Any:
 
 
 def headers(token: str) -> dict[str, str]:
-    """Return what every call carries: the token, unless it is empty."""
+    """Return the headers of every request: the token, unless it is empty."""
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 class ServerClient:
-    """One server at `url` (http://host:port). To be used on one event loop, and closed there.
+    """Client of the server at `url` (http://host:port). Use and close it on one event loop.
 
-    `server_token`: the server's; None: that of the environment, if there is one.
+    `server_token`: the server's token; None: that of the environment, if set.
     """
 
     def __init__(self, url: str, server_token: str | None = None) -> None:
@@ -69,7 +68,7 @@ class ServerClient:
 
     def _open(self, **connector: Any) -> aiohttp.ClientSession:
         if self._closed:
-            raise ServerFailed("it was given up")
+            raise ServerFailed("its client is closed")
         return self._library.ClientSession(
             connector=self._library.TCPConnector(**connector),
             timeout=self._library.ClientTimeout(total=None, sock_connect=_CONNECT_S),
@@ -77,10 +76,10 @@ class ServerClient:
         )
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[str, None]:
-        """Post, and yield the data of each event that the server sends (text/event-stream). Leaving it early closes the
-        connection, which ends the request.
+        """Post, and yield the data of each event of the response (text/event-stream).
 
-        ValueError for a status of 400: no server can ever do this; ServerFailed if it fails, also half-way.
+        Leaving it early closes the connection, which ends the request. Raises ValueError for status 400 (invalid for
+        any server), ServerFailed for other failures, also half-way.
         """
         if self._streams is None:
             self._streams = self._open(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
@@ -96,33 +95,33 @@ class ServerClient:
             raise ServerFailed(f"the connection broke: {error!r}") from error
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, *, limit_s: float, **params: str) -> Any:
-        """The JSON of its answer. Refused for a status of 400 or more; ServerFailed if none comes in `limit_s`."""
+        """Return the JSON of the response. Raises ServerRefused for status >= 400, ServerFailed after `limit_s`."""
         return await self._call("POST", path, limit_s, json=body, params=params)
 
     async def get(self, path: str, *, limit_s: float) -> Any:
-        """As `post`."""
+        """Return the JSON of the response, as `post`."""
         return await self._call("GET", path, limit_s)
 
-    async def ask(self, path: str, *, limit_s: float) -> dict[str, Any]:
-        """Get a JSON object. Retries a time-out that this process caused itself, as its event loop stood still."""
+    async def get_object(self, path: str, *, limit_s: float) -> dict[str, Any]:
+        """Get a JSON object. Retries after a timeout that this process's blocked event loop caused."""
         for _ in range(_TRIES):
             began = time.monotonic()
             try:
                 said = await self.get(path, limit_s=limit_s)
-            except Refused:
+            except ServerRefused:
                 raise
             except ServerFailed:
                 if time.monotonic() - began < limit_s * (1 + _LATE):
                     raise
                 continue
             if not isinstance(said, dict):
-                raise ServerFailed(f"{path} was answered by what is no JSON object: {str(said)[:200]}")
+                raise ServerFailed(f"{path} did not return a JSON object: {str(said)[:200]}")
             return said
         raise ServerFailed(f"{path} was not answered")
 
     async def _call(self, method: str, path: str, limit_s: float, **values: Any) -> Any:
         if self._control is None:
-            # A connection each: vLLM closes one behind a status of 500, and the next call would be lost with it.
+            # A connection per call: vLLM closes one after status 500, and the next call on it would be lost.
             self._control = self._open(limit=_CONTROL_CONNECTIONS, force_close=True)
         limit = self._library.ClientTimeout(total=limit_s, sock_connect=min(limit_s, _CONNECT_S))
         try:
@@ -130,17 +129,17 @@ class ServerClient:
                 text = await _text(response)
                 if response.status >= 400:
                     said = message_of(text)
-                    raise Refused(f"{path} answered {response.status}: {said}", response.status, said)
+                    raise ServerRefused(f"{path} answered {response.status}: {said}", response.status, said)
                 return json.loads(text) if text else {}
         except TimeoutError as error:
             raise ServerFailed(f"{path} was not answered within {limit_s:.3g} s") from error
-        except (self._library.ClientError, OSError, ValueError, RuntimeError) as error:  # the last: it was closed
+        except (self._library.ClientError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: closed
             if isinstance(error, ServerFailed):
                 raise
             raise ServerFailed(f"{path} failed: {error!r}") from error
 
     async def close(self) -> None:
-        """Close its connections; what is read from them fails, and what is asked from now on."""
+        """Close the connections; pending and later calls fail."""
         self._closed = True
         for session in (self._streams, self._control):
             if session is not None:
@@ -149,7 +148,7 @@ class ServerClient:
 
 
 async def _text(response: Any) -> str:
-    """Return the body as UTF-8, whatever charset the server names: Python has codecs that are no text encodings."""
+    """Return the body as UTF-8, whatever charset the server names: not all of Python's codecs are text encodings."""
     content = bytearray()
     async for data in response.content.iter_any():
         content += data
@@ -159,7 +158,7 @@ async def _text(response: Any) -> str:
 
 
 async def _lines(parts: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
-    """Yield the lines of a stream, without their ends. ServerFailed for one that is too long."""
+    """Yield the lines of a stream, without line ends. Raises ServerFailed for one that is too long."""
     line = bytearray()
     async for data in parts:
         first, *others = data.split(b"\n")
@@ -172,7 +171,7 @@ async def _lines(parts: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
 
 
 def message_of(text: str) -> str:
-    """What a server says of an error, as far as it says it in JSON."""
+    """Return the error message of a response body: of JSON if possible, else the text."""
     try:
         error = json.loads(text)
         error = error.get("error", error.get("detail", error))

@@ -1,11 +1,10 @@
-"""What differs between kinds of servers: how one is asked for tokens, and given weights.
+"""What differs between kinds of servers: requests, events and weights.
 
     RemoteEngine ──GenerateRequest──▶ ServerDialect ──path, JSON──▶ ServerClient ──HTTP──▶ server
                  ◀──────Chunk─────────              ◀─JSON, events──
 
-A kind of server is one subclass, which engine.dialect names: "vllm" (vllm.py), "module:Class", or an entry point of the
-group `rollover.dialects`. A server of any kind gives token ids with their log-probs as it samples them, and says what
-its weights are called.
+Each kind of server is a subclass, which engine.dialect names: "vllm" (vllm.py), "module:Class", or an entry point of
+the group `rollover.dialects`. Every server streams token ids with log-probs, and reports the label of its weights.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ _MOST_TOKEN = 2**31  # a Segment has 32 bits for each
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """At most `max_tokens` (>= 1) after `token_ids`: the prompt of `extend` and all that was generated.
+    """Request for at most `max_tokens` (>= 1) after `token_ids`: the prompt of `extend` and all generated tokens.
 
-    Without end-of-sequence token but `extend.stop_token_ids`. The server may not use what it has cached under another
-    `cache_salt`, nor images that it has encoded under another `image_salt`. `images`: of `encode_images`.
+    It ends only at `extend.stop_token_ids`. The server may not use KV cached under another `cache_salt`, nor images
+    encoded under another `image_salt`. `images`: of `encode_images`.
     """
 
     request_id: str
-    """No other request ever has it."""
+    """Unique among all requests."""
     extend: ExtendRequest
     token_ids: Sequence[int]
     max_tokens: int
@@ -45,12 +44,12 @@ class GenerateRequest:
 
     @property
     def num_generated(self) -> int:
-        """Tokens after the prompt."""
+        """Return the number of tokens after the prompt."""
         return len(self.token_ids) - len(self.extend.prompt)
 
     @property
     def seed(self) -> int:
-        """63 bits, others for each token that a request of the rollout may begin with: a server draws anew from it."""
+        """Return 63 bits, different for each number of generated tokens: each request restarts the draws."""
         digest = hashlib.blake2b(f"{self.extend.seed}/{self.num_generated}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
@@ -69,8 +68,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ShownPrompt:
-    """The prompt as a server computes it: `token_ids` with expanded placeholders, and the [start, end) of each image's
-    tokens, in order."""
+    """The prompt as a server computes it.
+
+    `token_ids`: with expanded placeholders. `images`: [start, end) of each image's tokens, in order.
+    """
 
     token_ids: tuple[int, ...]
     images: tuple[tuple[int, int], ...]
@@ -81,10 +82,11 @@ class ShownPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one event of a stream brought: new tokens. The last one has a `finish_reason`. ValueError for what is none.
+    """New tokens of one event of a stream. The last one has a `finish_reason`. Raises ValueError for invalid values.
 
-    `spans`: of all tokens of the request, with the last ones; None where a server does not tell. `cached_tokens`: how
-    many of the request's had been computed before; once. `shown`: with the first tokens, where there are images.
+    `spans`: weights of all tokens of the request, with the last ones; None if the server does not report them.
+    `cached_tokens`: tokens of the request that were cached; in one event. `shown`: with the first tokens, if there are
+    images.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -104,21 +106,21 @@ class Chunk:
 
 
 class ServerDialect(ABC):
-    """How one kind of server is talked to. It has no state of a server.
+    """Protocol of one kind of server. It holds no state of a server.
 
-    Every method but `encode_images` runs on an event loop, and raises Refused where the server said that it will not,
-    and is as it was before; ServerFailed where it failed, or did not answer in `limit_s`.
+    All methods except `encode_images` run on an event loop. They raise ServerRefused if the server refuses and is
+    unchanged, ServerFailed if it fails or does not answer within `limit_s`.
     """
 
     takes_images = False
-    """Prompts may show images, and the first chunk says where the server put them."""
+    """Prompts may contain images, and the first chunk reports where the server put them."""
     processes_logits = False
-    """`extend.processing` is honoured: all that config/logits.py lets through."""
+    """The server applies `extend.processing`, with all values that config/logits.py permits."""
     keeps_requests = False
-    """After `pause` requests stand still, and go on with `resume`. Otherwise they are aborted before new weights come,
-    and asked for again."""
+    """`pause` pauses requests, and `resume` continues them. Otherwise they are aborted before a weight update, and sent
+    again."""
     first_label = "default"
-    """Of the weights that a server was started with."""
+    """Label of the weights that a server was started with."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -126,37 +128,37 @@ class ServerDialect(ABC):
     # Tokens
 
     def encode_images(self, media: Sequence[Media]) -> Sequence[Any]:
-        """Return images as requests show them. In a thread: it may take long. ValueError for one that has changed."""
+        """Return images encoded for requests. Runs in a thread. Raises ValueError for an image that has changed."""
         raise NotImplementedError
 
     @abstractmethod
     def generate(self, client: ServerClient, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Yield tokens as they come. ValueError for what no server can do; EngineDied for images, where none takes any.
+        """Yield tokens as they arrive. Leaving it early closes the connection.
 
-        A caller that leaves it early has its connection closed.
+        Raises ValueError for a request that no server accepts, EngineDied for images if the servers take none.
         """
         ...
 
     @abstractmethod
     async def abort(self, client: ServerClient, request_id: str, limit_s: float) -> None:
-        """End a request: its stream ends with a `finish_reason`. It may be unknown, or have ended."""
+        """Abort a request: its stream ends with a `finish_reason`. It may be unknown, or have ended."""
         ...
 
     # State
 
     @abstractmethod
     async def check(self, client: ServerClient, limit_s: float) -> None:
-        """ServerFailed, which says how to start it, unless the server has all that a run needs. Nothing is changed."""
+        """Raise ServerFailed, with how to start it, if the server lacks a feature that a run needs. Changes nothing."""
         ...
 
     @abstractmethod
     async def longest_rollout(self, client: ServerClient, limit_s: float) -> int | None:
-        """Return how many tokens the server takes at most, prompt included; None if it does not say."""
+        """Return the maximum number of tokens, prompt included; None if the server does not report it."""
         ...
 
     @abstractmethod
     async def weights_label(self, client: ServerClient, limit_s: float) -> str:
-        """Return the label of the weights that it has. An engine that hangs behind the server must not answer this."""
+        """Return the label of the server's weights. Must not succeed if the engine behind the server hangs."""
         ...
 
     # Weights
@@ -164,24 +166,26 @@ class ServerDialect(ABC):
     async def verify_weights(  # noqa: B027 - optional
         self, client: ServerClient, weights: Mapping[str, Any], limit_s: float
     ) -> None:
-        """Read the file ahead, while the server generates. Refused for one that it cannot use. It may do nothing."""
+        """Verify the file ahead, while the server generates; optional. Raises ServerRefused for an unusable file."""
 
     async def pause(self, client: ServerClient, *, clear_cache: bool, limit_s: float) -> None:  # noqa: B027 - optional
-        """Sample no more; `clear_cache`: forget what was computed under the present weights. May do nothing."""
+        """Pause sampling; optional. `clear_cache`: drop the KV of the current weights."""
 
     @abstractmethod
     async def load_weights(
         self, client: ServerClient, weights: Mapping[str, Any], label: str, *, clear_cache: bool, limit_s: float
     ) -> None:
-        """Replace the weights by those of the file `weights["path"]` (safetensors), whose SHA-256 is
-        `weights["sha256"]`, and call them `label`. It is paused. `clear_cache`: as for `pause`."""
+        """Load the file `weights["path"]` (safetensors, SHA-256 `weights["sha256"]`) under `label`, while paused.
+
+        `clear_cache`: as for `pause`.
+        """
         ...
 
     async def resume(self, client: ServerClient, limit_s: float) -> None:  # noqa: B027 - optional
-        """Go on, with what was paused."""
+        """Resume the paused requests."""
 
     async def sleep(self, client: ServerClient, limit_s: float) -> None:
-        """Free the GPU, weights included: the next ones replace them. Nothing runs."""
+        """Free the GPU, weights included (a weight update follows). No request runs."""
         raise ServerFailed("servers of its kind cannot free their GPUs")
 
     async def wake(self, client: ServerClient, tags: str, limit_s: float) -> None:
@@ -190,7 +194,7 @@ class ServerDialect(ABC):
 
 
 def make_dialect(config: Config) -> ServerDialect:
-    """Return the dialect that engine.dialect names. FunctionError or ValueError where there is none."""
+    """Return the dialect that engine.dialect names. Raises FunctionError or ValueError if there is none."""
     return make_named("engine.dialect", config.engine.dialect, DIALECTS, config, ServerDialect, "a dialect")
 
 
@@ -199,9 +203,9 @@ def label_of(run: str, version: int) -> str:
 
 
 def version_of(label: str, run: str) -> int | None:
-    """The policy version behind a label; None: it is not of this run."""
-    whose, _, version = label.rpartition("/")
-    return int(version) if whose == run and version.isdecimal() else None
+    """Return the policy version of a label; None if it is not of this run."""
+    owner, _, version = label.rpartition("/")
+    return int(version) if owner == run and version.isdecimal() else None
 
 
 def _check_whole(*numbers: object) -> None:

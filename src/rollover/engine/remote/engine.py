@@ -1,9 +1,9 @@
-"""The Engine contract over servers, each with its own copy of the weights. What kind they are, engine.dialect says.
+"""The Engine contract over servers, each with its own copy of the weights. engine.dialect names their kind.
 
-    extend ──▶ Generation ──▶ Fleet.place ──▶ Attempt at a server ──▶ stopped? else the next, from the last token
+    extend ──▶ ExtendState ──▶ Fleet.place ──▶ Attempt at a server ──▶ stopped? else the next, from the last token
     load_weights ──▶ weights file ──▶ Fleet.update: each server alone
 
-Owns which rollouts run, and the numbers of requests. A request that fails costs no token: what was received counts.
+Owns the running rollouts, and the numbers of requests. A failed request costs no token: received tokens count.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from rollover.config.logits import LogitsProcessing
 from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad
 from rollover.engine.remote.client import ServerFailed, library
 from rollover.engine.remote.dialect import GenerateRequest, label_of, make_dialect
-from rollover.engine.remote.fleet import Fleet
-from rollover.engine.remote.generation import Generation
-from rollover.engine.remote.hosts import Host, hosts_of, longest_rollout
-from rollover.engine.remote.routing import Router
-from rollover.engine.remote.server import Attempt, Server, Terms
+from rollover.engine.remote.extend_state import ExtendState
+from rollover.engine.remote.fleet import Fleet, Router
+from rollover.engine.remote.hosts import ServerHost, longest_rollout, make_hosts
+from rollover.engine.remote.server import Attempt, Server, ServerSettings
 from rollover.types import Segment, StopReason
-from rollover.weights.protocol import NamedTensors, Parcel
+from rollover.weights.protocol import NamedTensors, WeightUpdate
 from rollover.weights.weights_file import WeightsFile
 
 if TYPE_CHECKING:
@@ -40,56 +39,61 @@ _MAX_FRUITLESS = 3  # requests in a row without a token, at servers that serve a
 
 @dataclass(frozen=True)
 class RemoteSetup:
-    """`initial`: the weights of policy version 0, which every server gets before it works. `decode_text` turns token
-    ids into text, for stop strings."""
+    """Arguments of RemoteEngine.
+
+    `initial`: weights of policy version 0, which every server gets before its first request. `decode_text`: token ids
+    -> text, for stop strings.
+    """
 
     config: Config
     initial: Callable[[], NamedTensors]
     decode_text: Callable[[list[int]], str]
     vocab_size: Callable[[], int] | None = None
-    """Stop tokens that the model does not have, and some servers refuse, are not sent; None: all are."""
+    """Stop tokens outside the vocabulary, which some servers refuse, are not sent; None: all are sent."""
     placeholders: Callable[[], Sequence[int]] = tuple
-    """Token ids that stand for images: no server samples them."""
-    hosts: Sequence[Host] | None = None
-    """Of tests; None: those of the configuration."""
+    """Token ids of image placeholders: never sampled."""
+    hosts: Sequence[ServerHost] | None = None
+    """For tests; None: those of the configuration."""
     logs: Path | None = None
-    """The folder of what our servers print; None: it is removed with the engine."""
-    own_server: Callable[[int], Host] | None = None
-    """See `hosts_of`."""
+    """Folder for the output of our servers; None: a temporary one."""
+    own_server: Callable[[int], ServerHost] | None = None
+    """See `make_hosts`."""
     names: Callable[[NamedTensors], NamedTensors] = lambda tensors: tensors
-    """What the servers call the weights: vLLM's loaders know the names of files."""
+    """Renames the weights for the servers: vLLM's loaders need the names of the model's files."""
 
 
 class RemoteEngine:
-    """See `Engine`. ValueError where aiohttp is missing, or there is no such dialect."""
+    """Engine over servers. Raises ValueError if aiohttp is missing, or the dialect is unknown."""
 
     def __init__(self, setup: RemoteSetup) -> None:
         library()
         config = self.config = setup.config
         self._setup, self._decode_text = setup, setup.decode_text
         self._dialect = make_dialect(config)
-        run = f"{config.run.name}-{secrets.token_hex(4)}"  # versions of an earlier start may be others
+        run = f"{config.run.name}-{secrets.token_hex(4)}"  # versions of an earlier start may be different weights
         self.oldest_version = 0
         self._salted = config.rollout.kv_on_resume == "salt"
         clears = config.rollout.kv_on_resume == "recompute"
         # A server that keeps its encoder cache at a weight update computes a trained tower's image again for a new id.
         self._new_image_ids = config.model.vision == "trained" and not clears
-        self._running: dict[str, Generation] = {}
-        self._num_requests = time.time_ns() // 1_000_000  # no number comes twice, nor after a restart
+        self._running: dict[str, ExtendState] = {}
+        self._num_requests = time.time_ns() // 1_000_000  # unique, also after a restart
         self._weights = WeightsFile(config.engine.weights_dir)
         self._beginning = asyncio.Lock()
         self._longest: int | None = None
         self._closing = threading.Event()
-        self.hosts = hosts_of(config, setup.logs, setup.own_server) if setup.hosts is None else setup.hosts
+        self.hosts = make_hosts(config, setup.logs, setup.own_server) if setup.hosts is None else setup.hosts
         self._router = Router(config.engine.max_running)
         self._run = run
-        terms = Terms(run, clears, config.engine.server_timeout_s, config.watchdog.grace_s, setup.vocab_size)
+        settings = ServerSettings(
+            run, clears, config.engine.server_timeout_s, config.watchdog.grace_s, setup.vocab_size
+        )
         give_up_s = config.engine.give_up_s
-        self._fleet = Fleet(self.hosts, self._dialect, self._router, terms, give_up_s, self._check_longest)
+        self._fleet = Fleet(self.hosts, self._dialect, self._router, settings, give_up_s, self._check_longest)
 
     @property
     def max_tokens(self) -> int:
-        """Of the first server that answered; those that take less do not take part. EngineDied if none answers."""
+        """Longest rollout of the first server that answered; shorter ones are excluded. May raise EngineDied."""
         if self._longest is None:
             limit_s = self.config.engine.give_up_s
             self._longest = longest_rollout(self.hosts, self._dialect, limit_s, self._closing)
@@ -102,21 +106,21 @@ class RemoteEngine:
             raise ServerFailed(f"it takes rollouts of {tokens} tokens, another one of {self._longest}: set both alike")
 
     async def _begin(self) -> None:
-        """The servers join with the first weights, unless they did with others already."""
-        if self._fleet.parcel is not None:
+        """Let the servers join with the initial weights, unless they did with others."""
+        if self._fleet.weights is not None:
             return
         async with self._beginning:
-            if self._fleet.parcel is None:
-                self._fleet.start(await self._send(self.oldest_version, self._setup.initial()))
+            if self._fleet.weights is None:
+                self._fleet.start(await self._write(self.oldest_version, self._setup.initial()))
 
-    async def _send(self, version: int, tensors: NamedTensors) -> Parcel:
-        return await asyncio.to_thread(lambda: self._weights.send(version, self._setup.names(tensors)))
+    async def _write(self, version: int, tensors: NamedTensors) -> WeightUpdate:
+        return await asyncio.to_thread(lambda: self._weights.write(version, self._setup.names(tensors)))
 
     # The contract
 
     async def extend(self, request: ExtendRequest) -> list[Segment]:
-        """See Engine. ValueError for what no server can be given; ServerFailed if servers that serve fail at it again
-        and again; EngineDied if there are none for too long, or they take no images and the prompt shows one."""
+        """See Engine. Raises ValueError for an invalid request; ServerFailed if serving servers fail at it repeatedly;
+        EngineDied if there is no server for too long, or the servers take no images and the prompt has one."""
         assert request.rollout_id not in self._running, f"rollout {request.rollout_id} is running already"
         if request.max_new_tokens < 1:
             raise ValueError(
@@ -134,17 +138,17 @@ class RemoteEngine:
         if never := self._setup.placeholders():
             request = replace(request, processing=without(request.processing, never))
         self._check_features(request)
-        generation = self._running[request.rollout_id] = Generation(request, self._decode_text)
+        state = self._running[request.rollout_id] = ExtendState(request, self._decode_text)
         try:
             await self._begin()
-            await self._generate(generation)
-            return generation.segments(generation.reason or StopReason.PAUSED)
+            await self._generate(state)
+            return state.segments(state.reason or StopReason.PAUSED)
         finally:
-            if self._running.get(request.rollout_id) is generation:
+            if self._running.get(request.rollout_id) is state:
                 del self._running[request.rollout_id]
 
     def _check_features(self, request: ExtendRequest) -> None:
-        """Errors as of `extend`, for what servers of this kind cannot do."""
+        """Raise the errors of `extend` for features that this kind of server lacks."""
         kind = f"servers of engine.dialect = {self.config.engine.dialect!r}"
         if request.media and not self._dialect.takes_images:
             raise EngineDied(f"prompts show images ({request.media[0].source}), and {kind} take none")
@@ -154,20 +158,20 @@ class RemoteEngine:
                 f" images may not be sampled), and {kind} cannot do that"
             )
 
-    async def _generate(self, generation: Generation) -> None:
-        """Until it stops, or is interrupted: one request after the other."""
-        media = generation.request.media
+    async def _generate(self, state: ExtendState) -> None:
+        """Send one request after the other until the rollout stops or is interrupted."""
+        media = state.request.media
         images = await asyncio.to_thread(self._dialect.encode_images, media) if media else ()
         avoid: set[str] = set()
         fruitless = 0
-        while generation.reason is None and not generation.interrupted:
-            server = await self._fleet.place(generation, avoid)
+        while state.reason is None and not state.interrupted:
+            server = await self._fleet.place(state, avoid)
             if server is None:
                 return
-            num = len(generation.tokens)
+            num = len(state.tokens)
             try:
                 try:
-                    await self._attempt(generation, server, images).run()
+                    await self._attempt(state, server, images).run()
                 finally:
                     self._fleet.leave(server)
             except ServerFailed:
@@ -175,25 +179,25 @@ class RemoteEngine:
                 avoid.add(server.name)
                 serves = await self._fleet.checked(server)
                 if server.has_other_weights:
-                    generation.cut(num)  # what it gave was sampled under no version of this run
-                fruitless = fruitless + 1 if serves and len(generation.tokens) == num else 0
+                    state.truncate(num)  # these tokens were sampled under weights of no version of this run
+                fruitless = fruitless + 1 if serves and len(state.tokens) == num else 0
                 if fruitless == _MAX_FRUITLESS:
                     raise
 
-    def _attempt(self, generation: Generation, server: Server, images: Sequence[Any]) -> Attempt:
-        """Return a request to `server`. `images`: those of the rollout, as the dialect encodes them."""
+    def _attempt(self, state: ExtendState, server: Server, images: Sequence[Any]) -> Attempt:
+        """Return a request to `server`. `images`: those of the rollout, encoded by the dialect."""
         number, self._num_requests = self._num_requests, self._num_requests + 1
-        wanted, label = generation.request, label_of(self._run, server.version or 0)
+        wanted, label = state.request, label_of(self._run, server.version or 0)
         request = GenerateRequest(
             f"{wanted.rollout_id}.{number}",
             wanted,
-            [*wanted.prompt.ids, *wanted.generated_ids, *generation.tokens],
-            generation.left,
+            [*wanted.prompt.ids, *wanted.generated_ids, *state.tokens],
+            state.remaining,
             cache_salt=label if self._salted else None,
             images=images,
             image_salt=label if self._new_image_ids else None,
         )
-        return Attempt(generation, server, request)
+        return Attempt(state, server, request)
 
     def interrupt(self, rollout_ids: Iterable[str] | None = None) -> None:
         for rollout_id in list(self._running) if rollout_ids is None else rollout_ids:
@@ -211,32 +215,32 @@ class RemoteEngine:
         self._router.release(rollout_ids)
 
     async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightLoad:
-        """See Engine. A server that does not take them serves no more until it has them. EngineDied as of `extend`."""
+        """See Engine. A server that fails to load them is ejected until it has them. Raises EngineDied as `extend`."""
         started = time.perf_counter()
         async with self._beginning:
-            parcel = await self._send(version, tensors)
-            if self._fleet.parcel is None:
-                self._fleet.start(parcel)
+            update = await self._write(version, tensors)
+            if self._fleet.weights is None:
+                self._fleet.start(update)
             else:
-                await self._fleet.update(parcel)
+                await self._fleet.update(update)
             self.oldest_version = version
-        return WeightLoad(parcel.num_bytes, time.perf_counter() - started)
+        return WeightLoad(update.num_bytes, time.perf_counter() - started)
 
     async def sleep(self) -> None:
-        """See Sleeper: what is asked waits until `wake` or `load_weights`. EngineDied as of `extend`."""
+        """See Sleeper: requests wait until `wake` or `load_weights`. Raises EngineDied as `extend`."""
         await self._begin()
         async with self._beginning:
             await self._fleet.sleep()
 
     async def wake(self) -> None:
-        """See Sleeper. EngineDied as of `extend`."""
+        """See Sleeper. Raises EngineDied as `extend`."""
         async with self._beginning:
             if not self._fleet.awake.is_set():
-                assert self._fleet.parcel is not None
-                await self._fleet.update(self._fleet.parcel)
+                assert self._fleet.weights is not None
+                await self._fleet.update(self._fleet.weights)
 
     def use_threads(self, num: int) -> None:
-        """Ignored: it computes nothing here."""
+        """Do nothing: the engine computes elsewhere."""
 
     def stats(self) -> dict[str, float]:
         return {
@@ -250,7 +254,7 @@ class RemoteEngine:
         }
 
     async def close(self) -> None:
-        """Interrupt what runs, end the servers that are ours, and remove the weights file."""
+        """Interrupt running rollouts, end our servers, and remove the weights file."""
         self._closing.set()
         self.interrupt()
         await self._fleet.close()

@@ -1,7 +1,7 @@
-"""Where a server is: at an address that others look after, or in a process of ours, which is started again.
+"""Hosts of servers: a URL (UrlHost), or a child process that is restarted (ProcessHost).
 
-A process is `rollover serve FILE.toml --engine ... --port 0`: the first line of its output is JSON with its address,
-when it listens and has its model. It ends with this process.
+The process is `rollover serve FILE.toml --engine ... --port 0`: when it has loaded its model, it prints one line of
+JSON with its address. It ends with this process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollover.back_off import BackOff
 from rollover.config import Config
 from rollover.config.describe import settings_as_toml
 from rollover.engine.protocol import EngineDied
-from rollover.engine.remote.client import Refused, ServerClient, ServerFailed
+from rollover.engine.remote.client import ServerClient, ServerFailed, ServerRefused
 from rollover.engine.remote.dialect import ServerDialect
 from rollover.http_guard import TOKEN_VARIABLE, token
 from rollover.processes import brief_waiting, child_command, child_environment
@@ -40,34 +40,33 @@ _ANSWERS_S = 10.0
 _NO_TOKEN = (401, 403)
 
 
-class Host(Protocol):
-    """One place of a server. `name` is for messages, and the same for its life. `token`: "" where it has none."""
+class ServerHost(Protocol):
+    """Host of a server. `name`: for messages, constant. `token`: "" if it has none."""
 
     name: str
     token: str
 
     def address(self, limit_s: float) -> str:
-        """Wait until the server can be asked: its URL. For any thread. ServerFailed if it takes longer, or ended."""
+        """Wait until the server listens, and return its URL. For any thread. Raises ServerFailed after `limit_s`."""
         ...
 
-    def revive(self) -> None:
-        """Start a process of ours again that has ended before it was `ready`: in a thread that lives as long as it
-        shall."""
+    def restart(self) -> None:
+        """Restart our process if it has ended before it was `ready`. Call it in a thread that outlives the process."""
         ...
 
     async def ready(self) -> ServerClient:
-        """A client of the server, which is started if it has to be. ServerFailed if it cannot be."""
+        """Return a client of the server, which is started if necessary. Raises ServerFailed."""
         ...
 
     async def discard(self) -> None:
-        """The server is given up: a process of ours is ended."""
+        """End our process, after the server was ejected."""
         ...
 
     async def close(self) -> None: ...
 
 
 class UrlHost:
-    """A server that others start and end. `server_token`: None takes the environment's."""
+    """A server that others start and end. `server_token`: None: the environment's."""
 
     def __init__(self, url: str, server_token: str | None = None) -> None:
         self.name, self.token = url, token() if server_token is None else server_token
@@ -75,7 +74,7 @@ class UrlHost:
     def address(self, limit_s: float) -> str:
         return self.name
 
-    def revive(self) -> None:
+    def restart(self) -> None:
         """Nothing: it is not ours."""
 
     async def ready(self) -> ServerClient:
@@ -89,11 +88,11 @@ class UrlHost:
 
 
 class ProcessHost:
-    """Server number `number` of those that the run starts: at once, and again whenever it was discarded.
+    """Server process `number` of this run: started at once, and again after `discard`.
 
-    `logs`: the folder of what it prints (server-0.log) and of its settings (server-0.toml); None: one that is removed.
-    `address`: of this machine, at which it is asked. `server_token`: "" takes the environment's, or makes one: every
-    program of this machine can reach the server, web pages in a browser too.
+    `logs`: folder for its output (server-0.log) and settings (server-0.toml); None: a temporary one. `address`: of this
+    machine, on which it listens. `server_token`: "": the environment's, or a random one: every program of this machine
+    can reach the server, even web pages in a browser.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class ProcessHost:
 
     @property
     def pid(self) -> int:
-        """Of the present process; 0 if there is none."""
+        """Return the id of the current process; 0 if there is none."""
         return 0 if self._process is None else self._process.pid
 
     def _bound_log(self) -> None:
@@ -152,7 +151,7 @@ class ProcessHost:
                 self._url = self._listen(process, limit_s)
             return self._url
 
-    def revive(self) -> None:
+    def restart(self) -> None:
         with self._heard:
             if self._process is not None and self._process.poll() is not None and not self._closed.is_set():
                 _close(self._process)
@@ -160,7 +159,7 @@ class ProcessHost:
                 self._start()
 
     def _listen(self, process: subprocess.Popen[bytes], limit_s: float) -> str:
-        """What the process says first. It is killed if it says nothing for too long."""
+        """Return the URL that the process prints first. Kills it if it prints nothing for too long."""
         assert process.stdout is not None
         clock = threading.Timer(limit_s, process.kill)
         clock.start()
@@ -171,7 +170,7 @@ class ProcessHost:
             process.kill()
             code = process.wait()
             where = "" if self._temporary else f" ({self._log.path})"
-            said = f"its process said no address and ended (exit code {code}); its last words{where}: "
+            said = f"its process ended without printing its address (exit code {code}); its last output{where}: "
             raise ServerFailed(said + (self._log.last_words() or "none")) from error
         finally:
             clock.cancel()
@@ -190,7 +189,7 @@ class ProcessHost:
             _close(process)
 
     async def close(self) -> None:
-        """End the process in order, so that it leaves nothing behind; at last by force."""
+        """End the process by SIGTERM, so that it cleans up; after a limit by SIGKILL."""
         self._closed.set()
         if (process := self._process) is not None:
             process.send_signal(signal.SIGTERM)
@@ -202,7 +201,6 @@ class ProcessHost:
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:
-    """Of a process that has ended."""
     if process.stdout is not None:
         process.stdout.close()
 
@@ -212,18 +210,25 @@ def new_token() -> str:
     return token() or secrets.token_urlsafe(32)
 
 
-def hosts_of(config: Config, logs: Path | None = None, own: Callable[[int], Host] | None = None) -> list[Host]:
-    """Those of engine.urls, and engine.num_servers of our own, which begin to start, and print to the folder `logs`.
+def make_hosts(
+    config: Config, logs: Path | None = None, own: Callable[[int], ServerHost] | None = None
+) -> list[ServerHost]:
+    """Return the hosts of engine.urls, and engine.num_servers of our own, which start now with output in `logs`.
 
-    `own` makes each of our own by its number; None: processes of this machine."""
+    `own` creates each of our own by its number; None: processes of this machine.
+    """
     engine = config.engine
     make = own or (lambda number: ProcessHost(config, number, engine.give_up_s, logs))
     return [*(UrlHost(url.rstrip("/")) for url in engine.urls), *map(make, range(engine.num_servers))]
 
 
-def longest_rollout(hosts: Sequence[Host], dialect: ServerDialect, limit_s: float, closing: threading.Event) -> int:
-    """What the first server that answers takes at most, in tokens. For any thread. EngineDied if none does in time, or
-    before `closing` is set; ValueError for one that wants another token."""
+def longest_rollout(
+    hosts: Sequence[ServerHost], dialect: ServerDialect, limit_s: float, closing: threading.Event
+) -> int:
+    """Return the longest rollout, in tokens, of the first server that answers. For any thread.
+
+    Raises EngineDied if none answers in time or before `closing` is set, ValueError for a wrong token.
+    """
     deadline, said, back_off, next_revival = time.monotonic() + limit_s, "", BackOff(), 0.0
     while (left_s := deadline - time.monotonic()) > 0 and not closing.is_set():
         whys: list[str] = []
@@ -231,9 +236,9 @@ def longest_rollout(hosts: Sequence[Host], dialect: ServerDialect, limit_s: floa
             try:
                 if (longest := _longest_of(host.address(left_s), host.token, dialect)) is not None:
                     return longest
-                whys.append(f"{host.name}: it does not say how many tokens a rollout may have (max_model_len)")
+                whys.append(f"{host.name}: it does not report max_model_len, the longest rollout")
             except (ServerFailed, OSError, ValueError) as error:
-                if isinstance(error, Refused) and error.status in _NO_TOKEN:
+                if isinstance(error, ServerRefused) and error.status in _NO_TOKEN:
                     raise ValueError(
                         f"the server {host.name} answers {error.status} ({error.said}): it wants a token. Set the"
                         f" environment variable {TOKEN_VARIABLE} to the one that it was started with"
@@ -244,7 +249,7 @@ def longest_rollout(hosts: Sequence[Host], dialect: ServerDialect, limit_s: floa
         said = "; ".join(whys)
         if not closing.wait(_ASK_AGAIN_S) and time.monotonic() > next_revival:
             for host in hosts:
-                host.revive()
+                host.restart()
             next_revival = time.monotonic() + back_off.pause_s()
     raise EngineDied(f"no server of [engine] answered within {limit_s:.3g} s (engine.give_up_s); {said}")
 
@@ -257,5 +262,5 @@ def _longest_of(url: str, server_token: str, dialect: ServerDialect) -> int | No
         finally:
             await client.close()
 
-    with ThreadPoolExecutor(1) as pool:  # this thread may have an event loop that runs
+    with ThreadPoolExecutor(1) as pool:  # this thread may have a running event loop
         return pool.submit(asyncio.run, ask()).result()

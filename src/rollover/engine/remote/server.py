@@ -1,7 +1,7 @@
-"""One server as the client sees it, and one request under way there.
+"""One server as seen by the client, and one request in flight there.
 
-Attempt.run: generate ──chunks──▶ Generation
-              └ its end is wanted ─▶ abort, again until the stream ends ─▶ after grace_s the connection is closed
+Attempt.run: generate ──chunks──▶ ExtendState
+              └ to be ended ─▶ abort, repeated until the stream ends ─▶ after grace_s the connection is closed
 
 Server.load_weights: verify ─▶ pause ─▶ load ─▶ stamp ─▶ resume          versions change while it is paused
                                          └ refused: resume under the old ones
@@ -16,12 +16,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from rollover.back_off import back_off_s
-from rollover.engine.remote.client import Refused, ServerClient, ServerFailed
+from rollover.engine.remote.client import ServerClient, ServerFailed, ServerRefused
 from rollover.engine.remote.dialect import Chunk, GenerateRequest, ServerDialect, ShownPrompt, Span, label_of
-from rollover.engine.remote.generation import Generation
-from rollover.engine.validate import usable
+from rollover.engine.remote.extend_state import ExtendState
+from rollover.engine.validate import valid_logprobs
 from rollover.types import Media
-from rollover.weights.protocol import Parcel
+from rollover.weights.protocol import WeightUpdate
 
 _ABORT_AGAIN_S = 0.05  # at first; then twice as long each time
 _ABORT_AGAIN_MAX_S = 2.0
@@ -33,14 +33,17 @@ COUNTS = (
     *(f"kv/{what}" for what in ("stale_prefix_tokens", "kept_tokens", "shared_prompt_tokens")),
     "engine/weights_paused_s",
 )
-"""What is counted over all servers."""
+"""Counters over all servers."""
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What holds for all servers of a run. `run` is in the labels of its weights. `clears_cache`: what was computed
-    under older weights is given up when new ones come. No call may take longer than `timeout_s`; an aborted request
-    that does not end within `grace_s` is abandoned. Every token is below `vocab_size()`; None: that is not known."""
+class ServerSettings:
+    """Settings of all servers of a run.
+
+    `run`: part of the labels of its weights. `clears_cache`: drop the KV of older weights. `timeout_s`: of each call.
+    An aborted request that does not end within `grace_s` is abandoned. Every token is below `vocab_size()`; None:
+    unknown.
+    """
 
     run: str
     clears_cache: bool
@@ -51,17 +54,17 @@ class Terms:
 
 @dataclass(eq=False)
 class Server:
-    """`counts`: COUNTS, shared by all servers. `version`: of the weights that it has, stamped on what comes; None: it
-    has none of this run's.
+    """State of one server.
 
-    `serves`: it takes requests. `updating`: weights are handed to it, and it may answer nothing meanwhile. `sleeps`:
-    the trainer has its GPUs, and it gets no request.
+    `counts`: COUNTS, shared by all servers. `version`: of its weights, stamped on its tokens; None: none of this run.
+    `serves`: it takes requests. `updating`: it loads weights, and may not answer meanwhile. `sleeps`: the trainer uses
+    its GPUs, and it gets no request.
     """
 
     name: str
     client: ServerClient
     dialect: ServerDialect
-    terms: Terms
+    settings: ServerSettings
     counts: dict[str, float]
     version: int | None = field(default=None, init=False)
     serves: bool = field(default=False, init=False)
@@ -69,92 +72,93 @@ class Server:
     sleeps: bool = field(default=False, init=False)
     attempts: set[Attempt] = field(default_factory=set, init=False)
     has_other_weights: bool = field(default=False, init=False)
-    """It was started again, or another run changed its weights."""
+    """It was restarted, or another run changed its weights."""
     failed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    """Set when something failed there, so that it is looked at now."""
-    _heard: float = field(default=0.0, init=False)
+    """Set after a failure, so that it is probed now."""
+    _last_token: float = field(default=0.0, init=False)
 
     @property
     def silent_s(self) -> float:
-        """Seconds since it last gave a token, or was new."""
-        return time.monotonic() - self._heard
+        """Return the seconds since its last token, or since it began to serve."""
+        return time.monotonic() - self._last_token
 
-    def takes(self, oldest_version: int | None) -> bool:
-        """Whether a rollout may go there now, whose newest token has this version: versions never go back in it."""
+    def accepts(self, newest_version: int | None) -> bool:
+        """Return whether a rollout whose newest token has this version may run here: versions never fall."""
         able = self.serves and not (self.updating or self.sleeps or self.failed.is_set())
-        return able and self.version is not None and (oldest_version is None or self.version >= oldest_version)
+        return able and self.version is not None and (newest_version is None or self.version >= newest_version)
 
-    def heard(self) -> None:
-        """Note that the server gave a token."""
-        self._heard = time.monotonic()
+    def on_token(self) -> None:
+        """Note the time of a token."""
+        self._last_token = time.monotonic()
 
     async def check(self) -> int | None:
-        """Return the tokens of the longest rollout that it takes; None if it does not say. ServerFailed unless it has
-        all that a run needs."""
-        await self.dialect.check(self.client, self.terms.timeout_s)
-        return await self.dialect.longest_rollout(self.client, self.terms.timeout_s)
+        """Return the server's longest rollout, None if unknown. Raises ServerFailed if it lacks a feature."""
+        await self.dialect.check(self.client, self.settings.timeout_s)
+        return await self.dialect.longest_rollout(self.client, self.settings.timeout_s)
 
     async def label(self) -> str:
-        """Return the label of the weights that the server has. ServerFailed."""
-        return await self.dialect.weights_label(self.client, self.terms.timeout_s)
+        """Return the label of the server's weights. Raises ServerFailed."""
+        return await self.dialect.weights_label(self.client, self.settings.timeout_s)
 
     async def unpause(self) -> None:
         """Resume the server, as an earlier run may have left it paused."""
-        with contextlib.suppress(Refused):
-            await self.dialect.resume(self.client, self.terms.timeout_s)
+        with contextlib.suppress(ServerRefused):
+            await self.dialect.resume(self.client, self.settings.timeout_s)
 
     def begin(self) -> None:
         """Mark the server as serving."""
-        self.heard()
+        self.on_token()
         self.failed.clear()
         self.serves = True
 
     async def end(self, why: str) -> None:
         """Stop using the server: its requests end at once, with the tokens received so far."""
         self.serves = False
-        self.failed.set()  # who waits for a look at it goes on
+        self.failed.set()  # wakes callers that wait for a probe
         for attempt in list(self.attempts):
-            attempt.lose(why)
+            attempt.fail(why)
         while self.attempts:
             await asyncio.sleep(0)
 
     # Weights
 
-    async def load_weights(self, parcel: Parcel) -> None:
-        """It has this parcel's weights when this returns. ServerFailed if it failed, or refused them twice: Refused if
-        it goes on under those that it had, else what it does is not known."""
-        try:
-            await self._load(parcel)
-        except Refused:
-            await self._load(parcel)
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """Load these weights, with one retry.
 
-    async def _load(self, parcel: Parcel) -> None:
+        Raises ServerRefused if it refused them twice and keeps its old ones, ServerFailed if its state is unknown.
+        """
+        try:
+            await self._load(update)
+        except ServerRefused:
+            await self._load(update)
+
+    async def _load(self, update: WeightUpdate) -> None:
         self.updating = True
         try:
-            await self.dialect.verify_weights(self.client, parcel.message, self.terms.timeout_s)
+            await self.dialect.verify_weights(self.client, update.message, self.settings.timeout_s)
             if not self.dialect.keeps_requests:
                 await self._withdraw_all()
-            await self._swap(parcel)
-        except Refused:
+            await self._swap(update)
+        except ServerRefused:
             self.counts["engine/refused_weights"] += 1
             raise
         finally:
             self.updating = False
 
-    async def _swap(self, parcel: Parcel) -> None:
-        dialect, client, limit_s = self.dialect, self.client, self.terms.timeout_s
-        clears, label = self.terms.clears_cache, label_of(self.terms.run, parcel.version)
+    async def _swap(self, update: WeightUpdate) -> None:
+        dialect, client, limit_s = self.dialect, self.client, self.settings.timeout_s
+        clears, label = self.settings.clears_cache, label_of(self.settings.run, update.version)
         began = time.monotonic()
         await _done(dialect.pause(client, clear_cache=clears, limit_s=limit_s))
         try:
             try:
-                await dialect.load_weights(client, parcel.message, label, clear_cache=clears, limit_s=limit_s)
-            except Refused:
+                await dialect.load_weights(client, update.message, label, clear_cache=clears, limit_s=limit_s)
+            except ServerRefused:
                 await _done(dialect.resume(client, limit_s))
                 raise
-            self.version = parcel.version
+            self.version = update.version
             for attempt in self.attempts:
-                attempt.resumed_with(parcel.version, cleared=clears)
+                attempt.resumed_with(update.version, cleared=clears)
             await _done(dialect.resume(client, limit_s))
         finally:
             self.counts["engine/weights_paused_s"] += time.monotonic() - began
@@ -168,86 +172,89 @@ class Server:
     async def sleep(self) -> None:
         """Free its GPU memory, weights included: the next ones replace them. ServerFailed if it stays awake."""
         self.sleeps = True
-        await _done(self.dialect.sleep(self.client, self.terms.timeout_s))
+        await _done(self.dialect.sleep(self.client, self.settings.timeout_s))
 
-    async def wake(self, parcel: Parcel) -> None:
-        """As `load_weights`, of a server that sleeps."""
-        await _done(self.dialect.wake(self.client, "weights", self.terms.timeout_s))
-        await self.load_weights(parcel)
-        await _done(self.dialect.wake(self.client, "kv_cache", self.terms.timeout_s))
-        self.heard()
+    async def wake(self, update: WeightUpdate) -> None:
+        """Wake a sleeping server, and load these weights."""
+        await _done(self.dialect.wake(self.client, "weights", self.settings.timeout_s))
+        await self.load_weights(update)
+        await _done(self.dialect.wake(self.client, "kv_cache", self.settings.timeout_s))
+        self.on_token()
         self.sleeps = False
 
 
 async def _done(call: Awaitable[None]) -> None:
-    """A call whose refusal is a failure: the server is then in no state that is known."""
+    """Await a call whose refusal leaves the server in an unknown state: raise ServerFailed."""
     try:
         await call
-    except Refused as error:
+    except ServerRefused as error:
         raise ServerFailed(str(error)) from error
 
 
 class Attempt:
-    """One request for `generation` at `server`, which begins after the tokens that there are."""
+    """One request for `state` at `server`, after the tokens so far."""
 
-    def __init__(self, generation: Generation, server: Server, request: GenerateRequest) -> None:
+    def __init__(self, state: ExtendState, server: Server, request: GenerateRequest) -> None:
         assert server.version is not None
-        self.generation, self.server, self.request = generation, server, request
+        self.state, self.server, self.request = state, server, request
         self.version = server.version
-        self._terms, self._counts = server.terms, server.counts
-        self._vocab_size = None if server.terms.vocab_size is None else server.terms.vocab_size()
+        self._settings, self._counts = server.settings, server.counts
+        self._vocab_size = None if server.settings.vocab_size is None else server.settings.vocab_size()
         self._unchecked = bool(request.images)
         """The server has not yet shown where it put the images."""
-        self._first = len(generation.tokens)
+        self._first = len(state.tokens)
         self._again = request.num_generated > 0
-        self._lost: str | None = None
+        self._failure: str | None = None
         self._withdrawn = asyncio.Event()
         self._finished = False
-        """The server has said that it ends it: what it says of it afterwards is under way."""
+        """The server has sent a finish_reason; its usage event may follow."""
         self._reading: asyncio.Task[None] | None = None
 
     def resumed_with(self, version: int, *, cleared: bool) -> None:
-        """What comes from now on was sampled under `version`. All tokens but the last, which is decoded, are computed
-        again where the cache was `cleared`, or are those of older weights."""
+        """Stamp tokens with `version` from now on. Counts the earlier ones as recomputed if the cache was `cleared`,
+        else as KV of older weights."""
         self.version = version
-        if self._finished or len(self.generation.tokens) == self._first:
-            return  # nothing of it may have been computed yet
-        num = len(self.request.token_ids) + len(self.generation.tokens) - self._first - 1
+        if self._finished or len(self.state.tokens) == self._first:
+            return  # it may not have begun
+        num = len(self.request.token_ids) + len(self.state.tokens) - self._first - 1
         self._counts["engine/reprefill_tokens" if cleared else "kv/stale_prefix_tokens"] += num
 
-    def lose(self, why: str) -> None:
-        """Its server is given up: it ends at once, with the tokens that there are."""
-        self._lost = why
+    def fail(self, why: str) -> None:
+        """End the request at once, with the tokens so far: its server was ejected."""
+        self._failure = why
         if self._reading is not None:
             self._reading.cancel()
 
     def withdraw(self) -> None:
-        """End it in order: another request goes on from its tokens."""
+        """Abort the request; another one continues from its tokens."""
         self._withdrawn.set()
 
     async def run(self) -> None:
-        """Returns when the server has ended it, nobody wants more of it, or it was withdrawn. ServerFailed: more is
-        wanted, of another request. ValueError if no server can do this; EngineDied if the model takes no images."""
-        generation = self.generation
-        if generation.end.is_set():
-            return  # since it was given its place
+        """Return when the rollout has stopped, was interrupted, or the request was withdrawn.
+
+        Raises ServerFailed if another request is needed, ValueError for a request that no server accepts, EngineDied if
+        the model takes no images.
+        """
+        state = self.state
+        if state.end.is_set():
+            return  # interrupted meanwhile
         if not self.server.serves:
-            raise ServerFailed("it was given up")
+            raise ServerFailed("its client is closed")
         num = len(self.request.token_ids)
         self._counts["engine/reprefill_tokens" if self._again else "engine/prefill_tokens"] += num
         reading = self._reading = asyncio.ensure_future(self._read())
-        endings = [asyncio.ensure_future(event.wait()) for event in (generation.end, self._withdrawn)]
+        endings = [asyncio.ensure_future(event.wait()) for event in (state.end, self._withdrawn)]
         self.server.attempts.add(self)
         try:
             await asyncio.wait([reading, *endings], return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
                 await self._abort(reading)
-            if self._lost is not None:
-                raise ServerFailed(self._lost)
+            if self._failure is not None:
+                raise ServerFailed(self._failure)
             if not reading.cancelled():
                 reading.result()
-            if not (generation.end.is_set() or self._withdrawn.is_set()):
-                raise ServerFailed("it ended a request that nobody had asked it to end")
+            if not (state.end.is_set() or self._withdrawn.is_set()):
+                raise ServerFailed("it ended a request unexpectedly")
         finally:
             for ending in endings:
                 ending.cancel()
@@ -256,7 +263,7 @@ class Attempt:
             self.server.attempts.discard(self)
 
     async def _read(self) -> None:
-        """Take what the server sends until it ends the stream."""
+        """Read the stream until the server ends it."""
         async with contextlib.aclosing(self.server.dialect.generate(self.server.client, self.request)) as chunks:
             async for chunk in chunks:
                 self._finished = self._finished or chunk.finish_reason is not None
@@ -265,16 +272,16 @@ class Attempt:
             raise ServerFailed("the connection ended in the middle of an answer")
 
     def _take(self, chunk: Chunk) -> None:
-        self.server.heard()
+        self.server.on_token()
         if self._unchecked and (chunk.shown is not None or chunk.token_ids):
             shown = chunk.shown or ShownPrompt((), ())
             check_expansion(self.request.extend.media, self.request.token_ids, shown.token_ids, shown.images)
             self._unchecked = False
-        logprobs, why_invalid = usable(chunk.token_ids, chunk.logprobs, self._vocab_size)
+        logprobs, why_invalid = valid_logprobs(chunk.token_ids, chunk.logprobs, self._vocab_size)
         self._counts["engine/decode_steps"] += len(logprobs)
-        surplus = self.generation.num_surplus
-        self.generation.add(chunk.token_ids[: len(logprobs)], logprobs, self.version)
-        self._counts["engine/surplus_tokens"] += self.generation.num_surplus - surplus
+        surplus = self.state.num_surplus
+        self.state.add(chunk.token_ids[: len(logprobs)], logprobs, self.version)
+        self._counts["engine/surplus_tokens"] += self.state.num_surplus - surplus
         if chunk.cached_tokens is not None:
             self._counts["kv/kept_tokens" if self._again else "kv/shared_prompt_tokens"] += chunk.cached_tokens
         if chunk.spans is not None:
@@ -283,35 +290,35 @@ class Attempt:
             raise ServerFailed(f"it {why_invalid}")
 
     def _compare(self, spans: tuple[Span, ...]) -> None:
-        if self.generation.restamp(self._first, spans, self._terms.run):
+        if self.state.restamp(self._first, spans, self._settings.run):
             self._counts["engine/span_mismatches"] += 1
 
     async def _abort(self, reading: asyncio.Future[None]) -> None:
-        """Tell the server to end it until it does: one abort may overtake the request, or get lost."""
-        deadline, num = time.monotonic() + self._terms.grace_s, 0
+        """Send aborts until the stream ends: one abort may overtake the request, or get lost."""
+        deadline, num = time.monotonic() + self._settings.grace_s, 0
         dialect, client = self.server.dialect, self.server.client
         while not reading.done() and (left_s := deadline - time.monotonic()) > 0:
             if self._finished:
                 await asyncio.wait([reading], timeout=left_s)
                 break
-            telling = asyncio.ensure_future(
+            abort = asyncio.ensure_future(
                 dialect.abort(client, self.request.request_id, min(left_s, _ABORT_AGAIN_MAX_S))
             )
             num += 1
             await asyncio.wait([reading], timeout=min(left_s, back_off_s(num, _ABORT_AGAIN_S, _ABORT_AGAIN_MAX_S)))
             if not reading.done():
-                await asyncio.wait([reading, telling], return_when=asyncio.FIRST_COMPLETED)
-            _forget(telling)
+                await asyncio.wait([reading, abort], return_when=asyncio.FIRST_COMPLETED)
+            _cancel(abort)
         if not reading.done():
             self._counts["engine/abandoned_requests"] += 1
             reading.cancel()
             await asyncio.wait([reading])
 
 
-def _forget(telling: asyncio.Task[None]) -> None:
-    """Whether an abort was answered is of no interest: the stream tells."""
-    telling.cancel()
-    telling.add_done_callback(lambda done: done.cancelled() or done.exception())
+def _cancel(abort: asyncio.Task[None]) -> None:
+    """Cancel a call and ignore its result: the stream shows whether it worked."""
+    abort.cancel()
+    abort.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def check_expansion(
@@ -320,8 +327,7 @@ def check_expansion(
     served: Sequence[int] | None,
     ranges: Sequence[tuple[int, int]],
 ) -> None:
-    """ValueError that names the image unless the server shows each image at its placeholders in the ids `sent`: a
-    server that would expand an image to others is an error, never a shift.
+    """Raise ValueError unless the server has each image at its placeholders in the ids `sent`, which never shift.
 
     `served`: the prompt's ids after the server expanded placeholders. `ranges`: [start, end) of the tokens of each
     image there, which may have more tokens around the placeholders.

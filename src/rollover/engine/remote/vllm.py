@@ -1,4 +1,4 @@
-"""vLLM's server, and `rollover serve`, which speaks as it does. Owns their paths, and what is known of their traps.
+"""Dialect of vLLM's server and of `rollover serve`: their paths, bodies, events and pitfalls.
 
 tokens    POST /inference/v1/generate ──"data: {...}" events──parse_event──▶ Chunk
 weights   verify ─▶ pause(keep) ─▶ start ─▶ update ─▶ finish(label) ─▶ resume
@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from rollover.engine.protocol import EngineDied
-from rollover.engine.remote.client import Refused, ServerClient, ServerFailed
+from rollover.engine.remote.client import ServerClient, ServerFailed, ServerRefused
 from rollover.engine.remote.dialect import Chunk, GenerateRequest, ServerDialect, ShownPrompt, Span
 from rollover.images import read_unchanged
 from rollover.types import Media
@@ -27,12 +27,12 @@ from rollover.types import Media
 _GENERATE = "/inference/v1/generate"
 _WEIGHTS = "/weight_info"  # not /health, which is answered while the engine behind it hangs
 _MODELS = "/v1/models"
-_ABORT_PREFIX = "generate-tokens-"  # by the bare id it answers that it aborted, and goes on
-_NOT_THERE = (403, 404, 405, 501)  # 403 for what it was not started with, in earlier versions 404
+_ABORT_PREFIX = "generate-tokens-"  # for the bare id it answers "aborted", and continues
+_NOT_THERE = (403, 404, 405, 501)  # 403 for features that are off, in earlier versions 404
 _NEEDS = {_GENERATE: "--enable-scale-out", _WEIGHTS: "VLLM_SERVER_DEV_MODE=1"}
 # A model of text; --limit-mm-per-prompt; of this package in either server.
 _NO_IMAGES = re.compile("is not a multimodal model|At most 0 image|takes text alone")
-_LEAST_BIAS = -100.0  # the most that it takes: e^-100 of a probability is below the smallest float32
+_LEAST_BIAS = -100.0  # vLLM's limit: a factor of e^-100 is below the smallest float32
 _VERIFY = "rollover_verify"
 _LEFT_OPEN = "left open"
 _LOOK_AGAIN_S = 0.05
@@ -41,7 +41,7 @@ _KEPT_URLS = 32  # a group's rollouts show the same image, and a resumed one sho
 
 
 class VllmDialect(ServerDialect):
-    """See ServerDialect."""
+    """Dialect of vLLM's server and of `rollover serve`."""
 
     takes_images = processes_logits = keeps_requests = True
 
@@ -70,13 +70,13 @@ class VllmDialect(ServerDialect):
     async def check(self, client: ServerClient, limit_s: float) -> None:
         await self.weights_label(client, limit_s)
         try:
-            await client.post(_GENERATE, {}, limit_s=limit_s)  # asks for nothing, which no server carries out
-        except Refused as error:
+            await client.post(_GENERATE, {}, limit_s=limit_s)  # an invalid body, which no server executes
+        except ServerRefused as error:
             if (why := _lacking(_GENERATE, error)) is not None:
                 raise ServerFailed(why) from error
 
     async def longest_rollout(self, client: ServerClient, limit_s: float) -> int | None:
-        models = await client.ask(_MODELS, limit_s=limit_s)
+        models = await client.get_object(_MODELS, limit_s=limit_s)
         with contextlib.suppress(LookupError, TypeError):
             if type(longest := models["data"][0]["max_model_len"]) is int:
                 return longest
@@ -84,25 +84,25 @@ class VllmDialect(ServerDialect):
 
     async def weights_label(self, client: ServerClient, limit_s: float) -> str:
         try:
-            return str((await client.ask(_WEIGHTS, limit_s=limit_s)).get("weight_version"))
-        except Refused as error:
+            return str((await client.get_object(_WEIGHTS, limit_s=limit_s)).get("weight_version"))
+        except ServerRefused as error:
             raise ServerFailed(_lacking(_WEIGHTS, error) or str(error)) from error
 
     # Weights
 
     async def verify_weights(self, client: ServerClient, weights: Mapping[str, Any], limit_s: float) -> None:
-        """A server that cannot do it ahead does it when it loads them."""
+        """Verify ahead if the server supports it; others verify when they load."""
         body = {"method": _VERIFY, "args": [weights["path"], weights["sha256"]]}
         deadline = time.monotonic() + limit_s
         while True:
             try:
                 answer = await client.post("/collective_rpc", body, limit_s=limit_s)
-            except Refused:
+            except ServerRefused:
                 return
             results = answer.get("results", []) if isinstance(answer, dict) else []
             for said in results:
                 if isinstance(said, str) and said.startswith("refused"):
-                    raise Refused(f"it cannot use the weights in {weights['path']}: {said}")
+                    raise ServerRefused(f"it cannot use the weights in {weights['path']}: {said}")
             if "verifying" not in results or time.monotonic() > deadline:
                 return
             await asyncio.sleep(_LOOK_AGAIN_S)
@@ -117,36 +117,38 @@ class VllmDialect(ServerDialect):
         info = {"path": weights["path"], "sha256": weights["sha256"]}
         try:
             await client.post("/update_weights", {"update_info": info}, limit_s=limit_s)
-        except Refused as error:
-            if left_open:  # what weights it has is not known
+        except ServerRefused as error:
+            if left_open:  # its weights are unknown
                 raise ServerFailed(str(error)) from error
             raise
         try:
             await client.post("/finish_weight_update", {"weight_version": label}, limit_s=limit_s)
-        except Refused as error:
+        except ServerRefused as error:
             raise ServerFailed(str(error)) from error
 
     async def _start_update(self, client: ServerClient, limit_s: float) -> bool:
-        """Begin an update, and return whether another was left open by a client that was killed. That is finished
-        first, under a label of no run: whether the server has its weights is not known. One that lives finishes its own
-        within _FINISHES_S."""
+        """Begin an update. Returns whether one of a killed client was still open.
+
+        That one is finished first, under a label of no run, as the server's weights are unknown. A live client finishes
+        its own within _FINISHES_S.
+        """
         deadline = time.monotonic() + _FINISHES_S
         while True:
             try:
                 await client.post("/start_weight_update", limit_s=limit_s)
                 return False
-            except Refused as error:
+            except ServerRefused as error:
                 refusal = error
             if time.monotonic() > deadline:
                 break
             await asyncio.sleep(_LOOK_AGAIN_S)
         try:
             await client.post("/finish_weight_update", {"weight_version": _LEFT_OPEN}, limit_s=limit_s)
-        except Refused:  # none was open
+        except ServerRefused:  # none was open
             raise refusal from None
         try:
             await client.post("/start_weight_update", limit_s=limit_s)
-        except Refused as error:
+        except ServerRefused as error:
             raise ServerFailed(str(error)) from error
         return True
 
@@ -160,8 +162,8 @@ class VllmDialect(ServerDialect):
         await client.post("/wake_up", limit_s=limit_s, tags=tags)
 
 
-def _lacking(path: str, error: Refused) -> str | None:
-    """What a server lacks that refused `path` so; None: it has it."""
+def _lacking(path: str, error: ServerRefused) -> str | None:
+    """Return the message for a server that lacks `path`; None if it has it."""
     if error.status in _NOT_THERE:
         return (
             f"it does not have {path} ({error}): a server of vLLM has it with {_NEEDS[path]}, as `rollover serve"
@@ -171,7 +173,7 @@ def _lacking(path: str, error: Refused) -> str | None:
 
 
 def takes_no_images(refusal: str) -> bool:
-    """Whether a server refused a request with images because its model, or its command line, takes none."""
+    """Return whether a server refused images because its model or its command line takes none."""
     return _NO_IMAGES.search(refusal) is not None
 
 
@@ -179,8 +181,8 @@ def takes_no_images(refusal: str) -> bool:
 
 
 def request_body(request: GenerateRequest) -> dict[str, Any]:
-    """Return the body of a request. Stop strings are ours: the server sees no turn, and nothing before the request."""
-    asked, sampling = request.extend, request.extend.sampling
+    """Return the body of a request, without stop strings: the server does not see the whole turn."""
+    sampling = request.extend.sampling
     body: dict[str, Any] = {
         "request_id": request.request_id,
         "token_ids": list(request.token_ids),
@@ -195,7 +197,7 @@ def request_body(request: GenerateRequest) -> dict[str, Any]:
             "seed": request.seed,
             "logprobs": 0,
             "ignore_eos": True,  # the stop tokens are those of the request
-            "stop_token_ids": sorted(asked.stop_token_ids),
+            "stop_token_ids": sorted(request.extend.stop_token_ids),
             **_processing(request),
         },
     }
@@ -207,23 +209,23 @@ def request_body(request: GenerateRequest) -> dict[str, Any]:
 
 
 def _processing(request: GenerateRequest) -> dict[str, Any]:
-    """What is done to logits: all that config/logits.py lets through."""
-    asked, out = request.extend.processing, {}
+    """Return the parameters of logits processing: all that config/logits.py permits for servers."""
+    options, out = request.extend.processing, {}
     num_answer = request.num_generated - request.extend.text_start
-    if asked.repetition_penalty != 1:  # of the prompt's tokens and the answer's alike: all that the server is given
-        out["repetition_penalty"] = asked.repetition_penalty
-    if asked.min_new_tokens > num_answer:
-        out["min_tokens"] = min(asked.min_new_tokens - num_answer, request.max_tokens)  # vLLM refuses more
-    if asked.logit_bias:
-        out["logit_bias"] = {str(token): max(bias, _LEAST_BIAS) for token, bias in asked.logit_bias}
+    if options.repetition_penalty != 1:  # over all tokens that the server gets: prompt and answer
+        out["repetition_penalty"] = options.repetition_penalty
+    if options.min_new_tokens > num_answer:
+        out["min_tokens"] = min(options.min_new_tokens - num_answer, request.max_tokens)  # vLLM refuses more
+    if options.logit_bias:
+        out["logit_bias"] = {str(token): max(bias, _LEAST_BIAS) for token, bias in options.logit_bias}
     return out
 
 
 def content_parts(media: Sequence[Media]) -> list[dict[str, Any]]:
-    """Return the `content_parts` of a request, in the order of the prompt. ValueError if an image has changed.
+    """Return the `content_parts` of a request, in the order of the prompt. Raises ValueError if an image has changed.
 
-    vLLM reads type and url; `rollover serve --engine embedded` the fields of Media, too. The source, a path of this
-    machine, stays here.
+    vLLM reads type and url; `rollover serve --engine embedded` also the fields of Media. The source, a local path, is
+    not sent.
     """
     parts = []
     for image in sorted(media, key=lambda image: image.offset):
@@ -235,7 +237,7 @@ def content_parts(media: Sequence[Media]) -> list[dict[str, Any]]:
 
 @functools.lru_cache(maxsize=_KEPT_URLS)
 def _data_url(source: str, digest: str) -> str:
-    """The image's pixels as a lossless PNG."""
+    """Return the image as a lossless PNG in a data URL."""
     out = io.BytesIO()
     read_unchanged(source, digest).save(out, format="PNG", compress_level=1)
     return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
@@ -245,9 +247,9 @@ def _data_url(source: str, digest: str) -> str:
 
 
 def parse_event(data: str) -> Chunk | None:
-    """What stands after "data:"; None at the end of a stream.
+    """Parse the text after "data:"; None at the end of a stream.
 
-    ServerFailed for an error, or what is no chunk; ValueError for an error of code 400: no server can ever do this.
+    Raises ServerFailed for an error or an invalid chunk, ValueError for an error of code 400 (invalid for any server).
     """
     if data == "[DONE]":
         return None
@@ -255,7 +257,7 @@ def parse_event(data: str) -> Chunk | None:
         event = json.loads(data)
         error = event.get("error")
     except (ValueError, AttributeError, RecursionError) as failure:
-        raise ServerFailed(f"it sent what is no JSON object: {data[:200]}") from failure
+        raise ServerFailed(f"it sent an event that is not a JSON object: {data[:200]}") from failure
     if error is not None:
         said, code = (error.get("message", error), error.get("code")) if isinstance(error, dict) else (error, None)
         raise ValueError(str(said)) if code == 400 else ServerFailed(f"it failed: {said}")
@@ -265,7 +267,7 @@ def parse_event(data: str) -> Chunk | None:
             return Chunk(cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
         return _chunk(event["choices"][0], _shown(event))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as failure:
-        raise ServerFailed(f"it sent what is no chunk of tokens ({failure!r}): {data[:200]}") from failure
+        raise ServerFailed(f"it sent an invalid chunk of tokens ({failure!r}): {data[:200]}") from failure
 
 
 def _chunk(choice: dict[str, Any], shown: ShownPrompt | None) -> Chunk:

@@ -1,5 +1,5 @@
 """`rollover serve`: an engine behind the endpoints of vLLM's server, for engine/remote.
 
-requests (what is asked, checked), stream (one request under way), service (the verbs; no HTTP), metrics (Prometheus'
-text), app (the routes), guard (the token), embedded (our engine behind them, in this process).
+app.py (process, routes, metrics), requests.py (validated bodies), service.py (requests in flight, pause, weights; no
+HTTP), texts.py (OpenAI's text endpoints), vllm.py (vLLM's own server as a child process).
 """

@@ -1,4 +1,4 @@
-"""The endpoints of vLLM's server, over a `Service`.
+"""`rollover serve --engine embedded`: the endpoints of vLLM's server over a `Service`, in this process.
 
     POST /inference/v1/generate            token ids in and out, streamed or not
     POST /abort_requests                   also /inference/v1/abort_requests
@@ -10,15 +10,19 @@
     POST /v1/completions  /v1/chat/completions        texts in and out (texts.py)
     GET  /weight_info  /health  /load  /metrics  /version  /v1/models  /get_world_size
 
-Owns the connections and the forms of the answers: what is refused has vLLM's {"error": {"message", "code", "param"}}.
+Owns the process until SIGTERM or Ctrl-C, the connections, and the JSON of responses. Errors have vLLM's form
+{"error": {"message", "code", "param"}}.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import os
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -26,19 +30,27 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import rollover
+from rollover.config import Config
+from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.server.requests import GenerateBody, choice, flag, text_field
-from rollover.engine.server.service import TAGS, Service
-from rollover.engine.server.stream import Chunk, Stream
+from rollover.engine.server.service import TAGS, RequestStream, Service, TokenChunk
 from rollover.engine.server.texts import AbortedWithClient, TextEndpoints
-from rollover.http_server import body_of
+from rollover.http_guard import token
+from rollover.http_server import HttpServer, body_of, end_of_service
+from rollover.logs import terminal
+from rollover.models.devices import dtype_of, engine_device
+from rollover.models.load import load_model, stop_token_ids
+from rollover.models.threads import prepare_process
 from rollover.openai_wire import DONE, Refusal, checked, event, finite, json_of, model_list, usage
 
 MOST_BODY_BYTES = 2**26
+_LAST_CHUNKS_S = 1.0
+_BROKEN = 1  # exit code
 _Answer = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(service: Service, texts: TextEndpoints | None = None) -> Starlette:
-    """The ASGI application; HttpServer puts a guard before it. `texts`: what answers the endpoints of texts."""
+    """Return the ASGI application, which HttpServer guards by a token. `texts`: for the text endpoints."""
     endpoints = _Endpoints(service, texts)
     posts, gets = endpoints.posts(), endpoints.gets()
     return Starlette(
@@ -106,7 +118,7 @@ class _Endpoints:
             raise Refusal("request_ids: a list of texts is wanted", "request_ids")
         if ids:
             self.service.abort_ids(ids)
-        num = len(ids) or self.service.abort_all()  # as vLLM counts: also those that it does not know
+        num = len(ids) or self.service.abort_all()  # unknown ids count, as in vLLM
         return JSONResponse({"status": "aborted", "aborted": num})
 
     async def _pause(self, request: Request) -> Response:
@@ -172,14 +184,14 @@ class _Endpoints:
 
 
 class _StreamedAnswer(AbortedWithClient):
-    """Server-sent events: a chunk for each token, then [DONE]."""
+    """Response of server-sent events: a chunk per token, then [DONE]."""
 
-    def __init__(self, service: Service, stream: Stream) -> None:
+    def __init__(self, service: Service, stream: RequestStream) -> None:
         super().__init__(service, [stream], partial(_whole, service, stream))
         self.stream = stream
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it, as it comes."""
+        """Send the events as they come."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
@@ -200,7 +212,7 @@ class _StreamedAnswer(AbortedWithClient):
         return event({"request_id": self.stream.full_id, "choices": choices, **more})
 
 
-async def _whole(service: Service, stream: Stream) -> Response:
+async def _whole(service: Service, stream: RequestStream) -> Response:
     whole = {
         "request_id": stream.full_id,
         "model": service.model_name,
@@ -211,7 +223,7 @@ async def _whole(service: Service, stream: Stream) -> Response:
     return JSONResponse(whole)
 
 
-def _choice(chunk: Chunk, stream: Stream) -> dict[str, Any]:
+def _choice(chunk: TokenChunk, stream: RequestStream) -> dict[str, Any]:
     logprobs = None
     if stream.body.sampling_params.logprobs is not None:
         pairs = zip(chunk.token_ids, chunk.logprobs, strict=True)
@@ -226,8 +238,8 @@ def _choice(chunk: Chunk, stream: Stream) -> dict[str, Any]:
     }
 
 
-def _prompt(stream: Stream) -> dict[str, Any]:
-    """The prompt as it is computed, where the client wants it: as it came, with its images where it has them."""
+def _prompt(stream: RequestStream) -> dict[str, Any]:
+    """Return the prompt's ids and the places of its images, if the client wants them."""
     body = stream.body
     if not body.return_token_ids:
         return {}
@@ -235,18 +247,18 @@ def _prompt(stream: Stream) -> dict[str, Any]:
     return {"prompt_token_ids": body.token_ids} | ({"mm_placeholders": {"image": images}} if images else {})
 
 
-def _usage(stream: Stream) -> dict[str, int]:
+def _usage(stream: RequestStream) -> dict[str, int]:
     return usage(len(stream.body.token_ids), stream.num_tokens)
 
 
 async def _metrics_text(service: Service) -> str:
-    """Return the figures in Prometheus' format: those that vLLM's dashboards read, and our own counters."""
-    under_way = list(service.streams)
-    waiting = len(await service.engine.queued(under_way))
+    """Return metrics in Prometheus' format: those that vLLM's dashboards read, and our own counters."""
+    in_flight = list(service.streams)
+    waiting = len(await service.engine.queued(in_flight))
     stats = service.engine.stats()
     num_generated = service.num_ended_tokens + sum(s.num_tokens for s in service.streams.values())
     lines = [
-        *_metric("vllm:num_requests_running", "gauge", len(under_way) - waiting, service),
+        *_metric("vllm:num_requests_running", "gauge", len(in_flight) - waiting, service),
         *_metric("vllm:num_requests_waiting", "gauge", waiting, service),
         *_metric("vllm:generation_tokens_total", "counter", num_generated, service),
         *_metric("vllm:prompt_tokens_total", "counter", service.num_prompt_tokens, service),
@@ -294,3 +306,56 @@ async def _object(request: Request, *, may_be_empty: bool = False) -> dict[str, 
     if not isinstance(value, dict):
         raise Refusal("body: a JSON object is wanted", "body")
     return value
+
+
+async def serve(config: Config, host: str, port: int, ready: Callable[[str], None]) -> int:
+    """Serve until SIGTERM (returns 0) or Ctrl-C (130). `ready` is called with the URL when the server answers.
+
+    Raises ValueError if the port is taken, or the model cannot be loaded.
+    """
+    parts: list[Starlette] = []  # set when the model is loaded
+
+    async def app(scope, receive, send) -> None:
+        await parts[0](scope, receive, send)
+
+    server = HttpServer(app, port, host, "--port", token=token())  # first, so that a taken port fails at once
+    service = make_service(config)
+    parts.append(make_app(service, TextEndpoints(service, service.tokenizer)))
+    ended = end_of_service()
+    await server.start()
+    ready(server.url)
+    code = await ended
+    service.abort_all()
+    await server.close(_LAST_CHUNKS_S)
+    await service.engine.close()
+    return code
+
+
+def make_service(config: Config) -> Service:
+    """Return a service of the configuration's model. Clients control its KV, by cache_salt and clear_cache."""
+    prepare_process(config)
+    loaded = load_model(config.model, dtype=dtype_of(config), device=engine_device(config))
+    model_bytes = sum(weight.numel() * weight.element_size() for weight in loaded.model.parameters())
+    rollout = config.rollout.model_copy(update={"kv_on_resume": "keep"})
+    tokenizer = loaded.tokenizer
+    engine = EmbeddedEngine.over(loaded.model, loaded, config.model_copy(update={"rollout": rollout}))
+    return Service(
+        engine,
+        model_name=config.model.path,
+        eos=stop_token_ids(loaded, []),
+        tokenizer=tokenizer,
+        load=_load,
+        fail=_end_process,
+        model_bytes=model_bytes,
+        processor=loaded.processor,
+    )
+
+
+def _load(path: str) -> Mapping[str, torch.Tensor]:
+    return load_file(path)
+
+
+def _end_process(reason: str) -> None:
+    """End the process at once: no token may be sampled with half a model."""
+    terminal.error(f"{reason}: the server ends")
+    os._exit(_BROKEN)

@@ -1,4 +1,4 @@
-"""What a client asks, checked: the fields of vLLM's /inference/v1/generate. What is not honoured is refused by name."""
+"""Validated body of vLLM's /inference/v1/generate. Fields without support are refused by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Bias = Annotated[Number, Field(ge=-100, le=100)]
 
 
 class SamplingFields(Fields):
-    """`sampling_params`. Those with one legal value are vLLM's, and not honoured here."""
+    """`sampling_params`. Fields with one legal value are vLLM's, and not supported here."""
 
     max_tokens: int | None = Field(None, ge=1)
     temperature: Number = Field(1.0, ge=0)
@@ -36,13 +36,13 @@ class SamplingFields(Fields):
     min_tokens: int = Field(default=0, ge=0)
     repetition_penalty: Number | None = Field(default=None, gt=0)
     logit_bias: dict[_Token, _Bias] | None = None
-    # Of no effect on tokens:
+    # Without effect on tokens:
     stream_interval: int | None = None
     include_stop_str_in_output: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    # Not honoured:
+    # Not supported:
     n: Literal[1] = 1
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
@@ -53,7 +53,7 @@ class SamplingFields(Fields):
 
     @model_validator(mode="after")
     def _fewest_within_most(self) -> SamplingFields:
-        """As vLLM, which lets no request want more tokens at least than at most."""
+        """Refuse min_tokens above max_tokens, as vLLM does."""
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}")
         return self
@@ -64,11 +64,11 @@ class SamplingFields(Fields):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def sampling(self) -> SamplingParams:
-        """The distribution; top_k -1 and 0 are off."""
+        """Return the distribution; top_k -1 and 0 are off."""
         return SamplingParams(self.temperature, self.top_p, max(self.top_k, 0), self.min_p)
 
     def processing(self) -> LogitsProcessing:
-        """What is done to the logits before."""
+        """Return the logits processing."""
         return LogitsProcessing(
             logit_bias=tuple(sorted((int(token), bias) for token, bias in (self.logit_bias or {}).items())),
             repetition_penalty=self.repetition_penalty or 1.0,
@@ -89,7 +89,7 @@ class ImagePart(Fields):
     uuid: str | None = None  # vLLM's key of what it computes for the image; here the digest is
 
     def stored(self) -> Media:
-        """The image in a file of this process's own. ValueError where it is no image."""
+        """Store the image in a file. Raises ValueError for an invalid image."""
         path, _ = stored(self.url, Places(folder=None))
         width, height = self.size
         return Media(path, self.digest, (width, height), self.offset, self.count, tuple(self.grid))
@@ -118,34 +118,35 @@ class GenerateBody(Fields):
         random_seed: int,
         media: tuple[Media, ...] = (),
     ) -> ExtendRequest:
-        """What the engine is asked. `most_tokens`: that fit into it, prompt included. Refusal where not one more does.
+        """Return the engine's request. `most_tokens`: longest sequence of the engine. Raises Refusal if none is left.
 
-        A max_tokens that does not fit is cut; without one there are as many as fit. `eos` end it but for ignore_eos.
+        max_tokens is limited to what fits, which is also its default. `eos` end it unless ignore_eos.
         """
-        asked, left = self.sampling_params, most_tokens - len(self.token_ids)
+        params, left = self.sampling_params, most_tokens - len(self.token_ids)
         if left < 1:
             raise Refusal(
                 f"token_ids: {len(self.token_ids)} tokens, and {most_tokens} fit, with at least one that is generated",
                 "token_ids",
             )
-        if "" in asked.stop_strings:
+        if "" in params.stop_strings:
             raise Refusal("sampling_params.stop: an empty string stops everything", "sampling_params.stop")
         return ExtendRequest(
             rollout_id=rollout_id,
             prompt=Prompt(tuple(self.token_ids), media),
             generated_ids=(),
-            max_new_tokens=min(left, asked.max_tokens or left),
-            seed=(random_seed if asked.seed is None else asked.seed) & _SEED_BITS,
-            sampling=asked.sampling(),
+            max_new_tokens=min(left, params.max_tokens or left),
+            seed=(random_seed if params.seed is None else params.seed) & _SEED_BITS,
+            sampling=params.sampling(),
             stop=StopCriteria(
-                frozenset(asked.stop_token_ids or ()) | frozenset(() if asked.ignore_eos else eos), asked.stop_strings
+                frozenset(params.stop_token_ids or ()) | frozenset(() if params.ignore_eos else eos),
+                params.stop_strings,
             ),
-            processing=asked.processing(),
+            processing=params.processing(),
         )
 
 
 def text_field(body: Any, name: str) -> str:
-    """A text that a body must have. Refusal where it has none."""
+    """Return a required text of a body. Raises Refusal without it."""
     value = body.get(name) if isinstance(body, dict) else None
     if not isinstance(value, str) or not value:
         raise Refusal(f"{name}: a text is wanted", name)
@@ -153,7 +154,7 @@ def text_field(body: Any, name: str) -> str:
 
 
 def choice(value: str | None, name: str, default: str, choices: Collection[str]) -> str:
-    """One of the choices that a query's parameter has. Refusal of any other value."""
+    """Return a query parameter that must be one of `choices`. Raises Refusal for other values."""
     if value is None:
         return default
     if value not in choices:
@@ -162,5 +163,5 @@ def choice(value: str | None, name: str, default: str, choices: Collection[str])
 
 
 def flag(value: str | None, name: str, *, default: bool) -> bool:
-    """A query's parameter: true or false."""
+    """Return a boolean query parameter."""
     return choice(value, name, str(default).lower(), ("true", "false", "1", "0")) in ("true", "1")

@@ -1,11 +1,11 @@
-"""The verbs of the server, over one engine. No HTTP: app.py is.
+"""Operations of the server over one engine. HTTP is in app.py.
 
-    generate ──▶ Stream under way ──sampled──▶ chunks ──▶ its client
-                    └── aborted, or its client has gone: it ends with what it has, and its place is free
+    generate ──▶ RequestStream ──sampled──▶ chunks ──▶ client
+                    └── aborted, or the client disconnected: it ends with its tokens
     start ─▶ update ─▶ finish        pause ─▶ resume        sleep ─▶ wake_up
 
-Owns which requests are under way, the label of the weights and whether it is paused. Tokens carry the label that there
-was when they were sampled. Weights that are refused change nothing.
+Owns the requests in flight, the label of the weights, and whether it is paused. Tokens carry the label under which they
+were sampled. Refused weights change nothing.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rollover.engine.protocol import ExtendRequest
 from rollover.engine.server.requests import GenerateBody, ImagePart
-from rollover.engine.server.stream import Stream
-from rollover.openai_wire import Refusal
-from rollover.types import Media
-from rollover.weights.verified import Verifier, shapes_of
+from rollover.openai_wire import Refusal, finish_reason
+from rollover.types import Media, StopReason
+from rollover.weights.verifier import Verifier, shapes_of
 
 if TYPE_CHECKING:
     import torch
@@ -31,15 +30,27 @@ if TYPE_CHECKING:
     from rollover.engine.embedded.engine import EmbeddedEngine
     from rollover.models.vision import Pixels
 
+
+@dataclass(frozen=True)
+class TokenChunk:
+    """Tokens of a request; with a `finish_reason` (stop, length or abort) the last ones."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    weight_versions: list[dict[str, Any]] | None = None
+
+
 NO_UPDATE_YET = "default"
 TAGS = ("weights", "kv_cache")
 _LOAD_S = 60.0  # to map a verified file
-_MOST_IMAGES = 10_000  # that are known to be right
-_DRAIN_S = 1.0  # a client that does not read must not hold up the others' weights
+_MAX_CHECKED = 10_000  # images that are remembered as valid
+_DRAIN_S = 1.0  # a client that does not read must not delay a weight update
 
 
 class CheckedImages:
-    """The images of requests: stored, and checked before the engine sees them, where one that is wrong would fail all.
+    """Images of requests, validated before the engine sees them: there an invalid one would fail the whole batch.
 
     `processor`: of the model; None: it takes text alone.
     """
@@ -49,12 +60,12 @@ class CheckedImages:
         self._storing = asyncio.Lock()
         self._known: dict[Media, None] = {}  # in order, offset apart
 
-    async def of(self, parts: Sequence[ImagePart]) -> tuple[Media, ...]:
-        """The media of these parts. Refusal of what is no image, or not the one that the client made the prompt of."""
+    async def media(self, parts: Sequence[ImagePart]) -> tuple[Media, ...]:
+        """Return the media of these parts. Raises Refusal for an invalid image, or not the one of the prompt."""
         if self._processor is None:
             raise Refusal("content_parts: this model takes text alone", "content_parts")
         try:
-            async with self._storing:  # siblings bring the same image at once
+            async with self._storing:  # siblings have the same image
                 media = await asyncio.to_thread(lambda: tuple(part.stored() for part in parts))
             for image in media:
                 self._check(self._processor, image)
@@ -63,20 +74,21 @@ class CheckedImages:
         return media
 
     def _check(self, processor: Pixels, image: Media) -> None:
-        """In the event loop, as the engine: processors are not made for several threads."""
+        """Check an image. Runs in the event loop, as the engine does: processors are not thread-safe."""
         if (key := replace(image, offset=0)) in self._known:
             return
         processor.pixels(image)
         self._known[key] = None
-        if len(self._known) > _MOST_IMAGES:
+        if len(self._known) > _MAX_CHECKED:
             self._known.pop(next(iter(self._known)))
 
 
 class Service:
-    """`engine` as `model_name`. `eos`: token ids that end an answer. `load`: reads the tensors of a verified file.
-    `model_bytes`: of all its weights. `processor`: of a model that takes images.
+    """Service of `engine` as `model_name`.
 
-    `fail` is told why the engine is of no more use: its weights may be half of one version, half of another.
+    `eos`: token ids that end an answer. `load`: reads the tensors of a verified file. `model_bytes`: size of all
+    weights. `processor`: of a model that takes images. `fail` is called with the reason when an update failed half-way,
+    so that weights of two versions may be mixed.
     """
 
     def __init__(
@@ -96,16 +108,16 @@ class Service:
         self._images = CheckedImages(processor)
         self.label = NO_UPDATE_YET
         self.verifier = Verifier(model_bytes)
-        self.streams: dict[str, Stream] = {}
-        """Under way, by the engine's rollout id."""
+        self.streams: dict[str, RequestStream] = {}
+        """Requests in flight, by the engine's rollout id."""
         self.num_prompt_tokens = self.num_ended_tokens = self.num_updates = 0
         self.asleep: set[str] = set()
-        """Of TAGS, what has no memory."""
+        """Those of TAGS whose memory is freed."""
         self._has_weights, self._allocate_weights = True, lambda: None
         self._ids = map(str, itertools.count())
         self._updating = asyncio.Lock()
         self._update_begun = False
-        self._may_begin = asyncio.Event()  # cleared by pause?mode=wait: what comes new waits, what runs goes on
+        self._may_begin = asyncio.Event()  # cleared by pause?mode=wait: new requests wait, running ones continue
         self._may_begin.set()
 
     # Requests
@@ -114,55 +126,55 @@ class Service:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def check_model(self, name: str | None) -> None:
-        """Refusal of another model than the served one. None: the request names none."""
+        """Raise Refusal unless the request names the served model or none."""
         if name not in (None, self.model_name):
             why = f"model: there is no {name!r} here, but {self.model_name!r}"
             raise Refusal(why, "model", 404, code="model_not_found")
 
-    async def generate(self, body: GenerateBody) -> Stream:
-        """Begin this request. Refusal of what can never work."""
+    async def generate(self, body: GenerateBody) -> RequestStream:
+        """Begin this request. Raises Refusal if it is invalid."""
         self.check_model(body.model)
         rollout_id = next(self._ids)
-        media = await self._images.of(body.content_parts) if body.content_parts else ()
+        media = await self._images.media(body.content_parts) if body.content_parts else ()
         request = body.request(rollout_id, self.engine.max_tokens, self._eos, secrets.randbits(63), media)
-        stream = self.streams[rollout_id] = Stream(body, lambda: self.label, self._decoded)
+        stream = self.streams[rollout_id] = RequestStream(body, lambda: self.label, self._decoded)
         stream.working = asyncio.ensure_future(self._work(stream, request))
-        stream.working.add_done_callback(lambda _: self._forget(rollout_id, request))
-        await asyncio.sleep(0)  # what the engine refuses it refuses now
+        stream.working.add_done_callback(lambda _: self._remove(rollout_id, request))
+        await asyncio.sleep(0)  # the engine refuses invalid requests now
         if stream.error is not None:
             raise stream.error
         return stream
 
-    async def _work(self, stream: Stream, request: ExtendRequest) -> None:
+    async def _work(self, stream: RequestStream, request: ExtendRequest) -> None:
         try:
             await self._may_begin.wait()
             await self.engine.extend(request, stream.on_token, stream.body.cache_salt or "")
-            stream.abort()  # if no token was its last one, it was interrupted
+            stream.abort()  # no effect after a last token; else it was interrupted
         except ValueError as error:
             stream.fail(Refusal(str(error), "token_ids"))
-        except Exception as error:  # boundary: its client is told
+        except Exception as error:  # boundary: sent to the client
             stream.fail(Refusal(f"{type(error).__name__}: {error}", status=500))
 
-    def _forget(self, rollout_id: str, request: ExtendRequest) -> None:
-        """It is under way no longer: it was answered, or cancelled."""
+    def _remove(self, rollout_id: str, request: ExtendRequest) -> None:
+        """Remove a request that was answered or cancelled."""
         self.num_ended_tokens += self.streams.pop(rollout_id).num_tokens
         self.num_prompt_tokens += len(request.prompt)
 
-    def abort(self, stream: Stream) -> None:
-        """It ends with what it has; nothing where it has ended already."""
+    def abort(self, stream: RequestStream) -> None:
+        """Abort a request: it ends with its tokens. No effect if it has ended."""
         stream.abort()
         if stream.working is not None:
             stream.working.cancel()
 
     def abort_ids(self, full_ids: Iterable[str]) -> None:
-        """Abort those of these ids, as `Stream.full_id` has them: all requests of an id that was used twice."""
+        """Abort all requests with these ids (RequestStream.full_id, which need not be unique)."""
         wanted = set(full_ids)
         for stream in list(self.streams.values()):
             if stream.full_id in wanted:
                 self.abort(stream)
 
     def abort_all(self) -> int:
-        """Abort everything; returns how many requests."""
+        """Abort all requests. Returns their number."""
         streams = list(self.streams.values())
         for stream in streams:
             self.abort(stream)
@@ -172,13 +184,13 @@ class Service:
 
     @property
     def is_paused(self) -> bool:
-        """Whether what comes new waits for `resume`."""
+        """Return whether new requests wait for `resume`."""
         return not (self.engine.may_step.is_set() and self._may_begin.is_set())
 
     async def pause(self, mode: str, *, clear_cache: bool) -> None:
-        """Sample nothing until `resume`. Returns when every client's connection has what was sampled before.
+        """Pause sampling until `resume`. Returns when all sampled tokens were sent to the clients.
 
-        mode keep: what runs goes on after it. abort: it ends with what it has. wait: it runs to its end first.
+        mode: "keep" continues running requests after `resume`, "abort" ends them, "wait" lets them finish first.
         """
         if mode == "wait":
             self._may_begin.clear()
@@ -195,7 +207,7 @@ class Service:
         await self._drain()
 
     def resume(self) -> None:
-        """Go on, unless it sleeps or lacks weights."""
+        """Resume, unless it sleeps or lacks weights."""
         self._may_begin.set()
         if self._has_weights and not self.asleep:
             self.engine.may_step.set()
@@ -206,7 +218,7 @@ class Service:
             await asyncio.sleep(0.001)
 
     def drop_kv(self, *, of_running: bool) -> bool:
-        """Forget cached KV. False, and nothing is done, while requests are under way whose KV is to stay."""
+        """Drop cached KV. Returns False without effect if requests are in flight, unless `of_running`."""
         if self.streams and not of_running:
             return False
         self.engine.drop_kv()
@@ -215,8 +227,10 @@ class Service:
     # Sleep
 
     async def sleep(self, level: int) -> None:
-        """Abort everything, and free the memory of KV and weights until `wake_up`. level 1: weights are kept on the
-        CPU; 2: an update has to follow. Nothing where it sleeps."""
+        """Abort all requests, and free the memory of KV and weights until `wake_up`. No effect if it sleeps.
+
+        level 1: keep the weights on the CPU; 2: a weight update must follow.
+        """
         async with self._updating:
             if self.asleep:
                 return
@@ -225,7 +239,7 @@ class Service:
             self.asleep, self._has_weights = set[str](TAGS), self._has_weights and level == 1
 
     def wake_up(self, tags: Collection[str]) -> None:
-        """Allocate the memory of these TAGS; requests go on when both have theirs, and there are weights."""
+        """Allocate the memory of these TAGS; requests resume when both have theirs, and there are weights."""
         if "weights" in self.asleep.intersection(tags):
             self._allocate_weights()
         self.asleep.difference_update(tags)
@@ -235,12 +249,14 @@ class Service:
     # Weights
 
     def start_update(self) -> None:
-        """An update begins; one that was not finished is forgotten: it has been refused."""
+        """Begin an update; an unfinished one, which was refused, is dropped."""
         self._update_begun = True
 
     async def update(self, path: str, sha256: str) -> None:
-        """Load this file's weights. Refusal, and nothing is changed, where it is not the file that was meant, or not
-        the whole model's weights. It is read while requests go on; swapped between two steps."""
+        """Load this file's weights: it is read while requests run, and swapped in between two steps.
+
+        Raises Refusal, without effect, if the SHA-256 differs or it is not the whole model.
+        """
         if not self._update_begun:
             raise Refusal("an update begins with /start_weight_update", status=500)
         if "weights" in self.asleep:
@@ -263,11 +279,107 @@ class Service:
     def _read(self, path: str, sha256: str) -> Mapping[str, torch.Tensor]:
         self.verifier.verify(path, sha256)
         shapes = {name: shape for name, (_, shape) in shapes_of(path).items()}
-        if reason := self.engine.why_not_loadable(shapes):
+        if reason := self.engine.load_error(shapes):
             raise ValueError(f"{path} {reason}")
         return self._load(path)
 
     def finish_update(self, label: str | None) -> None:
-        """From now on tokens carry this label; None: the one that they had."""
+        """Finish an update: tokens carry this label from now on; None: the old one."""
         self._update_begun = False
         self.label = self.label if label is None else label
+
+
+class RequestStream:
+    """Tokens of one request until its client has them, and the weights that sampled each.
+
+    `label()`: of the current weights. `decode_text`: to find out which stop string ended the request.
+    """
+
+    def __init__(self, body: GenerateBody, label: Callable[[], str], decode_text: Callable[[list[int]], str]) -> None:
+        self.body, self._label, self._decode_text = body, label, decode_text
+        self.num_tokens = 0
+        self.working: asyncio.Task[None] | None = None
+        """Task of its `extend`; set by the service."""
+        self.error: Refusal | None = None
+        self._tokens: list[int] = []  # only with stop strings
+        self._spans: list[tuple[str, int]] = []  # label, index of its first token
+        self._chunks: asyncio.Queue[TokenChunk | Refusal] = asyncio.Queue()
+        self._ended = False
+
+    @property
+    def full_id(self) -> str:
+        """Return the id for aborts, as in vLLM."""
+        return f"generate-tokens-{self.body.request_id}"
+
+    @property
+    def delivered(self) -> bool:
+        """Return whether all tokens so far were passed to the client's connection."""
+        return self._chunks.empty()
+
+    def on_token(self, token: int, logprob: float, reason: StopReason | None) -> None:
+        """Add a sampled token; with a reason it is the last one."""
+        if self._ended:
+            return
+        if not self._spans or self._spans[-1][0] != self._label():
+            self._spans.append((self._label(), self.num_tokens))
+        self.num_tokens += 1
+        if self.body.sampling_params.stop_strings:
+            self._tokens.append(token)
+        if reason is None:
+            self._chunks.put_nowait(TokenChunk([token], [logprob]))
+        else:
+            self._end(
+                TokenChunk(
+                    [token], [logprob], finish_reason(reason), self._stop_reason(token, reason), self._versions()
+                )
+            )
+
+    def abort(self) -> None:
+        """End the stream with the tokens so far."""
+        if not self._ended:
+            self._end(TokenChunk([], [], "abort", None, self._versions()))
+
+    def fail(self, error: Refusal) -> None:
+        """End the stream with this error."""
+        if not self._ended:
+            self.error = error
+            self._end(error)
+
+    async def chunks(self) -> AsyncIterator[list[TokenChunk]]:
+        """Yield the available chunks until the last one. Raises the stream's error."""
+        while True:
+            found = [await self._chunks.get()]
+            while not self._chunks.empty():
+                found.append(self._chunks.get_nowait())
+            if chunks := [chunk for chunk in found if isinstance(chunk, TokenChunk)]:
+                yield chunks
+            if isinstance(last := found[-1], Refusal):
+                raise last
+            if last.finish_reason is not None:
+                return
+
+    async def joined(self) -> TokenChunk:
+        """Wait for the last chunk, and return all as one. Raises the stream's error."""
+        chunks = [chunk async for some in self.chunks() for chunk in some]
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
+        logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
+        return replace(chunks[-1], token_ids=tokens, logprobs=logprobs)
+
+    def _end(self, last: TokenChunk | Refusal) -> None:
+        self._ended = True
+        self._chunks.put_nowait(last)
+
+    def _versions(self) -> list[dict[str, Any]]:
+        ends = [start for _, start in self._spans[1:]] + [self.num_tokens]
+        parts = zip(self._spans, ends, strict=False)  # without a token there is no span
+        return [{"version": label, "start": start, "end": end} for (label, start), end in parts]
+
+    def _stop_reason(self, token: int, reason: StopReason) -> int | str | None:
+        """Return the stop token or string of the request that ended it; None for the model's EOS."""
+        params = self.body.sampling_params
+        if reason is StopReason.EOS and token in (params.stop_token_ids or ()):
+            return token
+        if reason is StopReason.STOP_STRING:
+            text = self._decode_text(self._tokens)
+            return next((stop for stop in params.stop_strings if stop in text), None)
+        return None

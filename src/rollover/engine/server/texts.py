@@ -1,11 +1,11 @@
-"""The OpenAI API's text endpoints of a served engine: what benchmarks and other programs ask, which know no token ids.
+"""The OpenAI API's text endpoints of a served engine, for benchmarks and other programs without token ids.
 
     POST /v1/completions         texts or token ids, several at once; echo with logprobs: of the prompt's tokens, too
     POST /v1/chat/completions    messages, by the model's chat template
 
-Owns how a request becomes requests of the Service; openai_wire.py has both bodies and the answers. The log-prob of an
-answer's token is that of what it was drawn from (0 at temperature 0), of a prompt's token that at temperature 1.
-Sampling is the request's own, as a program that measures a model chooses it. A stream comes in one piece.
+Maps requests to those of the Service; openai_wire.py has the bodies and responses. Log-probs of an answer's tokens are
+of the sampled distribution (0 at temperature 0), those of a prompt's tokens at temperature 1. Sampling parameters are
+those of the request, not of [rollout]. A stream is sent in one piece.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from rollover.engine.server.requests import GenerateBody, SamplingFields
-from rollover.engine.server.service import Service
-from rollover.engine.server.stream import Chunk, Stream
+from rollover.engine.server.service import RequestStream, Service, TokenChunk
 from rollover.engine.stop import before_stop
 from rollover.http_server import until_gone
 from rollover.models.chat_template import prompt_arguments
@@ -36,33 +35,30 @@ from rollover.openai_wire import (
     completion_request,
 )
 
-_MOST_ANSWERS = 4096  # of one request: it is no way to hold the others up for hours
-_COMPLETION_TOKENS = 16  # where a completion's request does not say how many
-_ONLY = {"tools": []}  # nothing here reads their calls out of an answer
+_MAX_ANSWERS = 4096  # of one request, so that it does not delay others for hours
+_COMPLETION_TOKENS = 16  # default of max_tokens for completions
+_ONLY = {"tools": []}  # tool calls are not parsed here
 
 
 class TextEndpoints:
-    """Answers the two endpoints with `service`. `tokenizer`: the model's."""
+    """The two text endpoints over `service`. `tokenizer`: the model's."""
 
     def __init__(self, service: Service, tokenizer: Any) -> None:
         self.service, self.tokenizer = service, tokenizer
 
     async def completions(self, value: Any) -> Response:
-        """Of /v1/completions."""
+        """Answer /v1/completions."""
         body = completion_request(value, only=_ONLY)
         self.service.check_model(body.model)
-        if (num := len(body.prompts) * body.n) > _MOST_ANSWERS:
-            raise Refusal(
-                f"prompt: {num:,} answers are asked for, and {_MOST_ANSWERS:,} are the most at a time", "prompt"
-            )
+        if (num := len(body.prompts) * body.n) > _MAX_ANSWERS:
+            raise Refusal(f"prompt: {num:,} answers requested, above the limit of {_MAX_ANSWERS:,}", "prompt")
         prompts = [self._ids(prompt) for prompt in body.prompts]
         echoed = [self._echoed(body, ids) for ids in prompts]
         limit = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         return await self._answer(body, prompts, limit, echoed)
 
     async def chat(self, value: Any) -> Response:
-        """Of /v1/chat/completions. An answer that the messages end with is continued, unless add_generation_prompt is
-        set."""
+        """Answer /v1/chat/completions. Continues a last assistant message unless add_generation_prompt is set."""
         body = chat_request(value, only=_ONLY, images=False)
         self.service.check_model(body.model)
         return await self._answer(body, [self._chat_ids(body)], body.most_tokens, [("", Logprobs())])
@@ -99,8 +95,8 @@ class TextEndpoints:
         max_tokens: int | None,
         echoed: list[tuple[str, Logprobs]],
     ) -> Response:
-        """`n` answers to each prompt, in order. `echoed`: what the answer has of each prompt."""
-        streams: list[Stream] = []
+        """Return `n` answers to each prompt, in order. `echoed`: echoed text and log-probs of each prompt."""
+        streams: list[RequestStream] = []
         try:
             for ids in prompts if max_tokens != 0 else ():
                 for number in range(body.n):
@@ -111,7 +107,9 @@ class TextEndpoints:
             raise
 
         async def whole() -> Response:
-            chunks = [await stream.joined() for stream in streams] or [Chunk([], [], "length")] * len(prompts) * body.n
+            chunks = [await stream.joined() for stream in streams] or [TokenChunk([], [], "length")] * len(
+                prompts
+            ) * body.n
             choices = []
             for index, chunk in enumerate(chunks):
                 before, of_prompt = echoed[index // body.n]
@@ -140,7 +138,7 @@ class TextEndpoints:
         return text, Logprobs() if body.logprobs is None else self._prompt_logprobs(ids)
 
     def _prompt_logprobs(self, ids: list[int]) -> Logprobs:
-        """Nobody knows that of the first token. The likeliest one stands beside each of the others."""
+        """Return the prompt's log-probs, with the likeliest token at each place. The first token has none."""
         try:
             values, likeliest, best = self.service.engine.prompt_logprobs(ids)
         except (ValueError, IndexError, OverflowError) as error:
@@ -157,7 +155,7 @@ class TextEndpoints:
 def _generate(
     body: ChatRequest | CompletionRequest, ids: list[int], number: int, max_tokens: int | None
 ) -> GenerateBody:
-    """The request of answer `number` to this prompt: each has a seed of its own."""
+    """Return the request for answer `number` to this prompt: each has its own seed."""
     sampling = SamplingFields(
         max_tokens=max_tokens,
         temperature=body.temperature,
@@ -172,9 +170,11 @@ def _generate(
 
 
 class AbortedWithClient(Response):
-    """The answer of `whole`, when everything is there. A client that disconnects before aborts its requests."""
+    """Response of `whole()`. If the client disconnects first, its requests are aborted."""
 
-    def __init__(self, service: Service, streams: list[Stream], whole: Callable[[], Awaitable[Response]]) -> None:
+    def __init__(
+        self, service: Service, streams: list[RequestStream], whole: Callable[[], Awaitable[Response]]
+    ) -> None:
         self.service, self.streams, self.whole, self.background = service, streams, whole, None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -186,6 +186,6 @@ class AbortedWithClient(Response):
             gone.cancel()
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Wait for the whole response, and send it."""
         answer = await self.whole()
         await answer(scope, receive, send)

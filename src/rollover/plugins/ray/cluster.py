@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rollover.cluster.plan import POOL, RANK, SERVER, Assignment, DoesNotFit, Needs, Node, devices_of_controller, many
 from rollover.config import Config
 from rollover.engine.protocol import EngineDied
-from rollover.engine.remote.hosts import Host
+from rollover.engine.remote.hosts import ServerHost
 from rollover.models.threads import most_threads
 from rollover.plugins.ray.address import no_cluster_at
 from rollover.plugins.ray.controller import CALL_S, ActorFailed, ActorHost, ActorRewardNode, start_actor_ranks
@@ -82,7 +82,7 @@ class RayCluster:
 
     # Builders ask for these
 
-    def own_server(self, number: int) -> Host:
+    def own_server(self, number: int) -> ServerHost:
         return ActorHost(self, number)
 
     @property

@@ -96,7 +96,7 @@ def check_weights_dir(cluster: Actors, role: str, otherwise: str) -> None:
 
 
 class ActorHost:
-    """A Host: server number `number`, in a child process of an actor."""
+    """A ServerHost: server number `number`, in a child process of an actor."""
 
     def __init__(self, cluster: Actors, number: int) -> None:
         self.name, self.token = f"{cluster.config.engine.server} server {number}", new_token()
@@ -125,7 +125,7 @@ class ActorHost:
         except ActorFailed as error:
             raise ServerFailed(str(error)) from error
 
-    def revive(self) -> None:
+    def restart(self) -> None:
         if self._ended and self._actor is not None:
             self._actor = None  # `address` starts another
             self._cluster.end(self._role)

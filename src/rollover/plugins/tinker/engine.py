@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from rollover.engine.build import EngineSetup
-from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, WeightLoad, WrongAnswer
-from rollover.engine.remote.generation import Generation
-from rollover.engine.validate import usable
+from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, InvalidAnswer, WeightLoad
+from rollover.engine.remote.extend_state import ExtendState
+from rollover.engine.validate import valid_logprobs
 from rollover.models.load import ModelLimits
 from rollover.plugins.tinker.service import TinkerSession
 from rollover.types import Segment, StopReason
@@ -31,7 +31,7 @@ _STATS = (
 )  # fmt: skip
 
 
-class _Sequence(Generation):
+class _Sequence(ExtendState):
     """One running `extend`, with its finished chunks."""
 
     version: int | None = None
@@ -133,20 +133,20 @@ class TinkerEngine:
             interrupted.cancel()
         ids, logprobs = answer.tokens, answer.logprobs
         if logprobs is None or len(logprobs) != len(ids) or not 0 < len(ids) <= num_tokens:
-            raise WrongAnswer(f"the service was asked for {num_tokens} tokens with log-probs, and gave {len(ids)}")
-        given, why_invalid = usable(ids, [float(x) for x in logprobs], None)
+            raise InvalidAnswer(f"the service was asked for {num_tokens} tokens with log-probs, and gave {len(ids)}")
+        given, why_invalid = valid_logprobs(ids, [float(x) for x in logprobs], None)
         if why_invalid:
-            raise WrongAnswer(f"the service {why_invalid}")
+            raise InvalidAnswer(f"the service {why_invalid}")
         sequence.add([int(t) for t in ids], given, version)
         if sequence.reason is None and answer.stop_reason == "stop":
-            raise WrongAnswer("the service ended an answer without one of the stop tokens that it was given")
+            raise InvalidAnswer("the service ended an answer without one of the stop tokens that it was given")
         return sequence.reason
 
     def _size(self, sequence: _Sequence) -> int:
         """Return the tokens of the next call: up to the next multiple of chunk_tokens."""
         chunk = self.service.config.chunk_tokens
         done = len(sequence.request.generated_ids) + len(sequence.tokens)
-        return min(chunk - done % chunk, sequence.left)
+        return min(chunk - done % chunk, sequence.remaining)
 
     async def _sample(self, sequence: _Sequence, num_tokens: int) -> Any:
         request, types, sampling = sequence.request, self.service.sdk.types, sequence.request.sampling

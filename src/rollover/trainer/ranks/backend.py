@@ -39,7 +39,7 @@ from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.tally import Tally
 from rollover.types import Sample, Segment
 from rollover.weights.safetensors_stream import WholeFile
-from rollover.weights.weights_file import OwnFolder, not_written
+from rollover.weights.weights_file import LockedFolder, no_room_error
 
 _numbers = itertools.count(1)
 
@@ -83,7 +83,7 @@ class RanksBackend:
         if config.distill.model_path:
             self._teacher_limits = ModelLimits.from_model(load_teacher_outline(config, setup.loaded).model)
         self._number = next(_numbers)
-        self._folder = OwnFolder(config.engine.weights_dir)
+        self._folder = LockedFolder(config.engine.weights_dir)
         self._published: Path | None = None
         places = [place for place in sys.path if place]  # where a custom loss may be imported from
         build = {"config": config.model_dump(mode="json"), "max_staleness": setup.max_staleness, "places": places}
@@ -209,7 +209,7 @@ class RanksBackend:
         failed = self._call_all("write_weights", path=str(path), buffers=buffers)
         if failed:
             path.unlink(missing_ok=True)
-            raise not_written(path.parent, failed)
+            raise no_room_error(path.parent, failed)
         if self._published is not None:
             self._published.unlink(missing_ok=True)
         self._published = path

@@ -206,7 +206,7 @@ class LocalRanks:
         with self._ending:
             self._why = self._why or "the ranks were ended"
         for worker in self._workers:
-            worker.hang_up()
+            worker.disconnect()
         for worker in self._workers:
             worker.close(_END_S)
 

@@ -14,7 +14,7 @@ from fake_engine import FakeEngine
 from heard import hear
 from rollover.config import WatchdogConfig
 from rollover.engine.protocol import EngineDied
-from rollover.rollout.asker import Asker
+from rollover.rollout.requests import RetryingEngine
 from rollover.types import SamplingParams, Segment, StopReason
 
 SEGMENT = Segment(np.arange(3, dtype=np.int32), np.full(3, -1.0, np.float32), 0, SamplingParams(), StopReason.PAUSED)
@@ -53,7 +53,7 @@ async def say_half() -> Any:
 def ask(engine: FakeEngine, times: int = 3, rollout_timeout_s: float = 30) -> tuple[list[Any], list[str]]:
     """(what was answered in turn to `progress` and `queued`, what was said)."""
     said: list[str] = hear([])
-    asker = Asker(engine, WatchdogConfig(rollout_timeout_s=rollout_timeout_s))
+    asker = RetryingEngine(engine, WatchdogConfig(rollout_timeout_s=rollout_timeout_s))
 
     async def go() -> list[Any]:
         ids = ["0-0", "0-1", "0-2"]
@@ -77,7 +77,7 @@ def test_what_is_not_answered_is_said_once(answer: Callable[[], Awaitable[Any]],
     assert "the engine fails at progress" in said[0] and "the engine fails at queued" in said[1]
 
 
-def test_an_engine_that_hangs_is_said_where_the_watchdog_is_off_too() -> None:
+def test_hanging_engine_is_logged_with_the_watchdog_off() -> None:
     answers, said = ask(Answers(hang), rollout_timeout_s=0)
     assert answers == [{}, set()] * 3
     assert len(said) == 2 and all("no answer within 600 s" in line for line in said)

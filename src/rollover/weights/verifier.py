@@ -1,12 +1,11 @@
-"""Verification of a weights file that a client of a server names: the file that it means, and the tensors in it.
+"""Verification of a weights file named by a client of a server: its SHA-256, and the tensors in its header.
 
     status ──first call──▶ thread: SHA-256 ──▶ "verified" or "refused: why"       (while the engine generates)
     verify ──▶ returns at once if that was done and the file is unchanged; else it computes the SHA-256
 
-A client may name any path, so nothing here hangs on one, and no answer tells what is at a path whose SHA-256 the client
-does not know: only a regular file of at most the model's size is read, one at a time, in bounded time, and every
-refusal has the same words. The reason goes to standard error. Reads no tensor, and imports neither torch nor
-safetensors: workers of other engines use it.
+Clients may name any path, so nothing here blocks on one or reveals its content without the SHA-256: only regular files
+of bounded size are read, one at a time, in bounded time, and every refusal has the same text. The reason goes to
+standard error. Imports neither torch nor safetensors: vLLM's workers use it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from rollover.logs import terminal
 
 _REMEMBERED = 4
 _MOST_HEADER_BYTES = 100_000_000  # as safetensors has it
-# A file may have 8 times the bytes of the model: float32 for a model in 4 bits, or weights that the model shares twice.
+# A file may have 8 times the bytes of the model: float32 for a model in 4 bits, or shared weights twice.
 _MOST_TIMES = 8
 _PATIENCE_S, _LEAST_BYTES_PER_S = 60.0, 20e6  # of a disk, or a network's folder
 _REFUSED = "refused: "
@@ -34,7 +33,7 @@ VERIFYING, VERIFIED = "verifying", "verified"
 
 @dataclass(frozen=True)
 class _Identity:
-    """A file as it was: where one of these has changed, it is another."""
+    """Identity of a file: if one of these has changed, it is another file."""
 
     device: int
     inode: int
@@ -42,13 +41,13 @@ class _Identity:
     mtime_ns: int
 
     @classmethod
-    def of(cls, found: os.stat_result) -> _Identity:
+    def from_stat(cls, found: os.stat_result) -> _Identity:
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 @dataclass(frozen=True)
 class _Timed:
-    """A file for hashlib that cannot be read after `ends`, a time of time.monotonic."""
+    """A file for hashlib that raises TimeoutError after `ends` (time.monotonic)."""
 
     file: BinaryIO
     ends: float
@@ -63,25 +62,25 @@ class _Timed:
 
 
 class Verifier:
-    """Of one engine, for any thread. `model_bytes`: of all its weights. `patience_s`: for a small file."""
+    """Verifier of one engine, thread-safe. `model_bytes`: size of all weights. `patience_s`: time for a small file."""
 
     def __init__(self, model_bytes: int, patience_s: float = _PATIENCE_S) -> None:
         self._most_bytes = _MOST_TIMES * model_bytes + _MOST_HEADER_BYTES
         self._patience_s = patience_s
         self._lock, self._working = threading.Lock(), threading.Lock()
-        # By path and SHA-256, of the last files: VERIFYING, a refusal, or the file that was verified.
+        # By path and SHA-256 of the last files: VERIFYING, a refusal, or the identity of the verified file.
         self._found: OrderedDict[tuple[str, str], str | _Identity] = OrderedDict()
 
     @property
     def limit_s(self) -> float:
-        """No verification takes longer, but for a read that does not return."""
+        """Return the maximum time of a verification, unless a read never returns."""
         return self._limit_s(self._most_bytes)
 
     def status(self, path: str, sha256: str) -> str:
-        """Return VERIFYING, VERIFIED or "refused: why", at once. The first call begins the work, in a thread.
+        """Return VERIFYING, VERIFIED or "refused: why" at once. The first call starts the work, in a thread.
 
-        While another file is verified this one waits: VERIFYING. A refusal is returned once: it may have been due to a
-        disk, or a network, and the next call begins again.
+        VERIFYING also while another file is verified. A refusal is returned once: it may be due to a disk or a network,
+        and the next call retries.
         """
         if not isinstance(path, str) or not isinstance(sha256, str):
             return _REFUSED + _not_the_file(path)
@@ -101,7 +100,7 @@ class Verifier:
         return VERIFYING
 
     def verify(self, path: str, sha256: str) -> None:
-        """Return if the file has this SHA-256 (hexadecimal). ValueError if not."""
+        """Raise ValueError unless the file has this SHA-256 (hexadecimal)."""
         if not isinstance(path, str) or not isinstance(sha256, str):
             raise ValueError(_not_the_file(path))
         if not self._working.acquire(timeout=self.limit_s):
@@ -114,7 +113,7 @@ class Verifier:
         found = self._work(path, sha256)
         if isinstance(found, str):
             with self._lock:
-                self._found.pop((path, sha256), None)  # it is returned here
+                self._found.pop((path, sha256), None)  # reported here
             raise ValueError(found.removeprefix(_REFUSED))
 
     # Private. `_working` is held.
@@ -132,11 +131,11 @@ class Verifier:
     def _look(self, path: str, sha256: str) -> str | _Identity:
         try:
             with open_regular(path) as file:
-                identity = _Identity.of(os.fstat(file.fileno()))
+                identity = _Identity.from_stat(os.fstat(file.fileno()))
                 if identity.size > self._most_bytes:
                     raise ValueError(f"its {identity.size:,} bytes are more than the model's weights can have")
                 timed = _Timed(file, time.monotonic() + self._limit_s(identity.size))
-                # Before its content: a file that holds no tensors is refused as fast as one that is missing.
+                # Before the content: a file without tensors is refused as fast as a missing one.
                 _header(file)
                 file.seek(0)
                 if hashlib.file_digest(timed, "sha256").hexdigest() != sha256.lower():
@@ -156,9 +155,9 @@ class Verifier:
 
 
 def shapes_of(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """What a safetensors file holds, by its header alone: name -> (dtype as safetensors calls it, shape).
+    """Return name -> (dtype as in safetensors, shape) of a safetensors file, from its header.
 
-    ValueError where it is no such file.
+    Raises ValueError for other files.
     """
     try:
         with open_regular(path) as file:
@@ -170,10 +169,10 @@ def shapes_of(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _header(file: BinaryIO) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """ValueError where it is none."""
+    """Read the header. Raises ValueError if it is invalid."""
     try:
         size = os.fstat(file.fileno()).st_size
-        # Of what is no file on a disk (/proc) the size is 0, and a read may block.
+        # Files in /proc have size 0, and a read may block.
         length = int.from_bytes(file.read(8), "little") if size > 8 else size
         if not 2 <= length <= min(size - 8, _MOST_HEADER_BYTES):
             raise ValueError("its header is longer than the file")
@@ -188,9 +187,9 @@ def _header(file: BinaryIO) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _now(path: str) -> _Identity | None:
-    """Of what is at the path, which was a regular file; None if that is gone."""
+    """Return the identity of the file at the path; None if it does not exist."""
     try:
-        return _Identity.of(os.stat(path))
+        return _Identity.from_stat(os.stat(path))
     except (OSError, ValueError):
         return None
 

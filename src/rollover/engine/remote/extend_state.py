@@ -1,6 +1,6 @@
-"""One `extend` under way: what it has got, over all requests that were made for it. No socket, no clock.
+"""State of one `extend` over all its requests to servers: its tokens and versions, and when it stops. Pure.
 
-Owns its tokens, and decides when it stops: a server sees neither what came before its request nor what a turn is.
+The stop condition is checked here: a server sees neither the tokens before its request nor the turns.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from rollover.engine.stop import last_of, stop_reason
 from rollover.types import Segment, StopReason
 
 
-class Generation:
-    """`decode_text` turns token ids into text, for stop strings. `end` is set when nothing more is wanted: `reason`
-    says why, or it was interrupted."""
+class ExtendState:
+    """Tokens, log-probs and versions of one `extend`.
+
+    `decode_text`: token ids -> text, for stop strings. `end` is set when it has a stop `reason` or was interrupted.
+    """
 
     def __init__(self, request: ExtendRequest, decode_text: Callable[[list[int]], str] | None) -> None:
         self.request, self._decode_text = request, decode_text
@@ -30,11 +32,11 @@ class Generation:
         self.interrupted = False
         self.end = asyncio.Event()
         self.num_surplus = 0
-        """Tokens that came after its end, and were cut off."""
+        """Tokens received after its end, and dropped."""
 
     @property
-    def left(self) -> int:
-        """Tokens that may still be asked for: of its budget, and until it pauses."""
+    def remaining(self) -> int:
+        """Return the tokens left until its budget or `pause_after`."""
         most = self.request.max_new_tokens
         if 0 < self.request.pause_after < most:
             most = self.request.pause_after
@@ -42,7 +44,7 @@ class Generation:
 
     @property
     def newest_version(self) -> int | None:
-        """Of its tokens; None before the first. It never goes on under an older one."""
+        """Return the version of its last token; None before the first. It never continues under an older one."""
         return self.versions[-1] if self.versions else None
 
     def interrupt(self) -> None:
@@ -50,8 +52,10 @@ class Generation:
         self.end.set()
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
-        """The next tokens, sampled under `version`. Those after its end are surplus. A greedy one had probability 1,
-        whatever a server says: some give the log-prob under softmax(logits)."""
+        """Add tokens sampled under `version`; those after its end are surplus.
+
+        Greedy tokens get log-prob 0: some servers report the log-prob under softmax(logits).
+        """
         greedy = self.request.sampling.temperature == 0
         for num, (token, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
             if self.reason is not None:
@@ -66,18 +70,18 @@ class Generation:
             if self.reason is not None:
                 self.end.set()
 
-    def cut(self, first: int) -> None:
-        """Forget the tokens from index `first` on."""
+    def truncate(self, first: int) -> None:
+        """Drop the tokens from index `first` on."""
         del self.tokens[first:], self.logprobs[first:], self.versions[first:]
         self.reason = None
         if not self.interrupted:
             self.end.clear()
 
     def restamp(self, first: int, spans: Sequence[Span], run: str) -> bool:
-        """What its server says of the tokens from index `first` on, which one request gave: its word counts.
+        """Set the versions of the tokens from index `first` on to those that their server reports.
 
-        Returns whether it differs from what they were stamped with. What it sampled under other weights than this run's
-        (it was started again, or is another's) is cut off, with all that came after.
+        Returns whether they differed. Tokens sampled under weights of another run (or after a restart of the server)
+        are dropped, with all later ones.
         """
         differs = False
         for span in spans:
@@ -86,7 +90,7 @@ class Generation:
             if version is None:
                 if not at:
                     continue
-                self.cut(at.start)
+                self.truncate(at.start)
                 return True
             for i in at:
                 differs = differs or self.versions[i] != version
@@ -94,10 +98,10 @@ class Generation:
         return differs
 
     def progress(self) -> list[Segment]:
-        """Return the tokens so far, from which the rollout can be continued.
+        """Return the tokens so far, from which the rollout can be resumed.
 
-        After its end they lack the last token. A rollout that is continued from them samples that token again, and
-        stops again; continued from all of them, it would go on after its end.
+        After its end the last token is left out: a rollout resumed from all tokens would continue after its end,
+        without the last one it samples that token again, and stops.
         """
         return self.segments(StopReason.PAUSED, len(self.tokens) - (self.reason is not None))
 

@@ -13,10 +13,10 @@ import pytest
 
 from fake_engine import FakeEngine
 from rollover.config import WatchdogConfig
-from rollover.engine.own import OwnEngine
-from rollover.engine.protocol import EngineDied, ExtendRequest, WeightLoad, WrongAnswer
+from rollover.engine.protocol import EngineDied, ExtendRequest, InvalidAnswer, WeightLoad
+from rollover.engine.validate import CustomEngine
 from rollover.functions import FunctionError
-from rollover.rollout.asker import Asker
+from rollover.rollout.requests import RetryingEngine
 from rollover.types import Prompt, SamplingParams, Segment
 from unit.rollout.hanging import short, steps, watchdog
 from unit.rollout.run import Run, ids
@@ -25,11 +25,11 @@ REQUEST = ExtendRequest("0-0", Prompt((1, 2, 3)), (), 20, 7, SamplingParams())
 VOCABULARY = 1000
 
 
-def own(engine: FakeEngine | None = None, /, **methods: Any) -> OwnEngine:
+def own(engine: FakeEngine | None = None, /, **methods: Any) -> CustomEngine:
     engine = engine or FakeEngine(lambda seed: 5)
     for name, method in methods.items():
         setattr(engine, name, method)
-    return OwnEngine(engine, "mine.py:make", lambda: VOCABULARY)
+    return CustomEngine(engine, "mine.py:make", lambda: VOCABULARY)
 
 
 def with_ids(segment: Segment, *ids: float, dtype: type = np.int32) -> Segment:
@@ -44,22 +44,22 @@ ANSWERS: dict[str, tuple[Callable[[Segment], Any], str]] = {
     "outside": (lambda s: [with_ids(s, 3, 1000)], "its token 1 has the id 1000, and those of the model are 0 to 999"),
     "negative": (lambda s: [with_ids(s, -5)], "its token 0 has the id -5, and those of the model are 0 to 999"),
     "floats": (lambda s: [with_ids(s, dtype=np.float32)], "its token ids are float32, not integers"),
-    "text": (lambda s: "an answer", "it is 'an answer' (str), and no list of Segment"),
-    "texts": (lambda s: ["an answer"], "it is ['an answer'] (list), and no list of Segment"),
-    "none": (lambda s: None, "it is None, and no list of Segment"),
+    "text": (lambda s: "an answer", "it is 'an answer' (str), not a list of Segment"),
+    "texts": (lambda s: ["an answer"], "it is ['an answer'] (list), not a list of Segment"),
+    "none": (lambda s: None, "it is None, not a list of Segment"),
     "nothing": (lambda s: [], "it has no segment"),
     "above": (
         lambda s: [versioned(s, 99)],
         "it has tokens of policy version 99, and the newest weights that it got are of 0",
     ),
-    "no version": (lambda s: [versioned(s, None)], "its policy_version is None, and no int"),
+    "no version": (lambda s: [versioned(s, None)], "its policy_version is None, not an int"),
     "NumPy's version": (
         lambda s: [versioned(s, np.int64(0))],
-        "its policy_version is np.int64(0), and no int",
+        "its policy_version is np.int64(0), not an int",
     ),
     "NumPy's start": (
         lambda s: [dataclasses.replace(s, start=np.int64(0))],
-        "its start is np.int64(0), and no int",
+        "its start is np.int64(0), not an int",
     ),
     "log-probs": (
         lambda s: [dataclasses.replace(s, logprobs=s.logprobs.astype(np.int64))],
@@ -67,7 +67,7 @@ ANSWERS: dict[str, tuple[Callable[[Segment], Any], str]] = {
     ),
     "stop": (
         lambda s: [dataclasses.replace(s, stop_reason="eos")],
-        "its stop_reason is 'eos' (str), and no StopReason",
+        "its stop_reason is 'eos' (str), not a StopReason",
     ),
 }
 
@@ -89,8 +89,8 @@ def answering(answer: Callable[[Segment], Any], only: str = "") -> FakeEngine:
 
 
 @pytest.mark.parametrize(("answer", "why"), ANSWERS.values(), ids=ANSWERS)
-def test_an_answer_that_no_policy_of_the_run_can_have_sampled_is_refused(answer: Callable, why: str) -> None:
-    with pytest.raises(WrongAnswer) as error:
+def test_invalid_answer_of_a_custom_engine_is_refused(answer: Callable, why: str) -> None:
+    with pytest.raises(InvalidAnswer) as error:
         asyncio.run(own(answering(answer)).extend(REQUEST))
     assert str(error.value) == f"engine.kind = 'mine.py:make': the answer of its extend is refused, as {why}"
 
@@ -101,20 +101,20 @@ def test_it_fails_its_rollout_which_is_asked_for_again(answer: Callable, why: st
     assert ids(steps(run, 1)) == [[0, 1]]
     assert len(run.said) == 1
     assert run.said[0].startswith("the engine failed at rollout 0-1 (engine.kind = 'mine.py:make': the answer of its")
-    assert f"is refused, as {why}): it is asked again in" in run.said[0]
-    asked = run.driver.asker.stats()
+    assert f"is refused, as {why}): retry in" in run.said[0]
+    asked = run.driver.retrying_engine.stats()
     assert asked["watchdog/refused_answers"] == 1 and asked["engine/failed_extends"] == 0
     run.check()
 
 
-def test_an_engine_that_gives_nothing_else_ends_the_run_and_nothing_is_trained() -> None:
+def test_only_invalid_answers_end_the_run_untrained() -> None:
     run = Run(engine=own(answering(ANSWERS["above"][0])), watchdog=watchdog())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"the engine failed \d+ times in a row.*mine.py:make.* policy version 99"):
         steps(run, 1)
     assert run.ledger.generated_tokens == 0
 
 
-def test_weights_that_are_being_handed_over_may_have_sampled_tokens() -> None:
+def test_tokens_of_weights_still_loading_are_valid() -> None:
     engine = own()
 
     async def load() -> None:
@@ -133,7 +133,7 @@ def test_what_it_says_of_its_progress_is_looked_at_too() -> None:
         (segment,) = await FakeEngine(lambda seed: 5).extend(REQUEST)
         return {"0-0": [with_ids(segment, 70000)]}
 
-    with pytest.raises(WrongAnswer, match="the answer of its progress is refused, as its token 0 has the id 70000"):
+    with pytest.raises(InvalidAnswer, match="the answer of its progress is refused, as its token 0 has the id 70000"):
         asyncio.run(own(progress=progress).progress(["0-0"]))
 
 
@@ -144,7 +144,7 @@ def test_what_it_says_wrongly_of_one_rollout_hides_no_other() -> None:
         (segment,) = await FakeEngine(lambda seed: 5).extend(REQUEST)
         return {"0-0": [segment], "0-1": [with_ids(segment, 70000)], "0-2": "nothing"}
 
-    asker = Asker(own(progress=progress), WatchdogConfig())
+    asker = RetryingEngine(own(progress=progress), WatchdogConfig())
     found = asyncio.run(asker.progress(["0-0", "0-1", "0-2"]))
     assert found.keys() == {"0-0"} and len(found["0-0"][0]) == 5
 
@@ -161,7 +161,7 @@ async def nothing(*args: Any) -> None:
     return None
 
 
-CALLS: dict[str, Callable[[OwnEngine], Any]] = {
+CALLS: dict[str, Callable[[CustomEngine], Any]] = {
     "interrupt": lambda engine: engine.interrupt(),
     "release": lambda engine: engine.release(["0-0"]),
     "use_threads": lambda engine: engine.use_threads(1),
@@ -189,7 +189,7 @@ def test_a_method_that_raises_is_named_with_what_it_must_do(name: str) -> None:
     [("stats", lambda: None), ("stats", lambda: [1.0]), ("load_weights", nothing), ("queued", nothing),
      ("progress", nothing)],
 )  # fmt: skip
-def test_a_method_that_returns_something_else_is_named_with_what_it_must_return(name: str, returns: Any) -> None:
+def test_invalid_return_value_names_method_and_contract(name: str, returns: Any) -> None:
     with pytest.raises(FunctionError, match=f"its {name} gave .*Mend it: it must .*return"):
         CALLS[name](own(**{name: returns}))
 
@@ -213,9 +213,9 @@ def test_the_bytes_of_a_load_may_be_a_float() -> None:
     assert asyncio.run(own(load_weights=load).load_weights(1, ())).num_bytes == 1.5e9
 
 
-def test_where_no_trainer_hands_over_weights_the_versions_are_its_own() -> None:
+def test_without_trainer_any_version_is_valid() -> None:
     """A server that goes on after a run has the version of its last weights, and `rollover eval` asks it."""
-    engine = OwnEngine(FakeEngine(lambda seed: 5, policy_version=57), "mine.py:make", lambda: VOCABULARY, math.inf)
+    engine = CustomEngine(FakeEngine(lambda seed: 5, policy_version=57), "mine.py:make", lambda: VOCABULARY, math.inf)
     assert engine.oldest_version == 57
     assert [s.policy_version for s in asyncio.run(engine.extend(REQUEST))] == [57]
 
@@ -226,7 +226,7 @@ def test_an_oldest_version_that_it_never_got_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", [*AWAITED, "stats"])
-def test_a_cancellation_that_is_its_own_is_an_error_like_any_other(name: str) -> None:
+def test_engines_own_cancellation_is_an_error(name: str) -> None:
     def cancelled(*args: Any) -> Any:
         raise asyncio.CancelledError("the server went away")
 
@@ -300,7 +300,7 @@ def test_what_fails_at_the_close_hides_no_error(capsys: pytest.CaptureFixture[st
     assert said in capsys.readouterr().err
 
 
-def test_what_fails_at_the_close_is_raised_within_an_except_of_the_program() -> None:
+def test_close_error_within_an_except_is_raised() -> None:
     async def run() -> None:
         engine = own(close=raising(KeyError("gpu")))
         await engine.close()
@@ -316,7 +316,7 @@ def test_what_it_has_beside_the_contract_can_be_read() -> None:
     assert own(queue_length=3).queue_length == 3
 
 
-def test_what_weights_raise_while_they_are_taken_is_not_the_engines_fault() -> None:
+def test_error_of_the_weights_is_not_blamed_on_the_engine() -> None:
     async def load_weights(version: int, tensors: Any) -> WeightLoad:
         return WeightLoad(len(list(tensors)), 0.0)
 

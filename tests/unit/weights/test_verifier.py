@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollover.weights.verified import Verifier, shapes_of
+from rollover.weights.verifier import Verifier, shapes_of
 
 MODEL_BYTES = 2 * 3 * 4 + 4 * 2
 REFUSED = (

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from rollover.engine.protocol import ExtendRequest, StopCriteria
-from rollover.engine.remote.generation import Generation
+from rollover.engine.remote.extend_state import ExtendState
 from rollover.types import Prompt, SamplingParams, StopReason
 
 EOS = 9
 
 
-def generation(max_new_tokens: int = 8) -> Generation:
+def generation(max_new_tokens: int = 8) -> ExtendState:
     stop = StopCriteria(frozenset([EOS]), ("ab",))
     request = ExtendRequest("0-0", Prompt((1,)), (), max_new_tokens, 5, SamplingParams(), stop)
-    return Generation(request, lambda ids: "".join(chr(ord("a") + token) for token in ids))
+    return ExtendState(request, lambda ids: "".join(chr(ord("a") + token) for token in ids))
 
 
 @pytest.mark.parametrize("tokens", [[3, 4, EOS], [4, 0, 1], [2] * 8])

@@ -38,11 +38,10 @@ from rollover.rewards.protocol import ScoreRequest
 from rollover.rollout.order import RolloutView, load_order
 from rollover.run.own_metrics import own_metrics
 from rollover.run.producer import OwnProducer, Played, ready_episodes
-from rollover.tasks.build import build_source
 from rollover.tasks.curriculum import Curriculum, Seen, build_curriculum
 from rollover.tasks.prompts import TASK_OR_NONE, PromptSource, encoder
-from rollover.tasks.same import same_by
-from rollover.tasks.source import SourceSetup
+from rollover.tasks.source import SourceSetup, build_source
+from rollover.tasks.split import same_by
 from rollover.tasks.stream import TaskStream
 from rollover.track.tracker import Cut, RunInfo
 from rollover.trainer.backend import TrainerBackend

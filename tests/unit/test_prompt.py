@@ -24,7 +24,7 @@ from rollover.track.recorder import FORMATS, RolloutRecorder
 from rollover.track.tracker import RecordedGroup
 from rollover.trainer.packing import row_tokens
 from rollover.types import Media, Prompt, Reward, SamplingParams, Task
-from rollover.workflows.matching import turn_key
+from rollover.workflows.conversations import turn_key
 
 CAT = Media("cat.png", "c" * 64, (8, 8), 1, 2, (1, 2, 2))
 DOG = dataclasses.replace(CAT, source="dog.png", digest="d" * 64)

@@ -12,13 +12,13 @@ from rollover.envs.protocol import (
     Environment,
     Keep,
     RunEnvironment,
+    Scorer,
     WrongTurn,
     keeps_nothing,
     why_no_rewards,
     why_not_written,
 )
-from rollover.envs.setup import EnvironmentSetup as EnvironmentSetup
-from rollover.envs.setup import Scorer
+from rollover.envs.protocol import EnvironmentSetup as EnvironmentSetup
 from rollover.functions import explained, make_named, outcome_of
 from rollover.tasks.prompts import Encode, encoder
 from rollover.types import Prompt, Reward, Rollout, Segment, Task

@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from rollover.config import Config
 from rollover.functions import is_score
 from rollover.types import Media, Prompt, Reward, Rollout, Segment, StopReason, Task, why_not_in_vocabulary
+
+if TYPE_CHECKING:
+    from rollover.models.processor import Processor
 
 
 class WrongTurn(ValueError):
@@ -118,7 +122,7 @@ class RunEnvironment(Environment):
         """Its metrics: cumulative counters."""
         return {}
 
-    def apart(self) -> RunEnvironment:
+    def for_evaluation(self) -> RunEnvironment:
         """Return the environment for an evaluation that runs beside training."""
         return self
 
@@ -196,3 +200,37 @@ def why_no_rewards(answer: object, num: int) -> str | None:
 def _is_number(value: object) -> bool:
     """NumPy's numbers, too, which an environment may compute its rewards with."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+Scorer = Callable[[list[Rollout]], Awaitable[list[Reward]]]
+
+
+@dataclass(frozen=True)
+class EnvironmentSetup:
+    """What an environment is made from."""
+
+    config: Config
+    tokenizer: Any
+    """Of the model that is trained."""
+    score: Scorer
+    """Asks the reward function of the rollouts' task, with the text of all their tokens: see Environment.score."""
+    scores_singly: Callable[[Task], bool]
+    """See Environment.scores_singly."""
+    vocab_size: int
+    """Every token id of the model is below it."""
+    processor: Processor | None = None
+    """Of a vision-language model, for `Chat`; None: the model takes text alone."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What `step(message)` of an environment of one's own returns.
+
+    text: what the policy is told, unless the episode is done: a text, or a list of content parts, where it shows
+    images ({"type": "image", "image": a path, bytes or a PIL image}). reward: of this turn; those of an episode are
+    added. done: the episode ends here.
+    """
+
+    text: str | Sequence[Mapping[str, Any]] = ""
+    reward: float = 0.0
+    done: bool = False

@@ -24,8 +24,7 @@ from typing import Any
 
 from rollover.processes import limit_memory
 from rollover.rewards import service
-from rollover.rewards.composite import LoadedSum, loaded
-from rollover.rewards.registry import MAX_REPLY_BYTES, Item, LoadedReward, runner
+from rollover.rewards.registry import MAX_REPLY_BYTES, Item, LoadedReward, LoadedSum, loaded, runner
 from rollover.rewards.serialization import unpacked
 from rollover.workers.child import Calls, ReplyTooLong, clear_alarm, failure_of
 

@@ -23,10 +23,9 @@ from typing import Any
 
 from rollover.config import RewardsConfig
 from rollover.rewards.protocol import ScoreRequest
-from rollover.rewards.quarantine import Quarantine
 from rollover.rewards.registry import Mode
 from rollover.rewards.serialization import packed
-from rollover.rewards.worker import RewardWorker, WorkerHealth
+from rollover.rewards.worker import Quarantine, RewardWorker, WorkerHealth
 from rollover.types import Reward, Task
 
 _MOST_TOGETHER = 8  # single calls: more would wait behind one that hangs, though another worker is free

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rollover.rewards.trl_arguments import TrainerState
+from rollover.rewards.registry import TrainerState
 from rollover.types import Reward, Task
 
 

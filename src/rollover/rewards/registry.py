@@ -10,17 +10,17 @@ to a pipe and never sets a time limit. A spec is one of
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from rollover.functions import MOST_SCORE, is_score, load_function, shortened
+from rollover.functions import MOST_SCORE, explained, is_score, load_function, shortened
 from rollover.rewards.answers import answer_of
-from rollover.rewards.built_in import BUILT_IN, Item, made, parsed
-from rollover.rewards.trl_arguments import NAMES, Logged, TrainerState
+from rollover.rewards.built_in import BUILT_IN, Item, made, members_of, names_of, parsed
 from rollover.suggest import alike
 from rollover.text import encodable, printable
 
@@ -274,3 +274,154 @@ def with_signature(spec: str, function: Callable[..., Any], further: Mapping[str
         raise ValueError(f"{spec} has no parameter {unknown[0]!r}: it has {', '.join(parameters)}")
     required = frozenset(n for n, p in named.items() if p.default is p.empty)
     return LoadedReward(spec, kind, function, names, takes_any, required, further or {}, whole_groups=kind != "verl")
+
+
+@dataclass(frozen=True)
+class _Member:
+    reward: LoadedReward
+    name: str
+    weight: float
+    shaping: bool
+
+
+class LoadedSum:
+    """The loaded members. For the worker as a LoadedReward: of one sample at a time where all of them are, else of a
+    whole group."""
+
+    def __init__(self, members: Sequence[_Member]) -> None:
+        self.members = members
+        self.mode: Mode = "each" if all(member.reward.mode == "each" for member in members) else "batch"
+
+    def score_one(self, item: Item) -> Result:
+        """Score one item with every member."""
+        return self._sum([_one(member.reward, _own(member.reward, item)) for member in self.members])
+
+    def score_all(self, items: list[Item]) -> list[Result]:
+        """Score all items with every member. What a batch function raises passes through: no item has its score."""
+        columns = [_scored(member.reward, items) for member in self.members]
+        return [self._sum([column[i] for column in columns]) for i in range(len(items))]
+
+    def _sum(self, results: list[Result]) -> Result:
+        total, num, extras, shaping, texts = 0.0, 0, {}, {}, {}
+        for member, result in zip(self.members, results, strict=True):
+            if "error" in result:
+                if result["error"] != RETURNED_NONE:
+                    return {**result, "error": f"{member.name}: {result['error']}"}
+                continue
+            texts |= {f"{member.name}.{name}": text for name, text in result.get("texts", {}).items()}
+            if member.shaping:
+                shaping[member.name] = member.weight * result["score"]
+                continue
+            extras[member.name] = result["score"]
+            extras |= {f"{member.name}.{name}": value for name, value in result["extras"].items()}
+            total, num = total + member.weight * result["score"], num + 1
+        if not num:
+            return {"error": RETURNED_NONE}
+        if not all(map(is_score, (total, *shaping.values()))):
+            return {"error": f"the weighted sum of the functions' scores is beyond {MOST_SCORE:g}"}
+        rest = {"shaping": shaping, "texts": texts}
+        return {"score": total, "extras": extras} | {name: values for name, values in rest.items() if values}
+
+
+def _scored(reward: LoadedReward, items: list[Item]) -> list[Result]:
+    items = [_own(reward, item) for item in items]
+    if reward.mode == "batch":
+        return reward.score_all(items)
+    if reward.mode == "each":
+        return [_one(reward, item) for item in items]
+
+    async def together() -> list[Result]:
+        return await asyncio.gather(*(one(item) for item in items))
+
+    async def one(item: Item) -> Result:
+        try:
+            return await reward.score_async(item)
+        except MemoryError:
+            raise  # the worker has to be replaced
+        except Exception as error:  # boundary: the user's function
+            return {"error": explained(error)}
+
+    return runner().run(together())
+
+
+def _own(reward: LoadedReward, item: Item) -> Item:
+    """The item, of which a function of the user's own may do with the task's columns as it likes."""
+    return item if reward.kind == "builtin" else {**item, "columns": copy.deepcopy(item["columns"])}
+
+
+def _one(reward: LoadedReward, item: Item) -> Result:
+    try:
+        return reward.score_one(item)
+    except MemoryError:
+        raise  # the worker has to be replaced
+    except Exception as error:  # boundary: the user's function
+        return {"error": explained(error)}
+
+
+def loaded(
+    spec: str, base_dir: str, functions: Mapping[str, Callable[..., Any]] | None = None
+) -> LoadedReward | LoadedSum:
+    """The reward that `spec` names; `functions`: the objects that a program gave, by their specs. Raises as
+    `load_reward`."""
+    rows = members_of(spec)
+    if rows is None:
+        return _loaded(spec, base_dir, functions or {})
+    return LoadedSum(
+        [
+            _Member(
+                _loaded(row["function"], base_dir, functions or {}, row.get("params")),
+                name,
+                row.get("weight", 1.0),
+                row.get("shaping", False),
+            )
+            for row, name in zip(rows, names_of(rows), strict=True)
+        ]
+    )
+
+
+def _loaded(
+    spec: str,
+    base_dir: str,
+    functions: Mapping[str, Callable[..., Any]],
+    further: Mapping[str, Any] | None = None,
+) -> LoadedReward:
+    if spec in functions:
+        return with_signature(spec, functions[spec], further)
+    return load_reward(spec, base_dir, further)
+
+
+NAMES = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"})
+"""Parameters that only functions of TRL's signature have."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """Fields of TRL's `trainer_state` that reward functions read.
+
+    global_step: optimizer updates behind the newest weights that sampled the completion. max_steps: updates of the
+    whole run. epoch: passes over the data before the one that the task belongs to. num_train_epochs: passes that the
+    data permits. log_history is empty. The defaults are those of the call at start-up.
+    """
+
+    global_step: int = 0
+    max_steps: int = 1
+    epoch: float = 0.0
+    num_train_epochs: int = 1
+    log_history: list[Any] = field(default_factory=list)
+
+
+class Logged:
+    """The values that one call logs with `log_metric` and `log_extra`, by completion."""
+
+    def __init__(self, num_completions: int) -> None:
+        self.rows: list[dict[str, Any]] = [{} for _ in range(num_completions)]
+
+    def log_metric(self, name: str, value: float) -> None:
+        self.log_extra(name, [float(value)] * len(self.rows))
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """ValueError unless there is a value for each completion."""
+        if len(values) != len(self.rows):
+            raise ValueError(f"log_extra({column!r}): {len(values)} values for {len(self.rows)} completions")
+        for row, value in zip(self.rows, values, strict=True):
+            row[column] = value

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -25,7 +25,6 @@ from rollover.functions import is_score
 from rollover.processes import child_environment
 from rollover.rewards.built_in import shown
 from rollover.rewards.protocol import ScoreRequest
-from rollover.rewards.quarantine import Quarantine
 from rollover.rewards.registry import MAX_REPLY_BYTES, RETURNED_NONE, Item, Mode, Result
 from rollover.rewards.serialization import packed
 from rollover.types import Reward, Task
@@ -334,3 +333,26 @@ def _is_result(result: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and is_score(value)
+
+
+_MAX_TASKS = 100_000
+
+
+class Quarantine:
+    """Counts the workers that each task ended. After `limit` of them (0: never) the task is quarantined.
+
+    Bounded: of more than `max_tasks` tasks the one that was quiet for longest is forgotten.
+    """
+
+    def __init__(self, limit: int, max_tasks: int = _MAX_TASKS) -> None:
+        self.limit, self.max_tasks = limit, max_tasks
+        self._deaths: OrderedDict[str, int] = OrderedDict()
+
+    def __contains__(self, task_id: str) -> bool:
+        return 0 < self.limit <= self._deaths.get(task_id, 0)
+
+    def blame(self, task_id: str) -> None:
+        """A call for this task ended a worker."""
+        self._deaths[task_id] = self._deaths.pop(task_id, 0) + 1
+        if len(self._deaths) > self.max_tasks:
+            self._deaths.popitem(last=False)

@@ -37,7 +37,7 @@ class EpisodeRunner:
 
     def __len__(self) -> int:
         """Episodes whose agent is at work, or waits for the model, and what they have asked for."""
-        return self.episodes.num_at_work + len(self._asked) + len(self._ended)
+        return self.episodes.num_running + len(self._asked) + len(self._ended)
 
     @property
     def waited_for(self) -> list[asyncio.Future]:
@@ -139,12 +139,12 @@ class EpisodeRunner:
         """What was on record of an Episode that has ended, and was not asked for again, leaves. Returns Rollouts that
         have others of their turns."""
         left = []
-        unasked = list(self.episodes.unasked(place).items())
-        for rollout_id, num_tokens in reversed(unasked):  # the first one stays where nothing else does
+        unreplayed = list(self.episodes.unreplayed(place).items())
+        for rollout_id, num_tokens in reversed(unreplayed):  # the first one stays where nothing else does
             self._forget([rollout_id])
             shorter = self.lifecycle.cut(self.lifecycle.cache.rollout(rollout_id), num_tokens)
             left += [shorter] if num_tokens else []
-        self.episodes.on_cut(place)
+        self.episodes.on_truncated(place)
         return left
 
 

@@ -28,8 +28,7 @@ from rollover.models.load import LoadedModel, max_positions
 from rollover.models.vision import placeholder_ids
 from rollover.tasks.examples import Example, ExampleRows, Part
 from rollover.tasks.rows import Table
-from rollover.tasks.same import problem_text
-from rollover.tasks.split import key_of
+from rollover.tasks.split import key_of, problem_text
 from rollover.track.recorded import read_rollouts, step_files
 from rollover.trainer.backend import TrainerBackend
 from rollover.trainer.batch import BatchBuilder

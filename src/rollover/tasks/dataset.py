@@ -16,8 +16,8 @@ from rollover.images import BadImage, Places, stored
 from rollover.rewards.built_in import needs_answer
 from rollover.tasks.image_parts import IMAGE_COLUMNS, PLACEHOLDER, images_of, shows_images, with_images
 from rollover.tasks.rows import Table, open_rows, place_of_row
-from rollover.tasks.same import problem_text
 from rollover.tasks.source import SourceSetup
+from rollover.tasks.split import problem_text
 from rollover.types import Task, images_in
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")

@@ -8,9 +8,14 @@ every run. Never decides an order.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from rollover.functions import described, own_function
+from rollover.types import Task, content_text
 
 SplitName = Literal["train", "eval"]
 
@@ -59,3 +64,125 @@ class Split:
 
     def _trained(self, keys: Sequence[int]) -> bool:
         return any(key in self.trained_keys for key in keys)
+
+
+Same = Callable[[Task], str]
+
+_NUMBER = r"\d+(?:\.\d+)?"
+_SUM = re.compile(rf"-?{_NUMBER}(?: [+-] -?{_NUMBER})+")
+_TERM = re.compile(rf"([+-]?) ?(-?)({_NUMBER})")
+_PRODUCT = re.compile(rf"-?{_NUMBER}(?: \* -?{_NUMBER})+")
+_LIST = re.compile(rf"-?{_NUMBER}(?:, -?{_NUMBER})+")
+_PREMISE = re.compile(r"(?<=\d\. ).+? (?=\.)")
+_FORMULA = re.compile(r"\(([^()]+) ([∧∨→↔]) ([^()]+)\)")
+
+
+def problem_text(problem: Task) -> str:
+    """The text of a problem without system messages, in lower case, with single spaces.
+
+    Pass the problem before tasks.instruction is added. A plain prompt and the same text in a user message are one.
+    Images count by the bytes of their files: problems of one text about two images are two.
+    """
+    turns = [m for m in problem.messages or () if m["role"] != "system"]
+    if problem.prompt is not None:
+        text = problem.prompt
+    elif len(turns) == 1:
+        text = _said(turns[0])
+    else:  # a line break that no text below has keeps the turns apart
+        return "\n".join(f"{m['role']}: {_normalised(_said(m))}" for m in turns)
+    return _normalised(text)
+
+
+def same_by(problem_key: str, otherwise: Same = problem_text) -> Same:
+    """The text by which the problems of a source are compared: as tasks.sources.problem_key says, or `otherwise`."""
+    if ":" in problem_key:
+        return _by_function(problem_key)
+    if problem_key:
+        return lambda problem: _of_column(problem, problem_key)
+    return otherwise
+
+
+def same_of_generator(name: str) -> Same:
+    """How reasoning-gym's generator of that name compares its problems."""
+    ordered = UNORDERED.get(name)
+    return problem_text if ordered is None else lambda problem: ordered(problem_text(problem))
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    return content_text(message["content"], lambda part: f" [image {part.get('sha256', part.get('image'))}] ")
+
+
+def _normalised(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def _of_column(problem: Task, column: str) -> str:
+    """A row without a value is compared by its text."""
+    value = problem.columns.get(column)
+    return problem_text(problem) if value is None else f"{column} = {json.dumps(value, sort_keys=True)}"
+
+
+def _by_function(spec: str) -> Same:
+    own = own_function("tasks.sources.problem_key", spec, "a text, the same for problems that are the same")
+
+    def same(problem: Task) -> str:
+        text = own(replace(problem, columns=dict(problem.columns)))  # columns that it may change
+        if not isinstance(text, str):
+            raise own.refused(f"{described(text)} for {problem.task_id}")
+        return text
+
+    return same
+
+
+def _terms_sorted(text: str) -> str:
+    """`5 - -9 - 1` as `+5 +9 -1`: the terms with the signs that they are added with; 0 has one."""
+
+    def signed(match: re.Match[str]) -> str:
+        outer, inner, number = match.groups()
+        return ("-" if (outer == "-") != (inner == "-") and float(number) else "+") + number
+
+    return _SUM.sub(lambda match: " ".join(sorted(map(signed, _TERM.finditer(match[0])))), text)
+
+
+def _factors_sorted(text: str) -> str:
+    return _PRODUCT.sub(lambda match: " * ".join(sorted(match[0].split(" * "))), text)
+
+
+def _lists_sorted(text: str) -> str:
+    return _LIST.sub(lambda match: ", ".join(sorted(match[0].split(", "))), text)
+
+
+def _words_sorted(text: str) -> str:
+    return " ".join(sorted(text.split()))
+
+
+def _premises_sorted(text: str) -> str:
+    """Premises have no order, nor have the operands of ∧, ∨ and ↔."""
+    ordered = iter(sorted(map(_operands_sorted, _PREMISE.findall(text))))
+    return _PREMISE.sub(lambda _: next(ordered), text)
+
+
+def _operands_sorted(formula: str) -> str:
+    """From the inside out: a formula without parentheses in it becomes a word, `[p∧q]`."""
+
+    def word(match: re.Match[str]) -> str:
+        left, operator, right = match.groups()
+        return "[" + operator.join((left, right) if operator == "→" else sorted((left, right))) + "]"
+
+    while (formula := _FORMULA.sub(word, before := formula)) != before:
+        pass
+    return formula
+
+
+# Generators whose problems have the same answer whatever the order of their operands.
+UNORDERED: dict[str, Callable[[str], str]] = {
+    "chain_sum": _terms_sorted,
+    "decimal_chain_sum": _terms_sorted,
+    "products": _factors_sorted,
+    "gcd": _lists_sorted,
+    "lcm": _lists_sorted,
+    "countdown": _lists_sorted,
+    "number_sorting": _lists_sorted,
+    "sentence_reordering": _words_sorted,  # the same sentence comes shuffled in many ways
+    "propositional_logic": _premises_sorted,
+}

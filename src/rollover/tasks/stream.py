@@ -16,11 +16,9 @@ from typing import Any
 
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.rewards.routing import chosen_for
-from rollover.tasks.build import build_source, labels_of
 from rollover.tasks.curriculum import Curriculum, PassedOver
-from rollover.tasks.same import Same, problem_text, same_by
-from rollover.tasks.source import FailedProblem, SourceSetup, TaskSource, place_of, problems_of
-from rollover.tasks.split import Split, SplitName, key_of
+from rollover.tasks.source import FailedProblem, SourceSetup, TaskSource, build_source, labels_of, place_of, problems_of
+from rollover.tasks.split import Same, Split, SplitName, key_of, problem_text, same_by
 from rollover.types import Task
 
 logger = logging.getLogger(__name__)

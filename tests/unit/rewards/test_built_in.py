@@ -16,10 +16,9 @@ from rollover.config.load import load_config
 from rollover.plugins.sandbox.cases import code_of
 from rollover.rewards.answers import RULES, answer_of
 from rollover.rewards.built_in import BUILT_IN, BY_DATA_SOURCE, NOT_BUILT_IN, parsed, shown, spec_of
-from rollover.rewards.composite import LoadedSum, loaded
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
-from rollover.rewards.registry import load_reward
+from rollover.rewards.registry import LoadedSum, load_reward, loaded
 from rollover.rewards.routing import chosen_for
 from rollover.tasks.stream import TaskStream
 from rollover.types import Reward

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from rollover.config import RewardsConfig
 from rollover.rewards.built_in import spec_of
-from rollover.rewards.judge_cache import JudgeCache, hash_of
+from rollover.rewards.llm_judge import JudgeCache, hash_of
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.types import Reward, Task

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from heard import hear
-from rollover.rewards.observer import RewardObserver
 from rollover.rewards.protocol import ScoreRequest
+from rollover.rewards.scorer import RewardObserver
 from rollover.types import Reward, Task
 
 

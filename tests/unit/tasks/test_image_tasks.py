@@ -10,13 +10,11 @@ from PIL import Image
 
 from rollover.config import TasksConfig, TaskSourceConfig
 from rollover.images import media_kept_in
-from rollover.tasks.build import build_source
 from rollover.tasks.dataset import DatasetSource
 from rollover.tasks.image_parts import with_images_of_program
-from rollover.tasks.live import LiveTable
-from rollover.tasks.rows import StoredRows, Table
-from rollover.tasks.same import problem_text
-from rollover.tasks.source import SourceSetup, problems_of
+from rollover.tasks.rows import LiveTable, StoredRows, Table
+from rollover.tasks.source import SourceSetup, build_source, problems_of
+from rollover.tasks.split import problem_text
 from rollover.tasks.stream import decorated
 from rollover.types import Task
 

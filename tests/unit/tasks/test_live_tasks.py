@@ -10,7 +10,7 @@ import pytest
 
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.live_objects import hold, release
-from rollover.tasks.live import WINDOW, LiveStream, LiveTable, live_rows
+from rollover.tasks.rows import WINDOW, LiveStream, LiveTable, live_rows
 from rollover.tasks.stream import TaskStream
 
 ROWS = [{"prompt": f"count to {i}", "answer": str(i)} for i in range(100)]

@@ -5,7 +5,7 @@ import pytest
 from reasoning_gym.arithmetic.chain_sum import ChainSumDataset
 
 from rollover.rewards.registry import load_reward
-from rollover.tasks.reasoning_gym import CHUNK_SIZE, ReasoningGymSource
+from rollover.tasks.generators import CHUNK_SIZE, ReasoningGymSource
 from rollover.tasks.source import FailedProblem
 
 TINY = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}

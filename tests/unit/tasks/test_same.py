@@ -12,8 +12,7 @@ import pytest
 
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.functions import FunctionError
-from rollover.tasks.same import UNORDERED, problem_text, same_by, same_of_generator
-from rollover.tasks.split import key_of
+from rollover.tasks.split import UNORDERED, key_of, problem_text, same_by, same_of_generator
 from rollover.tasks.stream import TaskStream
 from rollover.types import Task
 

@@ -15,9 +15,8 @@ from rollover.config.selection import RerollConfig
 from rollover.tasks import stream as stream_module
 from rollover.tasks.prompts import PromptSource, build_prompts
 from rollover.tasks.reroll import Reroll
-from rollover.tasks.same import same_of_generator
 from rollover.tasks.source import rewarded_by
-from rollover.tasks.split import key_of
+from rollover.tasks.split import key_of, same_of_generator
 from rollover.tasks.stream import TaskStream
 from rollover.types import Prompt
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollover.config import Config, RewardsConfig, TasksConfig, TaskSourceConfig
-from rollover.tasks import same
+from rollover.tasks import split
 from rollover.tasks.report import tasks_line
 from rollover.tasks.stream import TaskStream
 
@@ -91,7 +91,7 @@ def test_a_stream_is_read_ahead_for_evaluation_only(tmp_path: Path) -> None:
 
 
 def test_twins_are_seen_where_keys_are_too_fine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same, "UNORDERED", {})
+    monkeypatch.setattr(split, "UNORDERED", {})
     params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     source = {"kind": "reasoning_gym", "name": "products", "params": params}
     line = line_of([source], num_tasks=20, eval_fraction=0.3)

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from rollover.workflows.budgets import AgentClock
+from rollover.workflows.episodes import AgentClock
 from virtual_time import VirtualLoop, run
 
 

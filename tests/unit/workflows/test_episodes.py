@@ -13,7 +13,7 @@ from rollover.functions import FunctionError
 from rollover.types import Reward, StopReason
 from rollover.workflows.calls import BudgetUsedUp, Call, CallRefused
 from rollover.workflows.conversations import Chats, Conversations
-from rollover.workflows.function import WorkflowFunction, as_answer, as_reward
+from rollover.workflows.protocol import WorkflowFunction, as_answer, as_reward
 from unit.envs import templates
 from unit.workflows.scripted_host import ScriptedHost
 
@@ -383,7 +383,7 @@ def test_half_a_character_is_tokenised_as_a_replacement_and_what_is_nested_too_d
         nested = [nested]
 
     async def strange(episode: Any) -> float:
-        trajectory, asked = episode.trajectory(), host.server.call
+        trajectory, asked = episode.trajectory(), host.gateway.call
         await asked(trajectory.api_key, "policy", Call(prompt="a \ud800 b"))
         for more in ({"messages": [USER | {"name": nested}]}, {"messages": [USER], "tools": [{"function": nested}]}):
             with pytest.raises(CallRefused, match="nested too deeply"):

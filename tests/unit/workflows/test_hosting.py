@@ -19,13 +19,12 @@ from hypothesis import strategies as st
 import virtual_time
 from fake_engine import FakeEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.types import DropReason, Group, Rollout, RolloutState, SamplingParams, Segment
+from rollover.types import DropReason, Group, Rollout, RolloutState, Segment
 from rollover.workflows.calls import BudgetUsedUp
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episodes import Episodes
-from rollover.workflows.function import WorkflowFunction
-from rollover.workflows.gateway.server import EpisodeServer
-from rollover.workflows.turns import Limits
+from rollover.workflows.protocol import WorkflowFunction
+from rollover.workflows.turns import EpisodeLimits
 from unit.envs import templates
 from unit.rollout.run import PARTIAL, Run
 
@@ -116,20 +115,19 @@ class Hosted(Run):
         async def workflow(task: Any, episode: Any) -> Any:
             return await agents(task, episode)
 
-        limits = Limits(
+        limits = EpisodeLimits(
             MAX_NEW_TOKENS, 2000, timeout_s=timeout_s, on_timeout="score", retries=retries, max_tokens=max_tokens,
             max_turns=200 if max_tokens else 16,
         )  # fmt: skip
         chats, function = Chats(TOKENIZER), WorkflowFunction(workflow, "mine")
-        server = EpisodeServer(function, TOKENIZER, SamplingParams())
         self.episodes = Episodes(
-            function, chats, limits, server, resumes=resumes, keep=lambda *told: self.lifecycle.keep(*told)
+            function, chats, limits, resumes=resumes, keep=lambda *told: self.lifecycle.keep(*told)
         )
         self.groups: list[Group] = []
         super().__init__(
             engine=engine or Turns(),
             environment=self.episodes,
-            **{"max_new_tokens": MAX_NEW_TOKENS, "stop_token_ids": [chats.of(()).end_of_turn]} | config,
+            **{"max_new_tokens": MAX_NEW_TOKENS, "stop_token_ids": [chats.for_tools(()).end_of_turn]} | config,
         )
 
 

@@ -15,9 +15,8 @@ from rollover.config import WorkflowConfig
 from rollover.live_objects import hold, release
 from rollover.types import Reward, SamplingParams, Task
 from rollover.workflows.build import build_workflow
-from rollover.workflows.function import WorkflowFunction
 from rollover.workflows.pool import WorkerFailed, WorkflowPool
-from rollover.workflows.protocol import Lane
+from rollover.workflows.protocol import Lane, WorkflowFunction
 from unit.rewards.children import alive, wait_until_dead
 
 TASK = Task("t", "sums", "", messages=({"role": "user", "content": "What is 2+2?"},), columns={"answer": "4"})

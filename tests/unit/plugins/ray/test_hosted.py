@@ -20,7 +20,7 @@ from rollover.plugins.ray.hosted import ActorHost, ActorRewardNode, Gone
 from rollover.plugins.ray.roles import request_of, request_to_json
 from rollover.rewards.built_in import several_of
 from rollover.rewards.protocol import ScoreRequest
-from rollover.rewards.trl_arguments import TrainerState
+from rollover.rewards.registry import TrainerState
 from rollover.rewards.worker import RewardProbeError
 from rollover.types import Reward, Task
 

@@ -41,7 +41,7 @@ from rollover.run.producer import OwnProducer, Played, ready_episodes
 from rollover.tasks.curriculum import Curriculum, Seen, build_curriculum
 from rollover.tasks.prompts import TASK_OR_NONE, PromptSource, encoder
 from rollover.tasks.source import SourceSetup, build_source
-from rollover.tasks.split import same_by
+from rollover.tasks.split import comparison_by
 from rollover.tasks.stream import TaskStream
 from rollover.track.tracker import Cut, RunInfo
 from rollover.trainer.backend import TrainerBackend
@@ -252,7 +252,7 @@ def check_source(spec: str) -> None:
 
 
 def check_problem_key(spec: str) -> None:
-    same = same_by(spec)
+    same = comparison_by(spec)
     texts = [same(Task("t", "docs", "r", prompt=text)) for text in ("Add 3 and 14.", "What is 14 + 3?", "Add 3 and 4.")]
     assert texts[0] == texts[1] != texts[2]
 

@@ -53,7 +53,7 @@ SOURCES = {
     ),
     "verifiers": SourceKind(PLUGINS["task_sources"]["verifiers"], "name", ("params", "eval_params")),
 }
-_OWN = SourceKind("rollover.tasks.source:OwnSource", "", ("params",))
+_OWN = SourceKind("rollover.tasks.source:CustomSource", "", ("params",))
 
 
 class TaskSourceConfig(Table):

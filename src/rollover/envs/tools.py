@@ -1,8 +1,7 @@
-"""Tools for a policy: their definitions as a text, and the calls that are in an assistant's text. Runs no tool.
+"""Tools of a policy: their definitions as text, the calls in an assistant's text, and their answers.
 
-Nothing here raises for what a policy wrote: a call that cannot be read is a MalformedCall with the reason.
-
-How a policy writes calls is workflow.tool_format: a built-in format, or a class of the user's own.
+workflow.tool_format says how a policy writes calls: a built-in format, or the user's class. Errors of the policy never
+fail the rollout: a malformed call, a wrong argument, or a failing tool is answered with an error message.
 """
 
 from __future__ import annotations
@@ -40,26 +39,26 @@ _HOW_TO_CALL = {
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a tool, as the policy wrote it. Whether there is such a tool is not looked at."""
+    """A tool call that the policy wrote. The tool may not exist."""
 
     name: str
     arguments: dict[str, Any]
-    """JSON values that can be written and tokenised: no NaN, no lone surrogate."""
+    """Valid JSON values: no NaN, no lone surrogate."""
 
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """What begins like a call and cannot be read."""
+    """Text that begins like a call and cannot be parsed."""
 
     text: str
     why: str
-    """A sentence without its full stop, to tell the policy."""
+    """The error for the policy, a sentence without its full stop."""
 
 
 def tool_schemas(tools: Iterable[Callable[..., Any]]) -> list[dict[str, Any]]:
-    """The JSON schema of each function, made of its name, types and docstring by transformers' `get_json_schema`.
+    """Return the JSON schema of each function, from its name, types and docstring (transformers' `get_json_schema`).
 
-    ValueError names the tool and the fix where a type or a description is missing, or where two have one name.
+    ValueError, with tool and fix, for a missing type or description, or two tools with one name.
     """
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
@@ -89,13 +88,13 @@ def tool_schemas(tools: Iterable[Callable[..., Any]]) -> list[dict[str, Any]]:
 
 
 def definitions(schemas: Sequence[Mapping[str, Any]], tool_format: str = "hermes") -> str:
-    """The text that tells a policy of the tools, and how to call them: "hermes" or "json" (see read_calls)."""
+    """Return the text that describes the tools and how to call them: "hermes" or "json" (see `read_calls`)."""
     lines = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
     return f"You can call these tools:\n<tools>\n{lines}\n</tools>\n\n{_how_to_call(tool_format)}"
 
 
 def with_system_text(messages: Iterable[Mapping[str, Any]], text: str) -> list[dict[str, Any]]:
-    """The messages with `text` at the end of their system message; in a new first one if they begin without."""
+    """Return the messages with `text` appended to their system message, which is added if they begin without one."""
     out = [dict(message) for message in messages]
     if out and out[0]["role"] == "system":
         out[0]["content"] = joined(out[0]["content"], f"\n\n{text}")
@@ -105,28 +104,27 @@ def with_system_text(messages: Iterable[Mapping[str, Any]], text: str) -> list[d
 
 
 def read_calls(text: str, tool_format: str = "hermes") -> list[Call | MalformedCall]:
-    """The calls in an assistant's text, in their order; an empty list where there is none.
+    """Return the calls in an assistant's text, in order.
 
     "hermes": JSON objects between <tool_call> and </tool_call>, with any text around them. "json": a text that begins
-    with { or [ (or a fence of Markdown before it) is made of calls alone: objects, one after another, with or without
-    commas or semicolons between them, or lists of objects; any other text has no call. The arguments are under
-    "arguments" or "parameters". ValueError for another format, and for no text.
+    with { or [ (after an optional Markdown fence) consists of calls: objects, with or without commas or semicolons
+    between them, or lists of objects; any other text has no call. The key of the arguments is "arguments" or
+    "parameters". Raises ValueError for another format only, never for a text.
     """
     _how_to_call(tool_format)
     return list(_hermes(text) if tool_format == "hermes" else _json(text))
 
 
 class ToolFormat(Protocol):
-    """A class of one's own is made without arguments."""
+    """Format of tool calls. The user's class is constructed without arguments."""
 
     def definitions(self, schemas: Schemas, /) -> str:
-        """What the system message says of the tools (JSON schemas, as tools.tool_schemas makes them) and of how to
-        call them; a worked example, too, where the model needs one."""
+        """Return the system message's text about the tools (schemas as of `tool_schemas`) and how to call them, with
+        an example if the model needs one."""
         ...
 
     def read(self, text: str, /) -> Sequence[Call | MalformedCall]:
-        """The calls in a turn of the policy, in their order. Raises for no text: what cannot be read is a
-        MalformedCall."""
+        """Return the calls in a turn of the policy, in order. Never raises: return a MalformedCall instead."""
         ...
 
 
@@ -141,8 +139,8 @@ class _BuiltIn:
         return read_calls(text, self.name)
 
 
-class _Own:
-    """Checks what the user's own returns: FunctionError."""
+class _CustomFormat:
+    """The user's format. FunctionError for an invalid return value."""
 
     def __init__(self, spec: str) -> None:
         make = own_function(KEY, spec, "a format of calls: an object with definitions(schemas) and read(text)")
@@ -167,8 +165,8 @@ class _Own:
 
 
 def build_tool_format(name: str) -> ToolFormat:
-    """The format that workflow.tool_format names. FunctionError where a class of one's own is none."""
-    return _BuiltIn(name) if name in TOOL_FORMATS else _Own(name)
+    """Build the format that workflow.tool_format names. FunctionError for an invalid class."""
+    return _BuiltIn(name) if name in TOOL_FORMATS else _CustomFormat(name)
 
 
 # Private
@@ -184,7 +182,7 @@ def _hermes(text: str) -> Iterator[Call | MalformedCall]:
     at = 0
     while (start := text.find(_OPEN, at)) >= 0:
         try:
-            # JSON first: one of its strings may hold the closing tag.
+            # Parse the JSON first: one of its strings may contain the closing tag.
             value, end = _value(text, start + len(_OPEN))
             end = _skip(text, end)
             if not text.startswith(_CLOSE, end):
@@ -217,14 +215,14 @@ def _json(text: str) -> Iterator[Call | MalformedCall]:
 
 
 def _skip(text: str, at: int, also: str = "") -> int:
-    """The index of the next character that is no white space and none of `also`."""
+    """Return the index of the next character that is neither white space nor in `also`."""
     while at < len(text) and (text[at].isspace() or text[at] in also):
         at += 1
     return at
 
 
 def _value(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that begins at `at`, after white space, and the index behind it. ValueError if there is none."""
+    """Return the JSON value at `at`, after white space, and the index behind it. ValueError if there is none."""
     try:
         value, end = _DECODER.raw_decode(text, _skip(text, at))
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no lone surrogate, and no 1e999
@@ -260,7 +258,7 @@ def _no_constant(name: str) -> None:
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > 1000:  # Python refuses a few thousand in words of its own
+    if len(digits) > 1000:  # Python's own limit has another message
         raise ValueError("a number has more than 1,000 digits")
     return int(digits)
 
@@ -269,8 +267,8 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_without_doubles, parse_constant=_
 
 
 Content = str | list[dict[str, Any]]
-"""Of a message: a text, or parts, as in types.Task."""
-_CHARS_PER_TOKEN = 64  # a text of more than that per token is cut before it is tokenised: it may be gigabytes
+"""Content of a message: a text, or parts as in types.Task."""
+_CHARS_PER_TOKEN = 64  # a longer text, which may be gigabytes, is truncated before it is tokenised
 _MAX_ERROR_CHARS = 500
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -285,7 +283,7 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass
 class CallCounts:
-    """Of calls, each counted once: `errors` are those of calls that could be read, time-outs apart."""
+    """Counts of tool calls. `errors`: of well-formed calls, without timeouts."""
 
     calls: int = 0
     malformed: int = 0
@@ -298,7 +296,7 @@ class CallCounts:
 
 
 class ToolCalls:
-    """Answers calls by tools. `schemas` of the tools (tools.tool_schemas); an answer has at most `max_tokens`."""
+    """Runs tools to answer calls. `schemas`: of the tools (`tool_schemas`). `max_tokens`: maximum of an answer."""
 
     def __init__(self, code: UserCode, schemas: Sequence[Mapping[str, Any]], tokenizer: Any, max_tokens: int) -> None:
         self.code, self.tokenizer, self.max_tokens = code, tokenizer, max_tokens
@@ -308,26 +306,25 @@ class ToolCalls:
     async def answers(
         self, calls: Sequence[Call | MalformedCall], tools: Mapping[str, Callable[..., Any]], counts: CallCounts
     ) -> list[Content]:
-        """What the policy is told, one content a call in the order of the calls: a text, or parts with images.
+        """Run the calls. Return one content per call, in order: a text, or parts with images.
 
-        Calls of `async def` tools that follow each other run at once; every other call begins when the one before has
-        ended, as tools of one object share its state.
+        Consecutive calls of `async def` tools run concurrently; every other call runs after the one before, since tools
+        of one object share its state.
         """
-        told: list[Content] = []
+        contents: list[Content] = []
         for _, run in itertools.groupby(enumerate(calls), key=lambda item: self._run_of(*item, tools)):
-            told += await asyncio.gather(*(self._answer(call, tools, counts) for _, call in run))
-        return told
+            contents += await asyncio.gather(*(self._answer(call, tools, counts) for _, call in run))
+        return contents
 
-    def cut(self, content: Content) -> Content:
-        """The content, whose texts have at most `max_tokens` tokens: else the first of them, and how much is missing.
-        Images stay."""
+    def truncate(self, content: Content) -> Content:
+        """Truncate the texts of a content to `max_tokens` tokens, with a note of their full length. Images stay."""
         if isinstance(content, str):
-            return self._cut(content)
-        return [part | {"text": self._cut(part["text"])} if part["type"] == "text" else part for part in content]
+            return self._truncated(content)
+        return [part | {"text": self._truncated(part["text"])} if part["type"] == "text" else part for part in content]
 
     # Private
 
-    def _cut(self, text: str) -> str:
+    def _truncated(self, text: str) -> str:
         head = whole_characters(text[: self.max_tokens * _CHARS_PER_TOKEN])
         ids = self.tokenizer(head, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         if len(ids) <= self.max_tokens and len(text) <= self.max_tokens * _CHARS_PER_TOKEN:
@@ -337,7 +334,7 @@ class ToolCalls:
 
     @staticmethod
     def _run_of(number: int, call: Call | MalformedCall, tools: Mapping[str, Callable[..., Any]]) -> int:
-        """The same for calls that may run at once."""
+        """Return a key that is equal for calls which may run concurrently."""
         together = isinstance(call, Call) and inspect.iscoroutinefunction(tools.get(call.name))
         return -1 if together else number
 
@@ -348,19 +345,19 @@ class ToolCalls:
         if isinstance(call, MalformedCall):
             counts.malformed += 1
             return f"error: the call cannot be read: {call.why}"
-        if why := self._why_wrong(call, tools):
+        if error := self._call_error(call, tools):
             counts.errors += 1
-            return f"error: {why}"
+            return f"error: {error}"
         outcome = await self.code.call(_to_content(tools[call.name]), **call.arguments)
         counts.time_s += outcome.seconds
         counts.timeouts += outcome.timed_out
         if isinstance(outcome.error, NotStored):
-            raise outcome.error  # no fault of the tool
+            raise outcome.error  # a full disk, say: not an error of the tool
         counts.errors += outcome.error is not None
-        return f"error: {_told_of(outcome)}" if outcome.failed else self.cut(outcome.value)
+        return f"error: {_error_text(outcome)}" if outcome.failed else self.truncate(outcome.value)
 
-    def _why_wrong(self, call: Call, tools: Mapping[str, Callable[..., Any]]) -> str:
-        """Why the call is not made; "": it is."""
+    def _call_error(self, call: Call, tools: Mapping[str, Callable[..., Any]]) -> str:
+        """Return what is wrong with the call, or ""."""
         if call.name not in tools:
             return f"there is no tool {printable(call.name[:50])}, only {', '.join(tools)}"
         try:
@@ -379,22 +376,22 @@ class ToolCalls:
 
 
 def _is_a(value: Any, kind: str) -> bool:
-    """Whether a JSON value is of a type of JSON schema; one that is not known here takes any."""
+    """Whether a JSON value has a type of JSON schema; an unknown type accepts any value."""
     if isinstance(value, bool):
         return kind == "boolean" or kind not in _JSON_TYPES
     return kind not in _JSON_TYPES or isinstance(value, _JSON_TYPES[kind])
 
 
-def _told_of(outcome: Outcome) -> str:
-    """What the policy is told of a call that failed: no more of the user's program than the error says."""
+def _error_text(outcome: Outcome) -> str:
+    """Return the error message for the policy, which shows nothing of the user's program but the error's text."""
     if outcome.timed_out:
-        return f"no answer within {outcome.limit_s:g} seconds"  # the same whenever it is asked again
+        return f"no answer within {outcome.limit_s:g} seconds"  # the limit, not the time: equal in every repetition
     assert outcome.error is not None
     return (said_by(outcome.error) or type(outcome.error).__name__)[:_MAX_ERROR_CHARS]
 
 
 def _to_content(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """The tool, with its result as a content: made where the tool runs, as that is the user's code, too."""
+    """Wrap the tool so that it returns a content. The conversion may run user code, so it runs with the tool."""
     if inspect.iscoroutinefunction(tool):
 
         async def called(**arguments: Any) -> Content:
@@ -414,9 +411,9 @@ async def _content_later(result: Any) -> Content:
 
 
 def content_of(value: Any) -> Content:
-    """A result as the content of a message. Content parts with an image, and images of Pillow, are shown; other lists
-    and dicts become JSON where that can hold them, everything else is as `str` says. BadImage as `with_images`, and for
-    a list with media that is no list of content parts."""
+    """Convert a tool's result to a message's content. Content parts with an image, and Pillow images, are shown; other
+    lists and dicts become JSON if possible, everything else `str`. BadImage as of `with_images`, and for a list with
+    media that is no list of content parts."""
     if isinstance(value, str):
         return value
     if is_image(value):

@@ -1,7 +1,13 @@
-"""The rule of the MATH benchmark: the last box, compared with the reference as a normalised LaTeX text.
+"""Built-in rewards for mathematics: `boxed`, `math_dapo` and `math`.
 
-Normalisation is that of Hendrycks et al. 2021 (arXiv 2103.03874) as verl uses it (verl/utils/reward_score/
-math_reward.py, 0.9.1); tests/parity holds it to that.
+    boxed      the rule of the MATH benchmark: the last box, compared with the reference as normalised LaTeX.
+               Normalisation of Hendrycks et al. 2021 (arXiv 2103.03874), as in verl (verl/utils/reward_score/
+               math_reward.py, 0.9.1)
+    math_dapo  the rule of DAPO's recipe: the answer after the last "Answer:", as in verl (math_dapo.py, 0.9.1).
+               Normalisation of Lewkowycz et al. 2022 (arXiv 2206.14858, appendix D.1)
+    math       math-verify (Hugging Face) compares the expressions in a completion with the reference
+
+tests/parity compares the first two with verl.
 """
 
 from __future__ import annotations
@@ -15,21 +21,21 @@ from rollover.rewards.answers import last_boxed, reference_answer
 from rollover.rewards.rules import Score, reference_of
 
 _BOXED = "\\boxed"
-# In this order: what is dropped or written otherwise before anything is parsed.
+# Applied in this order, before anything is parsed.
 _REPLACED = (
     ("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), ("\\left", ""), ("\\right", ""),
     ("^{\\circ}", ""), ("^\\circ", ""), ("\\$", ""),
 )  # fmt: skip
 _UNIT = "\\text{ "
-_FRACTION = re.compile(r"(-?\d{1,4000})/(-?\d{1,4000})")  # what Python's int reads
+_FRACTION = re.compile(r"(-?\d{1,4000})/(-?\d{1,4000})")  # the digits that Python's int accepts
 
 
 class _Unreadable(Exception):
-    """A text that the normalisation cannot take."""
+    """The text cannot be normalised."""
 
 
 def boxed() -> Score:
-    """1 where the last box of the completion equals the reference as normalised LaTeX, else 0."""
+    """Score 1 if the last box of the completion equals the reference as normalised LaTeX, else 0."""
 
     def score(item: dict[str, Any]) -> float:
         reference = reference_answer(reference_of(item, "boxed"))
@@ -40,8 +46,8 @@ def boxed() -> Score:
 
 
 def _last_box(text: str) -> str | None:
-    r"""What the last \boxed holds: up to the brace that closes it, or behind `\boxed ` up to a $. None where it is not
-    complete, and where neither follows."""
+    r"""Return the content of the last \boxed: up to the closing brace, or, after `\boxed `, up to a $. None if it is
+    incomplete."""
     if f"{_BOXED} " in text:
         return text.rpartition(f"{_BOXED} ")[2].partition("$")[0]
     if text.rfind(_BOXED) > text.rfind(f"{_BOXED}{{"):
@@ -80,7 +86,7 @@ def _normalised(text: str) -> str:
 
 
 def _with_roots(text: str) -> str:
-    r"""\sqrt3 as \sqrt{3}."""
+    r"""Rewrite \sqrt3 as \sqrt{3}."""
     first, *others = text.split("\\sqrt")
     if not all(others):
         raise _Unreadable
@@ -88,7 +94,7 @@ def _with_roots(text: str) -> str:
 
 
 def _with_fractions(text: str) -> str:
-    r"""\frac12 as \frac{1}{2}. A \frac without two arguments leaves the whole text as it is."""
+    r"""Rewrite \frac12 as \frac{1}{2}. Return the text unchanged if a \frac lacks arguments."""
     first, *others = text.split("\\frac")
     out = first
     for other in others:
@@ -107,12 +113,12 @@ def _with_fractions(text: str) -> str:
 _TAIL_CHARS, _BOX_CHARS = 300, 100
 _DAPO_ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 _NONE = "[INVALID]"
-# Written otherwise, in this order.
+# Replaced, in this order.
 _DAPO_REPLACED = (
     ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"), (",\\text{and}", ","),
     ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
 )  # fmt: skip
-# Dropped, in this order: units, and what sets a text.
+# Dropped, in this order: units and formatting.
 _DROPPED = (
     *"square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm"
     " pounds meters meals edges students childrentickets multiples \\text{s} \\text{.}".split(),
@@ -133,16 +139,16 @@ _REWRITTEN = (
 def math_dapo(
     strict_box: bool = False, correct: float = 1.0, wrong: float = -1.0
 ) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """`correct` or `wrong`, `acc`, which is 1 or 0, and `pred`, the answer that was read.
+    """Score `correct` or `wrong`, with `acc` (1 or 0) and `pred`, the answer that was read.
 
-    The answer is what follows the last "Answer:" of the last 300 characters; where there is none, the last box of the
-    last 100, which has to equal the reference as it is written. `strict_box`: only that.
+    The answer follows the last "Answer:" in the last 300 characters; without one, it is the last box in the last 100,
+    which must equal the reference as written. `strict_box`: only the box counts.
     """
 
     def score(item: dict[str, Any]) -> dict[str, Any]:
         tail, reference = item["completion"][-_TAIL_CHARS:], str(reference_of(item, "math_dapo"))
-        said = [] if strict_box else _DAPO_ANSWER.findall(tail)
-        answer = _normalised_as_minerva(said[-1]) if said else _NONE
+        found = [] if strict_box else _DAPO_ANSWER.findall(tail)
+        answer = _normalised_as_minerva(found[-1]) if found else _NONE
         if answer != _NONE:
             is_right = answer == _normalised_as_minerva(reference)
         else:
@@ -166,16 +172,17 @@ def _normalised_as_minerva(text: str) -> str:
 
 
 def math(float_rounding: int = 6, strict: bool = True) -> Score:
-    """1 where any expression or LaTeX of the completion equals the reference, else 0. An answer that cannot be read is
-    wrong; a reference that cannot be is an error.
+    """Score 1 if any expression or LaTeX of the completion equals the reference, else 0. An unreadable answer is wrong;
+    an unreadable reference is an error.
 
-    `float_rounding`, `strict`: of math_verify.verify.
+    `float_rounding`, `strict`: of math_verify.verify. math-verify's own time limits are off: they set an alarm in the
+    process and count as wrong. rewards.timeout_s kills the worker instead, and the reward is missing.
     """
     try:
         from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
     except ImportError as error:
         raise ValueError("the reward math needs the package math-verify: pip install 'rollover[math]'") from error
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it says in each process that its limits are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns in each process that its limits are off
     of_reference, of_answer = [LatexExtractionConfig()], [ExprExtractionConfig(), LatexExtractionConfig()]
 
     def score(item: dict[str, Any]) -> float:
@@ -191,8 +198,8 @@ def math(float_rounding: int = 6, strict: bool = True) -> Score:
         try:
             return verify(reference, answer, float_rounding, strict=strict, timeout_seconds=None, raise_on_error=True)
         except MemoryError:
-            raise  # it says nothing about the answer
-        except Exception:  # as math-verify: what it cannot compare is not equal
+            raise  # no statement about the answer
+        except Exception:  # as in math-verify: incomparable is not equal
             return False
 
     return score

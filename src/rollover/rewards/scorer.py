@@ -1,4 +1,4 @@
-"""From rollouts to score requests: the scorer of the driver, which decodes answers and asks a Rewarder."""
+"""Scoring of a run's rollouts: score requests made of rollouts, and warnings about failing or constant rewards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from rollover.config import Config
 from rollover.envs.chat import answer_decoder
 from rollover.rewards.answers import answer_of, extract_answer, reference_answer
-from rollover.rewards.built_in import parsed, shown
+from rollover.rewards.built_in import display_name, parse_spec
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import Rewarder, ScoreRequest, ScoringPool
 from rollover.rewards.registry import TrainerState
@@ -23,7 +23,7 @@ from rollover.types import Reward, Rollout, Task
 def make_scorer(
     rewarder: Rewarder, tokenizer: Any, config: Config
 ) -> Callable[[list[Rollout]], Awaitable[list[Reward]]]:
-    """The driver's scorer: it decodes the completions of rollouts of one group and has `rewarder` score them."""
+    """Return the driver's scorer, which decodes the completions of a group's rollouts and scores them by `rewarder`."""
 
     decode = answer_decoder(tokenizer, config.rollout.keep_special_tokens)
 
@@ -52,7 +52,7 @@ def trainer_state(config: Config, task: Task, version: int) -> TrainerState:
 
 
 def _num_turns(rollout: Rollout) -> int:
-    """The prompt counts as one; segments of one turn that was interrupted count once."""
+    """Count the prompt as one turn, and the segments of an interrupted turn once."""
     return 1 + sum(1 for _ in groupby(segment.trainable for segment in rollout.segments))
 
 
@@ -64,14 +64,14 @@ Scorer = TypeVar("Scorer", bound=Rewarder)
 
 
 class RewardObserver(Generic[Scorer]):
-    """Scores by `rewarder`. Of each reward function it logs the first failure, and whether its first `num_equal` scores
-    are all the same (0: never)."""
+    """A Rewarder that passes requests to `rewarder`, for training and evaluation. For each reward function it logs the
+    first failure, and if the first `num_equal` scores (0: never) are all equal."""
 
     def __init__(self, rewarder: Scorer, num_equal: int = 0) -> None:
         self.rewarder, self.num_equal = rewarder, num_equal
-        self._failed: set[str] = set()  # functions of which a failure was told
+        self._failed: set[str] = set()  # reward specs with a logged failure
         self._num_scored = self._num_missing = 0
-        self._errors: Counter[str] = Counter()  # by the text without its numbers
+        self._errors: Counter[str] = Counter()  # by error text with its numbers replaced by 0
         self._examples: dict[str, str] = {}
         self._equal: dict[str, tuple[float, int]] = {}  # function -> first score, and how many equal it (-1: not all)
 
@@ -88,7 +88,7 @@ class RewardObserver(Generic[Scorer]):
         await self.rewarder.close()
 
     def commonest_error(self) -> str:
-        """`31 of 400 rewards failed; most often (28 times): KeyError: 'x' (mine.py:7)`; "" if none did."""
+        """Return `31 of 400 rewards failed; most often (28 times): KeyError: 'x' (mine.py:7)`; "" if none did."""
         if not self._errors:
             return ""
         (key, num), *others = self._errors.most_common()
@@ -104,7 +104,7 @@ class RewardObserver(Generic[Scorer]):
         if task.reward not in self._failed:
             self._failed.add(task.reward)
             logger.warning(
-                f"reward {shown(task.reward)} failed for task {task.task_id}: {error}."
+                f"reward {display_name(task.reward)} failed for task {task.task_id}: {error}."
                 " Its reward is missing; later failures are counted (rewards/*)"
             )
 
@@ -117,15 +117,15 @@ class RewardObserver(Generic[Scorer]):
         self._equal[task.reward] = first, num + 1 if score == first else -1
         if num + 1 == self.num_equal and score == first:
             logger.warning(
-                f"every reward of {shown(task.reward)} so far is {score:g} ({num + 1} of them), from which nothing can"
-                f" be learned. For example task {task.task_id}: the answer {_shown(request.completion)} scored"
-                f" {score:g}. The function {_given(task, request.completion)}"
+                f"every reward of {display_name(task.reward)} so far is {score:g} ({num + 1} of them), from which"
+                f" nothing can be learned. For example task {task.task_id}: the answer {_shown(request.completion)}"
+                f" scored {score:g}. The function {_inputs(task, request.completion)}"
             )
 
 
-def _given(task: Task, completion: str) -> str:
-    """What the function was given, in words."""
-    found = parsed(task.reward)
+def _inputs(task: Task, completion: str) -> str:
+    """Describe the inputs of the reward function."""
+    found = parse_spec(task.reward)
     if found is not None and "rule" in found[1]:
         rule = found[1]["rule"]
         answer, expected = extract_answer(completion, rule), answer_of(task.columns)
@@ -146,14 +146,12 @@ def _shown(value: Any) -> str:
 
 
 def build_rewarder(config: Config, *, training: bool, pool: ScoringPool | None = None) -> RewardObserver[ScoringPool]:
-    """What scores rollouts: `score` and `close` of the observer, and its pool as `.rewarder`. Starts no process.
+    """Build the rewarder of a run: an observer of a pool of worker processes, `.rewarder`. Starts no process.
 
-    `pool`: the workers; None: processes of this machine.
-
-    `training`: scores that are all the same over the first two steps are told, as nothing can be learned from them
-    (unless a teacher teaches, or shaping tells equal scores apart: then something can).
+    `pool`: the workers; None: processes of this machine. `training`: warn if all scores of the first two steps are
+    equal, as nothing can be learned from them (except from a teacher, or with shaping, which separates equal scores).
     """
     shaped = config.rewards.overlong_buffer_tokens or any(row.shaping for row in config.rewards.functions)
-    told = training and not config.distill.teacher and not shaped
+    warns = training and not config.distill.teacher and not shaped
     per_step = config.rollout.groups_per_step * config.rollout.group_size
-    return RewardObserver(pool or RewardPool(config.rewards), num_equal=2 * per_step if told else 0)
+    return RewardObserver(pool or RewardPool(config.rewards), num_equal=2 * per_step if warns else 0)

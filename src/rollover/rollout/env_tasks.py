@@ -2,7 +2,7 @@
 
     turn ended ──▶ begin ──▶ the environment's answer ──▶ end ──▶ appended
                      ├── it raises ──▶ asked again, workflow.retries times ──▶ end raises EnvironmentFailed
-                     ├── what it knew is lost ──▶ end raises BeginAgain, workflow.retries times
+                     ├── what it knew is lost ──▶ end raises StateLost, workflow.retries times
                      └── longer than the limit, over all turns ──▶ it ends with StopReason.TIMEOUT
 
 Owns those futures, and how long each rollout's environment has worked. That is its own time: what the rollout waits for
@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 
 from rollover.config.workflow import WorkflowConfig
-from rollover.envs.protocol import BeginAgain, WrongTurn
+from rollover.envs.protocol import InvalidTurn, StateLost
 from rollover.functions import Causes, explained, was_cancelled
 from rollover.rollout.cancelled_tasks import CancelledTasks
 from rollover.rollout.requests import ending
@@ -98,17 +98,17 @@ class EnvTasks:
         return sorted(done, key=lambda item: (item[0].group_id, item[0].sibling))
 
     def end(self, task: Answering) -> Segment | None:
-        """Take the answer, which is there. EnvironmentFailed where it raised every time; BeginAgain where the rollout
-        has to; WrongTurn ends the run."""
+        """Take the answer, which is there. EnvironmentFailed where it raised every time; StateLost where the rollout
+        has to; InvalidTurn ends the run."""
         self._count(task, asyncio.get_running_loop().time())
         rollout = self._acts.pop(task).rollout
         self._look_on()
         try:
             answer = task.result()
-        except WrongTurn:
+        except InvalidTurn:
             raise
         except (Exception, asyncio.CancelledError) as error:  # boundary: it fails its rollout, not the run
-            if isinstance(error, BeginAgain) and self._lost[rollout.rollout_id] < self.workflow.retries:
+            if isinstance(error, StateLost) and self._lost[rollout.rollout_id] < self.workflow.retries:
                 self._lost[rollout.rollout_id] += 1
                 self.num_retried += 1
                 self._told_of(rollout, error, "it begins again")
@@ -155,7 +155,7 @@ class EnvTasks:
         for left in reversed(range(self.workflow.retries + 1)):
             try:
                 return await self.actor(replace(rollout))
-            except (WrongTurn, BeginAgain):
+            except (InvalidTurn, StateLost):
                 raise
             except (Exception, asyncio.CancelledError) as error:  # boundary: the user's environment
                 if not left or was_cancelled(error):

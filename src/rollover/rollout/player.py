@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rollover.config.workflow import WorkflowConfig
-from rollover.envs.protocol import BeginAgain, RunEnvironment
+from rollover.envs.protocol import RunEnvironment, StateLost
 from rollover.rollout.asker import Asker, ExtendFailed
 from rollover.rollout.cancelled_tasks import CancelledTasks
 from rollover.rollout.env_tasks import Answering, EnvironmentFailed, EnvTasks
@@ -269,7 +269,7 @@ class Player:
     def _end_acting(self, rollout: Rollout, task: Answering) -> None:
         try:
             answer = self.env_tasks.end(task)
-        except BeginAgain:
+        except StateLost:
             self._restart(rollout)
             return
         except EnvironmentFailed as failure:

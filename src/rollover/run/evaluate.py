@@ -18,7 +18,7 @@ from rollover.envs.protocol import RunEnvironment
 from rollover.rewards.answers import answer_key, answer_of, extract_answer, reference_answer
 from rollover.run.playing import play_groups
 from rollover.suggest import did_you_mean
-from rollover.tasks.prompts import Encode, prompt_limit, shortened_to
+from rollover.tasks.prompts import Encode, prompt_limit, truncated
 from rollover.tasks.source import held_out_names, labels_of
 from rollover.tasks.stream import TaskStream
 from rollover.track.answers import Answer, RoleScore, summary_of
@@ -84,7 +84,7 @@ def longest_prompt(config: Config, max_tokens: int) -> int:
 def encode_tasks(tasks: list[Task], encode: Encode, max_prompt_tokens: int, truncation: Truncation) -> EvalTasks:
     """The tasks with their prompts, cut as those of training; those that are passed over for their length are counted.
     ValueError if none is left."""
-    prompts = [shortened_to(encode(task), max_prompt_tokens, truncation) for task in tasks]
+    prompts = [truncated(encode(task), max_prompt_tokens, truncation) for task in tasks]
     kept = [(task, prompt) for task, prompt in zip(tasks, prompts, strict=True) if prompt is not None]
     if not kept:
         raise ValueError("every held-out task has a prompt above tasks.max_prompt_tokens: raise it")

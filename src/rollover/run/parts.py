@@ -181,7 +181,7 @@ class Parts:
             watchdog = Watchdog(
                 config.watchdog,
                 scoring_s,
-                nobody_scores=lambda: pool.stands_still,
+                nobody_scores=lambda: pool.is_stalled,
                 max_filtered_steps=config.filters.give_up_after_steps,
             )
             requests = Requests(config.rollout, config.run.seed, stops, may_go_on=environment.has_turns)

@@ -1,7 +1,7 @@
-"""Tasks from reasoning-gym's generators: endless, seeded, one entry at a time. Imports the package when first used.
+"""Generated tasks: reasoning-gym's generators, and `arithmetic`, which needs no package. Endless and seeded.
 
-Owns the numbering of generated problems. Never materialises a dataset and never scores (rewards/registry.py does, from
-the columns it writes here).
+`arithmetic` writes and numbers the problems of chain_sum and products exactly like reasoning-gym (tests/unit/tasks/
+test_arithmetic.py compares them): a dependency of that package needs a C compiler, which `rollover demo` must not.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Any
 
 from rollover.suggest import alike, did_you_mean
 from rollover.tasks.source import EndlessSource, FailedProblem, SourceSetup
-from rollover.tasks.split import same_of_generator
+from rollover.tasks.split import generator_comparison
 from rollover.types import Task
 
-# Some generators prepare all of their virtual size when created, and some refuse a large one: problem i is entry
-# i % CHUNK_SIZE of a dataset with a seed of its own.
+# Some generators prepare their whole virtual size when created, and some refuse a large one. So problem i is entry
+# i % CHUNK_SIZE of a dataset with its own seed.
 CHUNK_SIZE = 1000
-_FIRST_PROBLEMS = 10  # tried before a run: if all fail, the others may be expected to
+_FIRST_PROBLEMS = 10  # tried before a run; if all fail, the parameters are wrong
 
 
 def generator_source(setup: SourceSetup) -> ReasoningGymSource:
-    """The generator `setup.config.name`."""
+    """Build the generator `setup.config.name`."""
     config = setup.config
     check_problem_key(config.problem_key)
     return ReasoningGymSource(config.name, config.params, setup.seed, setup.label, setup.reward)
 
 
 def check_problem_key(key: str) -> None:
-    """ValueError for a column: generated problems have none that would tell two of them apart."""
+    """Raise ValueError for a column: generated problems have none to compare."""
     if key and ":" not in key:
         raise ValueError(
             f"tasks.sources.problem_key = {key!r}: a generator has no columns. Name a function, or remove it"
@@ -42,13 +42,13 @@ def check_problem_key(key: str) -> None:
 class ReasoningGymSource(EndlessSource):
     """Endless problems of one generator; `problem(i)` depends on (name, params, seed, i) only.
 
-    Raises ValueError if the package is missing, the name is unknown, the generator refuses the parameters, or it fails
-    for each of its first problems.
+    The package is imported on first use. ValueError if it is missing, the name is unknown, the generator refuses the
+    parameters, or all of its first problems fail.
     """
 
     def __init__(self, name: str, params: Mapping[str, Any], seed: int, label: str, reward: str) -> None:
         self.name, self.params, self.seed, self.label, self.reward = name, dict(params), seed, label, reward
-        self.same = same_of_generator(name)
+        self.same = generator_comparison(name)
         gym = _import_gym()
         from reasoning_gym.factory import DATASETS
 
@@ -76,9 +76,9 @@ class ReasoningGymSource(EndlessSource):
             )
 
     def problem(self, index: int) -> Task:
-        """Problem number `index` (0, 1, 2, ...) as a plain prompt, without system prompt or instruction.
+        """Return problem number `index` (0, 1, 2, ...) as a plain prompt, without system prompt or instruction.
 
-        FailedProblem, which names generator, parameters and error, where it raised one in place of a problem.
+        FailedProblem, with generator, parameters and error, if the generator raises one.
         """
         chunk, offset = divmod(index, CHUNK_SIZE)
         task_id = f"{self.label}/{self.seed}/{index}"
@@ -112,7 +112,7 @@ class ReasoningGymSource(EndlessSource):
 
 
 def chunk_seed(seed: int, chunk: int) -> int:
-    """31 bits: entries are seeded with seed + offset, and some generators use numpy, which takes 32."""
+    """Return 31 bits: entries are seeded with seed + offset, and numpy, which some generators use, takes 32."""
     digest = hashlib.blake2b(f"{seed}/{chunk}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 33
 
@@ -134,14 +134,14 @@ _DEFAULTS = {
 
 
 def arithmetic_source(setup: SourceSetup) -> ArithmeticSource:
-    """The problems of `setup.config.name`."""
+    """Build the generator `setup.config.name`."""
     check_problem_key(setup.config.problem_key)
     return ArithmeticSource(setup.config.name, setup.config.params, setup.seed, setup.label, setup.reward)
 
 
 class ArithmeticSource(EndlessSource):
-    """Endless problems; `problem(i)` depends on (name, params, seed, i) only. ValueError for names, parameters and
-    values that are none."""
+    """Endless sums or products; `problem(i)` depends on (name, params, seed, i) only. ValueError for an invalid name,
+    parameter or value."""
 
     def __init__(self, name: str, params: Mapping[str, Any], seed: int, label: str, reward: str) -> None:
         if name not in _DEFAULTS:
@@ -149,7 +149,7 @@ class ArithmeticSource(EndlessSource):
                 f"tasks.sources.name = {name!r}: arithmetic has chain_sum and products{did_you_mean(name, _DEFAULTS)}"
             )
         self.name, self.seed, self.label, self.reward = name, seed, label, reward
-        self.same = same_of_generator(name)
+        self.same = generator_comparison(name)
         if unknown := [key for key in params if key not in _DEFAULTS[name]]:
             raise ValueError(
                 f"tasks.sources.params.{unknown[0]} of {label!r}: {name} has no such parameter, its parameters are"
@@ -165,7 +165,7 @@ class ArithmeticSource(EndlessSource):
                 )
 
     def problem(self, index: int) -> Task:
-        """Problem number `index` (0, 1, 2, ...) as a plain prompt, without system prompt or instruction."""
+        """Return problem number `index` (0, 1, 2, ...) as a plain prompt, without system prompt or instruction."""
         chunk, offset = divmod(index, CHUNK_SIZE)
         draws = random.Random(chunk_seed(self.seed, chunk) + offset)
         num_terms = draws.randint(self.params["min_terms"], self.params["max_terms"])

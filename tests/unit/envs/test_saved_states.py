@@ -17,8 +17,8 @@ import pytest
 from heard import hear
 from rollover import Observation
 from rollover.config import Config
-from rollover.envs.class_environment import CannotGoOn, ClassEnvironment
-from rollover.envs.protocol import BeginAgain
+from rollover.envs.class_environment import ClassEnvironment, UserClassFailed
+from rollover.envs.protocol import StateLost
 from rollover.types import Reward, Rollout, RolloutState, StopReason
 from unit.envs.played import add_turn, call, environment, new_rollout, reward_of, told, turn
 
@@ -170,7 +170,7 @@ def test_what_could_be_tools_and_keeps_states_is_said_to_be_no_tool() -> None:
 
     with environment(Described) as env, environment(Durable) as other:
         assert (env.states.kind, env.user.tool_names) == ("snapshot", ["add"])
-        assert "the policy is not told of snapshot and restore" in env.notice and not other.notice
+        assert "snapshot and restore, which save the state" in env.notice and not other.notice
 
 
 class NoRestore(Plain):
@@ -422,9 +422,9 @@ def test_where_the_state_cannot_be_kept_that_is_said_and_counted_and_the_episode
                 assert asyncio.run(told(env, of, call("add", number=number)))
         assert env.stats()["episodes/unsaved"] == 2, "once an episode"
         (line,) = said
-        assert why in line.replace("tests/unit/envs/", "") and "0-0 goes on, and would begin again after a kill" in line
+        assert why in line.replace("tests/unit/envs/", "") and "0-0 continues, and would begin again" in line
         assert reward_of(env, other).score == 3.0 and not kept
-        with pytest.raises(BeginAgain):
+        with pytest.raises(StateLost):
             asyncio.run(turn(fresh_of(made), rollout, "Done."))
     with keeping(made, kept) as fresh:
         assert fresh.has_lost(in_state(rollout, RolloutState.ACTING))
@@ -458,7 +458,7 @@ def test_where_it_cannot_be_restored_the_reward_is_missing_for_that_reason(made:
         rollout = new_rollout()
         asyncio.run(told(env, rollout, call("add", number=1)))
     with keeping(made, kept, tool_timeout_s=0.5, retries=0) as fresh:
-        with pytest.raises(CannotGoOn, match=why):
+        with pytest.raises(UserClassFailed, match=why):
             asyncio.run(turn(fresh, rollout, call("add", number=2)))
         assert fresh.stats()["tools/errors"] == 0, "it is no fault of the policy"
     with keeping(made, kept, tool_timeout_s=0.5, retries=0) as scoring:
@@ -510,7 +510,7 @@ def test_under_restart_no_turn_that_was_answered_is_played_again() -> None:
         assert fresh.has_lost(in_state(rollout, RolloutState.PARKED))
         add_turn(rollout, call("add", number=2))
         assert fresh.has_lost(in_state(rollout, RolloutState.ACTING))
-        with pytest.raises(BeginAgain, match="has lost the object of rollout 0-0"):
+        with pytest.raises(StateLost, match="has lost the object of rollout 0-0"):
             asyncio.run(fresh.next(rollout))
         assert fresh.has_lost(in_state(rollout, RolloutState.SCORING))
         for known in (StopReason.TIMEOUT, StopReason.ERROR):
@@ -540,11 +540,11 @@ def test_under_restart_a_game_that_fails_begins_again_but_in_its_first_turn() ->
             return Observation(str(1 / float(message)))
 
     with environment(Game) as env:
-        with pytest.raises(CannotGoOn, match="failed at step: ZeroDivisionError"):
+        with pytest.raises(UserClassFailed, match="failed at step: ZeroDivisionError"):
             asyncio.run(turn(env, new_rollout(), "0"))
         rollout = new_rollout()
         asyncio.run(turn(env, rollout, "1"))
-        with pytest.raises(BeginAgain, match="failed at step: ZeroDivisionError"):
+        with pytest.raises(StateLost, match="failed at step: ZeroDivisionError"):
             asyncio.run(turn(env, rollout, "0"))
 
 

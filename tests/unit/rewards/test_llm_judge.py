@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 
 from rollover.config import RewardsConfig
-from rollover.rewards.built_in import spec_of
-from rollover.rewards.llm_judge import JudgeCache, hash_of
+from rollover.rewards.built_in import make_spec
+from rollover.rewards.llm_judge import JudgeCache, request_hash
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.types import Reward, Task
@@ -71,7 +71,7 @@ def scored(
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/"
-        spec = spec_of("llm_judge", {"url": url, "model": "judge", "timeout_s": 30.0} | params)
+        spec = make_spec("llm_judge", {"url": url, "model": "judge", "timeout_s": 30.0} | params)
         messages = None if isinstance(prompt, str) else tuple(prompt)
         text = prompt if messages is None else None
         task = Task("t", "s", spec, messages=messages, prompt=text, columns={"answer": 4})
@@ -179,7 +179,7 @@ def test_a_file_that_another_worker_holds_stops_no_request(tmp_path: Path) -> No
             paid(1)
             return "yes"
 
-        waiting = asyncio.ensure_future(kept.said({"text": "a"}, ask))
+        waiting = asyncio.ensure_future(kept.answer({"text": "a"}, ask))
         for _ in range(200):
             await asyncio.sleep(0)
         turns_meanwhile = not waiting.done()
@@ -239,7 +239,7 @@ def test_a_file_that_cannot_be_written_loses_no_score_and_nothing_is_spent_beyon
         found: list[str | Exception] = []
         for text, what in (("a", full), ("b", ""), ("a", ""), ("b", "DROP TRIGGER full"), ("c", "")):
             other.execute(what)
-            found += await asyncio.gather(kept.said({"text": text}, ask), return_exceptions=True)  # type: ignore[arg-type]
+            found += await asyncio.gather(kept.answer({"text": text}, ask), return_exceptions=True)  # type: ignore[arg-type]
         assert kept.spent == 10 * len(asked) and JudgeCache(path, 0).spent == kept.spent, "it was written later"
         return found
 
@@ -262,8 +262,8 @@ def test_no_more_than_the_budget_is_spent(tmp_path: Path) -> None:
 
 def test_the_hash_is_of_what_is_asked_and_nothing_else() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "é"}]}
-    assert hash_of(body) == hash_of(dict(reversed(list(body.items()))))
-    assert hash_of(body) != hash_of(body | {"model": "n"})
+    assert request_hash(body) == request_hash(dict(reversed(list(body.items()))))
+    assert request_hash(body) != request_hash(body | {"model": "n"})
 
 
 def test_a_file_of_another_kind_is_refused_before_anything_is_asked(tmp_path: Path, made: Callable[..., Any]) -> None:

@@ -85,7 +85,7 @@ def test_what_was_looked_at_is_asked_for_again() -> None:
     rows = LiveStream(endless())
     assert rows.columns == ["prompt", "answer"] and rows.num_rows is None
     assert rows[WINDOW]["answer"] == str(WINDOW) and rows[1]["answer"] == "1"
-    with pytest.raises(ValueError, match="row 0 of the iterable of tasks is asked for again"):
+    with pytest.raises(ValueError, match="row 0 of the iterable of tasks is needed again"):
         _ = rows[0]
 
     class Again:

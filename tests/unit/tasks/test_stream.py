@@ -16,7 +16,7 @@ from rollover.tasks import stream as stream_module
 from rollover.tasks.prompts import PromptSource, build_prompts
 from rollover.tasks.reroll import Reroll
 from rollover.tasks.source import rewarded_by
-from rollover.tasks.split import key_of, same_of_generator
+from rollover.tasks.split import generator_comparison, key_of
 from rollover.tasks.stream import TaskStream
 from rollover.types import Prompt
 
@@ -202,7 +202,7 @@ def test_saved_tasks_are_rewarded_again_but_for_before_produce(numbers):
 
 
 def test_the_split_is_the_documented_hash():
-    same = same_of_generator("chain_sum")
+    same = generator_comparison("chain_sum")
     for task in stream(gym(), split="eval", chat=False, eval_fraction=0.25).take(30):
         assert key_of(same(task)) / 2**64 < 0.25
 

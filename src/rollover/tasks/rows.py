@@ -190,8 +190,8 @@ class LiveStream:
             if iter(self._rows) is self._rows:
                 raise ValueError(
                     f"row {index} of the iterable of tasks is needed again, but it cannot be restarted (it is an"
-                    " iterator, such as a generator): set tasks.epochs = 1, or pass a new one, or an object whose __iter__"
-                    " returns a new iterator"
+                    " iterator, such as a generator): set tasks.epochs = 1, or pass a new one, or an object whose"
+                    " __iter__ returns a new iterator"
                 )
             self._iterator, self._num = iter(self._rows), 0
             self._held.clear()

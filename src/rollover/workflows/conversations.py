@@ -117,11 +117,6 @@ class Conversations:
         self._open: dict[str, _Open] = {}
 
     @property
-    def rollout_ids(self) -> list[str]:
-        """Their ids, in order of opening."""
-        return list(self._open)
-
-    @property
     def num_turns(self) -> dict[str, int]:
         """Number of finished turns by rollout id, in order of opening."""
         return {rollout_id: entry.num_turns for rollout_id, entry in self._open.items()}

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
-from rollover.functions import OwnFunction, described, is_score, own_function
+from rollover.functions import OwnFunction, described, is_score
 from rollover.types import Reward
 
 _Places = TypeVar("_Places")
@@ -124,11 +124,6 @@ class WorkflowFunction(AsksByKey):
                 " it calls"
             )
         self.wanted = wanted_by(own.function, spec)
-
-    @classmethod
-    def named(cls, spec: str) -> WorkflowFunction:
-        """Load the function that the configuration names."""
-        return cls(own_function(KEY, spec, RETURNS).function, spec)
 
     @property
     def over_http(self) -> bool:

@@ -306,7 +306,7 @@ def test_one_that_says_something_else_then_cannot_go_on() -> None:
         assert reward.missing and "differently after a restart" in str(reward.error)
 
 
-def test_a_turn_that_is_sampled_again_is_played_on_another_object() -> None:
+def test_resampled_turn_is_played_on_another_object() -> None:
     with environment(Counter) as env:
         rollout, again = new_rollout(), new_rollout()
         for of in (rollout, again):

@@ -234,7 +234,7 @@ def test_several_are_weighed_and_told_apart() -> None:
     assert "right: ValueError: math_dapo needs an answer" in reward.score_one(item("8"))["error"]
 
 
-def test_what_a_function_of_shaping_gives_is_no_part_of_the_score() -> None:
+def test_shaping_function_is_not_part_of_the_score() -> None:
     reward = several(
         {"function": "math_dapo", "params": {"wrong": 0.0}},
         {"function": "format", "weight": -0.5, "params": {"pattern": ".*!"}, "shaping": True, "name": "shouts"},
@@ -370,6 +370,6 @@ def test_the_own_table_comes_before_verls_and_names_all(tmp_path: Path) -> None:
         rewards_of(tmp_path, "other", by_data_source={"*": "jsson"})
 
 
-def test_a_data_source_of_images_is_refused_without_a_reward_for_it(tmp_path: Path) -> None:
+def test_data_source_of_images_needs_a_reward(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'hiyouga/geometry3k' .it is of answers about images.*rewards.by_data_source"):
         rewards_of(tmp_path, "hiyouga/geometry3k")

@@ -57,7 +57,7 @@ def test_what_is_not_a_score_is_an_error(value, error):
     assert error in to_result(value)["error"]
 
 
-def test_spec_falls_back_from_the_source_to_the_table_to_the_kind():
+def test_reward_of_source_then_table_then_kind():
     gym, file = TaskSourceConfig(kind="reasoning_gym", name="chain_sum"), TaskSourceConfig(kind="dataset", path="a.csv")
     none, some = RewardsConfig(), RewardsConfig(function="a:b")
     assert choose_reward(gym, none, "boxed").spec == "reasoning_gym/boxed"
@@ -167,7 +167,7 @@ def test_verl_without_a_ground_truth_says_what_to_set(tmp_path):
         ),
     ],
 )
-def test_a_column_that_is_not_there_is_named_beside_those_that_are(tmp_path, code, message):
+def test_missing_column_is_named_beside_existing_ones(tmp_path, code, message):
     reward = load(tmp_path, code)
     with pytest.raises(ValueError) as error:
         if not reward.whole_groups:

@@ -85,7 +85,7 @@ def test_messages_by_its_own_chat_template(tmp_path: Path) -> None:
     assert plain == pytest.approx(float(alone(folder, "sequence", ["SQA"])[0][0]), abs=1e-5)
 
 
-def test_in_the_pool_what_is_too_long_is_missing_and_the_others_are_scored(tmp_path: Path) -> None:
+def test_reward_model_skips_too_long_texts(tmp_path: Path) -> None:
     folder = saved(tmp_path / "m")
     task = Task("t", "s", make_spec("reward_model", {"path": str(folder), "max_tokens": 40}), prompt="q: 1+1?")
 

@@ -144,7 +144,7 @@ def test_a_hub_that_is_away_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, 
 # Streams
 
 
-def test_a_stream_gives_what_the_file_holds_shuffled_within_each_chunk(numbered: str) -> None:
+def test_streamed_rows_are_shuffled_within_each_chunk(numbered: str) -> None:
     on_disk, streamed = ({"path": numbered, "streaming": s} for s in (False, True))
     plain = [numbers(draw(stream(s, shuffle=False, epochs=2), 500)) for s in (on_disk, streamed)]
     assert plain[0] == plain[1] and len(plain[0]) > 180

@@ -159,7 +159,7 @@ def test_a_key_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("operands_ordered", "key"), [(False, ""), (True, "id")])
-def test_a_generated_problem_and_the_row_of_its_text_are_on_one_side(
+def test_generated_problem_and_equal_row_are_on_one_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operands_ordered: bool, key: str
 ) -> None:
     """Though the hash puts the two on sides of their own, by what makes each the same as others."""

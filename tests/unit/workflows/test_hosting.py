@@ -243,7 +243,7 @@ def test_a_run_that_was_cut_off_equals_one_that_was_not(mode: str, num: int) -> 
 
 @FEW_OR_MANY
 @pytest.mark.parametrize("mode", MODES)
-def test_whatever_agents_do_after_a_kill_each_token_is_in_one_account(mode: str, num: int) -> None:
+def test_random_agents_after_a_kill_keep_the_ledger_balanced(mode: str, num: int) -> None:
     @for_many(
         num,
         seed=st.integers(0, 2**20),
@@ -285,7 +285,7 @@ def test_what_an_agent_decides_otherwise_is_dropped_and_counted() -> None:
     assert counts["turns/breaks/branch"] == counts["episodes/diverged"]
 
 
-def test_an_episode_that_asks_for_nothing_again_keeps_a_rollout_without_a_turn() -> None:
+def test_episode_that_repeats_no_call_keeps_an_empty_rollout() -> None:
     begun: set[str] = set()
 
     async def once_only(task: Any, episode: Any) -> float:
@@ -434,7 +434,7 @@ def test_a_stop_ends_every_agent() -> None:
     assert len(ended) == 4
 
 
-def test_a_call_that_nobody_waits_for_ends_its_rollout_without_a_reward():
+def test_abandoned_call_ends_its_rollout_without_reward():
     class Hasty:
         async def __call__(self, task: Any, episode: Any) -> float:
             call = asyncio.ensure_future(episode.trajectory().chat([user("Begin")]))

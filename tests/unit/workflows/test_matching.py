@@ -98,7 +98,7 @@ def assistants(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=30)
 @given(st.lists(assistants(), min_size=1, max_size=4), st.data())
-def test_a_client_that_writes_messages_its_own_way_keeps_its_rollout(turns: list[Any], data: st.DataObject):
+def test_reformatted_messages_continue_the_rollout(turns: list[Any], data: st.DataObject):
     conversation, messages = Conversation.opened("0-0", OPENING, []), list(OPENING)
     for turn in turns[:-1]:
         messages = [*messages, turn, {"role": "tool", "content": data.draw(TEXTS), "tool_call_id": "x"}]

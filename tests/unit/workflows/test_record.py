@@ -77,7 +77,7 @@ def served(turn: Any) -> str:
     return turn.reply.text
 
 
-def test_turns_are_served_and_the_unfinished_one_goes_on_from_its_tokens() -> None:
+def test_replay_serves_turns_and_continues_the_unfinished_one() -> None:
     before = Run()
     trajectory = before.trajectory()
     first = before.say(trajectory, [user("Hi")], "four")
@@ -93,7 +93,7 @@ def test_turns_are_served_and_the_unfinished_one_goes_on_from_its_tokens() -> No
     assert again.turns.record.unreplayed() == {} and not again.counts
 
 
-def test_trajectories_that_come_in_another_order_are_found_by_role_and_prompt() -> None:
+def test_replay_finds_reordered_trajectories() -> None:
     before = Run()
     for role, text in (("a", "x"), ("b", "x"), ("a", "y")):
         before.say(before.trajectory(role), [user(text)], f"{role} to {text}")
@@ -108,7 +108,7 @@ def test_trajectories_that_come_in_another_order_are_found_by_role_and_prompt() 
     assert isinstance(new, Opened) and new.rollout_id == "0-0.3.0", "one more is one more"
 
 
-def test_equal_questions_are_served_once_each_and_others_have_draws_of_their_own() -> None:
+def test_replay_serves_equal_calls_once_each() -> None:
     before = Run()
     for number in range(3):
         before.say(before.trajectory(), [user("Hi")], f"number {number}")
@@ -205,7 +205,7 @@ def test_a_turn_on_record_must_fit_the_stop_strings_of_the_call(
     assert not isinstance(turn, Opened) or turn.rollout_id == "0-0.0.1"
 
 
-def test_a_rollout_without_a_key_of_a_checkpoint_of_before_is_not_found() -> None:
+def test_replay_ignores_rollouts_without_a_key() -> None:
     before = Run()
     before.say(before.trajectory("a"), [user("Hi")], "four")
     [old] = before.rollouts.values()

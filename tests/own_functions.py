@@ -29,9 +29,9 @@ from rollover.config import (
 )
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import ExtendRequest
-from rollover.envs.build import EnvironmentSetup, build_environment
+from rollover.envs.build import build_environment
 from rollover.envs.class_environment import ClassEnvironment
-from rollover.envs.protocol import Keep, keeps_nothing
+from rollover.envs.protocol import EnvironmentSetup, Keep, keeps_nothing
 from rollover.envs.tools import Call, build_tool_format
 from rollover.functions import load_function, own_function
 from rollover.rewards.protocol import ScoreRequest

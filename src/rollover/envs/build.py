@@ -10,6 +10,7 @@ from rollover.config.rollout import ENVIRONMENTS
 from rollover.envs.class_environment import ClassEnvironment
 from rollover.envs.protocol import (
     Environment,
+    EnvironmentSetup,
     InvalidTurn,
     Keep,
     RunEnvironment,
@@ -18,7 +19,6 @@ from rollover.envs.protocol import (
     rewards_error,
     turn_error,
 )
-from rollover.envs.protocol import EnvironmentSetup as EnvironmentSetup
 from rollover.functions import explained, make_named, outcome_of
 from rollover.tasks.prompts import Encode, encoder
 from rollover.types import Prompt, Reward, Rollout, Segment, Task

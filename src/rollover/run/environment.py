@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack
 
 from rollover.config import Config
 from rollover.engine.protocol import Engine
-from rollover.envs.build import EnvironmentSetup, build_environment
-from rollover.envs.protocol import Keep, RunEnvironment, keeps_nothing
+from rollover.envs.build import build_environment
+from rollover.envs.protocol import EnvironmentSetup, Keep, RunEnvironment, keeps_nothing
 from rollover.models.load import LoadedModel
 from rollover.rewards.scorer import RewardObserver, make_scorer
 from rollover.workflows.build import build_episodes

@@ -15,8 +15,8 @@ from rollover.config import Config
 from rollover.config.algorithm import AlgorithmConfig
 from rollover.config.workflow import WorkflowConfig
 from rollover.engine.protocol import ExtendRequest
-from rollover.envs.build import CustomEnvironment, EnvironmentSetup, build_environment
-from rollover.envs.protocol import RunEnvironment, written
+from rollover.envs.build import CustomEnvironment, build_environment
+from rollover.envs.protocol import EnvironmentSetup, RunEnvironment, written
 from rollover.rollout.lifecycle import EventKind
 from rollover.types import DropReason, Reward, Rollout, RolloutState, Segment, StopReason
 from unit.rollout.dialogue import SAID, Dialogue, TurnEngine, said

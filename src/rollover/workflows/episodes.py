@@ -357,13 +357,14 @@ class AgentRun:
         if all(trajectory.index is None for trajectory in self.trajectories):
             none = Reward(None, error="the workflow made no model call")
             return self._default_reward if self._cut_off and self._default_reward.missing else none
-        of = next((t for t in self.trajectories if t.index == rollout.trajectory), None)
-        if of is None:
+        trajectory = next((t for t in self.trajectories if t.index == rollout.trajectory), None)
+        if trajectory is None:
             return self._default_reward
-        nums, where = of.conversations.num_turns, f"trajectory {of.index} (role {of.role!r}) of {self.episode_id}"
-        given = of.final_reward(self._default_reward)
-        if self._cut_off and given.advantages is None and self.episodes.limits.precomputed(of.role):
+        nums = trajectory.conversations.num_turns
+        given = trajectory.final_reward(self._default_reward)
+        if self._cut_off and given.advantages is None and self.episodes.limits.precomputed(trajectory.role):
             return Reward(None, error="its episode was cut off before it had an advantage")
+        where = f"trajectory {trajectory.index} (role {trajectory.role!r}) of {self.episode_id}"
         try:
             rewards = divided(given, list(nums.values()), where)
         except ValueError as error:

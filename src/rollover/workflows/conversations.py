@@ -41,8 +41,132 @@ if TYPE_CHECKING:
     from rollover.models.processor import Processor
 
 
+Message = Mapping[str, Any]
 LARGE_CHARACTERS = 50_000
 """Characters that the tokenizer takes some 10 ms for."""
+
+
+class Break(enum.Enum):
+    """Why a later call of a trajectory opens a Rollout instead of continuing one."""
+
+    HISTORY = "history"
+    """The earlier messages differ: the agent shortened, summarised or rewrote them, or started over."""
+    BRANCH = "branch"
+    """The Rollout has grown beyond the point that the call continues, or has a turn in flight."""
+    TOOLS = "tools"
+    """The call offers other tools."""
+    TEMPLATE = "template"
+    """The chat template cannot render the new messages after the sampled tokens."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages of one open Rollout.
+
+    `key`: the Rollout's id. `messages`: all of them (`canonical`), the last one the assistant's as it was returned; or,
+    while a turn is `in_flight`, those of its call. `tools`: `canonical_tools`.
+    """
+
+    key: str
+    messages: tuple[str, ...]
+    tools: str
+    in_flight: bool = False
+
+    @classmethod
+    def opened(cls, key: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Conversation:
+        """Create it for a Rollout whose first turn is in flight."""
+        return cls(key, canonical(messages), canonical_tools(tools), in_flight=True)
+
+    def with_call(self, messages: Sequence[Message]) -> Conversation:
+        """Return it with the messages of a call that continues it."""
+        return Conversation(self.key, canonical(messages), self.tools, in_flight=True)
+
+    def with_answer(self, assistant: Message) -> Conversation:
+        """Return it with the message of the finished turn."""
+        return Conversation(self.key, (*self.messages, *canonical([assistant])), self.tools)
+
+
+@dataclass(frozen=True)
+class Match:
+    """Result of `match`: the call continues the Rollout `key` with `new` messages, or opens one for `reason`.
+
+    `reason` is None for the first call of a trajectory, and for a continuation.
+    """
+
+    key: str | None = None
+    new: tuple[Message, ...] = ()
+    reason: Break | None = None
+
+
+def match(
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    conversations: Iterable[Conversation],
+    can_follow: Callable[[str], bool] = lambda role: True,
+) -> Match:
+    """Find the open Rollout that a call with these messages and tools continues.
+
+    Of several (equal ones, sampled with equal text) the oldest is taken. `can_follow`: whether the chat template
+    renders a message of the role after a sampled turn exactly, token by token, as in the whole conversation.
+    """
+    ours, offered = canonical(messages), canonical_tools(tools)
+    reason: Break | None = None
+    for conversation in conversations:
+        num = len(conversation.messages)
+        if _continues(ours, conversation):
+            new = tuple(messages[num:])
+            if conversation.tools != offered:
+                why = Break.TOOLS
+            elif not all(can_follow(str(message.get("role"))) for message in new):
+                why = Break.TEMPLATE
+            else:
+                return Match(conversation.key, new)
+        else:
+            why = Break.BRANCH if _branches(ours, conversation) else Break.HISTORY
+        reason = why if reason is None or _NEARNESS[why] > _NEARNESS[reason] else reason
+    return Match(reason=reason)
+
+
+def canonical(messages: Iterable[Message]) -> tuple[str, ...]:
+    """Return for each message a text that is equal for equal messages, in whatever form the client writes them.
+
+    Compared are the role, the text (joined parts; none equals an empty one), the digests of images, an assistant's
+    reasoning and tool calls (names, and arguments as JSON values), and the name of other messages. Ids of calls, which
+    clients change, and unknown keys are not compared.
+    """
+    return tuple(json.dumps(_parts(message), sort_keys=True, ensure_ascii=False) for message in messages)
+
+
+def canonical_tools(tools: Iterable[Mapping[str, Any]]) -> str:
+    """Return the tool definitions as one text, equal for equal definitions in the same order."""
+    return json.dumps([dict(tool) for tool in tools], sort_keys=True, ensure_ascii=False, default=str)
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a content: a text, None, or parts of type text. ValueError for other parts."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        if all(isinstance(text, str) for text in texts):
+            return "".join(str(text) for text in texts)
+    raise ValueError("the content of a message must be a text, or a list of parts of the types text and image_url")
+
+
+def turn_key(role: str, prompt: Prompt, max_tokens: int | None, stop: Sequence[str], occurrence: int) -> int:
+    """Return the 64-bit key of a turn within its Episode: equal for the same call of another run of the workflow.
+
+    `prompt`: everything before the turn. `occurrence`: number of earlier turns of the Episode with the same call; equal
+    calls are exchangeable.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(json.dumps([role, max_tokens, list(stop), occurrence]).encode())
+    digest.update(np.asarray(prompt.ids, "<i4").tobytes())
+    for media in prompt.media:
+        digest.update(media.digest.encode())
+    return int.from_bytes(digest.digest(), "little")
 
 
 @dataclass(frozen=True)
@@ -355,132 +479,6 @@ def _split_calls(text: str, tool_format: str, reply_id: str) -> tuple[str, tuple
     )
     opening = text.find("<tool_call>") if tool_format == "hermes" else 0
     return text[:opening].strip(), calls
-
-
-Message = Mapping[str, Any]
-
-
-class Break(enum.Enum):
-    """Why a later call of a trajectory opens a Rollout instead of continuing one."""
-
-    HISTORY = "history"
-    """The earlier messages differ: the agent shortened, summarised or rewrote them, or started over."""
-    BRANCH = "branch"
-    """The Rollout has grown beyond the point that the call continues, or has a turn in flight."""
-    TOOLS = "tools"
-    """The call offers other tools."""
-    TEMPLATE = "template"
-    """The chat template cannot render the new messages after the sampled tokens."""
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Messages of one open Rollout.
-
-    `key`: the Rollout's id. `messages`: all of them (`canonical`), the last one the assistant's as it was returned; or,
-    while a turn is `in_flight`, those of its call. `tools`: `canonical_tools`.
-    """
-
-    key: str
-    messages: tuple[str, ...]
-    tools: str
-    in_flight: bool = False
-
-    @classmethod
-    def opened(cls, key: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Conversation:
-        """Create it for a Rollout whose first turn is in flight."""
-        return cls(key, canonical(messages), canonical_tools(tools), in_flight=True)
-
-    def with_call(self, messages: Sequence[Message]) -> Conversation:
-        """Return it with the messages of a call that continues it."""
-        return Conversation(self.key, canonical(messages), self.tools, in_flight=True)
-
-    def with_answer(self, assistant: Message) -> Conversation:
-        """Return it with the message of the finished turn."""
-        return Conversation(self.key, (*self.messages, *canonical([assistant])), self.tools)
-
-
-@dataclass(frozen=True)
-class Match:
-    """Result of `match`: the call continues the Rollout `key` with `new` messages, or opens one for `reason`.
-
-    `reason` is None for the first call of a trajectory, and for a continuation.
-    """
-
-    key: str | None = None
-    new: tuple[Message, ...] = ()
-    reason: Break | None = None
-
-
-def match(
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]],
-    conversations: Iterable[Conversation],
-    can_follow: Callable[[str], bool] = lambda role: True,
-) -> Match:
-    """Find the open Rollout that a call with these messages and tools continues.
-
-    Of several (equal ones, sampled with equal text) the oldest is taken. `can_follow`: whether the chat template
-    renders a message of the role after a sampled turn exactly, token by token, as in the whole conversation.
-    """
-    ours, offered = canonical(messages), canonical_tools(tools)
-    reason: Break | None = None
-    for conversation in conversations:
-        num = len(conversation.messages)
-        if _continues(ours, conversation):
-            new = tuple(messages[num:])
-            if conversation.tools != offered:
-                why = Break.TOOLS
-            elif not all(can_follow(str(message.get("role"))) for message in new):
-                why = Break.TEMPLATE
-            else:
-                return Match(conversation.key, new)
-        else:
-            why = Break.BRANCH if _branches(ours, conversation) else Break.HISTORY
-        reason = why if reason is None or _NEARNESS[why] > _NEARNESS[reason] else reason
-    return Match(reason=reason)
-
-
-def canonical(messages: Iterable[Message]) -> tuple[str, ...]:
-    """Return for each message a text that is equal for equal messages, in whatever form the client writes them.
-
-    Compared are the role, the text (joined parts; none equals an empty one), the digests of images, an assistant's
-    reasoning and tool calls (names, and arguments as JSON values), and the name of other messages. Ids of calls, which
-    clients change, and unknown keys are not compared.
-    """
-    return tuple(json.dumps(_parts(message), sort_keys=True, ensure_ascii=False) for message in messages)
-
-
-def canonical_tools(tools: Iterable[Mapping[str, Any]]) -> str:
-    """Return the tool definitions as one text, equal for equal definitions in the same order."""
-    return json.dumps([dict(tool) for tool in tools], sort_keys=True, ensure_ascii=False, default=str)
-
-
-def text_of(content: Any) -> str:
-    """Return the text of a content: a text, None, or parts of type text. ValueError for other parts."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence):
-        texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
-        if all(isinstance(text, str) for text in texts):
-            return "".join(str(text) for text in texts)
-    raise ValueError("the content of a message must be a text, or a list of parts of the types text and image_url")
-
-
-def turn_key(role: str, prompt: Prompt, max_tokens: int | None, stop: Sequence[str], occurrence: int) -> int:
-    """Return the 64-bit key of a turn within its Episode: equal for the same call of another run of the workflow.
-
-    `prompt`: everything before the turn. `occurrence`: number of earlier turns of the Episode with the same call; equal
-    calls are exchangeable.
-    """
-    digest = hashlib.blake2b(digest_size=8)
-    digest.update(json.dumps([role, max_tokens, list(stop), occurrence]).encode())
-    digest.update(np.asarray(prompt.ids, "<i4").tobytes())
-    for media in prompt.media:
-        digest.update(media.digest.encode())
-    return int.from_bytes(digest.digest(), "little")
 
 
 # Of several reasons, `match` reports the one of the Rollout that the call came closest to continuing.

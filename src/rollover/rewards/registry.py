@@ -298,11 +298,11 @@ class CompositeReward:
 
     def score_one(self, item: Item) -> Result:
         """Score one item with every function."""
-        return self._sum([_one(member.reward, _own(member.reward, item)) for member in self.members])
+        return self._sum([_score_or_error(member.reward, _isolated(member.reward, item)) for member in self.members])
 
     def score_all(self, items: list[Item]) -> list[Result]:
         """Score all items with every function. An exception of a batch function passes through."""
-        columns = [_scored(member.reward, items) for member in self.members]
+        columns = [_scores_of(member.reward, items) for member in self.members]
         return [self._sum([column[i] for column in columns]) for i in range(len(items))]
 
     def _sum(self, results: list[Result]) -> Result:
@@ -327,12 +327,12 @@ class CompositeReward:
         return {"score": total, "extras": extras} | {name: values for name, values in rest.items() if values}
 
 
-def _scored(reward: LoadedReward, items: list[Item]) -> list[Result]:
-    items = [_own(reward, item) for item in items]
+def _scores_of(reward: LoadedReward, items: list[Item]) -> list[Result]:
+    items = [_isolated(reward, item) for item in items]
     if reward.mode == "batch":
         return reward.score_all(items)
     if reward.mode == "each":
-        return [_one(reward, item) for item in items]
+        return [_score_or_error(reward, item) for item in items]
 
     async def together() -> list[Result]:
         return await asyncio.gather(*(one(item) for item in items))
@@ -348,12 +348,12 @@ def _scored(reward: LoadedReward, items: list[Item]) -> list[Result]:
     return runner().run(together())
 
 
-def _own(reward: LoadedReward, item: Item) -> Item:
+def _isolated(reward: LoadedReward, item: Item) -> Item:
     """Return the item with a copy of the task's columns, which a user's function may change."""
     return item if reward.kind == "builtin" else {**item, "columns": copy.deepcopy(item["columns"])}
 
 
-def _one(reward: LoadedReward, item: Item) -> Result:
+def _score_or_error(reward: LoadedReward, item: Item) -> Result:
     try:
         return reward.score_one(item)
     except MemoryError:

@@ -37,11 +37,11 @@ PROTOCOLS = {
     "Source of tasks": ("rollover.tasks.source.SourceSetup", "rollover.tasks.source.TaskSource"),
     "Curriculum": ("rollover.tasks.curriculum.Seen", "rollover.tasks.curriculum.Visit"),
     "Environment": (
-        "rollover.envs.setup.EnvironmentSetup",
+        "rollover.envs.protocol.EnvironmentSetup",
         "rollover.envs.protocol.Environment",
         "rollover.envs.chat.Chat",
     ),
-    "Agent": ("rollover.workflows.calls.Caller", "rollover.workflows.calls.Call", "rollover.workflows.calls.Reply"),
+    "Agent": ("rollover.workflows.calls.Call", "rollover.workflows.calls.Reply"),
     "Engine": (
         "rollover.engine.build.EngineSetup",
         "rollover.engine.protocol.Engine",

@@ -29,20 +29,19 @@ from rollover.config import (
 )
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import ExtendRequest
-from rollover.envs.build import EnvironmentSetup, build_environment
+from rollover.envs.build import build_environment
 from rollover.envs.class_environment import ClassEnvironment
-from rollover.envs.protocol import Keep, keeps_nothing
+from rollover.envs.protocol import EnvironmentSetup, Keep, keeps_nothing
 from rollover.envs.tools import Call, build_tool_format
 from rollover.functions import load_function, own_function
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rollout.order import RolloutView, load_order
 from rollover.run.own_metrics import own_metrics
 from rollover.run.producer import OwnProducer, Played, ready_episodes
-from rollover.tasks.build import build_source
 from rollover.tasks.curriculum import Curriculum, Seen, build_curriculum
 from rollover.tasks.prompts import TASK_OR_NONE, PromptSource, encoder
-from rollover.tasks.same import same_by
-from rollover.tasks.source import SourceSetup
+from rollover.tasks.source import SourceSetup, build_source
+from rollover.tasks.split import comparison_by
 from rollover.tasks.stream import TaskStream
 from rollover.track.tracker import Cut, RunInfo
 from rollover.trainer.backend import TrainerBackend
@@ -253,7 +252,7 @@ def check_source(spec: str) -> None:
 
 
 def check_problem_key(spec: str) -> None:
-    same = same_by(spec)
+    same = comparison_by(spec)
     texts = [same(Task("t", "docs", "r", prompt=text)) for text in ("Add 3 and 14.", "What is 14 + 3?", "Add 3 and 4.")]
     assert texts[0] == texts[1] != texts[2]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rollover.api.training import sft as sft
     from rollover.api.training import train as train
     from rollover.api.training import train_async as train_async
-    from rollover.envs.game import Observation as Observation
+    from rollover.envs.protocol import Observation as Observation
     from rollover.run.loop import Step as Step
     from rollover.run.producer import Played as Played
     from rollover.run.producer import ready_episodes as ready_episodes
@@ -48,7 +48,7 @@ _PLACES = {
     "Engine": "rollover.api.engine",
     "Episode": "rollover.trajectories",
     "Group": "rollover.types",
-    "Observation": "rollover.envs.game",
+    "Observation": "rollover.envs.protocol",
     "Prompt": "rollover.types",
     "Reward": "rollover.types",
     "Rollout": "rollover.types",

@@ -1,6 +1,6 @@
 """OpenAI's API as our servers speak it: requests checked, answers written. No HTTP, no asyncio.
 
-    the gateway of a run (workflows/gateway/)    agents: tools, images; every token at the run's sampling
+    the gateway of a run (workflows/gateway.py)  agents: tools, images; every token at the run's sampling
     rollover serve (engine/server/texts.py)      benchmarks: sampling of their own, echo, several prompts
 
 A field that a server does not support is refused by name, never ignored: a policy that is trained at other settings

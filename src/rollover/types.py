@@ -360,8 +360,8 @@ class Rollout:
 
     `prompt`: siblings with equal prompts have one object. `sibling` is its Episode within the group, `trajectory` the
     index of its Trajectory within that, `context` its place in it, and `role` whose part it plays (trajectories.py has
-    the views). A plain task has one of each. `turn_key`: of the call that opened it (workflows/matching.py), by which
-    its draws are found; None: they are the sibling's own.
+    the views). A plain task has one of each. `turn_key`: of the call that opened it
+    (workflows/conversations.py), by which its draws are found; None: they are the sibling's own.
     """
 
     group_id: int

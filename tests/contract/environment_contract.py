@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollover.envs.protocol import Environment, why_not_written
+from rollover.envs.protocol import Environment, turn_error
 from rollover.functions import as_json
 from rollover.types import Reward, Rollout, Segment
 
@@ -45,7 +45,7 @@ async def check_an_answer_is_a_segment_or_the_end(subject: Subject) -> None:
     for rollout in subject.rollouts:
         answer = await environment.next(rollout)
         if answer is not None:
-            assert why_not_written(answer, rollout, subject.vocab_size) is None
+            assert turn_error(answer, rollout, subject.vocab_size) is None
             assert answer.start in (None, rollout.num_tokens), "it comes after the policy's turn"
             assert not answer.logprobs.any(), "nobody sampled these tokens"
 

@@ -35,8 +35,7 @@ from rollover.engine.server.texts import TextEndpoints
 from rollover.http_server import HttpServer
 from rollover.plugins.dashboard import app as view
 from rollover.plugins.dashboard.run_data import RunData
-from rollover.workflows.gateway.app import Gateway
-from unit.workflows.test_gateway import FakeCaller
+from unit.workflows.test_gateway import FakePolicy
 
 CHANGES = {
     "serve": [
@@ -76,13 +75,13 @@ def send(port: int, method: str, path: str, headers: dict[str, str], body: bytes
 class Served:
     """The three servers, each on a port, and what of them must not change."""
 
-    def __init__(self, service: Service, caller: FakeCaller, ports: dict[str, int]) -> None:
-        self.service, self.caller, self.ports = service, caller, ports
+    def __init__(self, service: Service, policy: FakePolicy, ports: dict[str, int]) -> None:
+        self.service, self.policy, self.ports = service, policy, ports
 
     def unchanged(self) -> None:
         """Nothing that was sent has had an effect."""
         assert not self.service.is_paused and self.service.label == "default" and not self.service.streams
-        assert self.service.num_ended_tokens == 0 and not self.caller.calls
+        assert self.service.num_ended_tokens == 0 and not self.policy.calls
 
 
 @pytest.fixture(scope="module")
@@ -108,16 +107,16 @@ def serve(folder: Path, tmp_path: Path, service_of: Callable[[], Service]) -> It
 
     @asynccontextmanager
     async def all_of(token: str) -> AsyncIterator[Served]:
-        service, caller = service_of(), FakeCaller()
+        service, policy = service_of(), FakePolicy()
         servers = {
             "serve": HttpServer(make_app(service, TextEndpoints(service, service.tokenizer)), token=token),
-            "gateway": HttpServer(Gateway(caller).app),
+            "gateway": HttpServer(policy.gateway().app),
             "dashboard": HttpServer(view.make_app([RunData(run)]), token=token, is_public=view.is_of_page),
         }
         for server in servers.values():
             await server.start()
         try:
-            yield Served(service, caller, {name: server.port for name, server in servers.items()})
+            yield Served(service, policy, {name: server.port for name, server in servers.items()})
         finally:
             for server in servers.values():
                 await server.close()

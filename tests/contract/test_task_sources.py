@@ -13,8 +13,7 @@ import pytest
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.config.tasks import SOURCES
 from rollover.live_objects import hold, release
-from rollover.tasks.build import build_source
-from rollover.tasks.source import SourceSetup, TaskSource, problems_of
+from rollover.tasks.source import SourceSetup, TaskSource, build_source, problems_of
 from rollover.tasks.split import SplitName
 from rollover.tasks.stream import TaskStream
 from rollover.types import Task

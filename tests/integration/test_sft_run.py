@@ -19,7 +19,7 @@ from local_trainer import build_batch, local_trainer
 from rollover import cli
 from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.run.supervised import SupervisedExamples, as_group
-from rollover.tasks.examples import Example, Part
+from rollover.tasks.examples import Example, TokenSpan
 from rollover.types import Group, Prompt, Task
 
 SFT: dict[str, Any] = {"batch_examples": 4}
@@ -59,11 +59,11 @@ def some_groups() -> list[Group]:
 
     task, groups = Task("t", "s", "", prompt=""), []
     for i in range(3):
-        parts = [Part.of(ids(4 + i), True)]
+        parts = [TokenSpan.of(ids(4 + i), True)]
         if i == 1:
-            parts += [Part.of(ids(3), False), Part.of(ids(5), True)]
+            parts += [TokenSpan.of(ids(3), False), TokenSpan.of(ids(5), True)]
         groups.append(as_group(Example(task, Prompt.of(ids(3 + i)), tuple(parts)), i, 0))
-    twice = [as_group(Example(task, Prompt.of(range(10, 16)), (Part.of(ids(4), True),)), 3, 0) for _ in range(2)]
+    twice = [as_group(Example(task, Prompt.of(range(10, 16)), (TokenSpan.of(ids(4), True),)), 3, 0) for _ in range(2)]
     twice[1].rollouts[0].sibling, twice[1].rollouts[0].rollout_id = 1, "3-1"
     groups.append(Group(3, task, twice[0].prompt, [g.rollouts[0] for g in twice]))
     return groups

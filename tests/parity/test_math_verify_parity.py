@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from rollover.config import RewardsConfig
-from rollover.rewards.built_in import made
+from rollover.rewards.built_in import make_function
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.types import Reward, Task
@@ -52,7 +52,7 @@ def directly(completion: str, reference: str) -> float | None:
 
 @pytest.mark.parametrize("num", [100, pytest.param(500, marks=pytest.mark.slow)])
 def test_it_agrees_with_math_verify(num: int) -> None:
-    score, verdicts = made("math", {}, "."), Counter[float]()
+    score, verdicts = make_function("math", {}, "."), Counter[float]()
     for completion, reference in cases(num):
         expected = directly(completion, reference)
         item = {"completion": completion, "columns": {"answer": reference}}
@@ -92,7 +92,7 @@ def test_a_memory_error_is_not_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -
 
     item = {"completion": "\\boxed{4}", "columns": {"answer": "4"}}
     monkeypatch.setattr(math_verify, "verify", raises(TypeError("no comparison")))
-    assert made("math", {}, ".")(item) == 0.0
+    assert make_function("math", {}, ".")(item) == 0.0
     monkeypatch.setattr(math_verify, "verify", raises(MemoryError()))
     with pytest.raises(MemoryError):
-        made("math", {}, ".")(item)
+        make_function("math", {}, ".")(item)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollover.algorithms.shaping import overlong
-from rollover.rewards.built_in import BY_DATA_SOURCE, by_data_source, made
+from rollover.rewards.built_in import BY_DATA_SOURCE, make_function, spec_by_data_source
 
 rules = pytest.importorskip("verl.utils.reward_score")
 gsm8k = pytest.importorskip("verl.utils.reward_score.gsm8k")
@@ -48,7 +48,7 @@ def cases(num: int = 3000) -> list[tuple[str, str]]:
 
 def ours(name: str, completion: str, reference: Any, **params: Any) -> Any:
     item = {"completion": completion, "columns": {"reward_model": {"ground_truth": reference}}}
-    return made(name, params, ".")(item)
+    return make_function(name, params, ".")(item)
 
 
 @pytest.mark.parametrize("method", ["strict", "flexible"])
@@ -109,7 +109,7 @@ def test_data_sources_have_verls_rewards() -> None:
     answers = {"search_qa": ("<answer>7</answer>", {"target": "7"}), "": ("Answer: 7\n#### 7 \\boxed{7}", "7")}
     for name in BY_DATA_SOURCE:
         source = name.replace("*", "nq" if name.startswith("searchR1") else "2024")
-        reward = by_data_source(source, {})
+        reward = spec_by_data_source(source, {})
         assert reward is not None
         if reward in ("math", "code"):
             continue

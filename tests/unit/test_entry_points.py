@@ -19,7 +19,7 @@ from rollover.config.load import load_config
 from rollover.config.schema import leaves
 from rollover.config.table import UNSETTLED, ConfigError, Table, entry_points_of, row_of, table_of
 from rollover.config.trust import FUNCTIONS, OfRun, named, text_options
-from rollover.rewards.routing import chosen_for
+from rollover.rewards.routing import choose_reward
 
 PLACE = "untouched:attribute"
 
@@ -96,7 +96,7 @@ def test_name_of_two_packages_is_refused(site: Path) -> None:
     with pytest.raises(ConfigError, match=r'algorithm.loss = "toy" is registered by several packages: games:loss \('):
         load_config([{"algorithm.loss": "toy"}], require_sources=False)
     with pytest.raises(ValueError, match="rewards.function: 'toy' is registered by several packages"):
-        chosen_for(TaskSourceConfig(kind="dataset", path="x"), RewardsConfig(function="toy"))
+        choose_reward(TaskSourceConfig(kind="dataset", path="x"), RewardsConfig(function="toy"))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_unknown_name_is_compared_with_registered_ones(key: str, value: Any, sai
 
 def test_unknown_reward_is_compared_with_registered_ones(site: Path) -> None:
     with pytest.raises(ValueError, match=r"nor registered by a package \(toy\) .*did you mean 'toy'"):
-        chosen_for(TaskSourceConfig(kind="dataset", path="x"), RewardsConfig(function="toyy"))
+        choose_reward(TaskSourceConfig(kind="dataset", path="x"), RewardsConfig(function="toyy"))
 
 
 def test_name_of_a_run_directory_is_refused_unless_given(site: Path) -> None:

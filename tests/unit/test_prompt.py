@@ -14,16 +14,16 @@ from local_trainer import build_batch
 from rollover.config import AlgorithmConfig, RerollConfig
 from rollover.engine.process.messages import requests_from_json, requests_to_json
 from rollover.engine.protocol import ExtendRequest
-from rollover.envs.protocol import why_not_written, written
+from rollover.envs.protocol import turn_error, written
 from rollover.rollout.group_state import groups_from_state, groups_to_state
 from rollover.run.event_log import digest_of
-from rollover.tasks.prompts import shortened_to
+from rollover.tasks.prompts import truncated
 from rollover.tasks.reroll import Reroll
 from rollover.track.records import FORMATS, RolloutRecorder, read_rollouts
 from rollover.track.tracker import RecordedGroup
 from rollover.trainer.packing import row_tokens
 from rollover.types import Media, Prompt, Reward, SamplingParams, Task
-from rollover.workflows.matching import turn_key
+from rollover.workflows.conversations import turn_key
 
 CAT = Media("cat.png", "c" * 64, (8, 8), 1, 2, (1, 2, 2))
 DOG = dataclasses.replace(CAT, source="dog.png", digest="d" * 64)
@@ -76,8 +76,8 @@ def test_bare_token_ids_are_refused_where_they_are_given() -> None:
 
 
 def test_a_prompt_with_media_is_never_cut() -> None:
-    assert shortened_to(OF_CAT, 3, "left") is None and shortened_to(OF_CAT, 4, "left") is OF_CAT
-    assert shortened_to(TEXT, 3, "left") == Prompt(IDS[1:])
+    assert truncated(OF_CAT, 3, "left") is None and truncated(OF_CAT, 4, "left") is OF_CAT
+    assert truncated(TEXT, 3, "left") == Prompt(IDS[1:])
 
 
 def test_media_of_an_answer_come_back_from_every_file(tmp_path: Path) -> None:
@@ -99,6 +99,6 @@ def test_an_answer_whose_image_lies_elsewhere_is_refused(offset: int, count: int
     of = rollout(0, prompt=TEXT)
     image = dataclasses.replace(DOG, offset=offset, count=count)
     said = dataclasses.replace(written(of, (90, 90, 4)), media=(image,))
-    assert "which does not lie within its tokens" in str(why_not_written(said, of, 100))
+    assert "which does not lie within its tokens" in str(turn_error(said, of, 100))
     where = dataclasses.replace(DOG, offset=len(TEXT) + of.num_tokens)
-    assert why_not_written(dataclasses.replace(said, media=(where,)), of, 100) is None
+    assert turn_error(dataclasses.replace(said, media=(where,)), of, 100) is None

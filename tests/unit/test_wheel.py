@@ -139,7 +139,7 @@ for name in names:
     server = *(f"rollover.engine.server.{name}" for name in ("app", "embedded", "texts")), "rollover.http_server"
     server += "rollover.plugins.dashboard.app",
     tools = tuple(f"rollover.plugins.trackers.{tool}_adapter" for tool in TOOLS)  # each for an extra of its own
-    others = "rollover.workflows.gateway.", "rollover.plugins.verifiers.harness", "rollover.plugins.ray.cluster"
+    others = "rollover.workflows.gateway", "rollover.plugins.verifiers.harness", "rollover.plugins.ray.cluster"
     if not name.startswith((*others, *server, *tools)):
         importlib.import_module(name)
 print(rollover.__file__, len(names))

@@ -17,7 +17,7 @@ from PIL import Image
 from rollover.cli import main
 from rollover.engine.protocol import ExtendRequest
 from rollover.envs.chat import Chat
-from rollover.envs.protocol import why_not_written, written
+from rollover.envs.protocol import turn_error, written
 from rollover.models.load import LoadedModel
 from rollover.models.threads import Team
 from rollover.models.vision import placeholder_ids
@@ -53,7 +53,7 @@ def answered(case: Case, chat: Chat, rollout: Rollout) -> Rollout:
     """The rollout, with the environment's answer to its turn."""
     last = [int(token) for token in rollout.segments[-1].token_ids]
     answer = written(rollout, chat.continuation(last, shown(case, len(rollout.segments) // 2)))
-    assert why_not_written(answer, rollout, len(chat.tokenizer)) is None and answer.media
+    assert turn_error(answer, rollout, len(chat.tokenizer)) is None and answer.media
     rollout.add(answer)
     return rollout
 

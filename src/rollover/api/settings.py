@@ -30,7 +30,7 @@ from rollover.logs import terminal
 from rollover.processes import prepare_libraries
 from rollover.rewards.serialization import packed
 from rollover.suggest import did_you_mean
-from rollover.tasks.live import LiveStream, live_rows
+from rollover.tasks.rows import LiveStream, live_rows
 from rollover.workflows.distilled import distill_options
 
 Layer = str | os.PathLike[str] | Mapping[str, Any]

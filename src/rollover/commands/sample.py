@@ -145,7 +145,7 @@ async def episodes(config: Config, prompt: str | None, given: dict[str, Any], nu
 
     ValueError where there is neither a prompt nor a task.
     """
-    from rollover.envs.answer_text import answer_decoder
+    from rollover.envs.chat import answer_decoder
     from rollover.run.eval_parts import EvalParts
     from rollover.run.playing import play_groups
     from rollover.run.transcript import transcript

@@ -31,9 +31,9 @@ class SourceKind(NamedTuple):
 
 SOURCES = {
     "reasoning_gym": SourceKind(
-        "rollover.tasks.reasoning_gym:generator_source", "name", ("params",), "reasoning_gym", generates=True
+        "rollover.tasks.generators:generator_source", "name", ("params",), "reasoning_gym", generates=True
     ),
-    "arithmetic": SourceKind("rollover.tasks.arithmetic:arithmetic_source", "name", ("params",), generates=True),
+    "arithmetic": SourceKind("rollover.tasks.generators:arithmetic_source", "name", ("params",), generates=True),
     "dataset": SourceKind(
         "rollover.tasks.dataset:dataset_source",
         "path",
@@ -53,7 +53,7 @@ SOURCES = {
     ),
     "verifiers": SourceKind(PLUGINS["task_sources"]["verifiers"], "name", ("params", "eval_params")),
 }
-_OWN = SourceKind("rollover.tasks.build:OwnSource", "", ("params",))
+_OWN = SourceKind("rollover.tasks.source:CustomSource", "", ("params",))
 
 
 class TaskSourceConfig(Table):

@@ -1,8 +1,8 @@
-"""Messages to tokens for conversations of several turns: what follows a turn that was sampled as token ids. Pure.
+"""Chat templates for conversations of several turns: tokens of the messages that follow a sampled turn. Pure.
 
-A chat template renders whole conversations. Here only what is new is rendered and tokenised: as the difference of two
-renderings of a short made-up conversation that ends with the last assistant's message. What was sampled stays as it was
-sampled, and is never rendered or tokenised again.
+A chat template renders whole conversations. `Chat` renders and tokenises only new messages, as the difference of two
+renderings of a short artificial conversation that ends with the last assistant message. Sampled tokens are never
+rendered or tokenised again.
 
     prompt ids | sampled ids [.. end of turn] | continuation(sampled ids, new messages) | sampled ids ..
 """
@@ -10,7 +10,7 @@ sampled, and is never rendered or tokenised again.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 ROLES = ("tool", "user", "system")
-"""Whose messages can follow an assistant's turn."""
+"""Roles of messages that can follow an assistant's turn."""
 
 _OPENING = ({"role": "user", "content": "Hello there."},)
 _ANSWER, _THOUGHT = "It is four.", "Two and two."
-# Plain words, a call, an answer after its reasoning.
+# Plain text, a tool call, an answer after reasoning.
 _ANSWERS = (
     _ANSWER,
     '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>',
@@ -44,12 +44,12 @@ _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, Attribute
 
 @dataclass(frozen=True)
 class Fit:
-    """How a chat template takes messages of one role after an assistant's turn."""
+    """How well a chat template renders messages of one role after an assistant's turn."""
 
     possible: bool
-    """A continuation can be made."""
+    """A continuation can be rendered."""
     exact: bool
-    """Prompt, sampled tokens and continuation are, id by id, what the template makes of the whole conversation."""
+    """Prompt, sampled tokens and continuation equal, id by id, the rendering of the whole conversation."""
     why: str = ""
     """If not exact: the reason, a sentence without its full stop."""
 
@@ -57,16 +57,15 @@ class Fit:
 class Chat:
     """The chat template of `tokenizer` (one of transformers), for conversations of several turns.
 
-    `tools`: schemas (tools.tool_schemas) that prompts tell of: through the template's own `tools` where it takes them,
-    else in the system message, which also says how to write a call (`tool_format`, see tools.read_calls).
+    `tools`: schemas (tools.tool_schemas) for prompts, passed to the template if it takes tools; else the system message
+    describes them and how to write a call (`tool_format`, see tools.read_calls).
 
-    The text of a message never becomes a control token: what is written there like a special token of the tokenizer
+    The text of a message never becomes a control token: text that equals a special token of the tokenizer
     (`<|im_end|>` in a page that a tool fetched) is tokenised as plain text. Half a surrogate pair becomes U+FFFD.
 
     `processor`: of a vision-language model; without one, messages with images are refused.
 
-    ValueError where no turn can be followed, as there is no chat template, or it ends turns without a special token;
-    and where a prompt cannot tell of the tools.
+    ValueError without a chat template, if it ends turns without a special token, or if it cannot describe the tools.
     """
 
     def __init__(
@@ -80,12 +79,12 @@ class Chat:
             raise ValueError("the model's tokenizer has no chat template: choose a chat model, or set one")
         self.tokenizer, self.tools, self.processor = tokenizer, [dict(tool) for tool in tools], processor
         self.takes_tools = False
-        """Whether the template renders `tools`: found by rendering with and without."""
+        """Whether the template renders `tools`."""
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         special |= set(tokenizer.all_special_tokens)
         if processor is not None:
             special.add(tokenizer.convert_ids_to_tokens(processor.placeholder_id))
-        self._special = sorted(special, key=len, reverse=True)  # the longest first: one may begin with another
+        self._special = sorted(special, key=len, reverse=True)  # longest first: one may be a prefix of another
         self._special_pattern = re.compile("|".join(map(re.escape, self._special)) or "(?!)")
         self._closing, self._end_text = self._find_end_of_turn()
         self.end_of_turn: int = tokenizer.convert_tokens_to_ids(self._end_text)
@@ -94,32 +93,32 @@ class Chat:
         if self.tools:
             self.takes_tools = self._finds_tools_rendered()
             self._tools_text = "" if self.takes_tools else definitions(self.tools, tool_format)
-            self.prompt(_OPENING)  # a template that refuses a system message says so now
+            self.prompt(_OPENING)  # raises if the template refuses a system message
 
     def prompt(self, messages: Sequence[Message]) -> Prompt:
-        """A first prompt, the tools' definitions included. ValueError if the template refuses it."""
+        """Encode a first prompt, with the tools' definitions. ValueError if the template refuses it."""
         self._check_images(messages)
-        told = with_system_text(messages, self._tools_text) if self._tools_text else messages
-        hidden = _Hidden(told, self._special_pattern)
+        shown_messages = with_system_text(messages, self._tools_text) if self._tools_text else messages
+        hidden = _Hidden(shown_messages, self._special_pattern)
         shown, options = prompt_arguments(hidden.messages)
-        return self._tokens(hidden, self._rendered(shown, **options), told)
+        return self._tokens(hidden, self._rendered(shown, **options), shown_messages)
 
     def text(self, turn_ids: Sequence[int]) -> str:
-        """The text of a sampled turn, without its end-of-turn token: the content of the assistant's message."""
+        """Return the text of a sampled turn without its end-of-turn token: the assistant message's content."""
         ids = list(turn_ids[:-1] if self._is_closed(turn_ids) else turn_ids)
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def continuation(
         self, turn_ids: Sequence[int], messages: Sequence[Message], assistant: Message | None = None
     ) -> Prompt:
-        """The tokens between a sampled turn and the next one: an environment's, so never trained. The offsets of images
-        count from the first of them.
+        """Return the tokens between a sampled turn and the next one, which are never trained.
 
-        `turn_ids`: the turn as it was sampled. If its last one is not the end of turn (it ended by its length or by a
-        stop string) the tokens that close it come first. `messages`: what is new, of the roles ROLES. `assistant`: the
-        turn as a message, for templates that look at it; by default its text. The last tokens open the next turn.
+        `turn_ids`: the sampled turn. If it does not end with the end-of-turn token (it ended by length or a stop
+        string), the closing tokens come first. `messages`: the new ones, with roles in ROLES. `assistant`: the turn as
+        a message, by default its text. The last tokens open the next turn. Offsets of images count from the first
+        returned token.
 
-        ValueError for other roles, for no message, and where the template refuses them or does not end the turn.
+        ValueError for other roles, no message, or if the template refuses the messages or does not end the turn.
         """
         if not messages:
             raise ValueError("there is no new message to go on with")
@@ -129,17 +128,17 @@ class Chat:
         self._check_images(messages)
         last = assistant or {"role": "assistant", "content": self.text(turn_ids)}
         hidden = _Hidden([last, *messages], self._special_pattern)
-        # With the end-of-turn token in front the rest is split as in the whole conversation.
+        # With the end-of-turn token in front, the rest is tokenised as in the whole conversation.
         found = self._tokens(hidden, self._closing + self._difference(hidden.messages), messages)
-        cut = found.ids.index(self.end_of_turn) + 1 if self._is_closed(turn_ids) else 0
-        return Prompt(found.ids[cut:], tuple(media.moved(-cut) for media in found.media))
+        first = found.ids.index(self.end_of_turn) + 1 if self._is_closed(turn_ids) else 0
+        return Prompt(found.ids[first:], tuple(media.moved(-first) for media in found.media))
 
     def fit(self, role: str) -> Fit:
-        """Whether messages of the role can follow a turn, proved on made-up conversations."""
+        """Return whether messages of the role can follow a turn, tested on artificial conversations."""
         return self._fits[role]
 
     def require(self, role: str) -> None:
-        """ValueError with the reason if no message of the role can follow an assistant's turn."""
+        """Raise ValueError, with the reason, if no message of the role can follow an assistant's turn."""
         if not (fit := self.fit(role)).possible:
             raise ValueError(f"{fit.why}. Choose another model, or set a chat template that takes the role {role}")
 
@@ -150,17 +149,16 @@ class Chat:
         return {role: self._probe(role) for role in ROLES}
 
     def _probe(self, role: str) -> Fit:
-        """Made-up conversations in which messages of the role follow an assistant's turn."""
         try:
-            why_not = self._why_impossible(role)
+            failure = self._failure(role)
         except ValueError as error:
-            why_not = str(error)
-        if why_not:
-            return Fit(possible=False, exact=False, why=why_not)
+            failure = str(error)
+        if failure:
+            return Fit(possible=False, exact=False, why=failure)
         for opening in self._openings():
             for answer in _ANSWERS:
-                if why_not := self._why_inexact(role, opening, answer):
-                    return Fit(possible=True, exact=False, why=why_not)
+                if difference := self._inexactness(role, opening, answer):
+                    return Fit(possible=True, exact=False, why=difference)
         return Fit(possible=True, exact=True)
 
     def _openings(self) -> list[list[Message]]:
@@ -171,8 +169,9 @@ class Chat:
             return [[*_OPENING]]
         return [[*_OPENING], system]
 
-    def _why_impossible(self, role: str) -> str:
-        contents = _NEWS if role == "tool" else _NEWS[:1]  # only tools answer several at once
+    def _failure(self, role: str) -> str:
+        """Why no continuation can be rendered; "" if one can."""
+        contents = _NEWS if role == "tool" else _NEWS[:1]  # only tools send several messages at once
         text = self._difference([_said(_ANSWER), *_news(role, *contents)])
         places = [text.find(content) for content in contents]
         if min(places) < 0 or places != sorted(places):
@@ -186,8 +185,8 @@ class Chat:
         )
         return "" if plain == forged else "the tokenizer makes control tokens of the text of messages"
 
-    def _why_inexact(self, role: str, opening: list[Message], answer: str) -> str:
-        """Over two turns with messages after each. Empty: every id is the same."""
+    def _inexactness(self, role: str, opening: list[Message], answer: str) -> str:
+        """Why two turns, with messages after each, differ from the whole rendering; "" if every id is equal."""
         messages, ids = opening, list(self.prompt(opening).ids)
         for content in _NEWS:
             opened = self._rendered(messages, add_generation_prompt=True)
@@ -201,10 +200,12 @@ class Chat:
                 return f"the chat template cannot render the whole conversation, as {error}"
             ids = [*ids, *sampled, *self.continuation(sampled, news).ids]
             if ids != whole:
-                return self._why_other(role, self._rendered(messages, add_generation_prompt=True), opened, answer)
+                return self._difference_cause(
+                    role, self._rendered(messages, add_generation_prompt=True), opened, answer
+                )
         return ""
 
-    def _why_other(self, role: str, rendered: str, opened: str, answer: str) -> str:
+    def _difference_cause(self, role: str, rendered: str, opened: str, answer: str) -> str:
         when = f"when a message of the role {role} follows"
         if _THOUGHT in answer and rendered.count(_THOUGHT) < (opened + answer).count(_THOUGHT):
             return f"the chat template drops the reasoning of earlier turns {when}"
@@ -218,7 +219,7 @@ class Chat:
         return len(turn_ids) > 0 and int(turn_ids[-1]) == self.end_of_turn
 
     def _find_end_of_turn(self) -> tuple[str, str]:
-        """What closes an assistant's turn, up to its first special token, and this token."""
+        """Return the text that closes an assistant's turn, up to its first special token, and this token."""
         _, found, tail = self._rendered([*_OPENING, _said(_ANSWER)]).rpartition(_ANSWER)
         match = self._special_pattern.search(tail) if found else None
         if match is None:
@@ -229,18 +230,18 @@ class Chat:
         return tail[: match.end()], match[0]
 
     def _finds_tools_rendered(self) -> bool:
-        """Templates that do not know `tools` ignore them without a word."""
+        """Whether the template renders tools: templates without support ignore them silently."""
         without = self._rendered(_OPENING)
         self.takes_tools = True
         with_tools = self._rendered(_OPENING)
         return with_tools != without and all(tool["function"]["name"] in with_tools for tool in self.tools)
 
     def _difference(self, messages: Sequence[Message]) -> str:
-        """What the template renders behind the end-of-turn token of messages[0], the assistant's.
+        """Return the rendering after the end-of-turn token of messages[0], the assistant's.
 
-        The texts of messages hold no such token, so it is the n-th in the rendering of all messages if it is the n-th
-        and last without the new ones. It is counted, as a template may write the assistant's message otherwise when it
-        is not the last one (Qwen3's adds an empty thought to the last one).
+        The texts of messages contain no such token. So it is the n-th in the rendering of all messages if it is the
+        n-th and last one without the new messages. Counting is needed because a template may render the assistant's
+        message differently when it is not the last one (Qwen3's adds an empty thought to the last one).
         """
         num = self._rendered([*_OPENING, messages[0]]).count(self._end_text)
         parts = self._rendered([*_OPENING, *messages], add_generation_prompt=True).split(self._end_text, num)
@@ -259,13 +260,12 @@ class Chat:
             raise ValueError(f"the chat template refuses messages of the roles {roles}: {error}") from error
 
     def _check_images(self, messages: Sequence[Message]) -> None:
-        """ValueError for a message with an image where the model takes none: its template may not know of parts."""
+        """Raise ValueError for an image if the model takes text only: its template may not support parts."""
         if self.processor is None and (sources := images_in(messages)):
             raise ValueError(f"a message shows the image {sources[0]}, and this model takes text alone")
 
     def _tokens(self, hidden: _Hidden, rendered: str, messages: Sequence[Message]) -> Prompt:
-        """The tokens of a rendering of `hidden`, which are `messages`, with their images. ValueError where the template
-        leaves an image out."""
+        """Return tokens and images of a rendering of `messages` (as `hidden`). ValueError if an image is missing."""
         sources = images_in(messages)
         ids: list[int] = []
         media: list[Media] = []
@@ -289,7 +289,7 @@ class Chat:
 
 
 def sampled_turns(rollout: Rollout) -> list[list[int]]:
-    """The token ids of each of the policy's turns, in order: what an environment wrote is between them."""
+    """Return the token ids of each turn of the policy, in order, without those of the environment."""
     turns: list[list[int]] = [[]]
     for segment in rollout.segments:
         if segment.trainable:
@@ -297,6 +297,21 @@ def sampled_turns(rollout: Rollout) -> list[list[int]]:
         else:
             turns.append([])
     return turns if turns[-1] else turns[:-1]
+
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def answer_decoder(tokenizer: Any, keep_special_tokens: bool) -> Decode:
+    """Return the function from an answer's token ids to its text.
+
+    The text has no special tokens; with `keep_special_tokens` (rollout.keep_special_tokens) it has all but EOS, padding
+    and the token that ends a turn in the chat template.
+    """
+    if not keep_special_tokens:
+        return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True)
+    dropped = {tokenizer.eos_token_id, tokenizer.pad_token_id, _end_of_turn(tokenizer)}
+    return lambda ids: tokenizer.decode([id for id in ids if id not in dropped], skip_special_tokens=False)
 
 
 # Private
@@ -311,18 +326,18 @@ def _news(role: str, *contents: str) -> list[dict[str, str]]:
 
 
 class _Hidden:
-    """Messages in which texts like special tokens are replaced by marks, and back to token ids after rendering."""
+    """Messages in which texts that equal special tokens are replaced by marks, until they are tokenised."""
 
     def __init__(self, messages: Sequence[Message], special: re.Pattern[str]) -> None:
         self._special = special
-        self._texts: list[str] = []  # those replaced, by their number
+        self._texts: list[str] = []  # the replaced texts, by number
         used = set("".join(_strings(messages)))
         private_use = (chr(c) for part in ((0xE000, 0xF900), (0xF0000, 0xFFFFE)) for c in range(*part))
         self._mark = next(c for c in private_use if c not in used)
         self.messages: list[dict[str, Any]] = [self._replaced(message) for message in map(without_sources, messages)]
 
     def parts(self, rendered: str) -> Iterator[tuple[str, bool]]:
-        """(text, whether it was replaced) of the parts of a rendering of `messages`."""
+        """Split a rendering of `messages` into (text, whether it was replaced)."""
         for i, part in enumerate(rendered.split(self._mark)):
             if i % 2:
                 yield self._texts[int(part)], True
@@ -349,3 +364,10 @@ def _strings(value: Any) -> list[str]:
     if isinstance(value, Mapping):
         return [text for pair in value.items() for inner in pair for text in _strings(inner)]
     return [text for inner in value for text in _strings(inner)] if isinstance(value, list | tuple) else []
+
+
+def _end_of_turn(tokenizer: Any) -> int | None:
+    try:
+        return Chat(tokenizer).end_of_turn
+    except ValueError:  # no chat template, or one without such a token
+        return None

@@ -1,9 +1,9 @@
-"""What a policy meets: asked after every generation that stopped, whether the rollout goes on, and what it is worth.
+"""Environments: they answer the policy's turns, decide when a rollout is done, and score it.
 
     policy's turn ──stopped──▶ next ──Segment──▶ appended: no loss, no log-prob ──▶ the policy's next turn
                                  └───None──▶ done ──▶ score ──▶ rewards
 
-Run tests/contract/environment_contract.py on your own.
+Run tests/contract/environment_contract.py on a custom environment.
 """
 
 from __future__ import annotations
@@ -11,68 +11,71 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from rollover.config import Config
 from rollover.functions import is_score
 from rollover.types import Media, Prompt, Reward, Rollout, Segment, StopReason, Task, why_not_in_vocabulary
 
+if TYPE_CHECKING:
+    from rollover.models.processor import Processor
 
-class WrongTurn(ValueError):
-    """What an environment gave after a turn is nothing that it can write there: the run ends with it."""
+
+class InvalidTurn(ValueError):
+    """An environment returned an invalid answer to a turn, which ends the run."""
 
 
-class BeginAgain(ValueError):
-    """What an environment knew of a rollout is lost: it cannot go on, and begins again from its prompt."""
+class StateLost(ValueError):
+    """The environment has lost the state of a rollout, which begins again from its prompt."""
 
 
 class Environment(Protocol):
-    """The task's side of a rollout. Many rollouts are asked for at once, on one event loop.
+    """The task's side of a rollout. Its methods run concurrently for many rollouts, on one event loop.
 
-    Where `next` raises it is asked again, workflow.retries times, then the rollout's reward is missing; where `score`
-    does the rewards are. What may fail, like a tool, is better answered with tokens that say so.
+    If `next` raises, it is retried workflow.retries times, then the rollout's reward is missing. If `score` raises, the
+    rewards are missing. Report the failure of a tool, say, in the answer's tokens instead.
     """
 
     async def next(self, rollout: Rollout) -> Segment | None:
-        """What the environment writes after the policy's turn; None: the rollout is done, with its own stop reason.
+        """Return the answer to the policy's turn, made by `written`; None: the rollout is done, with its stop reason.
 
-        `rollout` is a copy with the tokens of that turn, and `stop_reason` says why it ended. The answer is made by
-        `written`. It may be asked for again with the same tokens, or with other ones from the same point, as a turn is
-        repeated after a kill or a stall. So it must depend on the rollout's tokens alone.
+        `rollout` is a copy that includes that turn; `stop_reason` is the turn's. After a kill or a stall, a turn is
+        repeated with the same or other tokens, so the answer must depend on the rollout's tokens only.
         """
         ...
 
     def score(self, rollouts: list[Rollout], /) -> Awaitable[list[Reward]]:
-        """One reward for each of these rollouts of one group, in order. They are done."""
+        """Return one reward for each of these finished rollouts of one group, in order."""
         ...
 
     def scores_singly(self, task: Task, /) -> bool:
-        """Whether the rollouts of the task are scored one by one, each when it is done; else a group is at once."""
+        """Return whether each rollout of the task is scored as soon as it is done; else a group is scored together."""
         ...
 
 
 @dataclass(frozen=True)
 class TurnOptions:
-    """What one turn of the policy asks for, where it is not as the configuration has it."""
+    """Options of one turn of the policy that differ from the configuration."""
 
     most_tokens: int | None = None
-    """So many tokens at most in the whole rollout."""
+    """Maximum number of tokens of the whole rollout."""
     stop: tuple[str, ...] = ()
-    """Strings that end it, besides rollout.stop."""
+    """Stop strings, besides rollout.stop."""
     seed_key: int | None = None
-    """Of its draws; None: the sibling's own."""
+    """Key of the turn's random draws; None: the sibling's."""
 
 
 AS_CONFIGURED = TurnOptions()
 
 
 Keep = Callable[[int, int, str, Any], None]
-"""Told (group id, sibling, name, JSON value) of what is to be known again after a kill: Lifecycle.keep."""
+"""(group id, sibling, name, JSON value): stores a value that survives a kill (Lifecycle.keep)."""
 
 
 def keeps_nothing(group_id: int, sibling: int, name: str, value: Any) -> None:
-    """A `Keep` where nothing is resumed."""
+    """Discard the value: a `Keep` where nothing is resumed."""
 
 
 class RunEnvironment(Environment):
@@ -118,7 +121,7 @@ class RunEnvironment(Environment):
         """Its metrics: cumulative counters."""
         return {}
 
-    def apart(self) -> RunEnvironment:
+    def for_evaluation(self) -> RunEnvironment:
         """Return the environment for an evaluation that runs beside training."""
         return self
 
@@ -127,11 +130,11 @@ class RunEnvironment(Environment):
 
 
 def written(rollout: Rollout, tokens: Sequence[int] | Prompt, *, done: bool = False) -> Segment:
-    """What an environment writes after a turn of `rollout`: tokens that no policy sampled, so they are never trained.
+    """Return the Segment that an environment appends after a turn of `rollout`. Its tokens are never trained.
 
-    `tokens`: their ids, or a Prompt where they show images, whose offsets count from the first of these tokens
-    (`Chat.continuation`). `done`: nothing follows (StopReason.ENV_DONE); otherwise the policy goes on. Without `done`
-    there is a token at least.
+    `tokens`: their ids, or a Prompt with images, whose offsets count from the first of these tokens
+    (`Chat.continuation`). `done`: the rollout ends (StopReason.ENV_DONE); else the policy continues, and there must be
+    at least one token.
     """
     last = rollout.segments[-1]
     token_ids, media = (tokens.ids, tokens.media) if isinstance(tokens, Prompt) else (tokens, ())
@@ -147,10 +150,10 @@ def written(rollout: Rollout, tokens: Sequence[int] | Prompt, *, done: bool = Fa
     )
 
 
-def why_not_written(answer: object, rollout: Rollout, vocab_size: int) -> str | None:
-    """Why this cannot be what an environment writes after the turn of `rollout`; None: it can.
+def turn_error(answer: object, rollout: Rollout, vocab_size: int) -> str | None:
+    """Return what is wrong with an environment's answer to a turn of `rollout`, or None.
 
-    Every token id of the model is below `vocab_size`.
+    `vocab_size`: exclusive bound of token ids.
     """
     num_tokens = rollout.num_tokens
     if not isinstance(answer, Segment):
@@ -176,8 +179,8 @@ def why_not_written(answer: object, rollout: Rollout, vocab_size: int) -> str | 
     return why_not_in_vocabulary(answer.token_ids, vocab_size)
 
 
-def why_no_rewards(answer: object, num: int) -> str | None:
-    """Why this cannot be the rewards of `num` rollouts; None: it can."""
+def rewards_error(answer: object, num: int) -> str | None:
+    """Return what is wrong with an environment's rewards of `num` rollouts, or None."""
     if not isinstance(answer, list | tuple) or not all(isinstance(reward, Reward) for reward in answer):
         return f"{answer!r:.100} is no list of Reward"
     if len(answer) != num:
@@ -194,5 +197,39 @@ def why_no_rewards(answer: object, num: int) -> str | None:
 
 
 def _is_number(value: object) -> bool:
-    """NumPy's numbers, too, which an environment may compute its rewards with."""
+    """Whether it is a number; NumPy's count, booleans do not."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+Scorer = Callable[[list[Rollout]], Awaitable[list[Reward]]]
+
+
+@dataclass(frozen=True)
+class EnvironmentSetup:
+    """Inputs of an environment factory."""
+
+    config: Config
+    tokenizer: Any
+    """Of the trained model."""
+    score: Scorer
+    """Scores rollouts with their task's reward function, on the text of all their tokens: see Environment.score."""
+    scores_singly: Callable[[Task], bool]
+    """See Environment.scores_singly."""
+    vocab_size: int
+    """Exclusive bound of the model's token ids."""
+    processor: Processor | None = None
+    """Of a vision-language model, for `Chat`; None: the model takes text only."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Result of `step(message)` of a game (workflow.environment).
+
+    text: the policy's next message, unless the episode is done: a text, or a list of content parts with images
+    ({"type": "image", "image": a path, bytes or a PIL image}). reward: of this turn; an episode's rewards are summed.
+    done: the episode ends.
+    """
+
+    text: str | Sequence[Mapping[str, Any]] = ""
+    reward: float = 0.0
+    done: bool = False

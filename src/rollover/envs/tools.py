@@ -1,19 +1,25 @@
-"""Tools for a policy: their definitions as a text, and the calls that are in an assistant's text. Runs no tool.
+"""Tools of a policy: their definitions as text, the calls in an assistant's text, and their answers.
 
-Nothing here raises for what a policy wrote: a call that cannot be read is a MalformedCall with the reason.
-
-How a policy writes calls is workflow.tool_format: a built-in format, or a class of the user's own.
+workflow.tool_format says how a policy writes calls: a built-in format, or the user's class. Errors of the policy never
+fail the rollout: a malformed call, a wrong argument, or a failing tool is answered with an error message.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from rollover.config.workflow import TOOL_FORMATS
-from rollover.functions import OwnFunction, described, own_function
+from rollover.envs.user_code import Outcome, UserCode
+from rollover.functions import OwnFunction, described, own_function, said_by
+from rollover.images import NotStored, is_image
+from rollover.tasks.image_parts import holds_media, with_images_of_program
+from rollover.text import printable, whole_characters
 from rollover.types import joined
 
 KEY = "workflow.tool_format"
@@ -33,26 +39,26 @@ _HOW_TO_CALL = {
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a tool, as the policy wrote it. Whether there is such a tool is not looked at."""
+    """A tool call that the policy wrote. The tool may not exist."""
 
     name: str
     arguments: dict[str, Any]
-    """JSON values that can be written and tokenised: no NaN, no lone surrogate."""
+    """Valid JSON values: no NaN, no lone surrogate."""
 
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """What begins like a call and cannot be read."""
+    """Text that begins like a call and cannot be parsed."""
 
     text: str
     why: str
-    """A sentence without its full stop, to tell the policy."""
+    """The error for the policy, a sentence without its full stop."""
 
 
 def tool_schemas(tools: Iterable[Callable[..., Any]]) -> list[dict[str, Any]]:
-    """The JSON schema of each function, made of its name, types and docstring by transformers' `get_json_schema`.
+    """Return the JSON schema of each function, from its name, types and docstring (transformers' `get_json_schema`).
 
-    ValueError names the tool and the fix where a type or a description is missing, or where two have one name.
+    ValueError, with tool and fix, for a missing type or description, or two tools with one name.
     """
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
@@ -82,13 +88,13 @@ def tool_schemas(tools: Iterable[Callable[..., Any]]) -> list[dict[str, Any]]:
 
 
 def definitions(schemas: Sequence[Mapping[str, Any]], tool_format: str = "hermes") -> str:
-    """The text that tells a policy of the tools, and how to call them: "hermes" or "json" (see read_calls)."""
+    """Return the text that describes the tools and how to call them: "hermes" or "json" (see `read_calls`)."""
     lines = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
     return f"You can call these tools:\n<tools>\n{lines}\n</tools>\n\n{_how_to_call(tool_format)}"
 
 
 def with_system_text(messages: Iterable[Mapping[str, Any]], text: str) -> list[dict[str, Any]]:
-    """The messages with `text` at the end of their system message; in a new first one if they begin without."""
+    """Return the messages with `text` appended to their system message, which is added if they begin without one."""
     out = [dict(message) for message in messages]
     if out and out[0]["role"] == "system":
         out[0]["content"] = joined(out[0]["content"], f"\n\n{text}")
@@ -98,28 +104,27 @@ def with_system_text(messages: Iterable[Mapping[str, Any]], text: str) -> list[d
 
 
 def read_calls(text: str, tool_format: str = "hermes") -> list[Call | MalformedCall]:
-    """The calls in an assistant's text, in their order; an empty list where there is none.
+    """Return the calls in an assistant's text, in order.
 
     "hermes": JSON objects between <tool_call> and </tool_call>, with any text around them. "json": a text that begins
-    with { or [ (or a fence of Markdown before it) is made of calls alone: objects, one after another, with or without
-    commas or semicolons between them, or lists of objects; any other text has no call. The arguments are under
-    "arguments" or "parameters". ValueError for another format, and for no text.
+    with { or [ (after an optional Markdown fence) consists of calls: objects, with or without commas or semicolons
+    between them, or lists of objects; any other text has no call. The key of the arguments is "arguments" or
+    "parameters". Raises ValueError for another format only, never for a text.
     """
     _how_to_call(tool_format)
     return list(_hermes(text) if tool_format == "hermes" else _json(text))
 
 
 class ToolFormat(Protocol):
-    """A class of one's own is made without arguments."""
+    """Format of tool calls. The user's class is constructed without arguments."""
 
     def definitions(self, schemas: Schemas, /) -> str:
-        """What the system message says of the tools (JSON schemas, as tools.tool_schemas makes them) and of how to
-        call them; a worked example, too, where the model needs one."""
+        """Return the system message's text about the tools (schemas as of `tool_schemas`) and how to call them, with
+        an example if the model needs one."""
         ...
 
     def read(self, text: str, /) -> Sequence[Call | MalformedCall]:
-        """The calls in a turn of the policy, in their order. Raises for no text: what cannot be read is a
-        MalformedCall."""
+        """Return the calls in a turn of the policy, in order. Never raises: return a MalformedCall instead."""
         ...
 
 
@@ -134,8 +139,8 @@ class _BuiltIn:
         return read_calls(text, self.name)
 
 
-class _Own:
-    """Checks what the user's own returns: FunctionError."""
+class _CustomFormat:
+    """The user's format. FunctionError for an invalid return value."""
 
     def __init__(self, spec: str) -> None:
         make = own_function(KEY, spec, "a format of calls: an object with definitions(schemas) and read(text)")
@@ -160,8 +165,8 @@ class _Own:
 
 
 def build_tool_format(name: str) -> ToolFormat:
-    """The format that workflow.tool_format names. FunctionError where a class of one's own is none."""
-    return _BuiltIn(name) if name in TOOL_FORMATS else _Own(name)
+    """Build the format that workflow.tool_format names. FunctionError for an invalid class."""
+    return _BuiltIn(name) if name in TOOL_FORMATS else _CustomFormat(name)
 
 
 # Private
@@ -177,7 +182,7 @@ def _hermes(text: str) -> Iterator[Call | MalformedCall]:
     at = 0
     while (start := text.find(_OPEN, at)) >= 0:
         try:
-            # JSON first: one of its strings may hold the closing tag.
+            # Parse the JSON first: one of its strings may contain the closing tag.
             value, end = _value(text, start + len(_OPEN))
             end = _skip(text, end)
             if not text.startswith(_CLOSE, end):
@@ -210,14 +215,14 @@ def _json(text: str) -> Iterator[Call | MalformedCall]:
 
 
 def _skip(text: str, at: int, also: str = "") -> int:
-    """The index of the next character that is no white space and none of `also`."""
+    """Return the index of the next character that is neither white space nor in `also`."""
     while at < len(text) and (text[at].isspace() or text[at] in also):
         at += 1
     return at
 
 
 def _value(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that begins at `at`, after white space, and the index behind it. ValueError if there is none."""
+    """Return the JSON value at `at`, after white space, and the index behind it. ValueError if there is none."""
     try:
         value, end = _DECODER.raw_decode(text, _skip(text, at))
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no lone surrogate, and no 1e999
@@ -253,9 +258,171 @@ def _no_constant(name: str) -> None:
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > 1000:  # Python refuses a few thousand in words of its own
+    if len(digits) > 1000:  # Python's own limit has another message
         raise ValueError("a number has more than 1,000 digits")
     return int(digits)
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_without_doubles, parse_constant=_no_constant, parse_int=_integer)
+
+
+Content = str | list[dict[str, Any]]
+"""Content of a message: a text, or parts as in types.Task."""
+_CHARS_PER_TOKEN = 64  # a longer text, which may be gigabytes, is truncated before it is tokenised
+_MAX_ERROR_CHARS = 500
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+@dataclass
+class CallCounts:
+    """Counts of tool calls. `errors`: of well-formed calls, without timeouts."""
+
+    calls: int = 0
+    malformed: int = 0
+    errors: int = 0
+    timeouts: int = 0
+    time_s: float = 0.0
+
+    def stats(self) -> dict[str, float]:
+        return {f"tools/{name}": float(value) for name, value in asdict(self).items()}
+
+
+class ToolCalls:
+    """Runs tools to answer calls. `schemas`: of the tools (`tool_schemas`). `max_tokens`: maximum of an answer."""
+
+    def __init__(self, code: UserCode, schemas: Sequence[Mapping[str, Any]], tokenizer: Any, max_tokens: int) -> None:
+        self.code, self.tokenizer, self.max_tokens = code, tokenizer, max_tokens
+        functions = [schema["function"] for schema in schemas]
+        self._properties = {f["name"]: f["parameters"].get("properties", {}) for f in functions}
+
+    async def answers(
+        self, calls: Sequence[Call | MalformedCall], tools: Mapping[str, Callable[..., Any]], counts: CallCounts
+    ) -> list[Content]:
+        """Run the calls. Return one content per call, in order: a text, or parts with images.
+
+        Consecutive calls of `async def` tools run concurrently; every other call runs after the one before, since tools
+        of one object share its state.
+        """
+        contents: list[Content] = []
+        for _, run in itertools.groupby(enumerate(calls), key=lambda item: self._run_of(*item, tools)):
+            contents += await asyncio.gather(*(self._answer(call, tools, counts) for _, call in run))
+        return contents
+
+    def truncate(self, content: Content) -> Content:
+        """Truncate the texts of a content to `max_tokens` tokens, with a note of their full length. Images stay."""
+        if isinstance(content, str):
+            return self._truncated(content)
+        return [part | {"text": self._truncated(part["text"])} if part["type"] == "text" else part for part in content]
+
+    # Private
+
+    def _truncated(self, text: str) -> str:
+        head = whole_characters(text[: self.max_tokens * _CHARS_PER_TOKEN])
+        ids = self.tokenizer(head, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        if len(ids) <= self.max_tokens and len(text) <= self.max_tokens * _CHARS_PER_TOKEN:
+            return head
+        kept = self.tokenizer.decode(ids[: self.max_tokens], clean_up_tokenization_spaces=False)
+        return f"{kept}\n[cut off here: {len(text):,} characters in all]"
+
+    @staticmethod
+    def _run_of(number: int, call: Call | MalformedCall, tools: Mapping[str, Callable[..., Any]]) -> int:
+        """Return a key that is equal for calls which may run concurrently."""
+        together = isinstance(call, Call) and inspect.iscoroutinefunction(tools.get(call.name))
+        return -1 if together else number
+
+    async def _answer(
+        self, call: Call | MalformedCall, tools: Mapping[str, Callable[..., Any]], counts: CallCounts
+    ) -> Content:
+        counts.calls += 1
+        if isinstance(call, MalformedCall):
+            counts.malformed += 1
+            return f"error: the call cannot be read: {call.why}"
+        if error := self._call_error(call, tools):
+            counts.errors += 1
+            return f"error: {error}"
+        outcome = await self.code.call(_to_content(tools[call.name]), **call.arguments)
+        counts.time_s += outcome.seconds
+        counts.timeouts += outcome.timed_out
+        if isinstance(outcome.error, NotStored):
+            raise outcome.error  # a full disk, say: not an error of the tool
+        counts.errors += outcome.error is not None
+        return f"error: {_error_text(outcome)}" if outcome.failed else self.truncate(outcome.value)
+
+    def _call_error(self, call: Call, tools: Mapping[str, Callable[..., Any]]) -> str:
+        """Return what is wrong with the call, or ""."""
+        if call.name not in tools:
+            return f"there is no tool {printable(call.name[:50])}, only {', '.join(tools)}"
+        try:
+            inspect.signature(tools[call.name]).bind(**call.arguments)
+        except TypeError as error:
+            return printable(str(error))[:_MAX_ERROR_CHARS]
+        for name, value in call.arguments.items():
+            schema = self._properties[call.name].get(name, {})
+            if value is None and schema.get("nullable"):
+                continue
+            wanted = schema.get("type")
+            kinds = [wanted] if isinstance(wanted, str) else wanted
+            if isinstance(kinds, list) and not any(_is_a(value, kind) for kind in kinds):
+                return f"{name} must be of the type {' or '.join(map(str, kinds))}"
+        return ""
+
+
+def _is_a(value: Any, kind: str) -> bool:
+    """Whether a JSON value has a type of JSON schema; an unknown type accepts any value."""
+    if isinstance(value, bool):
+        return kind == "boolean" or kind not in _JSON_TYPES
+    return kind not in _JSON_TYPES or isinstance(value, _JSON_TYPES[kind])
+
+
+def _error_text(outcome: Outcome) -> str:
+    """Return the error message for the policy, which shows nothing of the user's program but the error's text."""
+    if outcome.timed_out:
+        return f"no answer within {outcome.limit_s:g} seconds"  # the limit, not the time: equal in every repetition
+    assert outcome.error is not None
+    return (said_by(outcome.error) or type(outcome.error).__name__)[:_MAX_ERROR_CHARS]
+
+
+def _to_content(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the tool so that it returns a content. The conversion may run user code, so it runs with the tool."""
+    if inspect.iscoroutinefunction(tool):
+
+        async def called(**arguments: Any) -> Content:
+            return content_of(await tool(**arguments))
+
+        return called
+
+    def called_at_once(**arguments: Any) -> Any:
+        result = tool(**arguments)
+        return _content_later(result) if inspect.isawaitable(result) else content_of(result)
+
+    return called_at_once
+
+
+async def _content_later(result: Any) -> Content:
+    return content_of(await result)
+
+
+def content_of(value: Any) -> Content:
+    """Convert a tool's result to a message's content. Content parts with an image, and Pillow images, are shown; other
+    lists and dicts become JSON if possible, everything else `str`. BadImage as of `with_images`, and for a list with
+    media that is no list of content parts."""
+    if isinstance(value, str):
+        return value
+    if is_image(value):
+        value = [{"type": "image", "image": value}]
+    if isinstance(value, list | tuple) and holds_media(value):
+        return with_images_of_program([{"content": value}])[0]["content"]
+    if isinstance(value, dict | list | tuple):
+        try:
+            return json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError):
+            pass
+    return str(value)

@@ -1,7 +1,7 @@
-"""Calls of the user's own code beside our event loop, each with a time limit: it may block, exit, hang or raise.
+"""Calls of the user's code outside our event loop, each with a time limit: it may block, exit, hang or raise.
 
-Owns the threads. A `def` runs in a thread of its own, an `async def` on one event loop that they share, in a thread of
-its own. A thread cannot be killed: what hangs is left behind, counted, and takes no place of a later call.
+A `def` runs in its own thread, an `async def` on a shared event loop in another thread. A thread cannot be killed: one
+that hangs is abandoned, counted, and does not use up the concurrency limit.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 
 from rollover.functions import explained
 
-MOST_AT_ONCE = 64
-_PING_S = 1.0  # in which an event loop that is not blocked has answered
+MAX_CONCURRENT = 64
+_PING_S = 1.0  # an event loop that does not answer in this time is blocked
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a call: its `value`, or why there is none. `limit_s`: its limit, if it did not come back."""
+    """Result of a call: its `value` or `error`. `limit_s`: its limit, if it timed out."""
 
     value: Any = None
     error: BaseException | None = None
@@ -41,24 +41,24 @@ class Outcome:
 
     @property
     def why(self) -> str:
-        """Why it failed, on one line, with file and line of the user's code: for the user."""
+        """The error for the user, on one line, with file and line of the user's code."""
         if self.timed_out:
             return f"it did not come back within {self.limit_s:g} s (workflow.tool_timeout_s)"
         return "" if self.error is None else explained(self.error)
 
 
 class UserCode:
-    """Calls with a limit of `limit_s` each. `num_left_behind`: threads that did not come back in time, over all."""
+    """Runs calls with a limit of `limit_s` each. `num_abandoned`: number of threads that timed out."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        self.num_left_behind = 0
+        self.num_abandoned = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._semaphore: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Outcome:
-        """What `function` returns, awaited if that is to be done. Never raises for what the user's code does."""
-        async with self._at_once():
+        """Call `function`, await an awaitable result, and return the outcome. Never raises an error of user code."""
+        async with self._slots():
             started = time.perf_counter()
             future = self._begin(function, args, kwargs)
             ended = asyncio.wrap_future(future)
@@ -69,11 +69,11 @@ class UserCode:
                 future.cancel()
             outcome = self._outcome(future, time.perf_counter() - started)
             if outcome.timed_out and self._loop is not None and inspect.iscoroutinefunction(function):
-                await self._leave_if_blocked(self._loop)
+                await self._abandon_if_blocked(self._loop)
             return outcome
 
-    def call_now(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Outcome:
-        """`call` for who cannot wait on an event loop: it blocks until then."""
+    def call_blocking(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Outcome:
+        """Call `function` like `call`, but block until it is done."""
         started = time.perf_counter()
         future = self._begin(function, args, kwargs)
         concurrent.futures.wait([future], timeout=self.limit_s)
@@ -82,12 +82,12 @@ class UserCode:
 
     # Private
 
-    def _at_once(self) -> asyncio.Semaphore:
-        """At most so many calls run at once, as each may be a thread. Waiting for it is no part of a call's time."""
+    def _slots(self) -> asyncio.Semaphore:
+        """Limit of concurrent calls, each of which may be a thread. Waiting for it does not count as a call's time."""
         loop = asyncio.get_running_loop()
-        if self._places is None or self._places[0] is not loop:  # a program may step a run by several event loops
-            self._places = loop, asyncio.Semaphore(MOST_AT_ONCE)
-        return self._places[1]
+        if self._semaphore is None or self._semaphore[0] is not loop:  # a program may step a run by several event loops
+            self._semaphore = loop, asyncio.Semaphore(MAX_CONCURRENT)
+        return self._semaphore[1]
 
     def _begin(self, function: Callable[..., Any], args: Any, kwargs: Any) -> concurrent.futures.Future[Any]:
         if inspect.iscoroutinefunction(function):
@@ -102,18 +102,18 @@ class UserCode:
 
     def _outcome(self, future: concurrent.futures.Future[Any], seconds: float) -> Outcome:
         if not future.done() or future.cancelled():
-            self.num_left_behind += not future.cancelled()
+            self.num_abandoned += not future.cancelled()
             return Outcome(limit_s=self.limit_s, seconds=seconds)
         value, error = future.result()
         return Outcome(value, error, seconds=seconds)
 
-    async def _leave_if_blocked(self, loop: asyncio.AbstractEventLoop) -> None:
-        """One that a call blocks (time.sleep in an `async def`) is left behind, too: later calls get another."""
+    async def _abandon_if_blocked(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Abandon the event loop if a call blocks it (time.sleep in an `async def`). Later calls get another one."""
         ping = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
         await asyncio.wait([asyncio.wrap_future(ping)], timeout=_PING_S)
         if not ping.done() and self._loop is loop:
             self._loop = None
-            self.num_left_behind += 1
+            self.num_abandoned += 1
 
 
 _Ended = tuple[Any, BaseException | None]
@@ -122,9 +122,9 @@ _Ended = tuple[Any, BaseException | None]
 def _run(
     future: concurrent.futures.Future[_Ended], function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> None:
-    """In the thread of a call. What it raises is a result, SystemExit too, which would end the thread."""
+    """Run the call in its thread and store its value or error, SystemExit included."""
     if not future.set_running_or_notify_cancel():
-        return  # its time was up before the thread began
+        return  # it timed out before the thread began
     try:
         value = function(*args, **kwargs)
         if inspect.isawaitable(value):
@@ -145,5 +145,5 @@ async def _guarded(call: Coroutine[Any, Any, Any]) -> _Ended:
         return await call, None
     except BaseException as error:  # boundary: the user's code
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise  # by us, not in the user's code
+            raise  # we cancelled it, not the user's code
         return None, error

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import re
 
-from rollover.envs.game import Observation
+from rollover.envs.protocol import Observation
 from rollover.tasks.source import SourceSetup
 from rollover.types import Task
 

@@ -1,7 +1,4 @@
-"""Reads the final answer out of a completion by one documented rule (`tasks.answer_rule`), and out of a task's columns.
-
-Owns the rules and the comparison of two answers. Never scores anything.
-"""
+"""Final answers: read from a completion by a rule (`tasks.answer_rule`), or from a task's columns, and compared."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ import re
 from fractions import Fraction
 from typing import Any
 
-# A sign belongs to the number unless it stands behind an operand: in "5-3" the last number is 3, in "= -3" it is -3.
-# Before numbers: times (7:30, 12:05:59), then fractions (3/4), which are no part of a date, a ratio or a decimal.
+# A sign after an operand is not part of the number: in "5-3" the last number is 3, in "= -3" it is -3.
+# Before plain numbers: times (7:30, 12:05:59); fractions (3/4) that are no part of a date, ratio or decimal.
 _NUMBER = re.compile(
     r"(?<![\d:.,/])\d{1,2}:[0-5]\d(?::[0-5]\d)?(?![\d:]|\.\d)"
     r"|(?:(?<![\w).,])-)?(?:(?<![\d/.,])\d+/\d+(?![\d/]|\.\d)|(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?"
@@ -25,13 +22,13 @@ RULES = ("last_number", "last_line", "answer_tag", "boxed", "full_text")
 
 
 def extract_answer(text: str, rule: str) -> str | None:
-    """The final answer in `text` (a completion), or None if there is none.
+    """Return the final answer in `text` (a completion), or None.
 
-    last_number: the last number, with its sign; no separators ("-3", "1,234.5" -> "1234.5", "7." -> "7"). Fractions
-    (3/4) and times (7:30) are one number; a division with a whole result (12/4) is not carried out: it reads 4.
+    last_number: the last number, with its sign, without separators ("-3", "1,234.5" -> "1234.5", "7." -> "7").
+    Fractions (3/4) and times (7:30) are one number; of a division with a whole result (12/4), the divisor is read.
     last_line: the last line that is not blank. answer_tag: inside the last <answer>...</answer>. boxed: inside the last
-    \\boxed{...}, braces balanced. full_text: all of it. All are stripped; an empty one is None.
-    Raises ValueError for an unknown rule.
+    \\boxed{...}, braces balanced. full_text: the whole text. Answers are stripped; an empty one is None. ValueError for
+    an unknown rule.
     """
     if rule == "last_number":
         answer = _last_number(text)
@@ -58,11 +55,11 @@ def _last_number(text: str) -> str | None:
 
 
 def last_boxed(text: str, *, must_end: bool = False) -> str | None:
-    """What stands inside the last complete \\boxed{...}; nested braces are balanced. None without one.
+    """Return the content of the last complete \\boxed{...}, with balanced braces, or None.
 
-    `must_end`: None also where a later one is not complete, as verl has it.
+    `must_end`: None also if a later one is incomplete, as in verl.
     """
-    opened: list[int] = []  # where the braces that are open begin, and what is in them
+    opened: list[int] = []  # positions after the open braces
     last, begin = -1, -1
     for found in _BRACE.finditer(text):
         if found[0] == "{":
@@ -75,7 +72,7 @@ def last_boxed(text: str, *, must_end: bool = False) -> str | None:
 
 
 def answer_of(columns: dict[str, Any]) -> Any:
-    """The reference answer of a task: verl's reward_model.ground_truth, else answer, solution or ground_truth."""
+    """Return a task's reference answer: verl's reward_model.ground_truth, else answer, solution or ground_truth."""
     reward_model = columns.get("reward_model")
     if isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None:
         return reward_model["ground_truth"]
@@ -84,8 +81,8 @@ def answer_of(columns: dict[str, Any]) -> Any:
 
 
 def reference_answer(answer: object) -> str:
-    """The final answer in a dataset's answer column: after the last "####" (GSM8K), else inside the last \\boxed{...}
-    (MATH), else all of it."""
+    """Return the final answer in an answer column: after the last "####" (GSM8K), else inside the last \\boxed{...}
+    (MATH), else the whole text."""
     text = str(answer)
     if "####" in text:
         return text.rsplit("####", 1)[1].strip()
@@ -94,8 +91,8 @@ def reference_answer(answer: object) -> str:
 
 
 def same_answer(answer: str, reference: str) -> bool:
-    """Equal as numbers if both are numbers (signs, separators, decimals and simple fractions understood; 5% is 5), else
-    equal as text, without regard to case, runs of white space, surrounding $ and a final period."""
+    """Return whether two answers are equal as numbers (signs, separators, decimals, simple fractions; 5% is 5), else as
+    text, without regard to case, runs of white space, surrounding $ and a final period."""
     left, right = _normalise(answer), _normalise(reference)
     if left == right:
         return True
@@ -104,13 +101,13 @@ def same_answer(answer: str, reference: str) -> bool:
 
 
 def can_read(reference: str, rule: str) -> bool:
-    """Whether a completion that states `reference` as `rule` expects it is right."""
+    """Return whether `rule` can read `reference` from a completion that states it as the rule expects."""
     answer = extract_answer(_WRITTEN.get(rule, "{}").format(reference), rule)
     return answer is not None and same_answer(answer, reference)
 
 
 def answer_key(answer: str) -> str:
-    """A text that two answers share where they are the `same_answer`."""
+    """Return a text that is equal for equal answers (`same_answer`)."""
     text = _normalise(answer)
     number = _as_number(text)
     return text if number is None else str(number)
@@ -122,7 +119,7 @@ def _normalise(text: str) -> str:
 
 def _as_number(text: str) -> Fraction | None:
     text = text.replace(",", "").removeprefix("$").removesuffix("%").removesuffix("\\").rstrip()
-    if len(text) > 100 or re.search(r"e[+-]?\d{4,}", text):  # 1e999999999 is legal, and would take all memory
+    if len(text) > 100 or re.search(r"e[+-]?\d{4,}", text):  # 1e999999999 is legal, and would use up the memory
         return None
     try:
         return Fraction(text)

@@ -1,9 +1,9 @@
-"""The built-in rewards by name: which function each is, with which parameters. Import-light.
+"""The built-in rewards by name, and specs, the text form of rewards. Import-light.
 
-Owns the table, and the text form of rewards, the spec: `gsm8k`, `exact_match/boxed` (the answer rule),
-`gsm8k/{"method": "flexible"}`, `functions/[{"function": "gsm8k", "weight": 0.5}, ...]` of several. The function of a
-built-in is made in the reward worker, once for each spec; packages that only it needs are imported there.
-docs/rewards.md says what each of them cannot see.
+    gsm8k    exact_match/boxed    gsm8k/{"method": "flexible"}    functions/[{"function": "gsm8k", "weight": 0.5}, ...]
+
+The reward worker makes the function of a built-in, once per spec, and imports the packages that it needs.
+docs/rewards.md lists the limits of each built-in.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ Item = dict[str, Any]
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """`make`: module:function that is called with the parameters and returns the function of an item (`def` or
-    `async def`), or of a list of items (`whole_groups`), to what a reward function may return. A parameter `base_dir`
-    of it is the folder that relative paths are relative to. ValueError of it says what is wrong with the parameters,
-    or which package is missing. `states`: module:function of the same parameters that says in a line what holds of it
-    on this machine."""
+    """A built-in reward.
+
+    `make`: module:function that takes the reward's parameters and returns a function (`def` or `async def`) from an
+    item, or from a list of items (`whole_groups`), to a valid return value of reward functions. Its parameter
+    `base_dir`, if any, is the base of relative paths. It raises ValueError for wrong parameters or a missing package.
+    `states`: module:function with the same parameters that describes, in a line, the reward on this machine.
+    """
 
     make: str
     needs_answer: bool = True
@@ -44,23 +46,23 @@ BUILT_IN = {
     "exact_match": BuiltIn("rollover.rewards.rules:exact_match"),
     "reasoning_gym": BuiltIn("rollover.rewards.rules:reasoning_gym", needs_answer=False),
     "last_number": BuiltIn("rollover.rewards.rules:last_number"),
-    "boxed": BuiltIn("rollover.rewards.boxed:boxed"),
+    "boxed": BuiltIn("rollover.rewards.math_rules:boxed"),
     "gsm8k": BuiltIn("rollover.rewards.rules:gsm8k"),
-    "math_dapo": BuiltIn("rollover.rewards.math_dapo:math_dapo"),
-    "math": BuiltIn("rollover.rewards.math_verified:math"),
+    "math_dapo": BuiltIn("rollover.rewards.math_rules:math_dapo"),
+    "math": BuiltIn("rollover.rewards.math_rules:math"),
     "multiple_choice": BuiltIn("rollover.rewards.rules:multiple_choice"),
     "search_qa": BuiltIn("rollover.rewards.rules:search_qa"),
     "column": BuiltIn("rollover.rewards.rules:column", needs_answer=False),
-    "json": BuiltIn("rollover.rewards.formats:json_text", needs_answer=False),
-    "format": BuiltIn("rollover.rewards.formats:pattern", needs_answer=False),
+    "json": BuiltIn("rollover.rewards.rules:json_text", needs_answer=False),
+    "format": BuiltIn("rollover.rewards.rules:pattern", needs_answer=False),
     "llm_judge": BuiltIn("rollover.rewards.llm_judge:llm_judge", needs_answer=False),
     "reward_model": BuiltIn("rollover.rewards.reward_model:reward_model", needs_answer=False, whole_groups=True),
     "code": BuiltIn(PLUGINS["rewards"]["code"], needs_answer=False, states=PLUGINS["reward_statements"]["code"]),
 }
 _SEVERAL = "functions/"
-_WITH_RULE = ("exact_match", "reasoning_gym")  # which tasks.answer_rule is for
+_WITH_RULE = ("exact_match", "reasoning_gym")  # they read answers by tasks.answer_rule
 
-# verl's own choice by data_source (verl/utils/reward_score/__init__.py, 0.9.1), as far as there is one here.
+# verl's choice by data_source (verl/utils/reward_score/__init__.py, 0.9.1), where the function exists here.
 BY_DATA_SOURCE = {
     "openai/gsm8k": "gsm8k",
     "lighteval/MATH": "boxed",
@@ -77,14 +79,14 @@ BY_DATA_SOURCE = {
     "codeforces": "code",
     "taco": "code",
 }
-# verl has a function for these, which is not built in here: without a reward of their own they are an error.
+# verl has a function for these, which is not built in here: rows without another reward are an error.
 NOT_BUILT_IN = {
     "hiyouga/geometry3k": "answers about images",
 }
 
 
-def parsed(spec: str) -> tuple[str, dict[str, Any]] | None:
-    """Name and parameters of a spec; None if it is of no built-in. ValueError for parameters that are none."""
+def parse_spec(spec: str) -> tuple[str, dict[str, Any]] | None:
+    """Return name and parameters of a built-in's spec; None for another one. ValueError for invalid parameters."""
     name, slash, rest = spec.partition("/")
     if name not in BUILT_IN or (slash and name not in _WITH_RULE and not rest.startswith("{")):
         return None
@@ -99,9 +101,9 @@ def parsed(spec: str) -> tuple[str, dict[str, Any]] | None:
     return name, params
 
 
-def spec_of(name: str, params: Mapping[str, Any], rule: str = "") -> str:
-    """The spec of a built-in. `rule`: of reading an answer, if `params` have none. ValueError for a parameter that it
-    does not have."""
+def make_spec(name: str, params: Mapping[str, Any], rule: str = "") -> str:
+    """Return the spec of a built-in. `rule`: answer rule, unless `params` has one. ValueError for an unknown
+    parameter."""
     params = dict(params)
     if name in _WITH_RULE and rule:
         params.setdefault("rule", rule)
@@ -112,13 +114,13 @@ def spec_of(name: str, params: Mapping[str, Any], rule: str = "") -> str:
 
 
 def with_rule(spec: str, rule: str) -> str:
-    """The spec as it is written in full: of a built-in with its rule; another one as it is. ValueError as `spec_of`."""
-    found = parsed(spec)
-    return spec if found is None else spec_of(*found, rule)
+    """Return a built-in's spec with its answer rule; another spec unchanged. ValueError as of `make_spec`."""
+    found = parse_spec(spec)
+    return spec if found is None else make_spec(*found, rule)
 
 
-def made(name: str, params: Mapping[str, Any], base_dir: str) -> Callable[[Any], Any]:
-    """The function of a built-in. ValueError: see `BuiltIn.make`."""
+def make_function(name: str, params: Mapping[str, Any], base_dir: str) -> Callable[[Any], Any]:
+    """Make the function of a built-in. ValueError as of `BuiltIn.make`."""
     _check(name, params)
     make = _maker(name)
     places = {"base_dir": base_dir} if "base_dir" in inspect.signature(make).parameters else {}
@@ -129,17 +131,17 @@ def made(name: str, params: Mapping[str, Any], base_dir: str) -> Callable[[Any],
 
 
 def statements(spec: str) -> list[str]:
-    """What holds on this machine of the built-ins that the spec names, a line each. ValueError as `made`."""
+    """Return a line about each built-in of the spec on this machine. ValueError as of `make_function`."""
     out = []
-    for name, params in filter(None, map(parsed, specs_in(spec))):
+    for name, params in filter(None, map(parse_spec, specs_in(spec))):
         if states := BUILT_IN[name].states:
             out.append(f"{name}: {_function(states)(**params)}")
     return out
 
 
-def by_data_source(data_source: str, own: Mapping[str, str]) -> str:
-    """The reward of a data_source as the configuration writes it: by the table `own`, else by verl's. ValueError for
-    one that neither names, as in verl."""
+def spec_by_data_source(data_source: str, own: Mapping[str, str]) -> str:
+    """Return the reward of a data_source, as in a configuration: from the table `own`, else verl's. ValueError for an
+    unknown one, as in verl."""
     for table in (own, BY_DATA_SOURCE):
         if data_source in table:
             return table[data_source]
@@ -152,8 +154,8 @@ def by_data_source(data_source: str, own: Mapping[str, str]) -> str:
     )
 
 
-def unknown(spec: str, key: str) -> str:
-    """What is wrong with a `spec` that names nothing."""
+def unknown_message(spec: str, key: str) -> str:
+    """Return the error message for an unknown `spec`."""
     others = registered("rewards")
     if spec in others:
         return f"{key}: {spec!r} {why_unknown('rewards', spec)}"
@@ -167,40 +169,40 @@ def unknown(spec: str, key: str) -> str:
 
 
 def needs_answer(spec: str) -> bool:
-    """Whether a built-in of this spec, or of the several that it is, cannot score a task without an answer."""
-    found = [parsed(one) for one in specs_in(spec)]
+    """Return whether a built-in of this spec cannot score a task without an answer."""
+    found = [parse_spec(one) for one in specs_in(spec)]
     return any(one is not None and BUILT_IN[one[0]].needs_answer for one in found)
 
 
 def answer_rules(spec: str) -> list[str]:
-    """The rules by which the built-ins of this spec read answers."""
-    found = filter(None, map(parsed, specs_in(spec)))
+    """Return the answer rules of the built-ins of this spec."""
+    found = filter(None, map(parse_spec, specs_in(spec)))
     rules = ("last_number" if name == "last_number" else params.get("rule") for name, params in found)
     return [rule for rule in rules if rule]
 
 
-# Several
+# Composite rewards
 
 
-def several_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The spec of several functions. A row: {"function": spec}, and "weight" (1), "name" (its own), "shaping" (False)
-    and "params", further arguments of a function of the user's own."""
+def composite_spec(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the spec of several functions. A row: {"function": spec} and optionally "weight" (1), "name", "shaping"
+    (False), and "params", arguments of a user's function."""
     return _SEVERAL + json.dumps(rows, sort_keys=True)
 
 
-def members_of(spec: str) -> list[dict[str, Any]] | None:
-    """The rows of such a spec; None of another."""
+def composite_rows(spec: str) -> list[dict[str, Any]] | None:
+    """Return the rows of a composite spec; None for another spec."""
     return json.loads(spec.removeprefix(_SEVERAL)) if spec.startswith(_SEVERAL) else None
 
 
 def specs_in(spec: str) -> list[str]:
-    """The spec itself, or those of the several that it is."""
-    rows = members_of(spec)
+    """Return the specs of a composite's functions, or the spec itself."""
+    rows = composite_rows(spec)
     return [spec] if rows is None else [row["function"] for row in rows]
 
 
-def names_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of the members: given, or their own, with a number behind one that comes again."""
+def row_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the rows: given, or the function's, numbered if repeated."""
     given = {row["name"] for row in rows if row.get("name")}
     out: list[str] = []
     for row in rows:
@@ -210,23 +212,23 @@ def names_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return out
 
 
-def parts_of(spec: str) -> list[str]:
+def score_names(spec: str) -> list[str]:
     """Return the names of the functions whose weighted scores make up the reward `spec`; [] unless it has several."""
-    rows = members_of(spec) or []
-    named = zip(rows, names_of(rows), strict=True)
+    rows = composite_rows(spec) or []
+    named = zip(rows, row_names(rows), strict=True)
     return [name for row, name in named if row.get("weight", 1.0) != 0 and not row.get("shaping", False)]
 
 
 def _plain(spec: str) -> str:
-    return spec.partition("/")[0] if parsed(spec) else own_name(spec).strip("<>")
+    return spec.partition("/")[0] if parse_spec(spec) else own_name(spec).strip("<>")
 
 
-def shown(spec: str) -> str:
-    """A reward as messages name it: `exact_match`, `mine.py:score`, or `math + format` of several."""
-    rows = members_of(spec)
+def display_name(spec: str) -> str:
+    """Return a reward's name in messages: `exact_match`, `mine.py:score`, or `math + format`."""
+    rows = composite_rows(spec)
     if rows is not None:
-        return " + ".join(names_of(rows))
-    return spec.partition("/")[0] if parsed(spec) else spec
+        return " + ".join(row_names(rows))
+    return spec.partition("/")[0] if parse_spec(spec) else spec
 
 
 def _check(name: str, params: Mapping[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""What runs in a reward worker's process: the reward functions (rewards/worker.py is the parent's end).
+"""Process of a reward worker, which runs the reward functions (parent's end: rewards/worker.py).
 
-A function object of the parent arrives inside the message that loads it (rewards/serialization.py). Functions run in
-the main thread, so they may use signal.alarm. The parent limits time, by killing the process; services get the
-remaining time.
+The load message contains a function object of the parent as a pickle (rewards/serialization.py). Functions run in the
+main thread, so they may use signal.alarm. The parent limits time by killing the process; services get the remaining
+time.
 
     in   {"op": "load", "spec"}                    out  {"pid", "mode": "each" | "together" | "batch"} | a failure
     in   {"op": "score", "spec", "items": [...],
@@ -10,9 +10,8 @@ remaining time.
                                                         {"index", "result": {"score", "extras"} | a failure}
                                                         batch: {"results": [...]} | a failure
 
-A failure is {"error": text}, with
-"out_of_memory": true after a MemoryError. "each" calls the function for one item after the other, "together" (async
-def) for all of them at a time on one event loop, "batch" once for all of them.
+A failure is {"error": text}, with "out_of_memory": true after a MemoryError. Mode "each" calls the function for one
+item after another, "together" (async def) for all items concurrently on one event loop, "batch" once for all items.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from typing import Any
 
 from rollover.processes import limit_memory
 from rollover.rewards import service
-from rollover.rewards.composite import LoadedSum, loaded
-from rollover.rewards.registry import MAX_REPLY_BYTES, Item, LoadedReward, runner
+from rollover.rewards.registry import MAX_REPLY_BYTES, CompositeReward, Item, LoadedReward, load, runner
 from rollover.rewards.serialization import unpacked
 from rollover.workers.child import Calls, ReplyTooLong, clear_alarm, failure_of
 
@@ -37,13 +35,13 @@ def main(base_dir: str, memory_bytes: str) -> None:
     limit_memory(int(memory_bytes))
     calls = Calls(MAX_REPLY_BYTES)
     sys.path[:0] = [base_dir, os.getcwd()]
-    rewards: dict[str, LoadedReward | LoadedSum] = {}
+    rewards: dict[str, LoadedReward | CompositeReward] = {}
     own_pid = os.getpid()
     for call in calls:
         spec = call["spec"]
         if call["op"] == "load":
             try:
-                rewards[spec] = loaded(spec, base_dir, unpacked(call))
+                rewards[spec] = load(spec, base_dir, unpacked(call))
             except ValueError as error:
                 calls.reply(pid=own_pid, error=str(error)[:_MAX_ERROR_CHARS])
             else:
@@ -52,9 +50,9 @@ def main(base_dir: str, memory_bytes: str) -> None:
             _score(rewards[spec], call["items"], calls, call["limit_s"])
 
 
-def _score(reward: LoadedReward | LoadedSum, items: list[Item], calls: Calls, limit_s: float) -> None:
-    """Score the items and reply. An alarm that a function left pending would kill a later call: it is cleared."""
-    service.within(limit_s)
+def _score(reward: LoadedReward | CompositeReward, items: list[Item], calls: Calls, limit_s: float) -> None:
+    """Score the items and reply. Clear an alarm that a function left pending, which would kill a later call."""
+    service.set_deadline(limit_s)
     if reward.mode == "batch":
         try:
             message = {"results": reward.score_all(items)}
@@ -70,7 +68,7 @@ def _score(reward: LoadedReward | LoadedSum, items: list[Item], calls: Calls, li
         clear_alarm()
     else:
         for index, item in enumerate(items):
-            service.within(limit_s)
+            service.set_deadline(limit_s)
             try:
                 result = reward.score_one(item)
             except BaseException as error:  # boundary: the user's function, KeyboardInterrupt included

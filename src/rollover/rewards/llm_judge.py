@@ -1,22 +1,27 @@
-"""The reward `llm_judge`: a model behind an OpenAI-compatible endpoint is asked for a score of the completion.
+"""The reward `llm_judge`: a model behind an OpenAI-compatible endpoint scores the completion.
 
-What it answered is kept in a SQLite file (judge_cache.py): a run that goes on, or another with the same judge, pays for
-nothing twice. The file counts what was spent, too, over all workers of a run. Where there is no score (the endpoint
-fails, the budget is spent, the answer holds none) the reward is missing, never 0.
+A SQLite file (`JudgeCache`) stores the answers and the tokens spent, for all workers of a run, resumed runs, and other
+runs with the same judge. Without a score (the endpoint fails, the budget is spent, the answer has none) the reward is
+missing, never 0.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
+import logging
 import os
 import re
-from collections.abc import Callable, Coroutine
+import sqlite3
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rollover.rewards.answers import answer_of
-from rollover.rewards.judge_cache import Ask, JudgeCache
-from rollover.rewards.service import Again, Service
+from rollover.rewards.service import Service, TransientFailure
 from rollover.text import encodable
 from rollover.types import content_text
 
@@ -34,7 +39,7 @@ _PROMPT = """Judge the answer to the question below.
 How good is the answer, from {lowest} (useless or wrong) to {highest} (right and complete)? Say in a sentence why, then
 end with a line "Score: " and the number."""
 _PATTERN = r"[Ss]core\**\s*:[\s*]*(-?\d+(?:\.\d+)?)"
-_MOST_TOKENS = 2**40  # of one answer: what an endpoint says beyond is no count
+_MAX_ANSWER_TOKENS = 2**40  # a larger count of an endpoint is invalid
 
 
 def llm_judge(  # noqa: PLR0913 - the parameters of the reward
@@ -53,14 +58,14 @@ def llm_judge(  # noqa: PLR0913 - the parameters of the reward
     retries: int = 4,
     base_dir: str = ".",
 ) -> Callable[[dict[str, Any]], Coroutine[Any, Any, dict[str, float]]]:
-    """The function of an item. ValueError for a parameter that is wrong.
+    """Return the reward function of an item. ValueError for an invalid parameter.
 
     url: of the API (https://api.openai.com/v1). prompt: a file, or the text itself, with {prompt}, {completion},
-    {answer}, {lowest}, {highest} in it; other braces stay. pattern: a regular expression whose last match has the score
-    as its first group. lowest, highest: the scale, which becomes 0 to 1; a score beyond it is none. options: further
-    fields of the request (temperature is 0 unless given). api_key_env: the variable of the environment that has the
-    key. cache: the file. max_tokens_spent: of prompts and answers as the endpoint counts them, over the file's life;
-    0 = no limit. timeout_s: of one request, within rewards.timeout_s of the group's.
+    {answer}, {lowest}, {highest}; other braces stay. pattern: a regular expression, whose last match has the score as
+    its first group. lowest, highest: the scale, which is mapped to 0 to 1; a score beyond it is invalid. options:
+    further fields of the request (temperature is 0 by default). api_key_env: environment variable of the API key.
+    cache: the file. max_tokens_spent: of prompts and answers, as the endpoint counts them, over the file's life; 0 = no
+    limit. timeout_s: of one request, within rewards.timeout_s of the group.
     """
     what = "the reward llm_judge"
     if not lowest < highest:
@@ -82,9 +87,9 @@ def llm_judge(  # noqa: PLR0913 - the parameters of the reward
         retries=retries,
         token=os.environ.get(api_key_env, ""),
     )
-    kept = JudgeCache(Path(base_dir) / cache, max_tokens_spent) if cache else None
+    judge_cache = JudgeCache(Path(base_dir) / cache, max_tokens_spent) if cache else None
 
-    asked = _asker(service)
+    send = _sender(service)
 
     async def score(item: dict[str, Any]) -> dict[str, float]:
         values = {
@@ -97,30 +102,30 @@ def llm_judge(  # noqa: PLR0913 - the parameters of the reward
         text = re.sub(r"\{(prompt|completion|answer|lowest|highest)\}", lambda m: values[m[1]], template)
         messages = [{"role": "user", "content": text}]
         body = {"model": model, "messages": messages, "temperature": 0, **(options or {})}
-        said = await (asked(body, lambda _: None) if kept is None else kept.said(body, asked))
-        return {"score": (_score_in(said, scored, lowest, highest) - lowest) / (highest - lowest)}
+        said = await (send(body, lambda _: None) if judge_cache is None else judge_cache.answer(body, send))
+        return {"score": (_parse_score(said, scored, lowest, highest) - lowest) / (highest - lowest)}
 
     return score
 
 
-def _asker(service: Service) -> Ask:
-    """Asks the judge by this service for a text."""
+def _sender(service: Service) -> SendRequest:
+    """Return the function that sends a request to the judge and returns its text."""
 
-    async def asked(body: dict[str, Any], paid: Callable[[int], None]) -> str:
+    async def send(body: dict[str, Any], paid: Callable[[int], None]) -> str:
         def read(answer: bytes) -> str:
-            said, num_tokens = _said(answer)
-            paid(num_tokens)  # also where it says nothing
+            said, num_tokens = _parse_answer(answer)
+            paid(num_tokens)  # also for an answer without text
             if not said:
-                raise Again("an answer without a text")
+                raise TransientFailure("an answer without a text")
             return said
 
         return await service.post(body, read)
 
-    return asked
+    return send
 
 
 def _template(prompt: str, base_dir: Path) -> str:
-    """The text itself, or that of the file it names. ValueError where the completion is not in it."""
+    """Return the prompt template, given as text or file. ValueError if it has no {completion}."""
     text = prompt or _PROMPT
     if prompt and "{" not in prompt and "\n" not in prompt:
         try:
@@ -133,7 +138,7 @@ def _template(prompt: str, base_dir: Path) -> str:
 
 
 def _text(prompt: str | list[dict[str, Any]]) -> str:
-    """A prompt as the judge reads it: its messages one after the other, images by their names."""
+    """Return a prompt as text: its messages one after the other, images by name."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:
@@ -141,19 +146,19 @@ def _text(prompt: str | list[dict[str, Any]]) -> str:
     return "\n\n".join(f"{message['role']}: {content_text(message['content'])}" for message in prompt)
 
 
-def _said(answer: bytes) -> tuple[str, int]:
-    """Its text, empty where it has none, and how many tokens the request took."""
+def _parse_answer(answer: bytes) -> tuple[str, int]:
+    """Return the answer's text ("" without one) and the number of tokens that the request took."""
     try:
         parsed = json.loads(answer)
         said = parsed["choices"][0]["message"]["content"]
         num_tokens = int((parsed.get("usage") or {}).get("total_tokens") or 0)
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
-        raise Again("an answer that is none") from None
-    return encodable(said) if isinstance(said, str) else "", min(max(num_tokens, 0), _MOST_TOKENS)
+        raise TransientFailure("an answer that is none") from None
+    return encodable(said) if isinstance(said, str) else "", min(max(num_tokens, 0), _MAX_ANSWER_TOKENS)
 
 
-def _score_in(said: str, pattern: re.Pattern[str], lowest: float, highest: float) -> float:
-    """ValueError where there is none within the scale."""
+def _parse_score(said: str, pattern: re.Pattern[str], lowest: float, highest: float) -> float:
+    """Return the score in an answer. ValueError without one, or beyond the scale."""
     found = [match.group(1) for match in pattern.finditer(said)]
     try:
         score = float(found[-1])
@@ -162,3 +167,112 @@ def _score_in(said: str, pattern: re.Pattern[str], lowest: float, highest: float
     if not lowest <= score <= highest:
         raise ValueError(f"the judge's score {score:g} is not between {lowest:g} and {highest:g}")
     return score
+
+
+logger = logging.getLogger(__name__)
+
+_WAIT_S = 5.0  # for another worker's write to the file
+_KEEP = (
+    "INSERT INTO answers (hash, said, tokens) VALUES (?, ?, ?) ON CONFLICT (hash) DO UPDATE SET"
+    " said = COALESCE(said, excluded.said), tokens = tokens + excluded.tokens"
+)
+
+SendRequest = Callable[[dict[str, Any], Callable[[int], None]], Awaitable[str]]
+"""(request, on_tokens) -> answer of the judge; `on_tokens` gets the tokens of each answer, valid or not."""
+
+
+class BudgetSpent(RuntimeError):
+    """The judge's token budget is spent."""
+
+
+def request_hash(body: dict[str, Any]) -> str:
+    """Return the hash of a request, equal in all processes and on all machines."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+
+
+class JudgeCache:
+    """Answers of a judge, in a SQLite file at `path` that several workers and runs may have open.
+
+    Equal requests are sent once, also concurrent ones. `max_tokens`: budget of all answers; 0 = no limit. Answers that
+    cannot be written stay in memory until they can, so that no score is lost. The file is used in a thread, because a
+    write may wait for another worker's. ValueError for an unusable file.
+    """
+
+    def __init__(self, path: Path, max_tokens: int) -> None:
+        self._path, self._max_tokens = path, max_tokens
+        self._in_flight: dict[str, asyncio.Task[str]] = {}
+        self._unwritten: list[tuple[str, str | None, int]] = []  # hash, answer, tokens
+        self._warned = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="judged")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = sqlite3.connect(path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
+            self._file.execute("CREATE TABLE IF NOT EXISTS answers (hash TEXT PRIMARY KEY, said TEXT, tokens INTEGER)")
+            self._file.execute("SELECT hash, said, tokens FROM answers LIMIT 1")  # it may be another program's table
+        except (OSError, sqlite3.Error) as error:
+            raise ValueError(f"the reward llm_judge: cache = {path} cannot be used ({error})") from None
+
+    async def answer(self, body: dict[str, Any], send: SendRequest) -> str:
+        """Return the stored answer to a request, or send it. BudgetSpent; exceptions of `send` pass through."""
+        key = request_hash(body)
+        if key not in self._in_flight:
+            self._in_flight[key] = asyncio.ensure_future(self._request(key, body, send))
+            self._in_flight[key].add_done_callback(lambda _: self._in_flight.pop(key))
+        return await asyncio.shield(self._in_flight[key])
+
+    @property
+    def spent(self) -> int:
+        """Total tokens of all answers."""
+        (kept,) = self._file.execute("SELECT COALESCE(SUM(tokens), 0) FROM answers").fetchone()
+        return kept + sum(num for _, _, num in self._unwritten)
+
+    # Private
+
+    async def _request(self, key: str, body: dict[str, Any], send: SendRequest) -> str:
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, self._thread)
+        answer = await in_thread(self._stored, key)
+        if answer is not None:
+            return answer
+        await in_thread(self._check_budget)
+        said, tokens = None, [0]
+        try:
+            said = await send(body, tokens.append)
+            return said
+        finally:
+            if said is not None or sum(tokens):
+                await in_thread(self._keep, key, said, sum(tokens))
+
+    # In its thread
+
+    def _stored(self, key: str) -> str | None:
+        held = next((said for of, said, _ in self._unwritten if of == key and said is not None), None)
+        if held is not None:
+            return held
+        row = self._file.execute("SELECT said FROM answers WHERE hash = ?", (key,)).fetchone()
+        return row[0] if row else None
+
+    def _keep(self, key: str, said: str | None, tokens: int) -> None:
+        self._unwritten.append((key, said, tokens))
+        self._write()
+
+    def _check_budget(self) -> None:
+        """Raise BudgetSpent once the budget is spent. Requests in flight may exceed it."""
+        if not self._max_tokens:
+            return
+        if error := self._write():
+            raise BudgetSpent(f"max_tokens_spent: what is spent cannot be written to {self._path} ({error})")
+        if (spent := self.spent) >= self._max_tokens:
+            raise BudgetSpent(f"max_tokens_spent = {self._max_tokens} is used up ({spent} tokens, {self._path})")
+
+    def _write(self) -> sqlite3.Error | None:
+        """Write the pending answers. Return the error that stopped it, or None."""
+        while self._unwritten:
+            try:
+                self._file.execute(_KEEP, self._unwritten[0])
+            except sqlite3.Error as error:
+                if not self._warned:
+                    self._warned = True
+                    logger.warning(f"the reward llm_judge: {self._path} cannot be written: {error}")
+                return error
+            self._unwritten.pop(0)
+        return None

@@ -1,13 +1,11 @@
-"""The reward pool: several reward workers, of which each does one call at a time.
+"""The reward pool: several reward workers, each of which runs one call at a time.
 
-    score(group | rollout) ──▶ waits for a worker, in order of arrival ──▶ RewardWorker.score ──▶ Reward per request
+    score(group | rollout) ──▶ waits for a worker, first in first out ──▶ RewardWorker.score ──▶ Reward per request
                                                           └── shared: one Quarantine
 
-Owns who scores what, and what the workers count together. Never splits a call (a batch function sees all siblings),
-never touches a process itself: a worker does. Calls of rollouts that are scored alone go to a worker together, as an
-exchange with it takes a decode step of an engine in this process.
-
-Calls are taken in order of arrival, so that the oldest scoring is always being worked on: the watchdog relies on that.
+A call is never split: a batch function sees all siblings. Calls of rollouts that are scored singly are sent to a worker
+together, since an exchange with it takes as long as a decode step of an embedded engine. The watchdog relies on the
+order: the oldest scoring is always in progress.
 """
 
 from __future__ import annotations
@@ -23,21 +21,20 @@ from typing import Any
 
 from rollover.config import RewardsConfig
 from rollover.rewards.protocol import ScoreRequest
-from rollover.rewards.quarantine import Quarantine
 from rollover.rewards.registry import Mode
 from rollover.rewards.serialization import packed
-from rollover.rewards.worker import RewardWorker, WorkerHealth
+from rollover.rewards.worker import Quarantine, RewardWorker, WorkerHealth
 from rollover.types import Reward, Task
 
-_MOST_TOGETHER = 8  # single calls: more would wait behind one that hangs, though another worker is free
+_MAX_TOGETHER = 8  # single calls: more could wait behind one that hangs while another worker is free
 
 
 @dataclass(eq=False)
 class _Call:
     """A call of `score` (`what`: its requests) or of `probe` (its task), until `done`.
 
-    single: it has one request, and may go to a worker together with others. together: the calls that went with it.
-    work: the task of the worker that has them; None while they wait.
+    single: it has one request, and may be sent together with others. together: the calls that were sent with it.
+    work: the asyncio task that runs them; None while they wait.
     """
 
     what: list[ScoreRequest] | Task
@@ -52,10 +49,9 @@ class _Call:
 
 
 class RewardPool:
-    """A Rewarder of `rewards.num_workers` child processes. With one it does what a RewardWorker does.
+    """A Rewarder of `rewards.num_workers` child processes. `pack`: as of RewardWorker.
 
-    Of the free workers the first is taken: a process starts only when there is something for it to do. `pack` gives
-    what travels to a process for a function of this name.
+    A call goes to the first free worker, so a process starts only when it is needed.
     """
 
     def __init__(
@@ -73,34 +69,34 @@ class RewardPool:
         self._waiting: deque[_Call] = deque()
 
     async def score(self, requests: list[ScoreRequest]) -> list[Reward]:
-        """One Reward per request, in order. Never raises for a failing function: its rewards are missing."""
+        """Return one Reward per request, in order. Never raises for a failing function: its rewards are missing."""
         single = len(requests) == 1 and self.scores_singly(requests[0].task)
         return await self._result_of(_Call(requests, single))
 
     async def probe(self, task: Task) -> None:
-        """Call the task's reward on dummy completions. Raises RewardProbeError: see RewardWorker.probe."""
+        """Call the task's reward on dummy completions: see RewardWorker.probe."""
         await self._result_of(_Call(task))
 
     def scores_singly(self, task: Task) -> bool:
-        """Whether the task's rollouts are scored one by one, each when it stops (rewards.streaming).
+        """Return whether each rollout of the task is scored when it stops (rewards.streaming).
 
-        Only by a function of one sample that is known to be one (after `probe`). A batch function sees whole groups,
-        and the samples of an `async def` wait together.
+        Only a per-sample function does so, once it is loaded (after `probe`). A batch function scores whole groups, as
+        does an `async def`, whose samples run concurrently.
         """
         return self.config.streaming and self._modes.get(task.reward) == "each"
 
     @property
     def modes(self) -> Mapping[str, Mode]:
-        """How each reward function is called that was ever loaded, by its spec."""
+        """The mode of every reward function that was ever loaded, by spec."""
         return self._modes
 
     @property
-    def stands_still(self) -> bool:
-        """Never: a worker is started where there is none."""
+    def is_stalled(self) -> bool:
+        """Never: a missing worker is started."""
         return False
 
     def stats(self) -> dict[str, float]:
-        """The workers' counters together, and gauges: workers with a call, waiting calls, age of the oldest call."""
+        """Return the sums of the workers' counters, and gauges: busy workers, waiting calls, age of the oldest call."""
         busy_s = [health.busy_s for health in self.health() if health.busy_s is not None]
         return {
             **self.counters(),
@@ -110,12 +106,12 @@ class RewardPool:
         }
 
     def counters(self) -> dict[str, float]:
-        """The workers' counters together."""
+        """Return the sums of the workers' counters."""
         counters = [worker.stats() for worker in self._workers]
         return {name: sum(c[name] for c in counters) for name in counters[0]}
 
     def health(self) -> list[WorkerHealth]:
-        """Every worker's process and last sign of life."""
+        """Return the health of every worker."""
         return [worker.health(index) for index, worker in enumerate(self._workers)]
 
     async def close(self) -> None:
@@ -132,15 +128,15 @@ class RewardPool:
         except asyncio.CancelledError:
             if call in self._waiting:
                 self._waiting.remove(call)
-            elif call.work and all(other.done.done() for other in call.together):  # nobody waits for it any more
+            elif call.work and all(other.done.done() for other in call.together):  # all of them are done or cancelled
                 call.work.cancel()
                 await asyncio.wait([call.work])
             raise
 
     def _begin(self) -> None:
-        """Give each free worker the oldest call; if it is a single one, its share of the single ones behind it, too."""
+        """Send each free worker the oldest call; with a single one, also its share of the single ones behind it."""
         while self._free and self._waiting:
-            share = min(math.ceil(len(self._waiting) / len(self._workers)), _MOST_TOGETHER)
+            share = min(math.ceil(len(self._waiting) / len(self._workers)), _MAX_TOGETHER)
             calls = [self._waiting.popleft()]
             while calls[0].single and len(calls) < share and self._waiting[0].single:
                 calls.append(self._waiting.popleft())
@@ -151,7 +147,7 @@ class RewardPool:
                 call.together, call.work = calls, work
 
     async def _work(self, index: int, calls: list[_Call]) -> None:
-        """What one worker does for these calls. The error of a probe is its caller's."""
+        """Run these calls on one worker. The error of a probe is raised to its caller."""
         worker, what = self._workers[index], calls[0].what
         try:
             if isinstance(what, Task):
@@ -173,10 +169,10 @@ class RewardPool:
             self._end(index, calls)
 
     def _end(self, index: int, calls: list[_Call]) -> None:
-        """The worker is free. Called a second time when the work is done, which may have been cancelled unbegun."""
+        """Free the worker. Called again when the task is done, which may have been cancelled before it began."""
         if calls:
             for call in calls:
-                call.done.cancel()  # of work that was cancelled: without effect on what is done
+                call.done.cancel()  # no effect unless the work was cancelled
             calls.clear()
             heapq.heappush(self._free, index)
             self._begin()

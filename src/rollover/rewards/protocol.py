@@ -1,19 +1,19 @@
-"""What scoring must do. A failure is missing data, never a silent 0."""
+"""Interfaces of scoring. A failure is missing data, never 0."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rollover.rewards.trl_arguments import TrainerState
+from rollover.rewards.registry import TrainerState
 from rollover.types import Reward, Task
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """One finished rollout to score: its task, the completion text and ids.
+    """A finished rollout to score: its task, completion text and ids.
 
-    `num_turns`: as verl counts them, the prompt, the turns of the policy and those of the environment.
+    `num_turns`: verl's count, of the prompt, the turns of the policy and those of the environment.
     """
 
     task: Task
@@ -25,28 +25,28 @@ class ScoreRequest:
 
 class Rewarder(Protocol):
     async def score(self, requests: list[ScoreRequest]) -> list[Reward]:
-        """Score these (usually one group); one Reward per request, in order. Never raises for a failing function."""
+        """Return one Reward per request (usually of one group), in order. Never raises for a failing function."""
         ...
 
     async def close(self) -> None: ...
 
 
 class ScoringPool(Rewarder, Protocol):
-    """What a run uses of the workers that score: a RewardPool, or several of them."""
+    """The reward workers of a run: a RewardPool, or pools on several nodes."""
 
     @property
-    def stands_still(self) -> bool:
-        """Whether scorings wait since nothing is there that could do any: their time does not run."""
+    def is_stalled(self) -> bool:
+        """Whether no worker is available, so that waiting does not count as time of a scoring."""
         ...
 
     async def probe(self, task: Task) -> None:
-        """Call the task's reward on dummy completions. Raises RewardProbeError."""
+        """Call the task's reward on dummy completions. RewardProbeError if it fails."""
         ...
 
     def scores_singly(self, task: Task) -> bool:
-        """Whether the task's rollouts are scored one by one, each when it stops."""
+        """Return whether each rollout of the task is scored when it stops; else a group is scored together."""
         ...
 
     def stats(self) -> dict[str, float]:
-        """Cumulative counters, and gauges, under rewards/."""
+        """Return cumulative counters and gauges under rewards/."""
         ...

@@ -1,26 +1,27 @@
-"""Finds and calls the function behind a reward spec, inside the worker process. Import-light: no torch, no numpy.
+"""Loads and calls the function of a reward spec, in the worker process. Import-light: no torch, no numpy.
 
-Owns the two accepted signatures (each as `def` or `async def`) and the meaning of what a function returns. Never talks
-to a pipe and never sets a time limit. A spec is one of
     NAME, NAME/RULE, NAME/{"parameter": ...}       a built-in reward (rewards/built_in.py)
-    functions/[{"function": ..., "weight": ...}]   several (rewards/composite.py)
+    functions/[{"function": ..., "weight": ...}]   several functions, whose scores are summed
     module:function, path.py:function              a user's function, which sees the raw completion
+
+Owns the accepted signatures (verl's and TRL's, as `def` or `async def`) and the meaning of return values. Knows no pipe
+and no time limit.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from rollover.functions import MOST_SCORE, is_score, load_function, shortened
+from rollover.functions import MOST_SCORE, explained, is_score, load_function, shortened
 from rollover.rewards.answers import answer_of
-from rollover.rewards.built_in import BUILT_IN, Item, made, parsed
-from rollover.rewards.trl_arguments import NAMES, Logged, TrainerState
+from rollover.rewards.built_in import BUILT_IN, Item, composite_rows, make_function, parse_spec, row_names
 from rollover.suggest import alike
 from rollover.text import encodable, printable
 
@@ -28,15 +29,15 @@ _MAX_NAME_CHARS = 100
 _MAX_TEXT_CHARS = 1000
 RETURNED_NONE = "the function returned None"
 MAX_REPLY_BYTES = 64 << 20
-"""Of one result, or of those of a batch, on its way from the worker process."""
-Result = dict[str, Any]  # {"score", "extras"}, of several also {"shaping"}; or {"error"}
-# What one call scores: one item; one item, several calls at a time on one event loop; all items.
+"""Limit for a reply of the worker process: one result, or those of a batch."""
+Result = dict[str, Any]  # {"score", "extras"}, of a composite also {"shaping"}; or {"error"}
+# One call scores one item; one item, with concurrent calls on one event loop; all items.
 Mode = Literal["each", "together", "batch"]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedReward:
-    """A function ready to be called. Unless whole_groups one call scores one item: a failure leaves others valid."""
+    """A loaded function. Unless `whole_groups`, a call scores one item, and its failure leaves other items valid."""
 
     spec: str
     kind: Literal["builtin", "verl", "verl_batch", "trl", "any"]
@@ -55,19 +56,19 @@ class LoadedReward:
         return "together" if any(map(inspect.iscoroutinefunction, functions)) else "each"
 
     def score_one(self, item: Item) -> Result:
-        """Score one item with a per-sample function. What the function raises passes through."""
+        """Score one item with a per-sample function. Its exceptions pass through."""
         if self.kind == "builtin":
             return to_result(self.function(item))
         return to_result(self._call(**self._arguments_of(item)))
 
     async def score_async(self, item: Item) -> Result:
-        """`score_one` of a function whose mode is "together", on the caller's event loop."""
+        """Score one item with a function of mode "together", on the caller's event loop."""
         if self.kind == "builtin":
             return to_result(await self.function(item))
         return to_result(await self.function(**self._known(self._arguments_of(item))))
 
     def _arguments_of(self, item: Item) -> dict[str, Any]:
-        """The four arguments of verl's compute_score."""
+        """Return the four arguments of verl's compute_score."""
         columns = item["columns"]
         if self.parameters & {"ground_truth", "ground_truths"} and answer_of(columns) is None:
             raise ValueError(
@@ -117,7 +118,7 @@ class LoadedReward:
         return runner().run(_awaited(value)) if inspect.isawaitable(value) else value
 
     def _known(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments that the function takes. ValueError if it needs one that is not there."""
+        """Return the arguments that the function takes. ValueError for a missing required one."""
         arguments = {**arguments, **self.further}
         if missing := sorted(self.required - arguments.keys()):
             near = [n for m in missing for n in alike(m, arguments)]
@@ -132,16 +133,15 @@ _OF_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def _extra_info(item: Item) -> dict[str, Any]:
-    """The row's, with what verl adds: the number of turns, and the scores that were given in the course of the
-    conversation (none)."""
+    """Return the row's extra_info with verl's additions: number of turns, and scores of turns (none)."""
     found = item["columns"].get("extra_info")
-    told = {"num_turns": item.get("num_turns", 2), "rollout_reward_scores": {}}
-    return {**found, **told} if isinstance(found, dict) else told
+    added = {"num_turns": item.get("num_turns", 2), "rollout_reward_scores": {}}
+    return {**found, **added} if isinstance(found, dict) else added
 
 
 @cache
 def runner() -> asyncio.Runner:
-    """The process's one event loop: a client session that a function keeps between calls belongs to its loop."""
+    """Return the process's only event loop: a client session that a function keeps between calls belongs to it."""
     return asyncio.Runner()
 
 
@@ -150,14 +150,14 @@ async def _awaited(value: Any) -> Any:
 
 
 def _trl_completion(item: Item) -> str | list[dict[str, str]]:
-    """TRL: plain strings for prompts that are strings in the data, lists of messages for those that are messages."""
+    """Return the completion in TRL's form: a string for a string prompt, else a list of messages."""
     if isinstance(item["prompt"], str):
         return item["completion"]
     return [{"role": "assistant", "content": item["completion"]}]
 
 
 def _results(values: Any, num: int) -> list[Result]:
-    """What a batch function returned for `num` completions. ValueError where it is no list of so many."""
+    """Convert a batch function's return value. ValueError unless it is a list of `num` scores."""
     if hasattr(values, "tolist"):  # numpy array or tensor
         values = values.tolist()
     if not isinstance(values, list | tuple):
@@ -168,10 +168,10 @@ def _results(values: Any, num: int) -> list[Result]:
 
 
 def to_result(value: Any) -> Result:
-    """Return {"score", "extras"} and maybe "texts" of what a function returned for one completion, or {"error"}.
+    """Convert a return value for one completion to {"score", "extras"} and optionally "texts", or {"error"}.
 
-    A dict must have `score`. Its other finite numbers become extras, its texts stay, cut to 1,000 characters. One with
-    `error` in its place says why there is no score.
+    A dict has `score`, or `error` with the reason of a missing score. Its other finite numbers become extras, its texts
+    are truncated to 1,000 characters.
     """
     extras: dict[str, float] = {}
     texts: dict[str, str] = {}
@@ -198,25 +198,25 @@ def to_result(value: Any) -> Result:
 
 
 def _extras(values: Mapping[Any, Any]) -> dict[str, float]:
-    """The finite numbers among `values`."""
+    """Return the finite numbers among `values`."""
     numbers = {_name(key): _number(value) for key, value in values.items()}
     return {name: number for name, number in numbers.items() if number is not None and is_score(number)}
 
 
 def _texts(values: Mapping[Any, Any]) -> dict[str, str]:
-    """The texts among `values`, cut."""
+    """Return the texts among `values`, truncated."""
     found = ((_name(key), value[:_MAX_TEXT_CHARS]) for key, value in values.items() if isinstance(value, str))
     return {name: encodable(text) for name, text in found}
 
 
 def _with_logged(result: Result, row: Mapping[str, Any]) -> Result:
-    """The result with what its function logged beside it."""
+    """Add the values that the function logged."""
     texts = {**result.get("texts", {}), **_texts(row)}
     return {**result, "extras": result["extras"] | _extras(row)} | ({"texts": texts} if texts else {})
 
 
 def _name(key: Any) -> str:
-    """An extra's name, as it can stand in the key of a metric and in a file."""
+    """Return a name that is valid in metric keys and files."""
     return printable(str(key))[:_MAX_NAME_CHARS] or "?"
 
 
@@ -239,19 +239,19 @@ def _short(value: Any) -> str:
 
 
 def load_reward(spec: str, base_dir: str, further: Mapping[str, Any] | None = None) -> LoadedReward:
-    """Resolve `spec`. A relative path is relative to `base_dir`. Raises ValueError saying what could not be found or
-    what is wrong with the signature; an error raised while importing the user's module becomes one too.
+    """Load a spec of one function. `base_dir`: base of relative paths. `further`: extra arguments of a user's function.
 
-    `further`: arguments of a function of the user's own beside those of its signature."""
-    if found := parsed(spec):
+    ValueError if it is not found, its module cannot be imported, or its signature is invalid.
+    """
+    if found := parse_spec(spec):
         name, params = found
-        function = made(name, params, base_dir)
+        function = make_function(name, params, base_dir)
         return LoadedReward(spec, "builtin", function, whole_groups=BUILT_IN[name].whole_groups)
     return with_signature(spec, load_function(spec, base_dir), further)
 
 
 def with_signature(spec: str, function: Callable[..., Any], further: Mapping[str, Any] | None = None) -> LoadedReward:
-    """`function` under the name `spec`, to be called as its parameters tell. ValueError where they tell no way."""
+    """Wrap `function`, named `spec`, with the calling convention of its parameters. ValueError for unknown ones."""
     parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -260,10 +260,10 @@ def with_signature(spec: str, function: Callable[..., Any], further: Mapping[str
         kind = "verl"
     elif "solution_strs" in names:
         kind = "verl_batch"
-    elif names & NAMES:
+    elif names & TRL_PARAMETERS:
         kind = "trl"
     elif takes_any and not any(p.default is p.empty for p in named.values()):
-        kind = "any"  # a wrapper, say: called as verl's where the rows have a data_source, else as TRL's
+        kind = "any"  # a wrapper: verl's arguments for rows with a data_source, else TRL's
     else:
         raise ValueError(
             f"{spec} has the parameters ({', '.join(parameters)}); expected TRL's f(prompts, completions, **columns),"
@@ -274,3 +274,158 @@ def with_signature(spec: str, function: Callable[..., Any], further: Mapping[str
         raise ValueError(f"{spec} has no parameter {unknown[0]!r}: it has {', '.join(parameters)}")
     required = frozenset(n for n, p in named.items() if p.default is p.empty)
     return LoadedReward(spec, kind, function, names, takes_any, required, further or {}, whole_groups=kind != "verl")
+
+
+@dataclass(frozen=True)
+class _Member:
+    reward: LoadedReward
+    name: str
+    weight: float
+    shaping: bool
+
+
+class CompositeReward:
+    """Weighted sum of several reward functions, with the interface of LoadedReward.
+
+    Each function's score is an extra under its name. A function that returns None does not apply to the sample and is
+    left out of the sum; the reward is missing if none applies or one fails. Scores of shaping functions are no part of
+    the sum. It scores single items if all functions do, else whole groups.
+    """
+
+    def __init__(self, members: Sequence[_Member]) -> None:
+        self.members = members
+        self.mode: Mode = "each" if all(member.reward.mode == "each" for member in members) else "batch"
+
+    def score_one(self, item: Item) -> Result:
+        """Score one item with every function."""
+        return self._sum([_score_or_error(member.reward, _isolated(member.reward, item)) for member in self.members])
+
+    def score_all(self, items: list[Item]) -> list[Result]:
+        """Score all items with every function. An exception of a batch function passes through."""
+        columns = [_scores_of(member.reward, items) for member in self.members]
+        return [self._sum([column[i] for column in columns]) for i in range(len(items))]
+
+    def _sum(self, results: list[Result]) -> Result:
+        total, num, extras, shaping, texts = 0.0, 0, {}, {}, {}
+        for member, result in zip(self.members, results, strict=True):
+            if "error" in result:
+                if result["error"] != RETURNED_NONE:
+                    return {**result, "error": f"{member.name}: {result['error']}"}
+                continue
+            texts |= {f"{member.name}.{name}": text for name, text in result.get("texts", {}).items()}
+            if member.shaping:
+                shaping[member.name] = member.weight * result["score"]
+                continue
+            extras[member.name] = result["score"]
+            extras |= {f"{member.name}.{name}": value for name, value in result["extras"].items()}
+            total, num = total + member.weight * result["score"], num + 1
+        if not num:
+            return {"error": RETURNED_NONE}
+        if not all(map(is_score, (total, *shaping.values()))):
+            return {"error": f"the weighted sum of the functions' scores is beyond {MOST_SCORE:g}"}
+        rest = {"shaping": shaping, "texts": texts}
+        return {"score": total, "extras": extras} | {name: values for name, values in rest.items() if values}
+
+
+def _scores_of(reward: LoadedReward, items: list[Item]) -> list[Result]:
+    items = [_isolated(reward, item) for item in items]
+    if reward.mode == "batch":
+        return reward.score_all(items)
+    if reward.mode == "each":
+        return [_score_or_error(reward, item) for item in items]
+
+    async def together() -> list[Result]:
+        return await asyncio.gather(*(one(item) for item in items))
+
+    async def one(item: Item) -> Result:
+        try:
+            return await reward.score_async(item)
+        except MemoryError:
+            raise  # the worker has to be replaced
+        except Exception as error:  # boundary: the user's function
+            return {"error": explained(error)}
+
+    return runner().run(together())
+
+
+def _isolated(reward: LoadedReward, item: Item) -> Item:
+    """Return the item with a copy of the task's columns, which a user's function may change."""
+    return item if reward.kind == "builtin" else {**item, "columns": copy.deepcopy(item["columns"])}
+
+
+def _score_or_error(reward: LoadedReward, item: Item) -> Result:
+    try:
+        return reward.score_one(item)
+    except MemoryError:
+        raise  # the worker has to be replaced
+    except Exception as error:  # boundary: the user's function
+        return {"error": explained(error)}
+
+
+def load(
+    spec: str, base_dir: str, functions: Mapping[str, Callable[..., Any]] | None = None
+) -> LoadedReward | CompositeReward:
+    """Load the reward of any `spec`. `functions`: function objects of the parent, by spec. ValueError as of
+    `load_reward`."""
+    rows = composite_rows(spec)
+    if rows is None:
+        return _load_member(spec, base_dir, functions or {})
+    return CompositeReward(
+        [
+            _Member(
+                _load_member(row["function"], base_dir, functions or {}, row.get("params")),
+                name,
+                row.get("weight", 1.0),
+                row.get("shaping", False),
+            )
+            for row, name in zip(rows, row_names(rows), strict=True)
+        ]
+    )
+
+
+def _load_member(
+    spec: str,
+    base_dir: str,
+    functions: Mapping[str, Callable[..., Any]],
+    further: Mapping[str, Any] | None = None,
+) -> LoadedReward:
+    if spec in functions:
+        return with_signature(spec, functions[spec], further)
+    return load_reward(spec, base_dir, further)
+
+
+TRL_PARAMETERS = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"})
+"""Parameters that occur in TRL's signature only."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """Fields of TRL's `trainer_state` that reward functions read.
+
+    global_step: optimizer updates of the newest weights that sampled the completion. max_steps: updates of the whole
+    run. epoch: completed passes over the data before the task's. num_train_epochs: passes of the run. log_history is
+    empty. The defaults are passed at start-up.
+    """
+
+    global_step: int = 0
+    max_steps: int = 1
+    epoch: float = 0.0
+    num_train_epochs: int = 1
+    log_history: list[Any] = field(default_factory=list)
+
+
+class Logged:
+    """Values that one call logs with TRL's `log_metric` and `log_extra`, by completion."""
+
+    def __init__(self, num_completions: int) -> None:
+        self.rows: list[dict[str, Any]] = [{} for _ in range(num_completions)]
+
+    def log_metric(self, name: str, value: float) -> None:
+        self.log_extra(name, [float(value)] * len(self.rows))
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Log a value for each completion. ValueError for another number of values."""
+        if len(values) != len(self.rows):
+            raise ValueError(f"log_extra({column!r}): {len(values)} values for {len(self.rows)} completions")
+        for row, value in zip(self.rows, values, strict=True):
+            row[column] = value

@@ -1,5 +1,5 @@
-"""The reward `reward_model`: a Hugging Face sequence classifier, or a model of one value a token, scores prompt and
-completion. It is loaded in the reward worker: each worker has one, in its own process, on the device that is named.
+"""The reward `reward_model`: a Hugging Face sequence classifier, or a model with one value per token, scores prompt and
+completion. Each reward worker loads it in its own process, on the given device.
 
 Shapes: B rows of a batch, T tokens of the longest, L labels.
 """
@@ -28,13 +28,12 @@ def reward_model(  # noqa: PLR0913 - the parameters of the reward
     trust_remote_code: bool = False,
     base_dir: str = ".",
 ) -> Callable[[Sequence[dict[str, Any]]], list[Any]]:
-    """The function of a group's items. ValueError for a model that is none of the kind.
+    """Return the reward function of a group's items. ValueError for a model of another kind.
 
-    path: a folder, or an id of the hub. kind: sequence, AutoModelForSequenceClassification: its one number, or of
-    several labels the log-probability of `label`; token, AutoModelForTokenClassification with one number a token, of
-    which the last counts (as verl's). batch_tokens: of one forward pass, padding included. max_tokens: a longer text is
-    not scored. chat: prompt and completion as messages by the model's own chat template, if it has one; else as one
-    text.
+    path: a folder, or an id of the hub. kind: sequence (AutoModelForSequenceClassification) scores by its number, or
+    with several labels by the log-probability of `label`; token (AutoModelForTokenClassification) by the value of the
+    last token, as in verl. batch_tokens: of a forward pass, padding included. max_tokens: longer texts are not scored.
+    chat: format prompt and completion by the model's chat template, if it has one; else as one text.
     """
     what = "the reward reward_model"
     import torch
@@ -81,11 +80,11 @@ def reward_model(  # noqa: PLR0913 - the parameters of the reward
 
 
 def values_of(model: Any, rows: Sequence[Sequence[int]], kind: Kind, index: int | None) -> list[float]:
-    """The score of each row of token ids. `index`: of the label; None: the model has one number."""
+    """Return the score of each row of token ids. `index`: of the label; None: the model has one number."""
     import torch
 
     longest, last = max(map(len, rows)), {row[-1] for row in rows}
-    # A classifier finds a row's last token as the last that is no padding: padding must be no row's last token.
+    # A classifier takes the last token that is not padding: no row may end with the padding token.
     padding = next(token for token in range(len(last) + 1) if token not in last)
     ids_BT = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows], device=model.device)
     lengths_B = torch.tensor([len(row) for row in rows], device=model.device)
@@ -99,7 +98,7 @@ def values_of(model: Any, rows: Sequence[Sequence[int]], kind: Kind, index: int 
 
 
 def _index_of(config: Any, kind: Kind, label: str, what: str) -> int | None:
-    """Of the label; None: there is one number. ValueError where it does not fit."""
+    """Return the index of the label; None: the model has one number. ValueError if they do not match."""
     if config.num_labels == 1:
         if label:
             raise ValueError(f"{what}: label = {label!r} of a model with one number. Remove it")
@@ -113,7 +112,7 @@ def _index_of(config: Any, kind: Kind, label: str, what: str) -> int | None:
 
 
 def _ids(item: dict[str, Any], tokenizer: Any, *, chat: bool) -> list[int]:
-    """Prompt and completion as the model was trained to read them."""
+    """Encode prompt and completion in the model's training format."""
     prompt = item["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(map(_as_text, prompt))
     if chat and getattr(tokenizer, "chat_template", None):
@@ -132,7 +131,7 @@ def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _batches(indices: list[int], rows: Sequence[Sequence[int]], batch_tokens: int) -> list[list[int]]:
-    """Rows of like length together, as many as fit; one that is longer is alone."""
+    """Batch rows of similar length, within `batch_tokens`. A longer row is a batch of its own."""
     batches: list[list[int]] = []
     for i in sorted(indices, key=lambda i: len(rows[i])):
         if batches and (len(batches[-1]) + 1) * len(rows[i]) <= batch_tokens:

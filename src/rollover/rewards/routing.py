@@ -1,6 +1,6 @@
-"""Which reward a task gets: of its source, of the whole run, by its data_source, or the one of its kind of source.
+"""Chooses the reward of a task: that of its source, of the run, by its data_source, or the default of its source kind.
 
-Turns what the configuration says into specs (rewards/built_in.py, rewards/registry.py). Loads nothing.
+Turns configuration into specs (rewards/built_in.py, rewards/registry.py). Loads no function.
 """
 
 from __future__ import annotations
@@ -10,22 +10,31 @@ from typing import Any
 
 from rollover.config import RewardsConfig, TaskSourceConfig
 from rollover.config.rewards import RewardFunctionConfig
-from rollover.rewards.built_in import BUILT_IN, by_data_source, parsed, several_of, spec_of, unknown, with_rule
+from rollover.rewards.built_in import (
+    BUILT_IN,
+    composite_spec,
+    make_spec,
+    parse_spec,
+    spec_by_data_source,
+    unknown_message,
+    with_rule,
+)
 from rollover.types import Task
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """`spec`: of every task; where `asks` holds, of those without a data_source, which by_data_source gives theirs."""
+class RewardChoice:
+    """Reward of a source's tasks: `spec`. With `by_data_source`, tasks with a data_source get theirs from `table`
+    (rewards.by_data_source) or verl's."""
 
     spec: str
-    asks: bool = False
+    by_data_source: bool = False
     rule: str = "last_number"
-    own: dict[str, str] = field(default_factory=dict)
+    table: dict[str, str] = field(default_factory=dict)
 
-    def of(self, task: Task) -> str:
-        """The spec of a task. ValueError where its data_source has no reward, or one that does not exist."""
-        name = task.columns.get("data_source") if self.asks else None
+    def spec_for(self, task: Task) -> str:
+        """Return the spec of a task. ValueError if its data_source has no reward, or an unknown one."""
+        name = task.columns.get("data_source") if self.by_data_source else None
         if name is None:
             return self.spec
         if not isinstance(name, str):
@@ -33,48 +42,49 @@ class Chosen:
                 f"task {task.task_id}: its data_source, which chooses its reward, is {name!r:.60} and no text: make the"
                 " column one of texts, or name one reward for all rows in rewards.function"
             )
-        return _checked(by_data_source(name, self.own), "rewards.by_data_source", self.rule)
+        return _checked(spec_by_data_source(name, self.table), "rewards.by_data_source", self.rule)
 
 
-def chosen_for(
+def choose_reward(
     source: TaskSourceConfig, rewards: RewardsConfig, answer_rule: str = "last_number", *, held_out: bool = False
-) -> Chosen:
-    """The reward of a source's tasks: its own, else that of [rewards], else by data_source, else the built-in of its
-    kind. `held_out`: rewards.eval_function precedes these.
+) -> RewardChoice:
+    """Choose the reward of a source's tasks: the source's, else that of [rewards], else by data_source, else the
+    built-in of its kind. `held_out`: rewards.eval_function precedes these.
 
-    The spec of a built-in carries the answer rule: the source's own, else `answer_rule` (pass `tasks.answer_rule`).
-    Raises ValueError for a name that is neither a built-in nor module:function nor path.py:function.
+    The spec of a built-in contains the answer rule: the source's, else `answer_rule` (tasks.answer_rule). ValueError
+    for a name that is neither a built-in nor module:function nor path.py:function.
     """
     rule = source.answer_rule or answer_rule
-    own = source.about.reward
+    built_in = source.about.reward
     if held_out and rewards.eval_function:
         key, spec = "rewards.eval_function", rewards.eval_function
     elif source.reward:
         key, spec = "tasks.sources.reward", source.reward
     elif rewards.functions:
         rows = [_row(row, f"rewards.functions.{i}.function", rule) for i, row in enumerate(rewards.functions)]
-        return Chosen(several_of(rows))
+        return RewardChoice(composite_spec(rows))
     else:
         key, spec = "rewards.function", rewards.function
-    if spec.partition("/")[0] == "reasoning_gym" != own:
+    if spec.partition("/")[0] == "reasoning_gym" != built_in:
         raise ValueError(
             f"{key}: 'reasoning_gym' cannot score the dataset {source.path or source.kind!r}; use exact_match or your"
             " own function"
         )
     if spec:
-        return Chosen(_checked(spec, key, rule))
+        return RewardChoice(_checked(spec, key, rule))
     for written in rewards.by_data_source.values():
         _checked(written, "rewards.by_data_source", rule)
-    asks = own == "exact_match"
-    return Chosen(_checked(own, key, rule), asks, rule, dict(rewards.by_data_source) if asks else {})
+    by_data_source = built_in == "exact_match"
+    table = dict(rewards.by_data_source) if by_data_source else {}
+    return RewardChoice(_checked(built_in, key, rule), by_data_source, rule, table)
 
 
 def _row(row: RewardFunctionConfig, key: str, rule: str) -> dict[str, Any]:
-    found = parsed(row.function)
+    found = parse_spec(row.function)
     if found is None:
         spec, params = _checked(row.function, key, rule), dict(row.params)
     else:
-        spec, params = spec_of(found[0], {**found[1], **row.params}, rule), {}
+        spec, params = make_spec(found[0], {**found[1], **row.params}, rule), {}
     entry: dict[str, Any] = {"function": spec}
     usual = {"weight": 1.0, "name": "", "shaping": False}
     entry |= {name: value for name, other in usual.items() if (value := getattr(row, name)) != other}
@@ -82,7 +92,7 @@ def _row(row: RewardFunctionConfig, key: str, rule: str) -> dict[str, Any]:
 
 
 def _checked(spec: str, key: str, rule: str) -> str:
-    """The spec in full. ValueError where it names nothing."""
-    if parsed(spec) is None and (":" not in spec or spec.partition("/")[0] in BUILT_IN):
-        raise ValueError(unknown(spec, key))
+    """Return the full spec. ValueError for an unknown one."""
+    if parse_spec(spec) is None and (":" not in spec or spec.partition("/")[0] in BUILT_IN):
+        raise ValueError(unknown_message(spec, key))
     return with_rule(spec, rule)

@@ -1,9 +1,9 @@
-"""A function that a program handed over (a reward, a workflow that blocks), on its way to a worker process.
+"""Transfer of live functions (a reward, a blocking workflow) to a worker process, by cloudpickle.
 
-Owns the one place where anything is pickled (cloudpickle: lambdas, closures, functions of a notebook's cell) and
-unpickled. It is unpickled in a child of the process that pickled it, which gets it through the pipe that only the
-parent writes to; nothing from a file, a socket or a model ever comes here. What a function refers to is copied as it is
-now. To a worker on another node it goes as the same text by way of the run's own actors, which do not open it.
+This is the only place that pickles and unpickles (lambdas, closures, functions of a notebook's cell). A child process
+unpickles what its own parent sent through a pipe that only the parent writes to, never anything from a file, a socket
+or a model. Values that a function refers to are copied. For a worker on another node, the run's actors pass the text
+on without unpickling it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ from rollover.text import printable
 
 
 def packed(spec: str, what: str = "reward") -> dict[str, Any]:
-    """What the message that loads `spec` needs beside its name: nothing, unless it is an object of this process, or
-    several of which some are.
+    """Return the fields of the load message of `spec` besides its name: none unless it names live objects.
 
-    ValueError, with the cure, where one cannot travel. `what`: it is a function of, as users say.
+    `what`: kind of function, for the message. ValueError, with the fix, for a function that cannot be pickled.
     """
     live = [one for one in specs_in(spec) if is_live(one)]
     if not live:
         return {}
-    # Modules that this process can import are imported there by their names.
+    # cloudpickle refers to importable modules by name, so the worker needs the same path.
     return {"functions": {one: _pickled(one, what) for one in live}, "path": [p for p in sys.path if p]}
 
 
 def unpacked(message: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """The functions of such a message by their specs, in the worker. ValueError where what one needs cannot be imported
-    there."""
+    """Return the functions of a load message by spec, in the worker. ValueError if a module cannot be imported."""
     if "functions" not in message:
         return {}
     sys.path += [place for place in message["path"] if place not in sys.path]
@@ -47,7 +45,7 @@ def _pickled(spec: str, what: str) -> str:
     function = live_object(spec)
     try:
         return base64.b64encode(cloudpickle.dumps(function)).decode("ascii")
-    except Exception as error:  # boundary: any class of the user's may refuse in its own way
+    except Exception as error:  # boundary: a user's class may raise anything
         raise ValueError(_why_not(function, error, what)) from error
 
 
@@ -80,7 +78,7 @@ def _why_not(function: Any, error: Exception, what: str) -> str:
 
 
 def _used_by(function: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values of the variables around a function, or of an object's attributes."""
+    """Yield names and values of a function's global and nonlocal variables, or of an object's attributes."""
     if inspect.isfunction(function):
         found = inspect.getclosurevars(function)
         yield from {**found.globals, **found.nonlocals}.items()

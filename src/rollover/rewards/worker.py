@@ -1,12 +1,12 @@
-"""A reward worker: a Rewarder whose functions run in one child process that may be killed (rewards/child.py).
+"""A reward worker: a Rewarder whose functions run in one child process (rewards/child.py).
 
     score -> group by reward spec -> [load, once per process] -> score -> Reward per request
-                 timeout or death -> kill; try again, or missing reward; a fresh process for the next call
-                 no reply to this call -> kill; try again, though nothing is held against the task
-                 out of memory    -> missing reward; a fresh process for the next call
+                 timeout or crash -> kill; retry, or missing reward; a new process for the next call
+                 invalid reply    -> kill; retry, without counting it against the task
+                 out of memory    -> missing reward; a new process for the next call
 
-Owns the tries and the counters, and decides what a failure costs. Never runs user code itself. Several of them are a
-RewardPool (rewards/pool.py), whose workers share one Quarantine.
+Owns the retries and the counters. Never runs user code itself. A RewardPool (rewards/pool.py) has several workers,
+which share one Quarantine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -23,30 +23,29 @@ from rollover.config import RewardsConfig
 from rollover.files import local_path
 from rollover.functions import is_score
 from rollover.processes import child_environment
-from rollover.rewards.built_in import shown
+from rollover.rewards.built_in import display_name
 from rollover.rewards.protocol import ScoreRequest
-from rollover.rewards.quarantine import Quarantine
 from rollover.rewards.registry import MAX_REPLY_BYTES, RETURNED_NONE, Item, Mode, Result
 from rollover.rewards.serialization import packed
 from rollover.types import Reward, Task
 from rollover.workers.framing import BadMessage
 from rollover.workers.worker import Worker, WorkerDied, WorkerLimits
 
-_MAX_BAD_REPLIES = 3  # to one call, until it is given up
+_MAX_BAD_REPLIES = 3  # to one call, until it counts as a crash of the task
 _DUMMY_COMPLETION = "The answer is 0."
 COUNTERS = ("timeouts", "crashes", "errors", "out_of_memory", "quarantined", "retries")
-"""Names of what a worker counts, under rewards/."""
+"""Names of the counters, under rewards/."""
 
 
 class RewardProbeError(ValueError):
-    """The reward function failed its call at start-up; the message names the function and says what was wrong."""
+    """The reward function failed its call at start-up. The message names the function and the error."""
 
 
 Arrived = Callable[[int, Reward], None]
 
 
-class _Rewards(dict[int, Reward]):
-    """Rewards by the place of their request, each told as it is added."""
+class _RewardTable(dict[int, Reward]):
+    """Rewards by the index of their request. `arrived` is called for each as it is added."""
 
     def __init__(self, arrived: Arrived) -> None:
         super().__init__()
@@ -59,9 +58,8 @@ class _Rewards(dict[int, Reward]):
 
 
 class WorkerHealth(NamedTuple):
-    """A worker's last sign of life. `pid`: where functions run; None before it has loaded one, or with no process, as
-    one starts with the next call. Seconds are None where there is nothing to measure: `busy_s` since its call began,
-    `silent_s` since its process was started or last replied."""
+    """Health of a worker. `pid`: of its process; None without one, or before it has loaded a function. `busy_s`: since
+    its call began, None while idle. `silent_s`: since its process started or last replied, None without a process."""
 
     index: int
     pid: int | None
@@ -72,10 +70,10 @@ class WorkerHealth(NamedTuple):
 class RewardWorker:
     """Scores rollouts in one child process; calls are serialised.
 
-    A reward spec says which function (rewards/registry.py); relative paths and modules are looked up in `base_dir`.
-    A call longer than `rewards.timeout_s` is killed. For a per-sample function (verl's signature, built-ins) the limit
-    holds for each sample, and one failing sample leaves the others valid; if it is an `async def`, the samples run at
-    the same time under one limit, which fails those that have not returned.
+    The reward spec names the function (rewards/registry.py); relative paths and modules are looked up in `base_dir`. A
+    call longer than `rewards.timeout_s` is killed. For a per-sample function (verl's signature, built-ins) the limit
+    applies to each sample, and a failing sample leaves the others valid. The samples of an `async def` run concurrently
+    under one limit, which fails those that have not returned.
     """
 
     def __init__(
@@ -89,7 +87,7 @@ class RewardWorker:
         self.config = rewards or RewardsConfig.model_validate({})
         self.quarantine = quarantine or Quarantine(self.config.quarantine_after)
         self._base_dir, self._pack = str(local_path(base_dir)), pack
-        self._process: Worker | None = None  # started when there is something for it to do, and again after its end
+        self._process: Worker | None = None  # started on first use, and again after its end
         self._pid: int | None = None  # of the process that runs functions
         self._modes: dict[str, Mode] = {}  # of the specs that are loaded in it
         self._lock = asyncio.Lock()
@@ -98,11 +96,11 @@ class RewardWorker:
         self._busy_since: float | None = None
 
     async def score(self, requests: list[ScoreRequest], arrived: Arrived = lambda index, reward: None) -> list[Reward]:
-        """One Reward per request, in order. Never raises for a failing function: its rewards are missing.
+        """Return one Reward per request, in order. Never raises for a failing function: its rewards are missing.
 
-        `arrived` gets the place and the reward of a request as soon as it is known.
+        `arrived(index, reward)` is called for each request as soon as its reward is known.
         """
-        rewards = _Rewards(arrived)
+        rewards = _RewardTable(arrived)
         async with self._lock:
             self._busy_since = time.monotonic()
             try:
@@ -114,10 +112,10 @@ class RewardWorker:
         return [rewards[i] for i in range(len(requests))]
 
     async def probe(self, task: Task) -> None:
-        """Call the task's reward on a dummy completion, then on two (a wrong length shows with two at the latest).
+        """Call the task's reward on a dummy completion, then on two, which reveals a wrong number of scores.
 
-        Raises RewardProbeError unless it can be loaded, ends in time and returns scores. None is let pass: TRL uses it
-        for "does not apply to this task".
+        RewardProbeError unless it can be loaded, ends in time and returns scores. None is allowed: in TRL it means
+        "does not apply to this task".
         """
         counts, quarantine = self._counts, self.quarantine
         self._counts, self.quarantine = Counter(), Quarantine(0)  # a probe is not data
@@ -133,17 +131,17 @@ class RewardWorker:
         if error is not None:
             end = "" if error.endswith(("?", ".")) else "."
             raise RewardProbeError(
-                f"reward {shown(task.reward)!r} of task {task.task_id!r} failed its start-up call: {error}{end}"
+                f"reward {display_name(task.reward)!r} of task {task.task_id!r} failed its start-up call: {error}{end}"
                 " Fix the function, or name another in rewards.function or tasks.sources.reward"
             )
 
     def stats(self) -> dict[str, float]:
-        """Cumulative counters (docs/metrics.md). timeouts and crashes count calls that were killed and that died, or
-        got what is no reply to them, also those tried again; the others but retries count missing rewards."""
+        """Return cumulative counters (docs/metrics.md). timeouts, crashes (invalid replies included) and retries count
+        calls; the others count missing rewards."""
         return {f"rewards/{name}": self._counts[name] for name in COUNTERS}
 
     def health(self, index: int = 0) -> WorkerHealth:
-        """Its process and last sign of life, as worker number `index`."""
+        """Return its health, as worker number `index`."""
         now = time.monotonic()
         busy_s = None if self._busy_since is None else now - self._busy_since
         if self._process is None or not self._process.alive:
@@ -151,18 +149,18 @@ class RewardWorker:
         return WorkerHealth(index, self._pid, busy_s, now - self._process.last_reply)
 
     async def close(self) -> None:
-        """Kill the process, and wait until it is gone, whoever began to end it. The next `score` starts another."""
+        """Kill the process and wait for its end. The next `score` starts another."""
         self._modes, self._pid = {}, None
         if self._process is not None:
             await self._process.killed()
 
     # Private
 
-    async def _score_spec(self, spec: str, requests: dict[int, ScoreRequest], rewards: _Rewards) -> None:
+    async def _score_spec(self, spec: str, requests: dict[int, ScoreRequest], rewards: _RewardTable) -> None:
         """Add the reward of each request to `rewards`, under the request's key."""
         tries: Counter[int] = Counter()
         num_bad_replies = 0
-        while left := self._left(requests, rewards):
+        while left := self._unscored(requests, rewards):
             loaded = False
             try:
                 failure = await self._load(spec)
@@ -181,7 +179,7 @@ class RewardWorker:
             except BadMessage as bad:
                 kind, error = "crashes", f"the reward worker {bad}"
                 num_bad_replies += 1
-                if num_bad_replies < _MAX_BAD_REPLIES:  # it may be the doing of an earlier call
+                if num_bad_replies < _MAX_BAD_REPLIES:  # an earlier call may have caused it
                     self._counts[kind] += 1
                     self._counts["retries"] += 1
                     await self.close()
@@ -192,17 +190,17 @@ class RewardWorker:
             self._counts[kind] += 1
             failed = [i for i in left if i not in rewards]
             if self._modes.get(spec) == "each":
-                failed = failed[:1]  # the one that it was at
-            if loaded:  # a function that cannot be loaded is not the task's fault
+                failed = failed[:1]  # the item in progress
+            if loaded:  # a function that fails to load is not the task's fault
                 self._blame(requests[i] for i in failed)
             await self.close()
             tries.update(failed)
-            given_up = [i for i in failed if tries[i] > self.config.retries]
-            rewards.add({i: Reward(None, error=error) for i in given_up})
-            self._counts["retries"] += len(given_up) < len(failed)
+            failed_for_good = [i for i in failed if tries[i] > self.config.retries]
+            rewards.add({i: Reward(None, error=error) for i in failed_for_good})
+            self._counts["retries"] += len(failed_for_good) < len(failed)
 
     async def _load(self, spec: str) -> Result | None:
-        """Start the process and load the function, each if need be. Returns the failure if it cannot be loaded.
+        """Start the process and load the function, unless done. Return the failure if it cannot be loaded.
 
         TimeoutError after rewards.startup_timeout_s; WorkerDied; BadMessage.
         """
@@ -233,38 +231,38 @@ class RewardWorker:
         self._modes[spec] = found["mode"]
         return None
 
-    async def _score_items(self, spec: str, requests: dict[int, ScoreRequest], rewards: _Rewards) -> None:
-        """Add the rewards as they come, so that a death in the middle keeps those before it.
+    async def _score_items(self, spec: str, requests: dict[int, ScoreRequest], rewards: _RewardTable) -> None:
+        """Add the rewards as they arrive, so that a crash keeps the earlier ones.
 
-        Returns early, with some left, when the process has to be replaced as it was out of memory. TimeoutError after
+        Returns early, with some unscored, if the process ran out of memory and must be replaced. TimeoutError after
         rewards.timeout_s (mode "each": of each item); WorkerDied; BadMessage.
         """
         assert self._process is not None, "the function is loaded"
         keys, mode, limit_s = list(requests), self._modes[spec], self.config.timeout_s
-        missing, spent = set(range(len(keys))), list[int]()
+        missing, out_of_memory = set(range(len(keys))), list[int]()
 
         def take(reply: dict[str, Any]) -> bool:
-            """Whether nothing more is expected."""
+            """Return whether no more replies are expected."""
             results = results_of(reply, mode, missing)
             missing.difference_update(results)
             rewards.add({keys[index]: self._reward(result) for index, result in results.items()})
-            spent.extend(keys[index] for index, result in results.items() if "out_of_memory" in result)
-            return not missing or (bool(spent) and mode == "each")
+            out_of_memory.extend(keys[index] for index, result in results.items() if "out_of_memory" in result)
+            return not missing or (bool(out_of_memory) and mode == "each")
 
         items = [_item(request) for request in requests.values()]
         message = {"op": "score", "spec": spec, "items": items, "limit_s": limit_s}
         await self._process.request(message, take, limit_s, limit_each=mode == "each")
-        if spent:  # what filled its memory may fill it still
-            self._blame(requests[key] for key in spent)
+        if out_of_memory:  # its memory may still be full
+            self._blame(requests[key] for key in out_of_memory)
             await self.close()
 
-    def _left(self, requests: dict[int, ScoreRequest], rewards: _Rewards) -> list[int]:
-        """The requests without a reward. Those of tasks in quarantine are given a missing one first."""
+    def _unscored(self, requests: dict[int, ScoreRequest], rewards: _RewardTable) -> list[int]:
+        """Give quarantined tasks a missing reward, and return the requests without a reward."""
         left = [i for i in requests if i not in rewards]
-        barred = [i for i in left if requests[i].task.task_id in self.quarantine]
+        quarantined = [i for i in left if requests[i].task.task_id in self.quarantine]
         error = f"quarantined: the task's calls ended {self.quarantine.limit} workers (rewards.quarantine_after)"
-        rewards.add({i: Reward(None, error=error) for i in barred})
-        self._counts["quarantined"] += len(barred)
+        rewards.add({i: Reward(None, error=error) for i in quarantined})
+        self._counts["quarantined"] += len(quarantined)
         return [i for i in left if i not in rewards]
 
     def _blame(self, requests: Iterable[ScoreRequest]) -> None:
@@ -285,7 +283,7 @@ class RewardWorker:
 
 
 def _item(request: ScoreRequest) -> Item:
-    """What the worker needs of a request, as JSON."""
+    """Return the fields of a request that the process needs, as JSON."""
     task = request.task
     return {
         "prompt": task.reward_prompt,
@@ -299,10 +297,10 @@ def _item(request: ScoreRequest) -> Item:
 
 
 def results_of(reply: dict[str, Any], mode: str, missing: set[int]) -> dict[int, dict[str, Any]]:
-    """The results in a reply, by the index of their item: each {"score", "extras"} and maybe "shaping", finite numbers,
-    and "texts", or {"error"}.
+    """Return the results in a reply by item index: {"score", "extras"} and optionally "shaping" (finite numbers) and
+    "texts", or {"error"}.
 
-    BadMessage unless they are those of `missing` items: one of them, in mode "batch" all.
+    BadMessage unless they are for `missing` items: for one of them, in mode "batch" for all.
     """
     if mode == "batch":
         results = [reply] * len(missing) if "error" in reply else reply.get("results")
@@ -334,3 +332,24 @@ def _is_result(result: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and is_score(value)
+
+
+_MAX_TASKS = 100_000
+
+
+class Quarantine:
+    """Counts the worker processes that each task's calls ended. After `limit` of them (0: never), the task is not
+    scored any more. Beyond `max_tasks` tasks, the one that was counted least recently is dropped."""
+
+    def __init__(self, limit: int, max_tasks: int = _MAX_TASKS) -> None:
+        self.limit, self.max_tasks = limit, max_tasks
+        self._deaths: OrderedDict[str, int] = OrderedDict()
+
+    def __contains__(self, task_id: str) -> bool:
+        return 0 < self.limit <= self._deaths.get(task_id, 0)
+
+    def blame(self, task_id: str) -> None:
+        """Count a worker process that a call for this task ended."""
+        self._deaths[task_id] = self._deaths.pop(task_id, 0) + 1
+        if len(self._deaths) > self.max_tasks:
+            self._deaths.popitem(last=False)

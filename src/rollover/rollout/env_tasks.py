@@ -2,7 +2,7 @@
 
     turn ended ──▶ start ──▶ the environment's answer ──▶ result ──▶ appended
                      ├── it raises ──▶ retried workflow.retries times ──▶ result raises EnvironmentFailed
-                     ├── its state is lost ──▶ result raises BeginAgain, at most workflow.retries times
+                     ├── its state is lost ──▶ result raises StateLost, at most workflow.retries times
                      └── exceeds workflow.timeout_s, over all turns ──▶ it ends with StopReason.TIMEOUT
 
 Owns the tasks, and the time that each rollout's environment has used. Waiting for the model, a slot or weights does not
@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 
 from rollover.config.workflow import WorkflowConfig
-from rollover.envs.protocol import BeginAgain, WrongTurn
+from rollover.envs.protocol import InvalidTurn, StateLost
 from rollover.functions import Causes, explained, was_cancelled
 from rollover.rollout.cancelled_tasks import CancelledTasks
 from rollover.rollout.lifecycle import end_segment
@@ -99,17 +99,17 @@ class EnvTasks:
     def result(self, task: EnvTask) -> Segment | None:
         """Remove a task that is done, and return its answer.
 
-        Raises EnvironmentFailed after the last retry, BeginAgain if the rollout must restart; WrongTurn ends the run.
+        Raises EnvironmentFailed after the last retry, StateLost if the rollout must restart; InvalidTurn ends the run.
         """
         self._add_time(task, asyncio.get_running_loop().time())
         rollout = self._running.pop(task).rollout
         self._update_timer()
         try:
             answer = task.result()
-        except WrongTurn:
+        except InvalidTurn:
             raise
         except (Exception, asyncio.CancelledError) as error:  # boundary: it fails its rollout, not the run
-            if isinstance(error, BeginAgain) and self._restarts[rollout.rollout_id] < self.workflow.retries:
+            if isinstance(error, StateLost) and self._restarts[rollout.rollout_id] < self.workflow.retries:
                 self._restarts[rollout.rollout_id] += 1
                 self.num_retried += 1
                 self._log_failure(rollout, error, "it restarts")
@@ -156,7 +156,7 @@ class EnvTasks:
         for left in reversed(range(self.workflow.retries + 1)):
             try:
                 return await self.actor(replace(rollout))
-            except (WrongTurn, BeginAgain):
+            except (InvalidTurn, StateLost):
                 raise
             except (Exception, asyncio.CancelledError) as error:  # boundary: the user's environment
                 if not left or was_cancelled(error):

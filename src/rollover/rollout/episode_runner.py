@@ -37,7 +37,7 @@ class EpisodeRunner:
 
     def __len__(self) -> int:
         """Count the episodes whose agent runs or waits for the model, and the requests to apply."""
-        return self.episodes.num_at_work + len(self._requests) + len(self._ended)
+        return self.episodes.num_running + len(self._requests) + len(self._ended)
 
     @property
     def pending(self) -> list[asyncio.Future]:
@@ -142,12 +142,12 @@ class EpisodeRunner:
         left.
         """
         shortened = []
-        unasked = list(self.episodes.unasked(place).items())
-        for rollout_id, num_tokens in reversed(unasked):  # so that the first Rollout stays if all are dropped
+        unreplayed = list(self.episodes.unreplayed(place).items())
+        for rollout_id, num_tokens in reversed(unreplayed):  # so that the first Rollout stays if all are dropped
             self._release([rollout_id])
             shorter = self.lifecycle.truncate(self.lifecycle.cache.rollout(rollout_id), num_tokens)
             shortened += [shorter] if num_tokens else []
-        self.episodes.on_cut(place)
+        self.episodes.on_truncated(place)
         return shortened
 
 

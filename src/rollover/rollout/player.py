@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from rollover.config.workflow import WorkflowConfig
 from rollover.engine.validate import resumable_segments
-from rollover.envs.protocol import BeginAgain, RunEnvironment
+from rollover.envs.protocol import RunEnvironment, StateLost
 from rollover.rollout.cancelled_tasks import CancelledTasks
 from rollover.rollout.env_tasks import EnvironmentFailed, EnvTask, EnvTasks
 from rollover.rollout.episode_runner import EpisodeRunner
@@ -279,7 +279,7 @@ class Player:
     def _end_acting(self, rollout: Rollout, task: EnvTask) -> None:
         try:
             answer = self.env_tasks.result(task)
-        except BeginAgain:
+        except StateLost:
             self._restart(rollout)
             return
         except EnvironmentFailed as failure:

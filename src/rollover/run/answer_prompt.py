@@ -9,7 +9,7 @@ from typing import Any
 
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest, StopCriteria
-from rollover.envs.answer_text import Decode, answer_decoder
+from rollover.envs.chat import Decode, answer_decoder
 from rollover.run.eval_parts import EvalParts
 from rollover.run.playing import together
 from rollover.tasks.image_parts import with_images_of_program

@@ -16,7 +16,7 @@ from typing import Any
 from rollover.checkpoint.store import CheckpointStore, checkpoint_step
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest, StopCriteria
-from rollover.envs.answer_text import answer_decoder
+from rollover.envs.chat import answer_decoder
 from rollover.models.devices import dtype_of
 from rollover.run.eval_parts import EvalParts
 from rollover.run.playing import together

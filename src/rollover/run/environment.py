@@ -7,11 +7,10 @@ from contextlib import AsyncExitStack
 
 from rollover.config import Config
 from rollover.engine.protocol import Engine
-from rollover.envs.build import EnvironmentSetup, build_environment
-from rollover.envs.protocol import Keep, RunEnvironment, keeps_nothing
+from rollover.envs.build import build_environment
+from rollover.envs.protocol import EnvironmentSetup, Keep, RunEnvironment, keeps_nothing
 from rollover.models.load import LoadedModel
-from rollover.rewards.observer import RewardObserver
-from rollover.rewards.scorer import make_scorer
+from rollover.rewards.scorer import RewardObserver, make_scorer
 from rollover.workflows.build import build_episodes
 
 
@@ -37,5 +36,5 @@ async def start_environment(
         return build_environment(setup, keep)
     episodes = build_episodes(setup, longest, rewarder, keep)
     on_error.push_async_callback(episodes.close)
-    await episodes.server.start()
+    await episodes.start()
     return episodes

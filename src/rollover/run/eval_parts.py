@@ -16,8 +16,8 @@ from rollover.models.devices import dtype_of, engine_device
 from rollover.models.load import load_outline, stop_token_ids
 from rollover.models.processor import Processor
 from rollover.models.threads import most_threads, prepare_process
-from rollover.rewards.build import build_rewarder
 from rollover.rewards.protocol import Rewarder
+from rollover.rewards.scorer import build_rewarder
 from rollover.run.environment import start_environment
 from rollover.trainer.lora import load_with_adapter
 

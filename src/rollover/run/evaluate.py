@@ -13,13 +13,13 @@ from rollover.algorithms.shaping import ShapedScore
 from rollover.config import Config, EvalSettingConfig
 from rollover.config.tasks import Truncation
 from rollover.engine.protocol import Engine
-from rollover.envs.answer_text import Decode, answer_decoder
+from rollover.envs.chat import Decode, answer_decoder
 from rollover.envs.protocol import RunEnvironment
 from rollover.rewards.answers import answer_key, answer_of, extract_answer, reference_answer
 from rollover.run.playing import play_groups
 from rollover.suggest import did_you_mean
-from rollover.tasks.build import held_out_names, labels_of
-from rollover.tasks.prompts import Encode, prompt_limit, shortened_to
+from rollover.tasks.prompts import Encode, prompt_limit, truncated
+from rollover.tasks.source import held_out_names, labels_of
 from rollover.tasks.stream import TaskStream
 from rollover.track.answers import Answer, RoleScore, summarise_answers
 from rollover.trajectories import Episode, episodes_of
@@ -84,7 +84,7 @@ def longest_prompt(config: Config, max_tokens: int) -> int:
 def encode_tasks(tasks: list[Task], encode: Encode, max_prompt_tokens: int, truncation: Truncation) -> EvalTasks:
     """The tasks with their prompts, cut as those of training; those that are passed over for their length are counted.
     ValueError if none is left."""
-    prompts = [shortened_to(encode(task), max_prompt_tokens, truncation) for task in tasks]
+    prompts = [truncated(encode(task), max_prompt_tokens, truncation) for task in tasks]
     kept = [(task, prompt) for task, prompt in zip(tasks, prompts, strict=True) if prompt is not None]
     if not kept:
         raise ValueError("every held-out task has a prompt above tasks.max_prompt_tokens: raise it")
@@ -138,7 +138,7 @@ async def answers_of(
         sampling = {"max_new_tokens": limit, "temperature": setting.temperature, "top_p": setting.top_p}
         rollout = config.rollout.model_copy(update={**sampling, "top_k": 0, "min_p": 0.0})
         # Agents of training may be at work: the evaluation has Episodes, and counts, of its own.
-        apart = environment.apart()
+        apart = environment.for_evaluation()
         groups = await play_groups(
             list(zip(held_out.tasks, held_out.prompts, strict=True)),
             engine,

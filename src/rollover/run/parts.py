@@ -23,9 +23,8 @@ from rollover.models import kernels
 from rollover.models.devices import engine_device, pick_device
 from rollover.models.load import LoadedModel, load_model, load_outline, stop_token_ids
 from rollover.models.threads import most_threads, prepare_process
-from rollover.rewards.build import build_rewarder
-from rollover.rewards.observer import RewardObserver
 from rollover.rewards.protocol import ScoringPool
+from rollover.rewards.scorer import RewardObserver, build_rewarder
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle, RunClock
 from rollover.rollout.requests import Requests
@@ -180,7 +179,7 @@ class Parts:
             watchdog = Watchdog(
                 config.watchdog,
                 scoring_s,
-                scoring_blocked=lambda: pool.stands_still,
+                scoring_blocked=lambda: pool.is_stalled,
                 max_filtered_steps=config.filters.give_up_after_steps,
             )
             requests = Requests(config.rollout, config.run.seed, stops, may_go_on=environment.has_turns)

@@ -26,10 +26,9 @@ from rollover.config.resume import change_in_run
 from rollover.files import did_you_mean_path, local_path
 from rollover.models.load import LoadedModel, max_positions
 from rollover.models.vision import placeholder_ids
-from rollover.tasks.examples import Example, ExampleRows, Part
-from rollover.tasks.rows import Table
-from rollover.tasks.same import problem_text
-from rollover.tasks.split import key_of
+from rollover.tasks.examples import Example, ExampleRows, TokenSpan
+from rollover.tasks.rows import TableLocation
+from rollover.tasks.split import key_of, problem_text
 from rollover.track.records import read_rollouts, step_files
 from rollover.trainer.backend import TrainerBackend
 from rollover.trainer.batch import BatchBuilder
@@ -78,13 +77,13 @@ def load_examples(config: Config, loaded: LoadedModel) -> Examples:
     trained: list[Example] = []
     held_out: list[Example] = []
     if sft.path:
-        place = Table(sft.path, sft.subset, sft.split, table="sft")
+        place = TableLocation(sft.path, sft.subset, sft.split, table="sft")
         rows = ExampleRows(place, sft, config.tasks, tokenizer, loaded.processor)
         trained += read.short_enough(map(rows.example, range(len(rows))))
     if sft.rollouts:
         trained += read.short_enough(_recorded(config))
     if sft.eval_path:
-        place = Table(sft.eval_path, key="eval_path", table="sft")
+        place = TableLocation(sft.eval_path, key="eval_path", table="sft")
         rows = ExampleRows(place, sft, config.tasks, tokenizer, loaded.processor)
         held_out += read.short_enough(map(rows.example, range(len(rows))))
         keys = {_key(example) for example in held_out}
@@ -107,7 +106,7 @@ def load_examples(config: Config, loaded: LoadedModel) -> Examples:
         )
     if sft.epochs:
         change_in_run(config, "train.num_steps", -(-sft.epochs * len(trained) // sft.batch_examples))
-    tokens = sum(len(part.token_ids) for example in trained for part in example.parts if part.trained)
+    tokens = sum(len(part.token_ids) for example in trained for part in example.spans if part.trained)
     num_steps, passes = config.train.num_steps, config.train.num_steps * sft.batch_examples / len(trained)
     logger.info(
         f"sft: {len(trained):,} examples with {tokens:,} trained tokens, {len(held_out):,} held out; {num_steps} steps"
@@ -204,7 +203,7 @@ def as_group(example: Example, group_id: int, version: int) -> Group:
             StopReason.EOS,
             trainable=part.trained,
         )
-        for part in example.parts
+        for part in example.spans
     ]
     rollout = Rollout(group_id, 0, example.task, segments, RolloutState.READY, StopReason.EOS)
     return Group(group_id, example.task, example.prompt, [rollout])
@@ -242,7 +241,7 @@ class _Reading:
                     f"sft: the example {example.task.task_id!r} cannot be trained: {why}. Was it made with another"
                     " tokenizer?"
                 )
-            if any(part.trained and self.never.intersection(part.token_ids.tolist()) for part in example.parts):
+            if any(part.trained and self.never.intersection(part.token_ids.tolist()) for part in example.spans):
                 raise ValueError(
                     f"sft: the answer of the example {example.task.task_id!r} has the model's token for an image, which"
                     " no policy can write: remove it from the text"
@@ -305,7 +304,7 @@ def _reward_of(rollout: Rollout) -> float:
 def _as_example(rollout: Rollout) -> Example:
     """Return its tokens as they were sampled, up to the last sampled one: nothing is trained after it."""
     parts = [
-        Part(np.concatenate([segment.token_ids for segment in run]).astype(np.int32), trained)
+        TokenSpan(np.concatenate([segment.token_ids for segment in run]).astype(np.int32), trained)
         for trained, run in ((t, list(of)) for t, of in groupby(rollout.segments, key=lambda s: s.trainable))
     ]
     parts = [part for part in parts if len(part.token_ids)]

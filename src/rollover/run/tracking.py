@@ -20,7 +20,7 @@ import numpy as np
 
 from rollover.algorithms.credit import greedy_of
 from rollover.config import Config
-from rollover.envs.answer_text import Decode, answer_decoder
+from rollover.envs.chat import Decode, answer_decoder
 from rollover.files import atomic_write_text
 from rollover.rollout.lifecycle import Event, EventKind
 from rollover.run.context import RunContext

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from rollover.envs.answer_text import Decode
+from rollover.envs.chat import Decode
 from rollover.trajectories import Episode, Trajectory
 from rollover.types import Media, Rollout
 

@@ -1,11 +1,10 @@
 """Curricula: how often a task is given, by the pass rates of its earlier visits ([tasks.curriculum]).
 
-    stream ──"is it given?"──▶ Curriculum.gives       group scored ──▶ saw ──(end of the step)──▶ pass rates
+    stream ──next task──▶ Curriculum.gives       group scored ──▶ saw ──(end of the step)──▶ pass rates
 
-Owns the pass rates. They change at the end of a training step alone, in the order in which the groups were admitted:
-what comes next depends on no clock, so that a resumed run is given the same tasks as one that was never stopped. A task
-is chosen by thinning: the stream keeps its order, and a task whose turn it is is given with a probability, its weight.
-Never decides the stream's order (stream.py), nor what passes (algorithms/filters.py). Pure: no clock, no torch.
+Tasks are thinned: the stream keeps its order (stream.py), and gives each task with a probability, its weight. Pass
+rates change only at the end of a training step, in the order in which groups were admitted. So a resumed run is given
+the same tasks as an uninterrupted one. Pure: no clock, no torch.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ _WEIGHT = "a number from 0 to 1, the probability with which the task is given wh
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is known of a task (of a source, of a level) from its visits, or from tasks.curriculum.prior_column.
+    """Pass rates of a task (or source, or level) from its visits, or from tasks.curriculum.prior_column.
 
-    `pass_rate`: recent, 0 to 1 (tasks.curriculum.decay). `visits`: groups that were scored; 0: it is a prior.
-    `last`: the pass rate of the last visit. `in_row`: the last so many visits were all easy, all hard, or all neither.
+    `pass_rate`: moving average, 0 to 1 (tasks.curriculum.decay). `visits`: number of scored groups; 0: a prior. `last`:
+    pass rate of the last visit. `in_row`: number of last visits in the same bucket (easy, hard or normal).
     """
 
     pass_rate: float
@@ -44,23 +43,23 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A group of this task was scored, and had this pass rate."""
+    """A scored group: its task and pass rate."""
 
     task: Task
     pass_rate: float
 
 
 class Weigher(Protocol):
-    """How a curriculum weighs: what tasks.curriculum.kind names."""
+    """Weights of tasks, as tasks.curriculum.kind names."""
 
     def weight(self, task: Task, seen: Seen | None) -> float:
-        """The probability, 0 to 1, with which a task is given when its turn comes. None: nothing is known of it."""
+        """Return the probability, 0 to 1, with which the task is given when its turn comes. `seen` None: unknown."""
         ...
 
 
 class Buckets:
-    """Easy and hard tasks are given less often than the others (prime-rl's difficulty pools; with weights of 0 the
-    filter by pass rate of DAPO's data and others, which leaves out what is solved always or never)."""
+    """Gives easy and hard tasks less often than others (prime-rl's difficulty pools; with weights of 0, the filter of
+    DAPO's data and others, which drops tasks that are always or never solved)."""
 
     def __init__(self, config: CurriculumConfig) -> None:
         self.config = config
@@ -70,19 +69,19 @@ class Buckets:
             return "easy"
         return "hard" if pass_rate <= self.config.hard_to else "normal"
 
-    def of(self, seen: Seen) -> str:
-        """The bucket of what was seen: of a prior, or of the last visits if enough of them agree."""
+    def bucket_of(self, seen: Seen) -> str:
+        """Return the bucket of a prior, or of the last visits if enough of them agree; else normal."""
         if not seen.visits:
             return self.bucket(seen.pass_rate)
         return self.bucket(seen.last) if seen.in_row >= self.config.visits_in_row else "normal"
 
     def weight(self, task: Task, seen: Seen | None) -> float:
-        bucket = "normal" if seen is None else self.of(seen)
+        bucket = "normal" if seen is None else self.bucket_of(seen)
         return {"easy": self.config.easy_weight, "hard": self.config.hard_weight, "normal": 1.0}[bucket]
 
 
 class Variance:
-    """In proportion to p (1 - p), the variance of a reward of 0 or 1: without any, a group teaches nothing."""
+    """Weights in proportion to p (1 - p), the variance of a 0/1 reward: a group without variance has no gradient."""
 
     def __init__(self, config: CurriculumConfig) -> None:
         self.config = config
@@ -93,9 +92,9 @@ class Variance:
         return max(self.config.min_weight, 4 * seen.pass_rate * (1 - seen.pass_rate))
 
 
-class OwnWeigher:
-    """A class of the user's own, made with the Config: `weight(task, seen)`; and, if it learns from visits by itself,
-    `update(visits, version)` at the end of each step, with `state_dict()` and `load_state_dict(state)` in JSON."""
+class CustomWeigher:
+    """The user's class, constructed with the Config: `weight(task, seen)`; and, if it learns from visits,
+    `update(visits, version)` at the end of each step, `state_dict()` and `load_state_dict(state)` (JSON)."""
 
     def __init__(self, config: Config) -> None:
         spec = config.tasks.curriculum.kind
@@ -142,7 +141,7 @@ class OwnWeigher:
 
 @dataclass(slots=True)
 class PassedOver:
-    """What was passed over since the last task that was given: the one of the largest weight, the first of these."""
+    """The task of the largest weight, and the first of these, of those passed over since a task was given."""
 
     best: Task | None = None
     weight: float = 0.0
@@ -153,40 +152,38 @@ class PassedOver:
 
 
 class Curriculum:
-    """The curriculum of one run. With it off there is none (build_curriculum).
-
-    Cumulative: `passed_over`, how often a task's turn came and it was not given.
-    """
+    """The curriculum of one run. `passed_over`: cumulative number of tasks that were not given in their turn."""
 
     def __init__(self, config: CurriculumConfig, weigher: Weigher, seed: int) -> None:
         self.config, self.weigher, self.seed = config, weigher, seed
-        self.once: Collection[str] = ()  # labels of sources whose tasks never come again: set by the stream
+        self.once: Collection[str] = ()  # labels of sources whose tasks come once; set by the stream
         self.passed_over = 0
         self._by_source = config.by == "source"
         self._buckets = Buckets(config)
         self._seen: dict[str, Seen] = {}
-        self._pending: dict[int, Visit] = {}  # by group_id: scored since the last step
-        self._looked_at: set[int] = set()  # ids of groups that come a second time, as their step was rolled back
-        self._given: list[float] = []  # pass rates known of the tasks given since the last step
-        self._given_in_step: float | None = None  # their mean, of the last step
+        self._pending: dict[int, Visit] = {}  # by group id, of groups scored since the last step
+        self._looked_at: set[int] = set()  # ids of groups that were counted before their step was rolled back
+        self._given: list[float] = []  # known pass rates of the tasks given since the last step
+        self._given_in_step: float | None = None  # their mean, in the last step
 
-    # What is given
+    # Giving tasks
 
-    def of_source(self, label: str) -> float:
-        """The weight of a source, where it is sources that have pass rates; else 1."""
+    def source_weight(self, label: str) -> float:
+        """Return the weight of a source, if pass rates are by source; else 1."""
         return self.weigher.weight(Task("", label, ""), self._seen.get(label)) if self._by_source else 1.0
 
     def mark(self) -> tuple[int, int]:
-        """What `back_to` is given to forget what was given, and passed over, since."""
+        """Return a mark for `back_to`."""
         return self.passed_over, len(self._given)
 
     def back_to(self, mark: tuple[int, int]) -> None:
+        """Undo what was given and passed over since the mark."""
         self.passed_over = mark[0]
         del self._given[mark[1] :]
 
     def gives(self, task: Task, passed: PassedOver) -> bool:
-        """Whether a task is given whose turn has come: a draw that depends on the task and its pass (`attempt`) alone.
-        It joins those that were `passed` over if not."""
+        """Return whether the next task is given, by a draw that depends on the task and its pass (`attempt`) only. If
+        not, add it to `passed`."""
         weight = 1.0 if self._by_source else self.weigher.weight(task, self._seen_of(task))
         if key_of(f"{self.seed}/curriculum/{task.task_id}/{task.attempt}") / 2**64 < weight:
             self.give(task)
@@ -196,39 +193,39 @@ class Curriculum:
         return False
 
     def give(self, task: Task) -> None:
-        """The task is given, whatever its weight."""
+        """Count a task as given."""
         if (seen := self._seen_of(task)) is not None:
             self._given.append(seen.pass_rate)
 
-    # What was seen
+    # Visits
 
     def saw(self, group: Group, pass_rate: float | None) -> None:
-        """A scored group is trained, or a filter dropped it. None: it has no reward."""
+        """Count a scored group that is trained or dropped by a filter. `pass_rate` None: it has no reward."""
         if group.group_id in self._looked_at:
             self._looked_at.remove(group.group_id)
         elif pass_rate is not None and not (self.config.by == "task" and group.task.source in self.once):
             self._pending[group.group_id] = Visit(group.task, pass_rate)
 
     def on_step(self, version: int) -> None:
-        """A step ended, and the trainer is at `version`: what was seen until now counts from here on."""
+        """Apply the visits of a step that ended, after which the trainer is at `version`."""
         visits = [self._pending[group_id] for group_id in sorted(self._pending)]
         self._pending.clear()
         for visit in visits:
             key = self._key(visit.task)
             self._seen[key] = self._after(self._seen_of(visit.task), visit.pass_rate)
-        if isinstance(self.weigher, OwnWeigher):
+        if isinstance(self.weigher, CustomWeigher):
             self.weigher.update(visits, version)
         self._given_in_step = math.fsum(self._given) / len(self._given) if self._given else None
         self._given.clear()
 
     def on_roll_back(self, held_again: Iterable[int]) -> None:
-        """`held_again`: ids of groups that were seen in steps that are lost, and are trained again."""
+        """Ignore the next visit of these groups, which were counted in steps that were rolled back."""
         self._looked_at.update(held_again)
 
     def metrics(self) -> dict[str, float]:
-        """The keys `curriculum/...`."""
+        """Return the metrics `curriculum/...`."""
         seen = self._seen.values()
-        buckets = Counter(map(self._buckets.of, seen))
+        buckets = Counter(map(self._buckets.bucket_of, seen))
         metrics: dict[str, float] = {
             "curriculum/known": len(seen),
             **{f"curriculum/{bucket}": buckets[bucket] for bucket in ("easy", "normal", "hard")},
@@ -241,7 +238,7 @@ class Curriculum:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON: 50 bytes or so for each task that was visited."""
+        """Return JSON, some 50 bytes for each visited task."""
         return {
             "by": self.config.by,
             "seen": {key: [s.pass_rate, s.visits, s.last, s.in_row] for key, s in self._seen.items()},
@@ -250,24 +247,24 @@ class Curriculum:
             "given": list(self._given),
             "given_in_step": self._given_in_step,
             "passed_over": self.passed_over,
-            "own": self.weigher.state_dict() if isinstance(self.weigher, OwnWeigher) else None,
+            "own": self.weigher.state_dict() if isinstance(self.weigher, CustomWeigher) else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`. Pass rates of another tasks.curriculum.by are forgotten."""
+        """Restore `state`. Pass rates of another tasks.curriculum.by are dropped."""
         self.passed_over = state["passed_over"]
         self._looked_at = set(state["looked_at"])
         self._pending = {i: Visit(Task.from_json(task), rate) for i, task, rate in state["pending"]}
         if state["by"] == self.config.by:
             self._seen = {key: Seen(*values) for key, values in state["seen"].items()}
         self._given, self._given_in_step = list(state["given"]), state["given_in_step"]
-        if isinstance(self.weigher, OwnWeigher):
+        if isinstance(self.weigher, CustomWeigher):
             self.weigher.load_state_dict(state["own"])
 
     # Private
 
     def _after(self, seen: Seen | None, rate: float) -> Seen:
-        """What is known after a visit with this pass rate."""
+        """Return the statistics after a visit with this pass rate."""
         if seen is None or not seen.visits:
             return Seen(rate, 1, rate, 1)
         decay, bucket = self.config.decay, self._buckets.bucket
@@ -289,7 +286,7 @@ class Curriculum:
         return Seen(float(prior))
 
     def _key(self, task: Task) -> str:
-        """By what the pass rate of the task is kept."""
+        """Return the key of the task's pass rate."""
         if self.config.by == "task":
             return task.task_id
         if self.config.by == "source":
@@ -298,7 +295,7 @@ class Curriculum:
 
 
 def build_curriculum(config: Config) -> Curriculum | None:
-    """The curriculum that [tasks.curriculum] names; None where it names none."""
+    """Build the curriculum that [tasks.curriculum] names; None if it is off."""
     settings = config.tasks.curriculum
     if not settings.kind:
         return None
@@ -306,5 +303,5 @@ def build_curriculum(config: Config) -> Curriculum | None:
     if settings.kind == "buckets":
         weigher = Buckets(settings)
     else:
-        weigher = Variance(settings) if settings.kind == "variance" else OwnWeigher(config)
+        weigher = Variance(settings) if settings.kind == "variance" else CustomWeigher(config)
     return Curriculum(settings, weigher, config.run.seed)

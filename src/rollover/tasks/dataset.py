@@ -1,7 +1,7 @@
 """Tasks from the rows of a dataset, in file order.
 
-Owns the reading of TRL's layout (`prompt` + columns), verl's (`prompt`, `data_source`, `reward_model`, `extra_info`)
-and plain question/answer files. Never opens a file (rows.py), shuffles or splits (stream.py), or adds a system prompt.
+Reads TRL's layout (`prompt` + columns), verl's (`prompt`, `data_source`, `reward_model`, `extra_info`) and plain
+question/answer rows. rows.py opens the files; stream.py shuffles, splits, and adds the system prompt.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from rollover.images import BadImage, Places, stored
 from rollover.rewards.built_in import needs_answer
 from rollover.tasks.image_parts import IMAGE_COLUMNS, PLACEHOLDER, images_of, shows_images, with_images
-from rollover.tasks.rows import Table, open_rows, place_of_row
-from rollover.tasks.same import problem_text
+from rollover.tasks.rows import TableLocation, open_rows, row_name
 from rollover.tasks.source import SourceSetup
+from rollover.tasks.split import problem_text
 from rollover.types import Task, images_in
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
@@ -27,32 +27,32 @@ ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
 
 
 def dataset_source(setup: SourceSetup) -> DatasetSource:
-    """The rows of one side of the split: the held-out rows that the configuration names, or else those of `path`."""
+    """Build the source of one side: the held-out rows that the configuration names, else those of `path`."""
     config = setup.config
-    apart = setup.held_out and config.names_held_out
-    other_path = apart and bool(config.eval_path)
-    place = Table(
+    named_rows = setup.held_out and config.names_held_out
+    other_path = named_rows and bool(config.eval_path)
+    place = TableLocation(
         config.eval_path if other_path else config.path,
         "" if other_path else config.subset,
-        (config.eval_split or "train") if apart and not config.all_held_out else config.split,
+        (config.eval_split or "train") if named_rows and not config.all_held_out else config.split,
         config.streaming,
         "eval_path" if other_path else "path",
         setup.base_dir,
     )
-    return DatasetSource(setup, place, f"{setup.label}/eval" if apart else setup.label)
+    return DatasetSource(setup, place, f"{setup.label}/eval" if named_rows else setup.label)
 
 
 class DatasetSource:
-    """The rows of one dataset as problems, in its order.
+    """The rows of one dataset as problems, in file order.
 
-    Of `setup.config` it reads what stands for a column: without one the answer is reward_model.ground_truth, answer,
-    solution or ground_truth, if there is one, and an image that of images or image. Where the reward is a built-in that
-    needs an answer, a missing one is an error. Raises ValueError naming file, column and config key.
+    Columns are those that `setup.config` names; by default the answer is reward_model.ground_truth, answer, solution or
+    ground_truth, and images are in images or image. ValueError, with file, column and config key, for a missing column,
+    and for a missing answer that the built-in reward needs.
     """
 
     endless = False
 
-    def __init__(self, setup: SourceSetup, place: Table, task_prefix: str = "") -> None:
+    def __init__(self, setup: SourceSetup, place: TableLocation, task_prefix: str = "") -> None:
         config = setup.config
         self.label, self.reward, self.chat = setup.label, setup.reward, setup.chat
         self.same = problem_text
@@ -89,19 +89,18 @@ class DatasetSource:
 
     @property
     def num_problems(self) -> int | None:
-        """The number of rows; None where they are streamed, and it is unknown."""
+        """The number of rows; None for streamed rows."""
         return self._rows.num_rows
 
     def together(self, index: int) -> range:
-        """The rows that are shuffled among each other with row `index`. Behind the last row: a range
-        without `index`."""
+        """Return the rows that are shuffled together with row `index`; a range without `index` beyond the last row."""
         return self._rows.together(index)
 
     def problem(self, index: int) -> Task:
-        """Row `index` as a problem: chat messages as they are; a plain prompt as `prompt`."""
+        """Return row `index` as a problem, with `messages` or a plain `prompt`."""
         row = self._rows[index]
         prompt = row.pop(self.prompt_column)
-        where = place_of_row(self._place, index)
+        where = row_name(self._place, index)
         if other := [name for name in _SEEN_OR_HEARD if row.get(name)]:
             raise ValueError(
                 f"{where}: column {other[0]!r} holds what a prompt shows (TRL's and verl's column for it), and it would"
@@ -137,13 +136,13 @@ class DatasetSource:
         return Task(task_id, self.label, self.reward, messages=self._messages(prompt, where), columns=columns)
 
     def fingerprint(self) -> str:
-        """A text that changes with the rows, their prompts and their order."""
+        """Return a text that changes with the rows, their prompts and their order."""
         return self._rows.fingerprint(self.prompt_column)
 
     # Private
 
     def _with_images(self, prompt: Any, row: dict[str, Any], where: str) -> tuple[dict[str, Any], ...] | None:
-        """The messages of a row that shows images; None: it shows none. In `row` their column becomes their paths."""
+        """Return the messages of a row with images, or None without any. Sets the column in `row` to their paths."""
         name = self.image_column
         try:
             images = images_of(row[name], name) if name else None
@@ -173,7 +172,7 @@ class DatasetSource:
         return tuple(self._message(message, where) for message in prompt)
 
     def _message(self, message: Any, where: str) -> dict[str, Any]:
-        """A message with all of its keys; parts that are texts are one text. Keys without a value are Arrow's."""
+        """Return a message without empty keys, which Arrow adds; text parts are joined."""
         found = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
         if isinstance(parts := found.get("content"), list) and parts and all(map(_is_text, parts)):
             found["content"] = "".join(part["text"] for part in parts)
@@ -196,7 +195,7 @@ def _is_text(part: Any) -> bool:
 
 
 def _jsonable(value: Any, where: str, column: str) -> Any:
-    """A JSON value: rewards run in another process, and tasks are kept in checkpoints."""
+    """Convert to a JSON value, since rewards run in another process and checkpoints store tasks."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):

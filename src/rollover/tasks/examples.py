@@ -1,16 +1,16 @@
 """Examples of supervised training: rows of a dataset -> token ids, and which of them are trained.
 
-    messages                 the chat template up to each answer | the answer, and what ends it (trained) | ...
-    prompt and completion    the same, as a user's and an assistant's message; without tasks.chat as plain text, and EOS
-    text                     plain text, trained from its second token on, and EOS
+    messages                 the chat template up to each answer | the answer and its end of turn (trained) | ...
+    prompt and completion    the same, as a user's and an assistant's message; without tasks.chat as plain text and EOS
+    text                     plain text and EOS, trained from the second token on
 
-An answer has the tokens that it has in the whole conversation, and the prompt those that the policy is given: where
-the two disagree the row is refused. Owns the layouts of rows; knows no run.
+A prompt has the tokens that the policy gets in a rollout, an answer those of the whole conversation. A row is refused
+if the two disagree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 
 from rollover.config import SftConfig, TasksConfig, TaskSourceConfig
 from rollover.tasks.dataset import PROMPT_COLUMNS, DatasetSource
-from rollover.tasks.rows import Table, open_rows, place_of_row
+from rollover.tasks.rows import TableLocation, open_rows, row_name
 from rollover.tasks.source import SourceSetup
 from rollover.tasks.stream import decorated
 from rollover.types import Media, Prompt, Task, images_in
@@ -35,39 +35,40 @@ _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, Attribute
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class TokenSpan:
     """Consecutive tokens after the prompt, int32 [n], all `trained` or none."""
 
     token_ids: np.ndarray
     trained: bool
 
-    @classmethod
-    def of(cls, token_ids: Iterable[int], trained: bool) -> Part:
-        return cls(np.fromiter(token_ids, np.int32), trained)
-
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A conversation or a text to be trained: its prompt, then its parts in order, the last of them trained."""
+    """A conversation or text to train: its prompt, then `spans` in order, the last of them trained."""
 
     task: Task
     prompt: Prompt
-    parts: tuple[Part, ...]
+    spans: tuple[TokenSpan, ...]
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt) + sum(len(part.token_ids) for part in self.parts)
+        return len(self.prompt) + sum(len(span.token_ids) for span in self.spans)
 
     def token_ids(self) -> np.ndarray:
-        """All of its tokens, the prompt's included [n]."""
-        return np.concatenate([np.asarray(self.prompt.ids), *(part.token_ids for part in self.parts)])
+        """Return all tokens, the prompt's included [n]."""
+        return np.concatenate([np.asarray(self.prompt.ids), *(span.token_ids for span in self.spans)])
 
 
 class ExampleRows:
-    """The rows of a dataset as examples. ValueError, which names file, row or option, for one that is none."""
+    """The rows of a dataset as examples. ValueError, with file, row or option, for an invalid one."""
 
     def __init__(
-        self, place: Table, sft: SftConfig, tasks: TasksConfig, tokenizer: Any, processor: Processor | None = None
+        self,
+        place: TableLocation,
+        sft: SftConfig,
+        tasks: TasksConfig,
+        tokenizer: Any,
+        processor: Processor | None = None,
     ) -> None:
         columns = open_rows(place).columns
         names = (_MESSAGES, *(name for name in PROMPT_COLUMNS if name != _MESSAGES), _TEXT)
@@ -98,7 +99,7 @@ class ExampleRows:
         return number
 
     def example(self, index: int) -> Example:
-        """Row `index` as an example."""
+        """Return row `index` as an example."""
         try:
             task = self.source.problem(index)
         except ValueError as error:
@@ -114,12 +115,12 @@ class ExampleRows:
                 return Example(task, *_plain(self.tokenizer, task.prompt or "", completion))
             task = decorated(task, self.tasks)
             messages = [*(task.messages or ()), *_as_messages(completion)]
-            return Example(task, *chat_parts(messages, self.tokenizer, self.processor, last_only=self.last_only))
+            return Example(task, *chat_spans(messages, self.tokenizer, self.processor, last_only=self.last_only))
         except ValueError as error:
-            raise ValueError(f"{place_of_row(self.place, index)}: {error}") from error
+            raise ValueError(f"{row_name(self.place, index)}: {error}") from error
 
     def _completion(self, task: Task) -> Any:
-        """Return the completion; None where the messages of the row have it."""
+        """Return the completion; None if the row's messages contain it."""
         if task.messages is not None and task.messages[-1]["role"] == _ASSISTANT and not self.completion_column:
             return None
         names = (self.completion_column,) if self.completion_column else COMPLETION_COLUMNS
@@ -134,19 +135,19 @@ class ExampleRows:
         return found
 
 
-def chat_parts(
+def chat_spans(
     messages: Sequence[Mapping[str, Any]],
     tokenizer: Any,
     processor: Processor | None = None,
     *,
     last_only: bool = False,
-) -> tuple[Prompt, tuple[Part, ...]]:
-    """The prompt and the parts of a conversation: the assistant's messages are trained, with the token that ends each.
+) -> tuple[Prompt, tuple[TokenSpan, ...]]:
+    """Return the prompt and spans of a conversation. The assistant's messages are trained, with their end-of-turn
+    token.
 
-    `processor`: the model's, for images. `last_only`: only the last of them. Text of the template after that token is
-    context of the next turn. ValueError where no message of the assistant has one before it, or where the template does
-    not continue a conversation by writing on (it renders earlier messages otherwise, or an answer does not begin where
-    the prompt ends).
+    `processor`: the model's, for images. `last_only`: train the last one only. The template's text after an end-of-turn
+    token is context of the next turn. ValueError if no message precedes an assistant's, or if the template changes
+    earlier text when a conversation continues.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the model's tokenizer has no chat template: set tasks.chat = false, or choose a chat model")
@@ -203,7 +204,7 @@ def _as_messages(completion: Any) -> list[dict[str, Any]]:
 
 
 def _end_of_turn(tokenizer: Any) -> tuple[str, str]:
-    """(what the template writes after an answer that ends the conversation; its part up to the first special token)."""
+    """Return the template's text after a final answer, and that text up to its first special token."""
     rendered = _rendered(tokenizer, [_OPENING, {"role": _ASSISTANT, "content": _ANSWER}])
     _, found, tail = rendered.rpartition(_ANSWER)
     if not found:
@@ -216,7 +217,7 @@ def _end_of_turn(tokenizer: Any) -> tuple[str, str]:
 def _rendered(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], processor: Processor | None = None, **options: bool
 ) -> str:
-    """`processor`: where they show images."""
+    """Render messages. `processor`: for messages with images."""
     try:
         if processor is not None:
             return processor.rendered(messages, **options)
@@ -237,9 +238,8 @@ def _tokens_of_text(tokenizer: Any) -> Callable[[str], Prompt]:
 
 def _tokens(
     tokenizer: Any, texts: Sequence[tuple[str, bool]], tokens_of: Callable[[str], Prompt], *, eos: bool
-) -> tuple[Prompt, tuple[Part, ...]]:
-    """The parts of the texts, each with whether it is trained, tokenised together by `tokens_of`. `eos`: EOS ends
-    them."""
+) -> tuple[Prompt, tuple[TokenSpan, ...]]:
+    """Tokenise texts, each with whether it is trained, together by `tokens_of`. `eos`: append EOS."""
     parts: list[tuple[list[int], bool]] = []
     text, before = "", 0
     ids: list[int] = []
@@ -262,9 +262,9 @@ def _tokens(
     return replace(prompt, media=media), rest
 
 
-def _plain(tokenizer: Any, prompt: str, completion: str) -> tuple[Prompt, tuple[Part, ...]]:
-    """Plain text: the prompt as the policy is given it, and the rest of the whole text. Without a prompt: its first
-    token, which nothing predicts."""
+def _plain(tokenizer: Any, prompt: str, completion: str) -> tuple[Prompt, tuple[TokenSpan, ...]]:
+    """Tokenise plain text into a prompt, as the policy gets it, and the rest. Without a prompt, the first token is the
+    prompt, since nothing predicts it."""
     if not completion.strip():
         raise ValueError("the text to train is empty")
     try:
@@ -281,10 +281,12 @@ def _plain(tokenizer: Any, prompt: str, completion: str) -> tuple[Prompt, tuple[
     return _with_eos([(opened, False), (whole[len(opened) :], True)], tokenizer, eos=True)
 
 
-def _with_eos(parts: Sequence[tuple[list[int], bool]], tokenizer: Any, *, eos: bool) -> tuple[Prompt, tuple[Part, ...]]:
+def _with_eos(
+    parts: Sequence[tuple[list[int], bool]], tokenizer: Any, *, eos: bool
+) -> tuple[Prompt, tuple[TokenSpan, ...]]:
     (prompt_ids, _), *rest = parts
     if eos and tokenizer.eos_token_id is not None and rest[-1][0][-1:] != [tokenizer.eos_token_id]:
         rest[-1] = [*rest[-1][0], tokenizer.eos_token_id], True
     if not prompt_ids:
         raise ValueError("nothing comes before the answer: its first token needs one before it")
-    return Prompt.of(prompt_ids), tuple(Part.of(ids, trained) for ids, trained in rest if ids)
+    return Prompt.of(prompt_ids), tuple(TokenSpan(np.array(ids, np.int32), trained) for ids, trained in rest if ids)

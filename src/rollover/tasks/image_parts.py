@@ -1,10 +1,12 @@
-"""Images in the messages of a task: every spelling of a part becomes one, and columns of images fill placeholders.
+"""Images in the messages of a task: content parts in every common form are normalised, and image columns fill
+placeholders.
 
-    {"type": "image", "image": "/data/a.png", "sha256": "..."}    what a Task's messages hold: a file, by its path
+    {"type": "image", "image": "/data/a.png", "sha256": "..."}    in a Task's messages: a file, by its path
     {"type": "text", "text": "..."}
 
-Read are TRL's and Qwen's {"type": "image", "image": ...}, OpenAI's image_url, and Hugging Face's url, path and base64;
-`<image>` in a text (verl, LLaMA-Factory) and {"type": "image"} without an image stand for the images of a column.
+Accepted are TRL's and Qwen's {"type": "image", "image": ...}, OpenAI's image_url, and Hugging Face's url, path and
+base64. Placeholders for the images of a column are `<image>` in a text (verl, LLaMA-Factory), and {"type": "image"}
+without an image.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ _TEXT_TYPES = ("text", "input_text")
 _OTHER_MEDIA = ("video", "video_url", "audio", "audio_url", "input_audio")
 
 Store = Callable[[Any], tuple[str, str]]
-"""The path of an image's file and the SHA-256 of its bytes: `images.stored`, for the values of one table."""
+"""Stores an image and returns its file's path and SHA-256 (`images.stored`)."""
 Message = dict[str, Any]
 
 
 def images_of(value: Any, column: str) -> list[Any]:
-    """The images that a column holds: one, a list of them, or none. BadImage for a list of lists."""
+    """Return the images of a column's value: one, a list, or none. BadImage for nested lists."""
     if value is None:
         return []
     found = list(value) if isinstance(value, list | tuple) else [value]
@@ -44,10 +46,11 @@ def images_of(value: Any, column: str) -> list[Any]:
 def with_images(
     messages: Sequence[Mapping[str, Any]], images: Sequence[Any] | None, column: str, store: Store
 ) -> tuple[Message, ...]:
-    """The messages with each image as a part. `images`: those of `column`, None where there is no such column.
+    """Return the messages with each image as a stored part. `images`: those of `column`, None without such a column.
 
-    They fill the placeholders in order; without one they come before the text of the first user message. A content
-    without an image is one text. BadImage for a wrong number of them, a part without an image, or one of another type.
+    They fill the placeholders in order; without placeholders, they precede the text of the first user message. A
+    content without an image becomes one text. BadImage for a wrong number of images, a part without an image, or an
+    unknown part type.
     """
     contents = [_parts(message.get("content"), split=images is not None) for message in messages]
     empty = [part for parts in contents for part in parts if part["type"] == "image" and "value" not in part]
@@ -78,23 +81,22 @@ def with_images(
 
 
 def with_images_of_program(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-    """The messages that a program gives, with each image as a part; where none shows any, as they are. BadImage as
-    `with_images`; paths begin in the working directory."""
+    """Return messages from the user's code with each image as a stored part. Paths are relative to the working
+    directory. BadImage as of `with_images`."""
     if not any(shows_images(message.get("content")) for message in messages):
         return tuple(map(dict, messages))
     return with_images(messages, None, "", stored_of_program)
 
 
 def stored_of_program(value: Any) -> tuple[str, str]:
-    """`images.stored` of a value that the user's own code gives: relative paths begin in the working directory, and
-    the whole image is read, so that a damaged one is found here."""
+    """Store an image from the user's code, with paths relative to the working directory. Read it, to detect damage."""
     path, digest = stored(value, Places(local_path("")))
     read_image(path)
     return path, digest
 
 
 def task_with_images(task: Task) -> Task:
-    """A task that a program made, with each image of its messages as a part. BadImage as `with_images`."""
+    """Return a task from the user's code with each image as a stored part. BadImage as of `with_images`."""
     messages = task.messages if isinstance(task.messages, list | tuple) else ()
     if not any(isinstance(message, Mapping) and shows_images(message.get("content")) for message in messages):
         return task
@@ -102,14 +104,14 @@ def task_with_images(task: Task) -> Task:
 
 
 def shows_images(content: Any) -> bool:
-    """Whether a message's content has a part that is no text."""
+    """Return whether a message's content has a part that is not text."""
     return isinstance(content, list | tuple) and any(
         not (isinstance(part, Mapping) and part.get("type") in _TEXT_TYPES) for part in content
     )
 
 
 def are_parts(value: Any) -> bool:
-    """Whether a value is a list of content parts, with an image among them, and not any other list."""
+    """Return whether a value is a list of content parts that includes an image."""
     if not isinstance(value, list | tuple):
         return False
     kinds = [part.get("type") if isinstance(part, Mapping) else None for part in value]
@@ -117,7 +119,7 @@ def are_parts(value: Any) -> bool:
 
 
 def holds_media(value: Any) -> bool:
-    """Whether a list holds an image, a video or a sound, at any depth: as a part, or as an image of Pillow."""
+    """Return whether a value contains an image, video or audio at any depth, as a part or a Pillow image."""
     if isinstance(value, list | tuple):
         return any(map(holds_media, value))
     kind = value.get("type") if isinstance(value, Mapping) else None
@@ -132,7 +134,7 @@ def _count(num: int, what: str) -> str:
 
 
 def _parts(content: Any, *, split: bool) -> list[dict[str, Any]]:
-    """The parts of a content; an image has its `value`, unless it is a placeholder. `split`: those in texts, too."""
+    """Return the parts of a content. Images have a `value`, except placeholders. `split`: find those in texts, too."""
     out: list[dict[str, Any]] = []
     for part in [content] if isinstance(content, str | Mapping) else content or ():
         given = {"type": "text", "text": part} if isinstance(part, str) else _given(part)
@@ -156,7 +158,7 @@ def _parts(content: Any, *, split: bool) -> list[dict[str, Any]]:
 
 
 def _given(part: Any) -> dict[str, Any]:
-    """A part without the keys that Arrow adds."""
+    """Return a part without empty keys, which Arrow adds."""
     return {k: v for k, v in part.items() if v is not None} if isinstance(part, Mapping) else {}
 
 

@@ -1,7 +1,7 @@
 """Prompts: tasks of a stream -> prompt token ids.
 
-Owns the counts of tasks that are passed over: for their length, or by tasks.before_produce. The text of a prompt is
-tokenised here and nowhere else; a rollout goes on by token ids only.
+Also counts tasks that are skipped for their length, or by tasks.before_produce. This is the only place that tokenises
+the text of a prompt; a rollout continues by token ids.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Encode = Callable[[Task], Prompt]
 
 
 def encoder(tokenizer: Any, processor: Processor | None = None) -> Encode:
-    """How tasks become prompts where the environment has nothing to say in them."""
+    """Return the encoder of prompts to which the environment adds nothing."""
     return partial(encode_prompt, tokenizer=tokenizer, processor=processor)
 
 
 def encode_prompt(task: Task, tokenizer: Any, processor: Processor | None = None) -> Prompt:
-    """The task's prompt as token ids; chat messages go through the tokenizer's chat template. `processor`: the model's,
-    for images; None: the model takes text alone."""
+    """Encode the task's prompt; chat messages by the tokenizer's chat template. `processor`: the model's, for images;
+    None: the model takes text only."""
     if task.messages is None:
         assert task.prompt is not None
         try:
@@ -60,30 +60,29 @@ def encode_prompt(task: Task, tokenizer: Any, processor: Processor | None = None
                 )
             return processor.prompt(messages, **options)
         ids = tokenizer.apply_chat_template(messages, **options, tokenize=True, return_dict=False)
-    except (TemplateError, TypeError, ValueError) as error:  # a template may leave out a message that is continued
+    except (TemplateError, TypeError, ValueError) as error:  # a template may omit a message that is continued
         why = str(error) if task.images else f"the model's chat template refuses its messages: {error}"
         raise ValueError(f"task {task.task_id!r} of {task.source}: {why}") from error
     return Prompt.of(ids)
 
 
-def shortened_to(prompt: Prompt, most: int, truncation: Truncation) -> Prompt | None:
-    """At most `most` of the tokens; None where the task is passed over instead, as one with media always is."""
-    over = len(prompt) - most
+def truncated(prompt: Prompt, max_tokens: int, truncation: Truncation) -> Prompt | None:
+    """Truncate a prompt to `max_tokens`; None if the task is skipped instead, as one with media always is."""
+    over = len(prompt) - max_tokens
     if over <= 0:
         return prompt
     if truncation == "skip" or prompt.media:
         return None
-    kept = {"left": 0, "right": most, "middle": most // 2}[truncation]  # of its beginning
+    kept = {"left": 0, "right": max_tokens, "middle": max_tokens // 2}[truncation]  # at the beginning
     return Prompt(prompt.ids[:kept] + prompt.ids[kept + over :])
 
 
 class PromptSource:
-    """The next (task, prompt) of a stream whose prompt is short enough, or cut to be, None at the end. Reroll asks
-    it.
+    """Yields the next (task, prompt) of a stream when called, None at the end; too long prompts are skipped or
+    truncated.
 
-    `encode`: the prompt of a task, of training and held-out ones alike. `curriculum`: that of the stream.
-    `whole_steps`: the tasks of a step (tasks.drop_last), which are read at once: where a pass ends before they are
-    complete they are dropped, and counted in `num_dropped_last`. 0 = off.
+    `replace`: tasks.before_produce. `curriculum`: that of the stream. `whole_steps`: number of tasks of a step with
+    tasks.drop_last, 0 = off; they are read together, and dropped (`num_dropped_last`) if the pass ends before that.
     """
 
     def __init__(
@@ -106,32 +105,32 @@ class PromptSource:
         self.num_left_out = 0
         self.num_dropped_last = 0
         self.whole_steps = whole_steps
-        self._step: list[tuple[Task, Prompt]] = []  # the tasks of the step to come
-        self._given = 0  # of these
+        self._step: list[tuple[Task, Prompt]] = []  # the tasks of the next step
+        self._given = 0  # number of these that were given
         self._before_step: dict[str, Any] = {}
 
     def __call__(self) -> tuple[Task, Prompt] | None:
         before, mark = self.state_dict(), self.curriculum and self.curriculum.mark()
         try:
-            return self._of_step() if self.whole_steps else self._next()
-        except BaseException:  # a task that fails is not passed over: a resumed run comes to it again
+            return self._next_of_step() if self.whole_steps else self._next()
+        except BaseException:  # do not skip the task that failed: a resumed run reads it again
             self.load_state_dict(before)
             if self.curriculum and mark:
                 self.curriculum.back_to(mark)
             raise
 
     def on_step(self, version: int) -> None:
-        """The trainer is at `version`: what is asked for from now on is for that step, or later ones."""
+        """Set the trainer's version, for tasks.before_produce."""
         self.version = version
 
     def rewarded(self, task: Task) -> Task:
-        """Return a task of a checkpoint with the reward of this configuration: a file names no code to run.
+        """Return a checkpoint's task with the reward of this configuration, since a file must not name code to run.
 
-        With tasks.before_produce, which may set any reward, as it is. ValueError as of `rewarded_by`.
+        With tasks.before_produce, which may set any reward, it is unchanged. ValueError as of `rewarded_by`.
         """
         return task if self.replace is not None else rewarded_by(task, self.stream.setups)
 
-    def _of_step(self) -> tuple[Task, Prompt] | None:
+    def _next_of_step(self) -> tuple[Task, Prompt] | None:
         if self._given == len(self._step):
             self._before_step = self._own_state()
             self._step, self._given = self._read_step(), 0
@@ -141,10 +140,10 @@ class PromptSource:
         return self._step[self._given - 1]
 
     def _read_step(self) -> list[tuple[Task, Prompt]]:
-        """The tasks of one step, all of one pass; none at the end. ValueError where a whole pass has too few."""
+        """Read the tasks of a step, all of one pass; [] at the end. ValueError if a whole pass has too few."""
         step: list[tuple[Task, Prompt]] = []
         before = self._own_state()
-        begins = before["stream"]["draws"] == 0  # whether the step's first task is the first of a pass
+        begins = before["stream"]["draws"] == 0  # whether the step begins with the first task of a pass
         while len(step) < self.whole_steps:
             found, now = self._next(), self._own_state()
             is_new_pass = self._passes(now) != self._passes(before)
@@ -166,7 +165,7 @@ class PromptSource:
         return step
 
     def _passes(self, state: Mapping[str, Any]) -> int:
-        """Complete passes over the only source that is trained; 0 where there are several, which end apart."""
+        """Return the completed passes over the only trained source; 0 with several, whose passes end separately."""
         several = sum(setup.config.weight > 0 for setup in self.stream.setups) > 1
         return 0 if several else sum(source["epoch"] for source in state["stream"]["sources"])
 
@@ -181,7 +180,7 @@ class PromptSource:
                     self.num_left_out += 1
                     continue
             whole = self.encode(task)
-            prompt = shortened_to(whole, self.max_prompt_tokens, self.truncation)
+            prompt = truncated(whole, self.max_prompt_tokens, self.truncation)
             if prompt is not None:
                 self.num_truncated += len(prompt) < len(whole)
                 return task, prompt
@@ -193,7 +192,7 @@ class PromptSource:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON: where the stream stands, and the counts; with tasks.drop_last, before the step to come."""
+        """Return JSON: the stream's state and the counts; with tasks.drop_last, those before the next step."""
         if self._given == len(self._step):
             return self._own_state()
         return self._before_step | {"given": self._given}
@@ -215,12 +214,14 @@ class PromptSource:
         self.num_dropped_last = state.get("num_dropped_last", 0)
         self._step, self._given = [], 0
         for _ in range(state.get("given", 0)):
-            self._of_step()
+            self._next_of_step()
 
 
 def build_prompts(config: Config) -> Callable[[Encode, int], PromptSource]:
-    """Makes the training prompts, of what encodes a task and a longest prompt. ValueError where [tasks] names what is
-    not there: that is found here, before a model is loaded for its tokenizer."""
+    """Open the training tasks, and return (encode, max prompt tokens) -> PromptSource.
+
+    ValueError for an invalid [tasks], before a model is loaded for its tokenizer.
+    """
     trained = [source for source in config.tasks.sources if source.weight or config.algorithm.supervised]
     if config.tasks.sources and not trained:
         raise ValueError("tasks.sources: every source has weight = 0, and is never trained. Raise the weight of one")
@@ -242,10 +243,8 @@ def build_prompts(config: Config) -> Callable[[Encode, int], PromptSource]:
 
 
 def prompt_limit(config: Config, max_tokens: int) -> int:
-    """The longest prompt: tasks.max_prompt_tokens, or what a rollout's budget leaves of the engine's `max_tokens`.
-
-    ValueError where it leaves nothing.
-    """
+    """Return the longest prompt: tasks.max_prompt_tokens, or what rollout.max_new_tokens leaves of the engine's
+    `max_tokens`. ValueError if that is nothing."""
     left = max_tokens - config.rollout.max_new_tokens
     if left < 1:
         raise ValueError(

@@ -1,5 +1,5 @@
-"""The line about the tasks that is printed before a run: how many rows repeat others or are held out, and how many
-held-out tasks look like tasks that are trained. It changes nothing.
+"""The line about the tasks that is printed before a run: how many rows are repeated or held out, and how many held-out
+tasks resemble training tasks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _LIMIT_S = 2.0  # some generators take 50 ms a problem
 
 
 def tasks_line(config: Config, num_drawn: int = _NUM_DRAWN, limit_s: float = _LIMIT_S) -> str:
-    """Rows and duplicates of each dataset, what is left out of training as it is held out, and how many held-out tasks
-    have the words and the answer of one of the first `num_drawn` training tasks (as many as `limit_s` allows). A
-    second line where their answer rule can never read the references of some of these tasks. No image is kept for it.
+    """Return the line: rows and duplicates of each dataset, rows that are held out, and how many held-out tasks have
+    the words and the answer of one of the first `num_drawn` training tasks (as many as `limit_s` allows). A second line
+    lists answer rules that cannot read the references of these tasks. Stores no image.
     """
     with no_media_kept():
         return _tasks_line(config, num_drawn, limit_s)
@@ -36,7 +36,7 @@ def tasks_line(config: Config, num_drawn: int = _NUM_DRAWN, limit_s: float = _LI
 def _tasks_line(config: Config, num_drawn: int, limit_s: float) -> str:
     trained = TaskStream(config.tasks, config.run.seed, "train", rewards=config.rewards)
     parts = _datasets(config, trained)
-    # Reading ahead in a stream may take long, and use up an iterator: then the first row has to do.
+    # Reading ahead in a stream may take long, and exhaust an iterator: read one row of it.
     drawn = _drawn(trained, num_drawn if config.eval.num_tasks or not trained.streamed() else 1, limit_s)
     tasks: list[Task] = []
     if config.eval.num_tasks:
@@ -85,7 +85,7 @@ def _drawn(trained: TaskStream, num_drawn: int, limit_s: float) -> list[Task]:
 
 
 def _unreadable(sides: Mapping[str, Iterable[Task]]) -> list[str]:
-    """A line for each answer rule that can never read some references of these tasks, by the side that they are on."""
+    """Return a line for each answer rule that cannot read some references, with counts by side of the split."""
     tasks = {side: {task.task_id: task for task in of_side}.values() for side, of_side in sides.items()}
     found: dict[str, dict[str, list[str]]] = {}
     for side, of_side in tasks.items():
@@ -107,8 +107,8 @@ def _unreadable(sides: Mapping[str, Iterable[Task]]) -> list[str]:
 
 
 def _overlap(held_out: list[Task], drawn: list[Task], num_failed: int) -> str:
-    """Held-out tasks with the words and the answer of a training task. The split compares keys (same.py); this compares
-    something else on purpose, so that keys which are too fine are seen."""
+    """Count held-out tasks with the words and the answer of a training task. The split compares keys (split.py); this
+    differs on purpose, to reveal keys that are too fine."""
     known = set(map(_words_and_answer, drawn))
     both = sum(_words_and_answer(task) in known for task in held_out)
     sources = ", ".join(f"{name} {count}" for name, count in Counter(t.source for t in held_out).items())
@@ -121,5 +121,5 @@ def _overlap(held_out: list[Task], drawn: list[Task], num_failed: int) -> str:
 
 
 def _words_and_answer(task: Task) -> tuple[str, ...]:
-    """The answer and the words, signs included, without regard to the order of the words."""
+    """Return the answer and the sorted words, signs included."""
     return (str(answer_of(task.columns)), *sorted(re.findall(r"\w+|[^\w\s]", task.content.casefold())))

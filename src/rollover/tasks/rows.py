@@ -1,8 +1,8 @@
-"""The rows of a dataset: a file, a folder of files, or a data set of the hub, on disk or streamed; or rows that a
-program handed over (live.py). Local JSON and CSV are read by text_rows.py, all else by the library `datasets`.
+"""The rows of a dataset: a file, a folder of files, or a data set of the hub, on disk or streamed; or live rows, which
+the user's program passed: a list, a `datasets.Dataset`, or an iterable without a length.
 
-Owns how a dataset is found and opened, and the error messages where it cannot be. Knows no prompt and no answer
-(dataset.py does), and never shuffles: rows keep the order of their files.
+text_rows.py reads local JSON and CSV, the library `datasets` everything else. Rows keep the order of their files;
+dataset.py interprets them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,21 +23,22 @@ from typing import Any
 from rollover.files import did_you_mean_path, local_path
 from rollover.live_objects import is_live, live_object
 from rollover.system import hub_is_away
-from rollover.tasks.live import LiveStream, live_rows
 from rollover.tasks.text_rows import CSV_SUFFIXES, JSON_SUFFIXES, TextStream, TextTable, is_text, suffix_of
 
-# Rows of a stream that are held at once, and so shuffled among each other.
+# Rows of a stream that are read together, and shuffled together.
 STREAM_ROWS = 1000
+# Newest rows of an iterable that are kept: rows that were read before the run, and a task that failed, are read again.
+WINDOW = 10_000
 _BUILDERS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv"}
 _HUB_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table of rows, by where it is.
+class TableLocation:
+    """Location of a table of rows.
 
-    `path` is a file, a folder or a hub id, relative to `base_dir` if it is local; `key` is the option of `table` that
-    gave it. `subset` and `split` choose within a folder or a data set of the hub; a file has one split, train.
+    `path`: a file, a folder or a hub id; a local path is relative to `base_dir`. `key`: its option in `table`. `subset`
+    and `split` select within a folder or a data set of the hub; a file has one split, train.
     """
 
     path: str
@@ -53,7 +55,7 @@ class Table:
 
     @property
     def folder(self) -> Path | None:
-        """Where relative paths in its rows begin; None where they are on another machine."""
+        """Base of relative paths in its rows; None if they are on another machine."""
         if is_live(self.path):
             return local_path("")
         local = local_path(self.path, self.base_dir)
@@ -63,7 +65,7 @@ class Table:
 
 
 class StoredRows:
-    """All rows of a table: a memory-mapped Arrow table on disk, or a list that the program handed over."""
+    """All rows of a table: a memory-mapped Arrow table on disk, or live rows with a length."""
 
     def __init__(self, table: Any) -> None:
         self._table = _Encoded(table) if _has_images(getattr(table, "features", None)) else table
@@ -74,18 +76,18 @@ class StoredRows:
         return dict(self._table[index])
 
     def together(self, index: int) -> range:
-        """The rows that are shuffled among each other with row `index`: all of them."""
+        """Return the rows that are shuffled together with row `index`: all of them."""
         return range(len(self._table))
 
     def fingerprint(self, column: str) -> str:
-        """The number of rows and a digest of this column in up to 1,000 rows, evenly spaced. It tells another file, and
-        another order, from the one of before."""
+        """Return the number of rows and a digest of this column in up to 1,000 evenly spaced rows, which changes with
+        the file and the order."""
         num = len(self._table)
         return f"{num} rows, {_digest(self._table[i][column] for i in range(0, num, max(1, num // 1000)))}"
 
 
 class _Encoded:
-    """The rows of a data set with images as they are stored, as {"bytes", "path"}: the library would decode them."""
+    """The rows of a data set with images as {"bytes", "path"}, which the library would decode."""
 
     def __init__(self, table: Any) -> None:
         self.column_names: list[str] = table.column_names
@@ -99,16 +101,14 @@ class _Encoded:
 
 
 class StreamedRows:
-    """Rows that are read as they are needed, STREAM_ROWS at a time. A row behind those, or far ahead of them, costs
-    reading again from the first row.
+    """Rows that are read on demand, STREAM_ROWS at a time. Jumping to other rows reads again from the first row.
 
-    `num_rows` is None: the length of a stream is unknown. ValueError, which names `place`, where it is empty or cannot
-    be read.
+    `num_rows` is None: the length of a stream is unknown. ValueError, with `place`, if it is empty or unreadable.
     """
 
     num_rows: int | None = None
 
-    def __init__(self, stream: Any, place: Table) -> None:
+    def __init__(self, stream: Any, place: TableLocation) -> None:
         self._stream, self._place = stream, place
         self._held: list[dict[str, Any]] = []
         self._start = 0
@@ -123,15 +123,14 @@ class StreamedRows:
         return dict(self._held[index - self.together(index).start])
 
     def together(self, index: int) -> range:
-        """The rows that are shuffled among each other with row `index`. Behind the last row: a range
-        without `index`."""
+        """Return the rows that are shuffled together with row `index`; a range without `index` beyond the last row."""
         start = index - index % STREAM_ROWS
         if start != self._start:
             self._read(start)
         return range(start, start + len(self._held))
 
     def fingerprint(self, column: str) -> str:
-        """A digest of this column in the first STREAM_ROWS rows. A change behind them is not noticed."""
+        """Return a digest of this column in the first STREAM_ROWS rows only."""
         return f"streamed, {_digest(row[column] for row in self._first)}"
 
     def _read(self, start: int) -> None:
@@ -147,11 +146,71 @@ class StreamedRows:
         self._start = start
 
 
+class LiveTable:
+    """A sequence of dicts as a table, not copied. Missing values are None. ValueError for a row that is no dict."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._rows = rows
+        self.column_names = list(dict.fromkeys(name for i, row in enumerate(rows) for name in _checked(row, i)))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**dict.fromkeys(self.column_names), **self._rows[index]}
+
+
+class LiveStream:
+    """Rows of an iterable, in its order; its columns are those of the first row. The newest WINDOW rows are kept; older
+    ones are read again from the beginning.
+
+    ValueError if it is empty, and for an older row of an iterator, which cannot be restarted.
+    """
+
+    num_rows: int | None = None
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        self._rows = rows
+        self._iterator: Iterator[Mapping[str, Any]] = iter(rows)
+        self._held: deque[dict[str, Any]] = deque(maxlen=WINDOW)
+        self._num = 0  # rows read so far
+        if not self.together(0):
+            raise ValueError("the iterable of tasks is empty")
+        self._first = self._held[0]
+        self.columns = list(self._first)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not self.together(index):
+            raise IndexError(index)
+        return {**dict.fromkeys(self.columns), **self._held[index - self._num]}
+
+    def together(self, index: int) -> range:
+        """Return the range of row `index` only, since nothing is shuffled; an empty range beyond the last row."""
+        if index < self._num - len(self._held):
+            if iter(self._rows) is self._rows:
+                raise ValueError(
+                    f"row {index} of the iterable of tasks is needed again, but it cannot be restarted (it is an"
+                    " iterator, such as a generator): set tasks.epochs = 1, or pass a new one, or an object whose"
+                    " __iter__ returns a new iterator"
+                )
+            self._iterator, self._num = iter(self._rows), 0
+            self._held.clear()
+        for row in itertools.islice(self._iterator, max(0, index + 1 - self._num)):
+            self._held.append(dict(_checked(row, self._num)))
+            self._num += 1
+        return range(index, min(index + 1, self._num))
+
+    def fingerprint(self, column: str) -> str:
+        """Return a digest of this column in the first row only."""
+        text = json.dumps(self._first[column], default=str)
+        return f"an iterable, {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+
 Rows = StoredRows | StreamedRows | LiveStream
 
 
-def open_rows(place: Table) -> Rows:
-    """Opens the rows at `place`. ValueError, which names the option and the fix, where that fails."""
+def open_rows(place: TableLocation) -> Rows:
+    """Open the rows at `place`. ValueError, with the option and the fix, if that fails."""
     if is_live(place.path):
         rows = live_rows(live_object(place.path))
         return rows if isinstance(rows, LiveStream) else StoredRows(rows)
@@ -171,7 +230,7 @@ def open_rows(place: Table) -> Rows:
     load: Any = datasets.load_dataset
     bars, offline = datasets.is_progress_bar_enabled(), config.HF_HUB_OFFLINE
     datasets.disable_progress_bars()
-    config.HF_HUB_OFFLINE = offline or bool(away)  # else the hub would be tried again for half a minute
+    config.HF_HUB_OFFLINE = offline or bool(away)  # else the library retries the hub for half a minute
     try:
         found = load(**where, split=place.split, streaming=place.streaming)
         return StreamedRows(_encoded_stream(found), place) if place.streaming else StoredRows(found)
@@ -179,14 +238,14 @@ def open_rows(place: Table) -> Rows:
         cause = error.__cause__ or error
         raise ValueError(f"{place.option} cannot be read as {builder or 'a data set'}: {cause}") from error
     except (ValueError, OSError) as error:
-        if str(error).startswith(place.option) or getattr(error, "errno", None):  # said, or of the machine: a full disk
+        if str(error).startswith(place.option) or getattr(error, "errno", None):  # ours, or the machine's: a full disk
             raise
         if away:
             raise ValueError(f"{place.option}: no data set of that name is in the cache, and {away}") from error
         if builder is None:
             choice = "tasks.sources.subset and .split choose among what it has"
             raise ValueError(f"{place.option} cannot be loaded: {error}. {choice}") from error
-        # What the library makes of a file with columns only.
+        # The library's error for a file with columns only.
         raise ValueError(f"{place.option} has no rows, or none that can be read: {error}") from error
     finally:
         config.HF_HUB_OFFLINE = offline
@@ -194,8 +253,8 @@ def open_rows(place: Table) -> Rows:
             datasets.enable_progress_bars()
 
 
-def _text_files(place: Table) -> list[str]:
-    """The files of JSON or CSV at `place`: it is one, or a folder that has no others for the split."""
+def _text_files(place: TableLocation) -> list[str]:
+    """Return the JSON or CSV files at `place`: a file, or a folder with only such files for the split."""
     if suffix_of(place.path) in (*JSON_SUFFIXES, *CSV_SUFFIXES):
         return [_file(place)]
     folder = local_path(place.path, place.base_dir)
@@ -203,14 +262,14 @@ def _text_files(place: Table) -> list[str]:
         return []
     try:
         found = _files_of_folder(folder, place.subset)
-    except (ImportError, OSError, ValueError):  # the library says what is wrong
+    except (ImportError, OSError, ValueError):  # the library will report the error
         return []
     files = [str(path) for path in found.get(place.split, [])]
     return files if is_text(files) else []
 
 
 def _files_of_folder(folder: Path, subset: str) -> Mapping[str, Any]:
-    """The data files by split, as datasets finds them. None where its card says how they are to be read."""
+    """Return the data files by split, as `datasets` finds them; {} if the folder's card configures their reading."""
     from datasets import BuilderConfig, load_dataset_builder
     from datasets.data_files import DataFilesDict, get_data_patterns
 
@@ -223,7 +282,7 @@ def _files_of_folder(folder: Path, subset: str) -> Mapping[str, Any]:
     return (config.data_files or {}) if config == plain else {}
 
 
-def _open_text(place: Table, files: list[str]) -> Rows:
+def _open_text(place: TableLocation, files: list[str]) -> Rows:
     try:
         if place.streaming:
             return StreamedRows(TextStream(files), place)
@@ -237,8 +296,8 @@ def _open_text(place: Table, files: list[str]) -> Rows:
     return StoredRows(table)
 
 
-def _file(place: Table) -> str:
-    """The file's location as the library takes it. ValueError where it does not exist or is empty."""
+def _file(place: TableLocation) -> str:
+    """Return the file's location for the library. ValueError for a missing or empty file."""
     import fsspec
 
     for name, value in (("subset", place.subset), ("split", place.split.partition("[")[0] != "train")):
@@ -257,9 +316,8 @@ def _file(place: Table) -> str:
     return located
 
 
-def _folder_or_id(place: Table) -> tuple[dict[str, Any], str]:
-    """The library's arguments for a folder of files or a data set of the hub, and why the hub cannot be reached ("": it
-    can)."""
+def _folder_or_id(place: TableLocation) -> tuple[dict[str, Any], str]:
+    """Return the library's arguments for a folder or a data set of the hub, and why the hub is unreachable, or ""."""
     local = local_path(place.path, place.base_dir)
     arguments = {"path": str(local), "name": place.subset or None}
     if local.is_dir():
@@ -277,8 +335,8 @@ def _folder_or_id(place: Table) -> tuple[dict[str, Any], str]:
     return arguments | {"path": place.path}, away
 
 
-def place_of_row(place: Table, index: int) -> str:
-    """How a message names row `index`, counted from 1: by its line in a file of JSON lines."""
+def row_name(place: TableLocation, index: int) -> str:
+    """Return the name of row `index` in messages, counted from 1; its line in a file of JSON lines."""
     lines = suffix_of(place.path) in (".jsonl", ".ndjson")
     return f"dataset {place.path!r}, {'line' if lines else 'row'} {index + 1}"
 
@@ -288,7 +346,7 @@ def _encoded_stream(stream: Any) -> Any:
 
 
 def _has_images(feature: Any) -> bool:
-    """Whether values of a feature of the library `datasets` (of its table, a list) are decoded as images."""
+    """Whether the library `datasets` decodes values of a feature (a table, a list) as images."""
     if isinstance(feature, Mapping | list):
         return any(map(_has_images, feature.values() if isinstance(feature, Mapping) else feature))
     return type(feature).__name__ == "Image" or _has_images(getattr(feature, "feature", {}))
@@ -302,7 +360,29 @@ def _digest(values: Iterable[Any]) -> str:
 
 
 def _text_of(value: Any) -> str:
-    """What stands for a value that is not JSON: the same in every process."""
+    """Return a text for a value that is not JSON, equal in all processes."""
     if isinstance(value, bytes):
         return hashlib.blake2b(value, digest_size=8).hexdigest()
     return f"an image of {value.size}" if hasattr(value, "getbands") else str(value)
+
+
+def live_rows(tasks: Any) -> Any:
+    """Wrap live rows as a table (`column_names`, a length, rows by number) or a LiveStream. ValueError without rows."""
+    if isinstance(tasks, LiveStream) or hasattr(tasks, "column_names") and hasattr(tasks, "__len__"):
+        return tasks
+    if isinstance(tasks, str | bytes | Mapping) or not isinstance(tasks, Iterable):
+        raise ValueError(f"tasks is a {type(tasks).__name__}: expected dicts with a prompt, in a list or an iterable")
+    if isinstance(tasks, Sequence):
+        if not tasks:
+            raise ValueError("tasks is empty: give at least one dict with a prompt")
+        return LiveTable(tasks)
+    return LiveStream(tasks)
+
+
+def _checked(row: Any, index: int) -> Mapping[str, Any]:
+    if not isinstance(row, Mapping):
+        raise ValueError(
+            f"tasks: row {index + 1} is a {type(row).__name__}: expected a dict with a prompt, as"
+            ' {"prompt": "1 + 1 =", "answer": "2"}'
+        )
+    return row

@@ -1,7 +1,7 @@
 """The stream of tasks: sources mixed by weight, split into train and eval, resumable from a small state.
 
-Owns the order of tasks: mixing, epochs, shuffling and cursors. Every choice is a function of the seed and a counter, so
-a stream that is given its state back goes on exactly. Never tokenises and never scores.
+Owns the order of tasks: mixing, epochs, shuffling and cursors. Each choice is a function of the seed and a counter, so
+a restored stream continues exactly.
 """
 
 from __future__ import annotations
@@ -15,39 +15,45 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
-from rollover.rewards.routing import chosen_for
-from rollover.tasks.build import build_source, labels_of
+from rollover.rewards.routing import choose_reward
 from rollover.tasks.curriculum import Curriculum, PassedOver
-from rollover.tasks.same import Same, problem_text, same_by
-from rollover.tasks.source import FailedProblem, SourceSetup, TaskSource, place_of, problems_of
-from rollover.tasks.split import Split, SplitName, key_of
+from rollover.tasks.source import (
+    FailedProblem,
+    SourceSetup,
+    TaskSource,
+    build_source,
+    labels_of,
+    order_value,
+    problems_of,
+)
+from rollover.tasks.split import Comparison, Split, SplitName, comparison_by, key_of, problem_text
 from rollover.types import Task
 
 logger = logging.getLogger(__name__)
 
-# A generator that gives no new problem of the wanted side in so many attempts has none (left).
+# A generator without a new problem of the wanted side in so many attempts is exhausted.
 MAX_CANDIDATES = 10_000
-MAX_ROWS = 50_000  # rows of a dataset that are looked at before the run, which must not take minutes
-MAX_FAILED = 1000  # problems in a row that a source fails to make; then it is taken to be broken
+MAX_ROWS = 50_000  # rows of a dataset that are read before the run, so that it takes no minutes
+MAX_FAILED = 1000  # consecutive failed problems after which a source is considered broken
 _NAMED = 10
 
 
 @dataclass(slots=True)
 class _Cursor:
-    """A source, and where the stream stands in it: at problem `position` of pass `epoch`."""
+    """Position in a source: problem `position` of pass `epoch`."""
 
     setup: SourceSetup
     source: TaskSource
-    same: Same
-    max_epochs: int  # of a source that has an end; 0: any number
+    same: Comparison
+    max_epochs: int  # of a finite source; 0: unlimited
     shuffle: bool
     order_column: str = ""
-    share: float = 1.0  # how often the source is asked, in proportion to those of the others; 0: it is never trained
+    share: float = 1.0  # sampling weight among the sources; 0: never trained
     epoch: int = 0
     position: int = 0
     exhausted: bool = False
-    spent: bool = False  # exhausted, as the curriculum gives none of its problems any more
-    order: tuple[tuple[int, range], list[int]] | None = None  # (epoch, rows) that were shuffled last, and the result
+    spent: bool = False  # exhausted because the curriculum gives all its problems weight 0
+    order: tuple[tuple[int, range], list[int]] | None = None  # (epoch, rows) shuffled last, and their order
 
     def __post_init__(self) -> None:
         if self.order_column and self.source.num_problems is None:
@@ -57,7 +63,7 @@ class _Cursor:
             )
 
     def candidates(self) -> Iterator[Task | FailedProblem]:
-        """The problems from here on. The cursor moves on with every one that is taken."""
+        """Yield the problems from here on, advancing the cursor."""
         while self.max_epochs == 0 or self.epoch < self.max_epochs:
             while self.position in (rows := self.source.together(self.position)):
                 self.position += 1
@@ -70,25 +76,25 @@ class _Cursor:
             self.epoch, self.position = self.epoch + 1, 0
 
     def _in_order(self, rows: range) -> list[int]:
-        """These numbers in the order of this epoch."""
+        """Return these numbers in the order of this epoch."""
         if self.order is None or self.order[0] != (self.epoch, rows):
             numbers = list(rows)
             if self.shuffle and len(rows) > 1:
                 seed = f"{self.setup.seed}/{self.epoch}" + (f"/{rows.start}" if rows.start else "")
                 random.Random(seed).shuffle(numbers)
-            if self.order_column:  # stable: those that are alike stay shuffled
-                numbers.sort(key=lambda number: place_of(self.source, number, self.order_column))
+            if self.order_column:  # a stable sort: equal ones stay shuffled
+                numbers.sort(key=lambda number: order_value(self.source, number, self.order_column))
             self.order = (self.epoch, rows), numbers
         return self.order[1]
 
     def keys(self, problem: Task) -> tuple[int, ...]:
-        """The keys by which split.py compares problems: of what makes it the same as another, then of its text."""
+        """Return the problem's keys for split.py: of its comparison text, then of its own text."""
         texts = [self.same(problem)] if self.same is problem_text else [self.same(problem), problem_text(problem)]
         return tuple(map(key_of, texts))
 
     @property
     def by_file(self) -> bool:
-        """Whether its held-out problems are named, and not chosen by a hash."""
+        """Whether its held-out problems are named instead of chosen by a hash."""
         return self.setup.config.names_held_out
 
     @property
@@ -114,7 +120,7 @@ def decorated(problem: Task, tasks: TasksConfig) -> Task:
 
 
 def _with_text(content: Any, text: str) -> Any:
-    """A message's content, a text or a list of parts, with this text behind it."""
+    """Append text to a message's content, a text or a list of parts."""
     if isinstance(content, str):
         return content + text
     if content[-1]["type"] == "text":
@@ -125,17 +131,16 @@ def _with_text(content: Any, text: str) -> Any:
 class TaskStream:
     """Tasks of one side of the split, in an order that depends on (tasks, seed, split) only.
 
-    train: generators are endless, datasets make `tasks.epochs` passes, and `Task.attempt` is the pass. eval: every
-    text once. No problem is on both sides (split.py), whichever of its texts it has (same.py), and no text of a dataset
-    is, whichever problems it has: where problems have other keys than their texts, every row is looked at before the
-    first task. A generator's problems are compared by their keys, and with rows of datasets by keys and texts: two of
-    its own of one text need one key. `rewards` names the reward of sources that name none.
+    train: generators are endless, datasets make `tasks.epochs` passes, and `Task.attempt` is the pass. eval: every text
+    once. No problem is on both sides (split.py), and no text of a dataset is: if problems are compared by other keys
+    than their texts, all rows are read before the first task. A generator's problems are compared with rows of datasets
+    by keys and texts, with each other by keys, so equal texts need equal keys.
 
-    A row's own system message is kept in place of tasks.system_prompt. Raises ValueError for sources that cannot be
-    used, and when no problem is left for the side. A problem that its generator fails to make is left out: `num_failed`
-    counts them, and the first are logged. `curriculum` says of a training problem whose turn it is whether it is
-    given; where it gives none in a whole pass, the one of the largest weight is. `may_be_empty`: without a source
-    it has no task, and that is no error.
+    `rewards`: for sources without their own reward. `curriculum`: decides whether a training problem is given in its
+    turn; if it gives none in a whole pass, the one of the largest weight is given. `may_be_empty`: allow no sources.
+
+    A row's system message replaces tasks.system_prompt. Failed problems are skipped, counted (`num_failed`), and the
+    first ones logged. ValueError for unusable sources, and if no problem is left for the side.
     """
 
     def __init__(
@@ -158,7 +163,7 @@ class TaskStream:
         self.num_failed = 0
         self._last_failed: FailedProblem | None = None
         self._seen: set[int] = set()  # eval only: texts already given
-        self._on_neither_side: set[int] = set()  # eval only: keys of what came up and is trained as a row
+        self._on_neither_side: set[int] = set()  # eval only: keys of held-out problems that are also trained rows
         self.setups = list(self._setups(rewards))
         self._cursors = [self._cursor(setup) for setup in self.setups]
         temperature = tasks.mixing_temperature if split == "train" else 0.0
@@ -171,7 +176,7 @@ class TaskStream:
         self._rule = self._make_split()
 
     def next(self) -> Task | None:
-        """The next task; None when every source is finite and at its end (or, for eval, has no new problem)."""
+        """Return the next task; None once all sources are exhausted (eval: or have no new problem)."""
         while active := [(c, share) for c in self._cursors if not c.exhausted and (share := self._share(c))]:
             cursor = self._choose(active)
             problem = self._next_of(cursor)
@@ -181,7 +186,7 @@ class TaskStream:
         return None
 
     def take(self, num_tasks: int) -> list[Task]:
-        """The next `num_tasks` tasks, or as many as there are. Raises ValueError if that is none."""
+        """Return the next `num_tasks` tasks, or as many as there are. ValueError without any."""
         taken = list(itertools.islice(iter(self.next, None), num_tasks))
         if num_tasks > 0 and not taken:
             first = self._cursors[0]
@@ -189,7 +194,7 @@ class TaskStream:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON: where the stream stands. Its size does not grow with the tasks given (eval: 8 bytes or so for each)."""
+        """Return JSON. Its size does not grow with the number of given tasks (eval: some 8 bytes for each)."""
         return {
             "draws": self._draws,
             "num_failed": self.num_failed,
@@ -208,8 +213,7 @@ class TaskStream:
         }
 
     def counted(self) -> list[tuple[TaskSourceConfig, TaskSource, list[tuple[int, ...]]]]:
-        """Each source of this side whose problems are counted, with the keys of all (of the first MAX_ROWS), in
-        order."""
+        """Return each source with a known number of problems, with the keys of the first MAX_ROWS, in order."""
         return [
             (cursor.setup.config, cursor.source, [cursor.keys(p) for p in problems_of(cursor.source, MAX_ROWS)])
             for cursor in self._cursors
@@ -217,21 +221,21 @@ class TaskStream:
         ]
 
     def streamed(self) -> list[str]:
-        """The labels of the sources that have an end, but whose problems nobody has counted."""
+        """Return the labels of finite sources with an unknown number of problems."""
         sources = [cursor.source for cursor in self._cursors]
         return [s.label for s in sources if not s.endless and s.num_problems is None]
 
     def accepts(self, keys: Sequence[int], by_file: bool) -> bool:
-        """Whether a problem with these keys is on this side of the split."""
+        """Return whether a problem with these keys is on this side of the split."""
         return self._rule.accepts(keys, self.split, by_file)
 
     @property
     def num_on_neither_side(self) -> int:
-        """Problems so far that were held out by the hash, and not given as rows that are trained are the same."""
+        """Number of problems so far that the hash holds out, but that equal trained rows."""
         return len(self._on_neither_side)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`. Raises ValueError if it belongs to other sources, or to other problems of theirs."""
+        """Restore `state`. ValueError if it belongs to other sources, or to other problems of these."""
         labels, saved = [c.source.label for c in self._cursors], [s["label"] for s in state["sources"]]
         if labels != saved:
             raise ValueError(f"tasks.sources are {labels}, but the checkpoint was written with {saved}: use the same")
@@ -246,13 +250,13 @@ class TaskStream:
         self.num_failed = state.get("num_failed", 0)  # absent in a checkpoint of an earlier version
         for cursor, source in zip(self._cursors, state["sources"], strict=True):
             cursor.epoch, cursor.position = source["epoch"], source["position"]
-            # tasks.epochs may have been raised since, and the curriculum may be another.
+            # tasks.epochs may have been raised, and the curriculum changed.
             more = not cursor.source.endless and not 0 < cursor.max_epochs <= cursor.epoch
             cursor.spent = source.get("spent") == self.tasks.curriculum.model_dump()
             cursor.exhausted = cursor.spent or (source["exhausted"] and not more)
 
     def _fingerprint(self) -> dict[str, Any]:
-        """JSON: what the order and the side of every problem depend on, by the name of the option that sets it."""
+        """Return JSON: the inputs of the order and the split, by the option that sets each."""
         if self._known_fingerprint is None:
             sources = {f"the data of tasks.sources.{i}": c.source for i, c in enumerate(self._cursors)}
             digests = {what: digest for what, source in sources.items() if (digest := source.fingerprint())}
@@ -262,7 +266,7 @@ class TaskStream:
         return self._known_fingerprint
 
     def _next_of(self, cursor: _Cursor) -> Task | None:
-        """The next problem of a source; None if there is none (left)."""
+        """Return the next problem of a source, or None."""
         failed_before, passed = self.num_failed, PassedOver()
         for tried, problem in enumerate(cursor.candidates(), start=1):
             if isinstance(problem, FailedProblem):
@@ -276,10 +280,10 @@ class TaskStream:
                 return None
             if passed.best is None or self.curriculum is None:
                 raise ValueError(_nothing_left(self, cursor, tried, self.num_failed - failed_before, self._last_failed))
-            if passed.weight > 0:  # nothing better comes
+            if passed.weight > 0:  # the best of a whole pass
                 self.curriculum.give(passed.best)
                 return passed.best
-            if tried >= 2 * cursor.max_candidates:  # a whole pass is among them, wherever they began
+            if tried >= 2 * cursor.max_candidates:  # they include a whole pass
                 label = cursor.source.label
                 logger.warning(f"tasks.curriculum: no problem of {label} is given any more, all have weight 0")
                 cursor.spent = True
@@ -287,13 +291,13 @@ class TaskStream:
         return None
 
     def _share(self, cursor: _Cursor) -> float:
-        """How often the source is asked now, in proportion to the others."""
-        if self.split == "eval":  # one that is never trained has as large a share as one of the usual weight
+        """Return the source's present sampling weight."""
+        if self.split == "eval":  # sources that are never trained count like those of weight 1
             return cursor.share or 1.0
-        return cursor.share * (self.curriculum.of_source(cursor.source.label) if self.curriculum else 1.0)
+        return cursor.share * (self.curriculum.source_weight(cursor.source.label) if self.curriculum else 1.0)
 
     def _choose(self, active: list[tuple[_Cursor, float]]) -> _Cursor:
-        """A cursor, chosen by its share with draw number `_draws` of a counter-based generator."""
+        """Choose a cursor by share, with draw number `_draws` of a counter-based generator."""
         bounds = list(itertools.accumulate(share for _, share in active))
         draw = key_of(f"{self.seed}/{self.split}/mix/{self._draws}") / 2**64
         self._draws += 1
@@ -313,7 +317,7 @@ class TaskStream:
         return True
 
     def _leave_out(self, failed: FailedProblem, num_before: int) -> None:
-        """Counts a failed problem. `num_before` were left out since the last task: ValueError at MAX_FAILED."""
+        """Count a failed problem. `num_before`: failures since the last task; ValueError at MAX_FAILED."""
         if num_before + 1 >= MAX_FAILED:
             raise ValueError(f"{failed}. So did the {num_before:,} problems before it: change tasks.sources.params")
         self.num_failed += 1
@@ -329,7 +333,7 @@ class TaskStream:
         for i, (source, label) in enumerate(zip(sources, labels_of(sources), strict=True)):
             seed = key_of(f"{self.seed}/{self.split}/source/{i}") >> 33
             held_out = self.split == "eval"
-            reward = chosen_for(source, rewards, self.tasks.answer_rule, held_out=held_out)
+            reward = choose_reward(source, rewards, self.tasks.answer_rule, held_out=held_out)
             yield SourceSetup(
                 source,
                 label,
@@ -343,18 +347,18 @@ class TaskStream:
 
     def _cursor(self, setup: SourceSetup) -> _Cursor:
         source = build_source(setup)
-        same = same_by(setup.config.problem_key, source.same)
+        same = comparison_by(setup.config.problem_key, source.same)
         if self.split == "eval":
             return _Cursor(setup, source, same, 1, self.tasks.shuffle)
         return _Cursor(setup, source, same, self.tasks.epochs, self.tasks.shuffle, setup.config.order_column)
 
     def _make_split(self) -> Split:
         def rows(by_file: bool, held_out: bool = False) -> Iterator[tuple[int, ...]]:
-            """The keys of every row that may be trained (or of the held-out files), of sources split by file or not."""
+            """Yield the keys of all rows (or of the held-out files) of sources that are split by file, or by hash."""
             for cursor in self._cursors:
                 if not cursor.source.endless and cursor.by_file is by_file:
                     if not by_file and cursor.source.num_problems is None:
-                        continue  # streamed, as it is too large to be looked through
+                        continue  # streamed, because it is too large to read
                     other = by_file and held_out is not cursor.setup.held_out
                     setup = replace(cursor.setup, reward="", held_out=held_out)
                     yield from map(cursor.keys, problems_of(build_source(setup) if other else cursor.source))
@@ -363,7 +367,7 @@ class TaskStream:
             return frozenset(itertools.chain.from_iterable(rows))
 
         rule = Split(self.tasks.eval_fraction, keys(rows(by_file=True, held_out=True)))
-        # Where its text is the only key of any problem, the hash alone puts all that are the same on one side.
+        # If all problems are compared by their texts, the hash puts equal ones on one side.
         by_key = any(cursor.same is not problem_text for cursor in self._cursors)
         generated = any(cursor.source.endless for cursor in self._cursors)
         if by_key and (generated or self.split == "train"):
@@ -371,8 +375,8 @@ class TaskStream:
             rule = replace(rule, held_out_keys=keys(held_out))
         if self.split == "train":
             return rule
-        # Rows that are held out keep those that are the same from being trained. A generator's problems, which nobody
-        # can look through, cannot; nor is a row of a training file left out for what the hash says of another.
+        # Held-out rows exclude equal rows from training. A generator's problems cannot, since they cannot be
+        # enumerated; and a row of a training file is not excluded because the hash holds another one out.
         by_hash = any(not cursor.by_file for cursor in self._cursors)
         kinds = [by_file for by_file, matters in ((True, by_hash), (False, by_key and generated)) if matters]
         trained = (row for kind in kinds for row in rows(by_file=kind) if rule.accepts(row, "train", kind))
@@ -382,7 +386,7 @@ class TaskStream:
 def _nothing_left(
     stream: TaskStream, cursor: _Cursor, tried: int, num_failed: int, last_failed: FailedProblem | None
 ) -> str:
-    """Why a stream has no task, where `tried` problems of a source were tried and `num_failed` of them failed."""
+    """Return the error of a stream without a task, after `tried` problems of a source, `num_failed` of them failed."""
     fraction, label = stream.tasks.eval_fraction, cursor.source.label
     if num_failed >= tried:
         return (
@@ -412,12 +416,12 @@ def _nothing_left(
 
 
 def _shares_of(sources: Sequence[tuple[SourceSetup, TaskSource]], temperature: float) -> list[float]:
-    """Return what the probability of each source is proportional to: its weight, times n^(1/T) of its n problems.
+    """Return the sampling weight of each source: its configured weight, times n^(1/T) of its n problems.
 
-    T is `temperature` (tasks.mixing_temperature); 0: weights alone. With T = 1 every problem comes as often as any
-    other, with large T every source: the temperature-based mixing of multilingual pretraining (Arivazhagan et al. 2019,
-    arXiv 1907.05019, section 4.2; mT5's alpha, arXiv 2010.11934, is 1/T). ValueError for a source that is trained and
-    whose problems nobody can count.
+    T is `temperature` (tasks.mixing_temperature); 0: configured weights only. With T = 1 all problems, with large T all
+    sources are equally likely: the temperature-based mixing of multilingual pretraining (Arivazhagan et al. 2019, arXiv
+    1907.05019, section 4.2; mT5's alpha, arXiv 2010.11934, is 1/T). ValueError for a trained source with an unknown
+    number of problems.
     """
     return [setup.config.weight * _share_of_size(setup, source, temperature) for setup, source in sources]
 

@@ -1,12 +1,12 @@
-"""Rows of files of JSON and CSV, with the types that the files have: a text that looks like a date stays a text.
+"""Rows of JSON and CSV files, with the types of the files: a text that looks like a date stays a text.
 
-Libraries that read tables guess a type for a column, and change values by it.
+Libraries that read tables guess the type of a column, and convert its values.
 
-    JSON lines, or one list   JSON's own types; integers of any size
-    CSV                       texts, all of them
+    JSON lines, or one list   JSON's types; integers of any size
+    CSV                       texts
 
-Owns how such files are read, by number or one after the other; gzip and fsspec URLs too. A file that cannot be read by
-place is written to a temporary one first, a line of JSON for each row, and only where each row lies is kept in memory.
+Files may be gzipped, or fsspec URLs. For access by number, rows are written to a temporary file, a line of JSON each,
+and only their offsets are kept in memory.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ Row = dict[str, Any]
 
 
 class TextTable:
-    """Rows by number. `column_names`: of all rows; a row that lacks one has None there.
-
-    ValueError, which names the file and the row, for what is no row.
-    """
+    """Rows by number. `column_names`: of all rows; missing values are None. ValueError, with file and row, for an
+    invalid row."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._file: IO[bytes] = tempfile.TemporaryFile(prefix="rollover-rows-")
@@ -59,7 +57,7 @@ class TextTable:
 
 
 class TextStream:
-    """Rows one after the other, read as they are needed, and none stored."""
+    """Rows in order, read on demand and not stored."""
 
     column_names = None
 
@@ -67,12 +65,12 @@ class TextStream:
         self._paths = paths
 
     def skip(self, num: int) -> Iterator[Row]:
-        """All rows behind the first `num`."""
+        """Iterate over the rows after the first `num`."""
         return itertools.islice(itertools.chain.from_iterable(map(rows_of, self._paths)), num, None)
 
 
 def rows_of(path: str) -> Iterator[Row]:
-    """The rows of one file, as it has them."""
+    """Yield the rows of one file."""
     import fsspec
 
     opened: Any = fsspec.open(path, "rb", compression="infer")
@@ -97,7 +95,7 @@ def _of_json(path: str, file: IO[bytes]) -> Iterator[Row]:
 
 
 def _of_whole(path: str, content: bytes) -> Iterator[Row]:
-    """Of one JSON value: a list of rows, or one row."""
+    """Yield the rows of one JSON value: a list of rows, or one row."""
     found = _parsed(path, content, "it")
     for number, row in enumerate(found if isinstance(found, list) else [found], 1):
         yield _row(row, path, f"row {number}")
@@ -144,11 +142,11 @@ def _kind(value: Any) -> str:
 
 
 def suffix_of(path: str) -> str:
-    """The suffix of a file's name in lower case, without that of its compression."""
+    """Return the suffix of a file's name in lower case, without that of a compression."""
     return PurePosixPath(path.lower().removesuffix(".gz")).suffix
 
 
 def is_text(paths: Iterable[str]) -> bool:
-    """Whether these files are all read here."""
+    """Return whether all of these files are JSON or CSV."""
     suffixes = set(map(suffix_of, paths))
     return bool(suffixes) and suffixes <= {*JSON_SUFFIXES, *CSV_SUFFIXES}

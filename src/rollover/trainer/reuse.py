@@ -19,7 +19,7 @@ from rollover.algorithms.filters import pass_rate_of
 from rollover.algorithms.grouping import Grouping
 from rollover.algorithms.shaping import metric_of
 from rollover.config import Config
-from rollover.rewards.built_in import parts_of
+from rollover.rewards.built_in import score_names
 from rollover.rollout.group_state import Arrays
 from rollover.rollout.lifecycle import Event
 from rollover.tasks.curriculum import Curriculum
@@ -151,7 +151,7 @@ class Reuse:
             return sum(advantages)
         shaped = batch.credited.shaped
         rewards = [None if t.ids & left_out else shaped.apply(t).reward for t in compared.trajectories]
-        if not algorithm.reward_weights and (parts := parts_of(compared.trajectories[0].named)):
+        if not algorithm.reward_weights and (parts := score_names(compared.trajectories[0].named)):
             parts += sorted({term for t in compared.trajectories for term in shaped.terms.get(t.sequence_id, ())})
             parts_NR = np.array([_parts(reward, parts) for reward in rewards])
             if not np.isnan(parts_NR).all():  # the reward of an environment has no parts

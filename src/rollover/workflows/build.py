@@ -1,4 +1,4 @@
-"""The episodes of a run, as the configuration says: what plays them, and the server for agents that ask over HTTP."""
+"""Builds the episodes of a run from the configuration: the workflow, and the gateway for agents that call over HTTP."""
 
 from __future__ import annotations
 
@@ -7,28 +7,25 @@ from functools import partial
 
 from rollover import registry
 from rollover.config import WorkflowConfig
-from rollover.envs.protocol import Keep, keeps_nothing
-from rollover.envs.setup import EnvironmentSetup
+from rollover.envs.protocol import EnvironmentSetup, Keep, keeps_nothing
 from rollover.functions import own_function
 from rollover.rewards.protocol import Rewarder, ScoreRequest
+from rollover.rewards.registry import TrainerState
 from rollover.rewards.scorer import trainer_state
-from rollover.rewards.trl_arguments import TrainerState
 from rollover.types import Reward, SamplingParams, Task
 from rollover.workflows.command import WorkflowCommand
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episodes import Episodes
-from rollover.workflows.function import KEY, RETURNS, WorkflowFunction, is_async
-from rollover.workflows.gateway.server import EpisodeServer
 from rollover.workflows.pool import WorkflowPool
-from rollover.workflows.protocol import Workflow
-from rollover.workflows.turns import Limits
+from rollover.workflows.protocol import KEY, RETURNS, Workflow, WorkflowFunction, is_async
+from rollover.workflows.turns import EpisodeLimits
 
 
 def build_episodes(
     setup: EnvironmentSetup, max_tokens: int, rewarder: Rewarder, keep: Keep = keeps_nothing
 ) -> Episodes:
-    """`max_tokens`: the longest rollout, prompt included, that the engine takes. `rewarder` scores what a program
-    answers without a reward. ValueError where the workflow, the chat template or what it needs does not fit."""
+    """Build the episodes of a run. `max_tokens`: the engine's longest rollout, prompt included. `rewarder` scores a
+    program's answers. ValueError for an invalid workflow, an unsuitable chat template, or a missing package."""
     config, workflow, rollout = setup.config, setup.config.workflow, setup.config.rollout
     plays = build_workflow(workflow, rollout.sampling, rewarder, partial(trainer_state, config))
     chats = Chats(
@@ -37,8 +34,8 @@ def build_episodes(
         keep_special_tokens=rollout.keep_special_tokens,
         processor=setup.processor,
     )
-    chats.of(()).require("user")
-    limits = Limits(
+    chats.for_tools(()).require("user")
+    limits = EpisodeLimits(
         max_new_tokens=rollout.max_new_tokens,
         max_prompt_tokens=max_tokens - rollout.max_new_tokens,
         max_turns=workflow.max_turns,
@@ -51,11 +48,13 @@ def build_episodes(
         stop=tuple(rollout.stop),
         image_urls=config.tasks.allow_image_urls,
     )
-    server = EpisodeServer(plays, setup.tokenizer, rollout.sampling, workflow.port)
-    episodes = Episodes(plays, chats, limits, server, resumes=workflow.resume != "restart", keep=keep)
+    gateway = None
     if plays.over_http:
         _require_extra(plays)
-    return episodes
+        from rollover.workflows.gateway import Gateway
+
+        gateway = Gateway(plays, setup.tokenizer, rollout.sampling, workflow.port)
+    return Episodes(plays, chats, limits, gateway, resumes=workflow.resume != "restart", keep=keep)
 
 
 def build_workflow(
@@ -64,8 +63,8 @@ def build_workflow(
     rewarder: Rewarder,
     state_of: Callable[[Task, int], TrainerState] = lambda task, version: TrainerState(),
 ) -> Workflow:
-    """What plays the episodes. `state_of` a task and a policy version: what rewards of TRL's signature get. ValueError,
-    with the fix, where it cannot."""
+    """Build the workflow that plays the episodes. `state_of`: (task, policy version) -> TRL's trainer_state for its
+    rewards. ValueError, with the fix, for an invalid one."""
     if workflow.verifiers:
         return registry.load("workflows", "verifiers")(workflow, sampling)
     if workflow.command:

@@ -1,15 +1,15 @@
-"""workflow.command: a program in any language plays an Episode, and asks the policy over HTTP.
+"""workflow.command: a program in any language plays an Episode, and calls the policy over HTTP.
 
-    its environment    OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL: the gateway, and the key of this Episode
-                       ROLLOVER_EPISODE: the Episode's id, the same when it begins again
-    its input          the task, an object of JSON: task_id, source, attempt, prompt, messages, columns
-    its last line      {"reward": 1.0}, {"rewards": {"solver": 1.0, "judge": 0.0}} or {"answer": "42"}
+    environment    OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL: the gateway, and the key of this Episode
+                   ROLLOVER_EPISODE: the Episode's id, the same after a restart
+    stdin          the task as a JSON object: task_id, source, attempt, prompt, messages, columns
+    last line      {"reward": 1.0}, {"rewards": {"solver": 1.0, "judge": 0.0}} or {"answer": "42"}
 
-It is started for every Episode, by no shell, in a process group of its own under a keeper (processes.py): that ends it,
-and all that it has started, when it ends, when its time is up, and when the run does, killed or not.
+Each Episode starts the program, without a shell, in its own process group under a supervisor (processes.py). The
+supervisor kills it and all its descendants when it exits, times out, or the run ends, even by SIGKILL.
 
-Rewards stand in an object of JSON, and never in what the program prints besides: a policy whose words are printed could
-give itself any.
+A reward is valid only in a JSON object on the last line: a policy whose output is printed could otherwise set its own
+reward.
 """
 
 from __future__ import annotations
@@ -32,28 +32,27 @@ from rollover.text import printable
 from rollover.types import Reward, Task
 from rollover.workers.worker import how_it_ended
 from rollover.workflows.episode import Episode
-from rollover.workflows.function import as_answer
-from rollover.workflows.protocol import Answer, AsksByKey, Lane, PerLane, Waiting
+from rollover.workflows.protocol import Answer, AsksByKey, Lane, PerLane, Waiting, as_answer
 
 KEY = "workflow.command"
-MOST_AT_ONCE = 64
-_MAX_LINE_BYTES = 2**20  # of its last line
+MAX_CONCURRENT = 64
+_MAX_LINE_BYTES = 2**20  # of the last line
 _EXIT_LIMIT_S = 5.0
-_MAX_ERROR_BYTES = 400  # of what a message shows of its standard error
+_MAX_ERROR_BYTES = 400  # of stderr, in a message
 _HOW_TO_ANSWER = 'Print {"reward": 1.0}, {"rewards": {"policy": 1.0}} or {"answer": "42"} as the last line'
-ScoreAnswer = Callable[[Task, str, int], Awaitable[Reward]]  # the int: policy version of the episode
+ScoreAnswer = Callable[[Task, str, int], Awaitable[Reward]]
+"""(task, answer, policy version of the Episode) -> reward."""
 
 
 class ProgramFailed(Exception):
-    """It did not end well, or its last line is no answer."""
+    """The program failed, or its last line is invalid."""
 
 
 class WorkflowCommand(AsksByKey):
-    """`words`: the program and its arguments. ValueError where there is no such program.
+    """Workflow that runs a program, `words`, for each Episode. ValueError if the program does not exist.
 
-    `score_answer` scores what a program answers without a reward. At most `at_once` of them run at a time in each
-    lane (0: MOST_AT_ONCE), and each of their processes has `memory_bytes` (0: no limit). `visible`: as of
-    `child_environment`.
+    `score_answer` scores an answer without a reward. Each lane runs at most `at_once` programs (0: MAX_CONCURRENT),
+    with `memory_bytes` per process (0: no limit). `visible`: as of `child_environment`.
     """
 
     wanted = ("task", "episode", "base_url", "api_key", "model")
@@ -68,7 +67,7 @@ class WorkflowCommand(AsksByKey):
         visible: Sequence[str] = ALL,
     ) -> None:
         self.spec = shlex.join(words)
-        # The interpreter that runs us has what the user has installed beside us, activated or not.
+        # Our own interpreter has the user's packages, whether or not the environment is activated.
         self._words = [sys.executable if words[0] in ("python", "python3") else words[0], *words[1:]]
         if shutil.which(self._words[0]) is None:
             raise ValueError(
@@ -76,14 +75,14 @@ class WorkflowCommand(AsksByKey):
                 " and its arguments behind it; a script needs its interpreter before it, as in python agent.py"
             )
         self._score_answer, self._memory_bytes, self._visible = score_answer, memory_bytes, visible
-        self._places = PerLane(lambda: asyncio.Semaphore(at_once or MOST_AT_ONCE))
+        self._places = PerLane(lambda: asyncio.Semaphore(at_once or MAX_CONCURRENT))
         self._running: set[asyncio.subprocess.Process] = set()
         self._endings: set[asyncio.Future[None]] = set()
 
     async def __call__(
         self, values: Mapping[str, Any], waiting: Waiting = nullcontext, lane: Lane = Lane.TRAINING, /
     ) -> Answer:
-        """ProgramFailed where it fails."""
+        """Run the program. ProgramFailed if it fails."""
         places = self._places.here(lane)
         with waiting():
             await places.acquire()
@@ -95,7 +94,7 @@ class WorkflowCommand(AsksByKey):
             return await self._answer(values["task"], last, values["episode"])
 
     async def close(self) -> None:
-        """End every program, and wait until all of them are gone."""
+        """Kill every program and wait for its end."""
         for process in list(self._running):
             self._end(process)
         if self._endings:
@@ -122,8 +121,8 @@ class WorkflowCommand(AsksByKey):
         self._running.add(process)
         try:
             assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-            _, said, complained = await asyncio.gather(
-                _tell(process.stdin, _told(values["task"])),
+            _, stdout, stderr = await asyncio.gather(
+                _write(process.stdin, _task_json(values["task"])),
                 _tail(process.stdout, _MAX_LINE_BYTES),
                 _tail(process.stderr, _MAX_ERROR_BYTES),
             )
@@ -131,10 +130,10 @@ class WorkflowCommand(AsksByKey):
         finally:
             self._end(process)
         if process.returncode != 0:
-            raise ProgramFailed(f"{how_it_ended(process.returncode)}{_quoted(complained)}")
-        lines = said.decode("utf-8", "replace").rstrip().splitlines()
+            raise ProgramFailed(f"{how_it_ended(process.returncode)}{_quoted(stderr)}")
+        lines = stdout.decode("utf-8", "replace").rstrip().splitlines()
         if not lines:
-            raise ProgramFailed(f"it printed nothing. {_HOW_TO_ANSWER}{_quoted(complained)}")
+            raise ProgramFailed(f"it printed nothing. {_HOW_TO_ANSWER}{_quoted(stderr)}")
         return lines[-1]
 
     def _end(self, process: asyncio.subprocess.Process) -> None:
@@ -146,13 +145,13 @@ class WorkflowCommand(AsksByKey):
 
     async def _answer(self, task: Task, line: str, episode: Episode) -> Answer:
         try:
-            said = json.loads(line)
+            found = json.loads(line)
         except (ValueError, RecursionError):
-            said = {}
-        given = [name for name in ("reward", "rewards", "answer") if isinstance(said, dict) and name in said]
+            found = {}
+        given = [name for name in ("reward", "rewards", "answer") if isinstance(found, dict) and name in found]
         if len(given) != 1:
             raise ProgramFailed(f"its last line is {shortened(line)}. {_HOW_TO_ANSWER}")
-        [name], value = given, said[given[0]]
+        [name], value = given, found[given[0]]
         if name == "answer":
             if not isinstance(value, str):
                 raise ProgramFailed(f"its answer is {shortened(value)}: write a text")
@@ -169,7 +168,7 @@ class WorkflowCommand(AsksByKey):
 
 
 async def _killed(process: asyncio.subprocess.Process) -> None:
-    """End a kept program and all that it started: its keeper, which `process` is, does so, unless it is not able to."""
+    """Kill a program and its descendants: by its supervisor (`process`), or by SIGKILL if that does not react."""
     if process.stdin is not None:
         process.stdin.close()
     with contextlib.suppress(ProcessLookupError):
@@ -183,36 +182,36 @@ async def _killed(process: asyncio.subprocess.Process) -> None:
 
 
 def _environment(values: Mapping[str, Any], visible: Sequence[str]) -> dict[str, str]:
-    """The visible variables, and where the policy is asked, by either name that clients know."""
+    """Return the visible variables and those of the gateway, under both names that clients read."""
     base_url, ours = values["base_url"], child_environment(visible)
     ours |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": values["api_key"]}
     return ours | {"OPENAI_MODEL": values["model"], "ROLLOVER_EPISODE": values["episode"].episode_id}
 
 
-def _told(task: Task) -> bytes:
-    """The task, as its program reads it. `prompt`: the text of the problem, where the data has one."""
-    said = task.to_json()
-    del said["reward"], said["plain"]
+def _task_json(task: Task) -> bytes:
+    """Return the program's input. `prompt`: the problem's text, if the data has one."""
+    fields = task.to_json()
+    del fields["reward"], fields["plain"]
     prompt = task.reward_prompt
-    return json.dumps(said | {"prompt": prompt if isinstance(prompt, str) else None}).encode() + b"\n"
+    return json.dumps(fields | {"prompt": prompt if isinstance(prompt, str) else None}).encode() + b"\n"
 
 
-async def _tell(stdin: asyncio.StreamWriter, text: bytes) -> None:
-    with contextlib.suppress(ConnectionError):  # it has ended, or closed its input: it need not read
+async def _write(stdin: asyncio.StreamWriter, text: bytes) -> None:
+    with contextlib.suppress(ConnectionError):  # the program need not read its input
         stdin.write(text)
         await stdin.drain()
     stdin.close()
 
 
 async def _tail(stream: asyncio.StreamReader, num_bytes: int) -> bytes:
-    """All that comes, but for what is longer ago than `num_bytes`."""
+    """Read the stream to its end and return the last `num_bytes`."""
     tail = b""
     while chunk := await stream.read(2**16):
         tail = (tail + chunk)[-num_bytes:]
     return tail
 
 
-def _quoted(complained: bytes) -> str:
-    """What a program wrote to its standard error, on one line."""
-    text = printable(" ".join(complained.decode("utf-8", "replace").split()))
+def _quoted(stderr: bytes) -> str:
+    """Return what a program wrote to stderr, on one line."""
+    text = printable(" ".join(stderr.decode("utf-8", "replace").split()))
     return f"; the end of what it wrote to stderr: {text}" if text else ""

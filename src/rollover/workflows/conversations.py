@@ -1,19 +1,24 @@
-"""Messages and tokens of the open Rollouts of one trajectory: what a call continues, with which tokens.
+"""Conversations of one trajectory: which open Rollout a call continues, and with which tokens.
 
     call ──▶ place_of ──▶ Continues(rollout, tokens of the new messages) ─┐
-                   └────▶ Opens(prompt, why) ─────────────────────────────┴──▶ turn ──▶ reply
+                   └────▶ Opens(prompt, reason) ──────────────────────────┴──▶ turn ──▶ reply
 
-A call with so much text that to tokenise it takes long is placed in a thread, beside the event loop, and images of
-calls are stored in threads, too. `LargeCalls` owns that thread and a tokenizer for it, as one may not be used by two
-threads at once. How much text can be refused without a look is here, too.
+A call continues a Rollout if its messages begin with the Rollout's, the assistant's as they were returned, and its
+tools are the same. Its new messages are then appended as an environment's tokens; sampled tokens are never rendered or
+tokenised again. Every other call opens a Rollout, whose prompt is the whole conversation.
+
+    messages of the call:  [ opening | assistant, as returned | ... | assistant, as returned ][ new ones ]
+                           [---------------- those of an open Rollout ---------------------- ][ appended ]
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import enum
+import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,8 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rollover.engine.stop import before_stop
-from rollover.envs.answer_text import answer_decoder
-from rollover.envs.chat import Chat, sampled_turns
+from rollover.envs.chat import ROLES, Chat, answer_decoder, sampled_turns
 from rollover.envs.tools import Call as WrittenCall
 from rollover.envs.tools import read_calls
 from rollover.images import MOST_PIXELS, BadImage, num_pixels
@@ -32,20 +36,143 @@ from rollover.tasks.image_parts import Store, shows_images, with_images
 from rollover.text import whole_characters
 from rollover.types import Prompt, Rollout, images_in
 from rollover.workflows.calls import BudgetUsedUp, Call, CallRefused, NotSupported, Reply, ToolCall
-from rollover.workflows.matching import Break, Conversation, canonical_tools, match, text_of
 
 if TYPE_CHECKING:
     from rollover.models.processor import Processor
 
 
-LARGE = 50_000
-"""Characters, which take some hundredths of a second."""
+Message = Mapping[str, Any]
+LARGE_CHARACTERS = 50_000
+"""Characters that the tokenizer takes some 10 ms for."""
+
+
+class Break(enum.Enum):
+    """Why a later call of a trajectory opens a Rollout instead of continuing one."""
+
+    HISTORY = "history"
+    """The earlier messages differ: the agent shortened, summarised or rewrote them, or started over."""
+    BRANCH = "branch"
+    """The Rollout has grown beyond the point that the call continues, or has a turn in flight."""
+    TOOLS = "tools"
+    """The call offers other tools."""
+    TEMPLATE = "template"
+    """The chat template cannot render the new messages after the sampled tokens."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages of one open Rollout.
+
+    `key`: the Rollout's id. `messages`: all of them (`canonical`), the last one the assistant's as it was returned; or,
+    while a turn is `in_flight`, those of its call. `tools`: `canonical_tools`.
+    """
+
+    key: str
+    messages: tuple[str, ...]
+    tools: str
+    in_flight: bool = False
+
+    @classmethod
+    def opened(cls, key: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Conversation:
+        """Create it for a Rollout whose first turn is in flight."""
+        return cls(key, canonical(messages), canonical_tools(tools), in_flight=True)
+
+    def with_call(self, messages: Sequence[Message]) -> Conversation:
+        """Return it with the messages of a call that continues it."""
+        return Conversation(self.key, canonical(messages), self.tools, in_flight=True)
+
+    def with_answer(self, assistant: Message) -> Conversation:
+        """Return it with the message of the finished turn."""
+        return Conversation(self.key, (*self.messages, *canonical([assistant])), self.tools)
+
+
+@dataclass(frozen=True)
+class Match:
+    """Result of `match`: the call continues the Rollout `key` with `new` messages, or opens one for `reason`.
+
+    `reason` is None for the first call of a trajectory, and for a continuation.
+    """
+
+    key: str | None = None
+    new: tuple[Message, ...] = ()
+    reason: Break | None = None
+
+
+def match(
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    conversations: Iterable[Conversation],
+    can_follow: Callable[[str], bool] = lambda role: True,
+) -> Match:
+    """Find the open Rollout that a call with these messages and tools continues.
+
+    Of several (equal ones, sampled with equal text) the oldest is taken. `can_follow`: whether the chat template
+    renders a message of the role after a sampled turn exactly, token by token, as in the whole conversation.
+    """
+    ours, offered = canonical(messages), canonical_tools(tools)
+    reason: Break | None = None
+    for conversation in conversations:
+        num = len(conversation.messages)
+        if _continues(ours, conversation):
+            new = tuple(messages[num:])
+            if conversation.tools != offered:
+                why = Break.TOOLS
+            elif not all(can_follow(str(message.get("role"))) for message in new):
+                why = Break.TEMPLATE
+            else:
+                return Match(conversation.key, new)
+        else:
+            why = Break.BRANCH if _branches(ours, conversation) else Break.HISTORY
+        reason = why if reason is None or _NEARNESS[why] > _NEARNESS[reason] else reason
+    return Match(reason=reason)
+
+
+def canonical(messages: Iterable[Message]) -> tuple[str, ...]:
+    """Return for each message a text that is equal for equal messages, in whatever form the client writes them.
+
+    Compared are the role, the text (joined parts; none equals an empty one), the digests of images, an assistant's
+    reasoning and tool calls (names, and arguments as JSON values), and the name of other messages. Ids of calls, which
+    clients change, and unknown keys are not compared.
+    """
+    return tuple(json.dumps(_parts(message), sort_keys=True, ensure_ascii=False) for message in messages)
+
+
+def canonical_tools(tools: Iterable[Mapping[str, Any]]) -> str:
+    """Return the tool definitions as one text, equal for equal definitions in the same order."""
+    return json.dumps([dict(tool) for tool in tools], sort_keys=True, ensure_ascii=False, default=str)
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a content: a text, None, or parts of type text. ValueError for other parts."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        if all(isinstance(text, str) for text in texts):
+            return "".join(str(text) for text in texts)
+    raise ValueError("the content of a message must be a text, or a list of parts of the types text and image_url")
+
+
+def turn_key(role: str, prompt: Prompt, max_tokens: int | None, stop: Sequence[str], occurrence: int) -> int:
+    """Return the 64-bit key of a turn within its Episode: equal for the same call of another run of the workflow.
+
+    `prompt`: everything before the turn. `occurrence`: number of earlier turns of the Episode with the same call; equal
+    calls are exchangeable.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(json.dumps([role, max_tokens, list(stop), occurrence]).encode())
+    digest.update(np.asarray(prompt.ids, "<i4").tobytes())
+    for media in prompt.media:
+        digest.update(media.digest.encode())
+    return int.from_bytes(digest.digest(), "little")
 
 
 @dataclass(frozen=True)
 class Continues:
-    """The call goes on with a Rollout: these tokens are appended to it, as an environment's. `num_tokens`: that it has
-    before them. The offsets of images count from the first of `tokens`."""
+    """The call continues a Rollout of `num_tokens` tokens: `tokens` are appended, as an environment's. The offsets of
+    images count from the first of `tokens`."""
 
     rollout_id: str
     tokens: Prompt
@@ -54,7 +181,7 @@ class Continues:
 
 @dataclass(frozen=True)
 class Opens:
-    """The call begins a Rollout with this prompt. `reason`: why it is no continuation; None for a first call."""
+    """The call opens a Rollout with this prompt. `reason`: why it continues none; None for a first call."""
 
     prompt: Prompt
     reason: Break | None
@@ -62,20 +189,23 @@ class Opens:
 
 @dataclass(eq=False)
 class _Open:
-    """An open Rollout. `call`: the last one; `rollout`: a copy with the tokens of its last turn, None while that is
-    under way."""
+    """An open Rollout. `call`: the last one; `rollout`: a copy that includes its last turn, None while that is in
+    flight."""
 
     call: Call
-    said: Conversation | None
+    conversation: Conversation | None
     rollout: Rollout | None = None
     assistant: Mapping[str, Any] = field(default_factory=dict)
     num_turns: int = 0
 
 
 class Chats:
-    """The chat template with each set of tools that calls offer. `tool_format`: how calls of tools are written; every
-    token id of the model is below `vocab_size`. `keep_special_tokens`: see answer_decoder; it concerns replies to
-    prompts, as replies to messages always have them. `processor`: of a vision-language model."""
+    """The chat template, for each set of tools that calls offer.
+
+    `tool_format`: as of `tools.read_calls`. `vocab_size`: exclusive bound of the model's token ids.
+    `keep_special_tokens`: see `answer_decoder`; for replies to prompts, since replies to messages always have them.
+    `processor`: of a vision-language model.
+    """
 
     def __init__(
         self,
@@ -90,38 +220,34 @@ class Chats:
         self.decode = answer_decoder(tokenizer, keep_special_tokens)
         self._of_tools: dict[str, Chat] = {}
 
-    def of(self, tools: Sequence[Mapping[str, Any]]) -> Chat:
-        """ValueError where the model has no chat template, or it cannot tell of the tools."""
+    def for_tools(self, tools: Sequence[Mapping[str, Any]]) -> Chat:
+        """Return the Chat for these tools. ValueError if there is no chat template, or it takes no tools."""
         key = canonical_tools(tools)
         if key not in self._of_tools:
             self._of_tools[key] = Chat(self.tokenizer, tools, self.tool_format, self.processor)
         return self._of_tools[key]
 
     def check_text(self, tokens: Prompt) -> None:
-        """CallRefused for a placeholder of an image among tokens of text."""
+        """Raise CallRefused for an image placeholder among tokens of text."""
         if self.processor is not None and self.processor.placeholder_id in tokens.ids:
             raise CallRefused("the prompt has the model's token for an image: show images in messages", "prompt")
 
 
 class Conversations:
-    """Of one trajectory."""
+    """The open Rollouts of one trajectory."""
 
     def __init__(self, chats: Chats) -> None:
         self.chats = chats
         self._open: dict[str, _Open] = {}
 
     @property
-    def rollout_ids(self) -> list[str]:
-        """In the order in which they were opened."""
-        return list(self._open)
-
-    @property
     def num_turns(self) -> dict[str, int]:
-        """How many turns of each have ended, by id and in that order."""
-        return {rollout_id: of.num_turns for rollout_id, of in self._open.items()}
+        """Number of finished turns by rollout id, in order of opening."""
+        return {rollout_id: entry.num_turns for rollout_id, entry in self._open.items()}
 
     def place_of(self, call: Call, chats: Chats | None = None) -> Continues | Opens:
-        """Where the call belongs. CallRefused where its messages cannot be made tokens. `chats`: for another thread."""
+        """Return what the call continues or opens. CallRefused if its messages cannot be encoded. `chats`: for use in
+        another thread."""
         chats = chats or self.chats
         with _refusing(call):
             if call.messages is not None:
@@ -129,95 +255,99 @@ class Conversations:
             return self._place_of_prompt(call, chats)
 
     def branch(self, call: Call) -> Opens:
-        """The call begins a Rollout, as what it could continue has grown beyond it."""
+        """Open a Rollout for a call whose Rollout was continued by another call."""
         with _refusing(call):
             return Opens(_prompt(call, self.chats), Break.BRANCH)
 
     def on_open(self, rollout_id: str, call: Call) -> None:
-        """A Rollout was opened for this call."""
-        said = None
+        """Add the Rollout that was opened for this call."""
+        conversation = None
         if call.messages is not None:
-            said = Conversation.opened(rollout_id, call.messages, call.tools)
-        self._open[rollout_id] = _Open(call, said)
+            conversation = Conversation.opened(rollout_id, call.messages, call.tools)
+        self._open[rollout_id] = _Open(call, conversation)
 
     def on_continue(self, rollout_id: str, call: Call) -> None:
-        """The Rollout goes on by this call."""
-        of = self._open[rollout_id]
-        of.call, of.rollout = call, None
-        of.said = None if of.said is None else of.said.asked(call.messages or ())
+        """Note that this call continues the Rollout."""
+        entry = self._open[rollout_id]
+        entry.call, entry.rollout = call, None
+        if entry.conversation is not None:
+            entry.conversation = entry.conversation.with_call(call.messages or ())
 
     def on_turn(self, rollout: Rollout) -> Reply:
-        """Its turn has ended; `rollout` has the tokens of it. The answer to its call."""
-        of = self._open[rollout.rollout_id]
-        reply = self._reply(of, rollout)
-        of.rollout, of.assistant = rollout, reply.message
-        of.num_turns += 1
-        of.said = None if of.said is None else of.said.answered(reply.message)
+        """Add a finished turn, whose tokens `rollout` includes. Return the reply to its call."""
+        entry = self._open[rollout.rollout_id]
+        reply = self._reply(entry, rollout)
+        entry.rollout, entry.assistant = rollout, reply.message
+        entry.num_turns += 1
+        if entry.conversation is not None:
+            entry.conversation = entry.conversation.with_answer(reply.message)
         return reply
 
     # Private
 
     def _place_of_messages(self, call: Call, chats: Chats) -> Continues | Opens:
         assert call.messages is not None
-        chat = chats.of(call.tools)
-        said = [of.said for of in self._open.values() if of.said is not None]
-        found = match(call.messages, call.tools, said, lambda role: role in _FOLLOWERS and chat.fit(role).exact)
+        chat = chats.for_tools(call.tools)
+        known = [entry.conversation for entry in self._open.values() if entry.conversation is not None]
+        found = match(call.messages, call.tools, known, lambda role: role in ROLES and chat.fit(role).exact)
         if found.key is not None:
-            of = self._open[found.key]
-            assert of.rollout is not None
-            turn_ids = sampled_turns(of.rollout)[-1]
+            entry = self._open[found.key]
+            assert entry.rollout is not None
+            turn_ids = sampled_turns(entry.rollout)[-1]
             try:
-                new = chat.continuation(turn_ids, _known(found.new), of.assistant)
-                return Continues(found.key, new, of.rollout.num_tokens)
+                new = chat.continuation(turn_ids, _for_template(found.new), entry.assistant)
+                return Continues(found.key, new, entry.rollout.num_tokens)
             except ValueError:
                 return Opens(_prompt(call, chats), Break.TEMPLATE)
         return Opens(_prompt(call, chats), found.reason)
 
     def _place_of_prompt(self, call: Call, chats: Chats) -> Continues | Opens:
-        """Token ids, or a text, that begin with all tokens of a Rollout and go on, continue it."""
+        """A prompt that begins with all tokens of a Rollout continues it."""
         prompt = _prompt(call, chats)
         ids = prompt.ids
         if not ids:
             raise CallRefused("the prompt has no token", "prompt")
         if (wrong := next((i for i in ids if not 0 <= i < chats.vocab_size), None)) is not None:
             raise CallRefused(f"{wrong} is no token id: those of the model are 0 to {chats.vocab_size - 1}", "prompt")
-        for rollout_id, of in self._open.items():
-            if of.rollout is None:
+        for rollout_id, entry in self._open.items():
+            if entry.rollout is None:
                 continue
-            so_far = (*of.rollout.prompt.ids, *of.rollout.token_ids())
+            so_far = (*entry.rollout.prompt.ids, *entry.rollout.token_ids())
             if len(ids) > len(so_far) and ids[: len(so_far)] == so_far:
                 new = Prompt(ids[len(so_far) :])
                 chats.check_text(new)
-                return Continues(rollout_id, new, of.rollout.num_tokens)
+                return Continues(rollout_id, new, entry.rollout.num_tokens)
         chats.check_text(prompt)
         return Opens(prompt, Break.HISTORY if self._open else None)
 
-    def _reply(self, of: _Open, rollout: Rollout) -> Reply:
+    def _reply(self, entry: _Open, rollout: Rollout) -> Reply:
         assert rollout.stop_reason is not None
         num = len(sampled_turns(rollout)[-1]) if rollout.segments and rollout.segments[-1].trainable else 0
         ids, logprobs, versions = _last_tokens(rollout, num)
-        if of.call.messages is not None:
-            text = self.chats.of(of.call.tools).text(ids.tolist())
+        call = entry.call
+        if call.messages is not None:
+            text = self.chats.for_tools(call.tools).text(ids.tolist())
         else:
             text = self.chats.decode(ids.tolist())
-        text = before_stop(text, of.call.stop)
-        reply_id = f"{rollout.rollout_id}/{of.num_turns}"
+        text = before_stop(text, call.stop)
+        reply_id = f"{rollout.rollout_id}/{entry.num_turns}"
         calls: tuple[ToolCall, ...] = ()
-        if of.call.tools and of.call.reads_calls:
+        if call.tools and call.reads_calls:
             text, calls = _split_calls(text, self.chats.tool_format, reply_id)
         before = (*rollout.prompt.ids, *rollout.token_ids()[: rollout.num_tokens - num])
         return Reply(reply_id, text, calls, rollout.stop_reason, before, ids, logprobs, versions)
 
 
 class LargeCalls:
-    """Of one run, whose calls are tokenised by `chats`. `most_tokens`: a Rollout has no more, prompt included."""
+    """Limits for calls with much text, of one run: tokenised in a thread, with a tokenizer of its own because two
+    threads may not share one. `most_tokens`: maximum of a Rollout, prompt included."""
 
     def __init__(self, chats: Chats, most_tokens: int) -> None:
         self.chats, self.most_tokens = chats, most_tokens
 
     async def place_of(self, call: Call, conversations: Conversations) -> Continues | Opens:
-        """As Conversations.place_of; nobody else may ask for a place meanwhile. A call that is not large is placed
-        before anything else happens. BudgetUsedUp for one that has more text than tokens could hold."""
+        """Return `conversations.place_of(call)`; the caller holds a lock on `conversations`. A small call is placed
+        without yielding to the event loop. BudgetUsedUp for more text than `most_tokens` tokens can hold."""
         try:
             num = num_characters(call)
         except RecursionError:
@@ -229,16 +359,16 @@ class LargeCalls:
                 f" {len(call.messages or ())} messages, which do not fit into the {self.most_tokens:,} tokens of"
                 " prompt and answers"
             )
-        if num <= LARGE or call.shows_images:  # the model's processor is not made for several threads
+        if num <= LARGE_CHARACTERS or call.shows_images:  # the model's processor is not thread-safe
             return conversations.place_of(call)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, lambda: conversations.place_of(call, self._chats_there))
+        return await loop.run_in_executor(self._thread, lambda: conversations.place_of(call, self._chats_of_thread))
 
     # Private
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters of the longest token: no text of N tokens has more than N times as many."""
+        """In characters: a text of N tokens has at most N times as many."""
         return max(map(len, self.chats.tokenizer.get_vocab()))
 
     @cached_property
@@ -246,15 +376,15 @@ class LargeCalls:
         return ThreadPoolExecutor(1, "large calls")
 
     @cached_property
-    def _chats_there(self) -> Chats:
-        """Made in the thread, and used there alone."""
+    def _chats_of_thread(self) -> Chats:
+        """Created and used in the thread only."""
         chats = self.chats
         return Chats(copy.deepcopy(chats.tokenizer), chats.tool_format, chats.vocab_size, processor=chats.processor)
 
 
 async def with_stored_images(call: Call, store: Store) -> Call:
-    """Return the call with each image stored by `store`. NotSupported for an image that cannot be used, and for more
-    than MOST_PIXELS in all: a small file may hold a large image, and all are decoded at once."""
+    """Return the call with each image stored by `store`, in a thread. NotSupported for an invalid image, and for more
+    than MOST_PIXELS in total: a small file may hold a large image, and all are decoded at once."""
     if not call.shows_images:
         return call
 
@@ -271,7 +401,7 @@ async def with_stored_images(call: Call, store: Store) -> Call:
 
 
 def num_characters(call: Call) -> int:
-    """Of all that a call says; of a prompt of token ids their number."""
+    """Return the number of characters of a call's text; of token ids for a prompt of these."""
     return len(call.prompt or ()) + _num_in(call.messages or ()) + _num_in(call.tools)
 
 
@@ -283,15 +413,10 @@ def _num_in(value: Any) -> int:
     return sum(map(_num_in, value)) if isinstance(value, list | tuple) else 0
 
 
-# Private
-
-_FOLLOWERS = ("tool", "user", "system")
-
-
 def _prompt(call: Call, chats: Chats) -> Prompt:
-    """All that the call says, as tokens."""
+    """Encode the whole call."""
     if call.messages is not None:
-        return chats.of(call.tools).prompt(_known(call.messages))
+        return chats.for_tools(call.tools).prompt(_for_template(call.messages))
     prompt = call.prompt
     if isinstance(prompt, str):
         return Prompt.of(chats.tokenizer(whole_characters(prompt))["input_ids"])
@@ -300,7 +425,7 @@ def _prompt(call: Call, chats: Chats) -> Prompt:
 
 @contextmanager
 def _refusing(call: Call) -> Iterator[None]:
-    """What cannot be made tokens is refused."""
+    """Raise CallRefused for a call that cannot be encoded."""
     try:
         yield
     except CallRefused:
@@ -310,21 +435,21 @@ def _refusing(call: Call) -> Iterator[None]:
         raise CallRefused(why, "messages" if call.messages is not None else "prompt") from error
 
 
-def _known(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as `Chat` takes them: a text, or parts with images, for contents; values for arguments of calls."""
-    return [_known_message(message) for message in messages]
+def _for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as `Chat` takes them: contents are texts or parts with images, arguments of calls JSON values."""
+    return [_message_for_template(message) for message in messages]
 
 
-def _known_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _message_for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     out = {name: value for name, value in message.items() if value is not None}
     content = out.get("content")
     out["content"] = content if shows_images(content) else text_of(content)
     if calls := out.get("tool_calls"):
-        out["tool_calls"] = [dict(call) | {"function": _known_function(call["function"])} for call in calls]
+        out["tool_calls"] = [dict(call) | {"function": _parsed_function(call["function"])} for call in calls]
     return out
 
 
-def _known_function(function: Mapping[str, Any]) -> dict[str, Any]:
+def _parsed_function(function: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return dict(function) | {"arguments": json.loads(function["arguments"])}
     except (TypeError, ValueError, KeyError):
@@ -332,7 +457,7 @@ def _known_function(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _last_tokens(rollout: Rollout, num: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids, log-probs and versions of the last `num` tokens, which were sampled."""
+    """Return ids, log-probs and versions of the last `num` tokens, all sampled."""
     ids, logprobs, versions = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)], [np.zeros(0, np.int32)]
     for segment in rollout.segments:
         ids.append(segment.token_ids)
@@ -343,7 +468,7 @@ def _last_tokens(rollout: Rollout, num: int) -> tuple[np.ndarray, np.ndarray, np
 
 
 def _split_calls(text: str, tool_format: str, reply_id: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """The text without its calls, and these; all of the text where one of them cannot be read."""
+    """Return the text without its calls, and the calls; the whole text if one of them is malformed."""
     found = read_calls(text, tool_format)
     if not found or not all(isinstance(call, WrittenCall) for call in found):
         return text, ()
@@ -354,3 +479,63 @@ def _split_calls(text: str, tool_format: str, reply_id: str) -> tuple[str, tuple
     )
     opening = text.find("<tool_call>") if tool_format == "hermes" else 0
     return text[:opening].strip(), calls
+
+
+# Of several reasons, `match` reports the one of the Rollout that the call came closest to continuing.
+_NEARNESS = {Break.HISTORY: 0, Break.BRANCH: 1, Break.TOOLS: 2, Break.TEMPLATE: 3}
+
+
+def _continues(messages: tuple[str, ...], conversation: Conversation) -> bool:
+    """Whether the messages are those of the Rollout and new ones, none of them the assistant's."""
+    num = len(conversation.messages)
+    if conversation.in_flight or len(messages) <= num or messages[:num] != conversation.messages:
+        return False
+    return not any(_is_assistant(message) for message in messages[num:])
+
+
+def _branches(messages: tuple[str, ...], conversation: Conversation) -> bool:
+    """Whether the messages continue an earlier point of the Rollout: its opening, or one of its turns."""
+    shared = 0
+    for known, message in zip(conversation.messages, messages, strict=False):
+        if known != message:
+            break
+        shared += 1
+    if shared == len(messages):
+        return True
+    if shared == len(conversation.messages):
+        return conversation.in_flight
+    return shared > 0 and _is_assistant(conversation.messages[shared - 1])
+
+
+def _is_assistant(message: str) -> bool:
+    return json.loads(message)["role"] == "assistant"
+
+
+def _parts(message: Message) -> dict[str, Any]:
+    role = message.get("role")
+    parts: dict[str, Any] = {"role": role, "text": _shown(message.get("content"))}
+    if role != "assistant":
+        return parts | ({"name": message["name"]} if message.get("name") else {})
+    if message.get("reasoning_content"):
+        parts["reasoning"] = text_of(message["reasoning_content"])
+    calls = [_call(call) for call in message.get("tool_calls") or ()]
+    return parts | ({"calls": calls} if calls else {})
+
+
+def _shown(content: Any) -> str | list[Any]:
+    """Return the text of a content, or its texts and the digests of its images."""
+    if not shows_images(content):
+        return text_of(content)
+    return [part["text"] if part["type"] == "text" else [part["sha256"]] for part in content]
+
+
+def _call(call: Mapping[str, Any]) -> list[Any]:
+    """Return a call's name, and its arguments as a JSON value, since clients format the text differently."""
+    function = call.get("function") or {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            pass  # compared as it stands
+    return [function.get("name"), arguments]

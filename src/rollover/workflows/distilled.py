@@ -1,6 +1,6 @@
-"""`@distilled(...)`: a workflow says by itself which of its roles a teacher trains: [distill] in its own file.
+"""`@distilled(...)`: a workflow's own [distill] options, which name the roles that a teacher trains.
 
-Its arguments are options of the configuration, below every file and flag that sets them.
+Configuration files and flags override them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ def distilled(
     refresh_steps: int | None = None,
     mix: Literal["replace", "add"] | None = None,
 ) -> Callable[[_Workflow], _Workflow]:
-    """Decorates the function or the class of a workflow: a teacher trains `roles` of it (None: all), and the other ones
-    are trained by their rewards. The arguments are the options of [distill] (docs/distillation.md); a configuration
-    that sets one of them has the last word. `privileged` may be a function of the same file.
+    """Decorate the function or class of a workflow: a teacher trains `roles` (None: all), rewards train the others.
 
-    ValueError where it was decorated before: a run has one teacher.
+    The arguments are the options of [distill] (docs/distillation.md); the configuration overrides them. `privileged`
+    may be a function of the same file. ValueError if decorated twice: a run has one teacher.
     """
     given = {
         "teacher": teacher, "roles": [roles] if isinstance(roles, str) else roles, "privileged": privileged,
@@ -53,11 +52,10 @@ def distilled(
 
 
 def distill_options(config: Config) -> dict[str, Any]:
-    """What the workflow of a configuration says of [distill], by dotted keys; {} where it says nothing, or is not
-    found. A file that does not name `distilled` is not imported.
+    """Return the [distill] options of a configuration's workflow by dotted keys; {} without any, or if it is not found.
 
-    ValueError where its `privileged` has no name that a configuration can hold. Of an object that a program handed over
-    (live_objects.py) it is the function itself.
+    A file that does not mention `distilled` is not imported. `privileged` becomes a name that a configuration can hold,
+    ValueError without one; for a live object (live_objects.py) it stays a function.
     """
     spec = config.workflow.function or config.workflow.environment
     if not spec or not _may_be_decorated(spec.rpartition(":")[0]):
@@ -66,7 +64,7 @@ def distill_options(config: Config) -> dict[str, Any]:
     try:
         workflow = load_function(spec, ".")
     except ValueError:
-        return {}  # whoever needs the workflow says why
+        return {}  # reported where the workflow is loaded
     options = dict(getattr(workflow, _ATTRIBUTE, {}))
     privileged, place = options.get("distill.privileged"), spec.rpartition(":")[0]
     if callable(privileged) and place != LIVE:
@@ -75,7 +73,7 @@ def distill_options(config: Config) -> dict[str, Any]:
 
 
 def _may_be_decorated(place: str) -> bool:
-    """Whether the word stands in the file; of a module it is not known."""
+    """Whether the file contains the word; True for a module."""
     try:
         return not place.endswith(".py") or "distilled" in Path(place).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -1,6 +1,6 @@
-"""What a workflow's function gets in its hands: its Episode and the trajectories of it, with calls and rewards.
+"""The objects that a workflow works with: its Episode and the Episode's trajectories, for calls and rewards.
 
-Owns what an Episode does once, however often its function is run: a side effect, a random choice.
+Also owns the values of `Episode.once`, which survive a new run of the workflow.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from rollover.tasks.image_parts import stored_of_program
 from rollover.types import Reward, Rollout, Task
 from rollover.workflows.calls import Call, CallRefused, Reply
 from rollover.workflows.conversations import Chats, Conversations, with_stored_images
-from rollover.workflows.function import as_reward
-from rollover.workflows.protocol import Answer
+from rollover.workflows.protocol import Answer, as_reward
 
 
 class Once:
-    """Of one Episode, for all runs of its function: a run that failed may have left a call under way (as asyncio.gather
-    does), and the next one waits for that. `keep` is told of what is new."""
+    """Values computed once per Episode, shared by all runs of its workflow. A failed run may leave a computation in
+    flight (as asyncio.gather does); the next run waits for it. `keep` stores new values."""
 
     def __init__(self, keep: Callable[[str, Any], None]) -> None:
         self._keep = keep
@@ -31,15 +30,15 @@ class Once:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    def know(self, kept: Mapping[str, Any]) -> None:
-        """What an earlier process kept, by name."""
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Restore the values that an earlier process stored, by name."""
         self._kept.update(kept)
 
     async def __call__(self, name: str, function: Callable[[], Awaitable[Any] | Any]) -> Any:
-        """What `function` returned when it was called under this name, now or before. What it raises is raised, and
-        nothing is kept then."""
+        """Return the value stored under `name`; call `function` for it the first time. Nothing is stored if that
+        raises."""
         if not isinstance(name, str) or not name:
-            raise ValueError(f"{described(name)} is no name of what is done once: write a text")
+            raise ValueError(f"once: the name must be a text, not {described(name)}")
         async with self._lock(name):
             what = f"what once({name!r}, ...) keeps"
             if name not in self._kept:
@@ -47,37 +46,36 @@ class Once:
                 value = as_json(await value if inspect.isawaitable(value) else value, what)
                 self._keep(name, value)
                 self._kept[name] = value
-            return as_json(self._kept[name], what)  # a copy: nobody changes what is kept
+            return as_json(self._kept[name], what)  # a copy
 
     # Private
 
     def _lock(self, name: str) -> asyncio.Lock:
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # nothing goes on of what an earlier loop ran
+        if self._loop is not loop:  # tasks of an earlier loop have ended
             self._loop = loop
             self._locks.clear()
         return self._locks[name]
 
 
-Ask = Callable[["EpisodeTrajectory", Call], Awaitable[Reply]]
+CallHandler = Callable[["EpisodeTrajectory", Call], Awaitable[Reply]]
 _PAUSE_S = 0.02  # before a call is refused
 
 
 class EpisodeTrajectory:
-    """One role's part in an Episode: `await chat(messages)` asks the policy, `reward = 1.0` scores all that it said.
+    """One role's part in an Episode: `await chat(messages)` samples the policy, `reward = 1.0` scores all its turns.
 
-    `advantage`, for roles whose advantages come with them (algorithm.advantage = "precomputed"): a number, or a list
-    with one for each turn, which is a number or a list with one for each of `Reply.token_ids`. It is checked when the
-    step is built: what does not fit ends the run, which names role and turn.
-    `api_key` names it where the policy is asked over HTTP. `index` is its place in the Episode, given at its first
-    call.
+    `advantage`, with algorithm.advantage = "precomputed": a number, or a list with one entry for each turn (a number,
+    or a list with one for each of `Reply.token_ids`). It is checked when the step is built; an error there names role
+    and turn, and ends the run. `api_key` identifies the trajectory in calls over HTTP. `index`: its number in the
+    Episode, assigned at its first call.
     """
 
-    def __init__(self, role: str, api_key: str, ask: Ask, chats: Chats) -> None:
+    def __init__(self, role: str, api_key: str, ask: CallHandler, chats: Chats) -> None:
         self.role, self.api_key, self.conversations = role, api_key, Conversations(chats)
         self.index: int | None = None
-        self._ask, self._reward, self._advantage = ask, None, None
-        self.placing = asyncio.Lock()  # one call after the other finds its Rollout
+        self._call, self._reward, self._advantage = ask, None, None
+        self.placing = asyncio.Lock()  # held while a call finds its Rollout
 
     async def chat(
         self,
@@ -87,22 +85,22 @@ class EpisodeTrajectory:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Reply:
-        """The policy's answer to these messages: `.text`, `.tool_calls`, and `.message` to go on with. The content of a
+        """Sample the policy's answer: `.text`, `.tool_calls`, and `.message` for the next call. The content of a
         message is a text, or a list of parts ({"type": "image", "image": a path, bytes, a PIL image or a data URL}).
 
-        Messages that begin with those of an earlier call and its answer continue it, token by token. CallRefused where
-        the call cannot be answered: BudgetUsedUp of them where no token or turn is left.
+        Messages that begin with those of an earlier call and its answer continue it, token by token. CallRefused for
+        an invalid call; its subclass BudgetUsedUp if no token or turn is left.
         """
         try:
             call = _checked(messages, tools, max_tokens, stop)
-            return await self._ask(self, await with_stored_images(call, stored_of_program))
+            return await self._call(self, await with_stored_images(call, stored_of_program))
         except CallRefused:
-            await asyncio.sleep(_PAUSE_S)  # who asks on and on leaves the event loop to the others
+            await asyncio.sleep(_PAUSE_S)  # an agent that retries in a loop must not block the event loop
             raise
 
     @property
     def reward(self) -> Reward | None:
-        """What was set; None before that."""
+        """The reward that was set, or None."""
         return self._reward
 
     @reward.setter
@@ -114,7 +112,7 @@ class EpisodeTrajectory:
 
     @property
     def advantage(self) -> Any:
-        """What was set, lists as tuples; None before that."""
+        """The advantage that was set, lists as tuples, or None."""
         return self._advantage
 
     @advantage.setter
@@ -127,22 +125,22 @@ class EpisodeTrajectory:
             )
         self._advantage = plain
 
-    def brought(self, otherwise: Reward) -> Reward:
-        """Its reward, with its advantage. `otherwise`: the reward where it has none of its own."""
-        reward = otherwise if self._reward is None else self._reward
+    def final_reward(self, default: Reward) -> Reward:
+        """Return the reward, `default` unless one was set, with the advantage."""
+        reward = default if self._reward is None else self._reward
         if self._advantage is None:
             return reward
         error = f"{reward.error} (only an advantage: set the reward, too)" if reward.missing else None
         return replace(reward, error=error, advantages=self._advantage)
 
-    def take_back(self) -> None:
-        """Its Episode failed: what was set is worth nothing."""
+    def clear_reward(self) -> None:
+        """Discard what was set, after the Episode failed."""
         self._reward = self._advantage = None
 
 
 class Episode:
-    """One run of the workflow on `task`. `base_url` is the gateway's, "" where none is served. `policy_version`: the
-    newest that sampled a token of its turns."""
+    """One run of the workflow on `task`. `base_url`: the gateway's; "" without one. `policy_version`: the newest that
+    sampled a token of its turns."""
 
     def __init__(
         self, episode_id: str, task: Task, base_url: str, new: Callable[[str], EpisodeTrajectory], once: Once
@@ -150,29 +148,29 @@ class Episode:
         self.episode_id, self.task, self.base_url, self._new, self._once = episode_id, task, base_url, new, once
         self.policy_version = 0
 
-    def sampled(self, *rollouts: Rollout) -> None:
+    def note_versions(self, *rollouts: Rollout) -> None:
         """Note the policy versions of the rollouts' tokens."""
         self.policy_version = max([self.policy_version, *(v for rollout in rollouts for v in rollout.versions)])
 
     async def once(self, name: str, function: Callable[[], Awaitable[Any] | Any]) -> Any:
-        """What `function()` returned, which is called once in the Episode, though that may be run again after a kill or
-        an error: for side effects, and for choices at random. Awaited if it is an `async def`.
+        """Return the result of `function()`, called once per Episode even if the workflow runs again after a kill or an
+        error: for side effects and random choices. An `async def` is awaited.
 
-        What it returns is kept under `name`, a JSON value of at most 64 KiB (ValueError); what it raises is not.
-        A kill while it is under way has it called again.
+        The result is stored under `name`: a JSON value of at most 64 KiB, else ValueError. If it raises, or a kill
+        interrupts it, nothing is stored and it is called again.
         """
         return await self._once(name, function)
 
     def trajectory(self, role: str = "policy") -> EpisodeTrajectory:
-        """A new trajectory of the role: what it is compared with are those of the same role in the other episodes."""
+        """Open a trajectory. Its baseline is taken over the trajectories of this role in the group's episodes."""
         if not isinstance(role, str) or not role or not role.isprintable() or "/" in role:
             raise ValueError(f"{described(role)} is no role: a role is a name without a slash")
         return self._new(role)
 
 
-def give(answer: Answer, trajectories: Sequence[EpisodeTrajectory]) -> Reward | None:
-    """What a workflow answered goes to the trajectories of the roles that it names, but for those with their own
-    reward. Returns the reward of all others. ValueError for a role that made no call."""
+def assign_rewards(answer: Answer, trajectories: Sequence[EpisodeTrajectory]) -> Reward | None:
+    """Set the rewards of a workflow's answer by role, except on trajectories with their own reward. Return the reward
+    of all other trajectories. ValueError for a role that made no call."""
     if not isinstance(answer, Mapping):
         return answer
     roles = dict.fromkeys(trajectory.role for trajectory in trajectories if trajectory.index is not None)
@@ -189,7 +187,7 @@ def give(answer: Answer, trajectories: Sequence[EpisodeTrajectory]) -> Reward | 
 
 
 def _checked(messages: Any, tools: Any, max_tokens: Any, stop: Any) -> Call:
-    """The call. CallRefused where an argument is none that the policy can be asked with."""
+    """Return the call. CallRefused for an invalid argument."""
     if isinstance(messages, str | bytes | Mapping) or not _are_objects(messages):
         raise CallRefused(f"messages must be a list of messages, not {described(messages)}", "messages")
     if isinstance(tools, str | bytes | Mapping) or not _are_objects(tools):
@@ -203,7 +201,7 @@ def _checked(messages: Any, tools: Any, max_tokens: Any, stop: Any) -> Call:
 
 
 def _are_numbers(plain: Any) -> bool:
-    """Whether it can stand where numbers do, in a checkpoint, too: which fit is told where they are used."""
+    """Whether it consists of numbers, which a checkpoint can store. Their count is checked where they are used."""
     return all(map(_are_numbers, plain)) if isinstance(plain, tuple) else isinstance(plain, int | float | None)
 
 

@@ -1,10 +1,9 @@
-"""workflow.num_processes: a plain `def` that blocks plays episodes in worker processes, each of which may be killed.
+"""workflow.num_processes: a plain, blocking `def` plays episodes in worker processes.
 
-    an Episode ──▶ waits for a worker, in order of arrival ──▶ the function, and its calls over HTTP ──▶ its answer
-                       death, MemoryError, an end from outside (time-out, stop) ──▶ killed; a fresh process next time
+    Episode ──▶ waits for a worker, first in first out ──▶ the function, with calls over HTTP ──▶ its answer
+                    crash, MemoryError, cancellation (timeout, stop) ──▶ the worker is killed, and replaced on next use
 
-A worker plays one Episode at a time, and many one after the other: what the function keeps in its module stays there.
-Owns the workers. What a failure costs, AgentRun knows.
+A worker plays one Episode at a time. It is reused, so the module state of the user's function persists.
 """
 
 from __future__ import annotations
@@ -19,12 +18,22 @@ from rollover.processes import ALL, child_environment
 from rollover.rewards.serialization import packed
 from rollover.workers.framing import BadMessage
 from rollover.workers.worker import Worker, WorkerDied
-from rollover.workflows.function import IN_WORKER, KEY, OVER_HTTP, RETURNS, wanted_by
-from rollover.workflows.protocol import Answer, AsksByKey, Lane, PerLane, Waiting
+from rollover.workflows.protocol import (
+    IN_WORKER,
+    KEY,
+    OVER_HTTP,
+    RETURNS,
+    Answer,
+    AsksByKey,
+    Lane,
+    PerLane,
+    Waiting,
+    wanted_by,
+)
 from rollover.workflows.worker import answer_from_json
 
 LOAD_LIMIT_S = 120.0
-"""Of importing the function's module in a worker."""
+"""Limit for importing the function's module in a worker."""
 _NAME = "its worker process"
 
 
@@ -33,9 +42,9 @@ class WorkerFailed(Exception):
 
 
 class WorkflowPool(AsksByKey):
-    """`function`, a plain `def` that is found as `spec`, in `num_processes` workers of `memory_gb` each (0: no limit),
-    for each lane. `visible`: as of `child_environment`. ValueError, with the fix, where it has another parameter, or
-    cannot travel."""
+    """Workflow that runs the plain `function`, named `spec`, in `num_processes` workers for each lane, of `memory_gb`
+    each (0: no limit). `visible`: as of `child_environment`. ValueError, with the fix, for an unknown parameter or a
+    function that cannot be pickled."""
 
     def __init__(
         self,
@@ -53,7 +62,7 @@ class WorkflowPool(AsksByKey):
 
     @property
     def wanted(self) -> list[str]:
-        """The client is made in the worker."""
+        """Without the client, which is created in the worker."""
         return [name for name in self._wanted if name != "client"]
 
     @property
@@ -63,7 +72,7 @@ class WorkflowPool(AsksByKey):
     async def __call__(
         self, values: Mapping[str, Any], waiting: Waiting = nullcontext, lane: Lane = Lane.TRAINING, /
     ) -> Answer:
-        """WorkerFailed where it fails."""
+        """Run the function in a worker. WorkerFailed if it fails."""
         workers = self._workers.here(lane)
         with waiting():
             await workers.places.acquire()
@@ -71,8 +80,8 @@ class WorkflowPool(AsksByKey):
         try:
             with waiting():
                 await worker.load(self._load)
-            told = {name: values[name] for name in ("base_url", "api_key", "model")}
-            return await worker.play(told | {"task": values["task"].to_json()})
+            arguments = {name: values[name] for name in ("base_url", "api_key", "model")}
+            return await worker.play(arguments | {"task": values["task"].to_json()})
         finally:
             workers.free.append(worker)
             workers.places.release()
@@ -83,7 +92,7 @@ class WorkflowPool(AsksByKey):
 
 
 class _Workers:
-    """`free`: those without an Episode; as many as there are `places`."""
+    """The workers of a lane. `free`: those without an Episode; `places` counts them."""
 
     def __init__(self, num: int, memory_gb: float, visible: Sequence[str]) -> None:
         self.places = asyncio.Semaphore(num)
@@ -92,7 +101,7 @@ class _Workers:
 
 
 class _Worker:
-    """A process is started when there is something for it to do."""
+    """A worker, whose process starts on first use."""
 
     def __init__(self, memory_gb: float, visible: Sequence[str]) -> None:
         self._memory_gb, self._visible = memory_gb, visible
@@ -100,7 +109,7 @@ class _Worker:
         self._is_loaded = False
 
     async def load(self, message: dict[str, Any]) -> None:
-        """Start the process, and have it load the function, each if need be."""
+        """Start the process and load the function, unless done."""
         if self._worker is None or not self._worker.alive:
             await self.kill()
             self._is_loaded = False
@@ -124,12 +133,12 @@ class _Worker:
             raise WorkerFailed(f"{_NAME} sent an invalid answer") from None
 
     async def kill(self) -> None:
-        """End the process, and wait until it is gone."""
+        """Kill the process and wait for its end."""
         if self._worker is not None:
             await self._worker.killed()
 
     async def _ask(self, message: dict[str, Any], limit_s: float | None = None) -> dict[str, Any]:
-        """The reply. After WorkerFailed, or a cancellation, there is no process that may still be at it."""
+        """Return the reply. After WorkerFailed or a cancellation, the process has been killed."""
         assert self._worker is not None, "it is loaded first"
         try:
             found = await self._worker.request(message, limit_s=limit_s)
@@ -142,7 +151,7 @@ class _Worker:
             if isinstance(error, BadMessage):
                 raise WorkerFailed(f"{_NAME} {error}") from error
             raise
-        if found.get("out_of_memory"):  # what filled its memory may fill it still
+        if found.get("out_of_memory"):  # its memory may still be full
             await self.kill()
             raise WorkerFailed(f"out of memory (workflow.memory_gb = {self._memory_gb:g}): {found['error']}")
         if "error" in found:

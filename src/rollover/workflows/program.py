@@ -1,4 +1,4 @@
-"""What runs first in the process of a program of workflow.command: it becomes the program (workflows/command.py)."""
+"""First module in the process of a workflow.command program: sets limits and execs the program (command.py)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rollover.processes import limit_memory
 
 
 def main(python_path: str, memory_bytes: str, *command: str) -> None:
-    """Run `command` in the place of this process. `python_path`: PYTHONPATH as it is without our own start."""
+    """Replace this process by `command`. `python_path`: the user's PYTHONPATH."""
     limit_memory(int(memory_bytes))
     os.environ.pop("PYTHONPATH", None)
     if python_path:
         os.environ["PYTHONPATH"] = python_path
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and programs count on
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them; other programs rely on their default
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)

@@ -1,10 +1,10 @@
-"""What runs in a worker process of workflow.num_processes: the user's plain function (workflows/pool.py is our end).
+"""Worker process of workflow.num_processes, which runs the user's plain function (parent's end: workflows/pool.py).
 
     in   {"op": "load", "spec"}                                out  {"pid"}, or a failure
     in   {"op": "play", "values": {"task", "base_url", ..}}    out  {"answer": null, {"reward"} or {"rewards"}}, or one
 
-Failures are those of rewards/child.py. A function object of the parent arrives inside the message that loads it
-(rewards/serialization.py). It runs in the main thread. The parent limits time, by killing the process.
+Failures are those of rewards/child.py. The load message contains a function object of the parent as a pickle
+(rewards/serialization.py). The function runs in the main thread; the parent limits its time by killing the process.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from rollover.processes import limit_memory
 from rollover.rewards.serialization import unpacked
 from rollover.types import Reward, Task
 from rollover.workers.child import Calls, clear_alarm, failure_of
-from rollover.workflows.function import IN_WORKER, KEY, RETURNS, checked_answer, wanted_by
-from rollover.workflows.protocol import Answer
+from rollover.workflows.protocol import IN_WORKER, KEY, RETURNS, Answer, checked_answer, wanted_by
 
 
 def main(memory_bytes: str) -> None:
@@ -43,7 +42,7 @@ def main(memory_bytes: str) -> None:
 
 
 class _Loaded:
-    """The function, and the client that its runs share."""
+    """The function, and the HTTP client that its runs share."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         spec = request["spec"]
@@ -74,10 +73,10 @@ def answer_to_json(answer: Answer) -> dict[str, Any] | None:
     return None if answer is None else {"reward": answer.to_json()}
 
 
-def answer_from_json(said: Any) -> Answer:
-    """The answer that `answer_to_json` was asked of. ValueError, TypeError or LookupError where there is none."""
-    if said is None:
+def answer_from_json(saved: Any) -> Answer:
+    """Invert `answer_to_json`. ValueError, TypeError or LookupError for an invalid value."""
+    if saved is None:
         return None
-    if "rewards" in said:
-        return {role: Reward(**reward) for role, reward in said["rewards"].items()}
-    return Reward(**said["reward"])
+    if "rewards" in saved:
+        return {role: Reward(**reward) for role, reward in saved["rewards"].items()}
+    return Reward(**saved["reward"])

@@ -8,10 +8,10 @@ import pytest
 
 from rollover.algorithms.advantage import rewards_of
 from rollover.config import AlgorithmConfig
-from rollover.rewards.built_in import several_of
+from rollover.rewards.built_in import composite_spec
 from rollover.types import Reward
 
-NAMED = several_of([{"function": "a.py:digits"}, {"function": "a.py:even", "name": "evens"}])
+NAMED = composite_spec([{"function": "a.py:digits"}, {"function": "a.py:even", "name": "evens"}])
 REWARDS = [Reward(1.0, {"digits": 1.0}), Reward(1.5, {"digits": 1.0, "evens": 0.5})]
 
 

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from rollover.config import Config
-from rollover.envs.build import EnvironmentSetup
 from rollover.envs.class_environment import ClassEnvironment
-from rollover.envs.protocol import Keep, keeps_nothing
+from rollover.envs.protocol import EnvironmentSetup, Keep, keeps_nothing
 from rollover.live_objects import hold, release
 from rollover.types import Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 from unit.envs import templates

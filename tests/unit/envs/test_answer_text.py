@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollover.envs.answer_text import answer_decoder
+from rollover.envs.chat import answer_decoder
 from rollover.types import Prompt, Rollout, SamplingParams, Segment, StopReason, Task
 from rollover.workflows.calls import Call
 from rollover.workflows.conversations import Chats, Conversations

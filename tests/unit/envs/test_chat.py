@@ -83,7 +83,7 @@ def test_users_and_system_messages_can_follow(template: str) -> None:
     assert ours == theirs
 
 
-def test_the_separator_behind_the_end_of_turn_is_the_environments() -> None:
+def test_separator_after_end_of_turn_belongs_to_the_environment() -> None:
     """In ChatML a line break, which no model samples."""
     of = chat(templates.CHATML)
     sampled = [*plain_ids(of, "It is 4."), of.end_of_turn]
@@ -188,7 +188,7 @@ def test_what_does_not_fit_says_why(template: str, role: str, possible: bool, wh
             of.require(role)
 
 
-def test_a_tokenizer_that_splits_the_opening_of_a_turn_otherwise_is_found() -> None:
+def test_fit_detects_other_tokens_at_the_turn_opening() -> None:
     of = Chat(templates.tokenizer(templates.LLAMA3, breaks_lines_up=True))
     fit = of.fit("tool")
     assert fit.possible and "the tokens are other ones than those of the whole conversation" in fit.why
@@ -255,7 +255,7 @@ def test_a_template_that_takes_tools_gets_them() -> None:
 
 
 @pytest.mark.parametrize("tool_format", ["hermes", "json"])
-def test_a_template_that_ignores_tools_gets_them_in_the_system_message(tool_format: str) -> None:
+def test_template_without_tools_gets_them_in_the_system_message(tool_format: str) -> None:
     of = Chat(templates.tokenizer(templates.CHATML), tool_schemas([add]), tool_format)
     assert not of.takes_tools and of.fit("tool") == Fit(True, True)
     for messages in (USER, [{"role": "system", "content": "Be brief."}, *USER]):

@@ -300,13 +300,13 @@ def test_one_that_says_something_else_then_cannot_go_on() -> None:
         rollout = new_rollout()
         asyncio.run(told(env, rollout, call("increment", step=1)))
     with environment(Dice) as fresh:
-        with pytest.raises(ValueError, match="does not say again what it said to turn 1 of rollout 0-0"):
+        with pytest.raises(ValueError, match="answers turn 1 of rollout 0-0 differently after a restart"):
             asyncio.run(turn(fresh, rollout, "Done."))
         reward = reward_of(fresh, rollout)
-        assert reward.missing and "does not say again" in str(reward.error)
+        assert reward.missing and "differently after a restart" in str(reward.error)
 
 
-def test_a_turn_that_is_sampled_again_is_played_on_another_object() -> None:
+def test_resampled_turn_is_played_on_another_object() -> None:
     with environment(Counter) as env:
         rollout, again = new_rollout(), new_rollout()
         for of in (rollout, again):
@@ -443,7 +443,7 @@ class ResetNumber(Tools):
     ("made", "why"),
     [
         (Needs, 'takes answr in reset, but the data of test has no such column: .* Did you mean "answer"'),
-        (Random, "says one thing in reset, and another when it is asked again"),
+        (Random, "returns different texts from reset for the same task"),
         (ResetFails, r"failed at reset: SystemExit: 1 \("),
         (ResetHangs, "failed at reset: it did not come back within 1"),
         (ResetNumber, r"returned 3 \(int\) from reset: it must be None, a text, or a list"),

@@ -17,8 +17,8 @@ import pytest
 from heard import hear
 from rollover import Observation
 from rollover.config import Config
-from rollover.envs.class_environment import CannotGoOn, ClassEnvironment
-from rollover.envs.protocol import BeginAgain
+from rollover.envs.class_environment import ClassEnvironment, UserClassFailed
+from rollover.envs.protocol import StateLost
 from rollover.types import Reward, Rollout, RolloutState, StopReason
 from unit.envs.played import add_turn, call, environment, new_rollout, reward_of, told, turn
 
@@ -148,14 +148,14 @@ class ToolsByThoseNames(Plain):
         (OnlyOne, {"resume": "stateless"}, "stateless", ["add", "snapshot"]),
     ],
 )
-def test_the_configuration_says_the_kind_else_the_class_else_what_it_has(
+def test_kind_from_configuration_then_class_then_methods(
     made: type, workflow: dict[str, Any], kind: str, tools: list[str]
 ) -> None:
     with environment(made, **workflow) as env:
         assert (env.states.kind, env.user.tool_names) == (kind, tools)
 
 
-def test_what_could_be_tools_and_keeps_states_is_said_to_be_no_tool() -> None:
+def test_snapshot_methods_that_could_be_tools_are_reported() -> None:
     class Described(Durable):
         def snapshot(self) -> str:
             """Takes a picture."""
@@ -170,7 +170,7 @@ def test_what_could_be_tools_and_keeps_states_is_said_to_be_no_tool() -> None:
 
     with environment(Described) as env, environment(Durable) as other:
         assert (env.states.kind, env.user.tool_names) == ("snapshot", ["add"])
-        assert "the policy is not told of snapshot and restore" in env.notice and not other.notice
+        assert "snapshot and restore, which save the state" in env.notice and not other.notice
 
 
 class NoRestore(Plain):
@@ -205,7 +205,7 @@ class Bare(Durable):
         (Bare, {}, r"has restore with other parameters .*def restore\(self, state\)"),
     ],
 )  # fmt: skip
-def test_a_class_that_cannot_be_of_its_kind_is_refused_with_the_fix(made: type, workflow: dict, why: str) -> None:
+def test_class_without_snapshot_methods_is_refused_with_the_fix(made: type, workflow: dict, why: str) -> None:
     with pytest.raises(ValueError, match=f"workflow.environment = .*{why}"), environment(made, **workflow):
         pass
 
@@ -227,7 +227,7 @@ def test_settings_without_such_a_state_are_refused(workflow: dict[str, Any], why
 
 
 @pytest.mark.parametrize("made", [Durable, Async])
-def test_another_object_goes_on_from_the_state_and_no_turn_is_played_again(made: type) -> None:
+def test_restored_object_repeats_no_turn(made: type) -> None:
     kept: Kept = {}
     with keeping(made, kept) as env:
         rollout = new_rollout()
@@ -243,7 +243,7 @@ def test_another_object_goes_on_from_the_state_and_no_turn_is_played_again(made:
         assert not scoring.has_lost(rollout) and reward_of(scoring, rollout).score == 6.0
 
 
-def test_an_answer_that_was_kept_and_not_appended_is_given_and_not_asked_for_again() -> None:
+def test_saved_answer_that_was_not_appended_is_reused() -> None:
     kept: Kept = {}
     with keeping(Durable, kept) as env:
         rollout = new_rollout()
@@ -255,7 +255,7 @@ def test_an_answer_that_was_kept_and_not_appended_is_given_and_not_asked_for_aga
         assert fresh.stats()["tools/calls"] == 0
 
 
-def test_a_turn_at_which_the_object_was_at_work_is_asked_of_one_as_it_was_before() -> None:
+def test_interrupted_turn_is_played_on_the_earlier_state() -> None:
     kept: Kept = {}
     with keeping(Durable, kept) as env:
         rollout = new_rollout()
@@ -307,7 +307,7 @@ def test_the_rewards_of_a_games_turns_are_kept() -> None:
 
 
 @pytest.mark.parametrize("resume", ["stateless", "snapshot"])
-def test_a_smaller_budget_after_a_restart_takes_no_turn_from_a_finished_episode(resume: str) -> None:
+def test_smaller_budget_keeps_turns_of_a_finished_episode(resume: str) -> None:
     class Sum(Durable):
         def add(self, number: int) -> str:
             """Adds it.
@@ -332,7 +332,7 @@ def test_a_smaller_budget_after_a_restart_takes_no_turn_from_a_finished_episode(
         assert reward_of(cut_off, rollout).score == 1.0, "nobody saw what used the budget up"
 
 
-def test_an_object_that_failed_is_replaced_by_one_with_the_state_before_the_turn() -> None:
+def test_failed_object_is_replaced_with_the_state_before_it() -> None:
     failures = [True]
 
     class Fails(Durable):
@@ -411,7 +411,7 @@ class Odd(Durable):
         (Odd, "nothing"),
     ],
 )
-def test_where_the_state_cannot_be_kept_that_is_said_and_counted_and_the_episode_goes_on(made: type, why: str) -> None:
+def test_failed_snapshot_is_logged_and_counted(made: type, why: str) -> None:
     said: list[str] = []
     kept: Kept = {}
     with keeping(made, kept, tool_timeout_s=0.5) as env:
@@ -422,9 +422,9 @@ def test_where_the_state_cannot_be_kept_that_is_said_and_counted_and_the_episode
                 assert asyncio.run(told(env, of, call("add", number=number)))
         assert env.stats()["episodes/unsaved"] == 2, "once an episode"
         (line,) = said
-        assert why in line.replace("tests/unit/envs/", "") and "0-0 goes on, and would begin again after a kill" in line
+        assert why in line.replace("tests/unit/envs/", "") and "0-0 continues, and would begin again" in line
         assert reward_of(env, other).score == 3.0 and not kept
-        with pytest.raises(BeginAgain):
+        with pytest.raises(StateLost):
             asyncio.run(turn(fresh_of(made), rollout, "Done."))
     with keeping(made, kept) as fresh:
         assert fresh.has_lost(in_state(rollout, RolloutState.ACTING))
@@ -452,13 +452,13 @@ class HangsThen(Durable):
         (HangsThen, "failed at restore: it did not come back within 0.5 s"),
     ],
 )
-def test_where_it_cannot_be_restored_the_reward_is_missing_for_that_reason(made: type, why: str) -> None:
+def test_failed_restore_is_the_error_of_the_missing_reward(made: type, why: str) -> None:
     kept: Kept = {}
     with keeping(made, kept, tool_timeout_s=0.5) as env:
         rollout = new_rollout()
         asyncio.run(told(env, rollout, call("add", number=1)))
     with keeping(made, kept, tool_timeout_s=0.5, retries=0) as fresh:
-        with pytest.raises(CannotGoOn, match=why):
+        with pytest.raises(UserClassFailed, match=why):
             asyncio.run(turn(fresh, rollout, call("add", number=2)))
         assert fresh.stats()["tools/errors"] == 0, "it is no fault of the policy"
     with keeping(made, kept, tool_timeout_s=0.5, retries=0) as scoring:
@@ -510,7 +510,7 @@ def test_under_restart_no_turn_that_was_answered_is_played_again() -> None:
         assert fresh.has_lost(in_state(rollout, RolloutState.PARKED))
         add_turn(rollout, call("add", number=2))
         assert fresh.has_lost(in_state(rollout, RolloutState.ACTING))
-        with pytest.raises(BeginAgain, match="has lost the object of rollout 0-0"):
+        with pytest.raises(StateLost, match="has lost the object of rollout 0-0"):
             asyncio.run(fresh.next(rollout))
         assert fresh.has_lost(in_state(rollout, RolloutState.SCORING))
         for known in (StopReason.TIMEOUT, StopReason.ERROR):
@@ -530,7 +530,7 @@ def test_what_the_tasks_reward_function_scores_needs_no_object() -> None:
         assert reward_of(fresh, rollout).score == -1.0
 
 
-def test_under_restart_a_game_that_fails_begins_again_but_in_its_first_turn() -> None:
+def test_restart_game_failing_after_turn_one_begins_again() -> None:
     class Game:
         resume = "restart"
 
@@ -540,15 +540,15 @@ def test_under_restart_a_game_that_fails_begins_again_but_in_its_first_turn() ->
             return Observation(str(1 / float(message)))
 
     with environment(Game) as env:
-        with pytest.raises(CannotGoOn, match="failed at step: ZeroDivisionError"):
+        with pytest.raises(UserClassFailed, match="failed at step: ZeroDivisionError"):
             asyncio.run(turn(env, new_rollout(), "0"))
         rollout = new_rollout()
         asyncio.run(turn(env, rollout, "1"))
-        with pytest.raises(BeginAgain, match="failed at step: ZeroDivisionError"):
+        with pytest.raises(StateLost, match="failed at step: ZeroDivisionError"):
             asyncio.run(turn(env, rollout, "0"))
 
 
-def test_under_restart_the_same_object_is_asked_again_for_the_reward() -> None:
+def test_restart_retries_the_reward_on_the_same_object() -> None:
     class Busy(Restarted):
         asked = 0
 

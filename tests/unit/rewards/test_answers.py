@@ -48,7 +48,7 @@ def test_last_number(text, answer):
 
 
 @given(st.integers(-(10**9), 10**9), st.sampled_from(["{}", "{}.", "= {}", "It is {}!", "\\boxed{{{}}}"]))
-def test_last_number_finds_any_integer_with_or_without_separators(number, sentence):
+def test_last_number_reads_integers_with_and_without_separators(number, sentence):
     for shown in (str(number), f"{number:,}"):
         assert extract_answer("7 and then " + sentence.format(shown), "last_number") == str(number)
 

@@ -15,12 +15,11 @@ from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.config.load import load_config
 from rollover.plugins.sandbox.cases import extract_code
 from rollover.rewards.answers import RULES, answer_of
-from rollover.rewards.built_in import BUILT_IN, BY_DATA_SOURCE, NOT_BUILT_IN, parsed, shown, spec_of
-from rollover.rewards.composite import LoadedSum, loaded
+from rollover.rewards.built_in import BUILT_IN, BY_DATA_SOURCE, NOT_BUILT_IN, display_name, make_spec, parse_spec
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
-from rollover.rewards.registry import load_reward
-from rollover.rewards.routing import chosen_for
+from rollover.rewards.registry import CompositeReward, load, load_reward
+from rollover.rewards.routing import choose_reward
 from rollover.tasks.stream import TaskStream
 from rollover.types import Reward
 
@@ -143,7 +142,7 @@ def test_json(tmp_path: Path, completion: str, valid: float, fits: float) -> Non
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     by_file = load_reward('json/{"schema": "schema.json"}', str(tmp_path))
     assert score("json", completion) == valid
-    assert score(spec_of("json", {"schema": SCHEMA}), completion) == fits
+    assert score(make_spec("json", {"schema": SCHEMA}), completion) == fits
     assert by_file.score_one(item(completion))["score"] == fits
 
 
@@ -151,7 +150,7 @@ def test_a_schema_fetches_nothing() -> None:
     """jsonschema by itself would ask the network for a reference to another document."""
     pytest.importorskip("jsonschema")
     with pytest.raises(Exception, match="(?i)unresolvable"):
-        score(spec_of("json", {"schema": {"$ref": "http://127.0.0.1:9/x.json"}}), "{}")
+        score(make_spec("json", {"schema": {"$ref": "http://127.0.0.1:9/x.json"}}), "{}")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +159,7 @@ def test_a_schema_fetches_nothing() -> None:
      ("search", "!<t>a</t>!", 1), ("search", "<t>", 0)],
 )  # fmt: skip
 def test_format(match: str, completion: str, expected: float) -> None:
-    assert score(spec_of("format", {"pattern": "<t>.*</t>", "match": match}), completion) == expected
+    assert score(make_spec("format", {"pattern": "<t>.*</t>", "match": match}), completion) == expected
 
 
 @pytest.mark.parametrize(
@@ -186,10 +185,10 @@ def test_wrong_parameters_are_told(spec: str, message: str) -> None:
 
 def test_a_spec_is_read_as_it_is_written() -> None:
     for name, params in (("gsm8k", {}), ("gsm8k", {"method": "flexible"}), ("exact_match", {"rule": "boxed"})):
-        assert parsed(spec_of(name, params)) == (name, params)
-    assert spec_of("exact_match", {}, "boxed") == "exact_match/boxed" and spec_of("gsm8k", {}, "boxed") == "gsm8k"
-    assert parsed("mine.py:f") is None and parsed("gsm8k/strict") is None
-    assert shown("exact_match/boxed") == "exact_match" and shown("a/b.py:f") == "a/b.py:f"
+        assert parse_spec(make_spec(name, params)) == (name, params)
+    assert make_spec("exact_match", {}, "boxed") == "exact_match/boxed" and make_spec("gsm8k", {}, "boxed") == "gsm8k"
+    assert parse_spec("mine.py:f") is None and parse_spec("gsm8k/strict") is None
+    assert display_name("exact_match/boxed") == "exact_match" and display_name("a/b.py:f") == "a/b.py:f"
 
 
 def test_every_built_in_is_documented_with_what_it_cannot_see() -> None:
@@ -211,10 +210,10 @@ def test_column_returns_the_number_of_the_task() -> None:
 # Several
 
 
-def several(*rows: dict[str, Any], folder: str = ".") -> LoadedSum:
+def several(*rows: dict[str, Any], folder: str = ".") -> CompositeReward:
     source = TaskSourceConfig(kind="dataset", path="x.jsonl")
-    reward = loaded(chosen_for(source, RewardsConfig(functions=rows)).spec, folder)  # type: ignore[arg-type]
-    assert isinstance(reward, LoadedSum)
+    reward = load(choose_reward(source, RewardsConfig(functions=rows)).spec, folder)  # type: ignore[arg-type]
+    assert isinstance(reward, CompositeReward)
     return reward
 
 
@@ -235,7 +234,7 @@ def test_several_are_weighed_and_told_apart() -> None:
     assert "right: ValueError: math_dapo needs an answer" in reward.score_one(item("8"))["error"]
 
 
-def test_what_a_function_of_shaping_gives_is_no_part_of_the_score() -> None:
+def test_shaping_function_is_not_part_of_the_score() -> None:
     reward = several(
         {"function": "math_dapo", "params": {"wrong": 0.0}},
         {"function": "format", "weight": -0.5, "params": {"pattern": ".*!"}, "shaping": True, "name": "shouts"},
@@ -371,6 +370,6 @@ def test_the_own_table_comes_before_verls_and_names_all(tmp_path: Path) -> None:
         rewards_of(tmp_path, "other", by_data_source={"*": "jsson"})
 
 
-def test_a_data_source_of_images_is_refused_without_a_reward_for_it(tmp_path: Path) -> None:
+def test_data_source_of_images_needs_a_reward(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'hiyouga/geometry3k' .it is of answers about images.*rewards.by_data_source"):
         rewards_of(tmp_path, "hiyouga/geometry3k")

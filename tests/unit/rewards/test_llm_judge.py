@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 
 from rollover.config import RewardsConfig
-from rollover.rewards.built_in import spec_of
-from rollover.rewards.judge_cache import JudgeCache, hash_of
+from rollover.rewards.built_in import make_spec
+from rollover.rewards.llm_judge import JudgeCache, request_hash
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.types import Reward, Task
@@ -71,7 +71,7 @@ def scored(
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/"
-        spec = spec_of("llm_judge", {"url": url, "model": "judge", "timeout_s": 30.0} | params)
+        spec = make_spec("llm_judge", {"url": url, "model": "judge", "timeout_s": 30.0} | params)
         messages = None if isinstance(prompt, str) else tuple(prompt)
         text = prompt if messages is None else None
         task = Task("t", "s", spec, messages=messages, prompt=text, columns={"answer": 4})
@@ -88,7 +88,7 @@ def scored(
     return asyncio.run(main())
 
 
-def test_it_is_asked_with_prompt_answer_and_completion_and_its_last_score_counts() -> None:
+def test_llm_judge_fills_the_prompt_and_reads_the_last_score() -> None:
     endpoint = Endpoint("Score: 9? No.\nScore: 7.5")
     (reward,) = scored(endpoint, ["It {is} 4."], lowest=0, highest=10, options={"max_tokens": 99})
     assert reward.score == 0.75
@@ -117,9 +117,7 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("say", ["echo", "Authorization: Bearer sk-0123456789, and no number"])
-def test_a_judge_that_repeats_the_key_brings_it_into_no_message_and_no_file(
-    say: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_llm_judge_masks_the_api_key_in_answers(say: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "sk-0123456789")
     (reward,) = scored(Endpoint(say), ["a"], api_key_env="MY_KEY", cache=str(tmp_path / "judge.sqlite"))
     assert reward.score is None and "Bearer ***" in str(reward.error) and "0123456789" not in str(reward.error)
@@ -156,7 +154,7 @@ def test_without_a_score_the_reward_is_missing(says: str, params: dict[str, Any]
     assert all(reward.score is None and why in str(reward.error) for reward in rewards)
 
 
-def test_a_dead_service_is_no_worker_that_hangs_and_what_it_answered_before_counts() -> None:
+def test_dead_service_keeps_earlier_scores_and_the_worker() -> None:
     """Its request may be silent for longer than the call has."""
     stats: dict[str, float] = {}
     rewards = scored(Endpoint("Score: 1", "silent"), ["a", "b", "c"], call_s=6.0, stats=stats)
@@ -179,7 +177,7 @@ def test_a_file_that_another_worker_holds_stops_no_request(tmp_path: Path) -> No
             paid(1)
             return "yes"
 
-        waiting = asyncio.ensure_future(kept.said({"text": "a"}, ask))
+        waiting = asyncio.ensure_future(kept.answer({"text": "a"}, ask))
         for _ in range(200):
             await asyncio.sleep(0)
         turns_meanwhile = not waiting.done()
@@ -224,7 +222,7 @@ def test_every_answer_that_is_paid_for_counts(
     assert reward.score == score and JudgeCache(cache, 0).spent == spent
 
 
-def test_a_file_that_cannot_be_written_loses_no_score_and_nothing_is_spent_beyond_the_budget(tmp_path: Path) -> None:
+def test_unwritable_judge_cache_keeps_scores_and_the_budget(tmp_path: Path) -> None:
     asked: list[str] = []
 
     async def ask(body: dict[str, Any], paid: Callable[[int], None]) -> str:
@@ -239,7 +237,7 @@ def test_a_file_that_cannot_be_written_loses_no_score_and_nothing_is_spent_beyon
         found: list[str | Exception] = []
         for text, what in (("a", full), ("b", ""), ("a", ""), ("b", "DROP TRIGGER full"), ("c", "")):
             other.execute(what)
-            found += await asyncio.gather(kept.said({"text": text}, ask), return_exceptions=True)  # type: ignore[arg-type]
+            found += await asyncio.gather(kept.answer({"text": text}, ask), return_exceptions=True)  # type: ignore[arg-type]
         assert kept.spent == 10 * len(asked) and JudgeCache(path, 0).spent == kept.spent, "it was written later"
         return found
 
@@ -262,11 +260,11 @@ def test_no_more_than_the_budget_is_spent(tmp_path: Path) -> None:
 
 def test_the_hash_is_of_what_is_asked_and_nothing_else() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "é"}]}
-    assert hash_of(body) == hash_of(dict(reversed(list(body.items()))))
-    assert hash_of(body) != hash_of(body | {"model": "n"})
+    assert request_hash(body) == request_hash(dict(reversed(list(body.items()))))
+    assert request_hash(body) != request_hash(body | {"model": "n"})
 
 
-def test_a_file_of_another_kind_is_refused_before_anything_is_asked(tmp_path: Path, made: Callable[..., Any]) -> None:
+def test_judge_cache_of_another_kind_is_refused(tmp_path: Path, made: Callable[..., Any]) -> None:
     sqlite3.connect(tmp_path / "other").execute("CREATE TABLE answers (a)")
     (tmp_path / "text").write_text("no database" * 100)
     for name in ("other", "text"):

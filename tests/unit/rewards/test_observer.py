@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from heard import hear
-from rollover.rewards.observer import RewardObserver
 from rollover.rewards.protocol import ScoreRequest
+from rollover.rewards.scorer import RewardObserver
 from rollover.types import Reward, Task
 
 
@@ -61,7 +61,7 @@ def test_the_commonest_error_is_counted_without_its_numbers() -> None:
     assert observe([1.0], [task()])[1] == ""
 
 
-def test_scores_that_are_all_the_same_are_told_once_with_what_the_function_was_given() -> None:
+def test_equal_scores_are_logged_once_with_the_inputs() -> None:
     said, _ = observe([0.0] * 9, [task()] * 9, num_equal=4)
     assert len(said) == 1 and "\n" not in said[0]
     for part in (
@@ -76,7 +76,7 @@ def test_scores_that_are_all_the_same_are_told_once_with_what_the_function_was_g
     assert "lists of messages" in said[0] and 'completion[-1]["content"]' in said[0]
 
 
-def test_of_a_built_in_reward_what_was_read_and_what_was_expected() -> None:
+def test_equal_scores_of_a_built_in_show_the_parsed_answer() -> None:
     said, _ = observe([0.0] * 4, [task("exact_match/boxed")] * 4, num_equal=4)
     assert "every reward of exact_match" in said[0]
     assert "read no answer by tasks.answer_rule = 'boxed'; expected is '12'" in said[0]
@@ -84,7 +84,7 @@ def test_of_a_built_in_reward_what_was_read_and_what_was_expected() -> None:
     assert "read the answer '12' by tasks.answer_rule = 'last_number'" in said[0]
 
 
-def test_nothing_is_said_where_scores_differ_or_none_is_asked_for() -> None:
+def test_differing_scores_are_not_logged() -> None:
     assert observe([0.0, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0], [task()] * 9, num_equal=4) == ([], "")
     assert observe([0.0] * 9, [task()] * 9) == ([], "")
 

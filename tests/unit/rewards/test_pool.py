@@ -135,7 +135,7 @@ def scores(rewards):
 # Who scores what
 
 
-def test_a_group_goes_whole_to_one_worker_and_groups_run_at_the_same_time(folder):
+def test_groups_are_scored_whole_and_concurrently(folder):
     async def run():
         async with pool_of(3) as pool:
             waiting = [asyncio.create_task(pool.score(group(["pid", "wait go", "pid"]))) for _ in range(3)]
@@ -155,7 +155,7 @@ def test_a_group_goes_whole_to_one_worker_and_groups_run_at_the_same_time(folder
     assert (after["rewards/busy_workers"], after["rewards/queue"]) == (0, 0)
 
 
-def test_groups_are_taken_in_order_of_arrival_also_when_one_asks_as_a_worker_gets_free():
+def test_groups_are_scored_in_order_of_arrival():
     async def run():
         async with pool_of(1) as pool:
             done = []
@@ -171,7 +171,7 @@ def test_groups_are_taken_in_order_of_arrival_also_when_one_asks_as_a_worker_get
     assert asyncio.run(run()) == ["first", "second", "third", "first", "first"]
 
 
-def test_rollouts_scored_singly_that_wait_cost_one_exchange_together():
+def test_waiting_single_calls_share_one_exchange():
     """As beside the engine of this process, which gives others a few turns between two decode steps."""
 
     async def run():
@@ -213,7 +213,7 @@ def test_of_single_calls_that_go_together_each_has_its_own_end():
     assert after == [5] and (stats["rewards/busy_workers"], stats["rewards/queue"]) == (0, 0)
 
 
-def test_rewards_do_not_depend_on_the_number_of_workers_and_one_worker_is_a_reward_worker():
+def test_rewards_do_not_depend_on_the_number_of_workers():
     texts = [["a", "bb", "exit", "ccc"], ["raise f", "d" * 7], ["nothing"]]
 
     async def run(rewarder):
@@ -231,7 +231,7 @@ def test_rewards_do_not_depend_on_the_number_of_workers_and_one_worker_is_a_rewa
     assert scores(alone[0]) == [1, 2, None, 3]
 
 
-def test_a_cancelled_call_gives_its_worker_back_with_a_fresh_process():
+def test_cancelled_call_frees_its_worker_with_a_new_process():
     async def run():
         async with pool_of(1) as pool:
             calls = [asyncio.create_task(pool.score(group(["sleep 100"]))) for _ in range(3)]
@@ -256,7 +256,7 @@ def test_the_default_leaves_a_core_to_the_trainer(monkeypatch):
     assert RewardsConfig(num_workers=7).num_processes == 7
 
 
-def test_only_a_function_of_one_sample_that_is_known_to_be_one_is_called_for_each_rollout():
+def test_only_per_sample_functions_score_singly():
     def task(name):
         return Task("t", "file", f"functions.py:{name}", prompt="2 + 2")
 
@@ -292,7 +292,7 @@ def resting(pool):
     return lambda: process.status() == psutil.STATUS_SLEEPING
 
 
-def test_a_reply_that_came_while_the_event_loop_stood_still_is_in_time(folder):
+def test_reply_during_a_blocked_event_loop_is_in_time(folder):
     async def run():
         async with pool_of(1, **LIMIT) as pool:
             call = asyncio.create_task(pool.score(group(["mark begun", "wait go", "mark done"])))
@@ -308,7 +308,7 @@ def test_a_reply_that_came_while_the_event_loop_stood_still_is_in_time(folder):
     assert not any(r.missing for r in rewards) and timeouts == 0
 
 
-def test_a_sample_that_began_while_the_event_loop_stood_still_has_its_own_time(folder):
+def test_sample_begun_during_a_blocked_loop_has_its_full_limit(folder):
     async def run():
         async with pool_of(1, **LIMIT) as pool:
             texts = ["mark begun", "wait go", "mark half", "wait more"]
@@ -328,7 +328,7 @@ def test_a_sample_that_began_while_the_event_loop_stood_still_has_its_own_time(f
     assert not any(r.missing for r in rewards) and timeouts == 0
 
 
-def test_a_request_that_the_worker_does_not_read_ends_at_the_limit():
+def test_unread_request_ends_at_the_limit():
     async def run():
         async with pool_of(1, **LIMIT) as pool:
             await pool.score(group(["a"]))
@@ -426,7 +426,7 @@ def test_quarantine_is_shared_by_the_workers_and_ends_the_tries(folder):
     assert stats["rewards/crashes"] == 2 and stats["rewards/quarantined"] == 2 and stats["rewards/retries"] == 2
 
 
-def test_neither_a_probe_nor_an_import_that_hangs_is_held_against_a_task(folder):
+def test_hanging_probe_or_import_does_not_quarantine_a_task(folder):
     (folder / "slow.py").write_text("import time; open('hangs', 'w').close(); time.sleep(1000)")
 
     async def run():
@@ -456,7 +456,7 @@ def test_running_out_of_memory_costs_one_reward_and_the_process():
     assert counted == {"out_of_memory": 1}
 
 
-def test_a_function_that_hoards_memory_goes_on_in_a_fresh_process():
+def test_function_that_hoards_memory_gets_a_new_process():
     (rewards,), counted = score(group(["hoard"] * 8), memory_gb=0.7, quarantine_after=0)
     assert scores(rewards) == [1, 2, 3, None, 1, 2, 3, None]
     assert counted == {"out_of_memory": 2}
@@ -471,7 +471,7 @@ def test_async_calls_of_a_group_run_at_the_same_time(name):
     assert scores(rewards) == [5] * 5
 
 
-def test_async_calls_share_one_event_loop_for_the_life_of_the_process():
+def test_async_functions_share_one_event_loop():
     (first, second, third), _ = score(*(group(["loop"], name) for name in ("together", "async_batch", "together")))
     assert scores(first + second + third) == [1, 1, 1]
 

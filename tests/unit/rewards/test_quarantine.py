@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.rewards.quarantine import Quarantine
+from rollover.rewards.worker import Quarantine
 
 
 @given(st.lists(st.sampled_from("abc")), st.integers(1, 4))

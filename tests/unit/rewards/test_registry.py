@@ -8,7 +8,7 @@ import pytest
 from rollover.config import RewardsConfig, TaskSourceConfig
 from rollover.rewards.answers import answer_of
 from rollover.rewards.registry import load_reward, to_result, with_signature
-from rollover.rewards.routing import chosen_for
+from rollover.rewards.routing import choose_reward
 from rollover.track.metrics import validate
 
 
@@ -57,20 +57,20 @@ def test_what_is_not_a_score_is_an_error(value, error):
     assert error in to_result(value)["error"]
 
 
-def test_spec_falls_back_from_the_source_to_the_table_to_the_kind():
+def test_reward_of_source_then_table_then_kind():
     gym, file = TaskSourceConfig(kind="reasoning_gym", name="chain_sum"), TaskSourceConfig(kind="dataset", path="a.csv")
     none, some = RewardsConfig(), RewardsConfig(function="a:b")
-    assert chosen_for(gym, none, "boxed").spec == "reasoning_gym/boxed"
-    assert chosen_for(file, none).spec == "exact_match/last_number"
-    assert chosen_for(gym, some).spec == "a:b"
-    assert chosen_for(gym.model_copy(update={"reward": "exact_match", "answer_rule": "full_text"}), some).spec == (
+    assert choose_reward(gym, none, "boxed").spec == "reasoning_gym/boxed"
+    assert choose_reward(file, none).spec == "exact_match/last_number"
+    assert choose_reward(gym, some).spec == "a:b"
+    assert choose_reward(gym.model_copy(update={"reward": "exact_match", "answer_rule": "full_text"}), some).spec == (
         "exact_match/full_text"
     )
-    assert chosen_for(file.model_copy(update={"reward": "x.py:f"}), some).spec == "x.py:f"
+    assert choose_reward(file.model_copy(update={"reward": "x.py:f"}), some).spec == "x.py:f"
     with pytest.raises(ValueError, match="did you mean 'exact_match'"):
-        chosen_for(file.model_copy(update={"reward": "exactmatch"}), none)
+        choose_reward(file.model_copy(update={"reward": "exactmatch"}), none)
     with pytest.raises(ValueError, match="cannot score the dataset"):
-        chosen_for(file.model_copy(update={"reward": "reasoning_gym"}), none)
+        choose_reward(file.model_copy(update={"reward": "reasoning_gym"}), none)
 
 
 def test_trl_gets_lists_and_messages_for_chat(tmp_path):
@@ -167,7 +167,7 @@ def test_verl_without_a_ground_truth_says_what_to_set(tmp_path):
         ),
     ],
 )
-def test_a_column_that_is_not_there_is_named_beside_those_that_are(tmp_path, code, message):
+def test_missing_column_is_named_beside_existing_ones(tmp_path, code, message):
     reward = load(tmp_path, code)
     with pytest.raises(ValueError) as error:
         if not reward.whole_groups:

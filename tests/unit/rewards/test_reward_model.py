@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaForTo
 
 import tiny
 from rollover.config import RewardsConfig
-from rollover.rewards.built_in import made, spec_of
+from rollover.rewards.built_in import make_function, make_spec
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.types import Task
@@ -62,7 +62,7 @@ def alone(folder: Path, kind: str, texts: list[str]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("batch_tokens", [1, 100, 10_000])
 def test_each_row_has_the_score_that_it_has_alone(tmp_path: Path, kind: str, batch_tokens: int) -> None:
     folder = saved(tmp_path / "m", kind)
-    score = made("reward_model", {"path": str(folder), "kind": kind, "batch_tokens": batch_tokens}, ".")
+    score = make_function("reward_model", {"path": str(folder), "kind": kind, "batch_tokens": batch_tokens}, ".")
     found = score([item(text) for text in COMPLETIONS])
     expected = [float(row[0]) for row in alone(folder, kind, ["q: 1+1?" + text for text in COMPLETIONS])]
     assert found == pytest.approx(expected, abs=1e-5)
@@ -71,7 +71,7 @@ def test_each_row_has_the_score_that_it_has_alone(tmp_path: Path, kind: str, bat
 
 def test_of_several_labels_the_logprob_of_one(tmp_path: Path) -> None:
     folder = saved(tmp_path / "m", num_labels=2)
-    (found,) = made("reward_model", {"path": str(folder), "label": "good"}, ".")([item("2")])
+    (found,) = make_function("reward_model", {"path": str(folder), "label": "good"}, ".")([item("2")])
     assert found == pytest.approx(float(alone(folder, "sequence", ["q: 1+1?2"])[0].log_softmax(-1)[1]), abs=1e-5)
 
 
@@ -79,15 +79,15 @@ def test_messages_by_its_own_chat_template(tmp_path: Path) -> None:
     folder = saved(tmp_path / "m", template=True)
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
     whole = tiny.tokenizer().apply_chat_template([*messages, {"role": "assistant", "content": "A"}], tokenize=False)
-    (found,) = made("reward_model", {"path": str(folder)}, ".")([item("A", messages)])
+    (found,) = make_function("reward_model", {"path": str(folder)}, ".")([item("A", messages)])
     assert found == pytest.approx(float(alone(folder, "sequence", [str(whole)])[0][0]), abs=1e-5)
-    (plain,) = made("reward_model", {"path": str(folder), "chat": False}, ".")([item("A", messages)])
+    (plain,) = make_function("reward_model", {"path": str(folder), "chat": False}, ".")([item("A", messages)])
     assert plain == pytest.approx(float(alone(folder, "sequence", ["SQA"])[0][0]), abs=1e-5)
 
 
-def test_in_the_pool_what_is_too_long_is_missing_and_the_others_are_scored(tmp_path: Path) -> None:
+def test_reward_model_skips_too_long_texts(tmp_path: Path) -> None:
     folder = saved(tmp_path / "m")
-    task = Task("t", "s", spec_of("reward_model", {"path": str(folder), "max_tokens": 40}), prompt="q: 1+1?")
+    task = Task("t", "s", make_spec("reward_model", {"path": str(folder), "max_tokens": 40}), prompt="q: 1+1?")
 
     async def main() -> list[Any]:
         pool = RewardPool(RewardsConfig(num_workers=1, timeout_s=120, startup_timeout_s=300))
@@ -107,10 +107,10 @@ def test_damaged_reward_model_is_refused(tmp_path: Path) -> None:
     weights["score.weight"][0, 0] = float("nan")
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="reward_model: .* cannot be loaded: .*score.weight has a number that is not"):
-        made("reward_model", {"path": str(path)}, ".")
+        make_function("reward_model", {"path": str(path)}, ".")
     (path / "tokenizer.json").write_text("[]")
     with pytest.raises(ValueError, match="reward_model: .* cannot be loaded: TypeError"):
-        made("reward_model", {"path": str(path)}, ".")
+        make_function("reward_model", {"path": str(path)}, ".")
 
 
 @pytest.mark.parametrize(
@@ -131,5 +131,5 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path, changes: dict[str, A
     else:
         saved(path, num_labels=num_labels)
     with pytest.raises(ValueError, match="reward_model") as error:
-        made("reward_model", {"path": str(path)} | changes, ".")
+        make_function("reward_model", {"path": str(path)} | changes, ".")
     assert why in str(error.value)

@@ -8,8 +8,8 @@ import pytest
 
 from rollover.config import Config
 from rollover.rewards.protocol import ScoreRequest
+from rollover.rewards.registry import TrainerState
 from rollover.rewards.scorer import make_scorer
-from rollover.rewards.trl_arguments import TrainerState
 from rollover.types import Prompt, Reward, Rollout, SamplingParams, Segment, StopReason, Task
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from rollover.config import RewardsConfig
 from rollover.live_objects import hold, name_of, release
-from rollover.rewards.built_in import several_of
+from rollover.rewards.built_in import composite_spec
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.worker import RewardProbeError
@@ -23,7 +23,7 @@ FACTOR = 3
 def scored(function: Any, *completions: str, rounds: int = 1) -> list[Reward]:
     """What the pool makes of it, for completions of one task with the answer "4"."""
     held = [hold(one, name_of(one)) for one in function] if isinstance(function, tuple) else [hold(function, "reward")]
-    spec = several_of([{"function": one} for one in held]) if isinstance(function, tuple) else held[0]
+    spec = composite_spec([{"function": one} for one in held]) if isinstance(function, tuple) else held[0]
     task = Task("t", "tasks", spec, prompt="2 + 2 =", columns={"answer": "4"})
 
     async def ask() -> list[Reward]:

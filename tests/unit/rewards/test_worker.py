@@ -109,7 +109,7 @@ def counts(**of_kind):
         ("missing", "no function 'missing'"),
     ],
 )
-def test_a_failure_is_missing_with_its_text_and_the_worker_goes_on(name, error):
+def test_failure_is_missing_with_its_error(name, error):
     (failed, fine), stats = score((name, ["4", "5"]), ("good", ["4", "5"]))
     assert all(r.missing and error in r.error for r in failed)
     assert [r.score for r in fine] == [1, 0]
@@ -143,7 +143,7 @@ def test_a_per_sample_failure_leaves_the_others_valid():
     assert stats == counts(timeouts=1, crashes=1, errors=1)
 
 
-def test_rewards_of_several_functions_keep_the_order_of_the_requests():
+def test_rewards_of_several_specs_keep_the_request_order():
     async def run():
         worker = RewardWorker()
         await worker.probe(task("good"))

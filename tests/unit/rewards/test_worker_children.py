@@ -136,7 +136,7 @@ def test_it_ends_with_a_trainer_that_is_killed():
     assert wait_until_dead(pids)
 
 
-def test_closing_waits_for_the_end_that_a_cancelled_call_has_begun() -> None:
+def test_close_waits_for_a_kill_by_a_cancelled_call() -> None:
     """As where a run is stopped in the middle of a call: its event loop ends right after."""
     worker = RewardWorker(RewardsConfig.model_validate({"timeout_s": 1000.0}))
 

@@ -86,7 +86,7 @@ def score(name, *calls, **options):
 
 
 @pytest.mark.parametrize("name", ["one", "batch", "together"])
-def test_a_fork_that_comes_back_out_of_the_function_shifts_no_reward(name):
+def test_fork_that_returns_from_the_function_shifts_no_reward(name):
     calls = [["a", "fork", "bb"], ["ccc", "fork_once f"], ["dddd"], ["eeeee", "ffffff"]]
     rewards, counted = score(name, *calls)
     assert [[r.score for r in scored] for scored in rewards] == [[len(text) for text in texts] for texts in calls]
@@ -103,7 +103,7 @@ def test_a_fork_that_comes_back_out_of_the_function_shifts_no_reward(name):
         "{}",
     ],
 )
-def test_what_a_function_writes_to_the_pipe_is_no_reward_and_does_not_end_the_run(line):
+def test_function_writing_to_the_pipe_gives_no_reward(line):
     (first, second), counted = score("one", ["a", f"write {line}", "bb"], ["ccc"], quarantine_after=0)
     assert [r.score for r in first[::2] + second] == [1, 2, 3]
     assert first[1].missing and "the reward worker" in first[1].error
@@ -111,7 +111,7 @@ def test_what_a_function_writes_to_the_pipe_is_no_reward_and_does_not_end_the_ru
 
 
 @pytest.mark.parametrize("name", ["one", "batch"])
-def test_a_call_that_gets_the_answer_of_an_earlier_one_is_made_again(name):
+def test_call_with_the_reply_of_an_earlier_one_is_retried(name):
     """Without retries, and nothing is held against its task: it was not its doing."""
     (_, second), counted = score(name, ["later"], ["slow"], retries=0, quarantine_after=1)
     assert [r.score for r in second] == [len("slow")]
@@ -119,7 +119,7 @@ def test_a_call_that_gets_the_answer_of_an_earlier_one_is_made_again(name):
 
 
 @pytest.mark.parametrize("name", ["one", "batch", "together"])
-def test_a_result_that_no_line_can_hold_is_missing_and_the_worker_goes_on(name):
+def test_too_long_result_is_missing(name):
     (first, second), counted = score(name, ["large"], ["a", "bb"])
     assert first[0].missing and "the function's result is 65 MiB long, above 64 MiB" in first[0].error
     assert [r.score for r in second] == [1, 2] and counted == {"errors": 1}

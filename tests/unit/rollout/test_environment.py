@@ -15,8 +15,8 @@ from rollover.config import Config
 from rollover.config.algorithm import AlgorithmConfig
 from rollover.config.workflow import WorkflowConfig
 from rollover.engine.protocol import ExtendRequest
-from rollover.envs.build import EnvironmentSetup, OwnEnvironment, build_environment
-from rollover.envs.protocol import RunEnvironment, written
+from rollover.envs.build import CustomEnvironment, build_environment
+from rollover.envs.protocol import EnvironmentSetup, RunEnvironment, written
 from rollover.rollout.lifecycle import EventKind
 from rollover.types import DropReason, Reward, Rollout, RolloutState, Segment, StopReason
 from unit.rollout.dialogue import SAID, Dialogue, TurnEngine, said
@@ -187,7 +187,7 @@ def test_an_environment_that_always_fails_ends_the_run() -> None:
     ],
 )
 def test_a_wrong_answer_is_refused(answer, why: str) -> None:
-    run = dialogue(OwnEnvironment(Broken(answer), 1000))
+    run = dialogue(CustomEnvironment(Broken(answer), 1000))
     with pytest.raises(ValueError, match=f"rollout.environment gave a wrong answer at rollout .-.: {why}"):
         run.steps(1)
     run.check()
@@ -281,7 +281,7 @@ def test_a_function_of_ones_own_makes_an_environment(tmp_path) -> None:
     (tmp_path / "mine.py").write_text("def make(setup):\n    return setup.score(3)\n")
     named = Config.model_validate({"rollout": {"environment": f"{tmp_path}/mine.py:make"}})
     made = build_environment(EnvironmentSetup(named, None, lambda n: Dialogue(n), lambda task: False, 9))  # type: ignore
-    assert isinstance(made, OwnEnvironment)
+    assert isinstance(made, CustomEnvironment)
     assert isinstance(made.environment, Dialogue) and made.environment.turns == 3
     with pytest.raises(ValueError, match="rollout.environment.*a int without next, score, scores_singly"):
         build_environment(EnvironmentSetup(named, None, lambda n: n, lambda task: False, 9))  # type: ignore[arg-type]

@@ -22,8 +22,8 @@ from rollover.config import Config, EngineConfig
 from rollover.config.workflow import WorkflowConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.envs.build import EnvironmentSetup
 from rollover.envs.class_environment import ClassEnvironment
+from rollover.envs.protocol import EnvironmentSetup
 from rollover.live_objects import hold, release
 from rollover.rollout.lifecycle import EventKind
 from rollover.types import DropReason, Group, RolloutState, Segment, StopReason

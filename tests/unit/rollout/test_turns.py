@@ -21,7 +21,7 @@ import virtual_time
 from rollover.config import EngineConfig
 from rollover.config.workflow import WorkflowConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.envs.build import OwnEnvironment
+from rollover.envs.build import CustomEnvironment
 from rollover.envs.protocol import RunEnvironment, written
 from rollover.rollout.lifecycle import Event
 from rollover.types import DropReason, Group, Reward, Rollout, Segment, StopReason, Task
@@ -86,7 +86,7 @@ class Watched:
 
 
 def erratic(mode: Mapping[str, object], seed: int, workflow: WorkflowConfig, watched: Watched) -> Run:
-    environment = OwnEnvironment(Talks(random.Random(seed)), 1000)
+    environment = CustomEnvironment(Talks(random.Random(seed)), 1000)
     run = Run(
         engine=TurnEngine(),
         environment=environment,

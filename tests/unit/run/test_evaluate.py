@@ -15,7 +15,7 @@ from heard import hear
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
 from rollover.envs.build import SingleTurn
-from rollover.envs.protocol import BeginAgain, RunEnvironment, written
+from rollover.envs.protocol import RunEnvironment, StateLost, written
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.scorer import make_scorer
 from rollover.run.evaluate import Answers, EvalTasks, answers_of, summarised
@@ -179,7 +179,7 @@ class Loses(Twice):
     async def next(self, rollout: Rollout) -> Segment | None:
         if (rollout.task.task_id, rollout.sibling) == ("t1", 1) and len(rollout.segments) > 1 and self.left:
             self.left -= 1
-            raise BeginAgain("the page is gone")
+            raise StateLost("the page is gone")
         return await super().next(rollout)
 
 

@@ -14,18 +14,17 @@ from heard import hear
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
 from rollover.run.evaluate import Answers, EvalTasks, answers_of, check_roles, summarised
-from rollover.types import SamplingParams, Segment, Task
+from rollover.types import Segment, Task
 from rollover.workflows.calls import BudgetUsedUp
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episodes import Episodes
-from rollover.workflows.function import WorkflowFunction
-from rollover.workflows.gateway.server import EpisodeServer
-from rollover.workflows.turns import Limits
+from rollover.workflows.protocol import WorkflowFunction
+from rollover.workflows.turns import EpisodeLimits
 from unit.envs import templates
 
 TOKENIZER = templates.tokenizer(templates.CHATML)
 CHATS = Chats(TOKENIZER)
-PROMPT = CHATS.of(()).prompt([{"role": "user", "content": "Begin"}])
+PROMPT = CHATS.for_tools(()).prompt([{"role": "user", "content": "Begin"}])
 TASKS = EvalTasks([Task(f"t{i}", "s", "r", prompt="Begin", columns={"i": i}) for i in range(3)], [PROMPT] * 3)
 
 
@@ -45,14 +44,13 @@ class Evaluation:
             }
         )
         self.engine = engine or FakeEngine(lambda seed: 5 + seed % 20, vocab_size=len(TOKENIZER))
-        settings = Limits(**{"max_new_tokens": 60, "max_prompt_tokens": 2000, "retries": 1, **limits})
+        settings = EpisodeLimits(**{"max_new_tokens": 60, "max_prompt_tokens": 2000, "retries": 1, **limits})
         function = WorkflowFunction(agent, "mine")
-        server = EpisodeServer(function, TOKENIZER, SamplingParams())
-        self.training = Episodes(function, CHATS, settings, server)
+        self.training = Episodes(function, CHATS, settings)
         self.said: list[str] = hear([])
 
     async def found(self) -> Answers:
-        end = frozenset([CHATS.of(()).end_of_turn])
+        end = frozenset([CHATS.for_tools(()).end_of_turn])
         try:
             return await answers_of(TASKS, self.engine, self.training, TOKENIZER, self.config, end)
         finally:
@@ -62,7 +60,7 @@ class Evaluation:
 
     def run(self) -> Answers:
         found = virtual_time.run(self.found())
-        assert not self.training.counts and not self.training.num_at_work
+        assert not self.training.counts and not self.training.num_running
         return found
 
 

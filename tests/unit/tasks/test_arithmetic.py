@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from rollover.config import TaskSourceConfig
-from rollover.tasks.build import build_source
-from rollover.tasks.source import SourceSetup, TaskSource
+from rollover.tasks.source import SourceSetup, TaskSource, build_source
 
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -46,7 +45,7 @@ def test_the_package_is_not_imported() -> None:
     code = (
         "import sys; sys.modules['reasoning_gym'] = None\n"
         "from rollover.config import TaskSourceConfig\n"
-        "from rollover.tasks.build import build_source\n"
+        "from rollover.tasks.source import build_source\n"
         "from rollover.tasks.source import SourceSetup\n"
         "config = TaskSourceConfig(kind='arithmetic', name='products')\n"
         "print(build_source(SourceSetup(config, 'p', 'exact_match', 0)).problem(3).prompt)"

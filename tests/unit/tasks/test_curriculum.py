@@ -171,7 +171,7 @@ def test_where_every_weight_is_0_the_tasks_are_used_up(tmp_path: Path) -> None:
     assert other.next() is not None, "with another weight there are some again"
 
 
-def test_pass_rates_change_at_the_end_of_a_step_and_in_the_order_of_admission(tmp_path: Path) -> None:
+def test_pass_rates_change_at_the_end_of_a_step(tmp_path: Path) -> None:
     """However the scores come in: what is given next does not depend on it."""
     config = write(tmp_path, 'kind = "variance"\ndecay = 0.5\nby = "info.level"')
     ends = []

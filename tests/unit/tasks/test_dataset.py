@@ -6,7 +6,7 @@ import pytest
 
 from rollover.config import TaskSourceConfig
 from rollover.tasks.dataset import DatasetSource
-from rollover.tasks.rows import Table
+from rollover.tasks.rows import TableLocation
 from rollover.tasks.source import SourceSetup
 
 CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "2 + 2"}]
@@ -20,7 +20,7 @@ def jsonl(tmp_path, *rows, name="data.jsonl"):
 def make(tmp_path, path, needs_answer=False, chat=True, **columns):
     reward = "exact_match/last_number" if needs_answer else "own.py:score"
     setup = SourceSetup(TaskSourceConfig(**columns), "data", reward, 0, chat=chat)
-    return DatasetSource(setup, Table(path, base_dir=tmp_path))
+    return DatasetSource(setup, TableLocation(path, base_dir=tmp_path))
 
 
 def test_verl_layout_in_parquet(tmp_path):

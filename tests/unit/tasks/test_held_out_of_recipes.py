@@ -12,8 +12,7 @@ from rollover.config import Config
 from rollover.config.load import load_config
 from rollover.config.recipes import recipes
 from rollover.rewards.answers import answer_of
-from rollover.tasks.same import problem_text
-from rollover.tasks.split import SplitName
+from rollover.tasks.split import SplitName, problem_text
 from rollover.tasks.stream import TaskStream
 from rollover.types import Task
 

@@ -10,13 +10,11 @@ from PIL import Image
 
 from rollover.config import TasksConfig, TaskSourceConfig
 from rollover.images import media_kept_in
-from rollover.tasks.build import build_source
 from rollover.tasks.dataset import DatasetSource
 from rollover.tasks.image_parts import with_images_of_program
-from rollover.tasks.live import LiveTable
-from rollover.tasks.rows import StoredRows, Table
-from rollover.tasks.same import problem_text
-from rollover.tasks.source import SourceSetup, problems_of
+from rollover.tasks.rows import LiveTable, StoredRows, TableLocation
+from rollover.tasks.source import SourceSetup, build_source, problems_of
+from rollover.tasks.split import problem_text
 from rollover.tasks.stream import decorated
 from rollover.types import Task
 
@@ -37,7 +35,7 @@ def folder(tmp_path, monkeypatch):
 
 def source(folder, *rows, **options):
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return of_table(Table("data.jsonl", base_dir=folder), **options)
+    return of_table(TableLocation("data.jsonl", base_dir=folder), **options)
 
 
 def of_table(table, chat=True, **columns):
@@ -182,7 +180,7 @@ def geometry():
 @pytest.mark.parametrize("streaming", [False, True])
 def test_parquet_with_bytes(folder, streaming):
     geometry().to_parquet(folder / "data.parquet")
-    table = Table("data.parquet", streaming=streaming, base_dir=folder)
+    table = TableLocation("data.parquet", streaming=streaming, base_dir=folder)
     found = of_table(table).problem(1)
     assert shown(found) == [[BLUE, "Find y."]]
     assert found.columns["answer"] == "2"
@@ -200,7 +198,7 @@ def test_live_rows_with_images_of_pillow(folder):
 
 def test_looking_at_all_rows_writes_no_image(folder):
     geometry().to_parquet(folder / "data.parquet")
-    rows = of_table(Table("data.parquet", base_dir=folder))
+    rows = of_table(TableLocation("data.parquet", base_dir=folder))
     looked = list(problems_of(rows))
     assert not (folder / "media").exists()
     assert looked == [rows.problem(i) for i in (0, 1)]

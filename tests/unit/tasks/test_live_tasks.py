@@ -10,7 +10,7 @@ import pytest
 
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.live_objects import hold, release
-from rollover.tasks.live import WINDOW, LiveStream, LiveTable, live_rows
+from rollover.tasks.rows import WINDOW, LiveStream, LiveTable, live_rows
 from rollover.tasks.stream import TaskStream
 
 ROWS = [{"prompt": f"count to {i}", "answer": str(i)} for i in range(100)]
@@ -57,7 +57,7 @@ def test_rows_may_lack_what_others_have(stream: Any) -> None:
     assert tasks == {"tasks/0": {"answer": "1", "hint": None}, "tasks/1": {"answer": "2", "hint": "two"}}
 
 
-def test_an_iterable_is_passed_over_once_and_goes_on_where_it_was(stream: Any) -> None:
+def test_iterable_has_one_pass_and_resumes(stream: Any) -> None:
     eval_rows = [{"prompt": "count to 3", "answer": "3"}]
     first = stream(endless(), eval_rows=eval_rows)
     assert prompts(first, 5) == [f"count to {i}" for i in (0, 1, 2, 4, 5)], "3 is held out"
@@ -85,7 +85,7 @@ def test_what_was_looked_at_is_asked_for_again() -> None:
     rows = LiveStream(endless())
     assert rows.columns == ["prompt", "answer"] and rows.num_rows is None
     assert rows[WINDOW]["answer"] == str(WINDOW) and rows[1]["answer"] == "1"
-    with pytest.raises(ValueError, match="row 0 of the iterable of tasks is asked for again"):
+    with pytest.raises(ValueError, match="row 0 of the iterable of tasks is needed again"):
         _ = rows[0]
 
     class Again:
@@ -105,7 +105,7 @@ def test_what_holds_no_rows_is_refused(stream: Any, rows: Any, message: str) -> 
         stream(rows)
 
 
-def test_a_list_may_come_in_the_order_of_a_column_and_an_iterable_may_not(stream: Any) -> None:
+def test_order_column_needs_a_list(stream: Any) -> None:
     rows = [row | {"level": -i} for i, row in enumerate(ROWS[:10])]
     by_level = {"order_column": "level"}
     assert prompts(stream(rows, eval_fraction=1e-9, source=by_level), 3) == ["count to 9", "count to 8", "count to 7"]

@@ -117,7 +117,7 @@ def test_held_out_prompts_are_dealt_with_alike(truncation: Truncation, expected:
     assert found.left_out == 2 - len(expected)
 
 
-def test_the_chat_template_has_its_arguments_wherever_it_is_applied(tmp_path: Path) -> None:
+def test_chat_template_arguments_are_passed_everywhere(tmp_path: Path) -> None:
     folder = tiny.save(tmp_path / "m")
     (file,) = folder.glob("chat_template*")
     plain = file.read_text()

@@ -5,7 +5,7 @@ import pytest
 from reasoning_gym.arithmetic.chain_sum import ChainSumDataset
 
 from rollover.rewards.registry import load_reward
-from rollover.tasks.reasoning_gym import CHUNK_SIZE, ReasoningGymSource
+from rollover.tasks.generators import CHUNK_SIZE, ReasoningGymSource
 from rollover.tasks.source import FailedProblem
 
 TINY = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -23,7 +23,7 @@ def test_a_problem_depends_on_its_index_only(index):
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "gsm_symbolic", "countdown", "list_functions"])
-def test_the_columns_are_json_and_let_the_reward_regenerate_the_entry(name):
+def test_generator_columns_are_json_and_identify_the_entry(name):
     problem = make(name, {}).problem(CHUNK_SIZE + 2)
     columns = json.loads(json.dumps(problem.columns))
     item = {"prompt": "", "completion": columns["answer"], "columns": columns, "source": name}
@@ -63,7 +63,7 @@ def test_a_missing_package_says_how_to_install_it(monkeypatch):
         make()
 
 
-def test_parameters_with_which_nothing_can_be_made_are_refused_at_the_start(monkeypatch):
+def test_parameters_whose_problems_all_fail_are_refused(monkeypatch):
     def fails(self, idx):
         raise StopIteration("no sum found")  # whatever it is, no stream may take it for its end
 

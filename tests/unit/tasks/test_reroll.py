@@ -67,7 +67,7 @@ def test_a_greedy_baseline_does_not_count() -> None:
     assert has_failed(g, 0.0)
 
 
-def test_failed_tasks_wait_for_their_time_and_come_first_in_first_out() -> None:
+def test_reroll_starts_late_and_is_first_in_first_out() -> None:
     r = reroll()
     for version in range(1, 5):
         r.on_step([group(2 * version), group(2 * version + 1, (0.0, 1.0))], version)

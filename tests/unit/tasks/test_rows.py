@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from huggingface_hub import constants
 from rollover.config import Config, RewardsConfig
 from rollover.tasks import rows as rows_module
 from rollover.tasks import text_rows
-from rollover.tasks.rows import Table, open_rows
+from rollover.tasks.rows import TableLocation, open_rows
 from rollover.tasks.stream import TaskStream
 from rollover.types import Task
 
@@ -103,7 +104,7 @@ def test_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch, folder: str, str
     assert {call["streaming"] for call in hub.asked} == {streaming}
 
 
-def refusal(place: Table) -> str:
+def refusal(place: TableLocation) -> str:
     with pytest.raises(ValueError) as error:
         open_rows(place)
     return str(error.value)
@@ -112,17 +113,17 @@ def refusal(place: Table) -> str:
 def test_what_cannot_be_opened_says_why(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     (tmp_path / "empty").mkdir()
-    here = tmp_path
+    at = partial(TableLocation, base_dir=tmp_path)
     for place, message in {
-        Table("sums/tset", base_dir=here): "'sums/tset': there is no such file or folder. Did you mean .*sums/test",
-        Table("sum", base_dir=here): "expected a file ending in .* or a data set of the hub (owner/name)",
-        Table("sums", split="dev", base_dir=here): "'sums' cannot be loaded: .*dev.*tasks.sources.subset and .split",
-        Table("sums", split="dev", streaming=True, base_dir=here): "cannot be loaded: .*dev",
-        Table("empty", base_dir=here): "'empty' cannot be loaded",
-        Table("sums/train.jsonl", split="test", base_dir=here): "tasks.sources.split has no effect: .* is a file",
-        Table("sums/train.jsonl", subset="main", base_dir=here): "tasks.sources.subset has no effect: .* is a file",
-        Table("openai/gsm8k", streaming=True, base_dir=here): "it is streamed from the hub, and HF_HUB_OFFLINE is set",
-        Table("openai/none", key="eval_path", base_dir=here): "eval_path = 'openai/none': no data set of that name",
+        at("sums/tset"): "'sums/tset': there is no such file or folder. Did you mean .*sums/test",
+        at("sum"): "expected a file ending in .* or a data set of the hub (owner/name)",
+        at("sums", split="dev"): "'sums' cannot be loaded: .*dev.*tasks.sources.subset and .split",
+        at("sums", split="dev", streaming=True): "cannot be loaded: .*dev",
+        at("empty"): "'empty' cannot be loaded",
+        at("sums/train.jsonl", split="test"): "tasks.sources.split has no effect: .* is a file",
+        at("sums/train.jsonl", subset="main"): "tasks.sources.subset has no effect: .* is a file",
+        at("openai/gsm8k", streaming=True): "it is streamed from the hub, and HF_HUB_OFFLINE is set",
+        at("openai/none", key="eval_path"): "eval_path = 'openai/none': no data set of that name",
     }.items():
         found = refusal(place)
         assert re.search(message.replace("(", "[(]").replace(")", "[)]"), found, re.DOTALL), found
@@ -136,14 +137,14 @@ def test_a_hub_that_is_away_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, 
     offline: list[bool] = []
     load = hub.load
     hub.load = lambda *args, **options: offline.append(datasets.config.HF_HUB_OFFLINE) or load(*args, **options)
-    assert open_rows(Table("openai/gsm8k")).num_rows == 40
+    assert open_rows(TableLocation("openai/gsm8k")).num_rows == 40
     assert offline == [True] and datasets.config.HF_HUB_OFFLINE is False
 
 
 # Streams
 
 
-def test_a_stream_gives_what_the_file_holds_shuffled_within_each_chunk(numbered: str) -> None:
+def test_streamed_rows_are_shuffled_within_each_chunk(numbered: str) -> None:
     on_disk, streamed = ({"path": numbered, "streaming": s} for s in (False, True))
     plain = [numbers(draw(stream(s, shuffle=False, epochs=2), 500)) for s in (on_disk, streamed)]
     assert plain[0] == plain[1] and len(plain[0]) > 180
@@ -241,5 +242,5 @@ def test_answers_of_a_folder_with_a_card_keep_their_types(
     (tmp_path / "README.md").write_text(card)
     rows = [{"prompt": "a", "answer": "2024-01-31"}, {"prompt": "b", "answer": "007"}]
     (tmp_path / "a" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = open_rows(Table(str(tmp_path), subset=subset, streaming=streaming))
+    found = open_rows(TableLocation(str(tmp_path), subset=subset, streaming=streaming))
     assert [found[0], found[1]] == rows

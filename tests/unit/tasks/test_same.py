@@ -12,8 +12,7 @@ import pytest
 
 from rollover.config import RewardsConfig, TasksConfig, TaskSourceConfig
 from rollover.functions import FunctionError
-from rollover.tasks.same import UNORDERED, problem_text, same_by, same_of_generator
-from rollover.tasks.split import key_of
+from rollover.tasks.split import UNORDERED, comparison_by, generator_comparison, key_of, problem_text
 from rollover.tasks.stream import TaskStream
 from rollover.types import Task
 
@@ -72,7 +71,7 @@ def test_the_text_of_a_problem_has_no_case_and_no_layout() -> None:
     ],
 )
 def test_operands_have_no_order(generator: str, same: list[str], other: str) -> None:
-    key = same_of_generator(generator)
+    key = generator_comparison(generator)
     assert len({key(problem(text)) for text in same}) == 1
     assert key(problem(other)) != key(problem(same[0]))
 
@@ -84,7 +83,7 @@ def test_generated_problems_of_one_key_have_one_answer(name: str) -> None:
     params["products"] = params["chain_sum"]
     source = gym(name, params=params.get(name, {}))
     stream = TaskStream(TasksConfig(sources=[source]), 0, "train", rewards=RewardsConfig())
-    key, answers = same_of_generator(name), {}
+    key, answers = generator_comparison(name), {}
     for task in itertools.islice(iter(stream.next, None), 20 if name == "countdown" else 100):
         text = key(Task("t", "s", "r", prompt=task.reward_prompt))  # type: ignore[arg-type]
         answer = task.columns["answer"]
@@ -133,7 +132,7 @@ def test_a_text_with_several_keys_is_on_one_side_all_the_same(tmp_path: Path, he
 
 
 def test_a_row_without_a_value_is_compared_by_its_text() -> None:
-    key = same_by("family")
+    key = comparison_by("family")
     assert key(problem("A  b", family=None)) == key(problem("a b")) == "a b"
     assert key(problem("a", family=3)) == key(problem("b", family=3)) != key(problem("a", family=4))
 
@@ -148,7 +147,7 @@ def test_a_function_of_ones_own_says_what_is_the_same(tmp_path: Path) -> None:
     lengths = [{len(t.prompt or "") for t in side} for side in (trained, held)]
     assert not lengths[0] & lengths[1] and len(held) == 5 * len(lengths[1]) > 0
     with pytest.raises(FunctionError, match="problem_key = .*returned 4 .int. for rows/3; it must return a text"):
-        same_by(f"{tmp_path / 'mine.py'}:number")(problem("four"))
+        comparison_by(f"{tmp_path / 'mine.py'}:number")(problem("four"))
 
 
 def test_a_key_that_is_not_there_is_an_error(tmp_path: Path) -> None:
@@ -160,7 +159,7 @@ def test_a_key_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("operands_ordered", "key"), [(False, ""), (True, "id")])
-def test_a_generated_problem_and_the_row_of_its_text_are_on_one_side(
+def test_generated_problem_and_equal_row_are_on_one_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operands_ordered: bool, key: str
 ) -> None:
     """Though the hash puts the two on sides of their own, by what makes each the same as others."""
@@ -176,12 +175,12 @@ def test_a_generated_problem_and_the_row_of_its_text_are_on_one_side(
     assert not {problem_text(task) for task in trained} & {problem_text(task) for task in evaluated}
     for side in trained, evaluated:
         assert min(sum(task.source == source for task in side) for source in ("chain_sum", "rows")) > 5
-    same = {key_of(same_of_generator("chain_sum")(row)) for row in trained if row.source == "rows"}
+    same = {key_of(generator_comparison("chain_sum")(row)) for row in trained if row.source == "rows"}
     assert held.num_on_neither_side == sum(key / 2**64 < 0.3 for key in same) > 5
 
 
 def test_what_a_function_does_to_the_columns_stays_with_it(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def own(task): return str(task.columns.pop('id'))\n")
-    key = same_by(f"{tmp_path / 'mine.py'}:own")
+    key = comparison_by(f"{tmp_path / 'mine.py'}:own")
     task = problem("one", id=3)
     assert key(task) == key(task) == "3" and task.columns == {"id": 3}

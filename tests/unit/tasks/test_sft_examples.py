@@ -11,8 +11,8 @@ import pytest
 import tiny
 from rollover.config import SftConfig, TasksConfig
 from rollover.recipes.toy_model import character_tokenizer
-from rollover.tasks.examples import Example, ExampleRows, chat_parts
-from rollover.tasks.rows import Table
+from rollover.tasks.examples import Example, ExampleRows, chat_spans
+from rollover.tasks.rows import TableLocation
 
 CHATML = (
     "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] + '<eos>\n' }}{% endfor %}"
@@ -36,7 +36,7 @@ TURNS = [
 def rows(folder: Path, *lines: dict[str, Any], tokenizer: Any = None, chat: bool = True, **sft: Any) -> ExampleRows:
     path = folder / "examples.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    place = Table(str(path), table="sft")
+    place = TableLocation(str(path), table="sft")
     config = SftConfig.model_construct(**{**SftConfig().model_dump(), "path": str(path), **sft})
     return ExampleRows(place, config, TasksConfig(chat=chat), tokenizer or character_tokenizer(CHATML))
 
@@ -44,7 +44,7 @@ def rows(folder: Path, *lines: dict[str, Any], tokenizer: Any = None, chat: bool
 def shown(example: Example) -> list[tuple[str, bool]]:
     """The texts of the prompt and of each part, with whether they are trained."""
     decode = tiny.tokenizer().decode
-    return [(decode(list(example.prompt.ids)), False), *((decode(list(p.token_ids)), p.trained) for p in example.parts)]
+    return [(decode(list(example.prompt.ids)), False), *((decode(list(p.token_ids)), p.trained) for p in example.spans)]
 
 
 def test_messages_are_trained_where_the_assistant_speaks(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_row_that_is_no_example_is_refused(
 )
 def test_a_template_that_does_not_write_on_is_refused(template: str, message: str) -> None:
     with pytest.raises(ValueError) as error:
-        chat_parts(TURNS, character_tokenizer(template))
+        chat_spans(TURNS, character_tokenizer(template))
     assert message in str(error.value)
 
 
@@ -142,4 +142,4 @@ def test_an_answer_in_the_middle_of_a_token_is_refused() -> None:
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+|[\s\S]"), behavior="isolated")
     assert "\n\n" not in vocab  # it becomes the unknown token
     with pytest.raises(ValueError, match="begins in the middle of a token"):
-        chat_parts([TURNS[0], {"role": "assistant", "content": "\n4"}], tokenizer)
+        chat_spans([TURNS[0], {"role": "assistant", "content": "\n4"}], tokenizer)

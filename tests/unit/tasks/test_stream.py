@@ -15,9 +15,8 @@ from rollover.config.selection import RerollConfig
 from rollover.tasks import stream as stream_module
 from rollover.tasks.prompts import PromptSource, build_prompts
 from rollover.tasks.reroll import Reroll
-from rollover.tasks.same import same_of_generator
 from rollover.tasks.source import rewarded_by
-from rollover.tasks.split import key_of
+from rollover.tasks.split import generator_comparison, key_of
 from rollover.tasks.stream import TaskStream
 from rollover.types import Prompt
 
@@ -96,7 +95,7 @@ def test_epochs_end_and_count_attempts(numbers):
     assert len(held) + by_attempt[0] == 100 and not texts(held) & texts(tasks)
 
 
-def test_sources_are_mixed_by_weight_and_the_rest_goes_on_when_one_ends(numbers):
+def test_sources_mix_by_weight_until_each_ends(numbers):
     tasks = draw(stream(file(numbers, weight=1), gym(weight=3)), 1000)
     assert abs(sum(t.source == "chain_sum" for t in tasks) / 1000 - 0.75) < 0.05
     ended = draw(stream(file(numbers), gym(), epochs=1), 1000)
@@ -135,7 +134,7 @@ def test_a_state_of_other_sources_is_refused(numbers):
         stream(gym()).load_state_dict(stream(file(numbers)).state_dict())
 
 
-def test_an_eval_file_is_the_split_and_its_problems_are_not_trained(tmp_path):
+def test_problems_of_an_eval_file_are_not_trained(tmp_path):
     train = write(tmp_path / "train.jsonl", [f"problem {i}" for i in range(50)])
     held = write(tmp_path / "held.jsonl", [f"problem {i}" for i in range(40, 60)] + ["problem 41"])
     source = file(train, eval_path=str(held))
@@ -203,7 +202,7 @@ def test_saved_tasks_are_rewarded_again_but_for_before_produce(numbers):
 
 
 def test_the_split_is_the_documented_hash():
-    same = same_of_generator("chain_sum")
+    same = generator_comparison("chain_sum")
     for task in stream(gym(), split="eval", chat=False, eval_fraction=0.25).take(30):
         assert key_of(same(task)) / 2**64 < 0.25
 
@@ -227,7 +226,7 @@ def failing(monkeypatch):
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
-def test_a_problem_that_its_generator_fails_to_make_is_left_out_counted_and_named(failing, split):
+def test_failed_problem_is_skipped_counted_and_logged(failing, split):
     whole, said = stream(gym(params={}), split=split), hear([])
     tasks = draw(whole, 30)
     indices = [int(task.task_id.rpartition("/")[2]) for task in tasks]
@@ -241,7 +240,7 @@ def test_a_problem_that_its_generator_fails_to_make_is_left_out_counted_and_name
     assert draw(again, 10) == draw(whole, 10) and again.num_failed == whole.num_failed
 
 
-def test_a_generator_that_makes_nothing_any_more_ends_the_stream_with_an_error(failing, monkeypatch):
+def test_generator_that_only_fails_ends_the_stream(failing, monkeypatch):
     monkeypatch.setattr(stream_module, "MAX_FAILED", 30)
     tasks = stream(gym(params={}))
     draw(tasks, 5)
@@ -287,7 +286,7 @@ def test_failed_problems_are_not_said_to_be_held_out(tmp_path):
         stream(source, eval_fraction=0.999999).take(1)
 
 
-def test_a_source_of_weight_0_is_evaluated_alone_and_its_problems_are_trained_from_no_other(tmp_path, numbers):
+def test_source_of_weight_0_is_only_evaluated(tmp_path, numbers):
     bench = write(tmp_path / "bench.jsonl", ["problem 3", "PROBLEM  4", "problem of its own"])
     sources = [file(numbers), file(bench, weight=0.0), gym(weight=0.0)]
     held = stream(*sources, split="eval", chat=False).take(1000)

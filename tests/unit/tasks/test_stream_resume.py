@@ -137,7 +137,7 @@ def test_a_task_that_fails_leaves_no_trace_in_a_curriculum(tmp_path: Path) -> No
     assert (curriculum.metrics(), curriculum.state_dict()) == before
 
 
-def test_an_ended_stream_stays_at_its_end_unless_there_are_more_epochs(tmp_path: Path) -> None:
+def test_ended_stream_continues_only_with_more_epochs(tmp_path: Path) -> None:
     write(tmp_path, PROMPTS[:3])
     first = stream(tmp_path, epochs=1)
     assert len(first.take(9)) == 3 and first.next() is None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollover.config import Config, RewardsConfig, TasksConfig, TaskSourceConfig
-from rollover.tasks import same
+from rollover.tasks import split
 from rollover.tasks.report import tasks_line
 from rollover.tasks.stream import TaskStream
 
@@ -91,7 +91,7 @@ def test_a_stream_is_read_ahead_for_evaluation_only(tmp_path: Path) -> None:
 
 
 def test_twins_are_seen_where_keys_are_too_fine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same, "UNORDERED", {})
+    monkeypatch.setattr(split, "UNORDERED", {})
     params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     source = {"kind": "reasoning_gym", "name": "products", "params": params}
     line = line_of([source], num_tasks=20, eval_fraction=0.3)
@@ -99,11 +99,11 @@ def test_twins_are_seen_where_keys_are_too_fine(monkeypatch: pytest.MonkeyPatch)
     assert overlap > 5 and "tasks.sources.problem_key" in line
 
 
-def test_of_generators_without_evaluation_there_is_nothing_to_say() -> None:
+def test_generators_without_evaluation_have_no_line() -> None:
     assert line_of([{"kind": "reasoning_gym", "name": "chain_sum"}]) == ""
 
 
-def test_held_out_problems_that_are_rows_which_are_trained_are_counted(tmp_path: Path) -> None:
+def test_held_out_problems_that_equal_trained_rows_are_counted(tmp_path: Path) -> None:
     params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     generator = TaskSourceConfig(kind="reasoning_gym", name="chain_sum", params=params)
     config = TasksConfig(sources=[generator], chat=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollover.tasks.rows import Rows, Table, open_rows
+from rollover.tasks.rows import Rows, TableLocation, open_rows
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "a", "answer": "2024-01-31"},
@@ -53,7 +53,7 @@ def test_json_keeps_its_types(name: str, streaming: bool, tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "datasets", None)
     write(tmp_path / name, ROWS)
     for path in (name, f"file://{tmp_path}/{name}"):
-        rows = open_rows(Table(path, streaming=streaming, base_dir=tmp_path))
+        rows = open_rows(TableLocation(path, streaming=streaming, base_dir=tmp_path))
         same(exactly(rows, len(ROWS)))
         assert rows.columns == (["prompt", "answer"] if streaming else COLUMNS)
 
@@ -63,15 +63,15 @@ def test_a_folder_of_json_keeps_its_types(streaming: bool, tmp_path: Path) -> No
     write(tmp_path / "train-00000.jsonl", ROWS[:3])
     write(tmp_path / "train-00001.jsonl", ROWS[3:])
     write(tmp_path / "test-00000.jsonl", ROWS[:1])
-    same(exactly(open_rows(Table(str(tmp_path), streaming=streaming)), len(ROWS)))
-    assert open_rows(Table(str(tmp_path), split="test", streaming=streaming))[0]["answer"] == "2024-01-31"
+    same(exactly(open_rows(TableLocation(str(tmp_path), streaming=streaming)), len(ROWS)))
+    assert open_rows(TableLocation(str(tmp_path), split="test", streaming=streaming))[0]["answer"] == "2024-01-31"
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_values_of_a_csv_are_texts(streaming: bool, tmp_path: Path) -> None:
     text = '\ufeffprompt,answer,n\n"a, b",007,None\n"two\nlines",2024-01-31,nan\n\nx,"say ""hi""",\n'
     (tmp_path / "a.csv").write_text(text, encoding="utf-8")
-    rows = open_rows(Table("a.csv", streaming=streaming, base_dir=tmp_path))
+    rows = open_rows(TableLocation("a.csv", streaming=streaming, base_dir=tmp_path))
     assert [rows[i] for i in range(3)] == [
         {"prompt": "a, b", "answer": "007", "n": "None"},
         {"prompt": "two\nlines", "answer": "2024-01-31", "n": "nan"},
@@ -101,17 +101,17 @@ def test_what_is_no_row_is_named(name: str, content: bytes, message: str, tmp_pa
     (tmp_path / name).write_bytes(content)
     for streaming in (False, True):
         with pytest.raises(ValueError) as caught:
-            open_rows(Table(name, streaming=streaming, base_dir=tmp_path))
+            open_rows(TableLocation(name, streaming=streaming, base_dir=tmp_path))
         assert message in str(caught.value) and f"tasks.sources.path = '{name}'" in str(caught.value)
 
 
 def test_one_json_object_is_one_row(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(ROWS[5], indent=2))
-    rows = open_rows(Table("a.json", base_dir=tmp_path))
+    rows = open_rows(TableLocation("a.json", base_dir=tmp_path))
     assert rows.num_rows == 1 and rows[0] == ROWS[5]
 
 
 def test_rows_are_read_by_number_however_many_there_are(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"prompt": f"p{i}", "n": i} for i in range(5000)])
-    rows = open_rows(Table("a.jsonl", base_dir=tmp_path))
+    rows = open_rows(TableLocation("a.jsonl", base_dir=tmp_path))
     assert [rows[i]["n"] for i in (4999, 0, 2500)] == [4999, 0, 2500] and rows.num_rows == 5000

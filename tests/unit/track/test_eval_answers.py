@@ -13,7 +13,7 @@ from rich.console import Console
 
 from rollover.commands.eval import print_eval
 from rollover.config import TaskSourceConfig
-from rollover.tasks.build import held_out_names
+from rollover.tasks.source import held_out_names
 from rollover.track.answers import Answer, RoleScore, print_worst, summarise_answers, worst, write_answers
 from rollover.track.statistics import parts_of
 

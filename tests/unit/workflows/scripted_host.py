@@ -13,10 +13,9 @@ from heard import hear
 from rollover.types import Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episodes import Episodes
-from rollover.workflows.function import WorkflowFunction
-from rollover.workflows.gateway.server import EpisodeServer
-from rollover.workflows.protocol import Workflow
-from rollover.workflows.turns import Limits
+from rollover.workflows.gateway import Gateway
+from rollover.workflows.protocol import Workflow, WorkflowFunction
+from rollover.workflows.turns import EpisodeLimits
 from unit.envs import templates
 
 Policy = Callable[[str], str]
@@ -33,10 +32,10 @@ class ScriptedHost:
         settings: dict[str, Any] = {"max_new_tokens": 400, "max_prompt_tokens": 2000} | limits
         self.chats = Chats(self.tokenizer)
         plays: Workflow = workflow if hasattr(workflow, "spec") else WorkflowFunction(workflow, "mine")  # type: ignore
-        self.server = EpisodeServer(plays, self.tokenizer, SamplingParams())
-        self.episodes = Episodes(plays, self.chats, Limits(**settings), self.server)
+        self.gateway = Gateway(plays, self.tokenizer, SamplingParams())
+        self.episodes = Episodes(plays, self.chats, EpisodeLimits(**settings), self.gateway)
         self.task = Task("t", "test", "", messages=({"role": "user", "content": "What is 2+2?"},))
-        self.task_prompt = self.chats.of(()).prompt(self.task.messages or ())
+        self.task_prompt = self.chats.for_tools(()).prompt(self.task.messages or ())
         self.rollouts: dict[str, Rollout] = {}
         self.rewards: dict[str, Reward] = {}
         self.restarts = 0
@@ -46,21 +45,22 @@ class ScriptedHost:
 
     def run(self) -> dict[str, Reward]:
         """The rewards, by id of the rollout."""
-        asyncio.run(asyncio.wait_for(self.play(), 120 if self.episodes.function.over_http else 5))
+        asyncio.run(asyncio.wait_for(self.play(), 120 if self.episodes.workflow.over_http else 5))
         return self.rewards
 
     async def play(self) -> None:
         self.over = asyncio.Event()
         self.playing: set[asyncio.Task[None]] = set()
-        await self.server.start()
         try:
+            if self.episodes.workflow.over_http:
+                await self.episodes.start()
             self._begin()
             await self.over.wait()
             if self.playing:
                 await asyncio.wait(self.playing)
             self.episodes.end([0])
         finally:
-            await self.server.close()
+            await self.episodes.close()
 
     def _begin(self) -> None:
         self.rollouts.clear()
@@ -94,7 +94,7 @@ class ScriptedHost:
                 await self.hold.wait()
             options = self.episodes.options(rollout)
             before = self.tokenizer.decode([*rollout.prompt.ids, *rollout.token_ids()])
-            ids = [*self.tokenizer(self.policy(before))["input_ids"], self.chats.of(()).end_of_turn]
+            ids = [*self.tokenizer(self.policy(before))["input_ids"], self.chats.for_tools(()).end_of_turn]
             assert options.most_tokens is not None
             room = options.most_tokens - rollout.num_tokens
             reason = StopReason.EOS if len(ids) <= room else StopReason.LENGTH

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from rollover.workflows.budgets import AgentClock
+from rollover.workflows.episodes import AgentClock
 from virtual_time import VirtualLoop, run
 
 
@@ -28,7 +28,7 @@ def test_the_limit_is_that_of_the_agents_own_seconds(limit_s: float) -> None:
     assert run(body()) == pytest.approx(limit_s / 4)
 
 
-def test_it_is_no_fault_of_an_agent_that_the_event_loop_stood_still() -> None:
+def test_agent_clock_skips_blocked_event_loop() -> None:
     """As a trainer in its thread, or another agent, lets it: what came for the agent meanwhile is still to be read."""
 
     async def body() -> float:
@@ -47,7 +47,7 @@ def test_it_is_no_fault_of_an_agent_that_the_event_loop_stood_still() -> None:
     assert 30.0 < run(body()) <= 45.0
 
 
-def test_an_agent_that_blocks_the_event_loop_again_and_again_is_timed_out() -> None:
+def test_agent_that_blocks_the_event_loop_times_out() -> None:
     async def body() -> int:
         loop, timed_out = asyncio.get_running_loop(), asyncio.Event()
         assert isinstance(loop, VirtualLoop)

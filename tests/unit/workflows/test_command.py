@@ -157,7 +157,7 @@ def test_memory_is_limited() -> None:
         answer(python("x = bytearray(2**29)", memory_bytes=2 * 10**8))
 
 
-def test_only_so_many_run_at_a_time_and_waiting_for_a_place_is_not_their_time() -> None:
+def test_command_concurrency_limit_stops_the_clock() -> None:
     code = """
 import os, sys, time
 here = sys.argv[1]

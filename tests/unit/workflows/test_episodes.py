@@ -13,7 +13,7 @@ from rollover.functions import FunctionError
 from rollover.types import Reward, StopReason
 from rollover.workflows.calls import BudgetUsedUp, Call, CallRefused
 from rollover.workflows.conversations import Chats, Conversations
-from rollover.workflows.function import WorkflowFunction, as_answer, as_reward
+from rollover.workflows.protocol import WorkflowFunction, as_answer, as_reward
 from unit.envs import templates
 from unit.workflows.scripted_host import ScriptedHost
 
@@ -67,7 +67,7 @@ def test_advantages_are_divided_among_contexts_with_the_reward():
 
 
 @pytest.mark.parametrize("how", ["timeout", "length"])
-def test_an_episode_that_was_cut_off_before_its_advantage_is_missing(how: str):
+def test_episode_cut_off_before_its_advantage_is_missing(how: str):
     """Its score is the policy's doing, and yet there is nothing to train it with: that ends no run."""
 
     async def talk(task: Any, episode: Any) -> float:
@@ -103,7 +103,7 @@ def test_broken_history_opens_a_rollout_of_the_same_trajectory(template: str, ke
     assert host.episodes.counts[f"turns/breaks/{reason}"] == 1
 
 
-def test_errors_with_a_text_of_their_own_each_time_do_not_fill_the_log():
+def test_distinct_errors_are_logged_a_limited_number_of_times():
     tries = []
 
     async def fail(task: Any, episode: Any) -> float:
@@ -181,7 +181,7 @@ def test_waiting_for_the_model_is_not_the_agents_time():
     assert {r.score for r in host.run().values()} == {1.0}
 
 
-def test_the_tokens_of_an_episode_are_bounded_over_its_rollouts_and_parallel_calls():
+def test_max_tokens_bounds_all_rollouts_and_parallel_calls():
     """Each of three answers has four tokens, the end of its turn among them."""
 
     def tokens(most: int, at_once: bool) -> tuple[list[int], dict[str, int]]:
@@ -203,7 +203,7 @@ def test_the_tokens_of_an_episode_are_bounded_over_its_rollouts_and_parallel_cal
         assert tokens(8, at_once) == ([4, 4], {"episodes/length": 1})
 
 
-def test_calls_with_limits_share_the_tokens_of_an_episode_without_waiting_for_each_other():
+def test_calls_with_limits_share_max_tokens_without_waiting():
     async def talk(episode: Any) -> float:
         calls = [episode.trajectory(role).chat([USER], max_tokens=2) for role in ("a", "b")]
         assert [len(reply.token_ids) for reply in await asyncio.gather(*calls)] == [2, 2]
@@ -274,7 +274,7 @@ def test_a_call_given_up_has_no_reward_and_no_other_suffers():
     assert rewards["0-0.1.0"] == Reward(1.0) and host.rollouts["0-0.1.0"].stop_reason is StopReason.EOS
 
 
-def test_an_agent_that_swallows_everything_leaves_the_event_loop_to_the_others():
+def test_agent_that_retries_in_a_loop_does_not_block_others():
     async def asks_on(task: Any, episode: Any) -> float:
         trajectory = episode.trajectory()
         await trajectory.chat(task.messages)
@@ -377,13 +377,13 @@ def test_a_call_with_arguments_that_are_none_is_refused(asked: dict[str, Any]):
     assert ScriptedHost(strange, says("four")).run() == {"0-0": Reward(1.0)}
 
 
-def test_half_a_character_is_tokenised_as_a_replacement_and_what_is_nested_too_deeply_is_refused():
+def test_lone_surrogate_is_replaced_and_deep_nesting_refused():
     nested: Any = []
     for _ in range(5000):
         nested = [nested]
 
     async def strange(episode: Any) -> float:
-        trajectory, asked = episode.trajectory(), host.server.call
+        trajectory, asked = episode.trajectory(), host.gateway.call
         await asked(trajectory.api_key, "policy", Call(prompt="a \ud800 b"))
         for more in ({"messages": [USER | {"name": nested}]}, {"messages": [USER], "tools": [{"function": nested}]}):
             with pytest.raises(CallRefused, match="nested too deeply"):
@@ -404,7 +404,7 @@ def test_a_token_id_that_the_model_does_not_have_is_refused(wrong: int):
     assert Conversations(chats).place_of(Call(prompt=(5, 99)))
 
 
-def test_what_a_failed_run_leaves_under_way_is_waited_for_and_not_done_again():
+def test_once_waits_for_a_call_of_a_failed_run():
     done, may_end, runs = list[int](), asyncio.Event(), list[int]()
 
     async def effect() -> int:

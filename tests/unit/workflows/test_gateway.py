@@ -13,8 +13,9 @@ import pytest
 
 from rollover.http_server import HttpServer
 from rollover.types import SamplingParams, StopReason
-from rollover.workflows.calls import BudgetUsedUp, Call, Reply, ToolCall, UnknownKey, UnknownModel
-from rollover.workflows.gateway.app import Gateway
+from rollover.workflows.calls import BudgetUsedUp, Call, Reply, ToolCall
+from rollover.workflows.gateway import Gateway
+from rollover.workflows.protocol import WorkflowFunction
 
 openai = pytest.importorskip("openai")
 
@@ -22,25 +23,14 @@ USER: Any = [{"role": "user", "content": "What is 2+2?"}]
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
-class FakeCaller:
-    """Answers after `seconds`; `calls` are those that came."""
-
-    sampling = SamplingParams(temperature=1.0)
+class FakePolicy:
+    """Answers calls after `seconds`, or raises `error`. `calls`: (role, call) of those that came."""
 
     def __init__(self, seconds: float = 0.0, error: Exception | None = None) -> None:
         self.seconds, self.error, self.calls = seconds, error, list[tuple[str, Call]]()
 
-    def models(self) -> Sequence[str]:
-        return ["policy", "policy/judge"]
-
-    def find(self, key: str, model: str) -> None:
-        if key != "key-1":
-            raise UnknownKey(f"no open trajectory has the key {key!r}")
-        if model not in self.models():
-            raise UnknownModel(f"there is no model {model!r}: policy, policy/judge")
-
-    async def call(self, key: str, model: str, call: Call) -> Reply:
-        self.calls.append((key, call))
+    async def answer(self, role: str, call: Call) -> Reply:
+        self.calls.append((role, call))
         await asyncio.sleep(self.seconds)
         if self.error is not None:
             raise self.error
@@ -56,15 +46,29 @@ class FakeCaller:
             np.array([3, 3], dtype=np.int32),
         )
 
-    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        return [f"<{i}>" for i in token_ids]
+    def gateway(self, keep_alive_s: float = 0.1) -> Gateway:
+        """A gateway whose key key-1 reaches this policy."""
+        gateway = Gateway(WORKFLOW, FakeTokenizer(), SamplingParams(temperature=1.0), keep_alive_s=keep_alive_s)
+        gateway.open("key-1", self.answer)
+        return gateway
+
+
+class FakeTokenizer:
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(f"<{i}>" for i in token_ids)
+
+
+async def workflow(client: Any) -> None: ...
+
+
+WORKFLOW = WorkflowFunction(workflow, "mine")
 
 
 def served(
-    body: Callable[[Any], Awaitable[None]], caller: FakeCaller, keep_alive_s: float = 0.1, **options: Any
+    body: Callable[[Any], Awaitable[None]], policy: FakePolicy, keep_alive_s: float = 0.1, **options: Any
 ) -> Gateway:
-    """Run `body(client)` beside a gateway over `caller`."""
-    gateway = Gateway(caller, keep_alive_s)
+    """Run `body(client)` beside the policy's gateway."""
+    gateway = policy.gateway(keep_alive_s)
 
     async def main() -> None:
         server = HttpServer(gateway.app)
@@ -92,24 +96,24 @@ def test_a_chat_completion_has_text_usage_and_exact_tokens():
         extra = done.choices[0].model_dump()
         assert extra["token_ids"] == [8, 9] and extra["prompt_token_ids"] == [5, 6, 7]
 
-    caller = FakeCaller()
-    gateway = served(body, caller)
-    assert caller.calls == [("key-1", Call(messages=tuple(USER), max_tokens=2, stop=("]]",)))]
-    assert len(gateway.questions) == 0
+    policy = FakePolicy()
+    gateway = served(body, policy)
+    assert policy.calls == [("", Call(messages=tuple(USER), max_tokens=2, stop=("]]",)))]
+    assert gateway.num_in_flight == 0
 
 
 def test_tools_and_choices():
     async def body(client: Any) -> None:
-        assert [model.id async for model in client.models.list()] == ["policy", "policy/judge"]
+        assert [model.id async for model in client.models.list()] == ["policy"]
         done = await client.chat.completions.create(model="policy/judge", messages=USER, tools=[TOOL], n=2)
         assert [c.index for c in done.choices] == [0, 1]
         call = done.choices[0].message.tool_calls[0]
         assert (call.id, call.function.name, call.function.arguments) == ("call-0", "add", '{"a": 1}')
         assert done.choices[0].finish_reason == "tool_calls"
 
-    caller = FakeCaller()
-    served(body, caller)
-    assert len(caller.calls) == 2
+    policy = FakePolicy()
+    served(body, policy)
+    assert [role for role, _ in policy.calls] == ["judge", "judge"]
 
 
 @pytest.mark.parametrize("tools", [[], [TOOL]])
@@ -129,7 +133,7 @@ def test_a_stream_gives_the_same(tools: list[Any]):
         assert chunks[-2].choices[0].finish_reason == ("tool_calls" if tools else "stop")
         assert chunks[-1].usage.completion_tokens == 2
 
-    served(body, FakeCaller(0.3), keep_alive_s=0.05)
+    served(body, FakePolicy(0.3), keep_alive_s=0.05)
 
 
 def test_completions_take_texts_and_token_ids():
@@ -140,9 +144,9 @@ def test_completions_take_texts_and_token_ids():
         stream = await client.completions.create(model="policy", prompt="a text", stream=True)
         assert "".join([chunk.choices[0].text async for chunk in stream]) == "four"
 
-    caller = FakeCaller()
-    served(body, caller)
-    assert [call.prompt for _, call in caller.calls] == [(1, 2, 3), "a text"]
+    policy = FakePolicy()
+    served(body, policy)
+    assert [call.prompt for _, call in policy.calls] == [(1, 2, 3), "a text"]
 
 
 @pytest.mark.parametrize(
@@ -167,9 +171,9 @@ def test_what_cannot_be_honoured_is_refused_by_name(asked: dict[str, Any], param
             await client.chat.completions.create(**{"model": "policy", "messages": USER} | asked)
         assert refused.value.param == param
 
-    caller = FakeCaller()
-    served(body, caller)
-    assert not caller.calls
+    policy = FakePolicy()
+    served(body, policy)
+    assert not policy.calls
 
 
 def test_what_asks_for_nothing_else_than_the_run_does_is_taken():
@@ -179,9 +183,9 @@ def test_what_asks_for_nothing_else_than_the_run_does_is_taken():
             response_format={"type": "text"}, store=False, parallel_tool_calls=True,
         )  # fmt: skip
 
-    caller = FakeCaller()
-    served(body, caller)
-    assert len(caller.calls) == 1
+    policy = FakePolicy()
+    served(body, policy)
+    assert len(policy.calls) == 1
 
 
 def test_wrong_key_foreign_model_and_a_budget_used_up():
@@ -195,7 +199,7 @@ def test_wrong_key_foreign_model_and_a_budget_used_up():
             await client.chat.completions.create(model="policy", messages=USER)
         assert refused.value.code == "context_length_exceeded"
 
-    served(body, FakeCaller(error=BudgetUsedUp("the rollout has no token left")))
+    served(body, FakePolicy(error=BudgetUsedUp("the rollout has no token left")))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -211,9 +215,9 @@ def test_a_long_pause_is_one_turn(stream: bool):
         )
         assert text == "four"
 
-    caller = FakeCaller(2.0)
-    served(body, caller, keep_alive_s=0.1, timeout=0.8, max_retries=2)
-    assert len(caller.calls) == 1
+    policy = FakePolicy(2.0)
+    served(body, policy, keep_alive_s=0.1, timeout=0.8, max_retries=2)
+    assert len(policy.calls) == 1
 
 
 def test_a_clients_retry_joins_its_call():
@@ -223,9 +227,9 @@ def test_a_clients_retry_joins_its_call():
         done = await client.chat.completions.create(model="policy", messages=USER)
         assert done.choices[0].message.content == "four"
 
-    caller = FakeCaller(1.5)
-    gateway = served(body, caller, keep_alive_s=60, timeout=0.7, max_retries=3)
-    assert len(caller.calls) == 1 and len(gateway.questions) == 0
+    policy = FakePolicy(1.5)
+    gateway = served(body, policy, keep_alive_s=60, timeout=0.7, max_retries=3)
+    assert len(policy.calls) == 1 and gateway.num_in_flight == 0
 
 
 def test_an_equal_call_that_is_no_retry_is_another_turn():
@@ -234,9 +238,9 @@ def test_an_equal_call_that_is_no_retry_is_another_turn():
         await asyncio.gather(ask(model="policy", messages=USER), ask(model="policy", messages=USER))
         await ask(model="policy", messages=USER)
 
-    caller = FakeCaller(0.1)
-    served(body, caller)
-    assert len(caller.calls) == 3
+    policy = FakePolicy(0.1)
+    served(body, policy)
+    assert len(policy.calls) == 3
 
 
 def test_an_error_after_the_headers_reaches_the_client():
@@ -247,9 +251,9 @@ def test_an_error_after_the_headers_reaches_the_client():
             async for _ in await client.chat.completions.create(model="policy", messages=USER, stream=True):
                 pass
 
-    caller = FakeCaller(0.4, BudgetUsedUp("the rollout has no token left"))
-    served(body, caller, keep_alive_s=0.1)
-    assert len(caller.calls) == 2
+    policy = FakePolicy(0.4, BudgetUsedUp("the rollout has no token left"))
+    served(body, policy, keep_alive_s=0.1)
+    assert len(policy.calls) == 2
 
 
 def test_a_call_that_fails_for_another_reason_says_why():
@@ -257,15 +261,15 @@ def test_a_call_that_fails_for_another_reason_says_why():
         with pytest.raises(openai.InternalServerError, match="KeyError: 'no such page'"):
             await client.chat.completions.create(model="policy", messages=USER)
 
-    served(body, FakeCaller(error=KeyError("no such page")))
+    served(body, FakePolicy(error=KeyError("no such page")))
 
 
 def test_a_call_given_up_is_forgotten_with_its_key():
     async def body(client: Any) -> None:
         await client.chat.completions.create(model="policy", messages=USER)
 
-    caller = FakeCaller(60)
-    gateway = Gateway(caller, 60)
+    policy = FakePolicy(60)
+    gateway = policy.gateway(60)
 
     async def main() -> None:
         server = HttpServer(gateway.app)
@@ -273,15 +277,15 @@ def test_a_call_given_up_is_forgotten_with_its_key():
         url = f"{server.url}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="key-1", timeout=30, max_retries=0) as client:
             asked = asyncio.ensure_future(body(client))
-            while not len(gateway.questions):
+            while not gateway.num_in_flight:
                 await asyncio.sleep(0.02)
             asked.cancel()
             await asyncio.wait([asked])
-        assert len(gateway.questions) == 1
-        gateway.forget("key-2")
-        assert len(gateway.questions) == 1
-        gateway.forget("key-1")
-        assert len(gateway.questions) == 0
+        assert gateway.num_in_flight == 1
+        gateway.revoke(["key-2"])
+        assert gateway.num_in_flight == 1
+        assert gateway.revoke(["key-1"]) == set()
+        assert gateway.num_in_flight == 0
         await server.close()
 
     asyncio.run(main())
@@ -299,4 +303,4 @@ def test_only_this_machine_is_served_and_a_taken_port_is_named():
         with pytest.raises(openai.BadRequestError):
             await client.post("/chat/completions", body=json.loads("[1]"), cast_to=object)
 
-    served(body, FakeCaller())
+    served(body, FakePolicy())

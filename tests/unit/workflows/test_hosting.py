@@ -19,13 +19,12 @@ from hypothesis import strategies as st
 import virtual_time
 from fake_engine import FakeEngine
 from rollover.engine.protocol import ExtendRequest
-from rollover.types import DropReason, Group, Rollout, RolloutState, SamplingParams, Segment
+from rollover.types import DropReason, Group, Rollout, RolloutState, Segment
 from rollover.workflows.calls import BudgetUsedUp
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episodes import Episodes
-from rollover.workflows.function import WorkflowFunction
-from rollover.workflows.gateway.server import EpisodeServer
-from rollover.workflows.turns import Limits
+from rollover.workflows.protocol import WorkflowFunction
+from rollover.workflows.turns import EpisodeLimits
 from unit.envs import templates
 from unit.rollout.run import PARTIAL, Run
 
@@ -116,20 +115,19 @@ class Hosted(Run):
         async def workflow(task: Any, episode: Any) -> Any:
             return await agents(task, episode)
 
-        limits = Limits(
+        limits = EpisodeLimits(
             MAX_NEW_TOKENS, 2000, timeout_s=timeout_s, on_timeout="score", retries=retries, max_tokens=max_tokens,
             max_turns=200 if max_tokens else 16,
         )  # fmt: skip
         chats, function = Chats(TOKENIZER), WorkflowFunction(workflow, "mine")
-        server = EpisodeServer(function, TOKENIZER, SamplingParams())
         self.episodes = Episodes(
-            function, chats, limits, server, resumes=resumes, keep=lambda *told: self.lifecycle.keep(*told)
+            function, chats, limits, resumes=resumes, keep=lambda *told: self.lifecycle.keep(*told)
         )
         self.groups: list[Group] = []
         super().__init__(
             engine=engine or Turns(),
             environment=self.episodes,
-            **{"max_new_tokens": MAX_NEW_TOKENS, "stop_token_ids": [chats.of(()).end_of_turn]} | config,
+            **{"max_new_tokens": MAX_NEW_TOKENS, "stop_token_ids": [chats.for_tools(()).end_of_turn]} | config,
         )
 
 
@@ -245,7 +243,7 @@ def test_a_run_that_was_cut_off_equals_one_that_was_not(mode: str, num: int) -> 
 
 @FEW_OR_MANY
 @pytest.mark.parametrize("mode", MODES)
-def test_whatever_agents_do_after_a_kill_each_token_is_in_one_account(mode: str, num: int) -> None:
+def test_random_agents_after_a_kill_keep_the_ledger_balanced(mode: str, num: int) -> None:
     @for_many(
         num,
         seed=st.integers(0, 2**20),
@@ -287,7 +285,7 @@ def test_what_an_agent_decides_otherwise_is_dropped_and_counted() -> None:
     assert counts["turns/breaks/branch"] == counts["episodes/diverged"]
 
 
-def test_an_episode_that_asks_for_nothing_again_keeps_a_rollout_without_a_turn() -> None:
+def test_episode_that_repeats_no_call_keeps_an_empty_rollout() -> None:
     begun: set[str] = set()
 
     async def once_only(task: Any, episode: Any) -> float:
@@ -436,7 +434,7 @@ def test_a_stop_ends_every_agent() -> None:
     assert len(ended) == 4
 
 
-def test_a_call_that_nobody_waits_for_ends_its_rollout_without_a_reward():
+def test_abandoned_call_ends_its_rollout_without_reward():
     class Hasty:
         async def __call__(self, task: Any, episode: Any) -> float:
             call = asyncio.ensure_future(episode.trajectory().chat([user("Begin")]))

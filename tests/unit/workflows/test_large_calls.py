@@ -10,11 +10,11 @@ import pytest
 
 from rollover.types import Reward
 from rollover.workflows.calls import BudgetUsedUp, Call
-from rollover.workflows.conversations import LARGE, Conversations
+from rollover.workflows.conversations import LARGE_CHARACTERS, Conversations
 from unit.workflows.scripted_host import ScriptedHost
 
 MORE = {"role": "user", "content": "More"}
-LONG = {"role": "user", "content": "a long story " * (LARGE // 10)}
+LONG = {"role": "user", "content": "a long story " * (LARGE_CHARACTERS // 10)}
 
 
 def says(text: str):
@@ -52,7 +52,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_tokenised(call: Call, thr
     async def talk(task: Any, episode: Any) -> float:
         trajectory = episode.trajectory()
         try:
-            await host.server.call(trajectory.api_key, "policy", call)
+            await host.gateway.call(trajectory.api_key, "policy", call)
         except BudgetUsedUp as error:
             refused.append(str(error))
         await trajectory.chat(task.messages)
@@ -77,9 +77,9 @@ def test_large_texts_are_tokenised_in_a_thread_as_in_the_loop(threads: list[str]
     assert all(reward == Reward(1.0) for reward in host.run().values())
     assert len(threads) == 3 and all(name.startswith("large calls") for name in threads)
     continued, branch = host.rollouts.values()
-    assert continued.prompt == host.chats.of(()).prompt([LONG])
+    assert continued.prompt == host.chats.for_tools(()).prompt([LONG])
     [written] = [s for s in continued.segments if not s.trainable]
     turn = [*continued.segments[0].token_ids]
-    assert written.token_ids.tolist() == list(host.chats.of(()).continuation(turn, [LONG]).ids)
+    assert written.token_ids.tolist() == list(host.chats.for_tools(()).continuation(turn, [LONG]).ids)
     assert branch.prompt.ids[: len(continued.prompt)] == continued.prompt.ids
     assert host.episodes.counts["turns/continued"] == host.episodes.counts["turns/breaks/branch"] == 1

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.types import Prompt
-from rollover.workflows.matching import Break, Conversation, Match, canonical, match, text_of, turn_key
+from rollover.workflows.conversations import Break, Conversation, Match, canonical, match, text_of, turn_key
 
 OPENING = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}]
 ANSWER = {"role": "assistant", "content": "4"}
@@ -18,10 +18,10 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 
 def after(answer: dict[str, Any] = ANSWER, key: str = "0-0", tools: list[Any] | None = None) -> Conversation:
-    return Conversation.opened(key, OPENING, tools or []).answered(answer)
+    return Conversation.opened(key, OPENING, tools or []).with_answer(answer)
 
 
-GROWN = after().asked([*OPENING, ANSWER, MORE])
+GROWN = after().with_call([*OPENING, ANSWER, MORE])
 GOES_ON = [*OPENING, ANSWER, MORE]
 
 
@@ -41,7 +41,7 @@ GOES_ON = [*OPENING, ANSWER, MORE]
         (
             [*OPENING, ANSWER, {"role": "user", "content": "?"}],
             [],
-            [GROWN.answered(ANSWER)],
+            [GROWN.with_answer(ANSWER)],
             Match(reason=Break.BRANCH),
         ),
         (GOES_ON, [TOOL], [after()], Match(reason=Break.TOOLS)),
@@ -98,12 +98,12 @@ def assistants(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=30)
 @given(st.lists(assistants(), min_size=1, max_size=4), st.data())
-def test_a_client_that_writes_messages_its_own_way_keeps_its_rollout(turns: list[Any], data: st.DataObject):
+def test_reformatted_messages_continue_the_rollout(turns: list[Any], data: st.DataObject):
     conversation, messages = Conversation.opened("0-0", OPENING, []), list(OPENING)
     for turn in turns[:-1]:
         messages = [*messages, turn, {"role": "tool", "content": data.draw(TEXTS), "tool_call_id": "x"}]
-        conversation = conversation.answered(turn).asked(messages)
-    conversation = conversation.answered(turns[-1])
+        conversation = conversation.with_answer(turn).with_call(messages)
+    conversation = conversation.with_answer(turns[-1])
     sent = [rewritten(m) if m["role"] == "assistant" else m for m in [*messages, turns[-1]]]
     assert match([*sent, MORE], [], [conversation]) == Match("0-0", (MORE,))
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollover.types import Reward
-from rollover.workflows.gateway.server import without_proxy
+from rollover.workflows.gateway import without_proxy
 from unit.workflows.scripted_host import ScriptedHost
 
 pytest.importorskip("openai")

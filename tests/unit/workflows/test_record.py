@@ -15,14 +15,14 @@ from rollover.types import Rollout, SamplingParams, Segment, StopReason, Task
 from rollover.workflows.calls import Call
 from rollover.workflows.conversations import Chats
 from rollover.workflows.episode import EpisodeTrajectory
-from rollover.workflows.turns import Continued, Limits, Opened, Played, Turns
+from rollover.workflows.turns import Continued, EpisodeLimits, Opened, Replayed, Turns
 from unit.envs import templates
 
 TOKENIZER = templates.tokenizer(templates.CHATML)
 CHATS = Chats(TOKENIZER)
 TASK = Task("t", "test", "", messages=({"role": "user", "content": "What is 2+2?"},))
-PROMPT = CHATS.of(()).prompt(TASK.messages or ())
-EOS = CHATS.of(()).end_of_turn
+PROMPT = CHATS.for_tools(()).prompt(TASK.messages or ())
+EOS = CHATS.for_tools(()).end_of_turn
 
 
 def user(text: str) -> dict[str, str]:
@@ -34,7 +34,7 @@ class Run:
 
     def __init__(self, recorded: Sequence[Rollout] = (), **limits: Any) -> None:
         self.counts: Counter[str] = Counter()
-        self.turns = Turns((0, 0), TASK, PROMPT, Limits(400, 2000, **limits), self.counts, recorded)
+        self.turns = Turns((0, 0), TASK, PROMPT, EpisodeLimits(400, 2000, **limits), self.counts, recorded)
         self.rollouts: dict[str, Rollout] = {}
 
     def trajectory(self, role: str = "policy") -> EpisodeTrajectory:
@@ -73,11 +73,11 @@ class Run:
 
 
 def served(turn: Any) -> str:
-    assert isinstance(turn, Played), turn
+    assert isinstance(turn, Replayed), turn
     return turn.reply.text
 
 
-def test_turns_are_served_and_the_unfinished_one_goes_on_from_its_tokens() -> None:
+def test_replay_serves_turns_and_continues_the_unfinished_one() -> None:
     before = Run()
     trajectory = before.trajectory()
     first = before.say(trajectory, [user("Hi")], "four")
@@ -90,10 +90,10 @@ def test_turns_are_served_and_the_unfinished_one_goes_on_from_its_tokens() -> No
     assert served(again.begin(trajectory, [user("Hi")])) == "four"
     assert again.begin(trajectory, [user("Hi"), first, user("more")]) == Continued("0-0")
     assert again.turns.options == before.turns.options, "with the draws that it had"
-    assert again.turns.record.unasked() == {} and not again.counts
+    assert again.turns.record.unreplayed() == {} and not again.counts
 
 
-def test_trajectories_that_come_in_another_order_are_found_by_role_and_prompt() -> None:
+def test_replay_finds_reordered_trajectories() -> None:
     before = Run()
     for role, text in (("a", "x"), ("b", "x"), ("a", "y")):
         before.say(before.trajectory(role), [user(text)], f"{role} to {text}")
@@ -108,7 +108,7 @@ def test_trajectories_that_come_in_another_order_are_found_by_role_and_prompt() 
     assert isinstance(new, Opened) and new.rollout_id == "0-0.3.0", "one more is one more"
 
 
-def test_equal_questions_are_served_once_each_and_others_have_draws_of_their_own() -> None:
+def test_replay_serves_equal_calls_once_each() -> None:
     before = Run()
     for number in range(3):
         before.say(before.trajectory(), [user("Hi")], f"number {number}")
@@ -134,7 +134,7 @@ def test_what_is_not_asked_for_again_is_named_to_the_turn() -> None:
     other = again.begin(trajectory, [user("Hi"), first, user("something else")])
     assert isinstance(other, Opened) and other.rollout_id == "0-0.0.1"
     assert again.counts == {"turns/breaks/branch": 1}
-    assert again.turns.record.unasked() == {"0-0": kept, "0-0.1.0": 0}
+    assert again.turns.record.unreplayed() == {"0-0": kept, "0-0.1.0": 0}
     rollout = up_to(before.rollouts["0-0"], kept)
     assert rollout.num_tokens == kept == rollout.num_sampled_tokens and rollout.stop_reason is StopReason.EOS
 
@@ -169,7 +169,7 @@ def test_a_turn_on_record_must_fit_the_limit_of_the_call(
     trajectory = again.trajectory()
     again.begin(trajectory, [user("Hi")])
     turn = again.begin(trajectory, asked, max_tokens=max_tokens)
-    assert isinstance(turn, Continued | Played) is fits
+    assert isinstance(turn, Continued | Replayed) is fits
 
 
 @pytest.mark.parametrize(
@@ -201,15 +201,15 @@ def test_a_turn_on_record_must_fit_the_stop_strings_of_the_call(
     trajectory = again.trajectory()
     again.begin(trajectory, [user("Hi")])
     turn = again.begin(trajectory, asked, stop=tuple(stop))
-    assert isinstance(turn, Continued | Played) is fits
+    assert isinstance(turn, Continued | Replayed) is fits
     assert not isinstance(turn, Opened) or turn.rollout_id == "0-0.0.1"
 
 
-def test_a_rollout_without_a_key_of_a_checkpoint_of_before_is_not_found() -> None:
+def test_replay_ignores_rollouts_without_a_key() -> None:
     before = Run()
     before.say(before.trajectory("a"), [user("Hi")], "four")
     [old] = before.rollouts.values()
     old.turn_key = None
     again = Run([old])
     assert isinstance(again.begin(again.trajectory("a"), [user("Hi")]), Opened)
-    assert again.turns.record.unasked() == {"0-0": 0}
+    assert again.turns.record.unreplayed() == {"0-0": 0}

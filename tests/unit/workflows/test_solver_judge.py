@@ -10,8 +10,7 @@ from rollover.config import Config
 from rollover.config.load import load_config
 from rollover.config.recipes import recipe
 from rollover.recipes.solver_judge import LARGEST, choice, chosen, last_number, solver_judge
-from rollover.tasks.build import build_source
-from rollover.tasks.source import SourceSetup
+from rollover.tasks.source import SourceSetup, build_source
 from unit.workflows.scripted_host import ScriptedHost
 
 CONFIG: Config = load_config([recipe("solver_judge")]).config

@@ -15,9 +15,8 @@ from rollover.config import WorkflowConfig
 from rollover.live_objects import hold, release
 from rollover.types import Reward, SamplingParams, Task
 from rollover.workflows.build import build_workflow
-from rollover.workflows.function import WorkflowFunction
 from rollover.workflows.pool import WorkerFailed, WorkflowPool
-from rollover.workflows.protocol import Lane
+from rollover.workflows.protocol import Lane, WorkflowFunction
 from unit.rewards.children import alive, wait_until_dead
 
 TASK = Task("t", "sums", "", messages=({"role": "user", "content": "What is 2+2?"},), columns={"answer": "4"})
@@ -167,7 +166,7 @@ def test_what_fails_is_named_and_the_next_one_has_a_worker(name: str, why: str) 
             raise error
 
 
-def test_a_worker_plays_one_episode_after_the_other_and_no_more_than_so_many_run() -> None:
+def test_workflow_pool_reuses_workers_within_its_limit() -> None:
     pool = build("pid", num_processes=2)
 
     async def run() -> list[Any]:

@@ -76,7 +76,7 @@ class MultiNodePool:
         return self.config.streaming and self._modes.get(task.reward) == "each"
 
     @property
-    def stands_still(self) -> bool:
+    def is_stalled(self) -> bool:
         """Whether no node is running."""
         return self._pool.started and not self._serving
 

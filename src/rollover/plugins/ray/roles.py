@@ -23,8 +23,8 @@ from rollover.process_tree import has_ended, resident_bytes
 from rollover.processes import brief_waiting, die_with
 from rollover.rewards.pool import RewardPool
 from rollover.rewards.protocol import ScoreRequest
+from rollover.rewards.registry import TrainerState
 from rollover.rewards.serialization import packed
-from rollover.rewards.trl_arguments import TrainerState
 from rollover.rewards.worker import RewardProbeError
 from rollover.trainer.backend import BackendLost
 from rollover.trainer.ranks.group import LocalRanks

@@ -15,7 +15,7 @@ from typing import Any
 from rollover.plugins.sandbox.cases import Cases, same_text, same_value
 from rollover.plugins.sandbox.guest.values import to_json
 from rollover.plugins.sandbox.judge import Verdict
-from rollover.rewards.service import Again, Service
+from rollover.rewards.service import Service, TransientFailure
 
 SLACK_S = 10.0  # the service's own overhead
 # verl prepends the same imports to programs that are called by a function's name.
@@ -74,15 +74,15 @@ def _result_of(text: bytes) -> dict[str, Any]:
         answer = json.loads(text)
         status = answer["status"]
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise Again("an answer that is none") from None
+        raise TransientFailure("an answer that is none") from None
     run, compiled = answer.get("run_result"), answer.get("compile_result")
     if status not in ("Success", "Failed"):
-        raise Again(f"{status}: {str(answer.get('message'))[:200]}")
+        raise TransientFailure(f"{status}: {str(answer.get('message'))[:200]}")
     result = run if isinstance(run, dict) else compiled
     if not isinstance(result, dict) or result.get("status") not in ("Finished", "TimeLimitExceeded"):
-        raise Again(f"an answer without a result ({status})")
+        raise TransientFailure(f"an answer without a result ({status})")
     if status == "Success" and not (result is run and result["status"] == "Finished"):
-        raise Again("a success without a program that finished")
+        raise TransientFailure("a success without a program that finished")
     return result
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollover.plugins.verifiers.package import KEY, Tasks, load_tasks
-from rollover.tasks.same import problem_text
 from rollover.tasks.source import SourceSetup, all_together, fingerprint_of
+from rollover.tasks.split import problem_text
 from rollover.types import Task
 
 _ELSEWHERE = {"idx", "prompt", "system_prompt"}  # fields that are in the task's number and messages

@@ -127,18 +127,18 @@ def test_calls_without_a_node_wait_for_one() -> None:
     async def work() -> None:
         node, said = Node("a"), hear([])
         pool = spread(node)
-        assert not pool.stands_still, "nothing was asked of it yet"
+        assert not pool.is_stalled, "nothing was asked of it yet"
         await pool.score([request(0)])
         scoring = asyncio.ensure_future(pool.score([request(1)]))
         await asyncio.sleep(0.5)
         node.may_start = False
         node.kill()
         await asyncio.sleep(1000)
-        assert not scoring.done() and pool.stands_still
+        assert not scoring.done() and pool.is_stalled
         assert pool.stats()["rewards/nodes"] == 0 and pool.stats()["rewards/queue"] == 1
         assert any("scorings wait" in line for line in said) and len(said) == 2, "told once, not at each try"
         node.may_start = True
-        assert (await scoring)[0].score == 1 and not pool.stands_still
+        assert (await scoring)[0].score == 1 and not pool.is_stalled
         assert pool.stats()["rewards/errors"] == 2, "those of its first start, too"
         await pool.close()
 

@@ -18,9 +18,9 @@ from rollover.engine.remote.client import ServerFailed
 from rollover.http_guard import TOKEN_VARIABLE
 from rollover.plugins.ray.controller import ActorFailed, ActorHost, ActorRewardNode
 from rollover.plugins.ray.roles import request_of, request_to_json
-from rollover.rewards.built_in import several_of
+from rollover.rewards.built_in import composite_spec
 from rollover.rewards.protocol import ScoreRequest
-from rollover.rewards.trl_arguments import TrainerState
+from rollover.rewards.registry import TrainerState
 from rollover.rewards.worker import RewardProbeError
 from rollover.types import Reward, Task
 
@@ -122,7 +122,7 @@ def test_live_function_is_sent_once_or_refused_with_a_reason(held: list[str]) ->
             await node.score([ScoreRequest(task(held[0]), "x")])
         first, second = (asked[2] for asked in actors.actors[0].asked if asked[0] == "score")
         assert set(first) == {held[0]} == set(first[held[0]]["functions"]) and second == {}
-        several = several_of([{"function": held[0]}, {"function": "json"}])
+        several = composite_spec([{"function": held[0]}, {"function": "json"}])
         await node.score([ScoreRequest(task(several), "x")])
         assert set(actors.actors[0].asked[-1][2][several]["functions"]) == {held[0]}, "one of several"
         await node.score([ScoreRequest(task(held[1]), "x")])

@@ -14,7 +14,7 @@ from rollover.config.recipes import recipe
 from rollover.plugins.sandbox import guarantees
 from rollover.plugins.sandbox.cases import read_cases
 from rollover.plugins.sandbox.guarantees import ProbeResult, choose_sandbox
-from rollover.rewards.built_in import made, statements
+from rollover.rewards.built_in import make_function, statements
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.worker import RewardProbeError, RewardWorker
 from rollover.tasks.stream import TaskStream
@@ -107,7 +107,7 @@ def test_tests_that_cannot_be_run_are_missing() -> None:
 )
 def test_parameters_that_are_wrong_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        made("code", params, ".")
+        make_function("code", params, ".")
 
 
 def test_a_machine_without_a_sandbox_refuses_unless_allowed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_a_machine_without_a_sandbox_refuses_unless_allowed_by_name(monkeypatch:
     absent = ProbeResult("bubblewrap", failed="bubblewrap (bwrap) is not installed")
     monkeypatch.setattr(guarantees, "probe_sandbox", lambda launch: weak if launch.kind == "process" else absent)
     with pytest.raises(ValueError, match="allow_weak = true"):
-        made("code", {}, ".")
+        make_function("code", {}, ".")
     assert statements('code/{"allow_weak": true}') == [
         "code: programs run in a sandbox: process holds reading, writing, processes, memory, user; it does not hold"
         " network"

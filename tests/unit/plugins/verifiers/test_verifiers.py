@@ -45,7 +45,7 @@ class Host(ScriptedHost):
         self.num, self.left = num, num
         self.source = taskset_source(SourceSetup(TaskSourceConfig(kind="verifiers", name=name), name, "exact_match", 0))
         self.task = self.source.problem(task)
-        self.task_prompt = self.chats.of(()).prompt(self.task.messages or ())
+        self.task_prompt = self.chats.for_tools(()).prompt(self.task.messages or ())
         self.seconds = 0.0
 
     def run(self) -> dict[str, Reward]:
@@ -54,12 +54,12 @@ class Host(ScriptedHost):
 
     async def served(self) -> None:
         try:
-            await self.server.start()
+            await self.episodes.start()
             begun = time.perf_counter()
             await self.play()
             self.seconds = time.perf_counter() - begun
         finally:
-            await self.server.close()
+            await self.episodes.close()
 
     def _begin(self) -> None:
         self.rollouts.clear()

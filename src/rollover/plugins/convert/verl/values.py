@@ -8,7 +8,7 @@ from typing import Any
 from rollover.config.traits import LOSSES
 from rollover.plugins.convert.mapping import Options, Unanswered, for_trackers
 from rollover.plugins.convert.verl.programs import ASYNC, SYNC, bypass, groups, mode_of
-from rollover.rewards.built_in import BY_DATA_SOURCE, spec_of
+from rollover.rewards.built_in import BY_DATA_SOURCE, make_spec
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 IS = "algorithm.rollout_correction"
@@ -294,7 +294,7 @@ def sandbox_fusion(value: Any, options: Options) -> dict[str, Any]:
     params = {"sandbox": "http", "url": url, "concurrency": int(options("reward.sandbox_fusion.max_concurrent"))}
     params["memory_mb"] = int(options("reward.sandbox_fusion.memory_limit_mb"))
     of_code = [name for name, spec in BY_DATA_SOURCE.items() if spec == "code"]
-    return {"rewards.by_data_source": dict.fromkeys(of_code, spec_of("code", params))}
+    return {"rewards.by_data_source": dict.fromkeys(of_code, make_spec("code", params))}
 
 
 def overlong(value: Any, options: Options) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from rollover.envs.tools import Call, build_tool_format
 from rollover.functions import load_function, own_function
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rollout.order import RolloutView, load_order
-from rollover.run.own_metrics import own_metrics
+from rollover.run.metrics_row import own_metrics
 from rollover.run.producer import OwnProducer, Played, ready_episodes
 from rollover.tasks.build import build_source
 from rollover.tasks.curriculum import Curriculum, Seen, build_curriculum

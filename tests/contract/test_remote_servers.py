@@ -29,7 +29,7 @@ from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
 from rollover.engine.remote.hosts import ProcessHost, UrlHost
 from rollover.http_guard import TOKEN_VARIABLE
 from rollover.models.load import load_model
-from rollover.run.eval_parts import EvalParts
+from rollover.run.setup import EvalParts
 from rollover.trainer.batch import Batch
 from rollover.trainer.trainer import Trainer
 from rollover.types import Prompt, Sample, SamplingParams, Segment

@@ -21,7 +21,7 @@ from test_workflow_function_run import recipe as of_agents
 import rollover
 from rollover import cli
 from rollover.run.loop import Run
-from rollover.run.parts import Parts
+from rollover.run.setup import Parts
 from rollover.trainer.backend import BackendLost
 
 BACKEND = Path(__file__).with_name("losing_backend.py")

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollover.checkpoint.store import CheckpointStore
-from rollover.run import evaluator
+from rollover.run import evaluate
 from rollover.run.evaluate import Answers
 from rollover.track.answers import Answer
 
@@ -35,7 +35,7 @@ def found(monkeypatch: pytest.MonkeyPatch, *means: float) -> None:
             ]
         )  # fmt: skip
 
-    monkeypatch.setattr(evaluator, "answers_of", answers_of)
+    monkeypatch.setattr(evaluate, "answers_of", answers_of)
 
 
 def checkpoints(folder: Path) -> list[int]:

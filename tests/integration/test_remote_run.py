@@ -17,7 +17,7 @@ from runs import check_whole
 
 from rollover.config.load import load_config
 from rollover.process_tree import descendants, is_running
-from rollover.run.parts import Parts
+from rollover.run.setup import Parts
 
 pytest.importorskip("aiohttp")
 

@@ -23,7 +23,7 @@ from rollover.config import AlgorithmConfig, Config, FiltersConfig, TasksConfig,
 from rollover.config.schema import leaves
 from rollover.functions import FunctionError, explained, own_function
 from rollover.rollout.order import RolloutView, load_order
-from rollover.run.own_metrics import own_metrics
+from rollover.run.metrics_row import own_metrics
 from rollover.run.producer import OwnProducer
 from rollover.tasks.prompts import TASK_OR_NONE, PromptSource, encoder
 from rollover.trainer.objective import Objective

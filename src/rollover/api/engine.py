@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from rollover.api.settings import Arguments, Layer
 from rollover.config import Config
-from rollover.run.answer_prompt import answer_prompt
-from rollover.run.eval_parts import EvalParts
+from rollover.run.sample import answer_prompt
+from rollover.run.setup import EvalParts
 from rollover.types import StopReason
 
 Result = TypeVar("Result")

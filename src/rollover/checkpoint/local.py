@@ -14,10 +14,19 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from rollover.checkpoint.content import FileWriter, commit_text, fingerprint, manifest_text, produce
-from rollover.checkpoint.entries import LEFTOVER, leftover
-from rollover.checkpoint.storage import Storage
-from rollover.checkpoint.writing import COMMITTED, MANIFEST, CheckpointWriter
+from rollover.checkpoint.storage import (
+    COMMITTED,
+    LEFTOVER,
+    MANIFEST,
+    CheckpointWriter,
+    FileWriter,
+    Storage,
+    commit_text,
+    fingerprint,
+    leftover,
+    manifest_text,
+    produce,
+)
 from rollover.files import fsync_dir
 
 

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from rollover.checkpoint.entries import is_plain_name
+from rollover.checkpoint.storage import is_plain_name
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,19 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from rollover.checkpoint.content import FileWriter, commit_text, fingerprint, manifest_text, produce
-from rollover.checkpoint.entries import UPLOAD, upload_number
-from rollover.checkpoint.storage import Storage
-from rollover.checkpoint.writing import COMMITTED, MANIFEST, CheckpointWriter
+from rollover.checkpoint.storage import (
+    COMMITTED,
+    MANIFEST,
+    UPLOAD,
+    CheckpointWriter,
+    FileWriter,
+    Storage,
+    commit_text,
+    fingerprint,
+    manifest_text,
+    produce,
+    upload_number,
+)
 
 
 class RemoteStorage(Storage):

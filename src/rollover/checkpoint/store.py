@@ -2,7 +2,7 @@
 
 Owns which checkpoints there are and which are deleted, and their guarantees (docs/checkpoint-format.md): a checkpoint
 is either committed and complete, or invisible; a failing write leaves the earlier ones untouched; what is read was
-verified. It never knows what is in the files: run/snapshot.py does. One process writes at a time.
+verified. It never knows what is in the files: run/checkpointing.py does. One process writes at a time.
 
 Hashes are SHA-256: with the CPU's SHA instructions it is twice as fast as BLAKE2b. A CRC would be faster still, but
 this also catches a file swapped for another.
@@ -10,23 +10,35 @@ this also catches a file swapped for another.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from rollover.checkpoint.content import FileWriter, FolderWriter
-from rollover.checkpoint.entries import checkpoint_name, checkpoint_step, is_plain_name
 from rollover.checkpoint.local import LocalStorage
 from rollover.checkpoint.mirror import Mirror
-from rollover.checkpoint.reading import Damaged, read_checkpoint
 from rollover.checkpoint.remote import RemoteStorage
-from rollover.checkpoint.storage import Storage, existing
-from rollover.checkpoint.writing import COMMITTED, MANIFEST, CheckpointWriter
+from rollover.checkpoint.storage import (
+    COMMITTED,
+    FORMAT_VERSION,
+    MANIFEST,
+    CheckpointWriter,
+    FileWriter,
+    FolderWriter,
+    Storage,
+    checkpoint_name,
+    checkpoint_step,
+    commit_text,
+    existing,
+    fingerprint,
+    is_plain_name,
+)
 
 Names = list[str]  # inside CheckpointStore `list` is its method
 
@@ -203,3 +215,62 @@ def _advice(previous: Names) -> str:
         f"The previous committed checkpoint is {previous[-1]}: resume from it with --checkpoint.resume_from"
         f" {previous[-1]}"
     )
+
+
+class Damaged(Exception):
+    """`problem` completes the name of the `file`: "is missing"."""
+
+    def __init__(self, file: str, problem: str) -> None:
+        super().__init__(f"{file} {problem}")
+        self.file, self.problem = file, problem
+
+
+def read_checkpoint(storage: Storage, name: str, source: str) -> dict[str, str]:
+    """The local path of each file of checkpoint `name`, which lies at `source`, by the name it was written under.
+
+    Raises Damaged if anything differs from what was written, ValueError if another version of the format was.
+    """
+    manifest = _manifest(storage, name, source)
+    folder = storage.folder_for(source)
+    paths = {}
+    for file, entry in manifest.items():
+        paths[file] = os.path.join(folder, *file.split("/"))
+        try:
+            storage.fetch(source, file, paths[file])
+        except FileNotFoundError:
+            raise Damaged(file, "is missing") from None
+        _verify(file, paths[file], entry)
+    return paths
+
+
+def _manifest(storage: Storage, name: str, source: str) -> dict[str, dict[str, Any]]:
+    """The checked entries {file: {"size", "sha256"}} of a checkpoint's manifest."""
+    content = {}
+    for file in (COMMITTED, MANIFEST):
+        try:
+            content[file] = storage.read(f"{source}/{file}")
+        except FileNotFoundError:
+            end = ": it was never finished" if file == COMMITTED else ""
+            raise Damaged(file, f"is missing{end}") from None
+    if content[COMMITTED] != commit_text(content[MANIFEST]):
+        raise Damaged(MANIFEST, f"does not match the hash in {COMMITTED}")
+    manifest = json.loads(content[MANIFEST])
+    if manifest["format_version"] != FORMAT_VERSION:
+        raise ValueError(
+            f"checkpoint {name} in {storage.dir} has format {manifest['format_version']};"
+            f" this version of rollover reads {FORMAT_VERSION}. Use the version of rollover that wrote it."
+        )
+    for file in manifest["files"]:
+        if not is_plain_name(file):
+            raise Damaged(MANIFEST, f"names a file outside the checkpoint: {file!r}")
+    return manifest["files"]
+
+
+def _verify(file: str, path: str, entry: Mapping[str, Any]) -> None:
+    if not os.path.isfile(path):
+        raise Damaged(file, "is missing")
+    found = os.path.getsize(path)
+    if found != entry["size"]:
+        raise Damaged(file, f"has {found} bytes instead of {entry['size']}")
+    if fingerprint(path)["sha256"] != entry["sha256"]:
+        raise Damaged(file, "has other content than was written (SHA-256 differs)")

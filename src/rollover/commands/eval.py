@@ -71,8 +71,8 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
 
 async def answers_to_all(config: Config, model: str | None) -> Answers:
     """Answers to the held-out tasks of `model` (None: model.path), scored."""
-    from rollover.run.eval_parts import EvalParts
     from rollover.run.evaluate import answers_of, held_out_tasks
+    from rollover.run.setup import EvalParts
 
     async with await EvalParts.build(config, model) as parts:
         assert parts.environment is not None

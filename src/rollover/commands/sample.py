@@ -15,8 +15,7 @@ from rollover.commands.verb import Overrides, Verb, load, positive
 
 if TYPE_CHECKING:
     from rollover.config import Config
-    from rollover.run.answer_prompt import Answered
-    from rollover.run.branch import BranchPoint, Continuation
+    from rollover.run.sample import Answered, BranchPoint, Continuation
     from rollover.types import Task
 
 logger = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ def run_from(args: argparse.Namespace, overrides: Overrides) -> int:
     from rollover.files import local_path
     from rollover.images import media_kept_in
     from rollover.processes import prepare_libraries
-    from rollover.run.branch import Weights, continue_from, newest_weights
+    from rollover.run.sample import Weights, continue_from, newest_weights
     from rollover.shutdown import run_bounded
 
     if args.prompt is not None or args.columns is not None:
@@ -105,8 +104,8 @@ def run_from(args: argparse.Namespace, overrides: Overrides) -> int:
 
 def branch_point_of(directory: Path, text: str) -> BranchPoint:
     """The rollout that STEP/ID[:TOKEN] names. ValueError where there is none."""
-    from rollover.run.branch import BranchPoint
     from rollover.run.run_files import RunFiles
+    from rollover.run.sample import BranchPoint
     from rollover.track.recorded import records_of, step_files
 
     match = re.fullmatch(r"(\d+)/(\d+-\d+(?:\.\d+\.\d+)?)(?::(\d+))?", text)
@@ -133,8 +132,8 @@ def print_continuation(found: Continuation, kept: int) -> None:
 
 async def answers(config: Config, prompt: str, num: int) -> list[Answered]:
     """`num` answers to the prompt, of an engine that is built for them alone."""
-    from rollover.run.answer_prompt import answer_prompt
-    from rollover.run.eval_parts import EvalParts
+    from rollover.run.sample import answer_prompt
+    from rollover.run.setup import EvalParts
 
     async with await EvalParts.build(config, None, with_rewards=False) as parts:
         return await answer_prompt(prompt, num, parts, config)
@@ -146,9 +145,9 @@ async def episodes(config: Config, prompt: str | None, given: dict[str, Any], nu
     ValueError where there is neither a prompt nor a task.
     """
     from rollover.envs.answer_text import answer_decoder
-    from rollover.run.eval_parts import EvalParts
-    from rollover.run.playing import play_groups
-    from rollover.run.transcript import transcript
+    from rollover.run.evaluate import play_groups
+    from rollover.run.sample import transcript
+    from rollover.run.setup import EvalParts
     from rollover.trajectories import episodes_of
 
     task, rollout = task_of(config, prompt, given), config.rollout

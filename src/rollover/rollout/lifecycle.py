@@ -90,7 +90,7 @@ class Lifecycle:
     RolloutCache.
 
     `start`, `set_rewards`, `consume` and `on_new_version` decide, and carry out what they decided by the others: `run`,
-    `score`, `take`, `drop`. Those decide nothing: what a journal tells can so happen again (run/replay.py).
+    `score`, `take`, `drop`. Those decide nothing: what a journal tells can so happen again (run/resume.py).
     """
 
     def __init__(

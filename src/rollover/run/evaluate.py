@@ -2,29 +2,104 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
+import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from rollover.algorithms.shaping import ShapedScore
 from rollover.config import Config, EvalSettingConfig
+from rollover.config.rollout import SAMPLING, RolloutConfig
 from rollover.config.tasks import Truncation
 from rollover.engine.protocol import Engine
 from rollover.envs.answer_text import Decode, answer_decoder
 from rollover.envs.protocol import RunEnvironment
 from rollover.rewards.answers import answer_key, answer_of, extract_answer, reference_answer
-from rollover.run.playing import play_groups
+from rollover.rollout.driver import Driver
+from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
+from rollover.rollout.requests import Requests
+from rollover.rollout.watchdog import GivenUp, Watchdog
+from rollover.run.best import best_of, check_metric, why_enough
+from rollover.run.model_card import write_model_card
+from rollover.run.overlap import Overlap
+from rollover.run.setup import RunContext
+from rollover.run.weight_sync import WeightSync
 from rollover.suggest import did_you_mean
 from rollover.tasks.build import held_out_names, labels_of
 from rollover.tasks.prompts import Encode, prompt_limit, shortened_to
 from rollover.tasks.stream import TaskStream
-from rollover.track.answers import Answer, RoleScore, summary_of
+from rollover.track.answers import Answer, RoleScore, summary_of, write_answers
 from rollover.trajectories import Episode, episodes_of
-from rollover.types import Group, Prompt, Reward, StopReason, Task
+from rollover.types import FIRST_EVAL_GROUP, Group, Prompt, Reward, StopReason, Task
 from rollover.workflows.calls import MODEL
+
+_Result = TypeVar("_Result")
+
+# The options of [rollout] for sampling; the others are about training steps.
+_OF_SAMPLING = (*SAMPLING, "max_new_tokens", "stop", "stop_token_ids", "logits")
+
+
+async def play_groups(
+    tasks: Sequence[tuple[Task, Prompt]],
+    engine: Engine,
+    environment: RunEnvironment,
+    config: Config,
+    stop_token_ids: frozenset[int],
+    seed: int,
+    num_siblings: int,
+) -> list[Group]:
+    """Play `num_siblings` episodes of each task. Returns one group per task, in their order, with rewards.
+
+    Sampling follows config.rollout and `seed`; `stop_token_ids` (EOS) add to those of the config. Where the environment
+    fails, or takes too long, the reward has the error. Raises ValueError at the first stall ([watchdog]), or where the
+    engine fails at a rollout watchdog.max_failures times in a row: a missing answer would change the mean.
+    """
+    sampling = {name: getattr(config.rollout, name) for name in _OF_SAMPLING}
+    rollout = RolloutConfig(groups_per_step=len(tasks), group_size=num_siblings, **sampling)
+    admitted: list[Group] = []
+
+    def on_event(event: Event) -> None:
+        if event.kind is EventKind.ADMIT:
+            admitted.append(event.group)
+        elif event.kind is EventKind.DROP:
+            raise GivenUp(event.why)
+
+    lifecycle = Lifecycle(rollout, min_valid_rewards=0, listeners=[on_event], first_group_id=FIRST_EVAL_GROUP)
+    watchdog = Watchdog(config.watchdog, config.rewards.allowed_s(num_siblings), patient=False)
+    waiting = iter(tasks)
+    driver = Driver(
+        lifecycle,
+        engine,
+        lambda: next(waiting, None),
+        environment,
+        Requests(rollout, seed, stop_token_ids, may_go_on=environment.has_turns),
+        watchdog,
+        config.workflow,
+    )
+    try:
+        groups = await driver.collect(engine.oldest_version)
+    except BaseException as error:
+        driver.player.release(admitted)
+        if isinstance(error, GivenUp):
+            raise ValueError(f"{error}: the evaluation is given up") from error
+        raise
+    assert groups is not None
+    return groups
+
+
+async def together(work: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """Return the results of all. If one fails the others are cancelled."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
 
 logger = logging.getLogger(__name__)
 
@@ -261,3 +336,138 @@ def _named(answers: list[Answer]) -> list[Answer]:
     others."""
     named = any(of.role != MODEL for answer in answers for of in answer.roles)
     return answers if named else [replace(answer, roles=()) for answer in answers]
+
+
+class Evaluator:
+    """Evaluates with the run's engine. `is_possible`: whether that has the trainer's weights; of recorded rollouts it
+    does not."""
+
+    def __init__(self, context: RunContext, overlap: Overlap, weight_sync: WeightSync, *, is_possible: bool) -> None:
+        self.config, self.parts, self.directory = context.config, context.parts, context.directory
+        self.hooks, self.stop, self.trackers = context.hooks, context.stop, context.directory.trackers
+        self.overlap, self.weight_sync, self.is_possible = overlap, weight_sync, is_possible
+        self._tasks: EvalTasks | None = None
+
+    async def evaluate(self) -> dict[str, Any] | None:
+        """Evaluate the present weights, once: their row of eval.jsonl; None where a stop cut the evaluation off.
+
+        ValueError where nothing is held out, no task can be evaluated, or every reward fails.
+        """
+        if not self._is_wanted:
+            raise ValueError("nothing is held out: set eval.num_tasks (it has no effect on recorded rollouts)")
+        if (row := self.newest()) is not None:
+            return row
+        return await self._told(await self._evaluate())
+
+    async def evaluate_if_wanted(self) -> None:
+        """Evaluate if anything is held out and the run is not being stopped, once per policy version.
+
+        A failure ends the run only before the first step: later it must not cost what was trained.
+        """
+        if self.stop.requested or not self._is_wanted or self.newest():
+            return
+        version = self.parts.trainer.policy_version
+        await self.overlap.interrupt_all()  # what fails there is no evaluation
+        try:
+            row = await self._evaluate()
+        except ValueError as error:
+            if version == 0 and not self.stop.requested:
+                raise
+            logger.warning(f"the evaluation after {version} steps failed: {error}")
+        else:
+            await self._told(row)
+
+    def check_tasks(self) -> None:
+        """Report the tasks that are left out. ValueError as for an evaluation before the first step."""
+        if self._is_wanted:
+            self._held_out()
+
+    @property
+    def best_step(self) -> int | None:
+        """After which step the best evaluation was made; None before the first."""
+        best = best_of(self.directory.evals.rows(), self.config.eval.metric)
+        return None if best is None else best["step"]
+
+    @property
+    def why_enough(self) -> str:
+        """Why training ends by eval.patience; "" where it goes on."""
+        return why_enough(self.directory.evals.rows(), self.config.eval) if self.is_possible else ""
+
+    def newest(self) -> dict[str, Any] | None:
+        """The evaluation of the present policy version; None if it has none."""
+        rows = self.directory.evals.rows()
+        return rows[-1] if rows and rows[-1]["step"] == self.parts.trainer.policy_version else None
+
+    def save_best_model(self) -> None:
+        """Write the model of the present weights, if their evaluation is the best one (checkpoint.save_best_model), and
+        that was not done. The weights before the first step are the model that the run began with."""
+        version, files = self.parts.trainer.policy_version, self.directory.of_evaluations
+        if not self.config.checkpoint.save_best_model or not version or self.best_step != version:
+            return
+        if files.best_model_step != version:
+            self.trackers.on_phase("saving the best model")
+            files.forget_best_model()
+            self.parts.trainer.backend.save_model(files.best_model)
+            write_model_card(files.best_model, self.config, version, self.newest())
+            files.on_best_model(version)
+
+    def _held_out(self) -> EvalTasks:
+        if self._tasks is None:
+            parts = self.parts
+            self._tasks = held_out_tasks(self.config, parts.prompts.encode, parts.engine.max_tokens)
+        return self._tasks
+
+    @property
+    def _is_wanted(self) -> bool:
+        return self.is_possible and self.config.eval.num_tasks > 0
+
+    def _check_metric(self, result: dict[str, Any], version: int) -> None:
+        """Before the first step a metric that is not there ends the run; later it must not cost what was trained."""
+        try:
+            check_metric(result, self.config.eval.metric)
+        except ValueError as error:
+            if not version:
+                raise
+            logger.warning(f"{error}. Until then no evaluation is the best one")
+
+    @property
+    def _looks_at_metric(self) -> bool:
+        config = self.config
+        return bool(config.eval.patience or config.checkpoint.keep_best or config.checkpoint.save_best_model)
+
+    async def _evaluate(self) -> dict[str, Any] | None:
+        """The new row of eval.jsonl; None where a stop cut it off, which waits for no answer and no score."""
+        await self.overlap.interrupt_all()
+        self.trackers.on_phase("evaluating")
+        with self.overlap.rows.timed("eval"), self.overlap.event_loop_watched(lambda: "evaluating"):
+            await self.weight_sync.before_evaluation()
+            return await self._evaluated()
+
+    async def _told(self, row: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The row, after the user's hook has had a copy of it."""
+        if row is not None:
+            await self.hooks.call("on_evaluate", dict(row))
+        return row
+
+    async def _evaluated(self) -> dict[str, Any] | None:
+        config, parts = self.config, self.parts
+        version, started = parts.trainer.policy_version, time.perf_counter()
+        tokenizer = parts.loaded.tokenizer
+        held_out = self._held_out()
+        found = await self.stop.unless_requested(
+            answers_of(held_out, parts.engine, parts.environment, tokenizer, config, parts.stop_token_ids),
+            config.watchdog.grace_s,
+        )
+        if found is None:
+            return None
+        if config.track.answers:
+            write_answers(self.directory.of_evaluations.answers_of(version), found.answers)
+        result = summarised(found, config)
+        if not version:
+            check_roles(found, config.workflow.roles)
+        if self._looks_at_metric and not self.directory.evals.rows():
+            self._check_metric(result, version)
+        seconds = time.perf_counter() - started
+        self.trackers.on_eval({"step": version, "policy_version": version, "seconds": seconds, **result})
+        logger.info(f"held-out mean reward after {version} steps: {result['mean']:.3f}")
+        return self.newest()

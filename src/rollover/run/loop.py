@@ -19,21 +19,21 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from rollover.config import Config
+from rollover.config import resume as resume_rules
+from rollover.config.table import value_of
 from rollover.models.allocator import return_freed_memory
-from rollover.run.checkpointing import Checkpointing
-from rollover.run.context import RunContext
+from rollover.run.checkpointing import Checkpointing, stateful_parts
 from rollover.run.directory import view_command
 from rollover.run.estimate import estimate_of
-from rollover.run.evaluator import Evaluator
+from rollover.run.evaluate import Evaluator
 from rollover.run.event_log import EventLog
 from rollover.run.metrics_row import Rows
 from rollover.run.model_card import write_model_card
-from rollover.run.option_changes import OptionChanges
 from rollover.run.overlap import Overlap
-from rollover.run.preflight import check_tasks
 from rollover.run.producer import build_producer
 from rollover.run.resume import Resume
-from rollover.run.snapshot import stateful_parts
+from rollover.run.setup import RunContext, check_tasks
 from rollover.run.supervised import HeldOutLoss
 from rollover.run.tracking import Tracking, step_progress, write_tokenizer
 from rollover.run.weight_sync import WeightSync
@@ -294,3 +294,31 @@ class Run:
             write_model_card(self.directory.model, self.config, step, self.evaluator.newest())
         finished = step >= self.config.train.num_steps or bool(self.enough)
         self.directory.end(step, "" if finished else self.producer.source, self.enough)
+
+
+class OptionChanges:
+    """The changes of options in a run of `config`."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._wanted: dict[str, Any] = {}
+
+    def ask_for(self, key: str, value: Any) -> None:
+        """Change an option from the next step on. ConfigError where it cannot (config/resume.py)."""
+        resume_rules.check_in_run(self.config, key, value)
+        self._wanted[key] = value
+
+    async def make(self, checkpointing: Checkpointing) -> None:
+        """Change what was asked for, and write it down; nothing if all of it is as it was.
+
+        `checkpointing`: of the run, whose checkpoints it writes.
+        """
+        changes = [resume_rules.Change(k, value_of(self.config, k), value) for k, value in self._wanted.items()]
+        if not (changes := [change for change in changes if change.old != change.new]):
+            return
+        if checkpointing.event_log.is_on and resume_rules.trains_otherwise(changes, self.config):
+            await checkpointing.checkpoint()  # steps that a journal tells of are trained again as they were
+        for change in changes:
+            resume_rules.change_in_run(self.config, change.key, change.new)
+        checkpointing.directory.write_config(replace=True)
+        logger.info("changed from here on: " + ", ".join(map(str, changes)))

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from numbers import Real
 
 from rollover.algorithms.grouping import Grouping
+from rollover.functions import described, own_function
 from rollover.rollout.lifecycle import acting_in
 from rollover.run.batch_metrics import (
     advantage_metrics,
@@ -26,14 +28,43 @@ from rollover.run.batch_metrics import (
     turn_metrics,
     waste_metrics,
 )
-from rollover.run.context import RunContext
-from rollover.run.device_use import DeviceUse
+from rollover.run.device_use import DeviceUse, Utilization
 from rollover.run.event_log import EventLog
-from rollover.run.mfu import Utilization
-from rollover.run.own_metrics import own_metrics
+from rollover.run.setup import RunContext
 from rollover.track.metrics import is_counter, is_of_engine
 from rollover.trainer.batch import Batch
-from rollover.types import Group
+from rollover.types import Group, copied
+
+_RETURNS = "a number for each name, as {'name': 1.0}"
+
+
+OwnMetrics = Callable[[list[Group]], dict[str, float]]
+
+
+def own_metrics(spec: str) -> OwnMetrics:
+    """The user's function, which makes keys of a row (`own/NAME`) of a step's groups; none where `spec` is empty.
+
+    ValueError where there is no such function; FunctionError where it raises or returns anything else than numbers.
+    """
+    if not spec:
+        return lambda groups: {}
+    own = own_function("track.metrics", spec, _RETURNS)
+
+    def metrics(groups: list[Group]) -> dict[str, float]:
+        found = own([copied(group) for group in groups])
+        if not isinstance(found, Mapping):
+            raise own.refused(described(found))
+        for name, value in found.items():
+            is_name = isinstance(name, str) and name and name.isprintable()
+            if not is_name or isinstance(value, bool) or not isinstance(value, Real):
+                raise own.refused(f"{described(value)} for {name!r}")
+        try:
+            return {f"own/{name}": float(value) for name, value in found.items()}
+        except OverflowError as error:
+            raise own.failed(error) from error
+
+    return metrics
+
 
 logger = logging.getLogger(__name__)
 

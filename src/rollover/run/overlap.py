@@ -21,8 +21,8 @@ from typing import TypeVar
 from rollover.config import Config
 from rollover.models.threads import most_threads
 from rollover.run import blocked_warning
-from rollover.run.context import RunContext
 from rollover.run.metrics_row import Rows
+from rollover.run.setup import RunContext
 from rollover.types import Group
 
 Result = TypeVar("Result")

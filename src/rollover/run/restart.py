@@ -20,13 +20,10 @@ from rollover.checkpoint.journal import Journal
 from rollover.config import Config
 from rollover.config.backend import is_tinker
 from rollover.models.devices import decide_dtype
-from rollover.run.context import RunContext
 from rollover.run.directory import RunDirectory
 from rollover.run.hooks import Hooks
-from rollover.run.loop import Run, Step
-from rollover.run.option_changes import OptionChanges
-from rollover.run.parts import Kept, Parts
-from rollover.run.restart_budget import RestartBudget
+from rollover.run.loop import OptionChanges, Run, Step
+from rollover.run.setup import Kept, Parts, RestartBudget, RunContext
 from rollover.run.stop import Stop
 from rollover.track.summary import RunSummary
 from rollover.track.trace import Trace

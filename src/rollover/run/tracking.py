@@ -23,8 +23,7 @@ from rollover.config import Config
 from rollover.envs.answer_text import Decode, answer_decoder
 from rollover.files import atomic_write_text
 from rollover.rollout.lifecycle import Event, EventKind
-from rollover.run.context import RunContext
-from rollover.run.parts import Parts
+from rollover.run.setup import Parts, RunContext
 from rollover.track.live import Progress
 from rollover.track.token_stats import TokenStats
 from rollover.track.tracker import RecordedCredit, RecordedGroup, Tracker

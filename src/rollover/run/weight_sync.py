@@ -14,9 +14,9 @@ from typing import cast
 
 from rollover.engine.protocol import Sleeper
 from rollover.run import blocked_warning
-from rollover.run.context import RunContext
 from rollover.run.event_log import EventLog
 from rollover.run.metrics_row import Rows
+from rollover.run.setup import RunContext
 
 
 class WeightSync:

@@ -188,7 +188,7 @@ def test_a_manifest_cannot_point_outside(store: CheckpointStore) -> None:
 
 
 def test_a_newer_format_is_refused(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollover.checkpoint.content.FORMAT_VERSION", 2)
+    monkeypatch.setattr("rollover.checkpoint.storage.FORMAT_VERSION", 2)
     store.write("step-000010", FILES)
     monkeypatch.undo()
     with pytest.raises(ValueError, match="has format 2"):

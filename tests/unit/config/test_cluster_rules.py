@@ -12,7 +12,7 @@ import rollover
 from rollover.config import Config, ConfigError
 from rollover.config.load import load_config
 from rollover.config.recipes import recipe
-from rollover.run.eval_parts import EvalParts
+from rollover.run.setup import EvalParts
 
 SERVERS = {"kind": "remote", "num_servers": 2, "server": "vllm", "weights_dir": "/w"}
 

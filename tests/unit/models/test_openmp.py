@@ -13,7 +13,7 @@ import tiny
 from heard import hear
 from rollover.config import Config
 from rollover.models import kernels
-from rollover.run.parts import Parts
+from rollover.run.setup import Parts
 
 PROGRAM = """
 import ctypes, os, shutil, sys, warnings

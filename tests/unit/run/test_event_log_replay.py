@@ -16,8 +16,7 @@ from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle, is_complete
 from rollover.rollout.run_clock import RunClock
 from rollover.run.event_log import EventLog
-from rollover.run.replay import Replay, RollBack
-from rollover.run.resume import check_restored
+from rollover.run.resume import Replay, RollBack, check_restored
 from rollover.staleness import rolled_back, staleness
 from rollover.track.lifetimes import Lifetimes
 from rollover.track.trace import Trace

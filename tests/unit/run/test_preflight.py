@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollover.config import Config
-from rollover.run.preflight import check_tasks
+from rollover.run.setup import check_tasks
 from rollover.types import Task
 
 TRACKERS: Any = SimpleNamespace(on_phase=lambda text: None, on_message=lambda text: None)

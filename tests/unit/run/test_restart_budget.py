@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rollover.run.restart_budget import RestartBudget
+from rollover.run.setup import RestartBudget
 
 
 def test_losses_are_too_many_without_a_new_step_in_between() -> None:

@@ -19,8 +19,8 @@ from rollover.config import Config, RewardsConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.rollout.run_clock import RunClock
-from rollover.run import snapshot
-from rollover.run.snapshot import Snapshot, StatefulPart, load_snapshot, stateful_parts, without_arrays
+from rollover.run import checkpointing
+from rollover.run.checkpointing import Snapshot, StatefulPart, load_snapshot, stateful_parts, without_arrays
 from rollover.tasks.reroll import Reroll
 from rollover.track.lifetimes import Lifetimes
 from rollover.track.trace import Trace
@@ -222,8 +222,8 @@ def test_metrics_are_on_disk_before_the_checkpoint_that_counts_on_them(tmp_path:
 
 def test_another_format_is_refused_before_anything_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_snapshot(worked(tmp_path))
-    was = snapshot.FORMAT
-    monkeypatch.setattr(snapshot, "FORMAT", was + 1)
+    was = checkpointing.FORMAT
+    monkeypatch.setattr(checkpointing, "FORMAT", was + 1)
     after = new_run(tmp_path)
     with pytest.raises(ValueError, match=f"checkpoint step-000003 has format {was}, .*reads {was + 1}"):
         restore(after)
@@ -283,7 +283,7 @@ def test_a_failed_write_is_reported_and_leaves_the_earlier_checkpoint(
         raise OSError(28, "No space left on device")
 
     of.trainer.policy_version = 4
-    monkeypatch.setattr(snapshot.safetensors.torch, "save_file", full)
+    monkeypatch.setattr(checkpointing.safetensors.torch, "save_file", full)
     with pytest.raises(CheckpointWriteError, match="step-000004 could not be written.*No space left"):
         write_snapshot(of)
     assert of.directory.store.list() == ["step-000003"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollover.run.tail import Tail
+from rollover.run.run_files import Tail
 
 
 def line(step: int, **more: float) -> str:
@@ -38,7 +38,7 @@ def test_half_a_line_is_none_until_it_is_whole(tmp_path: Path) -> None:
 
 def test_only_what_is_new_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = []
-    monkeypatch.setattr("rollover.run.tail.row_of_line", lambda path, row: parsed.append(row) or json.loads(row))
+    monkeypatch.setattr("rollover.run.run_files.row_of_line", lambda path, row: parsed.append(row) or json.loads(row))
     tail = Tail(tmp_path / "metrics.jsonl")
     tail.path.write_text(line(1) + line(2))
     tail.rows()

@@ -17,7 +17,7 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.adapters import names
 from rollover.models.load import cast_parameters, load_model
-from rollover.run.eval_parts import EvalParts
+from rollover.run.setup import EvalParts
 from rollover.trainer.batch import Batch
 from rollover.trainer.trainer import Trainer
 from rollover.types import Prompt, Sample, SamplingParams

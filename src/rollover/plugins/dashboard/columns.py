@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rollover.run.tail import GrowingRows
+from rollover.run.run_files import GrowingRows
 
 _BLOCK = 256  # steps
 _LATEST = 32  # steps that are left as rows, at least

@@ -12,7 +12,7 @@ import pytest
 
 from rollover.plugins.dashboard.columns import Columns
 from rollover.plugins.dashboard.warnings import Warned, warnings_of
-from rollover.run.tail import Tail
+from rollover.run.run_files import Tail
 from rollover.track.health import Health
 
 

@@ -2,46 +2,64 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from rollover.algorithms.filters import build_group_filter
 from rollover.algorithms.grouping import Grouping
 from rollover.algorithms.shaping import metric_of
+from rollover.checkpoint.journal import Journal
 from rollover.cluster.protocol import Cluster, ClusterSetup, open_cluster
-from rollover.config import Config
-from rollover.config.backend import needs_weights_here
+from rollover.config import Config, LoraConfig
+from rollover.config.backend import is_tinker, needs_weights_here
+from rollover.config.cluster import check_is_here
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.engine.protocol import Engine
-from rollover.envs.protocol import RunEnvironment
+from rollover.envs.build import EnvironmentSetup, build_environment
+from rollover.envs.protocol import Keep, RunEnvironment, keeps_nothing
 from rollover.models import kernels
-from rollover.models.devices import engine_device, pick_device
+from rollover.models.devices import dtype_of, engine_device, pick_device
 from rollover.models.load import LoadedModel, load_model, load_outline, stop_token_ids
+from rollover.models.processor import Processor
 from rollover.models.threads import most_threads, prepare_process
 from rollover.rewards.build import build_rewarder
+from rollover.rewards.built_in import statements
 from rollover.rewards.observer import RewardObserver
-from rollover.rewards.protocol import ScoringPool
+from rollover.rewards.protocol import Rewarder, ScoringPool
+from rollover.rewards.scorer import make_scorer
 from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.rollout.requests import Requests
 from rollover.rollout.run_clock import RunClock
 from rollover.rollout.watchdog import Watchdog
-from rollover.run.environment import start_environment
+from rollover.run.directory import RunDirectory
+from rollover.run.hooks import Hooks
+from rollover.run.stop import Stop
 from rollover.run.supervised import Examples, load_examples
 from rollover.tasks.prompts import PromptSource, build_prompts, prompt_limit
+from rollover.tasks.report import tasks_line
 from rollover.tasks.reroll import Reroll
+from rollover.tasks.stream import TaskStream
 from rollover.track.lifetimes import Lifetimes
 from rollover.track.trace import Trace
+from rollover.track.tracker import Trackers
 from rollover.trainer.batch import BatchBuilder
 from rollover.trainer.build import build_trainer
+from rollover.trainer.lora import load_with_adapter
 from rollover.trainer.reuse import Reuse
-from rollover.trainer.teacher import teacher_prompts
+from rollover.trainer.teacher import TeacherPrompts, teacher_prompts
 from rollover.trainer.trainer import Trainer
+from rollover.types import Task
+from rollover.workflows.build import build_episodes
 
 logger = logging.getLogger(__name__)
 
@@ -229,3 +247,191 @@ class Parts:
             self.trainer.close()
         except Exception as error:  # boundary: it is not what it was
             logger.warning(f"the backend that is lost could not be closed ({error}): the run goes on without it")
+
+
+@dataclass
+class EvalParts:
+    """`environment`, and the `rewarder` that it asks, are None where nothing is scored. `close` ends all of them."""
+
+    config: Config
+    tokenizer: Any
+    engine: Engine
+    environment: RunEnvironment | None
+    rewarder: Rewarder | None
+    stop_token_ids: frozenset[int]
+    processor: Processor | None = None
+    """None for a text model."""
+
+    @classmethod
+    async def build(cls, config: Config, model: str | None, *, with_rewards: bool = True) -> EvalParts:
+        """Load `model` (a folder or a name; None: model.path), and build what answers with it."""
+        check_is_here(config)
+        prepare_process(config)
+        of_another = {"path": model, "lora": LoraConfig()}
+        model_config = config.model if model is None else config.model.model_copy(update=of_another)
+        if is_tinker(config):
+            config, loaded, adapter = _at_service(config, model), load_outline(config.model), []
+        else:
+            merges = config.engine.kind == "remote"
+            loaded, adapter = load_with_adapter(
+                model_config, dtype=dtype_of(config), device=engine_device(config), merges=merges
+            )
+            config = config.model_copy(update={"model": model_config})
+        async with AsyncExitStack() as on_error:
+            engine = build_engine(EngineSetup(config, lambda: loaded, most_threads(config), beside_trainer=False))
+            on_error.push_async_callback(engine.close)
+            if adapter:
+                await engine.load_weights(0, adapter)
+            environment = rewarder = None
+            if with_rewards:
+                rewarder = build_rewarder(config, training=False)
+                environment = await start_environment(config, loaded, rewarder, engine, on_error)
+            parts = cls(
+                config=config,
+                tokenizer=loaded.tokenizer,
+                engine=engine,
+                environment=environment,
+                rewarder=rewarder,
+                stop_token_ids=stop_token_ids(loaded, []),
+                processor=loaded.processor,
+            )
+            on_error.pop_all()
+        return parts
+
+    async def __aenter__(self) -> EvalParts:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        async with AsyncExitStack() as parts:
+            if self.rewarder is not None:
+                parts.push_async_callback(self.rewarder.close)
+            parts.push_async_callback(self.engine.close)
+            if self.environment is not None:
+                await self.environment.close()
+
+
+def _at_service(config: Config, model: str | None) -> Config:
+    """The configuration with which the service samples with `model`: a path of its own, or None, the base model."""
+    if model is None:
+        return config
+    if not model.startswith("tinker://"):
+        raise ValueError(
+            f'{model!r} with backend.type = "tinker": the service samples. Give the path that it has the weights at'
+            ' ("sampler" in tinker.json of the run\'s model folder), or remove the model: then it is the base model'
+        )
+    return config.model_copy(update={"backend": config.backend.model_copy(update={"base_model": model})})
+
+
+async def start_environment(
+    config: Config,
+    loaded: LoadedModel,
+    rewarder: RewardObserver,
+    engine: Engine,
+    on_error: AsyncExitStack,
+    keep: Keep = keeps_nothing,
+) -> RunEnvironment:
+    """The one that the configuration names; where a workflow has agents, their server is up.
+
+    `rewarder` scores rollouts, and what a program answers without a reward. `keep` is told of what is to be known after
+    a kill. The engine's `max_tokens` is known afterwards. `on_error` is told how to close the environment. ValueError
+    where that cannot be used.
+    """
+    scorer = make_scorer(rewarder, loaded.tokenizer, config)
+    singly = rewarder.rewarder.scores_singly
+    setup = EnvironmentSetup(config, loaded.tokenizer, scorer, singly, loaded.vocab_size, loaded.processor)
+    longest = await asyncio.to_thread(lambda: engine.max_tokens)  # a Ctrl-C ends the wait for an engine
+    if not config.workflow.agent:
+        return build_environment(setup, keep)
+    episodes = build_episodes(setup, longest, rewarder, keep)
+    on_error.push_async_callback(episodes.close)
+    await episodes.server.start()
+    return episodes
+
+
+_LOOKED_AT = 100  # tasks of a source, for the rewards that their data_source gives them
+
+
+async def check_tasks(
+    config: Config, rewarder: ScoringPool, trackers: Trackers, teacher_prompts: TeacherPrompts | None = None
+) -> None:
+    """Call every source's reward functions once, and distill.privileged, and say what the tasks are. RewardProbeError
+    and FunctionError name what is wrong."""
+    trackers.on_phase("checking the reward functions")
+    told: dict[str, None] = {}
+    for source in config.tasks.sources:
+        alone = config.tasks.model_copy(update={"sources": [source]})
+        tasks = _one_of_each_reward(TaskStream(alone, config.run.seed, "train", rewards=config.rewards))
+        for task in [] if config.workflow.agent else tasks:  # an agent gives the rewards itself
+            await rewarder.probe(task)
+            with contextlib.suppress(ValueError):  # what scores may be another machine: it was asked above
+                told |= dict.fromkeys(statements(task.reward))
+        if tasks and teacher_prompts is not None:
+            teacher_prompts.of_task(tasks[0])
+    if config.rewards.eval_function and config.eval.num_tasks and not config.workflow.agent:
+        stream = TaskStream(config.tasks, config.eval.seed, "eval", rewards=config.rewards)
+        for task in stream.take(1):
+            await rewarder.probe(task)
+    for line in told:
+        logger.warning(line)
+    trackers.on_phase("looking at the tasks")
+    if line := tasks_line(config):
+        logger.info(line)
+
+
+def _one_of_each_reward(stream: TaskStream) -> list[Task]:
+    """The first task, and where tasks say their data_source, those among the next ones that have another reward."""
+    found: dict[str, Task] = {}
+    for task in itertools.islice(iter(stream.next, None), _LOOKED_AT):
+        found.setdefault(task.reward, task)
+        if "data_source" not in task.columns:
+            break
+    return list(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """The configuration, the parts and the directory of one run, and the objects that outlive a lost backend."""
+
+    config: Config
+    parts: Parts
+    directory: RunDirectory
+    hooks: Hooks
+    stop: Stop
+    restart_budget: RestartBudget
+    journal: Journal
+    """The files of the event log (event_log.py)."""
+    resume_command: str
+    """The command that continues the run."""
+
+
+class RestartBudget:
+    """`most`: the number of losses in a row, without a new step in between, after which the run continues
+    (cluster.max_restarts). A step that is repeated is not new: a backend that is lost at the same step each time would
+    otherwise be restarted for ever.
+
+    `total`: over all processes of the run; `in_a_row`: since the run last came further; `furthest`: the number of its
+    newest step, -1 before the first.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.total = self.in_a_row = 0
+        self.furthest = -1
+
+    def on_step(self, number: int) -> None:
+        """Step `number` was made."""
+        if number > self.furthest:
+            self.furthest, self.in_a_row = number, 0
+
+    def on_loss(self) -> None:
+        """The backend was lost."""
+        self.total += 1
+        self.in_a_row += 1
+
+    @property
+    def too_many(self) -> bool:
+        """Whether the run ends with the last loss."""
+        return self.in_a_row > self.most

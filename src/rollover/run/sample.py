@@ -1,29 +1,83 @@
-"""A branch: a recorded rollout continues from one of its tokens, with weights of its run, or of another model.
-
-    prompt + its first tokens, as they were sampled ──extend──▶ what comes instead
-
-What comes depends on its own seed and the place alone: with the weights that sampled it, it is what came. Nothing is
-scored, and no environment answers: it goes on to the end of the present turn.
-"""
+"""Answers of a model to a prompt: a text, or chat messages. Nothing is scored."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from rollover.checkpoint.store import CheckpointStore, checkpoint_step
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest, StopCriteria
-from rollover.envs.answer_text import answer_decoder
+from rollover.envs.answer_text import Decode, answer_decoder
 from rollover.models.devices import dtype_of
-from rollover.run.eval_parts import EvalParts
-from rollover.run.playing import together
+from rollover.run.evaluate import together
 from rollover.run.run_files import FINISHED
+from rollover.run.setup import EvalParts
+from rollover.tasks.image_parts import with_images_of_program
+from rollover.tasks.prompts import encode_prompt
+from rollover.tasks.stream import decorated
 from rollover.track.recorded import media_of, prompt_of
 from rollover.trainer.stored_tensors import StoredTensors
-from rollover.types import Segment, rollout_seed
+from rollover.trajectories import Episode, Trajectory
+from rollover.types import Media, Rollout, Segment, StopReason, Task, rollout_seed
+
+_numbers = itertools.count()  # of the rollouts of prompts, over all calls: an engine knows each by its id
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What the model said to a prompt. token_ids and logprobs: of each sampled token; stop_reason: why it ended."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    stop_reason: StopReason
+
+
+async def answer_prompt(
+    prompt: str | Sequence[Mapping[str, Any]], num: int, parts: EvalParts, config: Config
+) -> list[Answered]:
+    """`num` answers to a text, or to a list of chat messages, sampled as [rollout] says.
+
+    A text is put into a user message where the model has a chat template and tasks.chat is on. ValueError for a prompt
+    that leaves no room for an answer. The answers depend on run.seed, the prompt and their number alone.
+    """
+    tasks, tokenizer, rollout = config.tasks, parts.tokenizer, config.rollout
+    if not getattr(tokenizer, "chat_template", None):
+        tasks = tasks.model_copy(update={"chat": False})
+    text = prompt if isinstance(prompt, str) else None
+    messages = None if text is not None else with_images_of_program(prompt)  # type: ignore[arg-type]
+    task = decorated(Task(task_id="sample", source="sample", reward="", prompt=text, messages=messages), tasks)
+    encoded = encode_prompt(task, tokenizer, parts.processor)
+    seeded = text if text is not None else task.content
+    requests = [
+        ExtendRequest(
+            rollout_id=f"sample-{next(_numbers)}",
+            prompt=encoded,
+            generated_ids=(),
+            max_new_tokens=rollout.max_new_tokens,
+            seed=rollout_seed(config.run.seed, seeded, 0, i),
+            sampling=rollout.sampling,
+            stop=StopCriteria.of(rollout, parts.stop_token_ids, training=False),
+            processing=rollout.logits.processing(),
+        )
+        for i in range(num)
+    ]
+    answers = await together([parts.engine.extend(request) for request in requests])
+    parts.engine.release([request.rollout_id for request in requests])
+    decode = answer_decoder(tokenizer, rollout.keep_special_tokens)
+    return [_answered(segments, decode) for segments in answers]
+
+
+def _answered(segments: Sequence[Segment], decode: Decode) -> Answered:
+    ids = [int(t) for s in segments for t in s.token_ids]
+    logprobs = [float(x) for s in segments for x in s.logprobs]
+    return Answered(decode(ids), ids, logprobs, segments[-1].stop_reason)
 
 
 @dataclass(frozen=True)
@@ -163,3 +217,49 @@ def _gone_on(place: BranchPoint, segments: list[Segment], tokenizer: Any, keep_s
         logprobs=[float(x) for s in segments for x in s.logprobs],
         stop_reason=segments[-1].stop_reason.value,
     )
+
+
+_WIDTH = 12  # of what stands before a text
+
+
+def transcript(episode: Episode, decode: Decode) -> str:
+    """Its trajectories one below the other, each with its role and score, its contexts and their turns."""
+    return "\n".join(line for of in episode.trajectories for line in _trajectory(of, decode))
+
+
+# Private
+
+
+def _trajectory(trajectory: Trajectory, decode: Decode) -> Iterator[str]:
+    reward = trajectory.reward
+    assert reward is not None
+    yield f"{trajectory.role}: " + (f"no score: {reward.error}" if reward.score is None else f"score {reward.score:g}")
+    for rollout in trajectory.rollouts:
+        yield _said("prompt", _with_images(rollout.prompt.ids, rollout.prompt.media, decode))
+        yield from _turns(rollout, decode)
+
+
+def _with_images(ids: Sequence[int], media: Sequence[Media], decode: Decode, start: int = 0) -> str:
+    """The text of ids that begin with token `start`, with "[image: name]" for the placeholders of each image."""
+    parts, end = [], 0
+    for image in media:
+        first = image.offset - start
+        parts += [decode(ids[end:first]), f"[image: {image.source.rpartition('/')[2]}]"]
+        end = first + image.count
+    return "".join([*parts, decode(ids[end:])])
+
+
+def _turns(rollout: Rollout, decode: Decode) -> Iterator[str]:
+    number, start = 0, len(rollout.prompt)
+    for is_policy, of in groupby(rollout.segments, lambda segment: segment.trainable):
+        segments = list(of)
+        ids = [int(token) for segment in segments for token in segment.token_ids]
+        number += is_policy
+        if ids or is_policy:
+            text = _with_images(ids, [m for segment in segments for m in segment.media], decode, start)
+            yield _said(f"turn {number}" if is_policy else "answer", text)
+        start += len(ids)
+
+
+def _said(who: str, text: str) -> str:
+    return f"  {who:<{_WIDTH - 2}}" + textwrap.indent(text.strip(), " " * _WIDTH).lstrip()

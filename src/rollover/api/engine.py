@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from rollover.api.settings import Arguments, Layer
 from rollover.config import Config
 from rollover.run.sample import answer_prompt
-from rollover.run.setup import EvalParts
+from rollover.run.setup import EvalComponents
 from rollover.types import StopReason
 
 Result = TypeVar("Result")
@@ -54,9 +54,9 @@ class Engine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollover.Engine", daemon=True)
         self._thread.start()
-        self._parts: EvalParts | None = None
+        self._components: EvalComponents | None = None
         try:
-            self._parts = self._ask(EvalParts.build(self.config, None, with_rewards=False)).result()
+            self._components = self._ask(EvalComponents.build(self.config, None, with_rewards=False)).result()
         except BaseException:
             self.close()
             raise
@@ -82,9 +82,9 @@ class Engine:
         """Free the model. What is asked later raises RuntimeError."""
         if self._loop.is_closed():
             return
-        if self._parts is not None:
-            self._ask(self._parts.close()).result()
-            self._parts = None
+        if self._components is not None:
+            self._ask(self._components.close()).result()
+            self._components = None
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -99,9 +99,9 @@ class Engine:
         self.close()
 
     async def _answers(self, prompts: Sequence[Prompt], num: int) -> list[Completion]:
-        parts = self._parts
-        assert parts is not None
-        answers = await asyncio.gather(*(answer_prompt(prompt, num, parts, self.config) for prompt in prompts))
+        components = self._components
+        assert components is not None
+        answers = await asyncio.gather(*(answer_prompt(prompt, num, components, self.config) for prompt in prompts))
         return [Completion(p, **vars(answer)) for p, of_one in zip(prompts, answers, strict=True) for answer in of_one]
 
     def _ask(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:

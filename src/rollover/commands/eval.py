@@ -12,7 +12,7 @@ from rollover.commands.verb import Overrides, Verb, load, positive
 
 if TYPE_CHECKING:
     from rollover.config import Config
-    from rollover.run.evaluate import Answers
+    from rollover.run.evaluate import EvalAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
     config = load(args.files, overrides).config
     from rollover.files import check_output_file, local_path
-    from rollover.run.evaluate import summarised
+    from rollover.run.evaluate import summarize
     from rollover.shutdown import run_bounded
     from rollover.text import printable_lines
     from rollover.track.answers import print_worst, worst, write_answers
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     answers = found.answers
     if args.answers is not None:  # first: where every reward failed it says why
         write_answers(local_path(args.answers), answers)
-    result, chosen = summarised(found, config), worst(answers, args.worst)
+    result, chosen = summarize(found, config), worst(answers, args.worst)
     comparisons = [] if recorded is None else compared(answers, recorded)
     if args.json:
         result |= {"worst": [a.as_json() for a in chosen]} if args.worst else {}
@@ -69,16 +69,16 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     return 0
 
 
-async def answers_to_all(config: Config, model: str | None) -> Answers:
-    """Answers to the held-out tasks of `model` (None: model.path), scored."""
-    from rollover.run.evaluate import answers_of, held_out_tasks
-    from rollover.run.setup import EvalParts
+async def answers_to_all(config: Config, model: str | None) -> EvalAnswers:
+    """Return scored answers of `model` (None: model.path) to the held-out tasks."""
+    from rollover.run.evaluate import answer_tasks, held_out_tasks
+    from rollover.run.setup import EvalComponents
 
-    async with await EvalParts.build(config, model) as parts:
-        assert parts.environment is not None
-        held_out = held_out_tasks(config, parts.environment.prompt, parts.engine.max_tokens)
-        return await answers_of(
-            held_out, parts.engine, parts.environment, parts.tokenizer, config, parts.stop_token_ids
+    async with await EvalComponents.build(config, model) as components:
+        assert components.environment is not None
+        held_out = held_out_tasks(config, components.environment.prompt, components.engine.max_tokens)
+        return await answer_tasks(
+            held_out, components.engine, components.environment, components.tokenizer, config, components.stop_token_ids
         )
 
 

@@ -15,7 +15,7 @@ from rollover.commands.verb import Overrides, Verb, load, positive
 
 if TYPE_CHECKING:
     from rollover.config import Config
-    from rollover.run.sample import Answered, BranchPoint, Continuation
+    from rollover.run.sample import BranchPoint, Continuation, SampledAnswer
     from rollover.types import Task
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def run_from(args: argparse.Namespace, overrides: Overrides) -> int:
     config = load_config([of_run, *args.files], overrides, require_sources=False).config
     prepare_libraries(config.run)
     weights = Weights(args.model, args.model) if args.model else newest_weights(config, directory)
-    logger.info(f"with {weights.said}, after {place.kept} of {place.record['num_tokens']} tokens")
+    logger.info(f"with {weights.description}, after {place.kept} of {place.record['num_tokens']} tokens")
     with media_kept_in(local_path(directory) / "media"):
         found = run_bounded(continue_from(place, args.num, weights, config, directory), config.watchdog.grace_s)
     if args.json:
@@ -130,13 +130,13 @@ def print_continuation(found: Continuation, kept: int) -> None:
         print(f"{number:>7} {of:>7} {logprob:>9.4f}  {json.dumps(piece, ensure_ascii=True)}")
 
 
-async def answers(config: Config, prompt: str, num: int) -> list[Answered]:
+async def answers(config: Config, prompt: str, num: int) -> list[SampledAnswer]:
     """`num` answers to the prompt, of an engine that is built for them alone."""
     from rollover.run.sample import answer_prompt
-    from rollover.run.setup import EvalParts
+    from rollover.run.setup import EvalComponents
 
-    async with await EvalParts.build(config, None, with_rewards=False) as parts:
-        return await answer_prompt(prompt, num, parts, config)
+    async with await EvalComponents.build(config, None, with_rewards=False) as components:
+        return await answer_prompt(prompt, num, components, config)
 
 
 async def episodes(config: Config, prompt: str | None, given: dict[str, Any], num: int) -> list[str]:
@@ -147,16 +147,18 @@ async def episodes(config: Config, prompt: str | None, given: dict[str, Any], nu
     from rollover.envs.answer_text import answer_decoder
     from rollover.run.evaluate import play_groups
     from rollover.run.sample import transcript
-    from rollover.run.setup import EvalParts
+    from rollover.run.setup import EvalComponents
     from rollover.trajectories import episodes_of
 
     task, rollout = task_of(config, prompt, given), config.rollout
-    async with await EvalParts.build(config, None) as parts:
-        assert parts.environment is not None
-        seed, stops = config.run.seed, parts.stop_token_ids
-        encoded = parts.environment.prompt(task)
-        [group] = await play_groups([(task, encoded)], parts.engine, parts.environment, config, stops, seed, num)
-        decode = answer_decoder(parts.tokenizer, rollout.keep_special_tokens)
+    async with await EvalComponents.build(config, None) as components:
+        assert components.environment is not None
+        seed, stops = config.run.seed, components.stop_token_ids
+        encoded = components.environment.prompt(task)
+        [group] = await play_groups(
+            [(task, encoded)], components.engine, components.environment, config, stops, seed, num
+        )
+        decode = answer_decoder(components.tokenizer, rollout.keep_special_tokens)
         return [transcript(episode, decode) for episode in episodes_of(group)]
 
 

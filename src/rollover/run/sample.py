@@ -1,7 +1,15 @@
-"""Answers of a model to a prompt: a text, or chat messages. Nothing is scored."""
+"""Sampling outside of training: answers to a prompt, continuations of recorded rollouts, transcripts of episodes.
+
+    prompt ──────────────────────────────────────────────────┐
+    prompt + first tokens of a recorded rollout (BranchPoint) ┴──Engine.extend──▶ text, token ids, log-probs
+
+A continuation depends on its seed and the branch point alone: with the weights that sampled the rollout it repeats it.
+It is not scored, meets no environment, and ends with the current turn.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,14 +18,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rollover.checkpoint.store import CheckpointStore, checkpoint_step
+from rollover.checkpoint.storage import checkpoint_step
+from rollover.checkpoint.store import CheckpointStore
 from rollover.config import Config
-from rollover.engine.protocol import ExtendRequest, StopCriteria
+from rollover.engine.protocol import Engine, ExtendRequest, StopCriteria
 from rollover.envs.answer_text import Decode, answer_decoder
 from rollover.models.devices import dtype_of
-from rollover.run.evaluate import together
 from rollover.run.run_files import FINISHED
-from rollover.run.setup import EvalParts
+from rollover.run.setup import EvalComponents
 from rollover.tasks.image_parts import with_images_of_program
 from rollover.tasks.prompts import encode_prompt
 from rollover.tasks.stream import decorated
@@ -26,12 +34,13 @@ from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trajectories import Episode, Trajectory
 from rollover.types import Media, Rollout, Segment, StopReason, Task, rollout_seed
 
-_numbers = itertools.count()  # of the rollouts of prompts, over all calls: an engine knows each by its id
+_LABEL_WIDTH = 12
+_numbers = itertools.count()  # of rollout ids, over all calls: an engine needs unique ones
 
 
 @dataclass(frozen=True)
-class Answered:
-    """What the model said to a prompt. token_ids and logprobs: of each sampled token; stop_reason: why it ended."""
+class SampledAnswer:
+    """An answer to a prompt. token_ids and logprobs: of each sampled token."""
 
     text: str
     token_ids: list[int]
@@ -40,20 +49,20 @@ class Answered:
 
 
 async def answer_prompt(
-    prompt: str | Sequence[Mapping[str, Any]], num: int, parts: EvalParts, config: Config
-) -> list[Answered]:
-    """`num` answers to a text, or to a list of chat messages, sampled as [rollout] says.
+    prompt: str | Sequence[Mapping[str, Any]], num: int, components: EvalComponents, config: Config
+) -> list[SampledAnswer]:
+    """Return `num` answers to a text, or to a list of chat messages, with the sampling of [rollout].
 
     A text is put into a user message where the model has a chat template and tasks.chat is on. ValueError for a prompt
-    that leaves no room for an answer. The answers depend on run.seed, the prompt and their number alone.
+    that leaves no room for an answer. The answers depend on run.seed, the prompt and their index alone.
     """
-    tasks, tokenizer, rollout = config.tasks, parts.tokenizer, config.rollout
+    tasks, tokenizer, rollout = config.tasks, components.tokenizer, config.rollout
     if not getattr(tokenizer, "chat_template", None):
         tasks = tasks.model_copy(update={"chat": False})
     text = prompt if isinstance(prompt, str) else None
     messages = None if text is not None else with_images_of_program(prompt)  # type: ignore[arg-type]
     task = decorated(Task(task_id="sample", source="sample", reward="", prompt=text, messages=messages), tasks)
-    encoded = encode_prompt(task, tokenizer, parts.processor)
+    encoded = encode_prompt(task, tokenizer, components.processor)
     seeded = text if text is not None else task.content
     requests = [
         ExtendRequest(
@@ -63,26 +72,23 @@ async def answer_prompt(
             max_new_tokens=rollout.max_new_tokens,
             seed=rollout_seed(config.run.seed, seeded, 0, i),
             sampling=rollout.sampling,
-            stop=StopCriteria.of(rollout, parts.stop_token_ids, training=False),
+            stop=StopCriteria.of(rollout, components.stop_token_ids, training=False),
             processing=rollout.logits.processing(),
         )
         for i in range(num)
     ]
-    answers = await together([parts.engine.extend(request) for request in requests])
-    parts.engine.release([request.rollout_id for request in requests])
+    answers = await _extend_all(components.engine, requests)
     decode = answer_decoder(tokenizer, rollout.keep_special_tokens)
-    return [_answered(segments, decode) for segments in answers]
-
-
-def _answered(segments: Sequence[Segment], decode: Decode) -> Answered:
-    ids = [int(t) for s in segments for t in s.token_ids]
-    logprobs = [float(x) for s in segments for x in s.logprobs]
-    return Answered(decode(ids), ids, logprobs, segments[-1].stop_reason)
+    found = []
+    for segments in answers:
+        ids, logprobs = _sampled(segments)
+        found.append(SampledAnswer(decode(ids), ids, logprobs, segments[-1].stop_reason))
+    return found
 
 
 @dataclass(frozen=True)
 class BranchPoint:
-    """A recorded rollout (`Run.records`), of which the first `kept` tokens stay. ValueError where it cannot be."""
+    """A recorded rollout (`Run.records`) whose first `kept` tokens stay. ValueError within text of an environment."""
 
     record: Mapping[str, Any]
     kept: int
@@ -102,12 +108,14 @@ class BranchPoint:
 
     @property
     def token_ids(self) -> list[int]:
-        """Those that stay."""
+        """The kept tokens."""
         return list(self.record["token_ids"][: self.kept])
 
     def request(self, config: Config, stop_token_ids: frozenset[int], number: int) -> ExtendRequest:
-        """`number`: 0 has the draws of the rollout itself (none of a greedy one), others have their own. ValueError
-        where there is no room."""
+        """Return the request for continuation `number`; number 0 has the seed (or greediness) of the recorded rollout.
+
+        ValueError where rollout.max_new_tokens leaves no room.
+        """
         record, rollout = self.record, config.rollout
         budget = rollout.max_new_tokens - self.kept
         if budget < 1:
@@ -140,7 +148,7 @@ class BranchPoint:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What came. `kept`: the text of the tokens that stay. `text`: of those that came; `pieces`: of each of them."""
+    """A continuation. `kept`: text of the kept tokens; `text`: of the new ones; `pieces`: of each new one."""
 
     kept: str
     text: str
@@ -152,19 +160,19 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Weights:
-    """Which weights go on: a saved model (`model`), or those of a `checkpoint` in the store of the run. `said`: what
-    they are."""
+    """Weights to sample with: a saved `model`, or a `checkpoint` of the run. `description`: for a message."""
 
-    said: str
+    description: str
     model: str | None = None
     checkpoint: str = ""
     version: int = 0
 
 
 def newest_weights(config: Config, directory: Path) -> Weights:
-    """The newest that the run in `directory` has. ValueError where it has none, or none that can be sampled with.
+    """Return the newest weights of the run in `directory`. ValueError where it has none that an engine can load.
 
-    A run that goes on after its end has a model/ that is older than its checkpoints."""
+    A run that was continued after its end has a model/ that is older than its checkpoints.
+    """
     saved = (directory / "model" / "config.json").is_file()
     if saved and (directory / FINISHED).is_file():
         return Weights("the model that the run ended with", str(directory / "model"))
@@ -184,50 +192,63 @@ def newest_weights(config: Config, directory: Path) -> Weights:
 
 
 def checkpoints_of(config: Config, directory: Path) -> str:
-    """Where the checkpoints of the run in `directory` are."""
+    """Return the folder or URL of the checkpoints of the run in `directory`."""
     return config.checkpoint.dir or str(directory / "checkpoints")
 
 
 async def continue_from(
-    place: BranchPoint, num: int, weights: Weights, config: Config, directory: Path
+    point: BranchPoint, num: int, weights: Weights, config: Config, directory: Path
 ) -> list[Continuation]:
-    """What comes after `place`, `num` times, of an engine that is built for it alone."""
-    async with await EvalParts.build(config, weights.model, with_rewards=False) as parts:
-        requests = [place.request(config, parts.stop_token_ids, number) for number in range(num)]
+    """Return `num` continuations from `point`, with an engine built for them."""
+    async with await EvalComponents.build(config, weights.model, with_rewards=False) as components:
+        requests = [point.request(config, components.stop_token_ids, number) for number in range(num)]
         if weights.checkpoint:
             files = CheckpointStore(checkpoints_of(config, directory), 1).open(weights.checkpoint)
             stored = StoredTensors([path for file, path in files.items() if file.startswith("trainer-")])
             masters = (name for name in stored if name.startswith("master/"))
             named = ((name.removeprefix("master/"), stored[name].to(dtype_of(config))) for name in masters)
-            await parts.engine.load_weights(weights.version, named)
-        answers = await together([parts.engine.extend(request) for request in requests])
-        parts.engine.release([request.rollout_id for request in requests])
+            await components.engine.load_weights(weights.version, named)
+        answers = await _extend_all(components.engine, requests)
         keep = config.rollout.keep_special_tokens
-        return [_gone_on(place, segments, parts.tokenizer, keep) for segments in answers]
-
-
-def _gone_on(place: BranchPoint, segments: list[Segment], tokenizer: Any, keep_special_tokens: bool) -> Continuation:
-    decode = answer_decoder(tokenizer, keep_special_tokens)
-    kept, ids = place.token_ids, [int(t) for s in segments for t in s.token_ids]
-    return Continuation(
-        kept=decode(kept),
-        text=decode(ids),
-        pieces=[tokenizer.decode([of]) for of in ids],
-        token_ids=ids,
-        logprobs=[float(x) for s in segments for x in s.logprobs],
-        stop_reason=segments[-1].stop_reason.value,
-    )
-
-
-_WIDTH = 12  # of what stands before a text
+        return [_continuation(point, segments, components.tokenizer, keep) for segments in answers]
 
 
 def transcript(episode: Episode, decode: Decode) -> str:
-    """Its trajectories one below the other, each with its role and score, its contexts and their turns."""
-    return "\n".join(line for of in episode.trajectories for line in _trajectory(of, decode))
+    """Return the text of an episode: each trajectory with its role, score, prompts and turns."""
+    return "\n".join(line for trajectory in episode.trajectories for line in _trajectory(trajectory, decode))
 
 
 # Private
+
+
+async def _extend_all(engine: Engine, requests: Sequence[ExtendRequest]) -> list[list[Segment]]:
+    """Return the answers to all requests. If one fails, the others are cancelled."""
+    tasks = [asyncio.ensure_future(engine.extend(request)) for request in requests]
+    try:
+        answers = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    engine.release([request.rollout_id for request in requests])
+    return answers
+
+
+def _sampled(segments: Sequence[Segment]) -> tuple[list[int], list[float]]:
+    """Return (token ids, log-probs) of consecutive segments."""
+    return [int(t) for s in segments for t in s.token_ids], [float(x) for s in segments for x in s.logprobs]
+
+
+def _continuation(point: BranchPoint, segments: list[Segment], tokenizer: Any, keep_special: bool) -> Continuation:
+    decode = answer_decoder(tokenizer, keep_special)
+    ids, logprobs = _sampled(segments)
+    return Continuation(
+        kept=decode(point.token_ids),
+        text=decode(ids),
+        pieces=[tokenizer.decode([token]) for token in ids],
+        token_ids=ids,
+        logprobs=logprobs,
+        stop_reason=segments[-1].stop_reason.value,
+    )
 
 
 def _trajectory(trajectory: Trajectory, decode: Decode) -> Iterator[str]:
@@ -235,12 +256,12 @@ def _trajectory(trajectory: Trajectory, decode: Decode) -> Iterator[str]:
     assert reward is not None
     yield f"{trajectory.role}: " + (f"no score: {reward.error}" if reward.score is None else f"score {reward.score:g}")
     for rollout in trajectory.rollouts:
-        yield _said("prompt", _with_images(rollout.prompt.ids, rollout.prompt.media, decode))
+        yield _labelled("prompt", _with_images(rollout.prompt.ids, rollout.prompt.media, decode))
         yield from _turns(rollout, decode)
 
 
 def _with_images(ids: Sequence[int], media: Sequence[Media], decode: Decode, start: int = 0) -> str:
-    """The text of ids that begin with token `start`, with "[image: name]" for the placeholders of each image."""
+    """Decode ids that begin with token `start`, with "[image: name]" for the placeholders of each image."""
     parts, end = [], 0
     for image in media:
         first = image.offset - start
@@ -257,9 +278,9 @@ def _turns(rollout: Rollout, decode: Decode) -> Iterator[str]:
         number += is_policy
         if ids or is_policy:
             text = _with_images(ids, [m for segment in segments for m in segment.media], decode, start)
-            yield _said(f"turn {number}" if is_policy else "answer", text)
+            yield _labelled(f"turn {number}" if is_policy else "answer", text)
         start += len(ids)
 
 
-def _said(who: str, text: str) -> str:
-    return f"  {who:<{_WIDTH - 2}}" + textwrap.indent(text.strip(), " " * _WIDTH).lstrip()
+def _labelled(label: str, text: str) -> str:
+    return f"  {label:<{_LABEL_WIDTH - 2}}" + textwrap.indent(text.strip(), " " * _LABEL_WIDTH).lstrip()

@@ -1,4 +1,10 @@
-"""What a training run is made of, built from its configuration: every room builds its own. Owns nothing afterwards."""
+"""Builds the components of a training run (`Components`) and of an evaluation (`EvalComponents`) from a configuration.
+
+    Components.build: model, cluster, engine, rewards, trainer, lifecycle, environment, prompts, driver ──▶ RunContext
+
+Each package has a `build` function of its own; this module calls them in order. `preflight` checks reward functions and
+tasks before the first step. Owns nothing afterwards.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +71,7 @@ logger = logging.getLogger(__name__)
 
 
 class Model:
-    """The model of a run. A call loads it once; all calls give the same one until it is `renewed`."""
+    """The model of a run, loaded at the first call."""
 
     def __init__(self, load: Callable[[], LoadedModel]) -> None:
         self._load = load
@@ -76,15 +82,15 @@ class Model:
             self._loaded = self._load()
         return self._loaded
 
-    def renewed(self) -> LoadedModel:
-        """The model as it was loaded: whoever trained the one before has changed it."""
+    def reload(self) -> LoadedModel:
+        """Load it again: a lost trainer backend has changed the weights of the earlier one."""
         self._loaded = None
         return self()
 
 
 @dataclass
-class Kept:
-    """What goes on where the trainer's backend is lost: everything else is made anew beside it."""
+class KeptComponents:
+    """Components that survive the loss of the trainer's backend; all others are rebuilt."""
 
     model: Model
     cluster: Cluster
@@ -92,14 +98,14 @@ class Kept:
     observed: RewardObserver[ScoringPool]
 
     @classmethod
-    async def begin(cls, config: Config, device: torch.device, logs: Path | None) -> Kept:
-        """Starts an engine. ValueError as `open_cluster` and `build_engine`."""
+    async def build(cls, config: Config, device: torch.device, logs: Path | None) -> KeptComponents:
+        """Start the engine. ValueError: see `open_cluster` and `build_engine`."""
         model = Model(
             lambda: (
                 load_model(config.model, device=device) if needs_weights_here(config) else load_outline(config.model)
             )
         )
-        # The engine first: one elsewhere loads the model while we do, and one here copies the weights before the
+        # The engine first: a remote one loads the model in parallel, and a local one copies the weights before the
         # trainer casts them or adds adapters.
         cluster, threads = open_cluster(ClusterSetup(config, logs)), most_threads(config)
         async with AsyncExitStack() as on_error:
@@ -110,7 +116,7 @@ class Kept:
         return cls(model, cluster, engine, observed)
 
     async def close(self) -> None:
-        """End the engine, the reward workers and what is left of them on a cluster, each even if another fails."""
+        """End the engine, the reward workers and the cluster, each even if another fails."""
         async with AsyncExitStack() as rest:
             rest.push_async_callback(self.cluster.close)
             rest.push_async_callback(self.observed.rewarder.close)
@@ -118,12 +124,12 @@ class Kept:
 
 
 @dataclass
-class Parts:
-    """Everything a training run is made of, but for what is written to its directory."""
+class Components:
+    """The components of a training run."""
 
-    kept: Kept
-    again: bool
-    """Whether `kept` was there before: the backend of this run was lost."""
+    kept: KeptComponents
+    is_restart: bool
+    """Whether the run restarts after the loss of its backend, with `kept` of the earlier one."""
     loaded: LoadedModel
     trainer: Trainer
     lifecycle: Lifecycle
@@ -131,18 +137,18 @@ class Parts:
     engine: Engine
     rewarder: ScoringPool
     observed: RewardObserver
-    """Over `rewarder`: what scores."""
+    """Scores, over `rewarder`."""
     environment: RunEnvironment
-    """What rollouts meet, in training and in evaluations; it asks `observed` for scores."""
+    """The environment of training and evaluations; it gets scores from `observed`."""
     driver: Driver
     stop_token_ids: frozenset[int]
     batches: BatchBuilder
-    """Of the groups of each step."""
+    """Builds the batch of each step from its groups."""
     reuse: Reuse
     trace: Trace
     lifetimes: Lifetimes
     examples: Examples | None = None
-    """Of a supervised run."""
+    """The examples of a supervised run."""
 
     @classmethod
     async def build(
@@ -150,15 +156,17 @@ class Parts:
         config: Config,
         trace: Trace | None = None,
         logs: Path | None = None,
-        kept: Kept | None = None,
+        kept: KeptComponents | None = None,
         on_abandon: Callable[[], None] | None = None,
-    ) -> Parts:
-        """Loads the model and starts nothing but an engine, unless one is `kept`: a reward worker starts at its first
-        call. The clock of `trace` goes on from now. `logs`: see
-        EngineSetup and BackendSetup; `on_abandon`: see Driver."""
+    ) -> Components:
+        """Load the model, start the engine, and build all components. A reward worker starts at its first call.
+
+        `kept`: of the run whose backend was lost. The clock of `trace` continues now. `logs`: see EngineSetup and
+        BackendSetup; `on_abandon`: see Driver.
+        """
         prepare_process(config)
         torch.manual_seed(config.run.seed)
-        # Whatever fails at once for a wrong path, name or device comes first: loading the model takes longer.
+        # First come checks that fail at once for a wrong path, name or device: loading the model takes longer.
         devices = pick_device(config.model.device), engine_device(config)
         for reason in {kernels.why_not(device.type) for device in devices} - {""}:
             logger.warning(reason)
@@ -171,12 +179,12 @@ class Parts:
             untrained=config.workflow.untrained,
             metric=metric_of(config),
         )
-        again = kept is not None
-        async with AsyncExitStack() as on_error:  # an engine may be a process: nobody else would end it
+        is_restart = kept is not None
+        async with AsyncExitStack() as on_error:  # an engine may be a process
             if kept is None:
-                kept = await Kept.begin(config, devices[0], logs)
+                kept = await KeptComponents.build(config, devices[0], logs)
                 on_error.push_async_callback(kept.close)
-            loaded, engine, observed = kept.model.renewed() if again else kept.model(), kept.engine, kept.observed
+            loaded, engine, observed = kept.model.reload() if is_restart else kept.model(), kept.engine, kept.observed
             stops = stop_token_ids(loaded, config.rollout.stop_token_ids)
             examples = load_examples(config, loaded) if config.algorithm.supervised else None
             trainer = build_trainer(config, loaded, engine, logs, kept.cluster.own_ranks)
@@ -207,9 +215,9 @@ class Parts:
             driver = Driver(lifecycle, engine, reroll, environment, requests, watchdog, config.workflow, on_abandon)
             reuse = Reuse(config, reroll, prompts.curriculum)
             lifecycle.clock.go_on()
-            parts = cls(
+            components = cls(
                 kept=kept,
-                again=again,
+                is_restart=is_restart,
                 loaded=loaded,
                 trainer=trainer,
                 lifecycle=lifecycle,
@@ -227,31 +235,31 @@ class Parts:
                 examples=examples,
             )
             on_error.pop_all()
-        return parts
+        return components
 
     async def close(self, *, keep: bool = False) -> None:
-        """End what is in flight, the backend, the engine and the reward workers, each even if another fails.
+        """End rollouts in flight, the backend, the engine and the reward workers, each even if another fails.
 
-        `keep`: the backend is lost; engine and reward workers go on.
+        `keep`: the backend is lost; keep engine and reward workers.
         """
-        async with AsyncExitStack() as parts:
+        async with AsyncExitStack() as components:
             if not keep:
-                parts.push_async_callback(self.kept.close)
-            parts.callback(self._close_lost_backend if keep else self.trainer.close)
-            parts.push_async_callback(self.environment.close)
+                components.push_async_callback(self.kept.close)
+            components.callback(self._close_lost_backend if keep else self.trainer.close)
+            components.push_async_callback(self.environment.close)
             await self.driver.abandon()
 
     def _close_lost_backend(self) -> None:
-        """What of it cannot be ended has ended by itself."""
         try:
             self.trainer.close()
-        except Exception as error:  # boundary: it is not what it was
+        except Exception as error:  # boundary: a lost backend may raise anything
             logger.warning(f"the backend that is lost could not be closed ({error}): the run goes on without it")
 
 
 @dataclass
-class EvalParts:
-    """`environment`, and the `rewarder` that it asks, are None where nothing is scored. `close` ends all of them."""
+class EvalComponents:
+    """The components of an evaluation or of sampling, without a trainer. `environment` and `rewarder` are None where
+    nothing is scored."""
 
     config: Config
     tokenizer: Any
@@ -263,12 +271,12 @@ class EvalParts:
     """None for a text model."""
 
     @classmethod
-    async def build(cls, config: Config, model: str | None, *, with_rewards: bool = True) -> EvalParts:
-        """Load `model` (a folder or a name; None: model.path), and build what answers with it."""
+    async def build(cls, config: Config, model: str | None, *, with_rewards: bool = True) -> EvalComponents:
+        """Load `model` (a folder or a name; None: model.path), and build the components."""
         check_is_here(config)
         prepare_process(config)
-        of_another = {"path": model, "lora": LoraConfig()}
-        model_config = config.model if model is None else config.model.model_copy(update=of_another)
+        other = {"path": model, "lora": LoraConfig()}
+        model_config = config.model if model is None else config.model.model_copy(update=other)
         if is_tinker(config):
             config, loaded, adapter = _at_service(config, model), load_outline(config.model), []
         else:
@@ -286,7 +294,7 @@ class EvalParts:
             if with_rewards:
                 rewarder = build_rewarder(config, training=False)
                 environment = await start_environment(config, loaded, rewarder, engine, on_error)
-            parts = cls(
+            components = cls(
                 config=config,
                 tokenizer=loaded.tokenizer,
                 engine=engine,
@@ -296,25 +304,25 @@ class EvalParts:
                 processor=loaded.processor,
             )
             on_error.pop_all()
-        return parts
+        return components
 
-    async def __aenter__(self) -> EvalParts:
+    async def __aenter__(self) -> EvalComponents:
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def close(self) -> None:
-        async with AsyncExitStack() as parts:
+        async with AsyncExitStack() as components:
             if self.rewarder is not None:
-                parts.push_async_callback(self.rewarder.close)
-            parts.push_async_callback(self.engine.close)
+                components.push_async_callback(self.rewarder.close)
+            components.push_async_callback(self.engine.close)
             if self.environment is not None:
                 await self.environment.close()
 
 
 def _at_service(config: Config, model: str | None) -> Config:
-    """The configuration with which the service samples with `model`: a path of its own, or None, the base model."""
+    """Return the configuration for sampling with `model` at the service; None: the base model."""
     if model is None:
         return config
     if not model.startswith("tinker://"):
@@ -333,16 +341,17 @@ async def start_environment(
     on_error: AsyncExitStack,
     keep: Keep = keeps_nothing,
 ) -> RunEnvironment:
-    """The one that the configuration names; where a workflow has agents, their server is up.
+    """Build the environment, or the episodes of a workflow with their server, and wait until the engine is ready.
 
-    `rewarder` scores rollouts, and what a program answers without a reward. `keep` is told of what is to be known after
-    a kill. The engine's `max_tokens` is known afterwards. `on_error` is told how to close the environment. ValueError
-    where that cannot be used.
+    `rewarder` scores rollouts, also those of agents that return no reward. `keep` stores values that must survive a
+    kill. `on_error` gets the environment's `close`. ValueError where it cannot be used.
     """
     scorer = make_scorer(rewarder, loaded.tokenizer, config)
     singly = rewarder.rewarder.scores_singly
     setup = EnvironmentSetup(config, loaded.tokenizer, scorer, singly, loaded.vocab_size, loaded.processor)
-    longest = await asyncio.to_thread(lambda: engine.max_tokens)  # a Ctrl-C ends the wait for an engine
+    longest = await asyncio.to_thread(
+        lambda: engine.max_tokens
+    )  # in a thread: Ctrl-C can interrupt the wait for an engine
     if not config.workflow.agent:
         return build_environment(setup, keep)
     episodes = build_episodes(setup, longest, rewarder, keep)
@@ -351,30 +360,32 @@ async def start_environment(
     return episodes
 
 
-_LOOKED_AT = 100  # tasks of a source, for the rewards that their data_source gives them
+_MOST_PROBED = 100  # tasks of a source, whose data_source may name different rewards
 
 
-async def check_tasks(
+async def preflight(
     config: Config, rewarder: ScoringPool, trackers: Trackers, teacher_prompts: TeacherPrompts | None = None
 ) -> None:
-    """Call every source's reward functions once, and distill.privileged, and say what the tasks are. RewardProbeError
-    and FunctionError name what is wrong."""
+    """Call each source's reward functions and distill.privileged once, and log a line about the tasks.
+
+    RewardProbeError or FunctionError where one fails.
+    """
     trackers.on_phase("checking the reward functions")
-    told: dict[str, None] = {}
+    notices: dict[str, None] = {}
     for source in config.tasks.sources:
         alone = config.tasks.model_copy(update={"sources": [source]})
         tasks = _one_of_each_reward(TaskStream(alone, config.run.seed, "train", rewards=config.rewards))
-        for task in [] if config.workflow.agent else tasks:  # an agent gives the rewards itself
+        for task in [] if config.workflow.agent else tasks:  # an agent returns the rewards itself
             await rewarder.probe(task)
-            with contextlib.suppress(ValueError):  # what scores may be another machine: it was asked above
-                told |= dict.fromkeys(statements(task.reward))
+            with contextlib.suppress(ValueError):  # another machine may have it: `probe` has checked that
+                notices |= dict.fromkeys(statements(task.reward))
         if tasks and teacher_prompts is not None:
             teacher_prompts.of_task(tasks[0])
     if config.rewards.eval_function and config.eval.num_tasks and not config.workflow.agent:
         stream = TaskStream(config.tasks, config.eval.seed, "eval", rewards=config.rewards)
         for task in stream.take(1):
             await rewarder.probe(task)
-    for line in told:
+    for line in notices:
         logger.warning(line)
     trackers.on_phase("looking at the tasks")
     if line := tasks_line(config):
@@ -382,9 +393,9 @@ async def check_tasks(
 
 
 def _one_of_each_reward(stream: TaskStream) -> list[Task]:
-    """The first task, and where tasks say their data_source, those among the next ones that have another reward."""
+    """Return the first task, and with a data_source column the next tasks with other rewards."""
     found: dict[str, Task] = {}
-    for task in itertools.islice(iter(stream.next, None), _LOOKED_AT):
+    for task in itertools.islice(iter(stream.next, None), _MOST_PROBED):
         found.setdefault(task.reward, task)
         if "data_source" not in task.columns:
             break
@@ -393,10 +404,10 @@ def _one_of_each_reward(stream: TaskStream) -> list[Task]:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """The configuration, the parts and the directory of one run, and the objects that outlive a lost backend."""
+    """The objects that the parts of one run share. Hooks, stop and restart budget outlive a lost backend."""
 
     config: Config
-    parts: Parts
+    components: Components
     directory: RunDirectory
     hooks: Hooks
     stop: Stop
@@ -404,16 +415,15 @@ class RunContext:
     journal: Journal
     """The files of the event log (event_log.py)."""
     resume_command: str
-    """The command that continues the run."""
+    """The command that resumes the run."""
 
 
 class RestartBudget:
-    """`most`: the number of losses in a row, without a new step in between, after which the run continues
-    (cluster.max_restarts). A step that is repeated is not new: a backend that is lost at the same step each time would
-    otherwise be restarted for ever.
+    """Limit of consecutive losses of the trainer's backend.
 
-    `total`: over all processes of the run; `in_a_row`: since the run last came further; `furthest`: the number of its
-    newest step, -1 before the first.
+    `most`: cluster.max_restarts. Losses are consecutive if no new step is between them. A repeated step is not new: a
+    backend that is lost at the same step each time would be restarted for ever. `total`: losses over all processes of
+    the run; `in_a_row`: consecutive ones; `furthest`: number of the newest step, -1 before the first.
     """
 
     def __init__(self, most: int) -> None:
@@ -422,16 +432,16 @@ class RestartBudget:
         self.furthest = -1
 
     def on_step(self, number: int) -> None:
-        """Step `number` was made."""
+        """Count step `number`."""
         if number > self.furthest:
             self.furthest, self.in_a_row = number, 0
 
     def on_loss(self) -> None:
-        """The backend was lost."""
+        """Count a loss of the backend."""
         self.total += 1
         self.in_a_row += 1
 
     @property
-    def too_many(self) -> bool:
+    def is_exceeded(self) -> bool:
         """Whether the run ends with the last loss."""
         return self.in_a_row > self.most

@@ -154,7 +154,7 @@ def test_writing_goes_on_after_what_is_trusted(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
     journal = open_journal(folder)
     (part,) = journal.read(mark)
-    journal.go_on(part)
+    journal.resume(part)
     journal.append(*record(7))
     journal.close()
     assert len(SAID) == 1 and told(folder, mark) == [record(0), record(7)] and len(SAID) == 1, (

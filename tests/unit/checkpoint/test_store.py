@@ -15,13 +15,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.checkpoint.store import (
-    CheckpointStore,
-    CheckpointWriteError,
-    CorruptCheckpointError,
-    checkpoint_name,
-    checkpoint_step,
-)
+from rollover.checkpoint.storage import checkpoint_name, checkpoint_step
+from rollover.checkpoint.store import CheckpointStore, CheckpointWriteError, CorruptCheckpointError
 
 FILES = {"trainer.safetensors": b"weights" * 100, "cache/segments.bin": bytes(range(256)), "empty": b""}
 
@@ -58,12 +53,12 @@ def test_keeps_the_newest_by_step(store: CheckpointStore) -> None:
 @pytest.mark.parametrize("place", ["store", "remote"])
 def test_one_is_kept_beside_the_newest_until_another_is(place: str, request: pytest.FixtureRequest) -> None:
     store: CheckpointStore = request.getfixturevalue(place)
-    store.keep_also("step-000010")  # before it is there
+    store.protect("step-000010")  # before it is there
     for step in (10, 20, 30, 40):
         store.write(checkpoint_name(step), {"a": str(step).encode()})
     assert store.list() == ["step-000010", "step-000030", "step-000040"]
     assert contents(store, "step-000010") == {"a": b"10"}
-    store.keep_also("step-000030")
+    store.protect("step-000030")
     assert store.list() == ["step-000030", "step-000040"], "one of the newest: the former goes at once"
     for step in (50, 60):
         store.write(checkpoint_name(step), FILES)

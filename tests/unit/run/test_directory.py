@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollover.checkpoint.journal import Journal
-from rollover.checkpoint.store import checkpoint_name
+from rollover.checkpoint.storage import checkpoint_name
 from rollover.config import Config
 from rollover.config.table import UNSETTLED
 from rollover.run import directory as directory_module
@@ -237,14 +237,14 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     for content in (b'{"step"', b"[]", b"\xff{}", b'{"step": "3"}', b'{"step": 3, "used_up": 1}'):
         (tmp_path / "run" / name).write_bytes(content)
         with pytest.raises(ValueError, match=rf"^--resume: .*run/{name} is damaged .*: restore the file, or delete it"):
-            opened(tmp_path, resume=True).why_finished()
+            opened(tmp_path, resume=True).finished_notice()
 
 
 def test_a_finished_run_is_known_and_goes_on_when_more_is_asked_for(tmp_path: Path) -> None:
     def why(steps: int, **tables: dict) -> str | None:
         directory = opened(tmp_path, resume=True, train={"num_steps": steps}, **tables)
         directory.close()
-        return directory.why_finished()
+        return directory.finished_notice()
 
     directory = with_steps(tmp_path, 2, 3)
     assert why(3) is None, "it may have ended before its last evaluation, or before its model was written"

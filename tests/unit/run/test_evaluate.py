@@ -18,7 +18,7 @@ from rollover.envs.build import SingleTurn
 from rollover.envs.protocol import BeginAgain, RunEnvironment, written
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.scorer import make_scorer
-from rollover.run.evaluate import Answers, EvalTasks, answers_of, summarised
+from rollover.run.evaluate import EvalAnswers, EvalTasks, answer_tasks, summarize
 from rollover.track.answers import Answer
 from rollover.types import Prompt, Reward, Rollout, Segment, Task
 
@@ -60,7 +60,7 @@ def answers(
 
     async def go() -> list[Answer]:
         try:
-            found = await answers_of(TASKS, engine, environment, TOKENIZER, config, frozenset())
+            found = await answer_tasks(TASKS, engine, environment, TOKENIZER, config, frozenset())
             return found.answers
         finally:
             for _ in range(5):
@@ -227,14 +227,14 @@ def test_every_setting_has_its_own_samples_temperature_and_limit_over_the_same_t
         {"eval": {"num_tasks": 3, "samples_per_task": 2, "max_new_tokens": 9, "majority": True, "settings": settings}}
     )
 
-    async def go() -> Answers:
-        return await answers_of(TASKS, Asked(lambda seed: 30), SINGLE_TURN, TOKENIZER, config, frozenset())
+    async def go() -> EvalAnswers:
+        return await answer_tasks(TASKS, Asked(lambda seed: 30), SINGLE_TURN, TOKENIZER, config, frozenset())
 
     found = virtual_time.run(go())
     kinds = Counter((r.sampling.temperature, r.sampling.top_p, r.max_new_tokens) for r in asked)
     assert kinds == {(1.0, 1.0, 9): 6, (0.0, 1.0, 9): 3, (0.5, 0.9, 40): 9}
     assert [a.setting for a in found.answers] == [""] * 6 + ["greedy"] * 3 + ["long"] * 9
-    row = summarised(found, config)
+    row = summarize(found, config)
     assert (row["samples"], row["settings"]["long"]["tasks"], row["settings"]["long"]["samples"]) == (
         [{"prompt": "x", "completion": a.answer, "score": 1.0} for a in found.answers[:6:2]], 3, 9
     )  # fmt: skip

@@ -166,7 +166,7 @@ def test_a_killed_run_is_the_same_again(of: Any) -> None:
     dead.give_back(list(world.taken.values()), parts.trainer.policy_version)
     for rollout in dead.cache.running():
         dead.park(rollout)
-    if replay.untold:  # killed between a step and its row
+    if replay.row_pending:  # killed between a step and its row
         dead.scheduler.on_new_version()
         again.scheduler.on_new_version()
     again.check()
@@ -228,7 +228,7 @@ def test_after_a_roll_back_every_trained_token_is_in_bound(of: Any) -> None:
     replay.end()
     bound = world.config.staleness_bound(world.publish_every)
     held = set(parts.lifecycle.cache.groups)
-    num = replay.give_up(bound, needs_weights=False)
+    num = replay.drop_stale(bound, needs_weights=False)
     ledger = parts.lifecycle.ledger
     assert ledger.dropped[DropReason.ROLLED_BACK].groups == num == len(held) - len(parts.lifecycle.cache.groups)
     parts.lifecycle.check()
@@ -265,7 +265,7 @@ def test_weights_that_are_lost_cannot_be_asked_for_log_probs() -> None:
         replay.read(world.journal.records)
         replay.end()
         assert replay.num_steps > 0 and replay.of_lost_versions
-        replay.give_up(2, needs_weights=needs_weights)
+        replay.drop_stale(2, needs_weights=needs_weights)
         kept[needs_weights] = set(parts.lifecycle.cache.groups)
     assert kept[True] < kept[False] and not kept[True] & replay.of_lost_versions
 

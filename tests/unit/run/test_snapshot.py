@@ -20,7 +20,7 @@ from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Lifecycle
 from rollover.rollout.run_clock import RunClock
 from rollover.run import checkpointing
-from rollover.run.checkpointing import Snapshot, StatefulPart, load_snapshot, stateful_parts, without_arrays
+from rollover.run.checkpointing import Snapshot, StatefulComponent, load_snapshot, stateful_components, without_arrays
 from rollover.tasks.reroll import Reroll
 from rollover.track.lifetimes import Lifetimes
 from rollover.track.trace import Trace
@@ -93,9 +93,9 @@ class Prompts:
 class Run(SimpleNamespace):
     """As much of a run as has a state, and its directory."""
 
-    def stateful(self) -> list[StatefulPart]:
+    def stateful(self) -> list[StatefulComponent]:
         parts: Any = self
-        return stateful_parts(parts, parts.producer)
+        return stateful_components(parts, parts.producer)
 
 
 def write_snapshot(of: Run) -> str:

@@ -30,7 +30,7 @@ class Columns(GrowingRows):
     def __init__(self, path: Path) -> None:
         super().__init__(path, numbers=True)
         self.cuts = 0
-        self._forget()
+        self._clear()
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]]) -> Columns:
@@ -76,7 +76,7 @@ class Columns(GrowingRows):
         for values in zip(*(self.column(key, first).tolist() for key in names), strict=True):
             yield {name: value if value == value else None for name, value in zip(names, values, strict=True)}
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self.cuts += 1
         self.latest: dict[str, Any] = {}
         self._blocks: list[_Block] = []

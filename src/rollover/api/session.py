@@ -76,7 +76,7 @@ class Session:
 
     @classmethod
     def of(cls, settings: Settings, resume: bool, command: list[str] | None = None) -> Session:
-        """A session of settled arguments. `command`: what was typed after `rollover train`; None: a program called."""
+        """Make a session from settings. `command`: words after `rollover train`; None: called by a program."""
         session = cls.__new__(cls)
         session._begin(settings, resume, command)
         return session
@@ -84,9 +84,9 @@ class Session:
     def _begin(self, settings: Settings, resume: bool, command: list[str] | None = None) -> None:
         self._settings = settings
         self._stack, self._stop = AsyncExitStack(), Stop()
-        self._is_new = True  # neither entered nor closed so far
+        self._is_new = True  # not entered and not closed yet
         self._folder = os.getcwd() if command is None else start_folder()
-        self._turn = asyncio.Lock()  # a step, a checkpoint or an evaluation: one at a time, whichever task asks
+        self._turn = asyncio.Lock()  # one step, checkpoint or evaluation at a time, over all tasks
         try:
             check_can_train(settings.config)
             with paths_begin_in(self._folder):
@@ -116,7 +116,7 @@ class Session:
             self._stack.callback(self.close)
             self._stack.enter_context(paths_begin_in(self._folder))
             self._stack.enter_context(media_kept_in(self.directory / "media"))
-            signals = self._stack.enter_context(ExitStack())  # given back after the run's last checkpoint
+            signals = self._stack.enter_context(ExitStack())  # restored after the run's last checkpoint
             await self._stack.enter_async_context(self._running())
             self._is_open = True
             if self._restores_signals:
@@ -132,25 +132,25 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            async with self._turn:  # wait for the end of a step that another task makes
+            async with self._turn:  # wait for a step of another task
                 self._is_open = False
         finally:
             await self._stack.__aexit__(kind, error, traceback)
 
     def close(self) -> None:
-        """Release the directory and the objects of a session that is not entered. The end of the block does it, too."""
+        """Release the directory and the live objects. The end of the block calls it."""
         self._is_new = False
         self._directory.close()
         self._settings.release()
 
     async def steps(self) -> AsyncGenerator[Step, None]:
-        """Make the steps that are left, one each time; evaluations and checkpoints of the configuration between them.
+        """Make the remaining steps, and yield each; evaluations and checkpoints of the configuration are in between.
 
-        At the end the last evaluation is made and the model is saved. A loop that was left goes on with the next call.
-        What other tasks ask for meanwhile waits for the end of the step.
-        Where the trainer's backend is lost, the run goes on from its checkpoint and journal within this call. Numbers
-        come again of steps that were lost with it: with checkpoint.lost_steps = "roll_back", or without a journal.
-        BackendLost (trainer/backend.py) after cluster.max_restarts losses without a step in between.
+        After the last step come the last evaluation and the saved model. Another call continues a loop that was left.
+        Calls of other tasks wait for the end of the step. After a loss of the trainer's backend the run resumes from
+        its checkpoint and journal, within this call. Step numbers are repeated for lost steps, with
+        checkpoint.lost_steps = "roll_back" or without a journal. BackendLost (trainer/backend.py) after
+        cluster.max_restarts losses without a step in between.
         """
         async with self._turn:
             self._check_open()
@@ -160,13 +160,13 @@ class Session:
             yield step
 
     async def checkpoint(self) -> None:
-        """Write a checkpoint now, if anything happened since the last."""
+        """Write a checkpoint now, if anything happened since the last one."""
         async with self._turn:
             self._check_open()
             await self._checkpoint()
 
     async def evaluate(self) -> dict[str, Any] | None:
-        """Evaluate the present weights on the held-out tasks: the row of eval.jsonl; None if the run is being stopped.
+        """Evaluate the current weights on the held-out tasks: the row of eval.jsonl; None after a stop.
 
         ValueError where nothing is held out (eval.num_tasks), or every reward fails.
         """
@@ -175,22 +175,22 @@ class Session:
             return await self._with_restarts(lambda run: run.evaluate())
 
     def set(self, key: str, value: Any) -> None:
-        """Change an option from the next step on. ConfigError for one that cannot change while a run goes on, which
-        says how it can be changed, and for a value that is wrong."""
+        """Change an option from the next step on. ConfigError for an invalid value, or an option that cannot change
+        during a run: the message says how it can."""
         self._check_open()
         self._changes.request(key, value)
 
     def stop(self) -> None:
-        """As the first Ctrl-C, from any thread: `steps` ends after what cannot be interrupted."""
+        """Request a stop, like the first Ctrl-C, from any thread. `steps` ends after uninterruptible work."""
         self._stop.request()
 
     def on_signal(self, number: int, frame: object) -> None:
-        """For signal.signal, where the session runs in another thread than the main one."""
+        """Handle a signal: for signal.signal, where the session runs in another thread than the main one."""
         self._stop.on_signal(number, frame)
 
     @property
     def config(self) -> Config:
-        """The configuration, as it is now."""
+        """The current configuration."""
         return self._settings.config
 
     @property
@@ -200,13 +200,13 @@ class Session:
 
     @property
     def policy_version(self) -> int:
-        """Training steps made by the trainer's present weights."""
+        """Number of training steps of the current weights."""
         self._check_open()
         return self._version if self._run is None else self._run.components.trainer.policy_version
 
     @property
     def interrupted(self) -> bool:
-        """Whether it was asked to stop."""
+        """Whether a stop was requested."""
         return self._stop.requested
 
     # Private
@@ -371,7 +371,7 @@ class Session:
 
 
 async def finish(session: Session) -> bool:
-    """Make all steps that are left, and print what came of it. False if the run was stopped before its end."""
+    """Make all remaining steps, and print a summary. Returns False if the run was stopped before its end."""
     directory = session._directory
     if directory.resume and (notice := directory.finished_notice()) is not None:
         terminal.info(notice)
@@ -387,10 +387,10 @@ async def finish(session: Session) -> bool:
 
 
 def run_training(resolved: Resolved, resume: bool, command: list[str] | None = None) -> int:
-    """`rollover train`: exit code; 2 where the run has ended and trained nothing in its whole life.
+    """Run `rollover train`. Returns the exit code; 2 where the run has ended without any trained step.
 
-    `command` is what the user typed after `train`, for the command that resumes; None: a program called, which gets its
-    handlers of signals back.
+    `command`: the words after `train`, for the command that resumes; None: called by a program, whose signal handlers
+    are restored.
     """
     session = Session.of(Settings(resolved), resume, command)
     if not run_bounded(finish(session), session.config.watchdog.grace_s):

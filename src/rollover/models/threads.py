@@ -1,7 +1,7 @@
 """The threads that a decode step or a micro-batch is computed with: torch's and the compiled kernels' alike.
 
 Owns torch's number of threads while a piece of work lasts (each thread that calls torch has its own), and the clock for
-models/thread_tuner.py. Which share of the cores engine and trainer have is decided elsewhere (run/overlap.py).
+models/thread_tuner.py. Which share of the cores engine and trainer have is decided elsewhere (run/pipeline.py).
 """
 
 from __future__ import annotations

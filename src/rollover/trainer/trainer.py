@@ -68,7 +68,7 @@ class Trainer:
     """Steps of one run on `backend`, which holds all that a checkpoint needs, but for the coefficient of `reward_kl`:
     between two steps nothing else is held here than what `accumulate` was given, `token_stats` and `trained`.
 
-    `team`: the CPU threads that the backend computes with, shared with the engine (run/overlap.py).
+    `team`: the CPU threads that the backend computes with, shared with the engine (run/pipeline.py).
     """
 
     def __init__(self, backend: TrainerBackend, config: Config, team: Team) -> None:

@@ -49,11 +49,11 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
         raise ValueError("eval.num_tasks = 0 means no evaluation: set it, for instance --eval.num_tasks 100")
     if args.answers is not None:
         check_output_file(args.answers, "--answers")
-    recorded = None if args.against is None else read_recorded(args.against)  # before OUT may replace it
+    recorded = None if args.against is None else read_recorded(args.against)  # before OUT may overwrite it
     logger.info(tasks_line(config))
     found = run_bounded(answers_to_all(config, args.model), config.watchdog.grace_s)
     answers = found.answers
-    if args.answers is not None:  # first: where every reward failed it says why
+    if args.answers is not None:  # before `summarize`, which fails if every reward failed
         write_answers(local_path(args.answers), answers)
     result, chosen = summarize(found, config), worst(answers, args.worst)
     comparisons = [] if recorded is None else compared(answers, recorded)
@@ -83,7 +83,7 @@ async def answers_to_all(config: Config, model: str | None) -> EvalAnswers:
 
 
 def tasks_line(config: Config) -> str:
-    """The line about the tasks that a run prints. What is wrong with those for training does not end an evaluation."""
+    """Return the line about the tasks, as a run logs it. Invalid training tasks do not end an evaluation."""
     from rollover.tasks import report
 
     try:
@@ -93,8 +93,8 @@ def tasks_line(config: Config) -> str:
 
 
 def print_eval(result: dict[str, Any]) -> None:
-    """A table of mean reward, pass@k and maj@k with 95 % intervals: by file or generator, by data_source, by setting,
-    and of all in the setting of [eval] itself."""
+    """Print a table of mean reward, pass@k and maj@k with 95 % intervals: by file or generator, data_source and setting,
+    and over all tasks in the setting of [eval]."""
     from rich.table import Table
     from rich.text import Text
 

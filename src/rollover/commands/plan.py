@@ -1,4 +1,4 @@
-"""`rollover plan`: predict what a configuration does, as text, JSON or a picture."""
+"""`rollover plan`: predict speed and staleness of a configuration, as text, JSON or a picture."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     if args.svg is not None:
         check_output_file(args.svg, "--svg")
 
-    def say(text: str) -> None:
+    def warn(text: str) -> None:
         terminal.warning(f"plan: {text}")
 
-    plan, sources, draw = planned(replace(resolved, config=config, origin=origin), args.from_run, say)
+    plan, sources, draw = planned(replace(resolved, config=config, origin=origin), args.from_run, warn)
     if args.svg is not None:
         atomic_write_text(args.svg, draw())
     if args.json:
@@ -53,9 +53,9 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
 
 
 def with_arguments(config: Config, args: argparse.Namespace) -> tuple[Config, list[str]]:
-    """The configuration with the verb's own options, and the keys of [plan] that they set.
+    """Return the configuration with the verb's own options, and the keys of [plan] that they set.
 
-    A step of another size keeps its proportions.
+    A step of another size keeps the ratio of groups in flight.
     """
     given: dict[str, Any] = {}
     if args.devices is not None:

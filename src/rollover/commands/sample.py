@@ -1,4 +1,4 @@
-"""`rollover sample`: print what the model answers to a prompt, whole episodes, or how a recorded rollout goes on."""
+"""`rollover sample`: print answers to a prompt, whole episodes, or continuations of a recorded rollout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 TRUST = "run the functions and programs, and use the addresses, that the configuration of RUN_DIR names"
 
-# With --from nothing is scored, no environment answers and nothing is trained: an engine and a model are all it makes.
+# With --from only an engine and a model are built: no rewards, no environment, no training.
 UNUSED = (
     "rewards.", "tasks.", "workflow.", "filters.", "algorithm.", "distill.", "critic.", "track.", "run.",
     "rollout.order", "rollout.environment",
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
         raise ValueError("a run of single turns is asked with --prompt TEXT, and without --columns: nothing is scored")
     else:
         texts = [answer.text for answer in run_bounded(answers(config, args.prompt, args.num), grace_s)]
-    if sys.stdout.isatty():  # what is piped stays as it is
+    if sys.stdout.isatty():  # piped output stays as it is
         texts = [printable_lines(text) for text in texts]
     for i, text in enumerate(texts):
         print(f"--- {i + 1} of {args.num}" if args.num > 1 else "", text, sep="\n" if args.num > 1 else "")
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
 
 
 def run_from(args: argparse.Namespace, overrides: Overrides) -> int:
-    """With --from: a rollout of a run goes on."""
+    """Continue a rollout of a run (--from)."""
     from rollover.api.settings import settings_of_run
     from rollover.config.load import load_config
     from rollover.config.trust import OfRun
@@ -103,7 +103,7 @@ def run_from(args: argparse.Namespace, overrides: Overrides) -> int:
 
 
 def branch_point_of(directory: Path, text: str) -> BranchPoint:
-    """The rollout that STEP/ID[:TOKEN] names. ValueError where there is none."""
+    """Return the branch point STEP/ID[:TOKEN]. ValueError where there is none."""
     from rollover.run.run_files import RunFiles
     from rollover.run.sample import BranchPoint
     from rollover.track.recorded import records_of, step_files
@@ -120,7 +120,7 @@ def branch_point_of(directory: Path, text: str) -> BranchPoint:
 
 
 def print_continuation(found: Continuation, kept: int) -> None:
-    """The text that stays, that which came, and each token of it."""
+    """Print the kept text, the new text, and each new token."""
     from rollover.text import printable_lines
 
     print(f"kept: {printable_lines(found.kept)}\nthen: {printable_lines(found.text)}\nends by {found.stop_reason}")
@@ -131,7 +131,7 @@ def print_continuation(found: Continuation, kept: int) -> None:
 
 
 async def answers(config: Config, prompt: str, num: int) -> list[SampledAnswer]:
-    """`num` answers to the prompt, of an engine that is built for them alone."""
+    """Return `num` answers to the prompt, with an engine built for them."""
     from rollover.run.sample import answer_prompt
     from rollover.run.setup import EvalComponents
 
@@ -140,7 +140,7 @@ async def answers(config: Config, prompt: str, num: int) -> list[SampledAnswer]:
 
 
 async def episodes(config: Config, prompt: str | None, given: dict[str, Any], num: int) -> list[str]:
-    """`num` episodes of a task, sampled as [rollout] says, to be read. `given`: columns of the task beside its prompt.
+    """Return the transcripts of `num` episodes of a task. `given`: columns of the task beside its prompt.
 
     ValueError where there is neither a prompt nor a task.
     """
@@ -163,7 +163,7 @@ async def episodes(config: Config, prompt: str | None, given: dict[str, Any], nu
 
 
 def task_of(config: Config, prompt: str | None, given: dict[str, Any]) -> Task:
-    """The first task that training has; or one with this prompt and these columns, scored as those are."""
+    """Return the first training task, or one with this prompt and these columns and the same reward."""
     from rollover.tasks.stream import TaskStream, decorated
     from rollover.types import Task
 
@@ -182,7 +182,7 @@ def task_of(config: Config, prompt: str | None, given: dict[str, Any]) -> Task:
 
 
 def columns(text: str) -> dict[str, Any]:
-    """An argument's type: a JSON object."""
+    """Parse an argument: a JSON object."""
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -93,8 +93,10 @@ def tasks_line(config: Config) -> str:
 
 
 def print_eval(result: dict[str, Any]) -> None:
-    """Print a table of mean reward, pass@k and maj@k with 95 % intervals: by file or generator, data_source and setting,
-    and over all tasks in the setting of [eval]."""
+    """Print a table of mean reward, pass@k and maj@k with 95 % intervals.
+
+    Rows: each file or generator, data_source and setting, and all tasks in the setting of [eval].
+    """
     from rich.table import Table
     from rich.text import Text
 

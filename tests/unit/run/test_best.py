@@ -22,7 +22,7 @@ def rows(*means: float | None) -> list[dict[str, Any]]:
     return [{"step": 2 * i, "mean": mean} for i, mean in enumerate(means)]
 
 
-def test_a_figure_is_found_at_its_place_though_names_have_slashes() -> None:
+def test_metric_value_finds_names_with_slashes() -> None:
     assert metric_value(ROW, "mean") == 0.5 and metric_value(ROW, "pass@4") == 0.75
     assert metric_value(ROW, "sources/math/500/pass@1") == 0.0
     assert metric_value(ROW, "settings/greedy/data_sources/openai/gsm8k/maj@8") == 0.6

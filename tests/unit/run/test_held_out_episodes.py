@@ -198,7 +198,7 @@ def test_one_that_asked_for_nothing_has_the_cause_of_its_end() -> None:
     assert errors[4:] == ["the workflow made no model call"] * 2
 
 
-def test_a_call_that_is_given_up_has_no_reward_and_holds_nothing_up() -> None:
+def test_cancelled_call_has_no_reward() -> None:
     async def hasty(task: Any, episode: Any) -> float:
         lost = asyncio.ensure_future(episode.trajectory("lost").chat([user("Begin")]))
         await asyncio.sleep(0)

@@ -193,7 +193,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("saved_by", [Trainer, ShardedTrainer])
 @pytest.mark.parametrize("read_by", [Trainer, ShardedTrainer])
-def test_what_one_process_saved_and_what_several_did_is_read_by_either(
+def test_checkpoint_is_readable_with_any_number_of_processes(
     tmp_path: Path, saved_by: type[Trainer], read_by: type[Trainer]
 ) -> None:
     before, after = worked(tmp_path), new_run(tmp_path)
@@ -212,7 +212,7 @@ def test_what_one_process_saved_and_what_several_did_is_read_by_either(
         assert set(after.trainer.read) == {files[name] for name in of_trainer}
 
 
-def test_metrics_are_on_disk_before_the_checkpoint_that_counts_on_them(tmp_path: Path) -> None:
+def test_metrics_are_synced_before_the_checkpoint(tmp_path: Path) -> None:
     of = worked(tmp_path)
     write_snapshot(of)
     sinks: list[Any] = [of.directory.metrics, of.directory.evals]
@@ -273,9 +273,7 @@ def test_a_part_that_joins_is_one_line_of_the_list(tmp_path: Path) -> None:
     assert joined.cursor == 1
 
 
-def test_a_failed_write_is_reported_and_leaves_the_earlier_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = worked(tmp_path)
     write_snapshot(of)
 

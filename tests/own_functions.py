@@ -36,8 +36,8 @@ from rollover.envs.tools import Call, build_tool_format
 from rollover.functions import load_function, own_function
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rollout.order import RolloutView, load_order
-from rollover.run.own_metrics import own_metrics
-from rollover.run.producer import OwnProducer, Played, ready_episodes
+from rollover.run.metrics_row import custom_metrics
+from rollover.run.producer import CustomProducer, Played, ready_episodes
 from rollover.tasks.curriculum import Curriculum, Seen, build_curriculum
 from rollover.tasks.prompts import TASK_OR_NONE, PromptSource, encoder
 from rollover.tasks.source import SourceSetup, build_source
@@ -108,7 +108,7 @@ def check_filter(spec: str) -> None:
 
 def check_metrics(spec: str) -> None:
     groups = [group((101, 1.0), (100, 1.0)), group((3, None))]
-    assert own_metrics(spec)(groups) == {"own/long": 1 / 3, "own/groups": 2}
+    assert custom_metrics(spec)(groups) == {"own/long": 1 / 3, "own/groups": 2}
 
 
 def check_tracker(spec: str) -> None:
@@ -168,7 +168,7 @@ def check_producer(spec: str) -> None:
     config = Config(tasks=TasksConfig(producer=spec))
 
     async def produce() -> list[Group] | None:
-        own = OwnProducer(config, tiny.tokenizer(), FakeEngine({f"1-{i}": 2 + i for i in range(4)}))
+        own = CustomProducer(config, tiny.tokenizer(), FakeEngine({f"1-{i}": 2 + i for i in range(4)}))
         return await own.produce(1, 0)
 
     (made,) = asyncio.run(produce()) or []
@@ -180,7 +180,7 @@ def check_episodes(spec: str) -> None:
     lengths = {f"1-{i}{of}": 2 + i for i in range(2) for of in ("", ".1.0")}
 
     async def produce() -> list[Group] | None:
-        own = OwnProducer(Config(tasks=TasksConfig(producer=spec)), tiny.tokenizer(), FakeEngine(lengths))
+        own = CustomProducer(Config(tasks=TasksConfig(producer=spec)), tiny.tokenizer(), FakeEngine(lengths))
         return await own.produce(1, 0)
 
     (made,) = asyncio.run(produce()) or []

@@ -1,4 +1,4 @@
-"""Exponential backoff: how long to wait before a retry, and which failures are news. Never waits itself."""
+"""Exponential backoff for restarts, and deduplication of failure messages. Never waits itself."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class BackOff:
         self._said = ""
 
     def begin(self) -> None:
-        """It is started now."""
+        """Note a start."""
         self._began = self._clock()
 
     def works(self) -> None:
-        """Whatever ends it from now on is news."""
+        """Note that it works: its next failure is news."""
         self._said = ""
 
     def is_news(self, why: str) -> bool:

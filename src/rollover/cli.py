@@ -1,7 +1,6 @@
 """The command line: verbs, overrides, exit codes.
 
-Owns how arguments are read and how an error becomes a message and an exit code. Never does a verb's work itself: that
-is in commands/, one module for each verb. Exit codes:
+Parses arguments, and turns errors into messages and exit codes. The verbs are in commands/. Exit codes:
 
     0  done            1  failed (traceback, or a message: full disk, dead engine)
     2  your input      130  Ctrl-C
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import rollover
 from rollover import system
-from rollover.commands import VERBS, installed_verbs, load_verb, our_verbs, who_has_it
+from rollover.commands import VERBS, conflict_notice, installed_verbs, load_verb, our_verbs
 from rollover.commands.verb import Overrides, Verb, shared_arguments
 from rollover.files import paths_begin_in
 from rollover.logs import set_format, terminal
@@ -35,9 +34,9 @@ _OVERRIDES = "Any key of the configuration can be set as --table.key VALUE, for 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb; returns the exit code. argparse itself exits (0 for --help, 2 for wrong arguments).
+    """Run one verb and return its exit code. argparse itself exits (0 for --help, 2 for wrong arguments).
 
-    None: the words of this process's command line. The process, too, then ends in bounded time.
+    `argv`: None for the command line of this process, which then ends in bounded time.
     """
     if argv is not None:
         return run_verb(argv)
@@ -54,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_verb(argv: Sequence[str]) -> int:
-    """As `main`, of these words; an error that is none of the user's, or the machine's, is raised."""
+    """Run the verb of these words; raise errors other than those of the user and of the system."""
     if reason := system.refusal():
-        _complain(reason)
+        _print_error(reason)
         return 2
     try:
         parser = build_parser(argv)
@@ -72,23 +71,23 @@ def run_verb(argv: Sequence[str]) -> int:
         terminal.warning("interrupted")
         return 130
     except BrokenPipeError:
-        # The reader (head, less) went away: nothing is left to say, and the exit must not flush into the pipe again.
+        # The reader (head, less) has ended: the exit must not flush into the pipe again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ValueError as error:
         if os.environ.get("ROLLOVER_TRACEBACK"):
             traceback.print_exc()
-        _complain(_told(error))
+        _print_error(_message_of(error))
         return 2
     except (OSError, RuntimeError) as error:
-        if not _is_of_the_machine(error):
+        if not _is_system_error(error):
             raise
-        _complain(error)
+        _print_error(error)
         return 1
 
 
 def split_overrides(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], Overrides]:
-    """Takes `--table.key VALUE` and `--table.key=VALUE` out of the arguments: (the rest, overrides in order)."""
+    """Split off `--table.key VALUE` and `--table.key=VALUE`: (the other arguments, overrides in order)."""
     rest, found = _split(argv)
     overrides: Overrides = []
     for key, value in found:
@@ -99,7 +98,7 @@ def split_overrides(argv: Sequence[str], parser: argparse.ArgumentParser) -> tup
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
-    """As `split_overrides`; the value of an override that lacks one is None."""
+    """Split off overrides; one without a value has None."""
     rest: list[str] = []
     found: list[tuple[str, str | None]] = []
     tokens = iter(argv)
@@ -117,7 +116,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str | None]]
 
 
 class _VerbParser(argparse.ArgumentParser):
-    """The arguments of one verb. An unknown option is reported before what is missing: it was meant to give that."""
+    """The arguments of one verb. Reports an unknown option before a missing argument, which it may have meant."""
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
         options = [*re.findall(r"--[a-z-]+", self.format_usage()), "--help"]
@@ -134,10 +133,10 @@ class _VerbParser(argparse.ArgumentParser):
 
 
 def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """All verbs and their options. The one that is asked for is `args.verb`, and `args.prog` its name.
+    """Build the parser of all verbs and their options. It sets `args.verb`, and `args.prog` to its name.
 
-    A verb of another package is loaded only where `argv` asks for it, or for no verb of ours: `--help` lists them all.
-    ValueError where it asks for one that cannot be loaded.
+    Verbs of other packages are loaded only where `argv` names one, or for `--help` of all. ValueError where the named
+    one cannot be loaded.
     """
     parser = argparse.ArgumentParser(
         prog="rollover",
@@ -149,23 +148,23 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     for name, verb in our_verbs().items():
         _add(verbs, name, verb)
     words, _ = _split(argv)
-    asked_for = next((word for word in words if not word.startswith("-")), "")
-    if asked_for not in VERBS and (asked_for or {"-h", "--help"} & set(words)):
+    name_given = next((word for word in words if not word.startswith("-")), "")
+    if name_given not in VERBS and (name_given or {"-h", "--help"} & set(words)):
         for name, points in installed_verbs().items():
-            if not asked_for or name == asked_for:
+            if not name_given or name == name_given:
                 if len(points) > 1:
-                    terminal.info(who_has_it(points))
+                    terminal.info(conflict_notice(points))
                 try:
                     _add(verbs, name, load_verb(points[0]))
                 except ValueError as error:
-                    if asked_for:
+                    if name_given:
                         raise
                     verbs.add_parser(name, help=_literal(str(error)))
     return parser
 
 
 def _add(verbs: argparse._SubParsersAction[_VerbParser], name: str, verb: Verb) -> None:
-    """One verb's parser."""
+    """Add the parser of a verb."""
     epilog = _OVERRIDES if verb.keys else None
     sub = verbs.add_parser(name, help=_literal(verb.about), description=verb.about, epilog=epilog, allow_abbrev=False)
     sub.set_defaults(verb=verb, prog=sub.prog)
@@ -177,16 +176,15 @@ def _add(verbs: argparse._SubParsersAction[_VerbParser], name: str, verb: Verb) 
 
 
 def _literal(text: str) -> str:
-    """A help text that is formatted by % to itself."""
+    """Escape a help text for formatting by %."""
     return text.replace("%", "%%")
 
 
 # Errors
 
 
-def _is_of_the_machine(error: Exception) -> bool:
-    """A full or broken disk, a checkpoint that could not be written, an engine or a backend whose processes were
-    killed, a service that fails: the message alone lets the user act."""
+def _is_system_error(error: Exception) -> bool:
+    """Return whether the message is enough for the user: a full disk, a failed checkpoint, engine or service."""
     from rollover.checkpoint.store import CheckpointWriteError
     from rollover.engine.protocol import EngineDied, ServiceError
     from rollover.trainer.backend import BackendLost
@@ -197,8 +195,8 @@ def _is_of_the_machine(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in of_disk
 
 
-def _told(error: ValueError) -> str:
-    """Return the message. A library knows no file and no key of ours: name it, and the module that called it."""
+def _message_of(error: ValueError) -> str:
+    """Return the message. An error of a library names neither our file nor key: add the modules."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [str(frame.f_globals.get("__name__")) for frame in frames]
     if modules[-1].partition(".")[0] == __package__ and not isinstance(error, UnicodeError):
@@ -207,5 +205,5 @@ def _told(error: ValueError) -> str:
     return f"{ours}: {type(error).__name__} of {modules[-1]}: {error}. Set ROLLOVER_TRACEBACK=1 for the traceback"
 
 
-def _complain(error: Exception | str) -> None:
+def _print_error(error: Exception | str) -> None:
     terminal.error(str(error))

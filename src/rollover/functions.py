@@ -1,8 +1,8 @@
-"""The user's own functions, named in the configuration as `module:function`, `path.py:function` or `<python>:name`.
+"""User functions, named in the configuration as `module:function`, `path.py:function` or `<python>:name`.
 
-Owns how one is found, and what is said when one fails: a single line that names the option, the function, file:line and
-what was expected (`OwnFunction`). The last form names an object that a program handed over (`live_objects`). Rewards
-are called in another process, which uses `explained` alone. No torch.
+Loads them, and turns their errors into one line that names the option, the function, file:line and the expected result
+(`OwnFunction`). `<python>:name` is an object of a program (live_objects.py). Rewards are called in another process,
+which uses `explained` alone. No torch.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from rollover.text import one_line
 
 _MAX_ERROR_CHARS = 500
 _MOST_CAUSES = 20
-MOST_KEPT_BYTES = 1 << 16  # of one value that is kept over a kill
-_SPARE_LEVELS = 200  # of nesting: it is written and read as part of more, and deeper in the stack
-# Who wrote a file, by the first of these folders that it lies in; it is the user's if it lies in none.
+MOST_KEPT_BYTES = 1 << 16  # of one value that survives a kill
+_SPARE_LEVELS = 200  # of nesting: the value is part of larger JSON, and of a deeper stack
+# Owner of a file, by the first of these folders that contains it; otherwise the user.
 _FOLDERS = (
     (str(Path(__file__).parent) + os.sep, "rollover"),
     (sysconfig.get_path("purelib") + os.sep, "installed"),
@@ -45,13 +45,13 @@ _FOLDERS = (
 
 
 class FunctionError(ValueError):
-    """A function of the user's own raised, or did not return what it must."""
+    """A user function raised, or returned an invalid value."""
 
 
 class OwnFunction:
-    """A function of the user's own that the option `key` names as `spec`; `returns` says in words what it must return.
+    """A user function that the option `key` names as `spec`. `returns`: description of its result, for messages.
 
-    Called as the function itself; its signature is that of the function. What it raises becomes a FunctionError.
+    It is called like the function, and has its signature. Errors become FunctionError.
     """
 
     def __init__(self, function: Callable[..., Any], key: str, spec: str, returns: str) -> None:
@@ -63,27 +63,27 @@ class OwnFunction:
             return self.function(*args, **kwargs)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # boundary: the user's function. it may exit, or cancel a loop of its own
+        except BaseException as error:  # boundary: the user's function, which may exit, or cancel its own loop
             raise self.failed(error) from error
 
     async def awaited(self, *args: Any) -> Any:
-        """What it returns, awaited if it is an `async def`. One that cancels itself failed, as one that raises."""
+        """Call it, and await an `async def`. FunctionError also where it cancels itself."""
         value, failure = await outcome_of(self.function, *args)
         if failure is not None:
             raise self.failed(failure) from failure
         return value
 
     def failed(self, error: BaseException) -> FunctionError:
-        """The error to raise where it raised `error`."""
+        """Return the FunctionError for an `error` that it raised."""
         return FunctionError(f"{self.key} = {self.spec!r} failed: {explained(error)}; it must return {self.returns}")
 
     def refused(self, what: str) -> FunctionError:
-        """The error to raise where it returned `what` (in words)."""
+        """Return the FunctionError for an invalid result; `what` describes it."""
         where = _where_defined(self.function)
         return FunctionError(f"{self.key} = {self.spec!r}{where} returned {what}; it must return {self.returns}")
 
     def changed(self, names: list[str]) -> FunctionError:
-        """The error to raise where it changed the arguments `names` in place, which are read by others afterwards."""
+        """Return the FunctionError for arguments `names` that it changed in place, but must not."""
         where, what = _where_defined(self.function), " and ".join(names)
         return FunctionError(
             f"{self.key} = {self.spec!r}{where} changed {what} in place, but others read that after it: change a copy"
@@ -92,12 +92,12 @@ class OwnFunction:
 
     @classmethod
     def over(cls, function: Callable[..., Any], key: str, returns: str) -> OwnFunction:
-        """`function` as one of the user's own, where a program passed it directly and no configuration names it."""
+        """Wrap a function that a program passed directly, which no configuration names."""
         return function if isinstance(function, cls) else cls(function, key, _name(function), returns)
 
 
 def own_function(key: str, spec: str, returns: str) -> OwnFunction:
-    """The function that the option `key` names as `spec`, relative to the working directory. See `load_function`."""
+    """Load the function that the option `key` names as `spec`, relative to the working directory (`load_function`)."""
     try:
         return OwnFunction(load_function(spec, "."), key, spec, returns)
     except ValueError as error:
@@ -105,11 +105,11 @@ def own_function(key: str, spec: str, returns: str) -> OwnFunction:
 
 
 def make_named(key: str, name: str, built_in: Mapping[str, str], setup: object, protocol: type, what: str) -> Any:
-    """What the option `key` names as `name`, made of `setup`: by the function that `built_in` has for this name, as
-    `module:function`, or by the user's own.
+    """Make the object that the option `key` names as `name`, by calling its function with `setup`.
 
-    What the user's own returns must have every public member of `protocol`; `what` says in words what that is.
-    ValueError where there is no such function, FunctionError where it fails or a member is missing.
+    `built_in`: name -> `module:function`; other names are user functions, whose result must have every public member of
+    `protocol`. `what`: description of that, for messages. ValueError where there is no such function, FunctionError
+    where it fails or a member is missing.
     """
     if name in built_in:
         return load_function(built_in[name], ".")(setup)
@@ -123,11 +123,11 @@ def make_named(key: str, name: str, built_in: Mapping[str, str], setup: object, 
 
 
 class OwnObject:
-    """Base of the wrappers around an engine or a backend of the user's own, which option `key` names as `spec`.
+    """Base of the wrappers around a custom engine or backend, which option `key` names as `spec`.
 
-    Subclasses call the members of its contract within `_calling`; other members are read through `__getattr__`.
-    `_must`: what each member must be or do, to complete "it must ...". `_file`: where the contract is. `_passed_on`:
-    errors of the contract itself.
+    Subclasses call the members of the contract within `_calling`; others are read through `__getattr__`. `_must`:
+    requirement of each member, to follow "it must". `_file`: the file of the contract. `_passed_on`: errors of the
+    contract, which are not wrapped.
     """
 
     _must: Mapping[str, str]
@@ -142,7 +142,7 @@ class OwnObject:
 
     @contextmanager
     def _calling(self, member: str) -> Iterator[None]:
-        """FunctionError for what the member raises but for `_passed_on`."""
+        """Turn errors of the member into FunctionError, except those of `_passed_on`."""
         try:
             yield
         except self._passed_on:
@@ -153,7 +153,7 @@ class OwnObject:
             raise self._failed(member, f"failed: {explained(error)}") from error
 
     def _integer(self, name: str) -> int:
-        """The integer that a property has."""
+        """Return the value of a property that must be an integer."""
         with self._calling(name):
             value = getattr(self._own, name)
         try:
@@ -170,7 +170,7 @@ class OwnObject:
 
 
 def _has(made: object, member: str) -> bool:
-    """Whether it has that member. A property that raises is there: its error is said where it is read."""
+    """Return whether it has that member. A property that raises counts: its error is reported on access."""
     try:
         return hasattr(made, member)
     except Exception:  # boundary: the user's object
@@ -178,10 +178,10 @@ def _has(made: object, member: str) -> bool:
 
 
 async def outcome_of(function: Callable[..., Any], /, *args: Any, name: str = "") -> tuple[Any, BaseException | None]:
-    """(what it returned, awaited if that is to be done; None), or (None; what it raised). `name`: of its task.
+    """Call a user function, and return (its awaited result, None) or (None, its error). `name`: of its task.
 
-    It runs in a task of its own, the only one that it can cancel: so that is told from a cancellation of who waits,
-    which is raised, as KeyboardInterrupt is.
+    It runs in its own task, so that cancelling itself differs from a cancellation of the caller. That is raised, and so
+    is KeyboardInterrupt.
     """
     try:
         return await asyncio.create_task(_caught(function, args), name=name or None)
@@ -192,7 +192,7 @@ async def outcome_of(function: Callable[..., Any], /, *args: Any, name: str = ""
 
 
 async def _caught(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
-    """A task that SystemExit ends would end the event loop with it."""
+    """Call it within a task. SystemExit must not escape: it would end the event loop."""
     try:
         value = function(*args)
         return (await value if inspect.isawaitable(value) else value), None
@@ -203,8 +203,7 @@ async def _caught(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[
 
 
 def was_cancelled(error: BaseException) -> bool:
-    """Whether `error` says that the present task is being cancelled: not so where the user's code raises CancelledError
-    by itself."""
+    """Return whether `error` is a cancellation of the current task, and not a CancelledError of the user's code."""
     if not isinstance(error, asyncio.CancelledError):
         return False
     try:
@@ -215,8 +214,10 @@ def was_cancelled(error: BaseException) -> bool:
 
 
 def explained(error: BaseException, without: Callable[[str], str] = str) -> str:
-    """`TypeError: text (mine.py:7)`, on one line: where in the user's code it was raised, if it was. `without`: takes
-    out of its text what nobody is to read, before that is cut."""
+    """Describe an error on one line, with its place in the user's code: `TypeError: text (mine.py:7)`.
+
+    `without`: removes secrets from its text, before that is shortened.
+    """
     said = without(said_by(error)[: 4 * _MAX_ERROR_CHARS])  # megabytes would take seconds
     text = one_line(f"{type(error).__name__}: {said}".removesuffix(": "))
     where = place_of_user((frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__))
@@ -224,7 +225,7 @@ def explained(error: BaseException, without: Callable[[str], str] = str) -> str:
 
 
 def said_by(error: BaseException) -> str:
-    """Its text; "" where its class cannot say it."""
+    """Return the text of an error; "" where its class fails to make it."""
     try:
         return str(error)
     except KeyboardInterrupt:
@@ -234,14 +235,13 @@ def said_by(error: BaseException) -> str:
 
 
 class Causes:
-    """Of failures of the user's code: each is worth a line, once. Numbers do not tell two of them apart, and after some
-    nothing is new any more, as a text may be another one each time."""
+    """Deduplicates error messages of user code. Numbers are ignored, and the number of messages is limited."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
 
     def is_new(self, text: str) -> bool:
-        """Whether nothing alike was asked about before."""
+        """Return whether no similar message was passed before."""
         cause = re.sub(r"\d+", "0", text)
         if cause in self._known or len(self._known) == _MOST_CAUSES:
             return False
@@ -250,15 +250,14 @@ class Causes:
 
 
 def place_of_user(frames: Iterable[tuple[str, int]]) -> str:
-    """`mine.py:7`: the last of these (file name, line) that is the user's, or an installed package's, as a function may
-    be one of such; "" if none is."""
+    """Return the last of these (file name, line) in the user's code, else in an installed package: `mine.py:7`."""
     last = {_owner(filename): (filename, line) for filename, line in frames}
     found = last.get("user") or last.get("installed")
     return f"{short_path(Path(found[0]))}:{found[1]}" if found else ""
 
 
 def described(value: Any) -> str:
-    """What a function returned, in words: of an array or a tensor its shape."""
+    """Describe a value that a function returned; an array or a tensor by its shape."""
     shape = getattr(value, "shape", None)
     if shape is None:
         return f"{shortened(value)} ({type(value).__name__})" if value is not None else "None"
@@ -292,21 +291,21 @@ def _callable(spec: str, function: Any) -> Callable[..., Any]:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value that the user gave is a number of Python's own; True and False are none."""
+    """Return whether a value is an int or a float, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 MOST_SCORE = 1e30
-"""The largest reward, either way: sums of larger ones, and of their squares, overflow in float32 and in float64."""
+"""The largest absolute reward: sums of larger ones, and of their squares, overflow in float32 and in float64."""
 
 
 def is_score(value: float) -> bool:
-    """Whether a number can be trained as a reward."""
+    """Return whether a number is valid as a reward."""
     return abs(value) <= MOST_SCORE  # neither nan nor inf
 
 
 def shortened(value: Any) -> str:
-    """What a message shows of a value that the user's code gave."""
+    """Return a short text of a value for a message."""
     try:
         text = repr(value)
     except KeyboardInterrupt:
@@ -344,7 +343,7 @@ def _import_resolved(path: Path) -> ModuleType:
 
 @functools.cache
 def _import_file(path: Path, stamp: tuple[int, int]) -> ModuleType:
-    """`stamp`: modification time and size, so that another content of the same path is another module."""
+    """Import a file. `stamp`: modification time and size, so that a changed file is another module."""
     name = f"rollover_user_{path.stem}"
     module_spec = importlib.util.spec_from_file_location(name, path)
     assert module_spec is not None and module_spec.loader is not None
@@ -375,8 +374,10 @@ def _near(name: str, candidates: list[str]) -> str:
 
 
 def as_json(value: Any, what: str) -> Any:
-    """A copy of a value that is kept over a kill, as JSON gives it back. ValueError, which names `what`, where it is
-    none or has more than MOST_KEPT_BYTES."""
+    """Return a copy of a value that survives a kill, after a round trip through JSON.
+
+    ValueError, which names `what`, where it is not JSON or has more than MOST_KEPT_BYTES.
+    """
     deeper = value
     for _ in range(_SPARE_LEVELS):
         deeper = [deeper]

@@ -1,9 +1,8 @@
-"""Objects that a program handed over (functions, rows of tasks), and the names by which a configuration holds them.
+"""Live objects: functions and rows of tasks that a program passes as objects, and their names in a configuration.
 
-A configuration is text, which config.resolved.json records: it holds `<python>:reward-3f2a9c1d` where a file's function
-would be `mine.py:reward`. The hash is of the function's code, so the same function has the same name in the next
-process, and another one is a change of the configuration. Owns which names are given to what in this process. An object
-is kept as long as someone holds it, and never leaves the process from here.
+A configuration is text, recorded in config.resolved.json: an object is `<python>:reward-3f2a9c1d`, a function of a file
+`mine.py:reward`. The hash is of the function's code, so the same function has the same name in the next process, and
+another one is a change of the configuration. Owns the table of names in this process, with their numbers of holders.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from types import CodeType
 from typing import Any, NamedTuple
 
-LIVE = "<python>"  # in the place of a module or a file
+LIVE = "<python>"  # in place of a module or a file
 
 
 class _Held(NamedTuple):
@@ -27,12 +26,12 @@ _held: dict[str, _Held] = {}
 
 
 def is_live(spec: object) -> bool:
-    """Whether a value of the configuration names an object that was handed over."""
+    """Return whether a value of the configuration names a live object."""
     return isinstance(spec, str) and spec.startswith(f"{LIVE}:")
 
 
 def hold(value: Any, name: str) -> str:
-    """Keep `value` until `release`, and return what names it: `<python>:name`, with a number if that is taken."""
+    """Keep `value` until `release`, and return its name: `<python>:name`, with a number if that is taken."""
     for number in itertools.count(1):
         spec = f"{LIVE}:{name}" if number == 1 else f"{LIVE}:{name}.{number}"
         held = _held.get(spec, _Held(value, 0))
@@ -43,14 +42,14 @@ def hold(value: Any, name: str) -> str:
 
 
 def release(spec: str) -> None:
-    """Ends one `hold`; the object is dropped with its last one."""
+    """End one `hold`; the last one frees the object."""
     held = _held.pop(spec)
     if held.holders > 1:
         _held[spec] = held._replace(holders=held.holders - 1)
 
 
 def live_object(spec: str) -> Any:
-    """What `spec` names. ValueError where this process has no such object."""
+    """Return the object that `spec` names. ValueError where this process has no such object."""
     if spec not in _held:
         raise ValueError(
             f"{spec} names an object of a Python program, which went with its process. Hand it over again in Python:"
@@ -60,8 +59,8 @@ def live_object(spec: str) -> Any:
 
 
 def name_of(function: Any) -> str:
-    """A function's own name and a hash of its code: `reward-3f2a9c1d`, or `lambda-...`. Values that it closes over
-    are not part of the hash."""
+    """Return a function's name and a hash of its code: `reward-3f2a9c1d`, or `lambda-...`. Closed-over values are not
+    hashed."""
     plain = getattr(function, "func", function)  # functools.partial
     name = getattr(plain, "__name__", type(plain).__name__).strip("<>")
     digest = hashlib.blake2b("\0".join(_identity(plain)).encode(), digest_size=4).hexdigest()
@@ -69,19 +68,18 @@ def name_of(function: Any) -> str:
 
 
 def is_same_but_for_code(before: object, now: object) -> bool:
-    """Whether `before` names an object that was handed over, and `now` has its own name: in this program with another
-    code, or as a function of a module or a file."""
+    """Return whether `before` names a live object, and `now` a function of the same name with other code."""
     return is_live(before) and isinstance(now, str) and own_name(str(before)) == own_name(now)
 
 
 def own_name(spec: str) -> str:
-    """`reward` of `<python>:reward-3f2a9c1d`, of `<python>:reward-3f2a9c1d.2` and of `mine.py:reward`."""
+    """Return `reward` for `<python>:reward-3f2a9c1d`, `<python>:reward-3f2a9c1d.2` and `mine.py:reward`."""
     name = spec.rpartition(":")[2]
     return re.sub(r"-[0-9a-f]{8}(\.\d+)?$", "", name) if is_live(spec) else name
 
 
 def _identity(function: Any) -> Iterator[str]:
-    """The texts that identify a function: its code and its defaults. Of a class or an object: those of its methods."""
+    """Yield texts that identify a function by its code and defaults; a class or an object by its methods."""
     code = getattr(function, "__code__", None)
     if code is not None:
         yield from _texts(code)

@@ -1,12 +1,12 @@
-"""Child processes: how one of ours is started, and that neither it nor what it starts outlives its parent.
+"""Starts our child processes, which end with their parent, and so do their own children.
 
 A child is `python -m rollover.processes PARENT_PID FOLDER BINDING MODULE ARGUMENT...`: it begins in FOLDER and is bound
 to its parent first, and only then imports MODULE, which may take seconds, and calls its `main`.
 
-`keep` puts a process of its own, the keeper, between a child of ours that runs foreign code and us:
+`keep` puts a process, the keeper, between us and a child that runs foreign code:
 
-    trainer ──▶ keeper ──fork──▶ child ──▶ whatever its code starts
-                  └── adopts what that leaves behind (Linux), and kills all of it when the child or the trainer ends
+    trainer ──▶ keeper ──fork──▶ child ──▶ processes of the foreign code
+                  └── adopts orphans (Linux), and kills all of them when the child or the trainer ends
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ _SPINS = "10000"
 
 
 def child_command(module: str, *arguments: object, kept: bool = False) -> list[str]:
-    """The command line of a child that calls `module`'s main with `arguments`, as strings. It begins in `start_folder`,
-    and dies with this process.
+    """Return the command of a child that calls `module`'s main with `arguments`, as strings.
 
-    `kept`: what it starts does so too, see `keep`.
+    It begins in `start_folder`, and dies with this process. `kept`: so do its children, see `keep`.
     """
     binding, ours = "keep" if kept else "die_with", [os.getpid(), start_folder()]
     # -P: a json.py in the working directory must not replace the standard library's in our own imports.
@@ -58,7 +57,7 @@ ALL = ("*",)
 
 
 def child_environment(visible: Sequence[str] = ALL, **defaults: str) -> dict[str, str]:
-    """This process's variables, above `defaults`; the child imports the same package as this process.
+    """Return the environment of a child: our variables over `defaults`, and the same package on its path.
 
     `visible`: patterns of the names that the child sees (workflow.env); those after a ! are left out.
 
@@ -77,10 +76,10 @@ def child_environment(visible: Sequence[str] = ALL, **defaults: str) -> dict[str
 
 
 def brief_waiting(run: RunConfig) -> dict[str, str]:
-    """Variables for run.threads = "auto": threads that wait for each other soon sleep, and leave their core to others.
+    """Return variables for run.threads = "auto": waiting threads sleep soon, and free their core.
 
-    For processes that have not loaded torch yet: GNU's OpenMP library reads them when it is loaded. None where the user
-    has chosen how to wait.
+    For processes that have not loaded torch: GNU's OpenMP library reads them at load time. {} where the user has set
+    them.
     """
     if run.threads != "auto" or {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         return {}
@@ -98,7 +97,7 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def prepare_libraries(run: RunConfig) -> None:
-    """Set what libraries read when they are loaded, and what the user has not set: before the first of them is."""
+    """Set variables that libraries read at load time, unless the user has set them."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the reward worker forks after tokenizers were used
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if "torch" not in sys.modules:
@@ -106,7 +105,7 @@ def prepare_libraries(run: RunConfig) -> None:
 
 
 def main(parent: str, folder: str, binding: str, module: str, *arguments: str) -> None:
-    """What a child does, from its first moment on."""
+    """Run a child process."""
     keep_streams()
     with contextlib.suppress(OSError):  # removed meanwhile
         os.chdir(folder)
@@ -127,7 +126,7 @@ def die_with(parent: int) -> None:
 
 
 def keep(parent: int) -> None:
-    """Go on in a child of this process, which becomes its keeper. Returns in the child only.
+    """Fork: the child continues, and this process becomes its keeper. Returns in the child only.
 
     When the child ends, when `parent` dies or when it gets SIGTERM, the keeper kills what is left of the child and of
     all that descends from it, wherever that has gone (its own session, its own group, orphans), and ends as the child
@@ -170,11 +169,11 @@ def keep(parent: int) -> None:
 
 
 def _wait_for(child: int, parent: int, woken: int) -> int | None:
-    """The child's exit status; None if `parent` died, or this process was told to end."""
+    """Return the child's exit status; None if `parent` died, or on SIGTERM."""
     stopped_by, polls = 0, 0
     while os.getppid() == parent:
-        while (told := os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED))[0]:  # of it, or an adopted orphan
-            pid, status = told
+        while (changed := os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED))[0]:  # of it, or an adopted orphan
+            pid, status = changed
             if pid == child and os.WIFSTOPPED(status):
                 stopped_by, polls = os.WSTOPSIG(status), 0
             elif pid == child and os.WIFCONTINUED(status):
@@ -194,7 +193,7 @@ def _wait_for(child: int, parent: int, woken: int) -> int | None:
 
 
 def _has_children() -> bool:
-    """Collect the status of those that have ended, adopted orphans too. Whether others are left."""
+    """Reap ended children, also adopted orphans. Returns whether others are left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

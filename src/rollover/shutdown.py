@@ -1,7 +1,7 @@
-"""asyncio.run, and the end of the process, in bounded time although code of the user's own hangs.
+"""asyncio.run, and the end of the process, in bounded time, even if user code hangs.
 
-run_bounded   asyncio.run: a task that ignores its cancellation is named and left behind
-bound_end     the command line's process: a thread that does not end is named and left behind with it
+run_bounded   asyncio.run: a task that ignores its cancellation is logged and abandoned
+bound_end     the command line's process: a thread that does not end is logged and abandoned
 """
 
 from __future__ import annotations

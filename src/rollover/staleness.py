@@ -23,7 +23,7 @@ from rollover.types import Group
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Below every policy version, those of tokens sampled by versions that were lost included, which may be negative.
+# Below every policy version, also those of tokens of lost versions, which may be negative.
 EVERY_VERSION = -(1 << 31)
 NO_DEADLINE = math.inf
 
@@ -39,13 +39,13 @@ def staleness(policy_version: Versions, trainer_version: int) -> Versions:
 
 
 def group_staleness(group: Group, trainer_version: int) -> int | None:
-    """The largest staleness among the sampled tokens of all siblings; None before the first token."""
+    """Return the largest staleness among the sampled tokens of all siblings; None before the first token."""
     oldest = group.min_version
     return None if oldest is None else staleness(oldest, trainer_version)
 
 
 def oldest_in_loss(trainer_version: int, max_staleness: int, *, masks: bool) -> int:
-    """Tokens of policy versions below this one leave the loss of the step at `trainer_version`.
+    """Return the policy version below which tokens are masked in the loss of the step at `trainer_version`.
 
     `masks`: rollout.on_stale = "mask". Otherwise every token of a trained group is in the loss.
     """
@@ -53,9 +53,9 @@ def oldest_in_loss(trainer_version: int, max_staleness: int, *, masks: bool) -> 
 
 
 def rolled_back(policy_version: int, trainer_version: int) -> int:
-    """What a policy version is called after the trainer went back to `trainer_version`.
+    """Return the new number of a policy version after the trainer went back to `trainer_version`.
 
-    A lost one is as many updates away from there as before, but on another branch: 2 * trainer_version minus it. At
+    A lost version is as many updates away from there as before, but on another branch: 2 * trainer_version minus it. At
     every later trainer version its staleness is the number of updates between the two policies.
     """
     return policy_version if policy_version <= trainer_version else 2 * trainer_version - policy_version
@@ -67,7 +67,7 @@ def rolled_back(policy_version: int, trainer_version: int) -> int:
 def staleness_bound(
     max_staleness: int, groups_per_step: int, most_held: int, publish_every: int, *, nothing_rolls_over: bool
 ) -> int:
-    """The largest staleness that a token in the loss can have under a configuration. Never above `max_staleness`.
+    """Return the largest staleness of a token in the loss under a configuration. Never above `max_staleness`.
 
     If nothing rolls over, a group waits at most for those admitted before it, ceil(most_held / groups_per_step) - 1
     steps, and the weights that sampled it were up to publish_every - 1 steps old.
@@ -79,10 +79,10 @@ def staleness_bound(
 
 
 def most_in_bound(max_staleness: int, groups_per_step: int, lag: int = 0) -> int:
-    """How many groups may be held so that each can be trained in bound; zero or less: none may be begun.
+    """Return the limit of held groups so that each can be trained within the bound; <= 0: none may be admitted.
 
-    `lag`: versions that a token sampled from now on is behind the trainer's at the next step. A step at lag l may leave
-    behind what may be held at lag l + 1.
+    `lag`: versions that the next sampled token is behind the trainer at the next step. A step at lag l may leave as
+    many groups as may be held at lag l + 1.
     """
     return (1 + max_staleness - lag) * groups_per_step
 
@@ -91,23 +91,23 @@ def most_in_bound(max_staleness: int, groups_per_step: int, lag: int = 0) -> int
 
 
 def deadline(oldest_version: int | None, max_staleness: int) -> float:
-    """The last trainer version whose step may train tokens of this version; NO_DEADLINE where there are none."""
+    """Return the last trainer version whose step may train tokens of this version; NO_DEADLINE without tokens."""
     return NO_DEADLINE if oldest_version is None else oldest_version + max_staleness
 
 
 def expiry(group: Group, max_staleness: int, *, masks: bool) -> float:
-    """The last trainer version whose step may train any of the group's tokens; NO_DEADLINE if it has none.
+    """Return the last trainer version whose step may train any of the group's tokens; NO_DEADLINE without tokens.
 
-    This is the order of consumption. Where older tokens are masked, the newest one counts, of those rollouts that are
-    trained: no greedy baseline, none without a reward.
+    Groups are consumed in this order. With masks the newest token counts, of rollouts that are trained: not greedy, and
+    with a reward.
     """
     return deadline(_newest_trained(group) if masks else group.min_version, max_staleness)
 
 
 def expired(groups: Iterable[Group], trainer_version: int, max_staleness: int, *, masks: bool) -> list[int]:
-    """Ids of the groups that no step from `trainer_version` on may train.
+    """Return the ids of groups that no step from `trainer_version` on may train.
 
-    Where older tokens are masked, only READY groups expire: the others still get tokens.
+    With masks only READY groups expire: the others still get tokens.
     """
     may_expire = (g for g in groups if g.ready or not masks)
     return [g.group_id for g in may_expire if expiry(g, max_staleness, masks=masks) < trainer_version]
@@ -117,7 +117,7 @@ def expired(groups: Iterable[Group], trainer_version: int, max_staleness: int, *
 
 
 def is_feasible(due: Mapping[float, int], trainer_version: int, groups_per_step: int) -> bool:
-    """Whether these groups can all be trained in bound by the steps after the one at `trainer_version`.
+    """Return whether the steps after `trainer_version` can train all these groups within the bound.
 
     `due`: deadline -> number of groups. The earliest-deadline-first condition: for every k >= 0 at most
     k * groups_per_step deadlines are at most trainer_version + k.
@@ -126,7 +126,7 @@ def is_feasible(due: Mapping[float, int], trainer_version: int, groups_per_step:
 
 
 def urgencies(due: Mapping[float, int], trainer_version: int, groups_per_step: int) -> dict[float, int]:
-    """Deadline -> urgency, for those deadlines of which some groups must be in the step at `trainer_version`.
+    """Return deadline -> urgency, for deadlines of which some groups must be in the step at `trainer_version`.
 
     Smaller is more urgent: the smallest k, at or above the group's own slack, at which more than
     k * groups_per_step groups are due by trainer_version + k. Deadlines that are absent are not urgent.
@@ -141,10 +141,10 @@ def urgencies(due: Mapping[float, int], trainer_version: int, groups_per_step: i
 
 
 def beyond_bound(groups: Iterable[Group], trainer_version: int, bound: int, groups_per_step: int) -> list[int]:
-    """Ids of the fewest groups that must go so that all others are trained in bound from now on; the oldest go first.
+    """Return the ids of the fewest groups to drop so that all others can be trained within the bound; oldest first.
 
-    Of those left at most (k + 1) * groups_per_step are due by trainer_version + k, for every k >= 0, and no more than
-    most_in_bound are held. None of the groups runs.
+    Of the others at most (k + 1) * groups_per_step are due by trainer_version + k, for every k >= 0, and no more than
+    most_in_bound are held. No group may be running.
     """
     due = sorted((deadline(g.min_version, bound), -g.group_id) for g in groups)
     num_beyond = 0
@@ -160,7 +160,7 @@ def _newest_trained(group: Group) -> int | None:
 
 
 def _tight_slacks(due: Mapping[float, int], trainer_version: int, groups_per_step: int) -> list[int]:
-    """Every k at which more than k * groups_per_step deadlines are <= trainer_version + k (only k that occur)."""
+    """Return each slack k at which more than k * groups_per_step deadlines are <= trainer_version + k."""
     tight, num = [], 0
     for time in sorted(due):
         k = max(int(time) - trainer_version, 0)

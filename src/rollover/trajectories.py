@@ -1,9 +1,9 @@
-"""Views over a Group: who acted in it, in which order, and what is compared with what. Pure.
+"""Views over a Group: its episodes, their trajectories by role, and the groups of a baseline. Pure.
 
     Group        Episode 0 ── Trajectory 0 (solver)  Rollout, Rollout    one run of a workflow on the task, and in it
                             └ Trajectory 1 (judge)   Rollout             the ordered Rollouts (contexts) of one role
                  Episode 1 ── ...
-    TrajectoryGroup (solver): trajectory 0 of each episode               what one baseline is taken over
+    TrajectoryGroup (solver): trajectory 0 of each episode               one baseline is taken over these
 
 A plain task is an Episode of one Trajectory of one Rollout. Nothing here changes a Rollout.
 """
@@ -31,9 +31,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """The ordered Rollouts of one role in one Episode, with one score. `index`: its place in the Episode.
+    """The ordered Rollouts of one role in one Episode, with one score. `index`: its index in the Episode.
 
-    `reward` is that of the whole: None before it was scored, missing where that of one of its Rollouts is.
+    `reward`: of the whole; None before scoring, missing where a Rollout's is missing.
     """
 
     group_id: int
@@ -44,7 +44,6 @@ class Trajectory:
     reward: Reward | None
 
     def __str__(self) -> str:
-        """As messages name it."""
         return f"trajectory {self.index} (role {self.role!r}) of episode {self.group_id}-{self.episode}"
 
     @property
@@ -53,22 +52,22 @@ class Trajectory:
 
     @property
     def named(self) -> str:
-        """The name of the reward function of its task."""
+        """Name of the reward function of its task."""
         return self.task.reward
 
     @property
     def ids(self) -> set[str]:
-        """Of its Rollouts."""
+        """Ids of its Rollouts."""
         return {rollout.rollout_id for rollout in self.rollouts}
 
     @property
     def sequence_id(self) -> str:
-        """What its rows are known by as one sequence."""
+        """Id of the sequence that its rows form."""
         return self.rollouts[0].rollout_id
 
     @property
     def greedy(self) -> bool:
-        """A baseline, which is never trained."""
+        """Whether it is a baseline, which is never trained."""
         return any(rollout.greedy for rollout in self.rollouts)
 
     @property
@@ -100,22 +99,22 @@ class TrajectoryGroup:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Those of its trajectories, sorted."""
+        """Roles of its trajectories, sorted."""
         return tuple(sorted({trajectory.role for trajectory in self.trajectories}))
 
     @property
     def role(self) -> str:
-        """That of its trajectories; "a+b" where they have several."""
+        """Role of its trajectories; "a+b" where they have several."""
         return "+".join(self.roles)
 
 
 def place(rollout: Rollout) -> tuple[int, int, int]:
-    """Where it stands in its Group: episode, trajectory, context."""
+    """Return its position in the Group: (episode, trajectory, context)."""
     return rollout.sibling, rollout.trajectory, rollout.context
 
 
 def turns_of(rollout: Rollout) -> list[Turn]:
-    """The model calls of a Rollout: a call ends where its generation stopped, or before what an environment wrote."""
+    """Return the model calls of a Rollout: a call ends where generation stopped, or before text of an environment."""
     turns: list[Turn] = []
     start: int | None = None
     at = 0
@@ -135,12 +134,12 @@ def turns_of(rollout: Rollout) -> list[Turn]:
 
 
 def up_to(rollout: Rollout, num_tokens: int) -> Rollout:
-    """A copy with its first tokens alone, which end a turn, or are none: it has stopped as that did."""
+    """Return a copy with its first `num_tokens`, up to the end of a turn, and the stop reason of that turn."""
     kept = [
         s for s, end in zip(rollout.segments, accumulate(map(len, rollout.segments)), strict=True) if end <= num_tokens
     ]
     reason = kept[-1].stop_reason if kept else None
-    if reason is StopReason.PAUSED:  # why it stopped came with a segment without tokens: those are not kept
+    if reason is StopReason.PAUSED:  # its stop reason came with an empty segment, which is not kept
         reason = StopReason.EOS
     copy = replace(rollout, segments=kept, stop_reason=reason)
     assert copy.num_tokens == num_tokens, f"rollout {rollout.rollout_id}: no turn ends after {num_tokens} tokens"
@@ -148,9 +147,9 @@ def up_to(rollout: Rollout, num_tokens: int) -> Rollout:
 
 
 def episodes_of(group: Group) -> list[Episode]:
-    """The episodes of a Group, and their trajectories, in order.
+    """Return the episodes of a Group, in order.
 
-    ValueError where the Rollouts of one trajectory have several roles or scores: it has one of each.
+    ValueError where the Rollouts of one trajectory have several roles or scores.
     """
     ordered = sorted(group.rollouts, key=place)
     return [
@@ -160,9 +159,9 @@ def episodes_of(group: Group) -> list[Episode]:
 
 
 def by_role(episodes: Sequence[Episode]) -> list[TrajectoryGroup]:
-    """What baselines are taken over by default: the trajectories of each role, in the order in which roles appear.
+    """Return the default groups of a baseline: the trajectories of each role, in order of appearance.
 
-    Greedy ones, which are never trained, are in none.
+    Greedy trajectories are left out.
     """
     of_role: dict[str, list[Trajectory]] = {}
     for trajectory in (t for episode in episodes for t in episode.trajectories if not t.greedy):
@@ -171,10 +170,10 @@ def by_role(episodes: Sequence[Episode]) -> list[TrajectoryGroup]:
 
 
 def divided(reward: Reward, nums: Sequence[int], where: str) -> list[Reward]:
-    """The Reward of each Rollout of a trajectory, which have `nums` turns: with what is about its own turns.
+    """Divide the Reward of a trajectory among its Rollouts, which have `nums` turns each.
 
-    ValueError, which names `where`, for rewards of more or fewer turns than all of them have. Advantages are checked by
-    who trains with them (algorithms/precomputed.py): the last Rollout gets those that are too many.
+    ValueError, which names `where`, where the number of turn rewards differs from that of turns. Surplus advantages go
+    to the last Rollout; algorithms/precomputed.py checks them.
     """
     total = sum(nums)
     given = reward.advantages
@@ -207,7 +206,7 @@ def _trajectory(rollouts: list[Rollout]) -> Trajectory:
 
 
 def _reward(rollouts: Sequence[Rollout]) -> Reward | None:
-    """That of the last one, unless another lacks its own or has none."""
+    """Return the last Rollout's Reward, unless another one is None or missing."""
     rewards = [rollout.reward for rollout in rollouts]
     without = next((reward for reward in rewards if reward is None or reward.missing), rewards[-1])
     return None if None in rewards else without

@@ -16,9 +16,9 @@ import numpy as np
 
 
 class RolloutState(enum.Enum):
-    """Where a rollout is: WAITING -> RUNNING <-> PARKED -> SCORING -> READY -> CONSUMED, or DROPPED.
+    """State of a rollout: WAITING -> RUNNING <-> PARKED -> SCORING -> READY -> CONSUMED, or DROPPED.
 
-    ACTING: a turn ended, and the environment is at work: RUNNING -> ACTING -> PARKED, or SCORING.
+    ACTING: a turn has ended, and the environment works: RUNNING -> ACTING -> PARKED, or SCORING.
     """
 
     WAITING = "waiting"
@@ -42,31 +42,31 @@ class StopReason(enum.Enum):
     PAUSED = "paused"
     REPETITION = "repetition"
     ENV_DONE = "env_done"
-    TIMEOUT = "timeout"  # the environment worked for longer than workflow.timeout_s
-    ABANDONED = "abandoned"  # the agent of a workflow gave up a call of it
-    ERROR = "error"  # the environment failed at it, workflow.retries times and once
+    TIMEOUT = "timeout"  # the environment exceeded workflow.timeout_s
+    ABANDONED = "abandoned"  # the agent of a workflow cancelled a call of it
+    ERROR = "error"  # the environment failed, also after workflow.retries
 
     @property
     def is_cut(self) -> bool:
-        """Whether the answer was ended before the policy wanted to."""
+        """Whether the answer ended before the policy's own end."""
         return self in (StopReason.LENGTH, StopReason.REPETITION)
 
     __hash__ = object.__hash__  # as above
 
 
 class DropReason(enum.Enum):
-    """Why a group left the system without being trained. Every drop has one, and a counter."""
+    """Why a group left the system untrained. Every drop has a reason, and a counter."""
 
     STALE = "stale"
     TOO_FEW_REWARDS = "too_few_rewards"
-    FILTERED = "filtered"  # by one of [filters]: it has its rewards, and would teach nothing
-    STALLED = "stalled"  # by the watchdog: a rollout that got no token in time, though it was tried again
-    FAILED = "failed"  # the engine failed at a rollout (watchdog.max_failures)
-    RESTARTED = "restarted"  # rollouts of an Episode that failed, or was interrupted, and began again; no group
-    ROLLED_BACK = "rolled_back"  # it cannot be trained in bound any more, since the steps after a checkpoint were lost
-    BASELINE = "baseline"  # tokens of greedy rollouts of trained groups: compared with, never trained
+    FILTERED = "filtered"  # by one of [filters]: no learning signal
+    STALLED = "stalled"  # by the watchdog: a rollout without a token in time, also after retries
+    FAILED = "failed"  # the engine failed at a rollout watchdog.max_failures times
+    RESTARTED = "restarted"  # rollouts of an Episode that was restarted; never a whole group
+    ROLLED_BACK = "rolled_back"  # exceeds the staleness bound since steps after a checkpoint were lost
+    BASELINE = "baseline"  # tokens of greedy rollouts of trained groups: a baseline, never trained
     MASKED = "masked"  # tokens of trained groups that left the loss: rollout.on_stale = "mask"
-    ABANDONED = "abandoned"  # tokens of rollouts of trained groups with a call that their agent gave up
+    ABANDONED = "abandoned"  # tokens of rollouts of trained groups whose agent cancelled a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Task:
 
     @property
     def reward_prompt(self) -> str | list[dict[str, Any]]:
-        """The prompt as a reward function gets it, in the form that the data has: a text, or a list of messages."""
+        """The prompt for a reward function, in the form of the data: a text, or a list of messages."""
         if self.prompt is not None:
             return self.prompt
         messages = [dict(m) for m in self.messages or ()]
@@ -129,24 +129,24 @@ class Task:
         return images_in(self.messages or ())
 
     def to_json(self) -> dict[str, Any]:
-        """What checkpoints and the journal hold of it."""
+        """Return its JSON form for checkpoints and the journal."""
         return {**asdict(self), "messages": None if self.messages is None else [dict(m) for m in self.messages]}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Task:
-        """The task that `to_json` was asked of."""
+        """Make a task from `to_json`."""
         messages = saved["messages"]
         return cls(**{**saved, "messages": None if messages is None else tuple(messages)})
 
 
 def images_in(messages: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The paths of the images that messages show, in order."""
+    """Return the paths of the images in messages, in order."""
     contents = [m["content"] for m in messages if isinstance(m.get("content"), list | tuple)]
     return [part["image"] for content in contents for part in content if part["type"] == "image"]
 
 
 def content_text(content: Any, image: Callable[[Mapping[str, Any]], str] | None = None) -> str:
-    """The content of a message as one text. `image`: what stands there for an image; by default "[image: name]"."""
+    """Return the content of a message as one text. `image`: text for an image part; default "[image: name]"."""
     if not isinstance(content, list | tuple):
         return content if isinstance(content, str) else str(content)
     image = image or (lambda part: f"[image: {str(part.get('image')).rpartition('/')[2]}]")
@@ -162,7 +162,7 @@ def without_sources(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def joined(*contents: Any) -> str | list[Mapping[str, Any]]:
-    """The contents of messages one after another, as one content: a text where all are texts."""
+    """Join contents of messages to one content: a text where all are texts."""
     if all(isinstance(content, str) for content in contents):
         return "".join(contents)
     texts = ([{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents)
@@ -171,7 +171,7 @@ def joined(*contents: Any) -> str | list[Mapping[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """An image among token ids, without its pixels: they are read from `source` whenever they are needed.
+    """An image among token ids, without its pixels, which are read from `source` on demand.
 
     `digest`: SHA-256 of the decoded pixels (hexadecimal), to detect a changed file. `size`: width and height in pixels.
     Its placeholders are the tokens from `offset` to `offset + count` that have the model's placeholder id; `offset`
@@ -213,17 +213,17 @@ class Prompt:
 
     @staticmethod
     def check(prompt: object) -> None:
-        """TypeError unless it is a Prompt: code of the user's own may give bare token ids."""
+        """Raise TypeError unless it is a Prompt: custom code may pass bare token ids."""
         if not isinstance(prompt, Prompt):
             raise TypeError(f"a prompt is a {type(prompt).__name__}: give rollover.Prompt.of(token_ids)")
 
     @classmethod
     def of(cls, ids: Iterable[int], media: Iterable[Mapping[str, Any]] = ()) -> Prompt:
-        """Of token ids, and of media as `media_to_json` makes them."""
+        """Make a prompt from token ids, and media as `media_to_json` returns them."""
         return cls(tuple(ids), tuple(map(Media.from_json, media)))
 
     def media_to_json(self) -> dict[str, Any]:
-        """{"media": [...]}, or {} for text alone: what is saved beside the ids."""
+        """Return {"media": [...]}, or {} for text alone, to save beside the ids."""
         return {"media": [media.to_json() for media in self.media]} if self.media else {}
 
 
@@ -231,8 +231,8 @@ class Prompt:
 NextTask = Callable[[], tuple[Task, Prompt] | None]
 
 
-# How far a log-prob may be above 0, for rounding: numbers of the size of 10^5 (logits over a low temperature) are 0.008
-# apart in float32. What is no log-prob (a probability, a logit, one without its sign) is above it nearly everywhere.
+# Tolerance of a log-prob above 0, for rounding: float32 numbers of the size of 10^5 (logits over a low temperature) are
+# 0.008 apart. Invalid log-probs (probabilities, logits, ones without sign) exceed it nearly everywhere.
 LOGPROB_NOISE = 0.01
 
 
@@ -243,8 +243,7 @@ class Segment:
     token_ids: int32 [n]. logprobs: float32 [n], behavior log-prob of each token under the distribution it was sampled
     from (0 where not `trainable`). All tokens were sampled under `policy_version`, or written by the environment
     (`trainable=False`), which may show images: `media`. start: index of the first token, counted from the end of the
-    prompt, as an engine stamps it, so that tokens that come twice are noticed; None: whoever made the segment does not
-    say.
+    prompt. An engine sets it, so that duplicate tokens are detected; None: unknown.
     """
 
     token_ids: np.ndarray
@@ -267,8 +266,10 @@ class Segment:
         return self.num_tokens
 
     def why_not_sampled(self) -> str | None:
-        """Why no policy can have sampled the tokens with these log-probs: one is NaN, infinite, or above 0 by more than
-        rounding. None: it can. Asked wherever segments come in from outside: importance weights are made of them."""
+        """Return why the log-probs are invalid: NaN, infinite, or above 0 by more than rounding. None if valid.
+
+        Segments from outside are checked, since importance weights are computed from them.
+        """
         if not self.trainable:
             return None
         possible = (self.logprobs <= LOGPROB_NOISE) & (self.logprobs > -np.inf)
@@ -280,15 +281,12 @@ class Segment:
 
     @classmethod
     def nothing(cls, sampling: SamplingParams, start: int) -> Segment:
-        """What an interrupted rollout of `start` tokens returns when it got no new one: an empty PAUSED segment.
-
-        Its version says nothing: no token was sampled under it.
-        """
+        """Make the empty PAUSED segment of an interrupted rollout of `start` tokens. Its version is meaningless."""
         empty = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
         return cls(*empty, 0, sampling, StopReason.PAUSED, start=start)
 
     def to_json(self) -> dict[str, Any]:
-        """All but its two arrays, as JSON can hold it."""
+        """Return its JSON form without the two arrays."""
         return {
             "policy_version": self.policy_version,
             "sampling": asdict(self.sampling),
@@ -300,7 +298,7 @@ class Segment:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any], token_ids: np.ndarray, logprobs: np.ndarray) -> Segment:
-        """The segment that `to_json` was asked of, with its arrays."""
+        """Make a segment from `to_json` and its arrays."""
         return cls(
             token_ids=token_ids,
             logprobs=logprobs,
@@ -308,20 +306,20 @@ class Segment:
             sampling=SamplingParams(**saved["sampling"]),
             stop_reason=StopReason(saved["stop_reason"]),
             trainable=saved["trainable"],
-            start=saved.get("start"),  # absent in checkpoints from before engines stamped it
+            start=saved.get("start"),  # absent in checkpoints of older versions
             media=tuple(map(Media.from_json, saved.get("media", ()))),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """What scoring returned: a finite `score`, or None with `error` (missing data, never a silent 0).
+    """Result of scoring: a finite `score`, or None with `error` (missing data, never a silent 0).
 
-    Score and extras are those of the whole Trajectory, and stand in the Reward of each of its Rollouts. What is about
-    single turns stands with the Rollout that has them, in order: `turns`, a reward each (workflow.credit =
-    "turn_returns"; empty: 0 each), and `advantages`, where they come with the trajectory: a number for all tokens, or
-    one for each turn, or for each token of it. Lists, arrays and tensors are kept as tuples. `shaping`: terms added to
-    the trained score alone, by the names of rewards.functions. `texts`: texts that the function returned, for records.
+    Score and extras are those of the whole Trajectory, and equal in all of its Rollouts. Per-turn values are in the
+    Rollout that has the turns, in order: `turns`, one reward each (workflow.credit = "turn_returns"; empty: 0), and
+    `advantages`, if the trajectory has its own: a number for all tokens, or one per turn, or per token of it. Lists,
+    arrays and tensors are stored as tuples. `shaping`: terms added to the trained score alone, by the names of
+    rewards.functions. `texts`: texts that the function returned, for records.
     """
 
     score: float | None
@@ -342,7 +340,7 @@ class Reward:
         return self.score is None
 
     def to_json(self) -> dict[str, Any]:
-        """What checkpoints and the journal hold of it; `Reward(**saved)` makes it again."""
+        """Return its JSON form for checkpoints and the journal; the inverse is `Reward(**saved)`."""
         rest = {name: getattr(self, name) for name in ("turns", "advantages", "shaping", "texts")}
         known = {name: value for name, value in rest.items() if value is not None and value not in ((), {})}
         return {"score": self.score, "extras": self.extras, "error": self.error} | known
@@ -350,18 +348,17 @@ class Reward:
 
 @dataclass(slots=True, eq=False)
 class Rollout:
-    """One attempt at a Task. Owned and changed by RolloutCache only; everyone else reads.
+    """One attempt at a Task. Only RolloutCache changes it.
 
-    Segments are appended by `add`, which keeps the counts: num_tokens, after the prompt, over all segments;
-    num_sampled_tokens, the trainable ones, which the ledger counts; versions, the distinct policy versions of the
-    sampled tokens, in order of appearance; min_version, the smallest of them. `greedy`: given when it is admitted (or
-    told by a token sampled at temperature 0): a baseline, which is never trained. `stop_reason`: why it
-    stopped; while it is ACTING, why its turn did.
+    `add` appends segments and updates the counts: num_tokens, after the prompt, over all segments; num_sampled_tokens,
+    the trainable ones, which the ledger counts; versions, the distinct policy versions of the sampled tokens, in order
+    of appearance; min_version, the smallest of them. `greedy`: a baseline, which is never trained; set at admission, or
+    by a token sampled at temperature 0. `stop_reason`: why it stopped; while ACTING, why its turn did.
 
-    `prompt`: siblings with equal prompts have one object. `sibling` is its Episode within the group, `trajectory` the
-    index of its Trajectory within that, `context` its place in it, and `role` whose part it plays (trajectories.py has
-    the views). A plain task has one of each. `turn_key`: of the call that opened it
-    (workflows/conversations.py), by which its draws are found; None: they are the sibling's own.
+    `prompt`: siblings with equal prompts share one object. `sibling`: its Episode within the group; `trajectory`: index
+    of its Trajectory within that; `context`: its index in the trajectory; `role`: the agent that it is sampled for
+    (trajectories.py has the views). A plain task has one of each. `turn_key`: key of the call that opened it
+    (workflows/matching.py), which seeds its sampling; None: the sibling's seed.
     """
 
     group_id: int
@@ -408,7 +405,7 @@ class Rollout:
                     self.min_version = version
 
     def why_not_sampled(self) -> str | None:
-        """As of a segment, of all of them."""
+        """Return why a segment has invalid log-probs; None if all are valid."""
         return next(filter(None, (segment.why_not_sampled() for segment in self.segments)), None)
 
     def token_ids(self) -> list[int]:
@@ -417,7 +414,7 @@ class Rollout:
 
     @property
     def later_media(self) -> tuple[Media, ...]:
-        """Images after the prompt, which an environment wrote."""
+        """Images after the prompt, from an environment."""
         return tuple(media for segment in self.segments for media in segment.media)
 
 
@@ -425,8 +422,8 @@ class Rollout:
 class Group:
     """The sibling rollouts of one Task. `group_id` is the index of its admission: 0, 1, 2, ...
 
-    `prompt`: the task's, which is that of every rollout that comes without one. `kept`: what its episodes keep over a
-    kill, JSON by sibling and name.
+    `prompt`: of the task, and default of its rollouts. `kept`: values of episodes that survive a kill, JSON by sibling
+    and name.
     """
 
     group_id: int
@@ -451,19 +448,19 @@ class Group:
 
 
 def _plain(value: Any) -> Any:
-    """Lists, arrays and tensors as tuples of Python's numbers."""
+    """Turn lists, arrays and tensors into tuples of numbers."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def copied(group: Group) -> Group:
-    """The same, for who may change it: other lists, and other rollouts in them."""
+    """Return a copy with its own lists and rollouts, for code that may change it."""
     return replace(group, rollouts=[replace(rollout) for rollout in group.rollouts])
 
 
 def why_not_in_vocabulary(token_ids: np.ndarray, vocab_size: int) -> str | None:
-    """Why these token ids are none of a model whose ids are below `vocab_size`; None: they are."""
+    """Return which token id is not below `vocab_size`; None if all are."""
     outside = (token_ids < 0) | (token_ids >= vocab_size)
     if not outside.any():
         return None
@@ -473,13 +470,13 @@ def why_not_in_vocabulary(token_ids: np.ndarray, vocab_size: int) -> str | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """A training row made from a finished Rollout: its tokens after the prompt, and a number of each in every stream.
+    """A training row of a finished Rollout: its tokens after the prompt, and streams of one number per token.
 
     token_ids int32, mask bool (True: in the loss), `streams`: all [n]. Every sample has the streams "behavior_logprobs"
     and "advantages", float32, and "versions", int32; a training step adds others (trainer/streams.py), each with 0
-    outside the loss. `media`: of prompt and answer. `temperature`: of the sampling. `teacher_prompt_ids`: what a
-    teacher reads for the prompt; None: the prompt. `sequence_id`: of what is one sequence in aggregations; "": the row
-    alone. `truncated`: cut at the token limit (StopReason.LENGTH).
+    outside the loss. `media`: of prompt and answer. `temperature`: of the sampling. `teacher_prompt_ids`: the prompt of
+    a teacher; None: the same. `sequence_id`: rows with equal ids are one sequence in aggregations; "": the row alone.
+    `truncated`: cut at the token limit (StopReason.LENGTH).
     """
 
     rollout_id: str
@@ -515,39 +512,39 @@ class Sample:
         return int(self.mask.sum())
 
     def in_loss(self, name: str) -> np.ndarray:
-        """That stream of the loss tokens [M]."""
+        """Return the stream `name` of the loss tokens [M]."""
         return self.streams[name][self.mask]
 
     def with_streams(self, **streams: np.ndarray) -> Sample:
-        """The same with these streams [n], beside the others or in their place."""
+        """Return a copy with these streams [n] added or replaced."""
         return replace(self, streams={**self.streams, **streams})
 
     def with_loss_stream(self, name: str, values_M: np.ndarray) -> Sample:
-        """As `with_streams`, of numbers of the loss tokens; 0 elsewhere."""
+        """Return a copy with a stream of the loss tokens [M]; 0 elsewhere."""
         values = np.zeros(len(self.mask), values_M.dtype)
         values[self.mask] = values_M
         return self.with_streams(**{name: values})
 
     def only(self, names: Container[str]) -> Sample:
-        """The same without other streams than these."""
+        """Return a copy with only these streams."""
         return replace(self, streams={name: values for name, values in self.streams.items() if name in names})
 
 
 FIRST_EVAL_GROUP = -(1 << 31)
-"""The id of an evaluation's first group. Groups with ids below 0 are never trained, nor counted with those that are."""
+"""The id of an evaluation's first group. Groups with ids below 0 are never trained, nor counted with trained ones."""
 
 
 def group_name(group_id: int) -> str:
-    """Name of a Group in messages; eval-N for the group of task N of an evaluation."""
+    """Return the name of a Group in messages; eval-N for the group of task N of an evaluation."""
     return str(group_id) if group_id >= 0 else f"eval-{group_id - FIRST_EVAL_GROUP}"
 
 
 def episode_name(group_id: int, sibling: int) -> str:
-    """Name of an Episode, and of its first Rollout."""
+    """Return the name of an Episode, and of its first Rollout."""
     return f"{group_name(group_id)}-{sibling}"
 
 
 def rollout_seed(run_seed: int, task_id: str, attempt: int, sibling: int | str) -> int:
-    """64-bit key of a rollout's randomness. With the absolute token index it determines every draw."""
+    """Return the 64-bit key of a rollout's randomness. With the absolute token index it determines every draw."""
     text = f"{run_seed}/{task_id}/{attempt}/{sibling}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

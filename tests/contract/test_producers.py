@@ -14,7 +14,7 @@ import pytest
 
 from fake_engine import FakeEngine
 from rollover.config import Config
-from rollover.run.producer import Generation, OwnProducer, Producer, RecordedRollouts, ready_group
+from rollover.run.producer import CustomProducer, Generation, Producer, RecordedRollouts, ready_group
 from rollover.run.stop import Stop, signals_to
 from rollover.staleness import group_staleness
 from rollover.track.records import RolloutRecorder
@@ -71,7 +71,7 @@ def recorded(folder: Path) -> tuple[Producer, FakeEngine]:
 
 def own(folder: Path) -> tuple[Producer, FakeEngine]:
     engine = FakeEngine(short)
-    return OwnProducer(config_for(folder, OWN), None, engine), engine
+    return CustomProducer(config_for(folder, OWN), None, engine), engine
 
 
 def config_for(folder: Path, source: str, max_staleness: int = 0) -> Config:
@@ -164,10 +164,10 @@ def with_id(wrong: int) -> Group:
     return made
 
 
-def mine(folder: Path, produce: Callable, stop: Stop | None = None, max_staleness: int = 0) -> OwnProducer:
+def mine(folder: Path, produce: Callable, stop: Stop | None = None, max_staleness: int = 0) -> CustomProducer:
     """A producer of the user's own whose `produce` is this function."""
     source = "class Mine:\n    def __init__(self, config, tokenizer, engine):\n        self.produce = tokenizer"
-    return OwnProducer(config_for(folder, source, max_staleness), produce, FakeEngine(short), stop, vocab_size=100)
+    return CustomProducer(config_for(folder, source, max_staleness), produce, FakeEngine(short), stop, vocab_size=100)
 
 
 def test_none_says_that_there_is_no_more(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_what_an_own_producer_returns_is_checked(tmp_path: Path, returned: Calla
 def test_an_own_producer_needs_the_method(tmp_path: Path) -> None:
     source = "class Mine:\n    def __init__(self, *args): ..."
     with pytest.raises(ValueError, match="has no method produce"):
-        OwnProducer(config_for(tmp_path, source), None, FakeEngine(short))
+        CustomProducer(config_for(tmp_path, source), None, FakeEngine(short))
 
 
 def test_the_engine_lets_go_of_what_was_produced(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
 from rollover.engine.remote.hosts import ProcessHost, UrlHost
 from rollover.http_guard import TOKEN_VARIABLE
 from rollover.models.load import load_model
-from rollover.run.eval_parts import EvalParts
+from rollover.run.setup import EvalComponents
 from rollover.trainer.batch import Batch
 from rollover.trainer.trainer import Trainer
 from rollover.types import Prompt, Sample, SamplingParams, Segment
@@ -231,7 +231,7 @@ def test_adapters_are_merged_into_the_whole_weights_of_servers(
         monkeypatch.setenv(TOKEN_VARIABLE, server.token)
         url = EngineConfig(kind="remote", urls=[server.address(START_S)])
         served = config(model).model_copy(update={"engine": url})
-        parts = await EvalParts.build(served, str(tmp_path), with_rewards=False)
+        parts = await EvalComponents.build(served, str(tmp_path), with_rewards=False)
         assert apart(await parts.engine.extend(request), trainer) < 1e-4
         await parts.close()
 

@@ -15,7 +15,7 @@ import torch
 
 from rollover import cli
 from rollover.run.loop import Run
-from rollover.run.metrics_row import Rows
+from rollover.run.metrics_row import StepMetrics
 from rollover.run.producer import Generation
 
 CHECKPOINT: dict[str, Any] = {"every_steps": 50, "save_final_model": False}
@@ -32,7 +32,7 @@ def train(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, 
 def weights(run: Run) -> dict[str, torch.Tensor]:
     return {
         name: t.clone()
-        for name, t in run.parts.trainer.backend.save_state()[0].items()
+        for name, t in run.components.trainer.backend.save_state()[0].items()
         if not name.startswith("random")
     }
 
@@ -72,12 +72,12 @@ def train_until(
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         if before_row:
-            of_step, run = Rows.of_step, running(monkeypatch)
+            of_step, run = StepMetrics.row, running(monkeypatch)
 
-            def of_step_or_end(rows: Rows, *args: Any) -> dict[str, float]:
+            def of_step_or_end(rows: StepMetrics, *args: Any) -> dict[str, float]:
                 return end_here(run[-1]) if args[3] == version - 1 else of_step(rows, *args)
 
-            monkeypatch.setattr(Rows, "of_step", of_step_or_end)
+            monkeypatch.setattr(StepMetrics, "row", of_step_or_end)
         else:
             before_step(monkeypatch, lambda run, at: end_here(run) if at == version else None)
         code, ended.text = train(capsys, *words)

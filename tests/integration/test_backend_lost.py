@@ -21,7 +21,7 @@ from test_workflow_function_run import recipe as of_agents
 import rollover
 from rollover import cli
 from rollover.run.loop import Run
-from rollover.run.parts import Parts
+from rollover.run.setup import Components
 from rollover.trainer.backend import BackendLost
 
 BACKEND = Path(__file__).with_name("losing_backend.py")
@@ -139,8 +139,8 @@ def test_nothing_is_lost_or_doubled_and_engine_and_reward_workers_go_on(
 
     def look(run: Run, version: int) -> None:
         if version:
-            workers = (health.pid for health in run.parts.rewarder.health() if health.pid is not None)
-            pids.append((getattr(run.parts.engine, "pid", id(run.parts.engine)), *workers))
+            workers = (health.pid for health in run.components.rewarder.health() if health.pid is not None)
+            pids.append((getattr(run.components.engine, "pid", id(run.components.engine)), *workers))
 
     before_step(monkeypatch, look)
     losses = ("forward_backward 0", "forward_backward 1", "optim_step 2", "weights 3", "save_state 4")
@@ -208,9 +208,9 @@ def test_a_stop_ends_a_run_that_lost_its_backend(
     def press() -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    build, builds = Parts.build, []
+    build, builds = Components.build, []
 
-    async def build_and_press(*args: Any) -> Parts:
+    async def build_and_press(*args: Any) -> Components:
         builds.append(args)
         if len(builds) == 2:
             press()
@@ -222,7 +222,7 @@ def test_a_stop_ends_a_run_that_lost_its_backend(
         says = "stopped without a checkpoint, as there is no backend; continue with:"
     else:
         recipe = write(tmp_path, "optim_step 3")
-        monkeypatch.setattr(Parts, "build", build_and_press)
+        monkeypatch.setattr(Components, "build", build_and_press)
         says = "stopped after step 3; continue with:"
     code, text = train(capsys, recipe)
     assert code == 130 and says in text, text

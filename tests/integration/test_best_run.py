@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollover.checkpoint.store import CheckpointStore
-from rollover.run import evaluator
-from rollover.run.evaluate import Answers
+from rollover.run import evaluate
+from rollover.run.evaluate import EvalAnswers
 from rollover.track.answers import Answer
 
 EVAL = {"num_tasks": 2, "every_steps": 1, "seed": 3}
@@ -26,16 +26,18 @@ EVAL = {"num_tasks": 2, "every_steps": 1, "seed": 3}
 def found(monkeypatch: pytest.MonkeyPatch, *means: float) -> None:
     """From now on the evaluation after step i finds means[i]."""
 
-    async def answers_of(tasks: Any, engine: Any, environment: Any, tokenizer: Any, config: Any, *_: Any) -> Answers:
+    async def answer_tasks(
+        tasks: Any, engine: Any, environment: Any, tokenizer: Any, config: Any, *_: Any
+    ) -> EvalAnswers:
         score = means[engine.oldest_version]
-        return Answers(
+        return EvalAnswers(
             [
                 Answer(t.task_id, 0, "tasks", None, None, "eos", 3, score, None, t.content, "12")
                 for t in tasks.tasks
             ]
         )  # fmt: skip
 
-    monkeypatch.setattr(evaluator, "answers_of", answers_of)
+    monkeypatch.setattr(evaluate, "answer_tasks", answer_tasks)
 
 
 def checkpoints(folder: Path) -> list[int]:

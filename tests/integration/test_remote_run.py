@@ -17,7 +17,7 @@ from runs import check_whole
 
 from rollover.config.load import load_config
 from rollover.process_tree import descendants, is_running
-from rollover.run.parts import Parts
+from rollover.run.setup import Components
 
 pytest.importorskip("aiohttp")
 
@@ -79,7 +79,7 @@ def test_a_run_that_waits_for_servers_can_be_cancelled(tmp_path: Path, capsys: p
     config = load_config([runs.write(tmp_path, engine=engine)]).config
 
     async def work() -> None:
-        building = asyncio.ensure_future(Parts.build(config))
+        building = asyncio.ensure_future(Components.build(config))
         while "waited for" not in capsys.readouterr().err:
             assert not building.done(), building.exception()
             await asyncio.sleep(0.05)

@@ -80,10 +80,10 @@ def test_stale_rollouts_are_dropped_after_a_restart_under_drop(
 def test_an_evaluation_that_fails_after_training_does_not_lose_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollover.run import evaluator
+    from rollover.run import evaluate
 
     recipe = runs.write(tmp_path, steps=2, eval=EVAL)
-    plain, calls = evaluator.answers_of, 0
+    plain, calls = evaluate.answer_tasks, 0
 
     async def second_fails(*args: object) -> object:
         nonlocal calls
@@ -92,7 +92,7 @@ def test_an_evaluation_that_fails_after_training_does_not_lose_the_run(
             raise ValueError("every reward of the evaluation failed")
         return await plain(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(evaluator, "answers_of", second_fails)
+    monkeypatch.setattr(evaluate, "answer_tasks", second_fails)
     code, text = run(capsys, "train", recipe)
     assert code == 0 and "the evaluation after 2 steps failed" in text
     assert (tmp_path / "run" / "model" / "config.json").exists()

@@ -19,7 +19,7 @@ from rollover.api.settings import settings_of_run
 from rollover.cli import main
 from rollover.config.load import load_config
 from rollover.plugins.dashboard.run_data import RunData
-from rollover.run.branch import BranchPoint
+from rollover.run.sample import BranchPoint
 from rollover.track.records import read_records
 from rollover.track.token_stats import KEYS, by_token
 

@@ -92,7 +92,7 @@ def test_train_passes_files_overrides_and_resume(monkeypatch, recipe, tmp_path):
     assert resolved.config.run.name == "a b"
 
 
-def test_demo_trains_the_quickstart_whatever_lies_in_the_working_directory(monkeypatch, tmp_path):
+def test_demo_ignores_files_of_the_working_directory(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     calls = []
     fake(monkeypatch, "rollover.api.session", run_training=lambda *args: calls.append(args) or 0)

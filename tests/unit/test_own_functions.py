@@ -23,8 +23,8 @@ from rollover.config import AlgorithmConfig, Config, FiltersConfig, TasksConfig,
 from rollover.config.schema import leaves
 from rollover.functions import FunctionError, explained, own_function
 from rollover.rollout.order import RolloutView, load_order
-from rollover.run.own_metrics import own_metrics
-from rollover.run.producer import OwnProducer
+from rollover.run.metrics_row import custom_metrics
+from rollover.run.producer import CustomProducer
 from rollover.tasks.prompts import TASK_OR_NONE, PromptSource, encoder
 from rollover.trainer.objective import Objective
 from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task
@@ -56,7 +56,7 @@ class Stream:
 
 def producer(spec: str) -> Any:
     config = Config(tasks=TasksConfig(producer=spec))
-    return asyncio.run(OwnProducer(config, tiny.tokenizer(), FakeEngine({})).produce(1, 0))
+    return asyncio.run(CustomProducer(config, tiny.tokenizer(), FakeEngine({})).produce(1, 0))
 
 
 # option -> (parameters, a caller of what it names, what is expected, bodies that are wrong and what is said of them)
@@ -113,7 +113,7 @@ KINDS: dict[str, tuple[str, Callable[[str], Any], str, dict[str, str]]] = {
     ),
     "track.metrics": (
         "groups",
-        lambda spec: own_metrics(spec)([group()]),
+        lambda spec: custom_metrics(spec)([group()]),
         "a number for each name",
         {
             "return None": "returned None",

@@ -63,7 +63,7 @@ def test_an_option_may_stand_before_it(package: None, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("words", [["hello"], ["--help"]])
-def test_of_one_name_in_two_packages_the_first_in_the_alphabet_has_it(
+def test_first_package_has_precedence_for_a_name(
     package: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
     metadata = tmp_path / "a_greeter-1.dist-info"

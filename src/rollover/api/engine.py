@@ -1,7 +1,6 @@
-"""Inference alone: the engine that training generates with, in a thread of its own.
+"""`rollover.Engine`: inference with the engine of training, in a thread with its own event loop.
 
-Owns that thread and its event loop, so that `generate` can be called from a script, a notebook's cell and another event
-loop alike. What is sampled is run/answer_prompt.py's business.
+So `generate` works in a script, in a cell of a notebook and inside another event loop. run/sample.py samples.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import Any, TypeVar
 
 from rollover.api.settings import Arguments, Layer
 from rollover.config import Config
-from rollover.run.answer_prompt import answer_prompt
-from rollover.run.eval_parts import EvalParts
+from rollover.run.sample import answer_prompt
+from rollover.run.setup import EvalComponents
 from rollover.types import StopReason
 
 Result = TypeVar("Result")
-Prompt = str | Sequence[Mapping[str, Any]]  # a text, or chat messages, which may show images
+Prompt = str | Sequence[Mapping[str, Any]]  # a text, or chat messages, perhaps with images
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +53,16 @@ class Engine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollover.Engine", daemon=True)
         self._thread.start()
-        self._parts: EvalParts | None = None
+        self._components: EvalComponents | None = None
         try:
-            self._parts = self._ask(EvalParts.build(self.config, None, with_rewards=False)).result()
+            self._components = self._submit(EvalComponents.build(self.config, None, with_rewards=False)).result()
         except BaseException:
             self.close()
             raise
 
     @property
     def config(self) -> Config:
-        """The configuration that it answers with."""
+        """The configuration of the engine."""
         return self._settings.config
 
     def generate(self, prompts: str | Sequence[Prompt], *, num: int = 1) -> list[Completion]:
@@ -72,19 +71,19 @@ class Engine:
         All are generated together. The same seed, prompts and threads give the same answers. ValueError for a prompt
         that leaves no room for an answer of `rollout.max_new_tokens`.
         """
-        return self._ask(self._answers(_listed(prompts), num)).result()
+        return self._submit(self._answers(_listed(prompts), num)).result()
 
     async def generate_async(self, prompts: str | Sequence[Prompt], *, num: int = 1) -> list[Completion]:
         """`generate`, awaited; several calls at the same time share the engine's batches."""
-        return await asyncio.wrap_future(self._ask(self._answers(_listed(prompts), num)))
+        return await asyncio.wrap_future(self._submit(self._answers(_listed(prompts), num)))
 
     def close(self) -> None:
-        """Free the model. What is asked later raises RuntimeError."""
+        """Free the model. Later calls raise RuntimeError."""
         if self._loop.is_closed():
             return
-        if self._parts is not None:
-            self._ask(self._parts.close()).result()
-            self._parts = None
+        if self._components is not None:
+            self._submit(self._components.close()).result()
+            self._components = None
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -99,12 +98,12 @@ class Engine:
         self.close()
 
     async def _answers(self, prompts: Sequence[Prompt], num: int) -> list[Completion]:
-        parts = self._parts
-        assert parts is not None
-        answers = await asyncio.gather(*(answer_prompt(prompt, num, parts, self.config) for prompt in prompts))
+        components = self._components
+        assert components is not None
+        answers = await asyncio.gather(*(answer_prompt(prompt, num, components, self.config) for prompt in prompts))
         return [Completion(p, **vars(answer)) for p, of_one in zip(prompts, answers, strict=True) for answer in of_one]
 
-    def _ask(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+    def _submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         if self._loop.is_closed():
             work.close()
             raise RuntimeError("this Engine is closed: make a new one")
@@ -112,7 +111,7 @@ class Engine:
 
 
 def _listed(prompts: str | Sequence[Prompt]) -> Sequence[Prompt]:
-    """The prompts as a list; one list of messages is one prompt. ValueError where something is no prompt."""
+    """Return the prompts as a list; one list of messages is one prompt. ValueError for an invalid prompt."""
     if isinstance(prompts, str):
         return [prompts]
     prompts = list(prompts)

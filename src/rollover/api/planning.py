@@ -1,4 +1,4 @@
-"""`rollover.plan`: what `rollover plan` computes, as an object."""
+"""`rollover.plan`: the result of `rollover plan` as an object."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A run as its directory tells of it: finished, stopped or still going on, of this process or any other.
+"""`rollover.Run`: a run, finished, stopped or live, read from its directory (docs/running.md) on demand.
 
-Owns nothing: everything is read from the files (docs/running.md) when it is asked for, and nothing is written.
+Writes nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ _PLOTTED = ("reward/mean", "sft/loss", "length/mean", "staleness/mean", "time/st
 
 
 class Run:
-    """What a run has written in its `directory`. What is asked for is read at that moment, so a live run shows more
-    each time."""
+    """A run, read from its `directory`. Each access reads the files, so a live run shows more each time."""
 
     def __init__(
         self,
@@ -35,35 +34,35 @@ class Run:
         live: Mapping[str, Any] | None = None,
         given: Mapping[str, Any] | None = None,
     ) -> None:
-        """`live`: functions and tasks that the run was given as objects, by their names; `given`: its configuration, if
-        this process made the run. `resume` needs them: what they name needs no `trust`."""
+        """`live`: functions and tasks that the run was given as objects, by name; `given`: its configuration, if this
+        process made the run. `resume` uses both, and needs no `trust` for them."""
         self._files = RunFiles(directory)
         self.directory = self._files.directory
         self._live, self._given = dict(live or {}), dict(given or {})
 
     @property
     def config(self) -> dict[str, Any]:
-        """Every value that the run uses, as in config.resolved.json. {} before the run has begun."""
+        """The configuration of the run, as in config.resolved.json. {} before the run has begun."""
         return self._files.config
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One dict a training step (docs/metrics.md)."""
+        """One dict per training step (docs/metrics.md)."""
         return self._files.metrics()
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """One dict an evaluation: step, mean, ci, pass@k, sources, samples."""
+        """One dict per evaluation: step, mean, ci, pass@k, sources, samples."""
         return copy.deepcopy(self._files.evaluations())
 
     @property
     def trace(self) -> list[TraceEvent]:
-        """What happened to every rollout, and when (docs/trace.md); [] where track.trace is off."""
+        """The events of all rollouts (docs/trace.md); [] where track.trace is off."""
         return list(self._files.events())
 
     @property
     def finished(self) -> bool:
-        """Whether it has made all its steps."""
+        """Whether all steps are done."""
         return self._files.finished
 
     @property
@@ -73,27 +72,25 @@ class Run:
         if self.finished and path.is_dir():
             return path
         why = (
-            "checkpoint.save_final_model is off"
-            if self.finished
-            else f"the run is not finished; {self._how_to_go_on()}"
+            "checkpoint.save_final_model is off" if self.finished else f"the run is not finished; {self._resume_hint()}"
         )
         raise ValueError(f"{str(self.directory)!r} has no trained model: {why}")
 
     def rollouts(self, *, dropped: bool = False) -> Iterator[Group]:
-        """The groups that were trained, in order; with `dropped` also those that left otherwise. Read step by step.
+        """Iterate over the trained groups, in order; with `dropped` also over dropped ones. Reads step by step.
 
-        ValueError for a file that is damaged.
+        ValueError for a damaged file.
         """
         for groups in read_rollouts(self._files.recorded, include_dropped=dropped) if self._recorded else ():
             yield from groups
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """One dict a rollout, trained or dropped, as in rollouts/ (docs/running.md): with "step", "prompt" or
+        """Iterate over one dict per rollout, trained or dropped, as in rollouts/ (docs/running.md): "step", "prompt" or
         "messages", "completion", "score", "advantage", "outcome", "segments" and more."""
         return read_records(self._files.recorded) if self._recorded else iter(())
 
     def to_pandas(self, what: Literal["metrics", "evaluations", "rollouts"] = "metrics") -> pandas.DataFrame:
-        """A frame with a row for each step, evaluation or rollout. ImportError where pandas is not installed."""
+        """Return a frame with a row per step, evaluation or rollout. ImportError where pandas is not installed."""
         frame = _package("pandas", "Run.to_pandas").DataFrame
         rows = {"metrics": lambda: self.metrics, "evaluations": lambda: self.evaluations, "rollouts": self.records}
         if what not in rows:
@@ -101,10 +98,10 @@ class Run:
         return frame(list(rows[what]()))
 
     def plot(self, *keys: str) -> matplotlib.figure.Figure:
-        """A figure with a line over the steps for each of these metrics, by default reward, length, staleness and time;
-        evaluations are drawn into that of the reward. ImportError where matplotlib is not installed.
+        """Return a figure with one line over the steps for each metric; default: reward, length, staleness, time.
 
-        ValueError for a key that no step has.
+        Evaluations are drawn with the reward. ImportError where matplotlib is not installed. ValueError for a key that
+        no step has.
         """
         plt = _package("matplotlib.pyplot", "Run.plot")
         rows, evaluations = self.metrics, self.evaluations
@@ -124,11 +121,11 @@ class Run:
                 axis.legend()
         axes[-1][0].set_xlabel("step")
         figure.tight_layout()
-        plt.close(figure)  # a notebook draws what a cell returns: not twice
+        plt.close(figure)  # a notebook draws the returned figure
         return figure
 
     def resume(self, *, trust: bool = False, **overrides: Any) -> Run:
-        """Go on with the run, as `rollover.train(resume=run.directory, ...)` with this one's functions and tasks."""
+        """Resume the run, as `rollover.train(resume=run.directory, ...)` with its functions and tasks."""
         from rollover.api.settings import Arguments
         from rollover.api.start import train_and_wait
 
@@ -142,22 +139,22 @@ class Run:
     def __repr__(self) -> str:
         rows, num_steps = self.metrics, self._files.value("train.num_steps", "?")
         step = rows[-1]["step"] if rows else 0
-        state = "finished" if self.finished else f"not finished: {self._how_to_go_on()}"
+        state = "finished" if self.finished else f"not finished: {self._resume_hint()}"
         return f"<Run {short_path(self.directory)!r}: {step} of {num_steps} steps, {state}>"
 
-    def _how_to_go_on(self) -> str:
+    def _resume_hint(self) -> str:
         return "run.resume() goes on" + ("" if self._live else f" (rollover.train(resume={str(self.directory)!r}))")
 
     @property
     def _recorded(self) -> bool:
-        """Whether there is a record. ValueError where there never will be."""
+        """Whether there are recorded rollouts. ValueError where track.rollouts is off."""
         if self._files.value("track.rollouts") is False:
             raise ValueError(f"{str(self.directory)!r} records no rollouts: track.rollouts is off")
         return bool(step_files(self._files.recorded))
 
 
 def after_training(directory: Path, live: Mapping[str, Any], given: Mapping[str, Any]) -> Run:
-    """What a call that trains returns. A run that was stopped is printed: it says how to go on."""
+    """Return the run. Print it if it was stopped: its text says how to resume."""
     run = Run(directory, live, given)
     if not run.finished:
         print(run)
@@ -165,7 +162,7 @@ def after_training(directory: Path, live: Mapping[str, Any], given: Mapping[str,
 
 
 def open(directory: str | os.PathLike[str]) -> Run:
-    """The run in `directory`, finished or live. ValueError where there is none."""
+    """Open the run in `directory`, finished or live. ValueError where there is none."""
     return Run(directory)
 
 

@@ -1,41 +1,54 @@
-"""A training run as something to walk through: every step is handed to a loop of the caller's own.
+"""A training run, step by step, in its directory: what `rollover train`, `rollover.train` and a caller's own loop use.
 
     async with Session(...) as session:
         async for step in session.steps():
             ...
 
-Owns the run's directory and the objects that its configuration names, from the first to the last moment. Never trains
-by itself: that is run/loop.py, over losses of the backend run/restart.py. `rollover train` and `rollover.train` are
-callers of it, which do nothing in between.
+    Session ──▶ Run (run/loop.py) ──BackendLost──▶ park, close the run, keep engine and reward workers ──▶ another Run
+
+Owns the run's directory, the objects that its configuration names, the present `Run`, and restarts after a lost trainer
+backend. A restart does what a kill and `--resume` do, in one process: run/resume.py restores both.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from rollover.api.settings import Arguments, Layer, Settings
+from rollover.checkpoint.journal import Journal
 from rollover.config import Config
+from rollover.config.backend import is_tinker
 from rollover.config.cluster import check_can_train
 from rollover.config.load import Resolved
 from rollover.files import paths_begin_in, start_folder
 from rollover.images import media_kept_in
 from rollover.logs import terminal
+from rollover.models.devices import decide_dtype
 from rollover.run.directory import RunDirectory
-from rollover.run.loop import Step
-from rollover.run.restart import RestartableRun, running
+from rollover.run.hooks import Hooks
+from rollover.run.loop import OptionChanges, Run, Step
+from rollover.run.setup import Components, KeptComponents, RestartBudget, RunContext
 from rollover.run.stop import Stop, signals_to, take_signals
 from rollover.shutdown import run_bounded
 from rollover.track.health import reason_nothing_trained
 from rollover.track.jsonl import read_rows
-from rollover.track.summary import print_summary
+from rollover.track.summary import RunSummary, print_summary
+from rollover.track.trace import Trace
+from rollover.track.tracker import Cut, RunInfo
+from rollover.trainer.backend import BackendLost
+
+logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
+Result = TypeVar("Result")
 
 
 class Session:
@@ -63,7 +76,7 @@ class Session:
 
     @classmethod
     def of(cls, settings: Settings, resume: bool, command: list[str] | None = None) -> Session:
-        """A session of settled arguments. `command`: what was typed after `rollover train`; None: a program called."""
+        """Make a session from settings. `command`: words after `rollover train`; None: called by a program."""
         session = cls.__new__(cls)
         session._begin(settings, resume, command)
         return session
@@ -71,9 +84,9 @@ class Session:
     def _begin(self, settings: Settings, resume: bool, command: list[str] | None = None) -> None:
         self._settings = settings
         self._stack, self._stop = AsyncExitStack(), Stop()
-        self._is_new = True  # neither entered nor closed so far
+        self._is_new = True  # not entered and not closed yet
         self._folder = os.getcwd() if command is None else start_folder()
-        self._turn = asyncio.Lock()  # a step, a checkpoint or an evaluation: one at a time, whichever task asks
+        self._turn = asyncio.Lock()  # one step, checkpoint or evaluation at a time, over all tasks
         try:
             check_can_train(settings.config)
             with paths_begin_in(self._folder):
@@ -81,7 +94,14 @@ class Session:
         except BaseException:
             settings.release()
             raise
-        self._run: RestartableRun | None = None  # inside the block
+        config = settings.config
+        self._is_open = False  # inside the block
+        self._changes, self._restart_budget = OptionChanges(config), RestartBudget(config.cluster.max_restarts)
+        self._run: Run | None = None  # None before the first one, and after a loss of the backend
+        self._kept: KeptComponents | None = None
+        self._has_failed = False  # the backend was lost, and the run does not restart
+        self._retrained: Step | None = None  # trained again after a loss, and not yielded yet
+        self._version = 0  # the trainer's, as of the last call
         self._resume_command = self._directory.resume_command(command)
         self._restores_signals = command is None  # the command line's process ends with its run
 
@@ -96,9 +116,9 @@ class Session:
             self._stack.callback(self.close)
             self._stack.enter_context(paths_begin_in(self._folder))
             self._stack.enter_context(media_kept_in(self.directory / "media"))
-            signals = self._stack.enter_context(ExitStack())  # given back after the run's last checkpoint
-            run = running(self.config, self._directory, self._stop, self._resume_command)
-            self._run = await self._stack.enter_async_context(run)
+            signals = self._stack.enter_context(ExitStack())  # restored after the run's last checkpoint
+            await self._stack.enter_async_context(self._running())
+            self._is_open = True
             if self._restores_signals:
                 signals.enter_context(signals_to(self._stop.on_signal))
             else:
@@ -112,60 +132,65 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            async with self._turn:  # wait for the end of a step that another task makes
-                self._run = None
+            async with self._turn:  # wait for a step of another task
+                self._is_open = False
         finally:
             await self._stack.__aexit__(kind, error, traceback)
 
     def close(self) -> None:
-        """Release the directory and the objects of a session that is not entered. The end of the block does it, too."""
+        """Release the directory and the live objects. The end of the block calls it."""
         self._is_new = False
         self._directory.close()
         self._settings.release()
 
     async def steps(self) -> AsyncGenerator[Step, None]:
-        """Make the steps that are left, one each time; evaluations and checkpoints of the configuration between them.
+        """Make the remaining steps, and yield each; evaluations and checkpoints of the configuration are in between.
 
-        At the end the last evaluation is made and the model is saved. A loop that was left goes on with the next call.
-        What other tasks ask for meanwhile waits for the end of the step.
-        Where the trainer's backend is lost, the run goes on from its checkpoint and journal within this call. Numbers
-        come again of steps that were lost with it: with checkpoint.lost_steps = "roll_back", or without a journal.
-        BackendLost (trainer/backend.py) after cluster.max_restarts losses without a step in between.
+        After the last step come the last evaluation and the saved model. Another call continues a loop that was left.
+        Calls of other tasks wait for the end of the step. After a loss of the trainer's backend the run resumes from
+        its checkpoint and journal, within this call. Step numbers are repeated for lost steps, with
+        checkpoint.lost_steps = "roll_back" or without a journal. BackendLost (trainer/backend.py) after
+        cluster.max_restarts losses without a step in between.
         """
         async with self._turn:
-            self._open_run().begin_steps()
+            self._check_open()
+            if self._run is not None:
+                self._run.step_metrics.begin()  # the time since the last step belongs to no metrics row
         while (step := await self._next_step()) is not None:
             yield step
 
     async def checkpoint(self) -> None:
-        """Write a checkpoint now, if anything happened since the last."""
+        """Write a checkpoint now, if anything happened since the last one."""
         async with self._turn:
-            await self._open_run().checkpoint()
+            self._check_open()
+            await self._checkpoint()
 
     async def evaluate(self) -> dict[str, Any] | None:
-        """Evaluate the present weights on the held-out tasks: the row of eval.jsonl; None if the run is being stopped.
+        """Evaluate the current weights on the held-out tasks: the row of eval.jsonl; None after a stop.
 
         ValueError where nothing is held out (eval.num_tasks), or every reward fails.
         """
         async with self._turn:
-            return await self._open_run().evaluate()
+            self._check_open()
+            return await self._with_restarts(lambda run: run.evaluate())
 
     def set(self, key: str, value: Any) -> None:
-        """Change an option from the next step on. ConfigError for one that cannot change while a run goes on, which
-        says how it can be changed, and for a value that is wrong."""
-        self._open_run().changes.ask_for(key, value)
+        """Change an option from the next step on. ConfigError for an invalid value, or an option that cannot change
+        during a run: the message says how it can."""
+        self._check_open()
+        self._changes.request(key, value)
 
     def stop(self) -> None:
-        """As the first Ctrl-C, from any thread: `steps` ends after what cannot be interrupted."""
+        """Request a stop, like the first Ctrl-C, from any thread. `steps` ends after uninterruptible work."""
         self._stop.request()
 
     def on_signal(self, number: int, frame: object) -> None:
-        """For signal.signal, where the session runs in another thread than the main one."""
+        """Handle a signal: for signal.signal, where the session runs in another thread than the main one."""
         self._stop.on_signal(number, frame)
 
     @property
     def config(self) -> Config:
-        """The configuration, as it is now."""
+        """The current configuration."""
         return self._settings.config
 
     @property
@@ -175,46 +200,197 @@ class Session:
 
     @property
     def policy_version(self) -> int:
-        """Training steps made by the trainer's present weights."""
-        return self._open_run().policy_version
+        """Number of training steps of the current weights."""
+        self._check_open()
+        return self._version if self._run is None else self._run.components.trainer.policy_version
 
     @property
     def interrupted(self) -> bool:
-        """Whether it was asked to stop."""
+        """Whether a stop was requested."""
         return self._stop.requested
 
-    async def _next_step(self) -> Step | None:
-        async with self._turn:
-            return await self._open_run().next_step()
+    # Private
 
-    def _open_run(self) -> RestartableRun:
-        if self._run is None:
+    def _check_open(self) -> None:
+        if not self._is_open:
             raise RuntimeError("the session is not open: use it inside `async with rollover.Session(...) as session:`")
-        return self._run
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        """Begin or resume the run before the block, and close it after the block.
+
+        An error in the block, and a block that ends before all steps are made, are followed by a checkpoint.
+        """
+        config, directory = self.config, self._directory
+        decided = "" if is_tinker(config) else decide_dtype(config, directory.decided_dtype)
+        info = RunInfo(config.run.name, directory.path, config.model_dump(mode="json"), resumed=directory.resume)
+        with directory.trackers as trackers:
+            trackers.on_start(info)
+            if decided:
+                logger.info(decided)
+            hooks = self._hooks = Hooks(config, self._stop)
+            try:
+                await self._with_restarts(lambda run: asyncio.sleep(0))
+                async with hooks.training(info):
+                    try:
+                        yield
+                        if self._run is not None and not self._run.ended:
+                            await self._checkpoint()
+                    except Exception as error:
+                        if self._run is not None:
+                            await self._run.checkpointing.rescue(error)
+                        raise
+                trackers.of_type(Trace).flush()
+            finally:
+                run, kept, self._run, self._kept = self._run, self._kept, None, None  # frees model and engine
+                if run is not None:
+                    await run.close()
+                elif kept is not None:
+                    await kept.close()
+
+    async def _next_step(self) -> Step | None:
+        """Return Run.next_step, or first the step that was trained again after a loss of the backend."""
+
+        async def next_of(run: Run) -> Step | None:
+            step, self._retrained = self._retrained, None
+            return step or await run.next_step()
+
+        async with self._turn:
+            self._check_open()
+            if (step := await self._with_restarts(next_of)) is not None:
+                self._restart_budget.on_step(step.number)
+            return step
+
+    async def _checkpoint(self) -> None:
+        await self._with_restarts(lambda run: run.checkpointing.checkpoint())
+
+    def _summary(self) -> RunSummary:
+        assert self._run is not None
+        return self._run.summary()
+
+    # Restarts
+
+    async def _with_restarts(self, work: Callable[[Run], Awaitable[Result]]) -> Result | None:
+        """Return the result of `work`, which is repeated with another Run each time the trainer's backend is lost.
+
+        None where a stop was requested meanwhile. BackendLost after cluster.max_restarts losses without a step in
+        between.
+        """
+        while not self._has_failed:
+            try:
+                if self._run is None:
+                    self._run = await self._new_run()
+                found = await work(self._run)
+                self._version = self._run.components.trainer.policy_version
+                return found
+            except BackendLost as error:
+                reason = str(error)  # the error itself would keep the lost backend's objects alive
+            await self._on_loss(reason)
+        return None
+
+    async def _on_loss(self, reason: str) -> None:
+        """Close the run that has lost its backend. BackendLost where the restart budget is used up."""
+        budget = self._restart_budget
+        budget.on_loss()
+        logger.warning(f"the trainer's backend is lost: {reason}")
+        await self._close_lost_run()
+        self._has_failed = self._stop.requested or budget.is_exceeded
+        if self._stop.requested:
+            logger.warning(
+                f"stopped without a checkpoint, as there is no backend; continue with:\n  {self._resume_command}"
+            )
+            return
+        if budget.is_exceeded:
+            raise BackendLost(
+                f"the trainer's backend was lost {budget.in_a_row} times without a step in between"
+                f" (cluster.max_restarts = {budget.most}), the last time: {reason}. Mend that, and continue with:"
+                f"\n  {self._resume_command}"
+            )
+        logger.info(
+            f"restart {budget.in_a_row} of {budget.most} without a step in between: the run goes on from"
+            " what is on the disk, with the same engine and reward workers"
+        )
+
+    async def _close_lost_run(self) -> None:
+        """Park the rollouts in flight (the journal has their tokens), and close all but the kept components."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        driver = run.components.driver
+        try:
+            await driver.interrupt_all()  # waits for scores: a worker whose call is cancelled would be restarted
+        except Exception:  # the engine may have failed, too: tokens that it has not returned are lost
+            await driver.abandon()
+        # The engine may hold KV of weights that are lost.
+        held = run.components.lifecycle.cache.groups.values()
+        run.components.engine.release([rollout.rollout_id for group in held for rollout in group.rollouts])
+        await run.close(keep=True)
+        self._directory.on_restart()
+
+    async def _new_run(self) -> Run:
+        """Build a Run that has begun, or resumed."""
+        directory = self._directory
+        trace = directory.trackers.of_type(Trace)
+        if self._kept is not None:
+            # The lost backend may be as large as the next one: let cancelled timers end, which are its last owners.
+            await asyncio.sleep(0)
+            gc.collect()
+            trace.resume_at(0)
+            trace.clock.set(0.0, 0)
+        if not directory.resume:
+            directory.truncate(Cut(-1))  # an evaluation may have been written before the first step
+        directory.trackers.on_phase("loading the model")
+        # Rollouts that are abandoned lose tokens that the journal has: `halt` keeps it from recording that.
+        journal = Journal(directory.journal)
+        components = await Components.build(self.config, trace, directory.logs, self._kept, journal.halt)
+        self._kept = components.kept
+        try:
+            context = RunContext(
+                self.config,
+                components,
+                directory,
+                self._hooks,
+                self._stop,
+                self._restart_budget,
+                journal,
+                self._resume_command,
+            )
+            run = Run(context, self._changes)
+        except BaseException:
+            await components.close(keep=True)
+            raise
+        try:
+            newest = await run.begin()
+        except BaseException:
+            await run.close(keep=True)
+            directory.on_restart()
+            raise
+        self._version = components.trainer.policy_version
+        self._retrained = newest if newest is not None and newest.number > self._restart_budget.furthest else None
+        return run
 
 
 async def finish(session: Session) -> bool:
-    """Make all steps that are left, and print what came of it. False if the run was stopped before its end."""
+    """Make all remaining steps, and print a summary. Returns False if the run was stopped before its end."""
     directory = session._directory
-    if directory.resume and (finished := directory.why_finished()) is not None:
-        terminal.info(finished)
+    if directory.resume and (notice := directory.finished_notice()) is not None:
+        terminal.info(notice)
         session.close()
         return True
     async with session:
-        run = session._open_run()
         async for _ in session.steps():
             pass
-        summary = None if session.interrupted else run.summary()
+        summary = None if session.interrupted else session._summary()
     if summary is not None:
         print_summary(summary)
     return not session.interrupted
 
 
 def run_training(resolved: Resolved, resume: bool, command: list[str] | None = None) -> int:
-    """`rollover train`: exit code; 2 where the run has ended and trained nothing in its whole life.
+    """Run `rollover train`. Returns the exit code; 2 where the run has ended without any trained step.
 
-    `command` is what the user typed after `train`, for the command that resumes; None: a program called, which gets its
-    handlers of signals back.
+    `command`: the words after `train`, for the command that resumes; None: called by a program, whose signal handlers
+    are restored.
     """
     session = Session.of(Settings(resolved), resume, command)
     if not run_bounded(finish(session), session.config.watchdog.grace_s):

@@ -1,9 +1,9 @@
-"""What a program hands over (names, rows, functions, keys of the configuration) as one resolved configuration.
+"""Resolves the arguments of the Python API (names, rows, functions, keys) to one configuration.
 
     an earlier run's config.resolved.json (resume) < config= < model=, tasks=, reward= and keywords
 
-Owns what each argument means as keys, and which live objects a run holds: a key has the name of each
-(live_objects.py), and `Settings.release` gives them back. Every mistake is a ConfigError before a model is loaded.
+Owns the mapping of arguments to keys, and the live objects of a run: a key has the name of each (live_objects.py), and
+`Settings.release` releases them. Every mistake is a ConfigError before a model is loaded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FILES = (".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".jsonl.gz", ".json.
 
 @dataclass(frozen=True)
 class Settings:
-    """A configuration and the objects that it names, by their names; they are held until `release`."""
+    """A configuration and the live objects that it names, by name, which are held until `release`."""
 
     resolved: Resolved
     live: dict[str, Any] = field(default_factory=dict)
@@ -49,15 +49,15 @@ class Settings:
         return self.resolved.config
 
     def release(self) -> None:
-        """The run has ended: it holds its functions and tasks no longer. To be called once."""
+        """Release the live objects at the end of the run. To be called once."""
         _release(self.live)
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of `train` and `Session` (docs/python.md). `live`: objects of an earlier run, by their names.
-    `given`: the configuration that this process gave to the run that goes on; what it names is trusted. `supervised`:
-    those of `sft`, with its `examples` and `rollouts`."""
+    """The arguments of `train` and `Session` (docs/python.md). `live`: objects of an earlier run, by name. `given`: the
+    configuration of the resumed run, if this process made it: it is trusted. `supervised`: the arguments of `sft`, with
+    `examples` and `rollouts`."""
 
     model: str | os.PathLike[str] | Mapping[str, Any] | None = None
     tasks: Any = None
@@ -74,8 +74,8 @@ class Arguments:
     rollouts: str | os.PathLike[str] | None = None
 
     def settle(self, *, require_sources: bool = True) -> Settings:
-        """The configuration, which the caller releases. ConfigError names what is wrong, OSError an unfit system."""
-        held = _Held()
+        """Resolve the configuration, which the caller releases. OSError for an unsupported system."""
+        held = _LiveObjects()
         try:
             for spec, value in self.live.items():
                 held.add(value, spec.removeprefix(f"{LIVE}:"))
@@ -108,7 +108,7 @@ class Arguments:
             return []
         return [self.config] if isinstance(self.config, str | os.PathLike | Mapping) else self.config
 
-    def _own(self, held: _Held) -> dict[str, Any]:
+    def _own(self, held: _LiveObjects) -> dict[str, Any]:
         values: dict[str, Any] = {}
         if isinstance(self.model, Mapping):
             values["model"] = held.plain(self.model, "model")
@@ -133,8 +133,8 @@ class Arguments:
             values["run.dir"] = os.fspath(self.resume)
         return values
 
-    def _check(self, config: Config, held: _Held) -> None:
-        """Refuse what only the whole configuration shows to be wrong."""
+    def _check(self, config: Config, held: _LiveObjects) -> None:
+        """Raise ConfigError for mistakes that only the whole configuration shows."""
         own = [source.name or source.path for source in config.tasks.sources if source.reward]
         if self.reward is not None and own:
             raise ConfigError(
@@ -164,15 +164,15 @@ class Arguments:
 
 
 @dataclass
-class _Held:
-    """Live objects by their names, as they are met."""
+class _LiveObjects:
+    """Live objects of the arguments, by name."""
 
     live: dict[str, Any] = field(default_factory=dict)
 
     def add(self, value: Any, name: str) -> str:
         spec = hold(value, name)
         if spec in self.live:
-            release(spec)  # it is held once by each run
+            release(spec)  # each run holds it once
         self.live[spec] = value
         return spec
 
@@ -182,7 +182,7 @@ class _Held:
         return any(isinstance(value, LiveStream) for value in self.live.values())
 
     def rewards(self, reward: Any) -> dict[str, Any]:
-        """The keys that a function, a name of one, or several of them stand under."""
+        """Return the keys for one or several functions or names of functions."""
         if isinstance(reward, str) or not isinstance(reward, Sequence):
             return {"rewards.function": self._reward(reward), "rewards.functions": []}
         if not reward:
@@ -198,7 +198,7 @@ class _Held:
         return self.add(reward, name_of(reward))
 
     def plain(self, value: Any, key: str) -> Any:
-        """`value` as a configuration can hold it: functions by their names, tuples as lists, paths as texts."""
+        """Return `value` for a configuration: names for functions, lists for tuples, texts for paths."""
         if isinstance(value, Mapping):
             return {str(name): self.plain(item, f"{key}.{name}" if key else str(name)) for name, item in value.items()}
         if isinstance(value, list | tuple):
@@ -216,10 +216,10 @@ class _Held:
 
 
 def key_of(name: str, *, supervised: bool = False) -> str:
-    """The dotted key that a keyword means: a dotted key, a table, or the last part of a key.
+    """Return the dotted key of a keyword: a dotted key, a table, or the last part of a key.
 
-    Where several have that last part it is [run]'s, else [rollout]'s; [plan]'s, [critic]'s and [sft]'s only where no
-    other table has it; of `supervised` training [sft]'s first.
+    Of several keys with that last part [run] comes first, then [rollout]; [plan], [critic] and [sft] come last, with
+    `supervised` [sft] first.
     """
     known = [key for key, _ in leaves()]
     if "." in name or name in dict(tables()):
@@ -250,8 +250,8 @@ def _check_callable(value: Any, key: str) -> None:
         )
 
 
-def _sources(tasks: Any, eval_tasks: Any, held: _Held) -> list[dict[str, Any]]:
-    """`tasks` as [[tasks.sources]]: names of generators and files, or rows."""
+def _sources(tasks: Any, eval_tasks: Any, held: _LiveObjects) -> list[dict[str, Any]]:
+    """Return `tasks` as [[tasks.sources]]: names of generators and files, or rows."""
     names = [tasks] if isinstance(tasks, str | os.PathLike) else tasks
     if isinstance(names, list | tuple) and names and all(isinstance(n, str | os.PathLike) for n in names):
         rows = [_source(os.fspath(name)) for name in names]
@@ -272,31 +272,30 @@ def _source(name: str) -> dict[str, Any]:
     return {"kind": "reasoning_gym", "name": name}
 
 
-def _path_of(rows: Any, name: str, held: _Held) -> str:
+def _path_of(rows: Any, name: str, held: _LiveObjects) -> str:
     if isinstance(rows, str | os.PathLike):
         return os.fspath(rows)
     try:
         made = live_rows(rows)
     except ValueError as error:
         raise ConfigError(f"{name}: {error}") from error
-    # Of an iterable there is one reader, as what was read of it is gone; a list keeps its name from run to run.
+    # An iterable can be read once, so it has one reader; a list keeps its name from run to run.
     return held.add(made if isinstance(made, LiveStream) else rows, name)
 
 
-def settings_of_run(folder: Path, asked_by: str) -> dict[str, Any]:
+def settings_of_run(folder: Path, option: str) -> dict[str, Any]:
     """Return the settings of an earlier run, from its config.resolved.json, without its own directory.
 
-    Defaults are left out, so that what is given now is not refused for having no effect beside them. `asked_by`: the
-    option that ConfigError names.
+    Defaults are left out, so that new values are not rejected as ineffective beside them. `option`: for ConfigError.
     """
     path = folder / "config.resolved.json"
     if not path.is_file():
-        raise ConfigError(f"{asked_by}: {str(folder)!r} holds no run: there is no config.resolved.json")
+        raise ConfigError(f"{option}: {str(folder)!r} holds no run: there is no config.resolved.json")
     try:
         saved: Any = renamed(read_tables(path))
         saved = {table: {} for table, _ in tables()} | saved
     except ValueError as error:
-        raise ConfigError(f"{asked_by}: {error}") from error
+        raise ConfigError(f"{option}: {error}") from error
     preset = {f"algorithm.{k}": v for k, v in PRESETS.get(saved["algorithm"].get("preset"), {}).items()}
     out: dict[str, Any] = {}
     for key, info in leaves():
@@ -314,8 +313,8 @@ def settings_of_run(folder: Path, asked_by: str) -> dict[str, Any]:
 
 
 def _over(before: OfRun, own: dict[str, Any]) -> list[Any]:
-    """The layers of `own` values above those of an earlier run. Where both have one source of tasks, it is that of the
-    run with the values that are given now."""
+    """Return the layers of `own` values above those of an earlier run. If both have one source of tasks, the values of
+    the new one override those of the run's."""
     ours, theirs = own.get("tasks.sources", []), before.settings.get("tasks.sources", [])
     if not len(ours) == len(theirs) == 1:
         return [own]

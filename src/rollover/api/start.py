@@ -1,6 +1,6 @@
-"""A whole run in one call, wherever that is made: in a script, in a notebook's cell, on an event loop.
+"""Makes a whole run in one call: in a script, in a cell of a notebook, or on an event loop.
 
-Owns in which thread and event loop a run goes on. What it trains is settings.py's and session.py's business.
+Owns the thread and the event loop of the run.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rollover.shutdown import run_bounded
 _SIGNAL_S = 0.5
 
 Trained = tuple[Path, dict[str, Any], Mapping[str, Any]]
-"""A run's directory, the functions and tasks that it was given as objects, by their names, and its configuration."""
+"""(directory of the run, its live functions and tasks by name, its configuration)"""
 
 
 def train_and_wait(arguments: Arguments) -> Trained:
-    """Make all steps that are left. Where an event loop is running the run has a thread of its own."""
+    """Make all remaining steps. If an event loop is running, the run has its own thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -38,7 +38,7 @@ def train_and_wait(arguments: Arguments) -> Trained:
 
 
 async def train_here(arguments: Arguments) -> Trained:
-    """As `train_and_wait`, on the running event loop."""
+    """Make all remaining steps on the running event loop."""
     session, live = _session(arguments)
     await finish(session)
     return session.directory, live, session.config.model_dump()
@@ -46,7 +46,7 @@ async def train_here(arguments: Arguments) -> Trained:
 
 def _session(arguments: Arguments) -> tuple[Session, dict[str, Any]]:
     settings = arguments.settle()
-    live = dict(settings.live)  # the session gives its own back when it ends
+    live = dict(settings.live)  # the session releases its own at its end
     return Session.of(settings, arguments.resume is not None), live
 
 
@@ -55,7 +55,7 @@ def _finish_on_a_loop(session: Session) -> None:
 
 
 def _finish_in_thread(session: Session) -> None:
-    """Wait for it. The signals go to the session; a second Ctrl-C cancels it, and raises KeyboardInterrupt here."""
+    """Wait for the session, which gets the signals; a second Ctrl-C cancels it and raises KeyboardInterrupt here."""
     outcome: Future[None] = Future()
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
 
@@ -73,11 +73,11 @@ def _finish_in_thread(session: Session) -> None:
         else:
             outcome.set_result(None)
 
-    # In the caller's context: a notebook shows what is printed below the cell that it belongs to.
+    # In the caller's context: a notebook shows the output below its cell.
     threading.Thread(target=contextvars.copy_context().run, args=(thread,), name="rollover.train").start()
     with signals_to(session.on_signal):
         try:
-            while not outcome.done():  # Python looks at a signal that another thread got when this one wakes
+            while not outcome.done():  # Python handles signals of other threads when this thread wakes
                 wait([outcome], timeout=_SIGNAL_S)
         except KeyboardInterrupt:
             for loop, task in running:

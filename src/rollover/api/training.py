@@ -1,7 +1,4 @@
-"""`rollover.train`, `rollover.sft` and `rollover.train_async`: a whole run in one call.
-
-Where it goes on is start.py's business.
-"""
+"""`rollover.train`, `rollover.sft` and `rollover.train_async`: a whole run in one call (start.py)."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
     <folder>/000003.journal:  head, record, record, ..., end (names the next file)
 
-A file begins at a checkpoint, which names it; with the next checkpoint's begin it ends and another begins. So from
-any committed checkpoint there is one chain of files to the last record. Owns the files, their durability, and what of
-them is trusted. Knows nothing of what is in a record.
+A file begins at a checkpoint, which names it; at the next checkpoint it ends and another one begins. So from any
+committed checkpoint one chain of files leads to the last record. Owns the files, their durability, and which part of a
+file is trusted. Never looks into records.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _FILE = re.compile(r"(\d{6,})\.journal")
 
 
 class Record(NamedTuple):
-    """`meta`: JSON; its "kind" says what it is. `data`: raw bytes, as `meta` says."""
+    """`meta`: JSON, with its "kind". `data`: raw bytes, described by `meta`."""
 
     meta: dict[str, Any]
     data: bytes
 
 
 class Mark(NamedTuple):
-    """The file in which the journal goes on after a checkpoint: number `number` of the journal `run`."""
+    """The file in which the journal continues after a checkpoint: number `number` of the journal `run`."""
 
     run: str
     number: int
 
 
 @dataclass(frozen=True)
-class Part:
-    """What is trusted of one file: its first `num_bytes`, `num_records` records of these `kinds`.
+class JournalFile:
+    """A file of the journal, of which the first `num_bytes` are trusted: `num_records` records of these `kinds`.
 
-    `problem`: why the rest is not trusted; "" if there is no rest.
+    `problem`: why the rest is not trusted; "" without a rest.
     """
 
     path: Path
@@ -64,7 +64,7 @@ class Part:
     problem: str = ""
 
     def records(self) -> Iterator[Record]:
-        """All records but the journal's own, in order."""
+        """Iterate over all records but the journal's own, in order."""
         if not self.num_bytes:
             return
         with open(self.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -75,8 +75,8 @@ class Part:
                     yield record
 
 
-def packed(meta: Mapping[str, Any], data: bytes, sequence: int) -> bytes:
-    """A record as it is in a file."""
+def encode_record(meta: Mapping[str, Any], data: bytes, sequence: int) -> bytes:
+    """Encode a record for a file."""
     text = json.dumps(meta, separators=(",", ":")).encode()
     counts = struct.pack("<IIQ", len(text), len(data), sequence)
     return b"".join((_MAGIC, counts, struct.pack("<I", _crc(counts, text, data)), text, data))
@@ -96,7 +96,7 @@ def _crc(*parts: bytes) -> int:
 
 
 def _record_at(content: bytes | mmap.mmap, at: int) -> tuple[Record, int, int] | None:
-    """(record, its sequence number, where it ends), if a whole one begins there."""
+    """Return (record, its sequence number, its end), if a whole record begins at `at`."""
     body = at + _HEADER.size
     if body > len(content):
         return None
@@ -111,7 +111,7 @@ def _record_at(content: bytes | mmap.mmap, at: int) -> tuple[Record, int, int] |
 
 
 def _whole(content: bytes | mmap.mmap) -> Iterator[tuple[Record, int]]:
-    """(record, where it ends), in order, up to the first that is not whole or not the next."""
+    """Iterate over (record, its end), up to the first that is damaged or out of sequence."""
     at = expected = 0
     while (found := _record_at(content, at)) is not None and found[1] == expected:
         record, _, at = found
@@ -120,7 +120,7 @@ def _whole(content: bytes | mmap.mmap) -> Iterator[tuple[Record, int]]:
 
 
 def _why_no_more(path: Path, content: mmap.mmap, at: int, num: int) -> str:
-    """What is wrong at byte `at`, where record `num` should begin: a whole one later means that it is no torn end."""
+    """Describe the problem at byte `at`, where record `num` should begin. A whole record later means damage."""
     later = at
     while (later := content.find(_MAGIC, later + 1)) >= 0:
         if _record_at(content, later) is not None:
@@ -135,7 +135,7 @@ def _why_no_more(path: Path, content: mmap.mmap, at: int, num: int) -> str:
 
 
 def _why_foreign(head: Mapping[str, Any], mark: Mark | None, number: int) -> str:
-    """Why a file with that head does not go on from `mark`, to complete "it is not used: "; "" if it does."""
+    """Return why a file with that head does not continue from `mark`, to follow "it is not used: "; "" if it does."""
     if head.get("kind") != HEAD:
         return "it has no beginning"
     if head["format"] != FORMAT:
@@ -148,17 +148,17 @@ def _why_foreign(head: Mapping[str, Any], mark: Mark | None, number: int) -> str
 
 
 def holds_data(folder: Path) -> bool:
-    """Whether a record in a journal there has data: whoever wrote it has generated something."""
-    parts = (Part(path, path.stat().st_size, 0) for path in sorted(folder.glob("*.journal")))
-    return any(record.data for part in parts for record in part.records())
+    """Return whether a record in a journal in `folder` has data: its run has generated something."""
+    files = (JournalFile(path, path.stat().st_size, 0) for path in sorted(folder.glob("*.journal")))
+    return any(record.data for file in files for record in file.records())
 
 
 class Journal:
     """The journal of one run, in `folder`. Nothing is written before `begin`.
 
-    A record is with the operating system when `append` returns: a killed process loses none. `sync` brings it to the
-    disk, in a thread. A write that fails ends the journal until the next `begin`: what is whole stays, and nothing is
-    written after the gap. `failed` counts those. `cut_bytes`: of files that were read, what was not trusted.
+    When `append` returns, the operating system has the record: a killed process loses none. `sync` brings it to the
+    disk, in a thread. A failed write ends the journal until the next `begin`: whole records stay, and nothing is
+    written after the gap. `failed`: number of failed writes. `cut_bytes`: untrusted bytes of the files read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -184,24 +184,24 @@ class Journal:
     # Writing
 
     def begin(self, checkpoint: str | None) -> Mark:
-        """The cut of a checkpoint (None: the start of the run): the file ends here, and the next begins.
+        """End the file and begin the next one, at a checkpoint (None: at the start of the run).
 
-        Until `commit` the earlier files stay: the checkpoint may not come about.
+        The earlier files stay until `commit`: the checkpoint may fail.
         """
         number = self._number + 1
         head = {"kind": HEAD, "format": FORMAT, "run": self.run, "number": number, "checkpoint": checkpoint}
-        first = packed(head, b"", 0)
+        first = encode_record(head, b"", 0)
         fd: int | None = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             fd = os.open(self._path(number), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
             _write_all(fd, first)
             fsync_dir(self.folder)
-            self.append({"kind": END, "next": number})  # of what is there by now
+            self.append({"kind": END, "next": number})  # of the earlier file
             self.halt()
         except OSError as error:
             self.halt()
-            self._tell(error)
+            self._report(error)
             if fd is not None:
                 os.close(fd)
             fd = None
@@ -209,17 +209,17 @@ class Journal:
         self._fd, self._number, self._size, self._sequence = fd, number, len(first), 1
         return Mark(self.run, number)
 
-    def go_on(self, part: Part) -> None:
-        """Write on after what is trusted of a file that `read` gave."""
+    def resume(self, file: JournalFile) -> None:
+        """Continue after the trusted part of a file that `read` returned."""
         try:
-            self._fd = os.open(part.path, os.O_WRONLY | os.O_APPEND)
-            os.ftruncate(self._fd, part.num_bytes)
-            self._size, self._sequence = part.num_bytes, part.num_records
+            self._fd = os.open(file.path, os.O_WRONLY | os.O_APPEND)
+            os.ftruncate(self._fd, file.num_bytes)
+            self._size, self._sequence = file.num_bytes, file.num_records
         except OSError as error:
             self._fail(error)
 
     def commit(self, mark: Mark) -> None:
-        """The checkpoint that begins at `mark` is committed: what came before is not needed any more."""
+        """Delete the files before `mark`, whose checkpoint is committed."""
         self._delete(lambda number: number < mark.number)
         self._earlier = 0
 
@@ -229,16 +229,16 @@ class Journal:
             return
         try:
             self._is_syncing()
-            record = packed(meta, data, self._sequence)
+            record = encode_record(meta, data, self._sequence)
             _write_all(self._fd, record)
             self._size, self._sequence = self._size + len(record), self._sequence + 1
         except OSError as error:
             self._fail(error)
 
     def sync(self) -> None:
-        """Begin to bring all records to the disk. An error is noticed by the next call of this or of `append`.
+        """Begin to sync all records to the disk. The next call of `sync` or `append` handles an error.
 
-        A file that nobody will find, as it was removed or replaced, is an error, too.
+        A file that was removed or replaced is an error, too.
         """
         if self._fd is None:
             return
@@ -251,7 +251,7 @@ class Journal:
             self._fail(error)
 
     def _is_syncing(self) -> bool:
-        """Whether a sync is under way. Raises the error of one that has ended, which the disk tells once."""
+        """Return whether a sync is in flight. Raises the error of one that has ended."""
         if self._last_sync is None or not self._last_sync.done():
             return self._last_sync is not None
         synced, self._last_sync = self._last_sync, None
@@ -259,12 +259,12 @@ class Journal:
         return False
 
     def close(self) -> None:
-        """Write no more, and return when all is on disk."""
+        """End the journal; return when all records are on disk."""
         self.halt()
         self._syncs.shutdown()
 
     def halt(self) -> None:
-        """Write no more until the next `begin`; return when all is on disk."""
+        """Stop writing until the next `begin`; return when all records are on disk."""
         if self._fd is None:
             return
         try:
@@ -272,26 +272,26 @@ class Journal:
                 self._last_sync.result()
             os.fsync(self._fd)
         except OSError as error:
-            self._tell(error)
+            self._report(error)
         self._close()
 
     def _fail(self, error: OSError) -> None:
-        """Cut back to the last whole record, and write nothing after it."""
+        """Cut back to the last whole record, and stop writing."""
         if self._fd is not None:
-            with contextlib.suppress(OSError):  # half a record is cut by whoever reads it, too
+            with contextlib.suppress(OSError):  # a reader cuts half a record, too
                 os.ftruncate(self._fd, self._size)
             self._close()
-        self._tell(error)
+        self._report(error)
 
     def _close(self) -> None:
         synced, self._last_sync = self._last_sync, None
         if synced is not None:
-            synced.exception()  # returns when it has ended: from then on nobody uses the descriptor
+            synced.exception()  # waits for its end: the thread uses the descriptor
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
-    def _tell(self, error: OSError) -> None:
+    def _report(self, error: OSError) -> None:
         self.failed += 1
         logger.warning(
             f"the journal cannot be written to {self.folder}: {error.strerror or error}. What follows is in no journal"
@@ -300,24 +300,23 @@ class Journal:
 
     # Reading
 
-    def read(self, mark: Mark | None) -> list[Part]:
-        """The chain of files from `mark` on (None: from the start of the run); [] where there is none.
+    def read(self, mark: Mark | None) -> list[JournalFile]:
+        """Return the chain of files from `mark` on (None: from the start of the run); [] where there is none.
 
-        A file that is missing or of another run ends it, and so does one that is damaged or ends within a record, after
-        its last whole record: each is said. The journal goes on as that run's.
-        ValueError for a file that cannot be read: what is in it may still be had.
+        A missing file, or one of another run, ends the chain; so does a damaged or truncated one, after its last whole
+        record. Each is logged. ValueError for a file that cannot be read.
         """
         number = 1 if mark is None else mark.number
         self._number = max(self._number, number if mark is not None else 0)
-        parts: list[Part] = []
+        files: list[JournalFile] = []
         while number:
             path = self._path(number)
             if not path.exists():
-                if mark is not None or parts:
+                if mark is not None or files:
                     logger.warning(f"the journal {path} is missing: what happened after its beginning is lost")
                 break
             try:
-                part, head, following = self._look_at(path)
+                file, head, following = self._scan(path)
             except OSError as error:
                 raise ValueError(
                     f"--resume: the journal {path} cannot be read ({error.strerror or error}): mend that, or delete the"
@@ -327,24 +326,24 @@ class Journal:
             if problem:
                 logger.warning(f"the journal {path} is not used: {problem}")
                 break
-            self.cut_bytes += path.stat().st_size - part.num_bytes
-            if part.problem:
-                logger.warning(part.problem)
+            self.cut_bytes += path.stat().st_size - file.num_bytes
+            if file.problem:
+                logger.warning(file.problem)
             if not head:
                 break
-            parts.append(part)
+            files.append(file)
             mark, number = Mark(head["run"], number), following
         if mark is not None:
             self.run = mark.run
-        return parts
+        return files
 
     def discard(self) -> None:
-        """Delete all files: they belong to nothing that is resumed."""
+        """Delete all files: no resumed run needs them."""
         self._delete(lambda number: True)
         self._number = 0
 
-    def _look_at(self, path: Path) -> tuple[Part, dict[str, Any], int]:
-        """(what is trusted, its head, the number of the next file or 0)."""
+    def _scan(self, path: Path) -> tuple[JournalFile, dict[str, Any], int]:
+        """Return (the file, its head, the number of the next file or 0)."""
         size = path.stat().st_size
         num = following = num_bytes = 0
         head: dict[str, Any] = {}
@@ -360,12 +359,12 @@ class Journal:
                     num += 1
                 if num_bytes < size:
                     problem = _why_no_more(path, content, num_bytes, num)
-        return Part(path, num_bytes, num, frozenset(kinds), problem), head, following
+        return JournalFile(path, num_bytes, num, frozenset(kinds), problem), head, following
 
-    def _delete(self, doomed: Callable[[int], bool]) -> None:
-        """Delete the files with these numbers. One that cannot be deleted does no harm: no chain leads to it."""
+    def _delete(self, is_old: Callable[[int], bool]) -> None:
+        """Delete files by number. A file that cannot be deleted does no harm: no chain leads to it."""
         try:
-            for number in filter(doomed, self._numbers()):
+            for number in filter(is_old, self._numbers()):
                 self._path(number).unlink(missing_ok=True)
         except OSError as error:
             logger.warning(f"old files of the journal in {self.folder} could not be deleted: {error.strerror or error}")
@@ -374,6 +373,6 @@ class Journal:
         return self.folder / f"{number:06d}.journal"
 
     def _numbers(self) -> list[int]:
-        """The numbers of the files that are there, in order."""
+        """Return the numbers of the files, in order."""
         entries = os.listdir(self.folder) if self.folder.is_dir() else []
         return sorted(int(match[1]) for entry in entries if (match := _FILE.fullmatch(entry)))

@@ -1,6 +1,6 @@
-"""Checkpoints in a folder of this machine, which are renamed into place when they are complete.
+"""Checkpoints in a local folder, renamed into place when they are complete.
 
-Owns the order of the changes on disk (docs/checkpoint-format.md). One process writes at a time.
+Owns the order of changes on disk (docs/checkpoint-format.md). One process writes at a time.
 """
 
 from __future__ import annotations
@@ -14,10 +14,19 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from rollover.checkpoint.content import FileWriter, commit_text, fingerprint, manifest_text, produce
-from rollover.checkpoint.entries import LEFTOVER, leftover
-from rollover.checkpoint.storage import Storage
-from rollover.checkpoint.writing import COMMITTED, MANIFEST, CheckpointWriter
+from rollover.checkpoint.storage import (
+    COMMITTED,
+    LEFTOVER,
+    MANIFEST,
+    CheckpointWriter,
+    FileWriter,
+    Storage,
+    commit_text,
+    fingerprint,
+    leftover,
+    manifest_text,
+    produce,
+)
 from rollover.files import fsync_dir
 
 
@@ -35,18 +44,18 @@ class LocalStorage(Storage):
         return self.root
 
     def reading(self) -> AbstractContextManager[None]:
-        """Errors stay as they are: the operating system's say enough."""
+        """Pass errors on: those of the operating system are clear."""
         return contextlib.nullcontext()
 
     def entries(self) -> list[str]:
         return sorted(os.listdir(self.root)) if os.path.isdir(self.root) else []
 
-    def cut_off(self) -> set[str]:
-        """None: `clean` removes what is not complete."""
+    def unclean(self) -> set[str]:
+        """Return none: `clean` removes incomplete ones."""
         return set()
 
     def find(self, name: str) -> str | None:
-        """Under its name, or set aside by a writer that died before its second rename."""
+        """Look for its name, and for a .old- entry of a writer that died between its renames."""
         if self.exists(self.at(name)):
             return self.at(name)
         for entry in self.entries():
@@ -59,7 +68,7 @@ class LocalStorage(Storage):
         return source
 
     def fetch(self, source: str, file: str, path: str) -> None:
-        """Nothing is brought: the file is in its place."""
+        """Do nothing: the file is local."""
 
     def begin(self, name: str) -> CheckpointWriter:
         os.makedirs(self.root, exist_ok=True)
@@ -73,8 +82,7 @@ class LocalStorage(Storage):
         shutil.rmtree(doomed, ignore_errors=True)
 
     def clean(self) -> None:
-        """A replacement that was cut off between its two renames is undone. Whatever is left is a dead writer's, though
-        another process may live under its id now."""
+        """Undo a replacement that was killed between its two renames, and remove other leftovers of dead writers."""
         for entry in self.entries():
             match = LEFTOVER.fullmatch(entry)
             if match is None:
@@ -87,7 +95,7 @@ class LocalStorage(Storage):
 
 
 class LocalWriter(CheckpointWriter):
-    """A folder beside the final one, which is renamed when it is complete."""
+    """Writes a folder beside the final one, and renames it when it is complete."""
 
     def __init__(self, root: str, name: str) -> None:
         super().__init__()
@@ -105,7 +113,7 @@ class LocalWriter(CheckpointWriter):
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[str]:
-        """Inside the folder that is renamed: on its disk, and removed with it where the process dies."""
+        """Make a folder inside the temporary one: on its disk, and removed with it if the process dies."""
         folder = os.path.join(self._temporary, ".aside")
         os.mkdir(folder)
         yield folder
@@ -116,7 +124,7 @@ class LocalWriter(CheckpointWriter):
         produce(os.path.join(self._temporary, MANIFEST), text)
         for folder, _, _ in os.walk(self._temporary):
             fsync_dir(folder)
-        # The marker vouches for the files, so it is created only when they are on disk.
+        # The marker is written last, when the files are on disk.
         produce(os.path.join(self._temporary, COMMITTED), commit_text(text))
         fsync_dir(self._temporary)
         if os.path.lexists(self._final):

@@ -1,10 +1,9 @@
-"""The run's own files beside its remote checkpoints, so that a run whose machine is lost goes on from there.
+"""Copies the run's files beside its remote checkpoints, so that another machine can resume the run.
 
     run.dir ──in a thread──▶ <checkpoint.dir>/run/000002/metrics.jsonl@0-5120 ...  ──fetch──▶ run.dir of another machine
 
-The journal in a copy tells of nothing that the other files in it do not have. Owns what is copied already, and what of
-it counts. Never ends a run: a store that fails is said, counted and tried again. Knows nothing of what is in the files.
-docs/checkpoint-format.md has the layout.
+The journal is copied last, so that the other files in a copy have all that it refers to. An error of the store is
+logged, counted and retried; it never ends the run. docs/checkpoint-format.md has the layout.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from rollover.checkpoint.entries import is_plain_name
+from rollover.checkpoint.storage import is_plain_name
 
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
-# Files that only grow are copied in parts, others whole. The journal is looked at first and copied last: what it tells
-# was written down elsewhere before.
+# Files that only grow are copied in parts, others whole. Sizes of journal files are read first, and the files copied
+# last: other files are written before the journal refers to them.
 _WHOLE = (
     "config.resolved*.json",
     "checkpointed",
@@ -35,43 +34,43 @@ _WHOLE = (
 )
 _GROWING = ("eval.jsonl", "trace.jsonl", "rollouts/step-*.jsonl", METRICS)
 _JOURNAL = "journal/*.journal"
-_COMPLETE = "complete"  # a copy without it was never whole
+_COMPLETE = "complete"  # marks a complete copy
 _PART_BYTES = 1 << 20
 
 
 class Mirror:
     """Copies the files of the run in `folder` to `root` of the fsspec file system `fs`.
 
-    Every process makes a copy of its own, `root`/<number>, and deletes those before it when it is whole. `guard` makes
-    an error of a store that is read a ValueError. `failed`: times that copying failed.
+    Every process makes its own copy, `root`/<number>, and deletes earlier ones when it is complete. `guard` turns
+    errors of reading into ValueError. `failed`: number of failed attempts.
     """
 
     def __init__(self, fs: Any, root: str, folder: Path, guard: Callable[[], AbstractContextManager[None]]) -> None:
         self.fs, self.root, self.folder, self.guard = fs, root, folder, guard
         self.failed = 0
         self._failing = False
-        self._thread = ThreadPoolExecutor(1, "mirror")  # one copying after the other
+        self._thread = ThreadPoolExecutor(1, "mirror")  # one copy at a time
         self._last: Future[None] | None = None
-        self._copy = ""  # where it lies
-        self._whole = False  # whether everything was copied once
-        self._made: set[str] = set()  # folders of the store
-        self._stamps: dict[str, tuple[int, int]] = {}  # of files that were copied whole
-        self._sizes: dict[str, int] = {}  # of files that grow: how much of them was copied
+        self._copy = ""  # its path
+        self._is_complete = False  # whether the copy is complete
+        self._made: set[str] = set()  # folders that exist in the store
+        self._stamps: dict[str, tuple[int, int]] = {}  # (mtime, size) of files that were copied whole
+        self._sizes: dict[str, int] = {}  # copied bytes of growing files
 
     # Copying
 
     def beat(self) -> None:
-        """Begin to copy what is new, unless an earlier copying is still under way."""
+        """Begin to copy new data, unless a copy is in progress."""
         if self._last is None or self._last.done():
             self._last = self._thread.submit(self._attempt)
 
     def copy(self) -> None:
-        """Return when everything that is there now is copied, or that has failed."""
+        """Copy all data that exists now; return when that is done, or has failed."""
         self._last = self._thread.submit(self._attempt)
         self._last.result()
 
     def close(self) -> None:
-        """Copy for the last time. Nothing is copied if nothing was before: the process ended before its run began."""
+        """Copy a last time, unless the process ended before its run began."""
         if self._last is not None:
             self.copy()
         self._thread.shutdown()
@@ -80,7 +79,7 @@ class Mirror:
         try:
             self._copy_all()
             self._failing = False
-        except Exception as error:  # boundary: every store has errors of its own
+        except Exception as error:  # boundary: every store has its own errors
             self.failed += 1
             if not self._failing:
                 logger.warning(
@@ -99,22 +98,22 @@ class Mirror:
         for file, size in [*growing, *journal]:
             self._copy_growth(file, size)
         for file in set(self._sizes) - {file for file, _ in growing} - set(self._files(_JOURNAL)):
-            self._forget(file)  # a checkpoint was committed
-        if not self._whole:
+            self._remove(file)  # deleted when a checkpoint was committed
+        if not self._is_complete:
             self._put(_COMPLETE, b"")
             for number in self._numbers():
                 if self._at(number) != self._copy:
                     self.fs.rm(self._at(number), recursive=True)
-            self._whole = True
+            self._is_complete = True
 
     def _files(self, *patterns: str) -> list[str]:
-        """Names of the files in the folder that match one of the patterns."""
+        """Return the names of files in the folder that match a pattern."""
         return [str(path.relative_to(self.folder)) for p in patterns for path in sorted(self.folder.glob(p))]
 
     def _with_sizes(self, *patterns: str) -> list[tuple[str, int]]:
         found = []
         for file in self._files(*patterns):
-            with contextlib.suppress(FileNotFoundError):  # the journal's, deleted meanwhile
+            with contextlib.suppress(FileNotFoundError):  # a journal file, deleted meanwhile
                 found.append((file, (self.folder / file).stat().st_size))
         return found
 
@@ -126,7 +125,7 @@ class Mirror:
             self._stamps[file] = stamp
 
     def _copy_growth(self, file: str, size: int) -> None:
-        """Copy bytes up to `size`. The last part is replaced by a longer one until it is full: no store can append."""
+        """Copy bytes up to `size`. The last part is replaced by a longer one until it is full: stores cannot append."""
         done = self._sizes.get(file, 0)
         while done < size:
             start = done - done % _PART_BYTES
@@ -155,7 +154,7 @@ class Mirror:
             self._made.add(folder)
         self.fs.pipe_file(path, content)
 
-    def _forget(self, file: str) -> None:
+    def _remove(self, file: str) -> None:
         for path in self._found(self._copy):
             if path.startswith(f"{self._copy}/{file}@"):
                 self.fs.rm_file(path)
@@ -164,7 +163,7 @@ class Mirror:
     # Reading
 
     def files(self) -> dict[str, list[str]]:
-        """What is in the newest whole copy: of each file the paths of its parts, in order. {}: there is no copy."""
+        """Return file -> paths of its parts, in order, of the newest complete copy. {} without a copy."""
         with self.guard():
             for number in reversed(self._numbers()):
                 found, prefix = self._found(self._at(number)), f"{self._at(number)}/"
@@ -174,7 +173,7 @@ class Mirror:
         return {}
 
     def fetch(self) -> None:
-        """Bring the newest whole copy into the folder. The metrics come last: a folder without them holds no run."""
+        """Download the newest complete copy. The metrics come last: a folder without them holds no run."""
         files = self.files()
         for file in sorted(files, key=lambda file: file == METRICS):
             if not is_plain_name(file):
@@ -188,7 +187,7 @@ class Mirror:
             os.replace(temporary, path)
 
     def _numbers(self) -> list[int]:
-        """Numbers of the copies that lie in the store, whole or not."""
+        """Return the numbers of the copies in the store, complete or not."""
         self.fs.invalidate_cache()
         try:
             entries = [os.path.basename(path.rstrip("/")) for path in self.fs.ls(self.root, detail=False)]
@@ -200,18 +199,18 @@ class Mirror:
         return f"{self.root}/{number:06d}"
 
     def _found(self, copy: str) -> dict[str, int]:
-        """The paths in one copy, with their sizes."""
+        """Return the paths in one copy, with their sizes."""
         self.fs.invalidate_cache()
         return {path: entry["size"] for path, entry in self.fs.find(copy, detail=True).items()}
 
 
 def _in_order(found: Mapping[str, int]) -> dict[str, list[str]]:
-    """Names of parts, with their sizes -> of each file those that make up the most of it, from its beginning on."""
+    """Return file -> its parts, as far as they are contiguous from its beginning. `found`: part -> size."""
     longest: dict[str, dict[int, tuple[int, str]]] = {}
     for name, size in found.items():
         file, _, span = name.partition("@")
         start, end = map(int, span.split("-")) if span else (0, size)
-        if file != _COMPLETE and size == end - start:  # else its upload was cut off
+        if file != _COMPLETE and size == end - start:  # otherwise its upload was interrupted
             parts = longest.setdefault(file, {})
             parts[start] = max((end, name), parts.get(start, (0, "")))
     files: dict[str, list[str]] = {}

@@ -1,6 +1,6 @@
-"""Checkpoints behind an fsspec URL, in a store that has no rename: readers go by the marker alone, which comes last.
+"""Checkpoints behind an fsspec URL, in a store without rename: a marker, uploaded last, makes a checkpoint valid.
 
-Owns the order of uploads and deletions, and what was downloaded.
+Owns the order of uploads and deletions, and the downloads.
 """
 
 from __future__ import annotations
@@ -14,16 +14,25 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from rollover.checkpoint.content import FileWriter, commit_text, fingerprint, manifest_text, produce
-from rollover.checkpoint.entries import UPLOAD, upload_number
-from rollover.checkpoint.storage import Storage
-from rollover.checkpoint.writing import COMMITTED, MANIFEST, CheckpointWriter
+from rollover.checkpoint.storage import (
+    COMMITTED,
+    MANIFEST,
+    UPLOAD,
+    CheckpointWriter,
+    FileWriter,
+    Storage,
+    commit_text,
+    fingerprint,
+    manifest_text,
+    produce,
+    upload_number,
+)
 
 
 class RemoteStorage(Storage):
     """See Storage. Downloads live as long as this object.
 
-    `shared`: a local folder that all machines of the run see, for files on their way; None: TMPDIR.
+    `shared`: a local folder that all machines of the run see, for temporary files; None: TMPDIR.
     """
 
     write_errors = (Exception,)  # every store has errors of its own
@@ -43,7 +52,7 @@ class RemoteStorage(Storage):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """A store that does not answer is an error of one line, and never an empty store."""
+        """Turn errors into a ValueError: a store that does not answer must not look empty."""
         try:
             yield
         except ValueError:
@@ -59,12 +68,12 @@ class RemoteStorage(Storage):
         except FileNotFoundError:
             return []
 
-    def cut_off(self) -> set[str]:
-        """Any: an upload that was cut off has no process to clean up after it."""
+    def unclean(self) -> set[str]:
+        """Return all: `clean` removes nothing here."""
         return self.names()
 
     def find(self, name: str) -> str | None:
-        """The newest upload of it that is complete, else any."""
+        """Return the newest complete upload, or else the newest."""
         uploads = [self.at(entry) for entry in self._uploads(name)]
         committed = [path for path in uploads if self.exists(f"{path}/{COMMITTED}")]
         return next(reversed(committed or uploads), None)
@@ -79,7 +88,7 @@ class RemoteStorage(Storage):
         self.fs.get_file(f"{source}/{file}", path)
 
     def begin(self, name: str) -> CheckpointWriter:
-        # One that is replaced is deleted after the commit of its replacement.
+        # A replaced upload is deleted after the commit of its replacement.
         replaced = self._uploads(name)
         target = self.at(f"{name}.{upload_number(replaced[-1]) + 1}" if replaced else name)
         earlier = [self.at(entry) for entry in replaced]
@@ -90,10 +99,10 @@ class RemoteStorage(Storage):
             self._delete_upload(self.at(entry))
 
     def clean(self) -> None:
-        """Nothing: readers do not see what is not complete, and newer checkpoints replace it."""
+        """Do nothing: incomplete uploads are invisible, and deleted with old checkpoints."""
 
     def _uploads(self, name: str) -> list[str]:
-        """The entries that are uploads of this checkpoint, the newest last."""
+        """Return the uploads of this checkpoint, the newest last."""
         entries = [e for e in self.entries() if (match := UPLOAD.fullmatch(e)) and match[1] == name]
         return sorted(entries, key=upload_number)
 
@@ -106,11 +115,10 @@ class RemoteStorage(Storage):
 
 
 class RemoteWriter(CheckpointWriter):
-    """A folder `target` of an object store, which has no rename: the marker comes last, and readers go by it alone.
+    """Writes to the folder `target` of an object store, the marker last.
 
-    `replaced`: earlier uploads of this checkpoint; `delete` removes one of them, or what was uploaded of this.
-    `errors`: what a failing store raises; `shared` as of RemoteStorage. Files are staged one at a time: the
-    local disk holds only the largest.
+    `replaced`: earlier uploads of this checkpoint; `delete` removes one of them, or this one. `errors`: those of a
+    failing store; `shared`: see RemoteStorage. Files are staged locally one at a time.
     """
 
     def __init__(

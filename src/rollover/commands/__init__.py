@@ -1,8 +1,8 @@
-"""The verbs of the command line: a table of their names, and how one of another package enters.
+"""The verbs of the command line: a table of ours, and those of installed packages.
 
-A verb is a `Verb` (commands/verb.py) that stands in a module of its own. Ours are those of VERBS. An installed package
-adds one by an entry point of the group `rollover.verbs`, `name = "package.module:VERB"`; a name of ours stays ours.
-Owns who is asked for which name. No module of another package is loaded before its verb, or the list of all, is wanted.
+A verb is a `Verb` (commands/verb.py) in a module. An installed package adds one by an entry point of the group
+`rollover.verbs`, `name = "package.module:VERB"`; our names have precedence. A package's module is loaded only when its
+verb, or the list of all verbs, is requested.
 """
 
 from __future__ import annotations
@@ -17,31 +17,36 @@ from rollover.registry import PLUGINS, imported, package_of, registered
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-_CORE = ("train", "sft", "demo", "init", "eval", "sample", "config", "plan", "serve", "bench", "completion")
+_MODULES = ("train", "init", "eval", "sample", "config", "plan", "serve", "bench", "completion")
 _ORDER = (
     "train", "sft", "demo", "init", "eval", "sample", "config", "convert", "plan", "show", "view", "report", "trace",
     "serve", "bench", "completion",
 )  # fmt: skip
-_PLACES = {name: f"rollover.commands.{name}:VERB" for name in _CORE} | PLUGINS["verbs"]
+_PLACES = {
+    **{name: f"rollover.commands.{name}:VERB" for name in _MODULES},
+    "sft": "rollover.commands.train:SFT",
+    "demo": "rollover.commands.train:DEMO",
+    **PLUGINS["verbs"],
+}
 VERBS = {name: _PLACES[name] for name in _ORDER}
 """module:attribute of each of our verbs, in the order of `--help`."""
 
 
 def our_verbs() -> dict[str, Verb]:
-    """The verbs of this package, by name."""
+    """Return the verbs of this package, by name."""
     return {name: imported(place) for name, place in VERBS.items()}
 
 
 def installed_verbs() -> dict[str, list[EntryPoint]]:
-    """The verbs of other installed packages, by name; none of them is loaded.
+    """Return the verbs of other installed packages, by name, without loading them.
 
-    Where several packages bring one name, the first of the list has it: the package that comes first in the alphabet.
+    Where several packages have one name, the first of the list is used: packages are sorted.
     """
     return registered("verbs")
 
 
-def who_has_it(points: Sequence[EntryPoint]) -> str:
-    """What to tell the user of a verb that several packages bring."""
+def conflict_notice(points: Sequence[EntryPoint]) -> str:
+    """Return the notice about a verb that several packages have."""
     packages = [package_of(point) for point in points]
     return (
         f"several packages bring a verb {points[0].name} ({', '.join(packages)}): {packages[0]}'s is used, the first in"
@@ -50,7 +55,7 @@ def who_has_it(points: Sequence[EntryPoint]) -> str:
 
 
 def load_verb(point: EntryPoint) -> Verb:
-    """The verb of another package. ValueError where it cannot be loaded, or is no Verb."""
+    """Load the verb of another package. ValueError where it cannot be loaded, or is no Verb."""
     where = f"the verb {point.name} ({point.value})"
     try:
         verb = point.load()

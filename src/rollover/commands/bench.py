@@ -23,7 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
     if args.lengths != "1k" and args.what != "tail":
         raise ValueError(f"--lengths {args.lengths}: {args.what} has no lengths to choose. Use it with tail")
-    # Measured alone, beside peers: all threads, which wait as the library does.
+    # As in comparisons with other systems: all threads, with the library's own way of waiting.
     resolved = load([], [("run.threads", "0"), *overrides], require_sources=False)
     folder = Path(__file__).parents[3] / "experiments"
     if not (folder / "benchmarks" / "__init__.py").is_file():

@@ -1,7 +1,6 @@
 """`rollover completion`: print a script by which a shell completes verbs, options, recipes and keys.
 
-Owns what may stand where; it is read off the verbs and the configuration, so the script is of this version. The
-scripts ask nobody when TAB is pressed.
+The words come from the verbs and the configuration of this version; the script itself runs no program at TAB.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
 
 @dataclass(frozen=True)
 class Completed:
-    """What may follow a verb. `options` with their help; `values`: of options that take one of a few; `words`: what may
-    stand alone, beside files; `keys`: whether keys of the configuration may."""
+    """Completions of a verb. `options` with their help; `values`: of options with choices; `words`: positional words
+    beside files; `keys`: whether it accepts keys of the configuration."""
 
     about: str
     options: dict[str, str] = field(default_factory=dict)
@@ -39,7 +38,7 @@ class Completed:
 
 
 def completed_verbs() -> dict[str, Completed]:
-    """By name: ours, and of those of other packages the names."""
+    """Return the completions of our verbs by name, and the names of those of other packages."""
     from rollover.commands import installed_verbs, our_verbs
     from rollover.config.recipes import recipes
 
@@ -60,7 +59,7 @@ def completed_verbs() -> dict[str, Completed]:
 
 
 def keys() -> dict[str, list[str]]:
-    """Every key of the configuration as an option, with its values where it takes one of a few."""
+    """Return every key of the configuration as an option, with its values where it has choices."""
     from typing import Literal, get_args, get_origin
 
     from rollover.config.schema import leaves
@@ -77,7 +76,7 @@ def keys() -> dict[str, list[str]]:
 
 
 def bash(verbs: dict[str, Completed], of_keys: dict[str, list[str]]) -> str:
-    """For bash 3.2 and newer."""
+    """Return the script for bash 3.2 and newer."""
     cases = "\n".join(
         f"        {name}) options={_words(of.options)} words={_words(of.words)} keys={int(of.keys)} ;;"
         for name, of in verbs.items()
@@ -167,7 +166,7 @@ def fish(verbs: dict[str, Completed], of_keys: dict[str, list[str]]) -> str:
 
 
 def _values(verbs: dict[str, Completed], of_keys: dict[str, list[str]]) -> Iterator[tuple[str, list[str]]]:
-    """(verb/option, what it may be), as a pattern of `case`, of the options that take one of a few."""
+    """Iterate over (pattern of `case` verb/option, values) of the options with choices."""
     for name, of in verbs.items():
         yield from ((f"{name}/{option}", values) for option, values in of.values.items())
     yield from ((f"*/{key}", values) for key, values in of_keys.items() if values)
@@ -178,7 +177,7 @@ def _words(words: Iterable[str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """For all three shells: what is quoted has no quote and no backslash itself."""
+    """Quote for all three shells: quotes and backslashes are removed."""
     return shlex.quote(text.replace("'", "").replace("\\", "")) if text else "''"
 
 

@@ -12,7 +12,7 @@ from rollover.commands.verb import Overrides, Verb, load, positive
 
 if TYPE_CHECKING:
     from rollover.config import Config
-    from rollover.run.evaluate import Answers
+    from rollover.run.evaluate import EvalAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Overrides) -> int:
     config = load(args.files, overrides).config
     from rollover.files import check_output_file, local_path
-    from rollover.run.evaluate import summarised
+    from rollover.run.evaluate import summarize
     from rollover.shutdown import run_bounded
     from rollover.text import printable_lines
     from rollover.track.answers import print_worst, worst, write_answers
@@ -49,13 +49,13 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
         raise ValueError("eval.num_tasks = 0 means no evaluation: set it, for instance --eval.num_tasks 100")
     if args.answers is not None:
         check_output_file(args.answers, "--answers")
-    recorded = None if args.against is None else read_recorded(args.against)  # before OUT may replace it
+    recorded = None if args.against is None else read_recorded(args.against)  # before OUT may overwrite it
     logger.info(tasks_line(config))
     found = run_bounded(answers_to_all(config, args.model), config.watchdog.grace_s)
     answers = found.answers
-    if args.answers is not None:  # first: where every reward failed it says why
+    if args.answers is not None:  # before `summarize`, which fails if every reward failed
         write_answers(local_path(args.answers), answers)
-    result, chosen = summarised(found, config), worst(answers, args.worst)
+    result, chosen = summarize(found, config), worst(answers, args.worst)
     comparisons = [] if recorded is None else compare_answers(answers, recorded)
     if args.json:
         result |= {"worst": [a.as_json() for a in chosen]} if args.worst else {}
@@ -69,21 +69,21 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     return 0
 
 
-async def answers_to_all(config: Config, model: str | None) -> Answers:
-    """Answers to the held-out tasks of `model` (None: model.path), scored."""
-    from rollover.run.eval_parts import EvalParts
-    from rollover.run.evaluate import answers_of, held_out_tasks
+async def answers_to_all(config: Config, model: str | None) -> EvalAnswers:
+    """Return scored answers of `model` (None: model.path) to the held-out tasks."""
+    from rollover.run.evaluate import answer_tasks, held_out_tasks
+    from rollover.run.setup import EvalComponents
 
-    async with await EvalParts.build(config, model) as parts:
-        assert parts.environment is not None
-        held_out = held_out_tasks(config, parts.environment.prompt, parts.engine.max_tokens)
-        return await answers_of(
-            held_out, parts.engine, parts.environment, parts.tokenizer, config, parts.stop_token_ids
+    async with await EvalComponents.build(config, model) as components:
+        assert components.environment is not None
+        held_out = held_out_tasks(config, components.environment.prompt, components.engine.max_tokens)
+        return await answer_tasks(
+            held_out, components.engine, components.environment, components.tokenizer, config, components.stop_token_ids
         )
 
 
 def tasks_line(config: Config) -> str:
-    """The line about the tasks that a run prints. What is wrong with those for training does not end an evaluation."""
+    """Return the line about the tasks, as a run logs it. Invalid training tasks do not end an evaluation."""
     from rollover.tasks import report
 
     try:
@@ -93,8 +93,10 @@ def tasks_line(config: Config) -> str:
 
 
 def print_eval(result: dict[str, Any]) -> None:
-    """A table of mean reward, pass@k and maj@k with 95 % intervals: by file or generator, by data_source, by setting,
-    and of all in the setting of [eval] itself."""
+    """Print a table of mean reward, pass@k and maj@k with 95 % intervals.
+
+    Rows: each file or generator, data_source and setting, and all tasks in the setting of [eval].
+    """
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""`rollover plan`: predict what a configuration does, as text, JSON or a picture."""
+"""`rollover plan`: predict speed and staleness of a configuration, as text, JSON or a picture."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     resolved = load(args.files, overrides, require_sources=False)
     from rollover.config.load import COMMAND_LINE
     from rollover.files import atomic_write_text, check_output_file
-    from rollover.sim.plan import plan_config
     from rollover.sim.report import as_text, timeline
 
     config, given = with_arguments(resolved.config, args)
@@ -39,10 +38,10 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     if args.svg is not None:
         check_output_file(args.svg, "--svg")
 
-    def say(text: str) -> None:
+    def warn(text: str) -> None:
         terminal.warning(f"plan: {text}")
 
-    plan, sources, config, observed = plan_config(replace(resolved, config=config, origin=origin), args.from_run, say)
+    plan, sources, config, observed = plan_config(replace(resolved, config=config, origin=origin), args.from_run, warn)
     if args.svg is not None:
         atomic_write_text(args.svg, timeline(config, observed))
     if args.json:
@@ -53,9 +52,9 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
 
 
 def with_arguments(config: Config, args: argparse.Namespace) -> tuple[Config, list[str]]:
-    """The configuration with the verb's own options, and the keys of [plan] that they set.
+    """Return the configuration with the verb's own options, and the keys of [plan] that they set.
 
-    A step of another size keeps its proportions.
+    A step of another size keeps the ratio of groups in flight.
     """
     given: dict[str, Any] = {}
     if args.devices is not None:

@@ -1,4 +1,4 @@
-"""`rollover sample`: print what the model answers to a prompt, whole episodes, or how a recorded rollout goes on."""
+"""`rollover sample`: print answers to a prompt, whole episodes, or continuations of a recorded rollout."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from rollover.commands.verb import Overrides, Verb, load, positive
 
 if TYPE_CHECKING:
     from rollover.config import Config
-    from rollover.run.answer_prompt import Answered
-    from rollover.run.branch import BranchPoint, Continuation
+    from rollover.run.sample import BranchPoint, Continuation, SampledAnswer
     from rollover.types import Task
 
 logger = logging.getLogger(__name__)
 
 TRUST = "run the functions and programs, and use the addresses, that the configuration of RUN_DIR names"
 
-# With --from nothing is scored, no environment answers and nothing is trained: an engine and a model are all it makes.
+# With --from only an engine and a model are built: no rewards, no environment, no training.
 UNUSED = (
     "rewards.", "tasks.", "workflow.", "filters.", "algorithm.", "distill.", "critic.", "track.", "run.",
     "rollout.order", "rollout.environment",
@@ -64,7 +63,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
         raise ValueError("a run of single turns is asked with --prompt TEXT, and without --columns: nothing is scored")
     else:
         texts = [answer.text for answer in run_bounded(answers(config, args.prompt, args.num), grace_s)]
-    if sys.stdout.isatty():  # what is piped stays as it is
+    if sys.stdout.isatty():  # piped output stays as it is
         texts = [printable_lines(text) for text in texts]
     for i, text in enumerate(texts):
         print(f"--- {i + 1} of {args.num}" if args.num > 1 else "", text, sep="\n" if args.num > 1 else "")
@@ -72,14 +71,14 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
 
 
 def run_from(args: argparse.Namespace, overrides: Overrides) -> int:
-    """With --from: a rollout of a run goes on."""
+    """Continue a rollout of a run (--from)."""
     from rollover.api.settings import settings_of_run
     from rollover.config.load import load_config
     from rollover.config.trust import OfRun
     from rollover.files import local_path
     from rollover.images import media_kept_in
     from rollover.processes import prepare_libraries
-    from rollover.run.branch import Weights, continue_from, newest_weights
+    from rollover.run.sample import Weights, continue_from, newest_weights
     from rollover.shutdown import run_bounded
 
     if args.prompt is not None or args.columns is not None:
@@ -90,7 +89,7 @@ def run_from(args: argparse.Namespace, overrides: Overrides) -> int:
     config = load_config([of_run, *args.files], overrides, require_sources=False).config
     prepare_libraries(config.run)
     weights = Weights(args.model, args.model) if args.model else newest_weights(config, directory)
-    logger.info(f"with {weights.said}, after {place.kept} of {place.record['num_tokens']} tokens")
+    logger.info(f"with {weights.description}, after {place.kept} of {place.record['num_tokens']} tokens")
     with media_kept_in(local_path(directory) / "media"):
         found = run_bounded(continue_from(place, args.num, weights, config, directory), config.watchdog.grace_s)
     if args.json:
@@ -104,9 +103,9 @@ def run_from(args: argparse.Namespace, overrides: Overrides) -> int:
 
 
 def branch_point_of(directory: Path, text: str) -> BranchPoint:
-    """The rollout that STEP/ID[:TOKEN] names. ValueError where there is none."""
-    from rollover.run.branch import BranchPoint
+    """Return the branch point STEP/ID[:TOKEN]. ValueError where there is none."""
     from rollover.run.run_files import RunFiles
+    from rollover.run.sample import BranchPoint
     from rollover.track.records import records_of, step_files
 
     match = re.fullmatch(r"(\d+)/(\d+-\d+(?:\.\d+\.\d+)?)(?::(\d+))?", text)
@@ -121,7 +120,7 @@ def branch_point_of(directory: Path, text: str) -> BranchPoint:
 
 
 def print_continuation(found: Continuation, kept: int) -> None:
-    """The text that stays, that which came, and each token of it."""
+    """Print the kept text, the new text, and each new token."""
     from rollover.text import printable_lines
 
     print(f"kept: {printable_lines(found.kept)}\nthen: {printable_lines(found.text)}\nends by {found.stop_reason}")
@@ -131,38 +130,40 @@ def print_continuation(found: Continuation, kept: int) -> None:
         print(f"{number:>7} {of:>7} {logprob:>9.4f}  {json.dumps(piece, ensure_ascii=True)}")
 
 
-async def answers(config: Config, prompt: str, num: int) -> list[Answered]:
-    """`num` answers to the prompt, of an engine that is built for them alone."""
-    from rollover.run.answer_prompt import answer_prompt
-    from rollover.run.eval_parts import EvalParts
+async def answers(config: Config, prompt: str, num: int) -> list[SampledAnswer]:
+    """Return `num` answers to the prompt, with an engine built for them."""
+    from rollover.run.sample import answer_prompt
+    from rollover.run.setup import EvalComponents
 
-    async with await EvalParts.build(config, None, with_rewards=False) as parts:
-        return await answer_prompt(prompt, num, parts, config)
+    async with await EvalComponents.build(config, None, with_rewards=False) as components:
+        return await answer_prompt(prompt, num, components, config)
 
 
 async def episodes(config: Config, prompt: str | None, given: dict[str, Any], num: int) -> list[str]:
-    """`num` episodes of a task, sampled as [rollout] says, to be read. `given`: columns of the task beside its prompt.
+    """Return the transcripts of `num` episodes of a task. `given`: columns of the task beside its prompt.
 
     ValueError where there is neither a prompt nor a task.
     """
     from rollover.envs.chat import answer_decoder
-    from rollover.run.eval_parts import EvalParts
-    from rollover.run.playing import play_groups
-    from rollover.run.transcript import transcript
+    from rollover.run.evaluate import play_groups
+    from rollover.run.sample import transcript
+    from rollover.run.setup import EvalComponents
     from rollover.trajectories import episodes_of
 
     task, rollout = task_of(config, prompt, given), config.rollout
-    async with await EvalParts.build(config, None) as parts:
-        assert parts.environment is not None
-        seed, stops = config.run.seed, parts.stop_token_ids
-        encoded = parts.environment.prompt(task)
-        [group] = await play_groups([(task, encoded)], parts.engine, parts.environment, config, stops, seed, num)
-        decode = answer_decoder(parts.tokenizer, rollout.keep_special_tokens)
+    async with await EvalComponents.build(config, None) as components:
+        assert components.environment is not None
+        seed, stops = config.run.seed, components.stop_token_ids
+        encoded = components.environment.prompt(task)
+        [group] = await play_groups(
+            [(task, encoded)], components.engine, components.environment, config, stops, seed, num
+        )
+        decode = answer_decoder(components.tokenizer, rollout.keep_special_tokens)
         return [transcript(episode, decode) for episode in episodes_of(group)]
 
 
 def task_of(config: Config, prompt: str | None, given: dict[str, Any]) -> Task:
-    """The first task that training has; or one with this prompt and these columns, scored as those are."""
+    """Return the first training task, or one with this prompt and these columns and the same reward."""
     from rollover.tasks.stream import TaskStream, decorated
     from rollover.types import Task
 
@@ -181,7 +182,7 @@ def task_of(config: Config, prompt: str | None, given: dict[str, Any]) -> Task:
 
 
 def columns(text: str) -> dict[str, Any]:
-    """An argument's type: a JSON object."""
+    """Parse an argument: a JSON object."""
     try:
         value = json.loads(text)
     except ValueError as error:

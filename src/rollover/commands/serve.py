@@ -52,19 +52,19 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
 
 
 def ready(url: str) -> None:
-    """Say that it answers, in the first line of the standard output: a parent reads it."""
+    """Print the URL in the first line of the standard output, for a parent process."""
     print(json.dumps({"url": url, "pid": os.getpid()}), flush=True)
 
 
 def host(text: str) -> str:
-    """An argument's type: what a server listens on."""
+    """Parse an argument: the address that a server listens on."""
     if not text.strip():
         raise argparse.ArgumentTypeError("it is empty: give an address, such as 0.0.0.0 for each that this machine has")
     return text
 
 
 def port(text: str) -> int:
-    """An argument's type: a port, or 0."""
+    """Parse an argument: a port, or 0."""
     number = int(text)
     if not 0 <= number < 2**16:
         raise argparse.ArgumentTypeError(f"{text} is no port: 0 to 65535")

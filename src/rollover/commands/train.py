@@ -1,4 +1,4 @@
-"""`rollover train`: train a model, or go on with a run."""
+"""`rollover train`, `rollover sft` (algorithm.preset = "sft") and `rollover demo` (the recipe quickstart)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import signal
 from collections.abc import Iterator
+from functools import partial
 
 from rollover.commands.verb import Overrides, Verb, load
 from rollover.std_streams import keep_streams, report_lost_output
@@ -22,7 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Overrides, *, supervised: bool = False) -> int:
     """Train, on examples if `supervised` (`rollover sft`). Return the exit code."""
-    keep_streams()  # a run is worth more than its lines
+    keep_streams()  # a lost line of output must not end a run
     try:
         return _run(args, overrides, supervised)
     finally:
@@ -49,8 +50,8 @@ def _run(args: argparse.Namespace, overrides: Overrides, supervised: bool) -> in
 
 @contextlib.contextmanager
 def _interrupt_held() -> Iterator[None]:
-    """A Ctrl-C comes at the end of the block. Raised within an import it may be lost: Python ignores what is raised in
-    the callback of a weak reference, as locks of modules have."""
+    """Delay a Ctrl-C to the end of the block: within an import it may be lost, as Python ignores errors in callbacks of
+    weak references, which locks of modules have."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -58,4 +59,14 @@ def _interrupt_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def run_demo(args: argparse.Namespace, overrides: Overrides) -> int:
+    """Train with the recipe quickstart. Return the exit code."""
+    from rollover.config.recipes import QUICKSTART, word_for
+
+    args.files, args.resume, args.dry_run = [word_for(QUICKSTART)], False, False
+    return run(args, overrides)
+
+
 VERB = Verb("Train a model.", run, arguments)
+SFT = Verb("Train a model on examples (supervised fine-tuning).", partial(run, supervised=True), arguments)
+DEMO = Verb("Train a small model on easy arithmetic, on a CPU too: the recipe quickstart.", run_demo, files="")

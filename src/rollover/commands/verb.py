@@ -1,6 +1,6 @@
-"""What a verb of the command line is, and what several of them share.
+"""The type of a verb of the command line, and helpers of several verbs.
 
-Loads nothing heavy: `--help` of every verb answers at once. A verb imports what it works with when it runs.
+Imports nothing heavy, so that `--help` is fast: a verb imports its libraries when it runs.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from rollover.logs import FORMATS, terminal
 if TYPE_CHECKING:
     from rollover.config.load import Resolved
 
-Overrides = list[tuple[str, str]]  # (key of the configuration, its value as it was typed), in order
+Overrides = list[tuple[str, str]]  # (key of the configuration, its value as typed), in order
 
 
 def no_arguments(parser: argparse.ArgumentParser) -> None:
-    """The `arguments` of a verb that has none of its own."""
+    """Add no arguments."""
 
 
 @dataclass(frozen=True)
 class Verb:
     """One verb.
 
-    about: one sentence for `--help`. run(args, overrides): does its work and returns the exit code; a ValueError is
-    shown as the user's mistake (exit code 2). arguments(parser): adds its own. files: how many FILE.toml it takes ("":
-    none), which are `args.files`. keys: whether `--table.key VALUE` sets a key of the configuration, which
-    its help says; where not, one that is given is the user's mistake.
+    about: one sentence for `--help`. run(args, overrides): does the work and returns the exit code; a ValueError is a
+    mistake of the user (exit code 2). arguments(parser): adds its own arguments. files: how many FILE.toml it takes
+    ("": none), as `args.files`. keys: whether it accepts `--table.key VALUE`.
     """
 
     about: str
@@ -49,10 +48,9 @@ def shared_arguments(parser: argparse.ArgumentParser) -> None:
 def load(
     files: Sequence[Path], overrides: Overrides, *, require_sources: bool = True, supervised: bool = False
 ) -> Resolved:
-    """The configuration that files and overrides make, its notices printed to stderr; the process is prepared for it.
-    `supervised`: what `rollover sft` sets lies above the files.
+    """Load the configuration, print its notices to stderr, and prepare the process for its libraries.
 
-    ConfigError (a ValueError) for what is wrong in it.
+    `supervised`: the settings of `rollover sft` override the files. ConfigError (a ValueError) for an invalid one.
     """
     from rollover.config.load import load_config
     from rollover.config.sft import SUPERVISED
@@ -68,7 +66,7 @@ def load(
 
 
 def positive(text: str) -> int:
-    """An argument's type: an integer above 0."""
+    """Parse an argument: an integer above 0."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number above 0")

@@ -1,7 +1,7 @@
 """The threads of a decode step or a micro-batch: torch's and the compiled kernels' alike.
 
 Owns torch's number of threads during a piece of work (each thread that calls torch has its own), and the clock for
-models/thread_tuner.py. run/overlap.py divides the cores between engine and trainer.
+models/thread_tuner.py. run/pipeline.py divides the cores between engine and trainer.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Lifecycle:
     `listeners` are called after each event, in order. `first_group_id`: see RolloutCache.
 
     `start`, `set_rewards`, `consume` and `on_new_version` make decisions, and apply them by `run`, `scored`, `take` and
-    `drop`. Those decide nothing, so that run/replay.py can apply the events of a log.
+    `drop`. Those decide nothing, so that run/resume.py can apply the events of a log.
     """
 
     def __init__(

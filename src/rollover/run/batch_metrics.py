@@ -1,12 +1,10 @@
-"""The figures of a metrics row that follow from what was trained, or from other figures of the row (docs/metrics.md).
+"""Metrics of a step that follow from its groups and batch, or from other metrics of the row (docs/metrics.md).
 
-Pure: the row itself, and what is counted from step to step, is metrics_row.py's business.
+Pure functions: metrics_row.py makes the row and owns counters.
 """
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -25,11 +23,10 @@ def _mean(values: list[float]) -> float:
 
 
 def reward_metrics(groups: list[Group], grouping: Grouping | None = None) -> dict[str, float]:
-    """Means over the valid rewards of trajectories; missing ones are counted. Greedy baselines, and roles that are not
-    trained, are left out. `grouping`: what is compared with what; None: trajectories of one role.
+    """Return means over the valid rewards of trajectories, and the number of missing ones.
 
-    A group none of whose TrajectoryGroups has two valid rewards has no variance that could be zero: it is none of
-    groups/zero_variance.
+    Greedy baselines and untrained roles are left out. `grouping`: which trajectories are compared; None: those of one
+    role. groups/zero_variance leaves out groups without a TrajectoryGroup of two valid rewards.
     """
     grouping = grouping or Grouping(WorkflowConfig())
     compared = [grouping(group).compared for group in groups]
@@ -55,8 +52,10 @@ def reward_metrics(groups: list[Group], grouping: Grouping | None = None) -> dic
 
 
 def role_metrics(groups: list[Group], batch: Batch, grouping: Grouping) -> dict[str, float]:
-    """Scores of each role's trajectories, those of `reward_metrics`, and advantages of its loss tokens; nothing where
-    one role alone is trained. `batch`: as its loss had it."""
+    """Return scores of each role's trajectories, and advantages of its loss tokens; {} where one role is trained.
+
+    `batch`: as the loss used it.
+    """
     trajectories = [t for group in groups for compared in grouping(group).compared for t in compared.trajectories]
     roles = sorted({t.role for t in trajectories})
     if len(roles) < 2:
@@ -77,14 +76,14 @@ def role_metrics(groups: list[Group], batch: Batch, grouping: Grouping) -> dict[
 
 
 def _all_agree(several: Sequence[TrajectoryGroup]) -> bool | None:
-    """Whether in each of them all scores are equal; None where none has two."""
+    """Return whether all scores are equal in each of them; None where no one has two scores."""
     scores = [[t.reward.score for t in c.trajectories if t.reward and t.reward.score is not None] for c in several]
     spreads = [np.ptp(of) for of in scores if len(of) > 1]
     return all(spread == 0 for spread in spreads) if spreads else None
 
 
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:
-    """Lengths, and how many rollouts have segments of two or more policy versions."""
+    """Return lengths, and the share of rollouts with segments of two or more policy versions."""
     rollouts = [r for g in groups for r in g.rollouts if not r.greedy]
     prompts = [float(len(r.prompt or g.prompt)) for g in groups for r in g.rollouts if not r.greedy]
     versions = [len(r.versions) for r in rollouts]
@@ -105,7 +104,7 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
 
 
 def advantage_metrics(batch: Batch) -> dict[str, float]:
-    """Return mean, deviation and range of the advantages of the tokens in the loss, as the loss had them."""
+    """Return mean, deviation and range of the advantages of the tokens in the loss, as the loss used them."""
     found = [s.advantages[s.mask] for s in batch.samples if s.mask.any()]
     if not found:
         return {}
@@ -115,8 +114,10 @@ def advantage_metrics(batch: Batch) -> dict[str, float]:
 
 
 def turn_metrics(groups: list[Group]) -> dict[str, float]:
-    """How many turns (model calls) a trajectory had, and which share of those after its first continued a rollout; that
-    is left out where none had a second one."""
+    """Return the turns (model calls) per trajectory, and the share of later turns that continued a rollout.
+
+    The share is left out where no trajectory has a second turn.
+    """
     sampled = [t for g in groups for e in episodes_of(g) for t in e.trajectories if not t.greedy]
     played = [rollouts for trajectory in sampled if (rollouts := _turns_of_rollouts(trajectory))]
     turns = [sum(rollouts) for rollouts in played]
@@ -127,20 +128,18 @@ def turn_metrics(groups: list[Group]) -> dict[str, float]:
 
 
 def _turns_of_rollouts(trajectory: Trajectory) -> list[int]:
-    """How many turns each of its rollouts has that has any."""
+    """Return the number of turns of each rollout with turns."""
     return [n for rollout in trajectory.rollouts if (n := len(turns_of(rollout)))]
 
 
 def staleness_metrics(
     batch: Batch, trainer_version: int, ready_versions: Mapping[int, int] | None = None
 ) -> dict[str, float]:
-    """Ages of the tokens in the loss, and of the rollouts that have any; `trainer_version` is that before the step.
+    """Return the staleness of the tokens in the loss, and of their rollouts.
 
-    `batch`: as its loss had it.
-
-    `ready_versions`: group id -> trainer version when the group became READY. It splits the age of a token into
-    in-flight and in-queue; without an entry for every group (recorded rollouts) there is no such split. Replayed
-    groups, whose bound is another, are only in staleness/replayed_max.
+    `batch`: as the loss used it. `trainer_version`: before the step. `ready_versions`: group id -> trainer version when
+    the group became READY. It splits staleness into in-flight and in-queue; without an entry for every group (recorded
+    rollouts) there is no split. Replayed groups have another bound and are only in staleness/replayed_max.
     """
     in_loss = [s for s in batch.samples if s.mask.any()]
     samples = [s for s in in_loss if s.group_id not in batch.replayed]
@@ -165,7 +164,7 @@ def staleness_metrics(
 
 
 def mask_metrics(batch: Batch) -> dict[str, float]:
-    """Rollouts that filters took out of the loss, and their sampled tokens; without effect on the ledger."""
+    """Return the number of rollouts that filters masked in the loss, and of their sampled tokens."""
     rollouts = [m.rollout for m in batch.masked.rollouts]
     return {
         "train/masked_rollouts": float(len(rollouts)),
@@ -174,15 +173,15 @@ def mask_metrics(batch: Batch) -> dict[str, float]:
 
 
 def _percentile(values: np.ndarray | list[float], q: float) -> float:
-    """The smallest value that at least `q` percent do not exceed: one that occurs."""
+    """Return the smallest of `values` that at least `q` percent do not exceed."""
     return float(np.percentile(values, q, method="inverted_cdf"))
 
 
 def waste_metrics(engine: Mapping[str, float], row: Mapping[str, float]) -> dict[str, float]:
-    """What was processed for nothing. `engine`: growth of its counters over the generation of this step.
+    """Return the tokens and seconds spent on dropped and repeated work. `engine`: growth of its counters in this step.
 
-    Seconds are estimates from speeds measured in this step: dropped tokens at the mean time of a generated one,
-    prefilled again at the mean time of a prefilled one. Without such a speed there is no estimate.
+    Seconds are estimates from this step's mean time of a generated token (dropped ones) and of a prefilled token
+    (prefilled again). Without such a time there is no estimate.
     """
     again, first = engine["engine/reprefill_tokens"], engine["engine/prefill_tokens"]
     generated, dropped = row["tokens/step_generated"], row["waste/dropped_tokens"]
@@ -200,16 +199,10 @@ def waste_metrics(engine: Mapping[str, float], row: Mapping[str, float]) -> dict
 
 
 def speed_metrics(row: Mapping[str, float]) -> dict[str, float]:
-    """Rates of this step from its own tokens and seconds."""
+    """Return the tokens per second of this step."""
     pairs = {
         "speed/generated_tokens_per_s": ("tokens/step_generated", "time/generate_s"),
         "speed/trained_tokens_per_s": ("tokens/step_trained", "time/train_s"),
         "speed/step_tokens_per_s": ("tokens/step_trained", "time/step_s"),
     }
     return {key: row[tokens] / row[seconds] for key, (tokens, seconds) in pairs.items() if row.get(seconds)}
-
-
-def peak_rss_bytes() -> float:
-    """Peak resident memory of this process."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(peak if sys.platform == "darwin" else peak * 1024)

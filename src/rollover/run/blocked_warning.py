@@ -1,7 +1,7 @@
-"""Warns about a block of code that takes too long and that nothing can end: what holds the run up, and for how long.
+"""Warns about a block of code that takes too long and cannot be interrupted.
 
-Owns one daemon thread for each block that it watches, since the thread that is held up cannot speak. It ends nothing,
-and it is silent while a library holds the interpreter's lock.
+Each watched block has a daemon thread, since the blocked thread cannot log. It is silent while a library holds the
+interpreter's lock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def over_work(what: str, state: str, limit_s: float) -> AbstractContextManager[object]:
-    """Warn when the work of a block takes longer than `limit_s` (0: never). `state`: what is being done with it."""
+    """Warn when the block takes longer than `limit_s` (0: never). `what`, `state`: words for the message."""
 
     def text(seconds: float) -> str:
         return f"{what} ({state} {seconds:.3g} s ago): it cannot be ended from here, so the run waits"
@@ -27,7 +27,7 @@ def over_work(what: str, state: str, limit_s: float) -> AbstractContextManager[o
 
 
 def over_event_loop(doing: Callable[[], str], limit_s: float) -> AbstractContextManager[None]:
-    """Warn when one step of the running event loop takes longer than `limit_s`, as then no watchdog can look."""
+    """Warn when one step of the running event loop takes longer than `limit_s`: no watchdog can run then."""
 
     def text(seconds: float) -> str:
         return (
@@ -40,9 +40,9 @@ def over_event_loop(doing: Callable[[], str], limit_s: float) -> AbstractContext
 
 @contextmanager
 def over(text: Callable[[float], str], limit_s: float) -> Iterator[Callable[[], None]]:
-    """Say `text(seconds)` when the block takes longer than `limit_s` (0: never), and again at doubling times.
+    """Log `text(seconds)` when the block takes longer than `limit_s` (0: never), and again at doubling times.
 
-    Gives a function: each call of it starts the time anew.
+    Yields a function that restarts the time.
     """
     if limit_s == 0:
         yield lambda: None
@@ -61,7 +61,7 @@ def over(text: Callable[[float], str], limit_s: float) -> Iterator[Callable[[], 
 def over_loop(
     text: Callable[[float], str], limit_s: float, call_later: Callable[[float, Callable[[], None]], Any]
 ) -> Iterator[None]:
-    """As `over`, for an event loop that stands still, whose `call_later` it is. Waiting alone does not count."""
+    """Warn as `over`, for a blocked event loop with this `call_later`. An idle loop does not count."""
     handle: Any = None
 
     def beat() -> None:
@@ -82,12 +82,12 @@ def over_loop(
 def _watch(text: Callable[[float], str], limit_s: float, restarted: threading.Event, ended: threading.Event) -> None:
     since, wait = time.monotonic(), limit_s
     while True:
-        anew = restarted.wait(min(wait, threading.TIMEOUT_MAX))
+        is_restarted = restarted.wait(min(wait, threading.TIMEOUT_MAX))
         if ended.is_set():
             return
-        if anew:
+        if is_restarted:
             restarted.clear()
             since, wait = time.monotonic(), limit_s
         else:
-            wait = time.monotonic() - since  # the next time at the double
+            wait = time.monotonic() - since  # the next warning at twice the time
             logger.warning(f"watchdog: {text(wait)}")

@@ -1,7 +1,8 @@
-"""How busy the CPUs and GPUs of this machine are during a step.
+"""Utilization of the CPUs and GPUs of this machine during a step, and model FLOPs utilization (MFU).
 
 CPU time is that of this process and its descendants, by role. GPU utilization is the mean of the samples that
-the NVIDIA driver took since the step before (NVML, `pip install nvidia-ml-py`). What cannot be read is left out.
+the NVIDIA driver took since the step before (NVML, `pip install nvidia-ml-py`). Missing readings are left out. MFU is
+the FLOPs of the model (models/flops.py) divided by the peak FLOP/s of the devices and the time.
 """
 
 from __future__ import annotations
@@ -9,10 +10,18 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import resource
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
 
+from rollover.config import Config
+from rollover.config.backend import is_tinker
+from rollover.config.cluster import num_ranks
+from rollover.models.devices import dtype_of, engine_device, pick_device
+from rollover.models.flops import peak_flops
 from rollover.process_tree import descendants
 from rollover.system import cores
 
@@ -24,7 +33,7 @@ _ROLES = (
 
 
 class DeviceUse:
-    """Owns the CPU times and GPU samples read last."""
+    """CPU and GPU utilization since the last call."""
 
     def __init__(self) -> None:
         self._before = _cpu_by_process()
@@ -32,7 +41,7 @@ class DeviceUse:
         self._gpus.mean()
 
     def of_step(self, seconds: float) -> dict[str, float]:
-        """Shares of the machine's cores, and of the GPUs' time, in the `seconds` since the last call."""
+        """Return shares of the machine's cores, and of the GPUs' time, in the `seconds` since the last call."""
         before, self._before = self._before, _cpu_by_process()
         if seconds <= 0:
             return {}
@@ -64,7 +73,7 @@ def _role(words: list[str]) -> str:
 
 
 class _Gpus:
-    """The visible NVIDIA GPUs; none where NVML cannot be loaded."""
+    """The visible NVIDIA GPUs; none without NVML."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
@@ -76,7 +85,7 @@ class _Gpus:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             names = range(nvml.nvmlDeviceGetCount()) if visible is None else filter(None, visible.split(","))
             self._handles = [self._handle(str(name)) for name in names]
-        except Exception:  # boundary: a library and a driver that may not be there; training does not need them
+        except Exception:  # boundary: an optional library and driver
             self._handles = []
 
     def mean(self) -> float | None:
@@ -86,7 +95,7 @@ class _Gpus:
             try:
                 kind = nvml.NVML_GPU_UTILIZATION_SAMPLES
                 _, samples = nvml.nvmlDeviceGetSamples(handle, kind, self._seen.get(number, 0))
-            except Exception:  # boundary: no sample since the last call is an error there, too
+            except Exception:  # boundary: NVML raises where there is no new sample, too
                 continue
             if samples:
                 self._seen[number] = samples[-1].timeStamp
@@ -97,3 +106,39 @@ class _Gpus:
         if name.isdigit():
             return self._nvml.nvmlDeviceGetHandleByIndex(int(name))
         return self._nvml.nvmlDeviceGetHandleByUUID(name)
+
+
+class Utilization:
+    """MFU of one run, by step. `overlaps`: whether generation continues during training."""
+
+    def __init__(self, config: Config, overlaps: bool) -> None:
+        self.is_remote = is_tinker(config)  # on unknown devices
+        if self.is_remote:
+            return
+        dtype = dtype_of(config)
+        trains_on, generates_on = pick_device(config.model.device), engine_device(config)
+        self.overlaps = overlaps
+        self.train_peak = self.generate_peak = peak_flops(trains_on, dtype, config.track.peak_tflops)
+        if generates_on != trains_on:
+            self.generate_peak = peak_flops(generates_on, dtype, config.track.peak_tflops)
+        if trains_on.type != "cpu":  # all processes of a machine share its cores
+            self.train_peak *= max(1, num_ranks(config))
+
+    def of_step(self, row: Mapping[str, float], train_flops: float, generate_flops: float) -> dict[str, float]:
+        """Return the FLOPs and MFU of the step of this row. With overlap, generation has the time of the whole step."""
+        if self.is_remote:
+            return {"perf/train_flops": train_flops}
+        metrics = {"perf/peak_tflops": self.train_peak / 1e12, "perf/train_flops": train_flops}
+        if row["time/train_s"]:
+            metrics["perf/mfu_train"] = train_flops / (row["time/train_s"] * self.train_peak)
+        seconds = row["time/step_s"] if self.overlaps else row["time/generate_s"]
+        if generate_flops and seconds:
+            metrics["perf/generate_flops"] = generate_flops
+            metrics["perf/mfu_generate"] = generate_flops / (seconds * self.generate_peak)
+        return metrics
+
+
+def peak_rss_bytes() -> float:
+    """Peak resident memory of this process."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak if sys.platform == "darwin" else peak * 1024)

@@ -1,13 +1,13 @@
-"""The directory of one run: its files, whether this run may use it, and the command that goes on with it.
+"""The directory of one run: its files, whether this run may use it, and the command that resumes it.
 
     config.resolved.json  metrics.jsonl  eval.jsonl  trace.jsonl  rollouts/  checkpoints/  journal/  model/  logs/
     evaluations/ (every answer)  best_model/  tokenizer.json
     media/ (images of tasks that have no file)
-    tracked_as (by tools of others)
-    lock (held while the run lives)  checkpointed (where its checkpoints are)  finished (at which step)
-    resume.json (what to type to go on, and where)
+    tracked_as (run ids of external trackers)
+    lock (held while the process lives)  checkpointed (where its checkpoints are)  finished (at which step)
+    resume.json (the command that resumes, and its folder)
 
-Owns where things lie. Never decides what is written, nor when.
+Owns the paths. Never decides what is written, nor when.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from rollover.checkpoint.journal import holds_data
-from rollover.checkpoint.store import CheckpointStore, checkpoint_name
+from rollover.checkpoint.storage import checkpoint_name
+from rollover.checkpoint.store import CheckpointStore
 from rollover.config import Config
 from rollover.config import resume as resume_rules
 from rollover.config.trust import named
@@ -38,19 +39,19 @@ from rollover.files import (
     short_path,
     start_folder,
 )
-from rollover.run.best import why_enough
-from rollover.run.evaluation_files import EvaluationFiles
+from rollover.run.best import early_stop_reason
 from rollover.run.lock import LOCK, DirectoryLock
 from rollover.run.run_files import CONFIG, EVALUATIONS, FINISHED, METRICS, RESUME
 from rollover.track.build import build_trackers
 from rollover.track.jsonl import EvalFile, MetricsFile
+from rollover.track.records import step_of
 from rollover.track.trace import TRACE
 from rollover.track.tracker import Cut
 
 logger = logging.getLogger(__name__)
 
 _CHECKPOINTED = "checkpointed"
-_SHARED = "on_their_way"  # files of remote checkpoints, where ranks on other machines see them
+_SHARED = "on_their_way"  # files of remote checkpoints, for ranks on other machines
 _FILES = (CONFIG, METRICS, "metrics.parquet", EVALUATIONS, TRACE, LOCK, _CHECKPOINTED, FINISHED, RESUME)
 
 
@@ -58,7 +59,7 @@ class RunDirectory:
     """run.dir (default runs/<name>-<time>) with its trackers and checkpoint store.
 
     Raises ValueError where a run, or another run's checkpoints, would be overwritten, where --resume finds no run, and
-    where one of the outputs cannot be written: every place is tried before there is any work to lose.
+    where an output cannot be written: every path is checked before there is any work to lose.
     """
 
     def __init__(self, config: Config, resume: bool) -> None:
@@ -81,14 +82,14 @@ class RunDirectory:
                     f"run.dir = {str(self.path)!r} cannot be used: {name} in it is a folder, a device or a pipe, and a"
                     " run writes a file of that name. Remove it, or give another run.dir"
                 )
-        self.of_evaluations = EvaluationFiles(self.path)
+        self.evaluation_files = EvaluationFiles(self.path)
         metrics = self.path / METRICS
         shared = self.path / _SHARED if config.backend.type == "ranks" else None
         self.store = CheckpointStore(
             config.checkpoint.dir or str(self.path / "checkpoints"), config.checkpoint.keep, shared
         )
         self.mirror = self.store.mirror(self.path)
-        self.fetched_from = ""  # where the files of this run come from, if its machine was lost
+        self.fetched_from = ""  # the mirror that the run's files come from, if its machine was lost
         lost = resume and not metrics.exists() and self.mirror is not None and bool(self.mirror.files())
         if resume and not (lost or metrics.exists() or _holds_run(self.path)):
             raise ValueError(f"--resume: run.dir = {str(self.path)!r} holds no run: correct it, or leave --resume out")
@@ -102,29 +103,29 @@ class RunDirectory:
             self.close()
             raise ValueError(f"run.dir = {str(self.path)!r} cannot be used: {error}") from error
         except BaseException:
-            self.close()  # who keeps the error keeps this object, too
+            self.close()  # a stored error keeps this object alive
             raise
         self.metrics, self.evals = self.trackers.of_type(MetricsFile), self.trackers.of_type(EvalFile)
 
     def _open(self, lost: bool) -> None:
-        """Lock the directory, and open what is written there. `lost`: it has none of the run's files."""
+        """Lock the directory, and open its files. `lost`: the run's files are only in the mirror."""
         config = self.config
         self.path.mkdir(parents=True, exist_ok=True)
         self.locks.append(DirectoryLock(self.path, "run.dir"))
-        shutil.rmtree(self.path / _SHARED, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(self.path / _SHARED, ignore_errors=True)  # left by a process that was killed
         if config.checkpoint.dir and (folder := self.store.local_folder) is not None:
             folder.mkdir(parents=True, exist_ok=True)
             if not folder.samefile(self.path):
                 self.locks.append(DirectoryLock(folder, "checkpoint.dir"))
         if not self.resume:
-            self._refuse_other_runs()  # one may have ended while the other waited for nothing
+            self._refuse_other_runs()  # another start may have written and ended since
         if lost and self.mirror is not None:
             self.mirror.fetch()
             self.fetched_from = self.mirror.root
         self.trackers = build_trackers(config, self.path)
         earlier = self._earlier_config() if self.resume else {}
         self.changes = resume_rules.changes(earlier, config)
-        self.decided_dtype = earlier.get("model", {}).get("dtype", "")  # for a start that leaves it to the machine
+        self.decided_dtype = earlier.get("model", {}).get("dtype", "")  # for model.dtype = "auto"
         if self.resume and self.checkpoint_to_resume() is not None:
             resume_rules.refuse(self.changes)
 
@@ -134,7 +135,7 @@ class RunDirectory:
 
     @property
     def logs(self) -> Path:
-        """Of what other processes print."""
+        """Output of child processes."""
         return self.path / "logs"
 
     @property
@@ -162,7 +163,7 @@ class RunDirectory:
             )
 
     def checkpoint_to_resume(self) -> str | None:
-        """The name of checkpoint.resume_from or of the newest one. None if the run ended before its first one."""
+        """Return checkpoint.resume_from or the newest checkpoint. None if the run ended before its first one."""
         names, wanted = self.store.list(), self._resume_from
         if wanted and wanted not in names:
             raise ValueError(f"checkpoint.resume_from = {wanted!r}: there is {', '.join(names) or 'none'}")
@@ -175,31 +176,32 @@ class RunDirectory:
         return wanted or (names[-1] if names else None)
 
     def is_newest(self, name: str) -> bool:
-        """Whether no checkpoint is later than `name`."""
+        """Return whether no checkpoint is later than `name`."""
         return self.store.list()[-1:] == [name]
 
     def on_checkpoint(self) -> None:
-        """A checkpoint was committed. Where is written down: a start that finds none there later must not take this for
-        a run that ended before its first one."""
+        """Note where checkpoints are, after a commit: a later start that finds none there must fail."""
         if not (self.path / _CHECKPOINTED).exists():
             atomic_write_text((self.path / _CHECKPOINTED), f"{self.store.dir}\n")
 
     def on_begun(self) -> None:
-        """The run has begun, or goes on: should its backend be lost, it goes on from what is here by then."""
+        """Note that the run has begun: after a loss of its backend it resumes from this directory."""
         self.resume, self._resume_from, self.changes = True, "", []
 
     def on_restart(self) -> None:
-        """As for a process that goes on with the run: it makes a copy of its own of the run's files."""
+        """Begin another copy of the run's files, as a process that resumes does."""
         self.mirror = self.store.mirror(self.path)
 
-    def end(self, step: int, used_up: str, enough: str = "") -> None:
-        """The run is finished at `step`, its files are whole. `used_up`: what ran out before the last step, or "".
-        `enough`: why it ended before that by eval.patience, or ""."""
-        end = {"step": step, "used_up": used_up, **({"enough": enough} if enough else {})}
+    def end(self, step: int, used_up: str, early_stop: str = "") -> None:
+        """Mark the run as finished at `step`.
+
+        `used_up`: what ran out before the last step, or "". `early_stop`: the reason by eval.patience, or "".
+        """
+        end = {"step": step, "used_up": used_up, **({"enough": early_stop} if early_stop else {})}
         atomic_write_text(self.path / FINISHED, json.dumps(end) + "\n")
 
-    def why_finished(self) -> str | None:
-        """What to tell who resumes a run that is finished, and whose configuration asks for no more; else None."""
+    def finished_notice(self) -> str | None:
+        """Return the message for a start that resumes a finished run without more steps; None for all others."""
         path = self.path / FINISHED
         if not path.exists():
             return None
@@ -210,22 +212,21 @@ class RunDirectory:
         run = f"this run is finished: {end['step']} steps are trained"
         if self.config.train.num_steps <= end["step"]:
             return f"{run}, and train.num_steps = {self.config.train.num_steps}. Raise it to go on"
-        if enough := why_enough(self.evals.rows(), self.config.eval):
-            return f"{run}, and {enough}. Raise eval.patience, or set it to 0, to go on"
+        if reason := early_stop_reason(self.evals.rows(), self.config.eval):
+            return f"{run}, and {reason}. Raise eval.patience, or set it to 0, to go on"
         if end["used_up"] and not self.tasks_changed:
             return f"{run}, and the {end['used_up']} are used up. Start a new run, or raise tasks.epochs of a data set"
         return None
 
     @property
     def tasks_changed(self) -> bool:
-        """Whether this start has other [tasks] than the one before it."""
+        """Whether [tasks] differs from the start before this one."""
         return any(change.key.startswith("tasks.") for change in self.changes)
 
     def truncate(self, cut: Cut) -> None:
-        """Forget what was written after `cut`: a run that goes on from there writes it again.
+        """Delete what was written after `cut`: a run that resumes there writes it again.
 
-        ValueError, and nothing is changed, if the metrics do not reach its step: they are not those of the run that
-        goes on. Metrics without any row are reported: their file was deleted.
+        ValueError, and nothing is changed, if the metrics do not reach its step. An empty file of metrics is reported.
         """
         step, path = cut.step, self.metrics.path
         if step > 0 and not self.metrics.reaches(step):
@@ -237,41 +238,40 @@ class RunDirectory:
             logger.warning(f"{path} is missing or empty: the rows of steps 1 to {step} are lost")
         (self.path / FINISHED).unlink(missing_ok=True)
         if step >= 0:
-            # Before the rows of their steps go: a checkpoint that the metrics do not reach cannot be resumed.
+            # Before their rows are deleted: a checkpoint that the metrics do not reach cannot be resumed.
             self.store.discard_after(checkpoint_name(step))
-        self.of_evaluations.forget_after(step)
+        self.evaluation_files.delete_after(step)
         self.trackers.truncate(cut)
 
     def write_config(self, *, replace: bool = False) -> None:
-        """Write config.resolved.json. That of a start with other settings is kept as config.resolved.1.json, ...2.
+        """Write config.resolved.json; keep that of a start with other settings as config.resolved.1.json, ...2.
 
-        `replace`: that of this start is replaced, as the run goes on with other settings.
+        `replace`: replace the one of this start, whose settings were changed.
         """
         path = self.path / CONFIG
         if path.exists() and self.resume and not replace:
             if not self.changes:
                 return
             kept = (self.path / f"config.resolved.{n}.json" for n in itertools.count(1))
-            # Copied, not renamed: a kill in between must leave the settings that the next start is compared with.
+            # Copied, not renamed: after a kill in between, the next start needs the settings to compare with.
             atomic_write_text(next(p for p in kept if not p.exists()), path.read_text())
         atomic_write_text(path, self.config.model_dump_json(indent=2) + "\n")
 
     def write_resume(self, command: str) -> None:
-        """Write resume.json: what to type to go on (`resume_command`), and in which folder, for whoever sees a run that
-        was killed."""
-        told = {"command": command, "folder": start_folder()}
-        atomic_write_text(self.path / RESUME, json.dumps(told, indent=2) + "\n")
+        """Write resume.json: the command that resumes, and its folder."""
+        resume = {"command": command, "folder": start_folder()}
+        atomic_write_text(self.path / RESUME, json.dumps(resume, indent=2) + "\n")
 
     def _earlier_config(self) -> dict[str, Any]:
-        """The settings of the start before this one; {} if their file is gone."""
+        """Return the settings of the start before this one; {} if their file is missing."""
         path = self.path / CONFIG
         with _optional():
             return read_tables(path) if path.exists() else {}
 
     def resume_command(self, command: list[str] | None) -> str:
-        """What to type in a shell to go on with this run; `command` is what was typed after the verb.
+        """Return the shell command that resumes this run; `command`: the words after the verb.
 
-        None: what to call in Python, with the functions and tasks that were given as objects.
+        None: return a call in Python, to be made with the functions and tasks that were given as objects.
         """
         if command is None:
             trust = ", trust=True" if any(named(self.config.model_dump())) else ""
@@ -282,27 +282,27 @@ class RunDirectory:
 
 
 def _holds_run(path: Path) -> bool:
-    """Whether there is a run to resume, even without its metrics."""
+    """Return whether there is a run to resume, even without its metrics."""
     checkpoints = (path / _CHECKPOINTED).exists() or any((path / "checkpoints").glob("step-*"))
     return checkpoints or holds_data(path / "journal")
 
 
 def view_command(run_dir: Path) -> str:
-    """What to type in a shell to see the run in a browser."""
+    """Return the shell command that opens the dashboard of the run."""
     return shlex.join([*_program(), "view", str(run_dir)])
 
 
 def _program() -> list[str]:
-    """The words that call this program in a shell."""
+    """Return the words that call this program in a shell."""
     python, script = Path(sys.executable), shutil.which("rollover")
     if script is not None and Path(script).parent == python.parent:
         return ["rollover"]
-    # The environment is not activated, or another one's script would answer.
+    # The environment is not activated: another one's script might run.
     return [short_path(python), "-m", "rollover"]
 
 
 def _new_directory(name: str) -> Path:
-    """Make runs/<name>-<time>; where another start of the same second has made that, with -2, -3 and so on."""
+    """Make runs/<name>-<time>, with -2, -3, ... where another start of the same second has made it."""
     first = local_path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     check_writable(first, "run.dir")
     first.parent.mkdir(parents=True, exist_ok=True)
@@ -318,8 +318,46 @@ def _new_directory(name: str) -> Path:
 
 @contextlib.contextmanager
 def _optional() -> Iterator[None]:
-    """A damaged file that is read in the block may be deleted."""
+    """Add to an error of a damaged file that the file may be deleted."""
     try:
         yield
     except ValueError as error:
         raise ValueError(f"--resume: {error}, or delete it to go on without what it says") from error
+
+
+_BEST = "evaluation.json"  # in the model's folder, written last
+
+
+class EvaluationFiles:
+    """`evaluations/` and `best_model/` in the directory of a run. A half-written model does not count."""
+
+    def __init__(self, run: Path) -> None:
+        self.answers, self.best_model = run / "evaluations", run / "best_model"
+
+    def answers_file(self, step: int) -> Path:
+        """Return the path for all answers of the evaluation after this step, and make its folder."""
+        self.answers.mkdir(exist_ok=True)
+        return self.answers / f"step-{step:06d}.jsonl"
+
+    @property
+    def best_model_step(self) -> int | None:
+        """The step of the best model; None where there is none, or it is half-written."""
+        path = self.best_model / _BEST
+        return read_object(path, step=int)["step"] if path.exists() else None
+
+    def on_best_model(self, step: int) -> None:
+        """Mark the best model as complete, with its step."""
+        atomic_write_text(self.best_model / _BEST, json.dumps({"step": step}) + "\n")
+
+    def delete_best_model(self) -> None:
+        """Delete it; it does not count from the first moment on."""
+        (self.best_model / _BEST).unlink(missing_ok=True)
+        shutil.rmtree(self.best_model, ignore_errors=True)
+
+    def delete_after(self, step: int) -> None:
+        """Delete files of later steps."""
+        for file in self.answers.glob("step-*.jsonl"):
+            if (step_of(file.name) or 0) > step:
+                file.unlink()
+        if (self.best_model_step or 0) > step:
+            self.delete_best_model()

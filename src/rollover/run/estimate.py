@@ -1,7 +1,6 @@
-"""How long a run on a CPU will take, said before its first step, from the model's FLOPs and what this CPU multiplies.
+"""A rough estimate of the duration of a run on a CPU, from the model's FLOPs and the CPU's peak FLOP/s.
 
-A rough figure: answers have half of rollout.max_new_tokens, and half of the products' speed is reached
-(docs/performance.md has what the benchmarks reach).
+It assumes answers of half of rollout.max_new_tokens, and half of the peak (docs/performance.md has measurements).
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from rollover.models.flops import ModelFlops, peak_flops
 from rollover.track.figures import duration
 
 _REACHED = 0.5  # of the peak, in decoding and in training alike
-_FIXED_ROWS = 16  # what a decode step costs at the least: the weights' way through memory
+_FIXED_ROWS = 16  # minimum cost of a decode step in rows: reading the weights from memory
 _SHORT_S, _LONG_S = 60.0, 30 * 60.0
 _TRIAL = {"rollout.group_size": 4, "rollout.max_new_tokens": 64}
 
 
 def estimate_of(config: Config, model: Any, steps_left: int) -> str:
-    """`estimate` of a run whose model is computed by this CPU alone; "" of others, and of one that is over at once."""
+    """Return `estimate` for a run on this CPU alone; "" for others."""
     here = (
         config.backend.type == "local"
         and not config.algorithm.supervised
@@ -33,7 +32,7 @@ def estimate_of(config: Config, model: Any, steps_left: int) -> str:
 
 
 def seconds(config: Config, flops: ModelFlops, peak: float) -> tuple[float, float]:
-    """(of a training step, of an evaluation), of a model with these FLOPs on a device with this peak (FLOP/s)."""
+    """Return the seconds of (a training step, an evaluation) on a device with this peak (FLOP/s)."""
     rollout, held_out = config.rollout, config.eval
     passes = 3 + config.algorithm.kl_in_loss + config.algorithm.kl_in_reward  # forward, backward for inputs and weights
     tokens = rollout.groups_per_step * rollout.group_size * rollout.max_new_tokens / 2
@@ -43,7 +42,7 @@ def seconds(config: Config, flops: ModelFlops, peak: float) -> tuple[float, floa
 
 
 def estimate(config: Config, flops: ModelFlops, peak: float, steps_left: int) -> str:
-    """A line, and where the run will be long, one with settings for a trial; "" where nobody has to wait."""
+    """Return a line, for a long run with settings for a trial; "" for a short run."""
     step_s, eval_s = seconds(config, flops, peak)
     every = config.eval.every_steps
     evaluations = (config.eval.at_start + 1 + (steps_left // every if every else 0)) * bool(config.eval.num_tasks)

@@ -1,12 +1,11 @@
-"""The event log: everything that happens in a run becomes a record of its journal. replay.py reads them back.
+"""The event log: writes every event of a run as a record of its journal, which resume.py replays.
 
     Lifecycle ──▶ on_event ───────────────────────────┐
-    the loop ──▶ on_step, on_row, on_weight_sync ───────┼──record──▶ Journal (checkpoint/journal.py: the files)
+    the loop ──▶ on_step, on_row, on_weight_sync ──┼──record──▶ Journal (checkpoint/journal.py: the files)
     Engine.progress, every checkpoint.journal_s ──────┘
 
-A killed run loses what happened since the last record: of what runs, at most checkpoint.journal_s. Owns how much of
-every running rollout the journal has, and when it is brought to the disk. Never decides what happens, and never reads.
-docs/checkpoint-format.md lists every record.
+A killed run loses at most the last checkpoint.journal_s seconds of running rollouts. Owns how much of every running
+rollout the journal has, and when it is synced to disk. Never reads. docs/checkpoint-format.md lists every record.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rollover.checkpoint.journal import Journal, Mark, Part
+from rollover.checkpoint.journal import Journal, JournalFile, Mark
 from rollover.checkpoint.mirror import Mirror
 from rollover.engine.validate import resumable_segments
 from rollover.rollout.driver import Driver
@@ -36,7 +35,7 @@ _ENDS = (EventKind.PARK, EventKind.ACT, EventKind.FINISH)
 
 @dataclass(slots=True)
 class _Journaled:
-    """The part of a running rollout that is in the journal: tokens `started` to `num`, with their digest."""
+    """The tokens of a running rollout that the journal has: `started` to `num`, with their digest."""
 
     started: int
     num: int
@@ -44,7 +43,7 @@ class _Journaled:
 
 
 class HasVersion(Protocol):
-    """`version`: the trainer's that the next task is made for."""
+    """`version`: the trainer's, for the next task."""
 
     version: int
 
@@ -52,10 +51,9 @@ class HasVersion(Protocol):
 class EventLog:
     """Writes the events of a run to `journal`.
 
-    `generates`: whether the run's groups go through the lifecycle; only those are journaled. `every_s`:
-    checkpoint.journal_s; 0 turns the journal off. `mirror`: copies the files at the same interval.
-
-    `is_on`: whether a journal is written; `seconds`: spent on writing, cumulative.
+    `generates`: whether the run's groups pass the lifecycle; others are not journaled. `every_s`: checkpoint.journal_s;
+    0 turns the journal off. `mirror`: copies the files at the same interval. `is_on`: whether a journal is written;
+    `seconds`: time spent on writing, cumulative.
     """
 
     def __init__(
@@ -75,12 +73,12 @@ class EventLog:
         self._journaled: dict[Rollout, _Journaled] = {}  # of the running rollouts
         self._timer: Timer | None = None
 
-    # When it reaches the disk
+    # Files
 
-    def cut(self, checkpoint: str | None) -> Mark | None:
+    def begin_file(self, checkpoint: str | None) -> Mark | None:
         """Begin a new file while nothing runs: at a checkpoint, or (None) at the start of the run.
 
-        Returns its mark, from which --resume reads on; None if no journal is written.
+        Returns its mark, where --resume begins to read; None if the journal is off.
         """
         if not self.is_on:
             return None
@@ -89,13 +87,13 @@ class EventLog:
             return self.journal.begin(checkpoint)
 
     def start(self, driver: Driver) -> None:
-        """Write the new tokens of running rollouts every `every_s` seconds from now on, if the journal is on."""
+        """Write the new tokens of running rollouts every `every_s` seconds, if the journal is on."""
         if self.is_on:
-            self._timer = Timer(self.every_s, lambda: self._write_progress(driver), self._beat)
+            self._timer = Timer(self.every_s, lambda: self._write_progress(driver), self._sync)
             self._timer.start()
 
     def counters(self) -> dict[str, float]:
-        """The counters of the journal and of the mirror, where the run has them."""
+        """Return the counters of the journal and of the mirror."""
         counters: dict[str, float] = {}
         if self.is_on:
             counters |= {"journal/failed": self.journal.failed, "journal/cut_bytes": self.journal.cut_bytes}
@@ -112,10 +110,10 @@ class EventLog:
             if self._timer is not None:
                 self._timer.close()
 
-    # What happens
+    # Events
 
     def on_event(self, event: Event) -> None:
-        """Write what happened to a group or a rollout: a listener of Lifecycle."""
+        """Write an event of Lifecycle."""
         if not self.journal.writes:
             return
         started = time.perf_counter()
@@ -132,9 +130,9 @@ class EventLog:
                 if rollout in self._journaled:
                     new, data = self._new(rollout, rollout.segments, 0)
                     del self._journaled[rollout]
-                else:  # it did not run: its environment was at work
+                else:  # it is not running: its environment was
                     start = rollout.num_tokens - sum(map(len, event.written))
-                    segments, data = _beyond(event.written, start, start)
+                    segments, data = _encode_after(event.written, start, start)
                     new = {"segments": segments, "anew": False}
                 fields |= new | {"num_tokens": rollout.num_tokens}
                 fields["stop_reason"] = rollout.stop_reason and rollout.stop_reason.value
@@ -166,49 +164,49 @@ class EventLog:
 
     @property
     def running(self) -> list[str]:
-        """The ids of the running rollouts; none where no journal is written."""
+        """The ids of the running rollouts; [] if the journal is off."""
         return [rollout.rollout_id for rollout in self._journaled] if self.journal.writes else []
 
     def progress(self, found: Mapping[str, Sequence[Segment]]) -> None:
-        """Write the new tokens of running rollouts. `found`: what Engine.progress said; some may have ended since."""
+        """Write the new tokens of running rollouts. `found`: from Engine.progress; some may have ended since."""
         started = time.perf_counter()
         running = {rollout.rollout_id: rollout for rollout in self._journaled}
         for rollout_id, segments in found.items() if self.journal.writes else ():
             rollout = running.get(rollout_id)
             if rollout is None or segments[0].start not in (None, rollout.num_tokens):
-                continue  # it ended meanwhile, or goes on from there
+                continue  # it has ended, or was resumed, meanwhile
             if rollout.num_tokens + sum(map(len, segments)) <= self._journaled[rollout].num:
-                continue  # nothing new; fewer, if its engine failed and was asked again
+                continue  # nothing new; fewer tokens, if its engine failed and generates them again
             fields, data = self._new(rollout, segments, rollout.num_tokens)
             self._write(TOKENS, {"rollout": rollout_id, **fields}, data)
         self.seconds += time.perf_counter() - started
 
     def on_step(self, version: int) -> None:
-        """The step at trainer `version` has trained what was consumed for it."""
+        """Write that the step at trainer `version` has trained the consumed groups."""
         with self._timed():
             self._write(STEP, {"version": version})
 
     def on_row(self, version: int, metrics: MetricsFile, trace_bytes: int) -> None:
-        """The row of the step that led to trainer `version` is in `metrics`, and the trace has `trace_bytes`.
+        """Write that the row of the step that led to trainer `version` is in `metrics`.
 
-        What ended the timer is raised here.
+        `trace_bytes`: size of the trace now. Raises the error that ended the timer, if any.
         """
         if self.journal.writes:
             with self._timed():
-                metrics.sync()  # a row that the journal knows of is on the disk
+                metrics.sync()  # the row must be on the disk before this record
                 self._write(ROW, {"version": version, "trace_bytes": trace_bytes})
                 self.journal.sync()
         if self._timer is not None:
             self._timer.check()
 
     def on_weight_sync(self, version: int) -> None:
-        """The weights of the trainer's `version` are live."""
+        """Write that the engine has the weights of the trainer's `version`."""
         with self._timed():
             self._write(PUBLISH, {"version": version})
 
-    def roll_back(self, part: Part) -> None:
-        """Write at the end of `part`, the last one, that its steps are lost: no later start trains them again."""
-        self.journal.go_on(part)
+    def roll_back(self, file: JournalFile) -> None:
+        """Write at the end of `file`, the last one, that its steps are lost: no later start trains them again."""
+        self.journal.resume(file)
         self._write(ROLL_BACK, {})
         self.journal.halt()
 
@@ -216,7 +214,7 @@ class EventLog:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Counts the seconds of a block as spent on the journal."""
+        """Count the seconds of the block as spent on the journal."""
         started = time.perf_counter()
         try:
             yield
@@ -231,26 +229,25 @@ class EventLog:
             if believed := resumable_segments(found.get(rollout.rollout_id, ()), rollout.num_tokens, room):
                 self.progress({rollout.rollout_id: believed})
 
-    def _beat(self) -> None:
-        """An engine that does not say how far it is holds up neither the disk nor the mirror."""
+    def _sync(self) -> None:
         self.journal.sync()
         if self._mirror is not None:
             self._mirror.beat()
 
     def _new(self, rollout: Rollout, segments: Sequence[Segment], start: int) -> tuple[dict[str, Any], bytes]:
-        """What of `segments`, which begin with token `start` of a running rollout, the journal has not yet.
+        """Return (fields, data) of tokens that the journal lacks. `segments` begin with token `start` of the rollout.
 
-        All since it was started, "anew", if that is not what the journal has: an engine that failed was asked again.
+        If the journal has other tokens ("anew"), all since its start: a failed engine has generated them again.
         """
         journaled = self._journaled[rollout]
-        anew = (
+        differs = (
             journaled.num > journaled.started
             and _digest(segments, start, journaled.started, journaled.num) != journaled.digest
         )
-        fields, data = _beyond(segments, start, journaled.started if anew else journaled.num)
+        fields, data = _encode_after(segments, start, journaled.started if differs else journaled.num)
         journaled.num = start + sum(map(len, segments))
         journaled.digest = _digest(segments, start, journaled.started, journaled.num)
-        return {"segments": fields, "anew": anew}, data
+        return {"segments": fields, "anew": differs}, data
 
     def _write(self, kind: str, fields: Mapping[str, Any], data: bytes = b"", seconds: float | None = None) -> None:
         seconds = self.clock.seconds() if seconds is None else seconds
@@ -258,24 +255,23 @@ class EventLog:
 
 
 class Timer:
-    """A task that writes now and again while a run goes on, whatever else the event loop does.
+    """A background task that calls `write`, and then `sync`, every `every_s` seconds from `start` on.
 
-    From `start` on it calls `write`, and then `beat`, every `every_s` seconds.
-
-    A `write` that takes longer is waited for while `beat` goes on: it is called again once it has returned.
+    While a slow `write` runs, `sync` is still called, and `write` is not called again: an engine that does not report
+    its progress must not delay the disk.
     """
 
     def __init__(
-        self, every_s: float, write: Callable[[], Coroutine[Any, Any, None]], beat: Callable[[], None]
+        self, every_s: float, write: Callable[[], Coroutine[Any, Any, None]], sync: Callable[[], None]
     ) -> None:
-        self.every_s, self.write, self.beat = every_s, write, beat
+        self.every_s, self.write, self.sync = every_s, write, sync
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.ensure_future(self._write_now_and_again())
+        self._task = asyncio.ensure_future(self._write_periodically())
 
     def check(self) -> None:
-        """Raise what ended it, if an error did."""
+        """Raise the error that ended it, if any."""
         if self._task is not None and self._task.done():
             self._task.result()
 
@@ -283,7 +279,7 @@ class Timer:
         if self._task is not None:
             _end(self._task)
 
-    async def _write_now_and_again(self) -> None:
+    async def _write_periodically(self) -> None:
         writing: asyncio.Task[None] | None = None
         try:
             while True:
@@ -291,35 +287,35 @@ class Timer:
                 writing = _unfinished(writing) or asyncio.ensure_future(self.write())
                 await asyncio.wait([writing], timeout=self.every_s)
                 writing = _unfinished(writing)
-                self.beat()
+                self.sync()
         finally:
             if writing is not None:
                 _end(writing)
 
 
 def _unfinished(task: asyncio.Task[None] | None) -> asyncio.Task[None] | None:
-    """The task while it runs, else None. Raises what ended it."""
+    """Return the task while it runs, else None. Raises its error."""
     if task is None or not task.done():
         return task
     return task.result()
 
 
 def _end(task: asyncio.Task[None]) -> None:
-    """Cancel it. Its error, if it has ended with one, is not reported again: what ends the timer ends the run, too."""
+    """Cancel it. Its error is not logged again: it has ended the run."""
     if not task.cancel() and not task.cancelled():
         task.exception()
 
 
 def digest_of(prompt: Prompt) -> int:
-    """A checksum by which a replay notices that a task has another prompt now, to which its tokens are no answer."""
+    """Return a checksum of the prompt, by which a replay detects that a task has another prompt now."""
     media = "".join(media.digest for media in prompt.media)
     return zlib.crc32(media.encode(), zlib.crc32(np.asarray(prompt.ids, "<i4").tobytes()))
 
 
-def _beyond(segments: Sequence[Segment], start: int, known: int) -> tuple[list[dict[str, Any]], bytes]:
-    """What of consecutive segments, the first of which begins with token `start`, comes after the first `known` tokens.
+def _encode_after(segments: Sequence[Segment], start: int, known: int) -> tuple[list[dict[str, Any]], bytes]:
+    """Encode the tokens after the first `known` ones of consecutive segments, which begin with token `start`.
 
-    (Fields of each piece, as Segment.to_json, with its number of tokens; token ids int32 and log-probs float32 of all.)
+    Returns (Segment.to_json of each piece, with its number of tokens; token ids int32 and log-probs float32 of all).
     """
     fields: list[dict[str, Any]] = []
     ids: list[bytes] = []
@@ -335,7 +331,7 @@ def _beyond(segments: Sequence[Segment], start: int, known: int) -> tuple[list[d
 
 
 def _digest(segments: Sequence[Segment], start: int, first: int, end: int) -> int:
-    """The checksum of tokens `first` to `end`, their log-probs and versions. `segments` begin with token `start`."""
+    """Return the checksum of tokens `first` to `end`, their log-probs and versions. `segments` begin at `start`."""
     crc = 0
     for segment in segments:
         cut = slice(max(first - start, 0), max(end - start, 0))

@@ -1,9 +1,9 @@
-"""The hooks of the user's own (run.hooks): a class whose methods the loop calls, one after the other, at fixed places.
+"""User hooks (run.hooks): a class whose methods the loop calls at fixed points.
 
     on_train_start ──▶ (on_step_start ──▶ on_publish ──▶ on_step_end ──▶ on_evaluate) ... ──▶ on_train_end
 
-Owns which methods there are and what becomes of one that fails: it ends the run, as every function of one's own does. A
-tracker (track/tracker.py) keeps books, and is told again what a kill undid; a hook acts, and is called once.
+A hook that fails ends the run, like every user function. A hook is called once; a tracker (track/tracker.py) gets again
+the steps that a kill undid.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollover.track.tracker import RunInfo
 
 logger = logging.getLogger(__name__)
 
-# Each hook, and the parameter that it is called with.
+# Hook -> name of its parameter.
 HOOKS = {
     "on_train_start": "run",
     "on_step_start": "step",
@@ -39,8 +39,8 @@ _RETURNS = "without an error. Mend it, and go on with --resume"
 class Hooks:
     """The hooks of one run; none where run.hooks is empty.
 
-    ValueError where that names no class; FunctionError where it cannot be made, has no hook, a method `on_...` that is
-    none, or one that does not take what it is called with.
+    ValueError where it names no class; FunctionError where the class cannot be made, has no hook, an unknown method
+    `on_...`, or one that does not take one argument.
     """
 
     def __init__(self, config: Config, stop: Stop) -> None:
@@ -59,10 +59,9 @@ class Hooks:
             raise make.refused(f"a {type(own).__name__}, which has none")
 
     async def call(self, name: str, value: object) -> None:
-        """Call this hook, if there is one, and wait for it; FunctionError where it fails.
+        """Call the hook `name`, if there is one, and wait for it; FunctionError where it fails.
 
-        One that goes on after a stop was requested has watchdog.grace_s, if it awaits something: then it is cancelled,
-        which is said.
+        After a stop is requested, an awaiting hook has watchdog.grace_s; then it is cancelled, which is logged.
         """
         hook = self._hooks.get(name)
         if hook is None:
@@ -77,8 +76,10 @@ class Hooks:
 
     @asynccontextmanager
     async def training(self, run: RunInfo) -> AsyncIterator[None]:
-        """The block is between on_train_start and on_train_end, which comes after an error in it, too. That error is
-        the one to be raised: beside it, what fails here is printed."""
+        """Call on_train_start before the block and on_train_end after it, also after an error in the block.
+
+        That error is raised; one of on_train_end is then only logged.
+        """
         await self.call("on_train_start", run)
         try:
             yield
@@ -92,12 +93,12 @@ class Hooks:
 
 
 def _checked(make: OwnFunction, own: Any, name: str) -> OwnFunction:
-    """The hook of this name. FunctionError where it is no method that takes one argument."""
+    """Return the hook of this name. FunctionError where it does not take one argument."""
     method = getattr(own, name)
     try:
         inspect.signature(method).bind(None)
     except TypeError as error:
         raise make.refused(f"a {type(own).__name__} whose {name} cannot be called as {name}({HOOKS[name]})") from error
     except ValueError:
-        pass  # it is not written in Python, and has no signature
+        pass  # not written in Python: no signature
     return OwnFunction(method, _KEY, f"{make.spec}.{name}", _RETURNS)

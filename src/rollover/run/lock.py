@@ -1,8 +1,8 @@
-"""One run at a time in a directory: a lock that is held as long as the process lives, and dies with it.
+"""A lock on a run's directory, so that one process at a time writes there. It ends with the process.
 
-Owns the file `lock` in the directory, which says who holds it. The lock itself is the operating system's (flock), so a
-file that a killed run left behind locks nothing. On a network file system it holds between machines where the mount has
-locks (NFS has, unless it is mounted with nolock); where there are none at all, the run goes on with a warning.
+Owns the file `lock` in the directory, which names its holder. The lock itself is the operating system's (flock), so the
+file of a killed run locks nothing. On a network file system it works between machines where the mount has locks (NFS
+has, unless mounted with nolock); without locks the run continues with a warning.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rollover.files import open_regular
 
 LOCK = "lock"
 _MOST_BYTES = 1 << 12
-_LOOKS, _LOOK_S = 5, 0.02
+_TRIES, _PAUSE_S = 5, 0.02
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class DirectoryLock:
-    """Locks the existing `folder` until `release`. ValueError, which names the holder, if another run has it.
+    """A lock on the existing `folder` until `release`. ValueError, which names the holder, if another run has it.
 
     `key`: the option that named the folder.
     """
@@ -35,7 +35,7 @@ class DirectoryLock:
         try:
             self._lock()
         except BlockingIOError:
-            holder = _named(self._file)
+            holder = _holder_in(self._file)
             self._file.close()
             raise ValueError(
                 f"{key} = {str(folder)!r} is in use by {holder}: wait until that run has ended, stop it (Ctrl-C), or"
@@ -55,28 +55,28 @@ class DirectoryLock:
         self._file.close()
 
     def _lock(self) -> None:
-        """BlockingIOError where another run has it. Who only looks (`holder_of`) has it for an instant."""
-        for _ in range(_LOOKS):
+        """Raise BlockingIOError where another run has it. `holder_of` takes it for an instant, so try again."""
+        for _ in range(_TRIES):
             try:
                 return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                time.sleep(_LOOK_S)
+                time.sleep(_PAUSE_S)
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def holder_of(folder: Path) -> str:
-    """The process whose run has the folder now, in words; "" where none has, or no lock can say so."""
+    """Return a description of the process whose run holds the folder; "" where none does, or without locks."""
     try:
         with open_regular(folder / LOCK) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                return _named(file)
+                return _holder_in(file)
     except (OSError, ValueError):  # no such file, a pipe in its place, or no locks there
         pass
     return ""
 
 
-def _named(file: BinaryIO) -> str:
+def _holder_in(file: BinaryIO) -> str:
     file.seek(0)
     return file.read(_MOST_BYTES).decode("utf-8", "replace").strip() or "another process"

@@ -1,23 +1,24 @@
-"""The row of a step for metrics.jsonl, gathered from every part of the run. docs/metrics.md has the keys.
+"""The row of a step for metrics.jsonl, gathered from all components of the run. docs/metrics.md has the keys.
 
-Owns what was counted up to the row before, and the seconds that a step spends on each kind of work. Never decides
-anything: the staleness bound is checked by who is given the row (tracking.py).
+Owns the counters as of the row before, and the seconds that a step spends on each kind of work. Tracking checks the
+staleness bound, not this module.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from numbers import Real
 
 from rollover.algorithms.grouping import Grouping
+from rollover.functions import described, own_function
 from rollover.rollout.lifecycle import acting_in
 from rollover.run.batch_metrics import (
     advantage_metrics,
     mask_metrics,
-    peak_rss_bytes,
     reward_metrics,
     role_metrics,
     rollout_metrics,
@@ -26,18 +27,16 @@ from rollover.run.batch_metrics import (
     turn_metrics,
     waste_metrics,
 )
-from rollover.run.context import RunContext
-from rollover.run.device_use import DeviceUse
+from rollover.run.device_use import DeviceUse, Utilization, peak_rss_bytes
 from rollover.run.event_log import EventLog
-from rollover.run.mfu import Utilization
-from rollover.run.own_metrics import own_metrics
+from rollover.run.setup import RunContext
 from rollover.track.metrics import is_counter, is_of_engine
 from rollover.trainer.batch import Batch
-from rollover.types import Group
+from rollover.types import Group, copied
 
 logger = logging.getLogger(__name__)
 
-# Metrics that examples do not have: no policy sampled them, nothing scores them, and the cache never holds them.
+# Metrics that supervised examples lack: no policy samples them, no reward scores them, no cache holds them.
 _OF_ROLLOUTS = (
     "reward/", "advantage/", "staleness/", "rollouts/", "groups/", "dropped/", "tasks/", "waste/", "ratio/",
     "clip_fraction", "length/truncated", "length/repetition", "tokens/generated", "tokens/trained", "tokens/dropped",
@@ -46,41 +45,45 @@ _OF_ROLLOUTS = (
 )  # fmt: skip
 
 
-class Rows:
-    """Makes the rows of one run. `overlaps`: whether rollouts are generated while the trainer trains."""
+class StepMetrics:
+    """The metrics rows of one run. `overlaps`: whether rollouts are generated while the trainer trains."""
 
     def __init__(self, context: RunContext, event_log: EventLog, *, overlaps: bool) -> None:
-        self.config, self.parts, self.restart_budget = context.config, context.parts, context.restart_budget
+        self.config, self.components, self.restart_budget = context.config, context.components, context.restart_budget
         self.trackers, self.event_log, self.overlaps = context.directory.trackers, event_log, overlaps
         self.grouping = Grouping(self.config.workflow)
-        self.own_metrics = own_metrics(self.config.track.metrics)
+        self.custom_metrics = custom_metrics(self.config.track.metrics)
         self.utilization, self.device_use = Utilization(self.config, overlaps), DeviceUse()
         self._seconds: dict[str, float] = {}
         self._counted: dict[str, float] = {}
-        self._carried: dict[str, float] = {}  # counters of engine and rewards, of the processes before this one
-        self._left_out: set[str] = set()  # of what the engine reports
-        self._partly: set[str] = set()  # roles whose groups brought advantages in part
-        # What engine, rewards and trackers had counted before this run took another one's place.
-        self._before = {k: v for k, v in self._kept_counters().items() if is_counter(k)} if self.parts.again else {}
-        if self.parts.again:
+        self._carried: dict[str, float] = {}  # counters of engine and rewards in earlier processes
+        self._invalid: set[str] = set()  # keys that the engine reported with invalid values
+        self._partly: set[str] = set()  # roles of groups that have advantages in part
+        # Counters of engine, rewards and trackers before a restart.
+        self._before = (
+            {k: v for k, v in self._kept_counters().items() if is_counter(k)} if self.components.is_restart else {}
+        )
+        if self.components.is_restart:
             self.engine_growth()
         self._started = time.perf_counter()
 
     def begin(self) -> None:
-        """A step begins now, the first or one that is trained again: what was done before it belongs to no row."""
+        """Begin a step, the first or a repeated one: time and work before it belong to no row."""
         self._started = time.perf_counter()
         self.device_use.of_step(0.0)
         self._seconds.clear()
-        self._since_last("train_flops", self.parts.trainer.backend.flops)
+        self._since_last("train_flops", self.components.trainer.backend.flops)
         self._threads({})
 
     def restore(self, row: Mapping[str, float], *, next_is_missing: bool = False) -> None:
-        """Go on after `row`, the last one of the process before ({}: there is none).
+        """Continue after `row`, the last one of the process before ({}: no row).
 
-        `next_is_missing`: that process generated for the next row, too; else what it did since is in none.
+        `next_is_missing`: that process generated for the next row, too; else its later work is in no row.
         """
-        self._carried = {k: row[k] for k in self._owners_counters() if k in row and is_counter(k)}
-        generated = row.get("tokens/generated", 0) if next_is_missing else self.parts.lifecycle.ledger.generated_tokens
+        self._carried = {k: row[k] for k in self._counters() if k in row and is_counter(k)}
+        generated = (
+            row.get("tokens/generated", 0) if next_is_missing else self.components.lifecycle.ledger.generated_tokens
+        )
         self._since_last("generated", generated)
         self._since_last("dropped", row.get("tokens/dropped", 0))
         self._since_last("admitted", row.get("groups/admitted", 0))
@@ -92,20 +95,23 @@ class Rows:
         """Counts the seconds of a block as `name`: train, weights, checkpoint, eval or sleep."""
         started = time.perf_counter()
         try:
-            with self.parts.trace.span(name):
+            with self.components.trace.span(name):
                 yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
-    def of_step(
+    def row(
         self, groups: list[Group], batch: Batch, trained: dict[str, float], version: int, num_bytes: int
     ) -> dict[str, float]:
-        """The step at trainer `version` trained `batch` of `groups`; `num_bytes` of weights were handed over."""
-        parts, driver = self.parts, self.parts.driver
-        batch = replace(batch, samples=parts.trainer.trained)
-        ledger = parts.lifecycle.metrics()
-        ages = staleness_metrics(batch, version, self.parts.lifetimes.ready_versions)
-        reuse = parts.reuse.metrics()
+        """Return the row of the step at trainer `version`, which trained `batch` of `groups`.
+
+        `trained`: metrics of the trainer and the producer. `num_bytes`: size of the weights that were synced.
+        """
+        components, driver = self.components, self.components.driver
+        batch = replace(batch, samples=components.trainer.trained)
+        ledger = components.lifecycle.metrics()
+        ages = staleness_metrics(batch, version, self.components.lifetimes.ready_versions)
+        reuse = components.reuse.metrics()
         if (rerolled := self._since_last("rerolled", reuse.get("reroll/given", 0))) > 0:
             logger.info(f"re-roll: {rerolled:g} failed tasks were given again, {reuse['reroll/size']:g} wait")
         clock = driver.clock
@@ -116,17 +122,17 @@ class Rows:
         times = {f"time/{k}_s": self._seconds.pop(k, 0.0) for k in work}
         times |= {f"time/{phase}_s": self._since_last(phase, total) for phase, total in waits.items()}
         row: dict[str, float] = {
-            "step": parts.trainer.policy_version,
-            "policy_version": parts.trainer.policy_version,
+            "step": components.trainer.policy_version,
+            "policy_version": components.trainer.policy_version,
             "time": time.time(),
             **reward_metrics(groups, self.grouping),
             **rollout_metrics(groups),
             **self._turns(groups),
-            **self.parts.lifetimes.step_metrics(),
+            **self.components.lifetimes.step_metrics(),
             **ages,
             "staleness/bound": self.config.staleness_bound,
             **trained,
-            **parts.trainer.seconds,
+            **components.trainer.seconds,
             "train/restarts": self.restart_budget.total,
             **ledger,
             **reuse,
@@ -140,12 +146,12 @@ class Rows:
             "groups/batches_drawn": self._since_last("admitted", ledger["groups/admitted"])
             / self.config.rollout.groups_per_step,
             "waste/dropped_tokens": self._since_last("dropped", ledger["tokens/dropped"]),
-            "tasks/skipped_long_prompt": parts.prompts.num_skipped,
-            "tasks/left_out": parts.prompts.num_left_out,
-            "tasks/truncated_prompt": parts.prompts.num_truncated,
-            "tasks/dropped_last": parts.prompts.num_dropped_last,
-            "tasks/failed": parts.prompts.stream.num_failed,
-            **self._owners_counters(),
+            "tasks/skipped_long_prompt": components.prompts.num_skipped,
+            "tasks/left_out": components.prompts.num_left_out,
+            "tasks/truncated_prompt": components.prompts.num_truncated,
+            "tasks/dropped_last": components.prompts.num_dropped_last,
+            "tasks/failed": components.prompts.stream.num_failed,
+            **self._counters(),
             **times,
             "time/other_s": max(0.0, step_s - sum(times.values())),
             "time/step_s": step_s,
@@ -155,7 +161,7 @@ class Rows:
             "memory/peak_rss_bytes": peak_rss_bytes(),
         }
         engine = self.engine_growth()
-        train_flops = self._since_last("train_flops", parts.trainer.backend.flops)
+        train_flops = self._since_last("train_flops", components.trainer.backend.flops)
         row |= self.device_use.of_step(step_s)
         row |= self.utilization.of_step(row, train_flops, engine.get("engine/flops", 0.0))
         row |= speed_metrics(row) | waste_metrics(engine, row) | self._threads(engine)
@@ -164,7 +170,7 @@ class Rows:
         return row
 
     def _precomputed(self, batch: Batch) -> dict[str, float]:
-        """With workflow.own_advantages = "auto". Print the first group of a role that brings advantages in part."""
+        """Return counts with workflow.own_advantages = "auto"; log a role's first group with advantages in part."""
         if self.config.workflow.own_advantages != "auto":
             return {}
         partly = batch.credited.partly_precomputed
@@ -185,36 +191,37 @@ class Rows:
         return {key: self._since_last(key, value) for key, value in self._engine_stats().items()}
 
     def _engine_stats(self) -> dict[str, float]:
-        """Counters and gauges of the engine, which may be a program of the user's own, or a process that was started
-        again from another version of this one: what is no number, or no metric of engines, is left out and said."""
-        found = self.parts.engine.stats()
-        strange = {key for key, value in found.items() if not is_of_engine(key, value)}
-        for key in sorted(strange - self._left_out):
+        """Counters and gauges of the engine. A custom engine may report invalid ones: they are logged and left out."""
+        found = self.components.engine.stats()
+        invalid = {key for key, value in found.items() if not is_of_engine(key, value)}
+        for key in sorted(invalid - self._invalid):
             logger.warning(
                 f"the engine reports {key} = {found[key]!r:.100}, which is left out of the metrics: give numbers, under"
                 " names that begin with engine/"
             )
-        self._left_out |= strange
-        return {key: value for key, value in found.items() if key not in strange}
+        self._invalid |= invalid
+        return {key: value for key, value in found.items() if key not in invalid}
 
     def _threads(self, growth: Mapping[str, float]) -> dict[str, float]:
-        """Mean threads of decode steps and micro-batches by time, where there were any. `growth` of engine counters."""
-        team = self.parts.trainer.team
+        """Mean threads of decode steps and micro-batches, weighted by time. `growth`: of the engine's counters."""
+        team = self.components.trainer.team
         trained = [self._since_last(f"team/{n}", getattr(team, n)) for n in ("seconds", "thread_seconds")]
         decoded = [growth.get(f"engine/decode_{n}", 0.0) for n in ("s", "thread_s")]
         spans = {"train": trained, "engine": decoded}
         return {f"{who}/threads": of_threads / of_all for who, (of_all, of_threads) in spans.items() if of_all}
 
     def _engine_waits(self) -> dict[str, float]:
-        """Seconds of this step in which the engine had nothing to run, by whom it waited for; with overlap only."""
-        idle = self.parts.driver.clock.idle.seconds()
+        """Seconds in which the engine was idle, by the component it waited for; with overlap only."""
+        idle = self.components.driver.clock.idle.seconds()
         if not self.overlaps:
             return {}
-        return {f"wait/engine_for_{whom}_s": self._since_last(f"idle/{whom}", s) for whom, s in idle.items()}
+        return {
+            f"wait/engine_for_{component}_s": self._since_last(f"idle/{component}", s) for component, s in idle.items()
+        }
 
     def _turns(self, groups: list[Group]) -> dict[str, float]:
-        """What several turns are made of; nothing where no environment answers."""
-        driver, lifecycle = self.parts.driver, self.parts.lifecycle
+        """Metrics of turns and episodes; {} where no environment answers."""
+        driver, lifecycle = self.components.driver, self.components.lifecycle
         if not driver.has_turns:
             return {}
         totals = self._of_turns()
@@ -228,32 +235,63 @@ class Rows:
         }
 
     def _journal(self) -> dict[str, float]:
-        """What the journal cost in this step, if there is one."""
+        """Overhead of the journal in this step, if it is on."""
         num_bytes = self.event_log.journal.num_bytes
         if not self.event_log.is_on or not num_bytes:
             return {}
         return {"journal/time_s": self._since_last("journal", self.event_log.seconds), "journal/bytes": num_bytes}
 
-    def _owners_counters(self) -> dict[str, float]:
-        """Counters and gauges of rewards, engine and driver; counters go on where a resumed run had ended."""
-        driver = self.parts.driver
+    def _counters(self) -> dict[str, float]:
+        """Counters and gauges of rewards, engine and driver; counters continue those of earlier processes."""
+        driver = self.components.driver
         now = self._kept_counters() | driver.retrying_engine.stats() | driver.watchdog.stats()
         now |= self.event_log.counters() | self._of_turns()
         return {k: value + self._carried.get(k, 0.0) - self._before.get(k, 0.0) for k, value in now.items()}
 
     def _kept_counters(self) -> dict[str, float]:
-        """Counters and gauges of those who go on where the trainer's backend is lost."""
-        parts = self.parts
-        return parts.rewarder.stats() | self._engine_stats() | self.trackers.stats() | parts.kept.cluster.stats()
+        """Counters and gauges of components that survive the loss of the trainer's backend."""
+        components = self.components
+        return (
+            components.rewarder.stats() | self._engine_stats() | self.trackers.stats() | components.kept.cluster.stats()
+        )
 
     def _of_turns(self) -> dict[str, float]:
-        """Counters of what answers the policy. Where it plays episodes itself it counts them, and not the driver."""
-        driver, environment = self.parts.driver, self.parts.environment
+        """Counters of the environment. Where it plays episodes itself, it counts them instead of the driver."""
+        driver, environment = self.components.driver, self.components.environment
         acting = driver.player.env_tasks.stats() if driver.has_turns else {}
         return acting | environment.stats()
 
     def _since_last(self, name: str, cumulative: float) -> float:
-        """Growth of the cumulative number `name` since this was last asked."""
+        """Return the growth of the cumulative number `name` since the last call."""
         before = self._counted.get(name, 0.0)
         self._counted[name] = cumulative
         return cumulative - before
+
+
+CustomMetrics = Callable[[list[Group]], dict[str, float]]
+
+
+def custom_metrics(spec: str) -> CustomMetrics:
+    """Return the user's function (track.metrics), which makes keys `own/NAME` of a row from the groups of a step.
+
+    It returns {} where `spec` is empty. ValueError where there is no such function; FunctionError where it raises or
+    returns anything but numbers.
+    """
+    if not spec:
+        return lambda groups: {}
+    own = own_function("track.metrics", spec, "a number for each name, as {'name': 1.0}")
+
+    def metrics(groups: list[Group]) -> dict[str, float]:
+        found = own([copied(group) for group in groups])
+        if not isinstance(found, Mapping):
+            raise own.refused(described(found))
+        for name, value in found.items():
+            is_name = isinstance(name, str) and name and name.isprintable()
+            if not is_name or isinstance(value, bool) or not isinstance(value, Real):
+                raise own.refused(f"{described(value)} for {name!r}")
+        try:
+            return {f"own/{name}": float(value) for name, value in found.items()}
+        except OverflowError as error:
+            raise own.failed(error) from error
+
+    return metrics

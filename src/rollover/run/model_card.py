@@ -1,4 +1,4 @@
-"""README.md of a model that a run has written: the model card, with the tags that a hub shows."""
+"""The model card (README.md) of a saved model, with tags for the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ NAME = "README.md"
 
 
 def write_model_card(folder: Path, config: Config, step: int, evaluation: Mapping[str, Any] | None) -> None:
-    """Write the card of the model in `folder`, trained up to `step`. evaluation: its row of eval.jsonl, if it has one.
+    """Write the card of the model in `folder`, trained up to `step`. `evaluation`: its row of eval.jsonl, if any.
 
-    `base_model` is given for a model of the hub alone: a folder of this machine says nothing to a reader elsewhere.
-    ValueError where the card cannot be written.
+    `base_model` is set for a model of the hub only: a local path means nothing elsewhere. ValueError where the card
+    cannot be written.
     """
     if not folder.is_dir() or config.backend.type == "tinker":
-        return  # there is no model: the service has it, or what an own backend wrote is no folder
+        return  # the service has the model, or a custom backend wrote no folder
     supervised = config.algorithm.supervised
     kinds = ["reinforcement-learning", config.algorithm.preset, config.algorithm.advantage]
     kinds = ["sft"] if supervised else list(dict.fromkeys(kinds))

@@ -1,11 +1,11 @@
-"""Where the groups of a step come from: `produce(step, version) -> groups`.
+"""Producers of a step's groups: `produce(step, version) -> groups`.
 
-    Generation         the driver's: tasks -> rollouts -> rewards, with all that rolls over
-    RecordedRollouts   run.train_on_recorded: what another run recorded, for debugging a trainer without an engine
-    OwnProducer        tasks.producer: the user's own class
-    SupervisedExamples algorithm.loss = "nll": examples (supervised.py), which no policy sampled
+    Generation         the driver: tasks -> rollouts -> rewards, resumable across steps
+    RecordedRollouts   run.train_on_recorded: the record of another run, for debugging a trainer without an engine
+    CustomProducer     tasks.producer: a class of the user
+    SupervisedExamples algorithm.loss = "nll": examples (supervised.py)
 
-All are behind the one loop, which trains what it is given. Owns what was produced last; never trains it.
+Each owns its position. Never trains.
 """
 
 from __future__ import annotations
@@ -43,35 +43,34 @@ if TYPE_CHECKING:
 
 
 class Producer(Protocol):
-    """Where the groups of a step come from. Without a state of its own, its groups follow from the step, or are in the
-    cache."""
+    """Producer of a step's groups. One without state derives them from the step, or takes them from the cache."""
 
     source: str
-    """What is used up when it returns []."""
+    """Name of what is used up when it returns []."""
     generates: bool
-    """Whether the run's own driver makes its groups: they come through the lifecycle, so that a journal can tell of
-    them and more of them can be generated while the trainer trains."""
+    """Whether the run's driver makes its groups: they pass the lifecycle, so the event log has them, and generation can
+    overlap with training."""
     uses_engine: bool
-    """Whether anyone generates with the run's engine, which then needs new weights."""
+    """Whether the run's engine generates, and so needs new weights."""
 
     async def produce(self, step: int, version: int) -> list[Group] | None:
-        """The groups that training step `step` (1, 2, ...) trains, at trainer version `version` (step - 1).
+        """Return the groups of training step `step` (1, 2, ...), at trainer version `version` (step - 1).
 
-        Whole, with rewards, in group-id order, no id twice in a run. [] when there is nothing (more) to train on; None
-        when the run is stopping. A resumed run goes on with the next step.
+        They are complete, have rewards, and are in the order of their ids, which are unique in a run. [] when no groups
+        are left; None when a stop is requested. A resumed run continues with the next step.
         """
         ...
 
     def metrics(self) -> dict[str, float]:
-        """What the row of a step tells of it."""
+        """Return metrics for the row of a step."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: what a checkpoint holds of it."""
+        """Return its JSON-able state for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`; {} is that of a checkpoint without one."""
+        """Restore `state`; {} for a checkpoint without one."""
 
 
 Collect = Callable[[int], Awaitable[list[Group] | None]]
@@ -85,19 +84,21 @@ def build_producer(
     collect: Collect,
     examples: Examples | None = None,
 ) -> Producer:
-    """The one that the configuration names, or of `examples`; without a name the run generates by `collect`. ValueError
-    where it cannot be used."""
+    """Build the producer that the configuration names; by default the run generates, by `collect`.
+
+    ValueError where it cannot be used.
+    """
     if examples is not None:
         return SupervisedExamples(config, examples)
     if config.run.train_on_recorded:
         return RecordedRollouts(local_path(config.run.train_on_recorded), loaded.vocab_size)
     if config.tasks.producer:
-        return OwnProducer(config, loaded.tokenizer, engine, stop, loaded.vocab_size)
+        return CustomProducer(config, loaded.tokenizer, engine, stop, loaded.vocab_size)
     return Generation(collect)
 
 
 class Generation(Producer):
-    """The driver's groups. `collect(version)` as `Driver.collect`."""
+    """Groups of the driver. `collect(version)`: see `Driver.collect`."""
 
     source, generates, uses_engine = "tasks", True, True
 
@@ -109,9 +110,9 @@ class Generation(Producer):
 
 
 class RecordedRollouts(Producer):
-    """The groups of one recorded step after the other; [] at the end. Steps that trained nothing are left out.
+    """The groups of each recorded step, in order; [] at the end. Steps without trained groups are left out.
 
-    `vocab_size`: every token id of the model is below it.
+    `vocab_size`: upper bound of token ids.
     """
 
     source, generates, uses_engine = "recorded rollouts", False, False
@@ -126,8 +127,7 @@ class RecordedRollouts(Producer):
         self._step = 0
 
     async def produce(self, step: int, version: int) -> list[Group] | None:
-        """Steps before `step` are passed over: a resumed run has trained them. ValueError for what no policy can have
-        sampled."""
+        """Return the groups of `step`; earlier steps are skipped. ValueError for invalid rollouts."""
         groups: list[Group] = []
         while self._step < step:
             groups = next(self._steps, [])
@@ -138,14 +138,13 @@ class RecordedRollouts(Producer):
         return groups
 
 
-class OwnProducer(Producer):
-    """The user's class, made by `Class(config, tokenizer, engine)`; its `produce(step, version)` may be `async def`.
+class CustomProducer(Producer):
+    """A user's class, made by `Class(config, tokenizer, engine)`; its `produce(step, version)` may be `async def`.
 
-    It may generate with the run's engine, which gets the new weights every train.publish_every steps, or bring groups
-    from elsewhere (`ready_group`). What it returns is checked: ValueError says what is wrong with it. [] or None: there
-    is no more.
-    When the run is stopped an `async def` is cancelled, and nothing that it has by then is trained: a resumed run asks
-    for that step again. `vocab_size`: every token id of the model is below it.
+    It may generate with the run's engine, whose weights are synced every train.publish_every steps, or take groups from
+    elsewhere (`ready_group`). The result is checked: ValueError for an invalid group. [] or None: no groups are left.
+    A stop cancels an `async def`, and discards its groups: a resumed run calls it again for that step. `vocab_size`:
+    upper bound of token ids.
     """
 
     source, generates, uses_engine = "groups of tasks.producer", False, True
@@ -205,7 +204,7 @@ class OwnProducer(Producer):
 
 
 def _why_not_sampled(group: Group, vocab_size: int) -> str | None:
-    """What to say after "group 3 " where no policy of this model can have sampled it; None where one can have."""
+    """Return why no policy of this model can have sampled the group, to follow "group 3 "; None if valid."""
     if (why := why_not_in_vocabulary(np.asarray(group.prompt.ids), vocab_size)) is not None:
         return f"cannot be trained: in its prompt, {why}"
     for rollout in group.rollouts:
@@ -224,11 +223,11 @@ def ready_group(
     segments: Sequence[Sequence[Segment]],
     rewards: Sequence[Reward],
 ) -> Group:
-    """A group to be trained, of one list of segments and one Reward a rollout. For producers of your own.
+    """Make a group to train, from one list of segments and one Reward per rollout. For custom producers.
 
     `group_id`: 0, 1, 2, ... over the run, restarts included (make it of the step). Each segment holds token ids, the
     log-probs that they were sampled with and the policy version that sampled them: the correction of off-policy tokens
-    needs both. ValueError where a rollout was interrupted: its answer is not whole.
+    needs both. ValueError where a rollout was interrupted.
     """
     if not segments or len(segments) != len(rewards):
         raise ValueError(f"{len(segments)} rollouts and {len(rewards)} rewards: a group has one reward a rollout")
@@ -244,7 +243,7 @@ def ready_group(
 
 @dataclass(frozen=True)
 class Played:
-    """A trajectory that a producer of your own brings: the contexts that one role had in one episode, in order.
+    """A trajectory of a custom producer: the contexts of one role in one episode, in order.
 
     `contexts`: (token ids of the prompt, segments) of each. `reward`: of the whole; its `turns`, and `advantages` if
     they are a list, have one entry for each turn (sampled run between environment segments) of all contexts.
@@ -256,10 +255,10 @@ class Played:
 
 
 def ready_episodes(group_id: int, task: Task, episodes: Sequence[Sequence[Played]]) -> Group:
-    """A group to be trained, of the trajectories of each episode. For producers of your own.
+    """Make a group to train, from the trajectories of each episode. For custom producers.
 
-    Like `ready_group`, for tasks that are solved by several roles, or in several contexts: each Rollout has a prompt of
-    its own. What is compared with what, [workflow] says. ValueError where a context has no prompt or no tokens, or was
+    Like `ready_group`, for episodes with several roles or contexts: each Rollout has its own prompt. [workflow] decides
+    which trajectories are compared. ValueError where a context has no prompt or no tokens, or was
     interrupted, or there are rewards for more or fewer turns than it has.
     """
     rollouts: list[Rollout] = []
@@ -296,7 +295,7 @@ def ready_episodes(group_id: int, task: Task, episodes: Sequence[Sequence[Played
 
 
 def _check_whole(segments: Sequence[Segment], what: str) -> None:
-    """ValueError unless these are the segments of a rollout that has stopped."""
+    """Raise ValueError unless these are the segments of a finished rollout."""
     if not sum(map(len, segments)):
         raise ValueError(f"{what} has no tokens")
     if segments[-1].stop_reason is StopReason.PAUSED:

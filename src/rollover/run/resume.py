@@ -1,37 +1,53 @@
-"""The way back: the newest checkpoint, what the journal tells after it, and where the run goes on. For `--resume`, and
-for a run whose backend was lost (restart.py).
+"""Resume a run (`--resume`, or after a lost backend): its newest checkpoint, then the journal since that.
 
-    load_snapshot ──▶ Replay: steps are trained again    ──▶ weights to the engine ──▶ files cut to there ──▶ the loop
-                  └─▶ RollBack: they are given up
+    load_snapshot ──▶ Replay: repeats the journal's steps   ──▶ sync weights ──▶ cut the run's files ──▶ the loop
+                  └─▶ RollBack: undoes them (their groups are READY again)
 
-Owns nothing beyond the restart. What is in a checkpoint is snapshot.py's business, and what a record of the journal
-does replay.py's.
+    journal records ──▶ Lifecycle.admit, run, append, score, take, drop ...    step ──▶ Replay trains the same groups
+
+A replay needs no engine and no rewards, and decides nothing. Owns nothing after the restart. checkpointing.py restores
+a checkpoint; event_log.py writes the records.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from rollover.checkpoint.journal import Part
+import numpy as np
+
+from rollover.checkpoint.journal import JournalFile, Record
 from rollover.config import resume as resume_rules
-from rollover.rollout.lifecycle import Lifecycle
+from rollover.rollout.lifecycle import EventKind, Lifecycle
 from rollover.run.checkpointing import Checkpointing
-from rollover.run.context import RunContext
-from rollover.run.event_log import ROLL_BACK, STEP, EventLog
-from rollover.run.metrics_row import Rows
-from rollover.run.replay import Replay, RollBack
+from rollover.run.event_log import PUBLISH, ROLL_BACK, ROW, STEP, TOKENS, EventLog, digest_of
+from rollover.run.metrics_row import StepMetrics
+from rollover.run.setup import Components, RunContext
 from rollover.run.tracking import Tracking
 from rollover.run.weight_sync import WeightSync
-from rollover.staleness import beyond_bound
+from rollover.staleness import beyond_bound, expired, rolled_back
 from rollover.track.tracker import Cut
 from rollover.trainer.batch import Batch
-from rollover.types import Group, RolloutState
+from rollover.types import (
+    DropReason,
+    Group,
+    Prompt,
+    Reward,
+    Rollout,
+    RolloutState,
+    SamplingParams,
+    Segment,
+    StopReason,
+    Task,
+)
 
 logger = logging.getLogger(__name__)
 
 
 class Resume:
-    """Takes one run to where its earlier process ended, or had to begin again. Its parts have not done anything yet."""
+    """Brings a new run, which has done nothing yet, to the state in which its earlier process ended."""
 
     def __init__(
         self,
@@ -39,31 +55,31 @@ class Resume:
         checkpointing: Checkpointing,
         event_log: EventLog,
         weight_sync: WeightSync,
-        rows: Rows,
+        step_metrics: StepMetrics,
         tracking: Tracking,
     ) -> None:
-        self.config, self.parts, self.directory = context.config, context.parts, context.directory
+        self.config, self.components, self.directory = context.config, context.components, context.directory
         self.checkpointing, self.event_log, self.weight_sync = checkpointing, event_log, weight_sync
-        self.rows, self.tracking = rows, tracking
+        self.step_metrics, self.tracking = step_metrics, tracking
         self.trackers = self.directory.trackers
-        # Of the newest step that was trained again: what its row is made of.
-        self._trained_again: tuple[list[Group], Batch, dict[str, float], int] | None = None
+        # (groups, batch, metrics, trainer version before it) of the newest step that was trained again.
+        self._retrained: tuple[list[Group], Batch, dict[str, float], int] | None = None
 
     @property
     def newest_groups(self) -> list[Group] | None:
-        """The groups of the newest step that was trained again; None where none was."""
-        return None if self._trained_again is None else self._trained_again[0]
+        """The groups of the newest step that was trained again, if any."""
+        return None if self._retrained is None else self._retrained[0]
 
     async def restore(self) -> None:
-        """Go on from the checkpoint that is to be resumed and its journal; without either the run begins again."""
-        directory, parts, event_log = self.directory, self.parts, self.event_log
+        """Restore the checkpoint and replay its journal; without either the run begins again."""
+        directory, components, event_log = self.directory, self.components, self.event_log
         if directory.fetched_from:
             logger.info(f"the files of this run come from {directory.fetched_from}")
         name, mark = directory.checkpoint_to_resume(), None
         if name is not None:
             self.trackers.on_phase(f"restoring {name}")
             mark = self.checkpointing.restore(name)
-        # A journal continues the newest checkpoint, or the start of the run. It says nothing of an older checkpoint.
+        # The journal continues the newest checkpoint, or the start of the run; it does not fit an older checkpoint.
         usable = event_log.generates and (name is None or (mark is not None and directory.is_newest(name)))
         files = event_log.journal.read(mark) if usable else []
         if name is None and not files:
@@ -72,49 +88,49 @@ class Resume:
             event_log.journal.discard()
             lost = f", and no journal tells of its {num_steps} steps, which are lost" if num_steps else ""
             logger.warning(f"the run ended before its first checkpoint{lost}: it begins again")
-            if parts.again and self.weight_sync.needed:  # the engine may have the weights of steps that are lost
+            if components.is_restart and self.weight_sync.needed:  # the engine may have the weights of lost steps
                 await self.weight_sync.sync()
             return
-        held = bool(parts.lifecycle.cache.groups or sum(file.num_records for file in files) > 1)
+        held = bool(components.lifecycle.cache.groups or sum(file.num_records for file in files) > 1)
         resume_rules.refuse(directory.changes, held=held)
-        parts.lifecycle.stream_ended &= not directory.tasks_changed  # there may be more of them now
+        components.lifecycle.stream_ended &= not directory.tasks_changed  # there may be more tasks now
         replay = self._replay(files, from_start=name is None)
-        version = parts.trainer.policy_version
+        version = components.trainer.policy_version
         if self.weight_sync.needed:
-            check_restored(parts.lifecycle, version, parts.engine.max_tokens)
+            check_restored(components.lifecycle, version, components.engine.max_tokens)
             await self.weight_sync.sync()
-            if replay.unpublished:
-                parts.trace.on_weight_sync(version)
-        if isinstance(replay, RollBack):  # before rows are cut: no later start, with whatever settings, trains them
+            if replay.sync_pending:
+                components.trace.on_weight_sync(version)
+        if isinstance(replay, RollBack):  # before rows are cut: no later start may repeat these steps
             event_log.roll_back(files[-1])
         self._cut_files(version, replay)
         if files and mark is not None:
-            event_log.journal.commit(mark)  # the process that wrote the checkpoint may have died before that
+            event_log.journal.commit(mark)  # the writer of the checkpoint may have died before its commit
         if len(files) == 1 and not replay.num_records and event_log.is_on:
-            event_log.journal.go_on(files[0])
+            event_log.journal.resume(files[0])
         if self.weight_sync.needed:
-            parts.driver.on_new_version(version)
+            components.driver.on_new_version(version)
         self._log(name, replay)
 
-    def _replay(self, files: list[Part], *, from_start: bool) -> Replay:
-        """What the journal tells happens again; steps are trained again, or rolled back. Nothing is generated."""
-        parts, dropped = self.parts, self.tracking.dropped
+    def _replay(self, files: list[JournalFile], *, from_start: bool) -> Replay:
+        """Replay the journal: its steps are trained again, or rolled back. Nothing is generated."""
+        components, dropped = self.components, self.tracking.dropped
         kinds = {kind for file in files for kind in file.kinds}
         otherwise = resume_rules.trains_otherwise(self.directory.changes, self.config, from_start=from_start)
-        next_task = parts.reuse.reroll.as_before
+        next_task = components.reuse.reroll.as_before
         if STEP in kinds and (otherwise or ROLL_BACK in kinds or self.config.checkpoint.lost_steps == "roll_back"):
-            replay = RollBack(parts, next_task, self._lose, dropped.clear)
+            replay = RollBack(components, next_task, self._lose, dropped.clear)
         else:
-            replay = Replay(parts, next_task, self._train_again, dropped.clear)
+            replay = Replay(components, next_task, self._train_again, dropped.clear)
         for file in files:
             self.trackers.on_phase(f"reading {file.path.name} of the journal")
             replay.read(file.records())
         replay.end()
         if isinstance(replay, RollBack):
             needs_weights = self.config.algorithm.proximal == "snapshot"
-            num = replay.give_up(self.config.staleness_bound, needs_weights=needs_weights)
-            held_again = replay.of_lost_steps & parts.lifecycle.cache.groups.keys()
-            parts.reuse.on_roll_back(replay.version, held_again)
+            num = replay.drop_stale(self.config.staleness_bound, needs_weights=needs_weights)
+            held_again = replay.of_lost_steps & components.lifecycle.cache.groups.keys()
+            components.reuse.on_roll_back(replay.version, held_again)
             why = f", since {', '.join(change.key for change in otherwise)} changed" if otherwise else ""
             logger.info(
                 f"{replay.num_steps} steps after the checkpoint are rolled back{why}: their groups are held again, but"
@@ -124,43 +140,43 @@ class Resume:
 
     def _train_again(self, groups: list[Group], version: int) -> None:
         self.trackers.on_phase(f"training step {version + 1} again")
-        self.rows.begin()
-        with self.rows.timed("train"):
-            reward_kl, batches = self.parts.trainer.reward_kl, self.parts.batches
+        self.step_metrics.begin()
+        with self.step_metrics.timed("train"):
+            reward_kl, batches = self.components.trainer.reward_kl, self.components.batches
             penalties = None if reward_kl is None else reward_kl.penalties(batches.sampled(groups, version))
             batch = batches.build(groups, version, penalties)
-            trained = self.parts.trainer.train_step(batch)
-        self.parts.reuse.after_step(groups, batch, version)
-        self.parts.lifecycle.clock.version = version + 1
-        self._trained_again = groups, batch, trained, version
+            trained = self.components.trainer.train_step(batch)
+        self.components.reuse.after_step(groups, batch, version)
+        self.components.lifecycle.clock.version = version + 1
+        self._retrained = groups, batch, trained, version
 
     def _lose(self, groups: list[Group], version: int) -> None:
-        self.parts.reuse.on_lost_step(groups, version)
+        self.components.reuse.on_lost_step(groups, version)
 
     def _cut_files(self, version: int, replay: Replay) -> None:
-        """Cut the run's files to what it goes on from; write the row of the last step, if the kill was before it."""
-        directory, lifecycle = self.directory, self.parts.lifecycle
-        row_is_missing = replay.untold and not directory.metrics.reaches(version)
-        if replay.untold and not row_is_missing:
-            replay.told()  # before `held`: what was dropped until then is recorded
+        """Cut the run's files to the restored state; write the row of the last step, if the kill was before it."""
+        directory, lifecycle = self.directory, self.components.lifecycle
+        row_is_missing = replay.row_pending and not directory.metrics.reaches(version)
+        if replay.row_pending and not row_is_missing:
+            replay.on_row_written()  # before `held`: groups dropped until then are recorded
         held = {*lifecycle.cache.groups, *(group.group_id for group, _ in self.tracking.dropped)}
-        told = version - row_is_missing
-        self.parts.trace.resumes_at = replay.trace_bytes
-        directory.truncate(Cut(told, held, lifecycle.cache.num_admitted or None))
-        self.rows.restore(directory.metrics.last_row if told else {}, next_is_missing=row_is_missing)
+        last_row = version - row_is_missing
+        self.components.trace.resumes_at = replay.trace_bytes
+        directory.truncate(Cut(last_row, held, lifecycle.cache.num_admitted or None))
+        self.step_metrics.restore(directory.metrics.last_row if last_row else {}, next_is_missing=row_is_missing)
         if row_is_missing:
-            assert self._trained_again is not None
-            groups, batch, trained, before = self._trained_again
-            trained = self.rows.own_metrics(groups) | trained
-            row = self.rows.of_step(groups, batch, trained, before, 0)
-            self.tracking.on_step(row, version, groups, batch, self.parts.trainer.token_stats)
+            assert self._retrained is not None
+            groups, batch, metrics, before = self._retrained
+            metrics = self.step_metrics.custom_metrics(groups) | metrics
+            row = self.step_metrics.row(groups, batch, metrics, before, 0)
+            self.tracking.on_step(row, version, groups, batch, self.components.trainer.token_stats)
 
     def _log(self, name: str | None, replay: Replay) -> None:
-        """Where the run goes on, and with which other settings."""
-        held = sum(len(g.rollouts) for g in self.parts.lifecycle.cache.groups.values())
-        of_journal = f" and {replay.num_records} records of its journal ({replay.num_steps} steps)"
+        """Log where the run resumes, and which settings changed."""
+        held = sum(len(g.rollouts) for g in self.components.lifecycle.cache.groups.values())
+        journal = f" and {replay.num_records} records of its journal ({replay.num_steps} steps)"
         logger.info(
-            f"resumed from {name or 'the start'}{of_journal if replay.num_records else ''}:"
+            f"resumed from {name or 'the start'}{journal if replay.num_records else ''}:"
             f" {held} rollouts in the cache go on where they were"
         )
         if changes := self.directory.changes:
@@ -168,9 +184,9 @@ class Resume:
 
 
 def check_restored(lifecycle: Lifecycle, version: int, max_tokens: int) -> None:
-    """ValueError where this config cannot go on with the rollouts that a snapshot brought back.
+    """Raise ValueError where this configuration cannot continue the restored rollouts.
 
-    `version`: the trainer's. `max_tokens`: the longest rollout, prompt included, that the engine takes.
+    `version`: the trainer's. `max_tokens`: the engine's limit for a rollout with its prompt.
     """
     config = lifecycle.config
     groups = lifecycle.cache.groups.values()
@@ -198,3 +214,311 @@ def check_restored(lifecycle: Lifecycle, version: int, max_tokens: int) -> None:
                     f" {rollout.rollout_id} was begun at {was:g}, and a rollout has one temperature."
                     f" Set rollout.temperature = {was:g}"
                 )
+
+
+Train = Callable[[list[Group], int], None]
+NextTask = Callable[[int], tuple[Task, Prompt] | None]
+
+
+class Replay:
+    """Applies the records of a journal to a run that is new, or restored from the checkpoint where the journal begins.
+
+    Rollouts get the tokens of running pieces when they are parked or finished, or their turn ends, as from an engine.
+
+    `next_task(attempt)`: the next task of that attempt and its prompt. `train(groups, version)` repeats the step at
+    trainer `version`; `on_row` is called when its row, and groups dropped before it, are known to be written.
+    `num_records`, `num_steps`: number of those read. `row_pending`: whether the row of the last step may be missing;
+    `sync_pending`: whether its weights may not have been synced. `trace_bytes`: size of the trace at the last row.
+    """
+
+    def __init__(self, components: Components, next_task: NextTask, train: Train, on_row: Callable[[], None]) -> None:
+        self.components, self.lifecycle = components, components.lifecycle
+        self.next_task, self.train, self.on_row = next_task, train, on_row
+        self.num_records = self.num_steps = 0
+        self.row_pending = self.sync_pending = False
+        self.trace_bytes = components.trace.resumes_at
+        self.taken: dict[int, Group] = {}
+        self.tokens = RunningTokens()
+        self._handlers: dict[str, Callable[[dict[str, Any], bytes], object]] = {
+            EventKind.ADMIT.value: self._admit,
+            EventKind.BEGIN.value: lambda meta, _: self.lifecycle.begin_acting(self._rollout(meta)),
+            EventKind.OPEN.value: lambda meta, data: _open(self.lifecycle, meta, data),
+            EventKind.RESTART.value: lambda meta, _: self.lifecycle.restart_episode(self._group(meta), meta["sibling"]),
+            EventKind.AGAIN.value: lambda meta, _: self.lifecycle.rerun_agent(self._rollout(meta)),
+            EventKind.CUT.value: lambda meta, _: self.lifecycle.truncate(self._rollout(meta), meta["num_tokens"]),
+            EventKind.KEEP.value: lambda meta, _: self.lifecycle.keep(
+                meta["group"], meta["sibling"], meta["name"], meta["value"]
+            ),
+            EventKind.START.value: self._run,
+            EventKind.RESUME.value: self._run,
+            TOKENS: self._tokens,
+            EventKind.PARK.value: self._stop,
+            EventKind.ACT.value: self._stop,
+            EventKind.ANSWER.value: self._stop,
+            EventKind.FINISH.value: self._stop,
+            EventKind.SCORE.value: self._score,
+            EventKind.READY.value: lambda meta, _: self.lifecycle.emit(EventKind.READY, self._group(meta)),
+            EventKind.DROP.value: self._drop,
+            EventKind.CONSUME.value: self._consume,
+            EventKind.GIVE_BACK.value: self._give_back,
+            STEP: self._step,
+            ROW: self._row,
+            PUBLISH: self._on_synced,
+            ROLL_BACK: lambda meta, data: None,  # see Resume._replay
+        }
+
+    def read(self, records: Iterable[Record]) -> None:
+        """Apply all records, in order. ValueError where they do not fit the tasks of this start."""
+        for meta, data in records:
+            self.lifecycle.clock.pause_at(meta["seconds"])
+            self._handlers[meta["kind"]](meta, data)
+            self.num_records += 1
+
+    def end(self) -> None:
+        """Give back groups of a step that was not trained, and park running rollouts. After the last record."""
+        self._return_taken()
+        for rollout in self.lifecycle.cache.running():
+            room = self.lifecycle.config.max_new_tokens - 1  # the journal has no stop reason of a full rollout yet
+            segments = self.tokens.take(rollout, min(self.tokens.num_tokens(rollout), room))
+            self._append(rollout, segments, StopReason.PAUSED)
+        self.lifecycle.check()
+        self.lifecycle.clock.resume()
+
+    # Rollouts
+
+    def _group(self, meta: dict[str, Any]) -> Group:
+        return self.lifecycle.cache.groups[meta["group"]]
+
+    def _rollout(self, meta: dict[str, Any]) -> Rollout:
+        return self.lifecycle.cache.rollout(meta["rollout"])
+
+    def _admit(self, meta: dict[str, Any], data: bytes) -> None:
+        self.components.prompts.on_step(meta["task_version"])
+        item = self.next_task(meta["attempt"])
+        wanted = f"{meta['task']} (attempt {meta['attempt']})"
+        found = "none" if item is None else f"{item[0].task_id} (attempt {item[0].attempt})"
+        if item is not None and found == wanted and meta.get("prompt") not in (None, digest_of(item[1])):
+            found = "it with another prompt"
+        if item is None or found != wanted:
+            raise ValueError(
+                f"--resume: the journal goes on with task {wanted}, and [tasks] now gives {found}. Set back what makes"
+                " them ([tasks], tasks.before_produce, the data, the model's chat template, [reroll]), or delete the"
+                " folder journal/ in run.dir to go on from the checkpoint alone"
+            )
+        group = self.lifecycle.admit(*item, meta["version"])
+        assert group.group_id == meta["group"]
+
+    def _run(self, meta: dict[str, Any], data: bytes) -> None:
+        self.lifecycle.run(self._rollout(meta), meta["version"])
+
+    def _tokens(self, meta: dict[str, Any], data: bytes) -> None:
+        self.tokens.add(meta["rollout"], self._pieces(meta, data), replace_earlier=meta["anew"])
+
+    def _pieces(self, meta: dict[str, Any], data: bytes) -> list[Segment]:
+        return list(_segments(meta["segments"], data))
+
+    def _stop(self, meta: dict[str, Any], data: bytes) -> None:
+        self._tokens(meta, data)
+        rollout = self._rollout(meta)
+        segments = self.tokens.take(rollout, meta["num_tokens"])
+        acts = meta["kind"] == EventKind.ACT.value
+        self._append(rollout, segments, StopReason(meta["stop_reason"] or StopReason.PAUSED), acts=acts)
+
+    def _append(
+        self, rollout: Rollout, segments: list[Segment], stop_reason: StopReason, *, acts: bool = False
+    ) -> None:
+        limit = self.lifecycle.config.max_new_tokens
+        num_tokens = rollout.num_tokens + sum(map(len, segments))
+        if num_tokens > limit or (num_tokens == limit and stop_reason is StopReason.PAUSED):
+            raise ValueError(
+                f"--resume with rollout.max_new_tokens = {limit}: in the journal rollout {rollout.rollout_id} has"
+                f" {num_tokens} tokens. Set it back to what the run had"
+            )
+        segments = segments or [Segment.nothing(SamplingParams(), rollout.num_tokens)]
+        self.lifecycle.append(rollout, [*segments[:-1], replace(segments[-1], stop_reason=stop_reason)], acts=acts)
+
+    # Groups and steps
+
+    def _score(self, meta: dict[str, Any], data: bytes) -> None:
+        rollout = self._rollout(meta)
+        self.lifecycle.cache.set_reward(rollout.rollout_id, Reward(**meta["reward"]))
+        self.lifecycle.scored(self.lifecycle.cache.groups[rollout.group_id], [rollout])
+
+    def _drop(self, meta: dict[str, Any], data: bytes) -> None:
+        self.lifecycle.drop(meta["group"], DropReason(meta["reason"]), meta["filter"])
+
+    def _consume(self, meta: dict[str, Any], data: bytes) -> None:
+        self.taken[meta["group"]] = self.lifecycle.take(meta["group"], meta["version"])
+
+    def _give_back(self, meta: dict[str, Any], data: bytes) -> None:
+        self.lifecycle.give_back([self.taken.pop(meta["group"])], meta["version"])
+
+    def _return_taken(self) -> None:
+        self.lifecycle.give_back(list(self.taken.values()), self.components.trainer.policy_version)
+        self.taken.clear()
+
+    def _step(self, meta: dict[str, Any], data: bytes) -> None:
+        groups = list(self.taken.values())
+        self.taken.clear()
+        self.train(groups, meta["version"])
+        self.num_steps += 1
+        self.row_pending = self.sync_pending = True
+
+    def _row(self, meta: dict[str, Any], data: bytes) -> None:
+        self.on_row_written(meta["trace_bytes"])
+        self.lifecycle.scheduler.on_new_version()
+
+    def _on_synced(self, meta: dict[str, Any], data: bytes) -> None:
+        self.sync_pending = False
+        self.components.trace.on_weight_sync(meta["version"])
+
+    def on_row_written(self, trace_bytes: int | None = None) -> None:
+        """Note that the row of the last step, and groups dropped before it, are written.
+
+        `trace_bytes`: the size of the trace at that time, if known.
+        """
+        self.row_pending = False
+        self.on_row()
+        self.components.lifetimes.step_metrics()
+        if trace_bytes is not None:
+            self.trace_bytes = trace_bytes
+            self.components.trace.drain()
+
+
+class RollBack(Replay):
+    """A replay that undoes the steps of the journal: the run continues with the weights of the checkpoint, version S.
+
+    `train(groups, version)` is called for each lost step, but does not train; its groups are READY again. A token
+    sampled under a lost version v > S gets the version 2 S - v: v is (v - S) lost updates away from S, so at trainer
+    version t there are (v - S) + (t - S) updates between the two policies. That is its staleness (docs/staleness.md).
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.version = self.components.trainer.policy_version
+        self.of_lost_versions: set[int] = set()  # ids of groups with tokens of lost versions
+        self.of_lost_steps: set[int] = set()  # ids of groups that lost steps had trained
+
+    def drop_stale(self, bound: int, *, needs_weights: bool) -> int:
+        """Drop groups that cannot be trained within the staleness bound; returns their number. After `end`.
+
+        `needs_weights`: also drop groups with tokens of lost versions, whose weights the trainer would need.
+        """
+        cache, config = self.lifecycle.cache, self.lifecycle.config
+        if not config.finish_first and bound == config.max_staleness:  # every step enforces the bound itself
+            doomed = set(expired(cache.groups.values(), self.version, bound, masks=config.masks))
+        else:
+            doomed = set(beyond_bound(cache.groups.values(), self.version, bound, config.groups_per_step))
+        if needs_weights:
+            doomed |= self.of_lost_versions & cache.groups.keys()
+        for group_id in sorted(doomed):
+            self.lifecycle.drop(group_id, DropReason.ROLLED_BACK)
+        return len(doomed)
+
+    def _pieces(self, meta: dict[str, Any], data: bytes) -> list[Segment]:
+        pieces = super()._pieces(meta, data)
+        if any(piece.policy_version > self.version for piece in pieces):
+            self.of_lost_versions.add(self._rollout(meta).group_id)
+        return [replace(p, policy_version=rolled_back(p.policy_version, self.version)) for p in pieces]
+
+    def _admit(self, meta: dict[str, Any], data: bytes) -> None:
+        super()._admit(meta | {"version": min(meta["version"], self.version)}, data)
+
+    def _run(self, meta: dict[str, Any], data: bytes) -> None:
+        super()._run(meta | {"version": min(meta["version"], self.version)}, data)
+
+    def _consume(self, meta: dict[str, Any], data: bytes) -> None:
+        self.taken[meta["group"]] = self._group(meta)
+
+    def _give_back(self, meta: dict[str, Any], data: bytes) -> None:
+        del self.taken[meta["group"]]
+
+    def _return_taken(self) -> None:
+        self.taken.clear()
+
+    def _step(self, meta: dict[str, Any], data: bytes) -> None:
+        self.of_lost_steps |= self.taken.keys()
+        super()._step(meta, data)
+        self.row_pending = self.sync_pending = False  # a lost step has no row and no weights
+
+    def _row(self, meta: dict[str, Any], data: bytes) -> None:
+        """Ignore the row of a lost step: it is cut off."""
+
+    def _on_synced(self, meta: dict[str, Any], data: bytes) -> None:
+        """Ignore the weights of a lost step."""
+
+
+class RunningTokens:
+    """Tokens of running rollouts since their start, as the journal has them: in pieces."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, list[Segment]] = {}
+
+    def add(self, rollout_id: str, pieces: Iterable[Segment], *, replace_earlier: bool) -> None:
+        """Add pieces. `replace_earlier`: the engine failed and generated the earlier ones again."""
+        if replace_earlier:
+            self._pieces.pop(rollout_id, None)
+        self._pieces.setdefault(rollout_id, []).extend(pieces)
+
+    def num_tokens(self, rollout: Rollout) -> int:
+        """Return the number of tokens of the rollout, with those not appended yet."""
+        return rollout.num_tokens + sum(map(len, self._pieces.get(rollout.rollout_id, ())))
+
+    def take(self, rollout: Rollout, num_tokens: int) -> list[Segment]:
+        """Return the segments to append, up to `num_tokens` of the rollout, and forget its pieces."""
+        left = num_tokens - rollout.num_tokens
+        joined: list[list[Segment]] = []
+        for piece in self._pieces.pop(rollout.rollout_id, ()):
+            piece = _prefix(piece, left)
+            left -= len(piece)
+            if not len(piece):
+                break
+            if joined and _same_origin(joined[-1][-1], piece):
+                joined[-1].append(piece)
+            else:
+                joined.append([piece])
+        return [_joined(pieces) for pieces in joined]
+
+
+def _prefix(segment: Segment, num: int) -> Segment:
+    if num >= len(segment):
+        return segment
+    return replace(segment, token_ids=segment.token_ids[:num], logprobs=segment.logprobs[:num])
+
+
+def _same_origin(a: Segment, b: Segment) -> bool:
+    return (a.policy_version, a.sampling, a.trainable) == (b.policy_version, b.sampling, b.trainable)
+
+
+def _joined(pieces: Sequence[Segment]) -> Segment:
+    """Join consecutive pieces of one origin."""
+    ids, logprobs = (np.concatenate([getattr(p, name) for p in pieces]) for name in ("token_ids", "logprobs"))
+    media = tuple(media for piece in pieces for media in piece.media)
+    return replace(pieces[-1], token_ids=ids, logprobs=logprobs, start=pieces[0].start, media=media)
+
+
+def _open(lifecycle: Lifecycle, meta: dict[str, Any], data: bytes) -> None:
+    """Open the rollout of an agent's call, whose prompt is in `data`."""
+    rollout = Rollout(
+        meta["group"],
+        meta["sibling"],
+        lifecycle.cache.groups[meta["group"]].task,
+        prompt=Prompt.of(np.frombuffer(data, "<i4").tolist(), meta.get("media", ())),
+        role=meta["role"],
+        trajectory=meta["trajectory"],
+        context=meta["context"],
+        turn_key=meta.get("key"),  # absent in journals of older versions
+    )
+    lifecycle.open(rollout)
+
+
+def _segments(fields: Sequence[Mapping[str, Any]], data: bytes) -> Iterator[Segment]:
+    """Decode the segments of a record that EventLog wrote."""
+    num = sum(field["num_tokens"] for field in fields)
+    ids = np.frombuffer(data, "<i4", num).astype(np.int32)
+    logprobs = np.frombuffer(data, "<f4", num, offset=4 * num).astype(np.float32)
+    at = 0
+    for field in fields:
+        end = at + field["num_tokens"]
+        yield Segment.from_json(field, ids[at:end], logprobs[at:end])
+        at = end

@@ -1,7 +1,7 @@
-"""A run's directory: configuration, metrics, evaluations, events, and whether the run is active.
+"""Reads the directory of a run, live or ended: configuration, metrics, evaluations, events, and its state.
 
-Owns which file says what (docs/running.md), and what of an older or a killed run's files is put up with: half a line at
-an end, a file that is not there yet. Reads when it is asked, only what is new where it can, and writes nothing.
+Owns which file has which content (docs/running.md). Tolerates the files of older and of killed runs: a truncated last
+line, a missing file. Reads on demand, only new rows where it can, and writes nothing.
 """
 
 from __future__ import annotations
@@ -9,14 +9,105 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
-from rollover.files import did_you_mean_path, local_path, read_regular, read_tables, short_path
+from rollover.files import (
+    MOST_ROW_BYTES,
+    did_you_mean_path,
+    lines_of,
+    local_path,
+    open_regular,
+    read_regular,
+    read_tables,
+    short_path,
+)
+from rollover.functions import is_number
 from rollover.run.lock import holder_of
-from rollover.run.tail import Tail
-from rollover.track.jsonl import check_evaluation
+from rollover.track.jsonl import check_evaluation, parse_row
 from rollover.track.trace import TRACE, TraceEvent, trace_events
+
+_NUMBERS = {int, float, type(None)}
+
+
+class GrowingRows(ABC):
+    """Rows with a key "step" of a JSONL file that grows, and that a resumed run cuts back or replaces.
+
+    Each look parses only new lines; a truncated last line is ignored. `numbers`: each value of a row is a number or
+    None. `patience`: limit in seconds of a look, which reads at least one row; `share`: how much of the file was read.
+    """
+
+    def __init__(self, path: Path, *, numbers: bool = False) -> None:
+        self.path, self.numbers = path, numbers
+        self.patience, self.share = float("inf"), 1.0
+        self._end, self._last = 0, b""  # the offset up to which it is parsed, and the line that ends there
+
+    def look(self) -> None:
+        """Read new rows, until `patience` is over. A missing file has no rows. ValueError for an invalid line."""
+        until, self.share = time.monotonic() + self.patience, 1.0
+        try:
+            with open_regular(self.path) as file:
+                file.seek(self._end - len(self._last))
+                if file.read(len(self._last)) != self._last:  # cut back meanwhile, and perhaps extended
+                    self._start_over()
+                    file.seek(0)
+                for line in lines_of(file, self.path, MOST_ROW_BYTES):
+                    if not line.endswith(b"\n"):
+                        break
+                    self._add(self._checked(parse_row(self.path, line)))
+                    self._end, self._last = self._end + len(line), line
+                    if time.monotonic() >= until:
+                        self.share = self._end / max(self._end, os.fstat(file.fileno()).st_size)
+                        break
+        except FileNotFoundError:
+            self._start_over()
+
+    def _start_over(self) -> None:
+        self._end, self._last = 0, b""
+        self._clear()
+
+    def _checked(self, row: dict[str, Any]) -> dict[str, Any]:
+        if not is_number(row.get("step")):
+            raise ValueError(f"{self.path} has a row without a number of its step: restore the file")
+        if self.numbers and not {type(value) for value in row.values()} <= _NUMBERS:
+            wrong = next(key for key, value in row.items() if type(value) not in _NUMBERS)
+            raise ValueError(f"{self.path} has a row whose {wrong!r} is no number: restore the file")
+        return row
+
+    @abstractmethod
+    def _clear(self) -> None:
+        """Remove all rows."""
+
+    @abstractmethod
+    def _add(self, row: dict[str, Any]) -> None:
+        """Add a row, which replaces rows of its step and of later ones."""
+
+
+class Tail(GrowingRows):
+    """All rows of a growing file, one for each step: the newest."""
+
+    def __init__(self, path: Path, *, numbers: bool = False) -> None:
+        super().__init__(path, numbers=numbers)
+        self._rows: list[dict[str, Any]] = []
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows in the order of their steps. ValueError for an invalid line."""
+        self.look()
+        return [dict(row) for row in self._rows]
+
+    def _clear(self) -> None:
+        self._rows = []
+
+    def _add(self, row: dict[str, Any]) -> None:
+        while self._rows and self._rows[-1]["step"] >= row["step"]:
+            self._rows.pop()
+        # The names are the same in every row: one copy of each.
+        self._rows.append({sys.intern(key): value for key, value in row.items()})
+
 
 CONFIG, METRICS, EVALUATIONS, FINISHED, ROLLOUTS, EVALUATED, RESUME = (
     "config.resolved.json",
@@ -32,7 +123,7 @@ State = Literal["running", "finished", "stopped"]
 
 
 class RunFiles:
-    """The run in `directory`. `recorded`: the folder of its rollouts. ValueError where there is no run."""
+    """The files of the run in `directory`. `recorded`: the folder of its rollouts. ValueError where there is no run."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = local_path(directory)
@@ -42,7 +133,7 @@ class RunFiles:
         self._evaluations = Tail(self.directory / EVALUATIONS)
 
     def check(self) -> None:
-        """ValueError where the directory is not, or no longer, that of a run."""
+        """Raise ValueError where the directory is not, or no longer, that of a run."""
         if not any((self.directory / name).is_file() for name in (CONFIG, METRICS, TRACE)):
             if not self.directory.is_dir():
                 what = "is a file" if self.directory.exists() else f"is not there{did_you_mean_path(self.directory)}"
@@ -52,12 +143,12 @@ class RunFiles:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Every value that the run uses, as in config.resolved.json. {} before the run has begun."""
+        """The configuration of the run, as in config.resolved.json. {} before the run has begun."""
         path = self.directory / CONFIG
         return read_tables(path) if path.is_file() else {}
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The value of a key such as "train.num_steps"; `default` where the run (an older one, say) has none."""
+        """Return the value of a key such as "train.num_steps"; `default` where an older run lacks it."""
         table, _, name = key.partition(".")
         return self.config.get(table, {}).get(name, default)
 
@@ -67,19 +158,21 @@ class RunFiles:
         return self.value("run.name") or self.directory.name
 
     def metrics(self) -> list[dict[str, Any]]:
-        """One dict a training step (docs/metrics.md), each step once."""
+        """Return the metrics of each training step (docs/metrics.md)."""
         return self._metrics.rows()
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """One dict an evaluation: step, mean, ci, pass@k, sources, samples."""
+        """Return the row of each evaluation: step, mean, ci, pass@k, sources, samples."""
         rows = self._evaluations.rows()
         for row in rows:
             check_evaluation(self._evaluations.path, row)
         return rows
 
     def events(self) -> Iterator[TraceEvent]:
-        """What happened to every rollout, and when (docs/trace.md), one after the other; nothing where track.trace is
-        off. ValueError names a line that is damaged."""
+        """Iterate over the events of all rollouts (docs/trace.md); there are none where track.trace is off.
+
+        ValueError names a damaged line.
+        """
         path = self.directory / TRACE
         return trace_events(path) if path.is_file() else iter(())
 
@@ -90,12 +183,12 @@ class RunFiles:
 
     @property
     def ended_early(self) -> str:
-        """Why a finished run has fewer steps than it was to make; "" if it has not."""
+        """Why a finished run has fewer steps than train.num_steps; "" if it has not."""
         if not self.finished:
             return ""
         try:
             end = json.loads(read_regular(self.directory / FINISHED, _MOST_BYTES))
-        except (ValueError, RecursionError):  # of an older version
+        except (ValueError, RecursionError):  # written by an older version
             return ""
         if not isinstance(end, dict):
             return ""
@@ -103,22 +196,22 @@ class RunFiles:
 
     @property
     def resume(self) -> tuple[str, str]:
-        """What to type to go on with the run, and in which folder ("": any), as it said itself when it began."""
+        """(the command that resumes the run, its folder; "": any), as in resume.json."""
         unknown = f"rollover train FILE.toml --run.dir {shlex.quote(str(self.directory))} --resume", ""
         try:
-            told = json.loads(read_regular(self.directory / RESUME, _MOST_BYTES))
-            return str(told["command"]), str(told["folder"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # of an older version, or somebody else's
+            resume = json.loads(read_regular(self.directory / RESUME, _MOST_BYTES))
+            return str(resume["command"]), str(resume["folder"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # written by an older version, or damaged
             return unknown
 
     @property
     def holder(self) -> str:
-        """The process that makes the run at this moment, in words; "" where none does."""
+        """Description of the process that has the run open; "" where none has."""
         return holder_of(self.directory)
 
     @property
     def state(self) -> State:
-        """ "stopped": no process makes it, and it has steps left (it was stopped, killed, or failed)."""
+        """ "stopped": no process has it open, and it has steps left (it was stopped, killed, or failed)."""
         if self.holder:
             return "running"
         return "finished" if self.finished else "stopped"

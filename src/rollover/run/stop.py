@@ -1,7 +1,7 @@
-"""The first Ctrl-C (or SIGTERM) stops a run in order, the second at once.
+"""Stops a run: the first Ctrl-C (or SIGTERM) in order, the second at once.
 
-Owns who gets the two signals in this process. Never parks or saves anything: the loop does, when it finds that it
-was asked to stop.
+Owns the handlers of the two signals in this process. Never parks or saves anything: the loop does, when it sees that a
+stop is requested.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Handler = Callable[[int, FrameType | None], Any]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# What each open block of `signals_to` found: by signal, who had it before. The oldest block comes first.
+# For each open block of `signals_to`, the oldest first: the handlers before it, by signal.
 _found: list[dict[signal.Signals, Any]] = []
 
 
@@ -42,22 +42,22 @@ class Stop:
         The signals come to `on_signal`, for which `take_signals` or `signals_to` is called.
         """
         self._loop, self._on_stop = asyncio.get_running_loop(), on_stop
-        if self.requested:  # before the run had a loop
+        if self.requested:  # before there was a loop
             self._stop()
 
     def unlisten(self) -> None:
-        """What was to be called has ended."""
+        """Call `on_stop` no more."""
         self._on_stop = None
 
     def request(self) -> None:
-        """Do what the first signal does, from any thread."""
+        """Request a stop, from any thread."""
         if self.requested:
             return
         self.requested = True
         line = "stopping: parking rollouts and writing a checkpoint (again: stop at once)"
         try:
             logger.info(line)
-        except RuntimeError:  # a line is being printed right now, as to a reader that is slow
+        except RuntimeError:  # the signal came while a line is being printed
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(logger.info, line)
         if self._loop is not None and not self._loop.is_closed():
@@ -66,7 +66,7 @@ class Stop:
     def on_signal(self, number: int, frame: object) -> None:
         """The handler of both signals, in the main thread: the first requests a stop, the second interrupts."""
         if self._loop is not None and self._loop.is_closed():
-            return  # the run has ended, and so does the process: there is nothing to stop
+            return  # the run has ended
         if self.requested:
             raise KeyboardInterrupt
         self.request()
@@ -77,8 +77,10 @@ class Stop:
             self._on_stop()
 
     async def unless_requested(self, work: Coroutine[Any, Any, Result], grace_s: float) -> Result | None:
-        """What `work` returns. A stop cancels it: then None, and neither what it has by then nor its error is used. One
-        that does not end within `grace_s` then is left alone."""
+        """Return the result of `work`. A stop cancels it: then None, and its error is ignored.
+
+        Work that does not end within `grace_s` of the stop is abandoned.
+        """
         task, signalled = asyncio.ensure_future(work), asyncio.ensure_future(self._event.wait())
         try:
             await asyncio.wait([task, signalled], return_when=asyncio.FIRST_COMPLETED)
@@ -92,8 +94,10 @@ class Stop:
             signalled.cancel()
 
     async def within(self, work: Coroutine[Any, Any, object], grace_s: float) -> bool:
-        """Wait for `work`, and raise its error. Once a stop is requested it has `grace_s` more; then it is cancelled,
-        and left alone where it goes on for as long again. Returns whether it came to its end."""
+        """Wait for `work`, and raise its error. Returns whether it has finished.
+
+        After a stop it has `grace_s`; then it is cancelled, and abandoned where it continues for as long again.
+        """
         task, signalled = asyncio.ensure_future(work), asyncio.ensure_future(self._event.wait())
         try:
             await asyncio.wait([task, signalled], return_when=asyncio.FIRST_COMPLETED)
@@ -110,8 +114,8 @@ class Stop:
 
 
 def take_signals(handler: Handler) -> None:
-    """From now on the two signals go to `handler`. Elsewhere than in the main thread, which alone gets signals, it does
-    nothing: a run there is stopped by `Stop.request`."""
+    """Send the two signals to `handler`. Does nothing outside the main thread, which alone gets signals: a run there is
+    stopped by `Stop.request`."""
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
             signal.signal(number, handler)
@@ -119,9 +123,9 @@ def take_signals(handler: Handler) -> None:
 
 @contextmanager
 def signals_to(handler: Handler) -> Iterator[None]:
-    """As `take_signals`, within the block. Afterwards the signals are as they were before it.
+    """Send the two signals to `handler` within the block, and restore the handlers after it.
 
-    Blocks may end in any order, as sessions do: the signals then go to the newest one that is still open.
+    Blocks may end in any order, as sessions do: the newest open block gets the signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -134,9 +138,9 @@ def signals_to(handler: Handler) -> Iterator[None]:
     finally:
         at = next(i for i, other in enumerate(_found) if other is found)
         del _found[at]
-        if at < len(_found):  # the block that came next found `handler`, and gives back what this one found
+        if at < len(_found):  # the next block has saved `handler`: it must restore this one's handlers
             _found[at].update(found)
         else:
             for number, before in found.items():
-                if before is not None:  # one that was not set from Python cannot be set again from it
+                if before is not None:  # a handler that was not set from Python cannot be restored
                     signal.signal(number, before)

@@ -1,10 +1,10 @@
-"""Supervised training (`rollover sft`): the examples of a run, as the groups of its steps, and their held-out loss.
+"""Supervised training (`rollover sft`): examples as the groups of steps, and their held-out loss.
 
     sft.path      rows of a dataset (tasks/examples.py)          ──┐
     sft.rollouts  recorded rollouts of a run that pass a filter  ──┴─▶ Examples ──▶ SupervisedExamples.produce
 
-An example is a Group of one Rollout, as if the present policy had written it. Owns which examples there are, their
-order, and which are held out. The loss is algorithm.loss = "nll" (trainer/objective.py).
+An example is a Group of one Rollout, as if the current policy had sampled it. Owns the selection and order of examples,
+and which are held out. The loss is algorithm.loss = "nll" (trainer/objective.py).
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _ENDED = (StopReason.EOS, StopReason.STOP_STRING, StopReason.ENV_DONE)
 
 @dataclass(frozen=True)
 class Examples:
-    """The examples of a run: those that are trained, and the `held_out` ones. `skipped`: how many were too long."""
+    """The examples of a run: to train, and `held_out`. `skipped`: number of those that are too long."""
 
     trained: Sequence[Example]
     held_out: Sequence[Example]
     skipped: int = 0
 
     def fingerprint(self) -> str:
-        """A text that changes with the examples that are trained, their tokens and their order."""
+        """Return a text that identifies the trained examples, their tokens and their order."""
         digest = hashlib.blake2b(digest_size=8)
         for example in self.trained:
             digest.update(example.token_ids().astype(np.int64).tobytes())
@@ -116,10 +116,10 @@ def load_examples(config: Config, loaded: LoadedModel) -> Examples:
 
 
 class SupervisedExamples:
-    """The Producer of a supervised run: examples in an order that is shuffled by run.seed and pass.
+    """The Producer of a supervised run: examples, shuffled for each epoch by run.seed.
 
-    A pass that ends within a batch is followed by the next one. Its state is how many examples were given: a run that
-    is killed goes on with the next one. [] after sft.epochs passes.
+    An epoch that ends within a batch is followed by the next one. Its state is the number of examples so far. [] after
+    sft.epochs.
     """
 
     source, generates, uses_engine = "examples", False, False
@@ -151,7 +151,7 @@ class SupervisedExamples:
         return {"given": self.given, "examples": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """ValueError where the state is that of other examples."""
+        """Raise ValueError where the state is that of other examples."""
         was = state.get("examples", self._fingerprint)
         if was != self._fingerprint:
             raise ValueError(
@@ -162,7 +162,7 @@ class SupervisedExamples:
         self.given = state.get("given", 0)
 
     def _example(self, index: int) -> Example:
-        """Number `index` over all passes."""
+        """Return example `index`, counted over all epochs."""
         epoch, place = divmod(index, len(self.examples.trained))
         if self._order[0] != epoch:
             numbers = list(range(len(self.examples.trained)))
@@ -180,7 +180,7 @@ class HeldOutLoss:
         self._samples = batches.sampled(groups, 0)
 
     def after_step(self, step: int, backend: TrainerBackend) -> dict[str, float]:
-        """eval/sft_loss (nats a token) of the weights after `step`, where it is due."""
+        """Return eval/sft_loss (nats per token) of the weights after `step`, if due."""
         every, last = self.config.sft.eval_every_steps, self.config.train.num_steps
         if not self._samples or not (step == last or (every and step % every == 0)):
             return {}
@@ -190,10 +190,7 @@ class HeldOutLoss:
 
 
 def as_group(example: Example, group_id: int, version: int) -> Group:
-    """Return the example as a group to be trained at trainer `version`.
-
-    No policy sampled it: its log-probs are 0, and unused.
-    """
+    """Return the example as a group to train at trainer `version`. Its log-probs are 0, and unused."""
     segments = [
         Segment(
             part.token_ids,
@@ -213,15 +210,15 @@ def as_group(example: Example, group_id: int, version: int) -> Group:
 
 
 def _key(example: Example) -> int:
-    """Equal for examples of one problem: of one text and the same images."""
+    """Return a key of the example's problem: its text and images."""
     return key_of(problem_text(example.task))
 
 
 class _Reading:
     """Filter and counter of examples.
 
-    `most`: tokens of the longest example; `vocab_size`: every token id is below it. `never`: ids that no answer may
-    hold, as they stand for images.
+    `most`: limit of tokens; `vocab_size`: upper bound of token ids. `never`: ids that no answer may have (placeholders
+    of images).
     """
 
     def __init__(self, most: int, vocab_size: int, never: Sequence[int] = ()) -> None:
@@ -229,7 +226,7 @@ class _Reading:
         self.num, self.skipped = 0, 0
 
     def short_enough(self, examples: Iterator[Example]) -> list[Example]:
-        """ValueError for token ids that are none of the model's."""
+        """Return the examples within the limit. ValueError for invalid token ids."""
         kept: list[Example] = []
         for example in examples:
             self.num += 1
@@ -258,7 +255,7 @@ class _Reading:
 
 
 def _recorded(config: Config) -> Iterator[Example]:
-    """The recorded rollouts of sft.rollouts that are examples, those of one task together, the best first."""
+    """Return the recorded rollouts of sft.rollouts that pass the filter, by task, the best first."""
     sft = config.sft
     folder = _records_of(local_path(sft.rollouts))
     left_out = Counter[str]()
@@ -288,7 +285,7 @@ def _recorded(config: Config) -> Iterator[Example]:
 
 
 def _records_of(folder: Path) -> Path:
-    """The folder rollouts/ of a run, or itself where it is one."""
+    """Return the folder rollouts/ of a run, or `folder` itself where it is one."""
     inner = folder / "rollouts" if (folder / "rollouts").is_dir() else folder
     if not step_files(inner):
         near = "" if folder.is_dir() else did_you_mean_path(folder)
@@ -302,7 +299,7 @@ def _reward_of(rollout: Rollout) -> float:
 
 
 def _as_example(rollout: Rollout) -> Example:
-    """Return its tokens as they were sampled, up to the last sampled one: nothing is trained after it."""
+    """Return an example of the rollout's tokens, up to the last sampled one."""
     parts = [
         TokenSpan(np.concatenate([segment.token_ids for segment in run]).astype(np.int32), trained)
         for trained, run in ((t, list(of)) for t, of in groupby(rollout.segments, key=lambda s: s.trainable))

@@ -1,10 +1,10 @@
-"""What the run tells its trackers (track/tracker.py): each step, once it has been checked, and all groups that left.
+"""Reports steps and finished groups to the trackers (track/tracker.py).
 
     Lifecycle ──▶ on_event ──dropped──┐
     the loop ──▶ on_step ──trained────┴──▶ RecordedGroup, row ──▶ trackers
 
-Owns the last check, a step that breaks a promise (the ledger, the bound of staleness) ends the run before it is told;
-and the dropped groups that are not told yet. Never decides what leaves.
+Owns the check of each step (ledger, staleness bound), which ends the run before the step is reported, and the dropped
+groups that are not reported yet.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from rollover.config import Config
 from rollover.envs.chat import Decode, answer_decoder
 from rollover.files import atomic_write_text
 from rollover.rollout.lifecycle import Event, EventKind
-from rollover.run.context import RunContext
-from rollover.run.parts import Parts
+from rollover.run.setup import Components, RunContext
 from rollover.track.live import Progress
 from rollover.track.token_stats import TokenStats
 from rollover.track.tracker import RecordedCredit, RecordedGroup, Tracker
@@ -35,9 +34,9 @@ TOKENIZER = "tokenizer.json"
 
 
 class Tracking:
-    """Tells `tracker`; of groups only if that wants them. `decode(token ids)` gives an answer's text. `by_rewards`:
-    whether a sample is trained with the advantages that its batch has, and not with those of a critic or a teacher
-    alone. `check(row)` raises for a step that breaks a promise."""
+    """Reports to `tracker`; groups only if it wants them. `decode(token ids)` returns a text. `by_rewards`: whether the
+    batch's advantages of a sample are used, and not only those of a critic or a teacher. `check(row)` raises for a step
+    that breaks an invariant."""
 
     def __init__(
         self,
@@ -52,31 +51,33 @@ class Tracking:
 
     @classmethod
     def of_run(cls, context: RunContext, *, recorded: bool) -> Tracking:
-        """`recorded`: the run's groups are from the record of another run, so no bound of staleness holds."""
-        config, parts = context.config, context.parts
+        """Make the Tracking of a run. `recorded`: its groups are from another run, so no staleness bound applies."""
+        config, components = context.config, context.components
 
         def by_rewards(sample: Sample) -> bool:
             return not (config.algorithm.advantage_traits.over_tokens or config.distill.replaces_for(sample.role))
 
         def check(row: Mapping[str, float]) -> None:
-            parts.lifecycle.check()
+            components.lifecycle.check()
             bound = config.staleness_bound
             assert recorded or row["staleness/max"] <= bound, f"staleness {row['staleness/max']} is above {bound}"
             assert row.get("staleness/replayed_max", 0) <= config.replay.max_staleness, "replayed above its bound"
 
-        decode = answer_decoder(parts.loaded.tokenizer, config.rollout.keep_special_tokens)
+        decode = answer_decoder(components.loaded.tokenizer, config.rollout.keep_special_tokens)
         return cls(context.directory.trackers, decode, by_rewards, check)
 
     def on_event(self, event: Event) -> None:
-        """A listener of Lifecycle."""
+        """Note a dropped group."""
         if event.kind is EventKind.DROP and event.reason is not None and self.wanted:
             self.dropped.append((event.group, event.reason))
 
     def on_step(
         self, row: dict[str, float], version: int, groups: list[Group], batch: Batch, tokens: Mapping[str, TokenStats]
     ) -> None:
-        """The step that led to trainer `version` trained `batch` of `groups`; `row` is its row of metrics.jsonl.
-        `tokens`: by rollout, what it made of its tokens."""
+        """Report the step that led to trainer `version` and trained `batch` of `groups`. `row`: of metrics.jsonl.
+
+        `tokens`: statistics of the tokens of each rollout.
+        """
         self.check(row)
         self.on_groups(version, groups, batch, tokens)
         self.tracker.on_step(row)
@@ -88,7 +89,7 @@ class Tracking:
         batch: Batch | None,
         tokens: Mapping[str, TokenStats] = MappingProxyType({}),
     ) -> None:
-        """The groups of the step that led to trainer `version`, if any, and all that was dropped until now."""
+        """Report the groups of the step that led to trainer `version`, and the groups dropped until now."""
         if not self.wanted:
             return
         samples = () if batch is None else [s for s in batch.samples if s.mask.any() and self.by_rewards(s)]
@@ -98,7 +99,7 @@ class Tracking:
         records += [self._recorded(group, {}, reason, {}, {}) for group, reason in self.dropped]
         if records:
             self.tracker.on_groups(version, records)
-        self.dropped.clear()  # not before: a write that fails is tried again with the checkpoint at the end of a run
+        self.dropped.clear()  # after the write: one that fails is retried with the checkpoint at the end of a run
 
     def _recorded(
         self,
@@ -121,7 +122,7 @@ class Tracking:
 
 
 def _credits(batch: Batch) -> dict[str, RecordedCredit]:
-    """Of each rollout of the batch, by its id."""
+    """Return the credit of each rollout of the batch, by its id."""
     found: dict[str, RecordedCredit] = {}
     for number, compared in ((k, c) for several in batch.credited.compared.values() for k, c in enumerate(several)):
         for trajectory in compared.trajectories:
@@ -146,7 +147,7 @@ def _credits(batch: Batch) -> dict[str, RecordedCredit]:
 
 
 def _credits_of_greedy(batch: Batch, groups: Sequence[Group]) -> dict[str, RecordedCredit]:
-    """Of the greedy rollouts of its groups: the rewards that their siblings are compared with."""
+    """Return the credit of greedy rollouts, whose rewards are the baseline of their siblings."""
     found: dict[str, RecordedCredit] = {}
     for trajectory in greedy_of([group for group in groups if group.group_id in batch.credited.compared]):
         reward = batch.credited.shaped.apply(trajectory).reward
@@ -157,18 +158,17 @@ def _credits_of_greedy(batch: Batch, groups: Sequence[Group]) -> dict[str, Recor
 
 
 def write_tokenizer(tokenizer: Any, directory: Path) -> None:
-    """tokenizer.json beside the records, by which the text of each of their tokens is known wherever they are read; not
-    of a tokenizer without one."""
+    """Write tokenizer.json beside the records, to decode their tokens elsewhere. Slow tokenizers have none."""
     core, path = getattr(tokenizer, "backend_tokenizer", None), directory / TOKENIZER
     if core is not None and not path.exists():
         atomic_write_text(path, core.to_str())
 
 
-def step_progress(config: Config, parts: Parts) -> Callable[[], Progress]:
-    """How far the step is that is being made. It may be asked from any thread: it looks, and waits for nothing."""
+def step_progress(config: Config, components: Components) -> Callable[[], Progress]:
+    """Return a function that returns the progress of the current step, callable from any thread."""
 
-    # Not the parts, and not the trainer: with them a backend that is lost would be held.
-    lifecycle, trainer = parts.lifecycle, weakref.ref(parts.trainer)
+    # No reference to the components or the trainer: it would keep a lost backend alive.
+    lifecycle, trainer = components.lifecycle, weakref.ref(components.trainer)
 
     def progress() -> Progress:
         ready = sum(group.ready for group in list(lifecycle.cache.groups.values()))

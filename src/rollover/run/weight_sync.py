@@ -1,10 +1,10 @@
-"""Weight sync: brings new weights from the trainer to the engine, and reports that they are live.
+"""Weight sync: loads new weights of the trainer into the engine, and logs it.
 
     step trained ──▶ due? ──▶ (drain) ──▶ publish ──▶ engine.load_weights ──▶ trace, event log, the user's hook
 
-With cluster.colocate the engine sleeps from a step's last rollout until these weights wake it.
+With cluster.colocate the engine sleeps from the last rollout of a step until this sync.
 
-Never drops or admits anything: `Driver.on_new_version` does, after each step, whether weights were synced or not.
+Never drops or admits rollouts: `Driver.on_new_version` does, after each step, with or without a sync.
 """
 
 from __future__ import annotations
@@ -14,67 +14,67 @@ from typing import cast
 
 from rollover.engine.protocol import Sleeper
 from rollover.run import blocked_warning
-from rollover.run.context import RunContext
 from rollover.run.event_log import EventLog
-from rollover.run.metrics_row import Rows
+from rollover.run.metrics_row import StepMetrics
+from rollover.run.setup import RunContext
 
 
 class WeightSync:
-    """Syncs the weights of one run. `needed`: whether anyone generates with the engine, but for evaluations."""
+    """Syncs the weights of one run. `needed`: whether the engine generates for training, not only for evaluations."""
 
-    def __init__(self, context: RunContext, rows: Rows, event_log: EventLog, *, needed: bool) -> None:
-        self.config, self.parts, self.hooks = context.config, context.parts, context.hooks
-        self.rows, self.event_log, self.needed = rows, event_log, needed
+    def __init__(self, context: RunContext, step_metrics: StepMetrics, event_log: EventLog, *, needed: bool) -> None:
+        self.config, self.components, self.hooks = context.config, context.components, context.hooks
+        self.step_metrics, self.event_log, self.needed = step_metrics, event_log, needed
         self._in_engine: int | None = None  # version of the weights of the last sync
 
     async def sync_if_due(self) -> int:
-        """Sync after every train.publish_every steps. Returns the bytes that were sent, 0 if none were."""
-        parts, version = self.parts, self.parts.trainer.policy_version
+        """Sync after every train.publish_every steps. Returns the number of bytes sent."""
+        components, version = self.components, self.components.trainer.policy_version
         if not self.needed or version % self.config.train.publish_every:
             await self.wake()
             return 0
-        if self.rows.overlaps and self.config.rollout.interrupt == "never":
-            await parts.driver.drain()  # a wait for generation, which the driver counts as such
-        with self.rows.timed("weights"):
+        if self.step_metrics.overlaps and self.config.rollout.interrupt == "never":
+            await components.driver.drain()  # the driver counts this wait as generation
+        with self.step_metrics.timed("weights"):
             num_bytes = await self.sync()
-        parts.trace.on_weight_sync(version)
+        components.trace.on_weight_sync(version)
         self.event_log.on_weight_sync(version)
         await self.hooks.call("on_publish", version)
         return num_bytes
 
     async def sync(self) -> int:
-        """From now on the engine samples under the trainer's present weights. Returns their bytes."""
-        version, limit_s = self.parts.trainer.policy_version, self.config.watchdog.weights_timeout_s
+        """Load the trainer's current weights into the engine. Returns their bytes."""
+        version, limit_s = self.components.trainer.policy_version, self.config.watchdog.weights_timeout_s
         what, state = f"the weights of policy version {version}", "being handed to the engine, begun"
         with blocked_warning.over_work(what, state, limit_s):
-            weights = await self.parts.trainer.backend.publish()
-            load = await self.parts.engine.load_weights(version, weights)
+            weights = await self.components.trainer.backend.publish()
+            load = await self.components.engine.load_weights(version, weights)
         self._in_engine = version
         return load.num_bytes
 
     async def before_evaluation(self) -> None:
-        """Sync the present weights, if the engine has them for evaluations alone."""
-        if not self.needed and self._in_engine != self.parts.trainer.policy_version:
+        """Sync the current weights, if only evaluations use the engine."""
+        if not self.needed and self._in_engine != self.components.trainer.policy_version:
             await self.sync()
 
-    # Of servers that have the trainer's GPUs in turns
+    # Servers that share the trainer's GPUs
 
     async def sleep(self) -> None:
-        """Free the GPUs for the trainer, if it shares them with servers. Nothing is in flight."""
+        """Free the GPUs for the trainer, if it shares them with servers. No rollout may be in flight."""
         if (sleeper := self._sleeper()) is not None:
-            with self.rows.timed("sleep"), self._watched("falling asleep"):
+            with self.step_metrics.timed("sleep"), self._watched("falling asleep"):
                 await sleeper.sleep()
 
     async def wake(self) -> None:
-        """Wake the servers, if they sleep, with the weights that they had."""
+        """Wake the servers, if they sleep, with their old weights."""
         if (sleeper := self._sleeper()) is not None:
-            with self.rows.timed("sleep"), self._watched("waking up"):
+            with self.step_metrics.timed("sleep"), self._watched("waking up"):
                 await sleeper.wake()
 
     def _sleeper(self) -> Sleeper | None:
         if not (self.needed and self.config.cluster.colocate):
             return None
-        return cast(Sleeper, self.parts.engine)  # a rule of [cluster] refuses other engines
+        return cast(Sleeper, self.components.engine)  # a rule of [cluster] rejects other engines
 
     def _watched(self, doing: str) -> AbstractContextManager[object]:
         return blocked_warning.over_work("the servers", doing, self.config.watchdog.weights_timeout_s)

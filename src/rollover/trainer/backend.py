@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from rollover.checkpoint.content import FolderWriter
+from rollover.checkpoint.storage import FolderWriter
 from rollover.config import AlgorithmConfig, Config
 from rollover.engine.protocol import Engine, ExtendRequest
 from rollover.models.load import LoadedModel

@@ -146,7 +146,7 @@ class Trainer:
 
     The backend holds everything that a checkpoint needs, except the coefficient of `reward_kl`. Between two steps this
     object holds only what `accumulate` was given, `token_stats` and `trained`. `team`: the CPU threads that the backend
-    computes with, shared with the engine (run/overlap.py).
+    computes with, shared with the engine (run/pipeline.py).
     """
 
     def __init__(self, backend: TrainerBackend, config: Config, team: Team) -> None:

@@ -60,7 +60,7 @@ def test_what_is_appended_is_read_back(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
-def test_a_file_that_nobody_will_find_is_said_and_the_next_checkpoint_begins_another(folder: Path, how: str) -> None:
+def test_removed_file_is_reported_and_replaced_later(folder: Path, how: str) -> None:
     journal = open_journal(folder)
     journal.begin(None)
     journal.append(*record(0))
@@ -92,7 +92,7 @@ def test_an_empty_file_is_said(folder: Path) -> None:
     assert len(SAID) == 2 and all(f"{only_file(folder)} is empty: what happened after" in line for line in SAID)
 
 
-def test_a_checkpoint_begins_a_new_file_and_its_commit_deletes_the_old_one(folder: Path) -> None:
+def test_commit_deletes_files_before_the_checkpoint(folder: Path) -> None:
     journal = open_journal(folder)
     start = journal.begin(None)
     journal.append(*record(0))
@@ -109,7 +109,7 @@ def test_a_checkpoint_begins_a_new_file_and_its_commit_deletes_the_old_one(folde
     assert told(folder, start) == [] and "000001.journal is missing" in SAID[-1]
 
 
-def test_a_torn_last_record_is_cut_said_and_counted_wherever_it_is_torn(folder: Path) -> None:
+def test_torn_last_record_is_cut_reported_and_counted(folder: Path) -> None:
     written(folder, 3)
     path = only_file(folder)
     whole = path.read_bytes()
@@ -132,7 +132,7 @@ def test_a_torn_last_record_is_cut_said_and_counted_wherever_it_is_torn(folder: 
     check(whole + b"\0" * 100, 3)
 
 
-def test_a_flipped_byte_is_named_and_nothing_after_it_is_trusted(folder: Path) -> None:
+def test_flipped_byte_ends_trust_and_is_reported(folder: Path) -> None:
     written(folder, 6)
     path = only_file(folder)
     whole = path.read_bytes()
@@ -154,7 +154,7 @@ def test_writing_goes_on_after_what_is_trusted(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
     journal = open_journal(folder)
     (part,) = journal.read(mark)
-    journal.go_on(part)
+    journal.resume(part)
     journal.append(*record(7))
     journal.close()
     assert len(SAID) == 1 and told(folder, mark) == [record(0), record(7)] and len(SAID) == 1, (
@@ -162,7 +162,7 @@ def test_writing_goes_on_after_what_is_trusted(folder: Path) -> None:
     )
 
 
-def test_a_journal_of_another_run_or_without_its_beginning_is_not_used(folder: Path, tmp_path: Path) -> None:
+def test_foreign_or_headless_journal_is_not_used(folder: Path, tmp_path: Path) -> None:
     mark = written(folder)
     assert told(folder, Mark("another", 1)) == [] and "belongs to another run" in SAID[-1]
     only_file(folder).rename(folder / "000002.journal")
@@ -243,9 +243,7 @@ def test_a_disk_that_fails_to_sync_ends_the_journal(folder: Path, monkeypatch: p
     assert journal.failed and "Input/output error" in SAID[0]
 
 
-def test_an_error_of_the_disk_is_noticed_though_nothing_was_appended_since(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_error_is_noticed_without_an_append(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk tells it once: the next sync would succeed, and what the failed one should have brought is gone."""
     journal = open_journal(folder)
     journal.begin(None)
@@ -272,7 +270,7 @@ def test_an_error_of_the_disk_is_noticed_though_nothing_was_appended_since(
     journal.close()
 
 
-def test_files_that_cannot_be_deleted_are_said_and_do_no_harm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undeletable_files_are_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: Path, missing_ok: bool = False) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -292,16 +290,14 @@ def test_files_that_cannot_be_deleted_are_said_and_do_no_harm(folder: Path, monk
     assert [path.name for path in folder.iterdir()] == ["000003.journal"] and len(SAID) == 1
 
 
-def test_a_file_that_cannot_be_read_is_no_reason_to_go_on_without_it(folder: Path) -> None:
+def test_unreadable_file_is_an_error(folder: Path) -> None:
     (folder / "000001.journal").mkdir(parents=True)
     (folder / "000001.journal" / "something").touch()
     with pytest.raises(ValueError, match=r"000001.journal cannot be read \(Is a directory\): mend that, or delete"):
         told(folder)
 
 
-def test_what_cannot_be_said_does_not_keep_the_journal_from_being_cut(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_report_does_not_prevent_the_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The output may be on the same full disk."""
 
     def fail(line: str) -> None:

@@ -67,7 +67,7 @@ def test_what_grows_is_fetched_as_it_was_and_in_few_parts(store: CheckpointStore
     assert SAID == []
 
 
-def test_whole_files_are_copied_again_when_they_change_and_others_never(store: CheckpointStore, tmp_path: Path) -> None:
+def test_only_changed_whole_files_are_copied_again(store: CheckpointStore, tmp_path: Path) -> None:
     run = tmp_path / "run"
     write(run, "config.resolved.json", b"{}")
     write(run, "model/model.safetensors", b"weights")
@@ -111,7 +111,7 @@ def test_a_copy_counts_when_it_is_whole_and_then_alone(
     assert not [name for name in objects(store) if not name.startswith("000002/")]
 
 
-def test_a_process_that_never_ran_leaves_the_copy_of_another_alone(store: CheckpointStore, tmp_path: Path) -> None:
+def test_process_without_a_run_keeps_earlier_copy(store: CheckpointStore, tmp_path: Path) -> None:
     """Refused when it was resumed, say, since its files are older than those of the machine that went on."""
     write(tmp_path / "newer", "metrics.jsonl", b"newer")
     mirror(store, tmp_path / "newer").copy()
@@ -135,7 +135,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, part: str) -> list[str]:
     return refused
 
 
-def test_a_store_that_fails_is_said_once_counted_and_tried_again(
+def test_failing_store_is_reported_once_counted_and_retried(
     store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
@@ -267,7 +267,7 @@ for start in ("nothing", "a copy"):
 '''
 
 
-def test_a_machine_that_is_lost_between_any_two_changes_of_the_store(tmp_path: Path) -> None:
+def test_machine_lost_between_any_two_store_changes(tmp_path: Path) -> None:
     """What a new one finds is never less than before, fits together, and goes on."""
     output = output_of(LOST_AT_EVERY_PLACE, tmp_path)
     first, second = (line.split() for line in output.splitlines())

@@ -15,13 +15,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.checkpoint.store import (
-    CheckpointStore,
-    CheckpointWriteError,
-    CorruptCheckpointError,
-    checkpoint_name,
-    checkpoint_step,
-)
+from rollover.checkpoint.storage import checkpoint_name, checkpoint_step
+from rollover.checkpoint.store import CheckpointStore, CheckpointWriteError, CorruptCheckpointError
 
 FILES = {"trainer.safetensors": b"weights" * 100, "cache/segments.bin": bytes(range(256)), "empty": b""}
 
@@ -36,9 +31,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 @pytest.mark.parametrize("dir", ["of/a/run/", "../here/of/a/run", "missing/../of/a/run"])
-def test_a_relative_place_is_one_in_the_directory_of_the_start(
-    dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_path_begins_in_start_folder(dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     opened = CheckpointStore(dir, keep=2)
@@ -58,19 +51,19 @@ def test_keeps_the_newest_by_step(store: CheckpointStore) -> None:
 @pytest.mark.parametrize("place", ["store", "remote"])
 def test_one_is_kept_beside_the_newest_until_another_is(place: str, request: pytest.FixtureRequest) -> None:
     store: CheckpointStore = request.getfixturevalue(place)
-    store.keep_also("step-000010")  # before it is there
+    store.protect("step-000010")  # before it is there
     for step in (10, 20, 30, 40):
         store.write(checkpoint_name(step), {"a": str(step).encode()})
     assert store.list() == ["step-000010", "step-000030", "step-000040"]
     assert contents(store, "step-000010") == {"a": b"10"}
-    store.keep_also("step-000030")
+    store.protect("step-000030")
     assert store.list() == ["step-000030", "step-000040"], "one of the newest: the former goes at once"
     for step in (50, 60):
         store.write(checkpoint_name(step), FILES)
     assert store.list() == ["step-000030", "step-000050", "step-000060"]
 
 
-def test_a_write_after_resuming_from_an_earlier_one_does_not_delete_itself(tmp_path: Path) -> None:
+def test_write_after_resuming_an_earlier_one_is_kept(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path), keep=3)
     for step in (10, 20, 30):
         store.write(checkpoint_name(step), FILES)
@@ -94,7 +87,7 @@ def dead_pid() -> int:
     return process.pid
 
 
-def test_leftovers_are_removed_whoever_lives_under_the_id_of_their_writer(store: CheckpointStore) -> None:
+def test_leftovers_are_removed_despite_reused_pid(store: CheckpointStore) -> None:
     """One process writes at a time, so they are of a dead one, whose id another may have by now."""
     for pid in (dead_pid(), os.getpid(), os.getppid()):
         os.makedirs(f"{store.dir}/.tmp-step-000001-{pid}/x")
@@ -102,7 +95,7 @@ def test_leftovers_are_removed_whoever_lives_under_the_id_of_their_writer(store:
     assert os.listdir(store.dir) == ["step-000002"]
 
 
-def test_what_was_set_aside_can_be_discarded_though_its_writers_id_is_in_use(store: CheckpointStore) -> None:
+def test_old_entry_is_discarded_despite_reused_pid(store: CheckpointStore) -> None:
     for step in (10, 20):
         store.write(checkpoint_name(step), FILES)
     os.rename(f"{store.dir}/step-000020", f"{store.dir}/.old-step-000020-{os.getppid()}")
@@ -188,7 +181,7 @@ def test_a_manifest_cannot_point_outside(store: CheckpointStore) -> None:
 
 
 def test_a_newer_format_is_refused(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollover.checkpoint.content.FORMAT_VERSION", 2)
+    monkeypatch.setattr("rollover.checkpoint.storage.FORMAT_VERSION", 2)
     store.write("step-000010", FILES)
     monkeypatch.undo()
     with pytest.raises(ValueError, match="has format 2"):
@@ -304,9 +297,7 @@ def test_remote_errors_that_are_no_os_errors(
 
 
 @pytest.mark.parametrize("method", ["info", "ls", "cat_file", "get_file"])
-def test_a_remote_store_that_does_not_answer_is_not_taken_for_an_empty_one(
-    remote: CheckpointStore, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_silent_remote_store_is_an_error(remote: CheckpointStore, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     remote.write("step-000010", FILES)
     monkeypatch.setattr(MemoryFileSystem, method, unavailable)
     with pytest.raises(ValueError, match=r"^checkpoint.dir = 'memory://.*' cannot be read: Unavailable: 503: try ag"):
@@ -314,7 +305,7 @@ def test_a_remote_store_that_does_not_answer_is_not_taken_for_an_empty_one(
 
 
 @pytest.mark.parametrize("method", ["rm", "rm_file"])
-def test_an_earlier_remote_checkpoint_that_cannot_be_deleted_does_not_cost_the_newest(
+def test_undeletable_remote_checkpoint_does_not_fail_the_write(
     remote: CheckpointStore, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     for step in (10, 20):
@@ -350,7 +341,7 @@ def test_unusable_url_names_the_field(url: str) -> None:
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "COMMITTED"])
-def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(store: CheckpointStore, file: str) -> None:
+def test_pipe_in_place_of_a_file_is_refused(store: CheckpointStore, file: str) -> None:
     store.write("step-000010", FILES)
     (place,) = Path(store.dir).glob(f"step-000010/{file}")
     place.unlink()

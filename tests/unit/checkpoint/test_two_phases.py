@@ -60,7 +60,7 @@ def folder_of(files: dict[str, bytes]) -> Callable[[str], None]:
     return write
 
 
-def test_what_others_write_into_a_folder_is_in_the_checkpoint_too(store: CheckpointStore) -> None:
+def test_files_of_other_processes_are_in_the_checkpoint(store: CheckpointStore) -> None:
     slices = {"a": b"first", "deep/er/b": b"second", "deep/c": b""}
     store.write("step-000020", NEW, [("left-", folder_of(slices)), ("right/", folder_of({"a": b"third"}))])
     added = {f"left-{file}": content for file, content in slices.items()} | {"right/a": b"third"}
@@ -93,7 +93,7 @@ def test_failing_part_takes_back_what_was_added(
     assert not [file for file in files if "step-000020" in file], "what was added lies there still"
 
 
-def test_files_of_a_remote_store_lie_on_their_way_where_all_machines_see_them(tmp_path: Path) -> None:
+def test_remote_store_stages_files_in_shared_folder(tmp_path: Path) -> None:
     shared, seen = tmp_path / "seen" / "by all", []
 
     def write(folder: str) -> None:

@@ -12,7 +12,7 @@ import rollover
 from rollover.config import Config, ConfigError
 from rollover.config.load import load_config
 from rollover.config.recipes import recipe
-from rollover.run.eval_parts import EvalParts
+from rollover.run.setup import EvalComponents
 
 SERVERS = {"kind": "remote", "num_servers": 2, "server": "vllm", "weights_dir": "/w"}
 
@@ -79,7 +79,7 @@ def test_what_is_planned_only_is_refused_and_leaves_nothing_behind(
 def test_an_evaluation_is_on_this_machine() -> None:
     config = Config.model_validate({"cluster": {"type": "ray"}})
     with pytest.raises(ConfigError, match="evaluate and sample on this machine"):
-        asyncio.run(EvalParts.build(config, None))
+        asyncio.run(EvalComponents.build(config, None))
 
 
 # [plan] where it does not say

@@ -13,7 +13,7 @@ import tiny
 from heard import hear
 from rollover.config import Config
 from rollover.models import kernels
-from rollover.run.parts import Parts
+from rollover.run.setup import Components
 
 PROGRAM = """
 import ctypes, os, shutil, sys, warnings
@@ -74,9 +74,9 @@ def test_a_run_says_that_there_are_none(tmp_path: Path, monkeypatch: pytest.Monk
             "run": {"threads": 1},
         }
     )
-    parts = asyncio.run(Parts.build(config))
+    components = asyncio.run(Components.build(config))
     assert said == [reason]
-    assert parts.engine.stats()["engine/kernels"] == 0.0
+    assert components.engine.stats()["engine/kernels"] == 0.0
     monkeypatch.undo()
     tiny.compiled_kernels()
-    assert asyncio.run(Parts.build(config)).engine.stats()["engine/kernels"] == 1.0 and said == [reason]
+    assert asyncio.run(Components.build(config)).engine.stats()["engine/kernels"] == 1.0 and said == [reason]

@@ -65,7 +65,7 @@ def scored(group_id: int, *scores: float | None) -> Group:
     ],
     ids=["one rollout each", "one reward each", "one and two", "one of two"],
 )
-def test_a_group_without_two_rewards_has_no_variance_that_could_be_zero(groups: list[Group], share: float) -> None:
+def test_group_without_two_rewards_has_no_zero_variance(groups: list[Group], share: float) -> None:
     assert reward_metrics(groups)["groups/zero_variance"] == pytest.approx(share, nan_ok=True)
     assert not [w for step in range(1, 20) for w in Health().look({"step": step, **reward_metrics(groups)})]
 

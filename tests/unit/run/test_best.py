@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollover.config import EvalConfig
-from rollover.run.best import best_of, check_metric, figure_of, why_enough
+from rollover.run.best import best_of, check_metric, early_stop_reason, metric_value
 
 ROW: dict[str, Any] = {
     "step": 4,
@@ -22,11 +22,11 @@ def rows(*means: float | None) -> list[dict[str, Any]]:
     return [{"step": 2 * i, "mean": mean} for i, mean in enumerate(means)]
 
 
-def test_a_figure_is_found_at_its_place_though_names_have_slashes() -> None:
-    assert figure_of(ROW, "mean") == 0.5 and figure_of(ROW, "pass@4") == 0.75
-    assert figure_of(ROW, "sources/math/500/pass@1") == 0.0
-    assert figure_of(ROW, "settings/greedy/data_sources/openai/gsm8k/maj@8") == 0.6
-    assert figure_of(ROW, "settings/greedy/pass@1") is None and figure_of(ROW, "sources") is None
+def test_metric_value_finds_names_with_slashes() -> None:
+    assert metric_value(ROW, "mean") == 0.5 and metric_value(ROW, "pass@4") == 0.75
+    assert metric_value(ROW, "sources/math/500/pass@1") == 0.0
+    assert metric_value(ROW, "settings/greedy/data_sources/openai/gsm8k/maj@8") == 0.6
+    assert metric_value(ROW, "settings/greedy/pass@1") is None and metric_value(ROW, "sources") is None
     check_metric(ROW, "settings/greedy/mean")
     with pytest.raises(ValueError, match='settings/greedy/mean.*Did you mean "sources/math/500/mean"'):
         check_metric(ROW, "sources/math500/mean")
@@ -52,6 +52,6 @@ def test_the_best_is_the_first_with_the_largest_figure() -> None:
 )
 def test_enough_is_patience_evaluations_in_a_row(means: tuple[float | None, ...], margin: float, enough: bool) -> None:
     config = EvalConfig(num_tasks=4, every_steps=2, patience=2, min_improvement=margin)
-    why = why_enough(rows(*means), config)
+    why = early_stop_reason(rows(*means), config)
     assert bool(why) == enough and (not enough or "2 evaluations in a row" in why)
-    assert not why_enough(rows(*means), EvalConfig(num_tasks=4))
+    assert not early_stop_reason(rows(*means), EvalConfig(num_tasks=4))

@@ -49,7 +49,7 @@ def test_warns_in_time_and_at_doubling_times(clock: virtual_time.ThreadClock) ->
     assert len(heard) == 4 and clock.num_alive == 0
 
 
-def test_is_silent_when_nothing_takes_long_and_when_it_is_off(clock: virtual_time.ThreadClock) -> None:
+def test_no_warning_when_fast_or_off(clock: virtual_time.ThreadClock) -> None:
     heard = hear(Heard())
     with warning_module.over(text, 5):
         clock.let_pass(1)
@@ -76,7 +76,7 @@ def test_a_sign_of_life_starts_the_time_anew(clock: virtual_time.ThreadClock) ->
     assert heard == lines(5, 10, 5)
 
 
-def test_an_event_loop_that_waits_is_no_reason_one_that_stands_still_is(clock: virtual_time.ThreadClock) -> None:
+def test_blocked_loop_warns_and_idle_loop_does_not(clock: virtual_time.ThreadClock) -> None:
     heard = hear(Heard())
 
     async def go() -> None:

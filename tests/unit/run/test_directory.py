@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollover.checkpoint.journal import Journal
-from rollover.checkpoint.store import checkpoint_name
+from rollover.checkpoint.storage import checkpoint_name
 from rollover.config import Config
 from rollover.config.table import UNSETTLED
 from rollover.run import directory as directory_module
@@ -94,9 +94,7 @@ def test_checkpoints_may_lie_in_the_run_directory_itself(tmp_path: Path) -> None
     opened(tmp_path, checkpoint={"dir": str(tmp_path / "link")}).close()
 
 
-def test_starts_in_the_same_second_have_directories_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_starts_in_the_same_second_have_two_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda *args: "20260101-000000")
     paths = [RunDirectory(Config(), resume=False)]
@@ -107,7 +105,7 @@ def test_starts_in_the_same_second_have_directories_of_their_own(
     assert [d.store.local_folder for d in paths] == [d.path / "checkpoints" for d in paths]
 
 
-def test_later_checkpoints_go_before_the_rows_of_their_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_checkpoints_are_deleted_before_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in between, the run can still be resumed."""
     with_steps(tmp_path, 1, 3)
     directory = opened(tmp_path, resume=True)
@@ -170,7 +168,7 @@ def test_a_torn_line_after_the_checkpoint_is_cut_off_unread(tmp_path: Path, torn
     assert steps_of(directory) == [1, 2]
 
 
-def test_a_torn_line_before_the_checkpoint_is_not_passed_over(tmp_path: Path) -> None:
+def test_torn_line_before_the_checkpoint_is_an_error(tmp_path: Path) -> None:
     metrics = with_steps(tmp_path, 2, steps=1).metrics
     with open(metrics.path, "ab") as file:
         file.write(b'{"st\n' + json.dumps(row(2)).encode() + b"\n")
@@ -210,9 +208,7 @@ def test_settings_that_are_gone_are_compared_with_nothing(tmp_path: Path, tables
     assert (tmp_path / "run" / "config.resolved.json").exists()
 
 
-def test_a_kill_while_other_settings_are_written_leaves_the_former(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kill_during_write_of_settings_keeps_former_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_steps(tmp_path, 3)
     again = opened(tmp_path, resume=True, train={"num_steps": 9})
     plain = directory_module.atomic_write_text
@@ -237,14 +233,14 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     for content in (b'{"step"', b"[]", b"\xff{}", b'{"step": "3"}', b'{"step": 3, "used_up": 1}'):
         (tmp_path / "run" / name).write_bytes(content)
         with pytest.raises(ValueError, match=rf"^--resume: .*run/{name} is damaged .*: restore the file, or delete it"):
-            opened(tmp_path, resume=True).why_finished()
+            opened(tmp_path, resume=True).finished_notice()
 
 
-def test_a_finished_run_is_known_and_goes_on_when_more_is_asked_for(tmp_path: Path) -> None:
+def test_finished_run_resumes_only_for_more_steps(tmp_path: Path) -> None:
     def why(steps: int, **tables: dict) -> str | None:
         directory = opened(tmp_path, resume=True, train={"num_steps": steps}, **tables)
         directory.close()
-        return directory.why_finished()
+        return directory.finished_notice()
 
     directory = with_steps(tmp_path, 2, 3)
     assert why(3) is None, "it may have ended before its last evaluation, or before its model was written"
@@ -272,7 +268,7 @@ def test_a_folder_where_a_file_of_the_run_belongs_is_named(tmp_path: Path, name:
         opened(tmp_path, resume)
 
 
-def test_files_of_remote_checkpoints_are_on_their_way_where_ranks_see_them(tmp_path: Path) -> None:
+def test_remote_checkpoints_are_staged_where_ranks_see_them(tmp_path: Path) -> None:
     """In the run's folder, from which what a killed process left is removed."""
     remote, seen = f"memory://directory-{uuid.uuid4().hex}", []
 

@@ -18,7 +18,7 @@ from rollover.envs.build import SingleTurn
 from rollover.envs.protocol import RunEnvironment, StateLost, written
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rewards.scorer import make_scorer
-from rollover.run.evaluate import Answers, EvalTasks, answers_of, summarised
+from rollover.run.evaluate import EvalAnswers, EvalTasks, answer_tasks, summarize
 from rollover.track.answers import Answer
 from rollover.types import Prompt, Reward, Rollout, Segment, Task
 
@@ -60,7 +60,7 @@ def answers(
 
     async def go() -> list[Answer]:
         try:
-            found = await answers_of(TASKS, engine, environment, TOKENIZER, config, frozenset())
+            found = await answer_tasks(TASKS, engine, environment, TOKENIZER, config, frozenset())
             return found.answers
         finally:
             for _ in range(5):
@@ -76,7 +76,7 @@ def test_a_failure_is_tried_again() -> None:
     assert 1 <= len(said) <= 2 and "the engine failed at rollout eval-1-0 (ConnectionError: connection" in said[0]
 
 
-def test_an_engine_that_fails_again_and_again_is_named_and_nothing_is_left_running() -> None:
+def test_repeated_engine_failure_ends_evaluation_cleanly() -> None:
     with pytest.raises(ValueError, match="failed 3 times in a row at rollout eval-1-0 .*connection refused"):
         answers(Failing(99), [])
 
@@ -100,7 +100,7 @@ class HangingBeside(Failing):
         super().release(rollout_ids)
 
 
-def test_an_evaluation_that_fails_waits_for_nothing_and_leaves_nothing_in_the_engine() -> None:
+def test_failed_evaluation_releases_rollouts_at_once() -> None:
     off = CONFIG.watchdog.model_copy(update={"rollout_timeout_s": 0, "reward_timeout_s": 0})
     engine = HangingBeside()
     with pytest.raises(ValueError, match="failed 3 times in a row at rollout eval-1-0"):
@@ -129,7 +129,7 @@ class SlowScore(Twice):
         return await super().score(rollouts)
 
 
-def test_the_first_stall_of_a_rollout_or_a_scoring_ends_the_evaluation() -> None:
+def test_first_stall_ends_the_evaluation() -> None:
     patient = CONFIG.watchdog.model_copy(update={"rollout_timeout_s": 5, "max_failures": 1000})
     with pytest.raises(ValueError, match="watchdog: .*rollout eval-2-0 .*: the evaluation is given up"):
         answers(HangingBeside(), [], config=CONFIG.model_copy(update={"watchdog": patient}))
@@ -183,7 +183,7 @@ class Loses(Twice):
         return await super().next(rollout)
 
 
-def test_what_an_environment_has_lost_begins_again_as_often_as_it_may() -> None:
+def test_lost_environment_is_restarted_up_to_its_limit() -> None:
     said: list[str] = []
     expected = answers(FakeEngine(lambda seed: 5), [], Twice())
     found = answers(FakeEngine(lambda seed: 5), said, Loses(1))
@@ -203,7 +203,7 @@ class Hanging(Twice):
         return await super().next(rollout)
 
 
-def test_where_the_environment_works_for_too_long_an_answer_has_no_score() -> None:
+def test_environment_timeout_leaves_answer_without_score() -> None:
     said: list[str] = []
     found = answers(FakeEngine(lambda seed: 5), said, Hanging())
     assert [a.score for a in found] == [2.0, 2.0, 2.0, None, 2.0, 2.0]
@@ -211,7 +211,7 @@ def test_where_the_environment_works_for_too_long_an_answer_has_no_score() -> No
     assert found[3].stop_reason == "timeout" and len(said) == 1 and "rollout eval-1-1 has worked for" in said[0]
 
 
-def test_every_setting_has_its_own_samples_temperature_and_limit_over_the_same_tasks() -> None:
+def test_settings_differ_in_sampling_over_the_same_tasks() -> None:
     asked: list[ExtendRequest] = []
 
     class Asked(FakeEngine):
@@ -227,14 +227,14 @@ def test_every_setting_has_its_own_samples_temperature_and_limit_over_the_same_t
         {"eval": {"num_tasks": 3, "samples_per_task": 2, "max_new_tokens": 9, "majority": True, "settings": settings}}
     )
 
-    async def go() -> Answers:
-        return await answers_of(TASKS, Asked(lambda seed: 30), SINGLE_TURN, TOKENIZER, config, frozenset())
+    async def go() -> EvalAnswers:
+        return await answer_tasks(TASKS, Asked(lambda seed: 30), SINGLE_TURN, TOKENIZER, config, frozenset())
 
     found = virtual_time.run(go())
     kinds = Counter((r.sampling.temperature, r.sampling.top_p, r.max_new_tokens) for r in asked)
     assert kinds == {(1.0, 1.0, 9): 6, (0.0, 1.0, 9): 3, (0.5, 0.9, 40): 9}
     assert [a.setting for a in found.answers] == [""] * 6 + ["greedy"] * 3 + ["long"] * 9
-    row = summarised(found, config)
+    row = summarize(found, config)
     assert (row["samples"], row["settings"]["long"]["tasks"], row["settings"]["long"]["samples"]) == (
         [{"prompt": "x", "completion": a.answer, "score": 1.0} for a in found.answers[:6:2]], 3, 9
     )  # fmt: skip

@@ -15,8 +15,7 @@ from rollover.checkpoint.journal import Record
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle, RunClock, is_complete
 from rollover.run.event_log import EventLog
-from rollover.run.replay import Replay, RollBack
-from rollover.run.resume import check_restored
+from rollover.run.resume import Replay, RollBack, check_restored
 from rollover.staleness import rolled_back, staleness
 from rollover.track.lifetimes import Lifetimes
 from rollover.track.trace import Trace
@@ -166,7 +165,7 @@ def test_a_killed_run_is_the_same_again(of: Any) -> None:
     dead.give_back(list(world.taken.values()), parts.trainer.policy_version)
     for rollout in dead.cache.running():
         dead.park(rollout)
-    if replay.untold:  # killed between a step and its row
+    if replay.row_pending:  # killed between a step and its row
         dead.scheduler.on_new_version()
         again.scheduler.on_new_version()
     again.check()
@@ -228,7 +227,7 @@ def test_after_a_roll_back_every_trained_token_is_in_bound(of: Any) -> None:
     replay.end()
     bound = world.config.staleness_bound(world.publish_every)
     held = set(parts.lifecycle.cache.groups)
-    num = replay.give_up(bound, needs_weights=False)
+    num = replay.drop_stale(bound, needs_weights=False)
     ledger = parts.lifecycle.ledger
     assert ledger.dropped[DropReason.ROLLED_BACK].groups == num == len(held) - len(parts.lifecycle.cache.groups)
     parts.lifecycle.check()
@@ -242,7 +241,7 @@ def test_after_a_roll_back_every_trained_token_is_in_bound(of: Any) -> None:
         continued.step()
 
 
-def test_a_lost_version_is_as_far_away_as_before_the_roll_back() -> None:
+def test_lost_version_keeps_its_distance_after_roll_back() -> None:
     """Its staleness is the updates back to the checkpoint, and from there to the trainer's version."""
     for checkpoint in (0, 3, 10):
         for version in range(checkpoint + 5):
@@ -252,7 +251,7 @@ def test_a_lost_version_is_as_far_away_as_before_the_roll_back() -> None:
                 assert staleness(label, trainer) == away
 
 
-def test_weights_that_are_lost_cannot_be_asked_for_log_probs() -> None:
+def test_groups_of_lost_weights_are_dropped_if_needed() -> None:
     """With proximal = "snapshot" the trainer needs the weights of every version that it trains."""
     config = RolloutConfig(
         groups_per_step=2, group_size=2, in_flight_groups=6, max_staleness=2, interrupt="when_enough"
@@ -265,7 +264,7 @@ def test_weights_that_are_lost_cannot_be_asked_for_log_probs() -> None:
         replay.read(world.journal.records)
         replay.end()
         assert replay.num_steps > 0 and replay.of_lost_versions
-        replay.give_up(2, needs_weights=needs_weights)
+        replay.drop_stale(2, needs_weights=needs_weights)
         kept[needs_weights] = set(parts.lifecycle.cache.groups)
     assert kept[True] < kept[False] and not kept[True] & replay.of_lost_versions
 
@@ -293,7 +292,7 @@ def read_back(journal: Memory, num_records: int | None = None, rollout_id: str =
     return parts.lifecycle.cache.rollout(rollout_id)
 
 
-def test_tokens_of_a_running_rollout_are_told_once_and_joined_again() -> None:
+def test_running_tokens_are_written_once_and_joined() -> None:
     lifecycle, writer, journal, rollout = running()
     first, second = make_segment(4, 0, first=3), make_segment(2, 1, first=7)
     for tokens in (make_segment(2, 0, first=3), first, first):
@@ -308,7 +307,7 @@ def test_tokens_of_a_running_rollout_are_told_once_and_joined_again() -> None:
     assert same_rollout(again, rollout) and [len(s) for s in again.segments] == [3, 4, 5]
 
 
-def test_what_a_failed_engine_had_told_does_not_count_when_it_was_asked_again() -> None:
+def test_tokens_of_a_failed_engine_are_replaced() -> None:
     lifecycle, writer, journal, rollout = running()
     writer.progress({i: [make_segment(4, 0, first=3)] for i in writer.running})
     writer.progress({i: [make_segment(2, 1, first=3)] for i in writer.running})  # again, under other weights
@@ -319,14 +318,14 @@ def test_what_a_failed_engine_had_told_does_not_count_when_it_was_asked_again() 
     assert same_rollout(read_back(journal), rollout)
 
 
-def test_an_answer_that_was_refused_leaves_what_was_there_before() -> None:
+def test_refused_answer_keeps_earlier_tokens() -> None:
     lifecycle, writer, journal, rollout = running()
     writer.progress({i: [make_segment(4, 0, first=3)] for i in writer.running})
     lifecycle.park(rollout)
     assert same_rollout(read_back(journal), rollout) and rollout.num_tokens == 3
 
 
-def test_a_rollout_that_had_used_its_budget_keeps_room_to_stop() -> None:
+def test_full_rollout_keeps_room_to_stop() -> None:
     _, writer, journal, _ = running()
     writer.progress({i: [make_segment(17, 0, first=3)] for i in writer.running})
     assert read_back(journal).num_tokens == 19

@@ -13,7 +13,7 @@ from fake_engine import FakeEngine
 from heard import hear
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
-from rollover.run.evaluate import Answers, EvalTasks, answers_of, check_roles, summarised
+from rollover.run.evaluate import EvalAnswers, EvalTasks, answer_tasks, check_roles, summarize
 from rollover.types import Segment, Task
 from rollover.workflows.calls import BudgetUsedUp
 from rollover.workflows.conversations import Chats
@@ -49,16 +49,16 @@ class Evaluation:
         self.training = Episodes(function, CHATS, settings)
         self.said: list[str] = hear([])
 
-    async def found(self) -> Answers:
-        end = frozenset([CHATS.for_tools(()).end_of_turn])
+    async def found(self) -> EvalAnswers:
+        end = frozenset([CHATS.of(()).end_of_turn])
         try:
-            return await answers_of(TASKS, self.engine, self.training, TOKENIZER, self.config, end)
+            return await answer_tasks(TASKS, self.engine, self.training, TOKENIZER, self.config, end)
         finally:
             for _ in range(5):
                 await asyncio.sleep(0)
             assert len(asyncio.all_tasks()) == 1, "agents were left at work"
 
-    def run(self) -> Answers:
+    def run(self) -> EvalAnswers:
         found = virtual_time.run(self.found())
         assert not self.training.counts and not self.training.num_running
         return found
@@ -96,7 +96,7 @@ def test_episodes_are_scored_as_a_whole_and_by_role() -> None:
     assert [(of.role, of.score) for of in found.answers[2].roles] == [("solver", 0.5), ("solver", 1.0), ("judge", 1.0)]
     assert found.answers[0].answer.count("[solver]") == 2 and "[judge]" in found.answers[0].answer
     assert found.ends == {"done": 6, "length": 0, "timeout": 0, "error": 0, "restarted": 0} and not evaluation.said
-    row = summarised(found, evaluation.config)
+    row = summarize(found, evaluation.config)
     assert row["roles"]["solver"]["mean"] == 0.75 and row["roles"]["solver"]["samples"] == 12
     assert row["roles"]["judge"]["mean"] == pytest.approx(1 / 3) and row["episodes"] == found.ends
     assert row["mean"] == pytest.approx((0.5 + 0.5 + 2.5 / 3) / 3)
@@ -110,7 +110,7 @@ def test_a_role_that_is_not_trained_is_no_part_of_the_whole() -> None:
     evaluation.config = Config.model_validate(evaluation.config.model_dump() | {"workflow": workflow})
     found = evaluation.run()
     assert [a.score for a in found.answers] == [0.75] * 6
-    assert summarised(found, evaluation.config)["roles"]["judge"]["mean"] == pytest.approx(1 / 3)
+    assert summarize(found, evaluation.config)["roles"]["judge"]["mean"] == pytest.approx(1 / 3)
 
 
 def test_a_role_that_some_episodes_lack_is_one_of_all_others() -> None:
@@ -127,7 +127,7 @@ def test_a_role_that_some_episodes_lack_is_one_of_all_others() -> None:
 
     evaluation = Evaluation(judged_at_times)
     found = evaluation.run()
-    row = summarised(found, evaluation.config)
+    row = summarize(found, evaluation.config)
     assert row["roles"]["policy"]["mean"] == 1.0 and row["roles"]["policy"]["samples"] == 6
     assert row["roles"]["judge"]["mean"] == 0.5 and row["roles"]["judge"]["samples"] == 2
     assert [[of.role for of in a.roles] for a in found.answers[::2]] == [["policy"], ["policy"], ["policy", "judge"]]
@@ -196,7 +196,7 @@ def test_one_that_asked_for_nothing_has_the_cause_of_its_end() -> None:
     assert errors[4:] == ["the workflow made no model call"] * 2
 
 
-def test_a_call_that_is_given_up_has_no_reward_and_holds_nothing_up() -> None:
+def test_cancelled_call_has_no_reward() -> None:
     async def hasty(task: Any, episode: Any) -> float:
         lost = asyncio.ensure_future(episode.trajectory("lost").chat([user("Begin")]))
         await asyncio.sleep(0)

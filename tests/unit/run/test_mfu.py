@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollover.config import Config
-from rollover.run.mfu import Utilization
+from rollover.run.device_use import Utilization
 
 
 def config(**track: float) -> Config:
@@ -38,12 +38,12 @@ def test_without_a_given_peak_it_is_measured() -> None:
     assert Utilization(config(), overlaps=False).of_step(ROW, 1e12, 0.0)["perf/peak_tflops"] > 0
 
 
-def test_each_rank_trains_on_a_gpu_of_its_own_and_all_share_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_has_a_gpu_and_all_share_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = {"backend": {"type": "ranks", "num_ranks": 4}, "track": {"peak_tflops": 0.5}}
     on_cpu = Config.model_validate(ranks | {"model": {"device": "cpu"}})
     assert Utilization(on_cpu, overlaps=False).of_step(ROW, 1e12, 0.0)["perf/mfu_train"] == pytest.approx(0.5)
     for name in ("pick_device", "engine_device"):
-        monkeypatch.setattr(f"rollover.run.mfu.{name}", lambda _: torch.device("cuda"))
+        monkeypatch.setattr(f"rollover.run.device_use.{name}", lambda _: torch.device("cuda"))
     metrics = Utilization(on_cpu, overlaps=False).of_step(ROW, 1e12, 3e11)
     assert metrics["perf/mfu_train"] == pytest.approx(0.125)
     assert metrics["perf/mfu_generate"] == pytest.approx(0.3), "one device generates"

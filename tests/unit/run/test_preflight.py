@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollover.config import Config
-from rollover.run.preflight import check_tasks
+from rollover.run.setup import preflight
 from rollover.types import Task
 
 TRACKERS: Any = SimpleNamespace(on_phase=lambda text: None, on_message=lambda text: None)
@@ -35,5 +35,5 @@ def test_every_reward_that_data_sources_give_is_called(tmp_path: Path, column: s
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = {"kind": "dataset", "path": str(tmp_path / "d.jsonl")}
     pool: Any = Pool()
-    asyncio.run(check_tasks(Config.model_validate({"tasks": {"sources": [source]}}), pool, TRACKERS))
+    asyncio.run(preflight(Config.model_validate({"tasks": {"sources": [source]}}), pool, TRACKERS))
     assert sorted(pool.probed) == sorted(expected), "each once"

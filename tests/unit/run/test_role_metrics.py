@@ -38,7 +38,7 @@ def figures(of: Group, **more: Any) -> dict[str, float]:
     return role_metrics([of], build_batch([of], algorithm), Grouping(WorkflowConfig()))
 
 
-def test_each_role_has_its_own_figures_and_a_trajectory_counts_once() -> None:
+def test_each_role_has_metrics_and_counts_a_trajectory_once() -> None:
     of = group({"solver": 3.0, "judge": 1.0}, {"solver": 1.0, "judge": 1.0}, {"solver": 2.0, "judge": None})
     metrics = figures(of)
     assert metrics == pytest.approx(
@@ -56,14 +56,14 @@ def test_each_role_has_its_own_figures_and_a_trajectory_counts_once() -> None:
     assert rewards["reward/mean"] == pytest.approx(8 / 5) and rewards["reward/missing"] == 1
 
 
-def test_a_source_of_the_name_of_a_role_has_figures_of_its_own() -> None:
+def test_source_named_like_a_role_has_its_own_metrics() -> None:
     """The task's source is "s": its mean is over both roles."""
     of = group({"s": 3.0, "judge": 1.0}, {"s": 1.0, "judge": 1.0})
     row = reward_metrics([of]) | figures(of)
     assert row["reward/s/mean"] == 1.5 and row["roles/s/reward_mean"] == 2.0
 
 
-def test_a_score_that_is_compared_with_none_is_one_of_its_role() -> None:
+def test_score_without_comparison_counts_for_its_role() -> None:
     """The judge's only score: its tokens leave the loss, and it is in the role's mean as it is in reward/mean."""
     of = group({"solver": 3.0, "judge": 1.0}, {"solver": 1.0, "judge": None})
     metrics = figures(of)
@@ -80,7 +80,7 @@ def builder(**roles: dict[str, Any]) -> BatchBuilder:
     return BatchBuilder(config, ReplayBuffer(ReplayConfig(), 0))
 
 
-def test_a_role_that_no_trajectory_of_the_first_step_has_is_refused() -> None:
+def test_role_missing_in_the_first_step_is_refused() -> None:
     of = group({"solver": 1.0}, {"solver": 0.0})
     with pytest.raises(ValueError, match=r"workflow.roles.judge: no trajectory .*remove \[workflow.roles.judge\]"):
         builder(solver={}, judge={}).build([of], 0)
@@ -95,7 +95,7 @@ def test_a_step_of_roles_that_are_not_trained_says_so() -> None:
     assert mask_metrics(batch) == {"train/masked_rollouts": 2, "train/masked_tokens": 4}
 
 
-def test_rewards_of_a_role_that_is_not_trained_are_in_no_figure_of_trained_ones() -> None:
+def test_untrained_role_is_in_no_metric_of_trained_ones() -> None:
     of = group({"solver": 1.0, "title": 9.0}, {"solver": 3.0, "title": None})
     grouping = Grouping(WorkflowConfig.model_validate({"roles": {"solver": {}, "title": {"trained": False}}}))
     found = reward_metrics([of], grouping)

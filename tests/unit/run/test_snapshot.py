@@ -18,8 +18,8 @@ from rollover.checkpoint.store import CheckpointStore, CheckpointWriteError
 from rollover.config import Config, RewardsConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Lifecycle, RunClock
-from rollover.run import snapshot
-from rollover.run.snapshot import Snapshot, StatefulPart, load_snapshot, stateful_parts, without_arrays
+from rollover.run import checkpointing
+from rollover.run.checkpointing import Snapshot, StatefulComponent, load_snapshot, stateful_components, without_arrays
 from rollover.tasks.reroll import Reroll
 from rollover.track.lifetimes import Lifetimes
 from rollover.track.trace import Trace
@@ -92,9 +92,9 @@ class Prompts:
 class Run(SimpleNamespace):
     """As much of a run as has a state, and its directory."""
 
-    def stateful(self) -> list[StatefulPart]:
+    def stateful(self) -> list[StatefulComponent]:
         parts: Any = self
-        return stateful_parts(parts, parts.producer)
+        return stateful_components(parts, parts.producer)
 
 
 def write_snapshot(of: Run) -> str:
@@ -192,7 +192,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("saved_by", [Trainer, ShardedTrainer])
 @pytest.mark.parametrize("read_by", [Trainer, ShardedTrainer])
-def test_what_one_process_saved_and_what_several_did_is_read_by_either(
+def test_checkpoint_is_readable_with_any_number_of_processes(
     tmp_path: Path, saved_by: type[Trainer], read_by: type[Trainer]
 ) -> None:
     before, after = worked(tmp_path), new_run(tmp_path)
@@ -211,7 +211,7 @@ def test_what_one_process_saved_and_what_several_did_is_read_by_either(
         assert set(after.trainer.read) == {files[name] for name in of_trainer}
 
 
-def test_metrics_are_on_disk_before_the_checkpoint_that_counts_on_them(tmp_path: Path) -> None:
+def test_metrics_are_synced_before_the_checkpoint(tmp_path: Path) -> None:
     of = worked(tmp_path)
     write_snapshot(of)
     sinks: list[Any] = [of.directory.metrics, of.directory.evals]
@@ -221,8 +221,8 @@ def test_metrics_are_on_disk_before_the_checkpoint_that_counts_on_them(tmp_path:
 
 def test_another_format_is_refused_before_anything_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_snapshot(worked(tmp_path))
-    was = snapshot.FORMAT
-    monkeypatch.setattr(snapshot, "FORMAT", was + 1)
+    was = checkpointing.FORMAT
+    monkeypatch.setattr(checkpointing, "FORMAT", was + 1)
     after = new_run(tmp_path)
     with pytest.raises(ValueError, match=f"checkpoint step-000003 has format {was}, .*reads {was + 1}"):
         restore(after)
@@ -272,9 +272,7 @@ def test_a_part_that_joins_is_one_line_of_the_list(tmp_path: Path) -> None:
     assert joined.cursor == 1
 
 
-def test_a_failed_write_is_reported_and_leaves_the_earlier_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = worked(tmp_path)
     write_snapshot(of)
 
@@ -282,7 +280,7 @@ def test_a_failed_write_is_reported_and_leaves_the_earlier_checkpoint(
         raise OSError(28, "No space left on device")
 
     of.trainer.policy_version = 4
-    monkeypatch.setattr(snapshot.safetensors.torch, "save_file", full)
+    monkeypatch.setattr(checkpointing.safetensors.torch, "save_file", full)
     with pytest.raises(CheckpointWriteError, match="step-000004 could not be written.*No space left"):
         write_snapshot(of)
     assert of.directory.store.list() == ["step-000003"]

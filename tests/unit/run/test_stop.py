@@ -54,7 +54,7 @@ def test_the_first_signal_asks_and_the_second_interrupts() -> None:
     assert len(said) == 1
 
 
-def test_a_signal_while_a_line_is_being_printed_is_said_after_it() -> None:
+def test_signal_during_print_is_reported_after_it() -> None:
     """The output is a pipe whose reader is slow: Python does not let the handler print into the middle of a line."""
     said: list[str] = []
     printing = True
@@ -95,7 +95,7 @@ def test_blocks_that_take_the_signals_may_end_in_any_order(order: tuple[int, ...
 
 
 @pytest.mark.parametrize("how", ["within", "unless_requested"])
-def test_work_that_swallows_its_cancellation_is_left_alone_after_its_grace(how: str) -> None:
+def test_uncancellable_work_is_abandoned_after_its_grace(how: str) -> None:
     free = asyncio.Event()
 
     async def never_ends() -> None:

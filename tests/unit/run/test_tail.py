@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollover.run.tail import Tail
+from rollover.run.run_files import Tail
 
 
 def line(step: int, **more: float) -> str:
@@ -38,7 +38,7 @@ def test_half_a_line_is_none_until_it_is_whole(tmp_path: Path) -> None:
 
 def test_only_what_is_new_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = []
-    monkeypatch.setattr("rollover.run.tail.parse_row", lambda path, row: parsed.append(row) or json.loads(row))
+    monkeypatch.setattr("rollover.run.run_files.parse_row", lambda path, row: parsed.append(row) or json.loads(row))
     tail = Tail(tmp_path / "metrics.jsonl")
     tail.path.write_text(line(1) + line(2))
     tail.rows()
@@ -47,7 +47,7 @@ def test_only_what_is_new_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert steps(tail) == [1, 2, 3] and len(parsed) == 3
 
 
-def test_a_file_that_was_cut_back_and_written_on_is_read_anew(tmp_path: Path) -> None:
+def test_file_cut_back_and_extended_is_read_again(tmp_path: Path) -> None:
     """As a run does that goes on from a checkpoint: also where the new rows reach as far as the old ones did."""
     tail = Tail(tmp_path / "metrics.jsonl")
     tail.path.write_text(line(1) + line(2, loss=1.0) + line(3, loss=1.0))
@@ -73,7 +73,7 @@ def test_a_line_that_is_no_row_names_the_file(tmp_path: Path, wrong: str) -> Non
 
 
 @pytest.mark.parametrize("wrong", ['{"step": "2"}\n', '{"step": null}\n', '{"step": 2, "reward/mean": "\\u001b[2J"}\n'])
-def test_a_value_that_is_no_number_names_the_file_and_its_key(tmp_path: Path, wrong: str) -> None:
+def test_invalid_number_names_file_and_key(tmp_path: Path, wrong: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(line(1) + wrong)
     with pytest.raises(ValueError, match="metrics.jsonl.*(step|reward/mean).*restore the file"):

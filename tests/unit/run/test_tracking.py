@@ -36,7 +36,7 @@ class FullOnce(RolloutRecorder):
         return super().write(step, groups)
 
 
-def test_a_dropped_group_is_recorded_after_a_write_that_failed(tmp_path: Path) -> None:
+def test_dropped_group_is_recorded_after_a_failed_write(tmp_path: Path) -> None:
     """A step's, say: the checkpoint before the run ends has room again."""
 
     def decode(ids: Any) -> str:
@@ -52,7 +52,7 @@ def test_a_dropped_group_is_recorded_after_a_write_that_failed(tmp_path: Path) -
     assert [[g.group_id for g in groups] for groups in read_rollouts(tmp_path, include_dropped=True)] == [[0]]
 
 
-def test_the_advantage_of_a_record_is_that_of_its_tokens_in_the_loss(tmp_path: Path) -> None:
+def test_recorded_advantage_is_the_mean_of_loss_tokens(tmp_path: Path) -> None:
     """By turns the returns are 2 and 1, and 1 and 1: less their mean 1.25 the two tokens of the first turn of the first
     rollout have 0.75, and the three of its second turn -0.25. What is out of the loss, or a critic's, has none."""
 
@@ -75,7 +75,7 @@ def test_the_advantage_of_a_record_is_that_of_its_tokens_in_the_loss(tmp_path: P
     assert told[0] == pytest.approx([(2 * 0.75 - 3 * 0.25) / 5, -0.25, None]) and told[1] == [None] * 3
 
 
-def test_a_greedy_rollout_is_recorded_as_what_the_others_are_compared_with(tmp_path: Path) -> None:
+def test_greedy_rollout_is_recorded_as_baseline(tmp_path: Path) -> None:
     """Of 7 and 8 tokens the overlong penalty takes 0.5 and 1 off: the rewards are 0.5 and 0, and not both 1."""
 
     def rollout(sibling: int, num: int, score: float, temperature: float) -> Rollout:
@@ -106,7 +106,7 @@ def test_a_greedy_rollout_is_recorded_as_what_the_others_are_compared_with(tmp_p
     assert staleness_map(RolloutIndex(tmp_path))["counts"] == [[1]]  # which are those that were trained
 
 
-def test_a_rollout_whose_agent_gave_up_a_call_is_dropped_as_in_the_ledger(tmp_path: Path) -> None:
+def test_rollout_with_cancelled_call_is_recorded_as_dropped(tmp_path: Path) -> None:
     def rollout(sibling: int, reason: StopReason, reward: Reward) -> Rollout:
         segments = [make_segment(3, 0, reason)]
         return Rollout(0, sibling, make_task(0), segments, stop_reason=reason, reward=reward)

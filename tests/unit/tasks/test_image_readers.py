@@ -7,7 +7,7 @@ import numpy as np
 from recorded_run import group, recorded, write_run
 from rollover import cli
 from rollover.plugins.dashboard.rollout_query import asked
-from rollover.run.transcript import transcript
+from rollover.run.sample import transcript
 from rollover.track.records import RolloutRecorder
 from rollover.trajectories import Episode, episodes_of
 from rollover.types import (

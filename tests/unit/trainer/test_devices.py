@@ -23,9 +23,8 @@ from rollover.engine.protocol import ExtendRequest
 from rollover.models import devices
 from rollover.models.devices import engine_device, pick_device
 from rollover.models.packed import PackedWeight
-from rollover.run import eval_parts, parts
-from rollover.run.eval_parts import EvalParts
-from rollover.run.parts import Parts
+from rollover.run import setup
+from rollover.run.setup import Components, EvalComponents
 from rollover.trainer import tally
 from rollover.types import Prompt, SamplingParams
 from virtual_time import at_once
@@ -64,11 +63,11 @@ def test_a_device_that_is_not_there_ends_the_run_before_the_model_is_loaded(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(parts, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(setup, "load_model", lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.setattr(build, "ProcessEngine", lambda *_: pytest.fail("started"))
     for device, said in (("cuda", "torch sees no CUDA device"), ("gpu", "is not a device")):
         with pytest.raises(ValueError, match=f'engine.device = "{device}".*{said}'):
-            asyncio.run(Parts.build(config(generates_on=device, kind=kind)))
+            asyncio.run(Components.build(config(generates_on=device, kind=kind)))
     with pytest.raises(ValueError, match='model.device = "cuda".*model.device = "cpu"'):
         pick_device("cuda")
 
@@ -94,9 +93,9 @@ def test_who_only_generates_loads_to_the_engines_device(monkeypatch: pytest.Monk
         raise Asked(device.type)
 
     wanted = config(tiny.save(tmp_path), generates_on="meta")
-    monkeypatch.setattr(eval_parts, "load_with_adapter", asked)
+    monkeypatch.setattr(setup, "load_with_adapter", asked)
     with pytest.raises(Asked, match="meta"):
-        at_once(EvalParts.build(wanted, None, with_rewards=False))
+        at_once(EvalComponents.build(wanted, None, with_rewards=False))
 
 
 def test_the_engines_process_is_on_the_engines_device(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.adapters import names
 from rollover.models.load import cast_parameters, load_model
-from rollover.run.eval_parts import EvalParts
+from rollover.run.setup import EvalComponents
 from rollover.trainer.batch import Batch
 from rollover.trainer.trainer import Trainer
 from rollover.types import Prompt, Sample, SamplingParams
@@ -127,7 +127,7 @@ def test_what_a_run_saved_is_evaluated_as_it_was_trained(tmp_path: Path, capsys:
     )
 
     def apart() -> float:
-        samples = sampled(at_once(EvalParts.build(config, str(saved), with_rewards=False)).engine)
+        samples = sampled(at_once(EvalComponents.build(config, str(saved), with_rewards=False)).engine)
         ours = trainer.backend.compute_logprobs(samples)
         return float(np.mean([np.abs(ours[s.rollout_id] - s.behavior_logprobs).mean() for s in samples]))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rollover.run.tail import GrowingRows
+from rollover.run.run_files import GrowingRows
 
 _BLOCK = 256  # steps
 _LATEST = 32  # fewest steps that stay rows
@@ -30,7 +30,7 @@ class Columns(GrowingRows):
     def __init__(self, path: Path) -> None:
         super().__init__(path, numbers=True)
         self.rollbacks = 0
-        self._forget()
+        self._clear()
 
     @classmethod
     def from_rows(cls, rows: Iterable[Mapping[str, Any]]) -> Columns:
@@ -75,7 +75,7 @@ class Columns(GrowingRows):
         for values in zip(*(self.column(key, first).tolist() for key in names), strict=True):
             yield {name: value if value == value else None for name, value in zip(names, values, strict=True)}
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self.rollbacks += 1
         self.latest: dict[str, Any] = {}
         self._blocks: list[_Block] = []

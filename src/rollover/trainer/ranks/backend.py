@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rollover.checkpoint.store import FolderWriter
+from rollover.checkpoint.storage import FolderWriter
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.devices import dtype_of, pick_device

@@ -81,7 +81,7 @@ def test_it_is_the_same_however_the_file_grew(tmp_path: Path) -> None:
     assert rollout_detail(growing) == whole
 
 
-def test_a_file_that_was_cut_back_and_written_on_is_read_anew(tmp_path: Path) -> None:
+def test_file_cut_back_and_extended_is_read_again(tmp_path: Path) -> None:
     index = index_of(tmp_path / TRACE)
     again = [*EVENTS[:7], TraceEvent("finish", 1.25, 0, 0, "1.0.1", tokens=9, segments=((0, 9),)), *EVENTS[8:]]
     index.path.unlink()

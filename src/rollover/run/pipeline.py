@@ -1,11 +1,11 @@
-"""Generation and training, one after the other or at the same time: who works in which thread, with which cores.
+"""Generation and training, one after the other or at the same time: their threads and shares of the CPU cores.
 
     sync        collect ──▶ train                        both in the event loop's thread, each with all cores
     overlap     collect ──▶ train in the trainer's thread, while the driver generates for later steps
-    streaming   collect, while the trainer's thread adds up the gradient of groups that are READY ──▶ train the rest
+    streaming   collect, while the trainer's thread accumulates the gradient of READY groups ──▶ train the rest
                       └─ reserve ──▶ groups with a signal ──▶ trainer.accumulate
 
-Owns the trainer's thread and the shares of the cores. Never decides what is generated or trained.
+Owns the trainer's thread and the shares of the cores. Never decides which rollouts are generated or trained.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from typing import TypeVar
 from rollover.config import Config
 from rollover.models.threads import most_threads
 from rollover.run import blocked_warning
-from rollover.run.context import RunContext
-from rollover.run.metrics_row import Rows
+from rollover.run.metrics_row import StepMetrics
+from rollover.run.setup import RunContext
 from rollover.types import Group
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Shares:
-    """CPU threads of trainer and engine while both work, and of either (`alone`) while the other waits."""
+class CoreShares:
+    """CPU threads of trainer and engine while both work, and of either one (`alone`) while the other is idle."""
 
     trainer: int
     engine: int
     alone: int
 
     @classmethod
-    def of(cls, config: Config) -> Shares:
-        """If they never work at the same time, either has all, in turns."""
+    def from_config(cls, config: Config) -> CoreShares:
+        """Divide the cores; without overlap each of the two gets all of them."""
         total = most_threads(config)
         if not (config.rollout.overlap or config.train.streaming_min_groups):
             return cls(total, total, total)
@@ -46,53 +46,56 @@ class Shares:
         return cls(max(1, total - engine), engine, total)
 
 
-class Overlap:
+class Pipeline:
     """The driver's and the trainer's work of one run.
 
-    `is_on`: whether rollouts are generated while the trainer trains. `rows` counts the trainer's seconds.
+    `overlaps`: whether rollouts are generated while the trainer trains. `step_metrics` counts the trainer's seconds.
     """
 
-    def __init__(self, context: RunContext, rows: Rows) -> None:
-        self.config, self.parts, self.rows = context.config, context.parts, rows
-        self.is_on = rows.overlaps
-        self.shares = Shares.of(self.config)
-        # One thread for all steps: it keeps its own team of torch's threads.
+    def __init__(self, context: RunContext, step_metrics: StepMetrics) -> None:
+        self.config, self.components, self.step_metrics = context.config, context.components, step_metrics
+        self.overlaps = step_metrics.overlaps
+        self.shares = CoreShares.from_config(self.config)
+        # One thread for all steps: it has its own team of torch threads.
         self._thread = ThreadPoolExecutor(1, "trainer")
 
     async def collect(self, version: int) -> list[Group] | None:
-        """As `Driver.collect`; with train.streaming_min_groups the trainer works on what is ready meanwhile."""
+        """Return Driver.collect; with train.streaming_min_groups the trainer accumulates ready groups meanwhile."""
         min_groups = self.config.train.streaming_min_groups
         with self.event_loop_watched(self._generating):
             if not min_groups:
-                return await self.parts.driver.collect(version)
+                return await self.components.driver.collect(version)
             return await self._collect_and_accumulate(version, min_groups)
 
-    async def train(self, work: Callable[[], Result], version: int, *, goes_on: bool = False) -> Result:
-        """What `work`, the training step at trainer `version` or a part of it, returns; with overlap generation goes on
-        meanwhile, and until the next groups are collected. `goes_on`: it does so already, since an earlier part."""
-        if not self.is_on:
+    async def train(self, work: Callable[[], Result], version: int, *, generates: bool = False) -> Result:
+        """Return the result of `work`, the training step at trainer `version` or a part of it.
+
+        With overlap, generation continues meanwhile, and until the next groups are collected. `generates`: an earlier
+        part of the step has started it.
+        """
+        if not self.overlaps:
             return work()
-        if not goes_on:
-            self.parts.driver.generate_ahead(version)
-            for _ in range(2):  # what may start has begun then, or the driver knows that nothing may
+        if not generates:
+            self.components.driver.generate_ahead(version)
+            for _ in range(2):  # then rollouts have started, or the driver knows that none can
                 await asyncio.sleep(0)
         with self.event_loop_watched(self._generating):
             return await self._beside_generation(work)
 
     async def interrupt_all(self) -> None:
-        """Park what is in flight, if anything is: a snapshot is a cut at which nothing runs."""
-        if self.is_on:
-            await self.parts.driver.interrupt_all()
+        """Park the rollouts in flight: nothing may run during a snapshot."""
+        if self.overlaps:
+            await self.components.driver.interrupt_all()
 
     @contextmanager
     def training(self, version: int) -> Iterator[None]:
-        """Count the block as training for the step at trainer `version`, and warn if it does not end."""
+        """Count the block as training for the step at trainer `version`, and warn if it takes too long."""
         what, limit_s = f"the training of step {version + 1}", self.config.watchdog.train_timeout_s
-        with self.rows.timed("train"), blocked_warning.over_work(what, "begun", limit_s):
+        with self.step_metrics.timed("train"), blocked_warning.over_work(what, "begun", limit_s):
             yield
 
     def event_loop_watched(self, doing: Callable[[], str]) -> AbstractContextManager[None]:
-        """Warn if the engine holds up the event loop in the block. `doing` says what the run does."""
+        """Warn if the engine blocks the event loop in the block. `doing()`: description of the current work."""
         return blocked_warning.over_event_loop(doing, self.config.watchdog.rollout_timeout_s)
 
     def close(self) -> None:
@@ -102,13 +105,13 @@ class Overlap:
     # Private
 
     async def _collect_and_accumulate(self, version: int, min_groups: int) -> list[Group] | None:
-        """`driver.collect(version)`; meanwhile the trainer's work on every `min_groups` groups that are ready.
+        """Return `driver.collect(version)`; the trainer accumulates gradients of every `min_groups` ready groups.
 
-        Weights change once, when all gradients of the step are there, so no token gets staler by this. Which groups
-        come first depends on the order of arrival; the sum of their gradients is the same up to rounding. After a stop
-        (None) or an error nothing of it is left: the groups stay in the cache, the gradient is forgotten.
+        The weights change once, with all gradients of the step, so no token gets staler. Which groups come first
+        depends on their order of arrival; the sum of gradients is the same up to rounding. After a stop (None) or an
+        error the groups stay in the cache, and the gradient is discarded.
         """
-        driver, batches, trainer = self.parts.driver, self.parts.batches, self.parts.trainer
+        driver, batches, trainer = self.components.driver, self.components.batches, self.components.trainer
         lifecycle = driver.lifecycle
         collected, collecting = None, asyncio.ensure_future(driver.collect(version))
         try:
@@ -135,8 +138,8 @@ class Overlap:
         return collected
 
     async def _beside_generation(self, work: Callable[[], Result]) -> Result:
-        """The trainer's work in its thread, while the engine goes on with the cores that are left to it."""
-        engine, team = self.parts.engine, self.parts.trainer.team
+        """Run `work` in the trainer's thread, while the engine continues on its share of the cores."""
+        engine, team = self.components.engine, self.components.trainer.team
         engine.use_threads(self.shares.engine)
         try:
             loop = asyncio.get_running_loop()
@@ -146,8 +149,8 @@ class Overlap:
             engine.use_threads(self.shares.alone)
 
     def _trainers_share(self) -> int:
-        """The trainer's share of the cores, or all once the engine has nothing to run beside it."""
-        return self.shares.alone if self.parts.driver.clock.idle.running else self.shares.trainer
+        """Return the trainer's share of the cores: all of them once the engine is idle."""
+        return self.shares.alone if self.components.driver.clock.idle.running else self.shares.trainer
 
     def _generating(self) -> str:
-        return f"generating: {self.parts.driver.watchdog.describe(time.monotonic())}"
+        return f"generating: {self.components.driver.watchdog.describe(time.monotonic())}"

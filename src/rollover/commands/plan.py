@@ -31,6 +31,7 @@ def run(args: argparse.Namespace, overrides: Overrides) -> int:
     resolved = load(args.files, overrides, require_sources=False)
     from rollover.config.load import COMMAND_LINE
     from rollover.files import atomic_write_text, check_output_file
+    from rollover.sim.plan import plan_config
     from rollover.sim.report import as_text, timeline
 
     config, given = with_arguments(resolved.config, args)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rollover.plugins.dashboard.warnings import warnings_of
 
 from rollover.plugins.dashboard.columns import Columns
+from rollover.plugins.dashboard.metrics import LiveWarnings, warnings_of
 from rollover.run.run_files import Tail
 from rollover.track.health import Health
 

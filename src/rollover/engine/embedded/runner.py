@@ -443,7 +443,7 @@ class WeightWriter:
         self._holders = holders
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
 
-    def send(self, tensors: NamedTensors) -> int:
+    def write(self, tensors: NamedTensors) -> int:
         """Write weights, and return their bytes. Raises AssertionError for an unknown name."""
         import torch
 

@@ -58,7 +58,7 @@ class Once:
         return self._locks[name]
 
 
-CallHandler = Callable[["EpisodeTrajectory", Call], Awaitable[Reply]]
+SampleTurn = Callable[["EpisodeTrajectory", Call], Awaitable[Reply]]
 _PAUSE_S = 0.02  # before a call is refused
 
 
@@ -71,10 +71,10 @@ class EpisodeTrajectory:
     Episode, assigned at its first call.
     """
 
-    def __init__(self, role: str, api_key: str, ask: CallHandler, chats: Chats) -> None:
+    def __init__(self, role: str, api_key: str, sample: SampleTurn, chats: Chats) -> None:
         self.role, self.api_key, self.conversations = role, api_key, Conversations(chats)
         self.index: int | None = None
-        self._call, self._reward, self._advantage = ask, None, None
+        self._sample, self._reward, self._advantage = sample, None, None
         self.placing = asyncio.Lock()  # held while a call finds its Rollout
 
     async def chat(
@@ -93,7 +93,7 @@ class EpisodeTrajectory:
         """
         try:
             call = _checked(messages, tools, max_tokens, stop)
-            return await self._call(self, await with_stored_images(call, stored_of_program))
+            return await self._sample(self, await with_stored_images(call, stored_of_program))
         except CallRefused:
             await asyncio.sleep(_PAUSE_S)  # an agent that retries in a loop must not block the event loop
             raise

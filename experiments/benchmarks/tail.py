@@ -263,7 +263,7 @@ def run_160k() -> dict[str, Any]:
     for name, settings in LONG_MODES.items():
         machine.progress(f"{name}: {LONG_STEPS} steps in virtual time")
         rollout = RolloutConfig.model_validate({**sizes, **settings})
-        figures[name] = Figures.of(Simulation(rollout, LONG_PLAN, LONG_SLOTS, lengths).run(), LONG_PLAN)
+        figures[name] = Figures.from_outcome(Simulation(rollout, LONG_PLAN, LONG_SLOTS, lengths).run(), LONG_PLAN)
     results = [
         {
             "case": "tail_160k",

@@ -6,7 +6,7 @@ import numpy as np
 
 from recorded_run import group, recorded, write_run
 from rollover import cli
-from rollover.plugins.dashboard.rollout_query import asked
+from rollover.plugins.dashboard.rollout_query import question
 from rollover.run.sample import transcript
 from rollover.track.records import RolloutRecorder
 from rollover.trajectories import Episode, episodes_of
@@ -31,7 +31,7 @@ TASK = Task("rows/0", "rows", "exact_match", messages=MESSAGES, columns={"answer
 
 def test_content_is_told_with_names():
     assert content_text(CONTENT) == "[image: a.png]What?" and content_text("What?") == "What?"
-    assert asked({"messages": list(MESSAGES), "prompt": None}) == "[image: a.png]What?"
+    assert question({"messages": list(MESSAGES), "prompt": None}) == "[image: a.png]What?"
 
 
 def test_show_names_images(tmp_path: Path, capsys):

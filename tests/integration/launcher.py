@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
+_PYTHON = sys.executable
 _MAX_MESSAGE = 2**20
 _MAX_FILES = 16
 _CLONE_PARENT = 0x8000
@@ -116,8 +117,8 @@ class Forked(subprocess.Popen):
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
         pass_fds, env, streams, (*_, session, group) = rest[3], rest[5], rest[9:15], rest
-        heavy = isinstance(args, list) and args[1:4] == ["-P", "-m", "rollover.processes"] and args[7] in _HEAVY
-        if not (heavy and sys.platform == "linux" and _SYS_CLONE):
+        ours = isinstance(args, list) and args[:4] == [_PYTHON, "-P", "-m", "rollover.processes"]
+        if not (ours and args[7] in _HEAVY and sys.platform == "linux" and _SYS_CLONE):
             return super()._execute_child(args, *rest)  # type: ignore[misc]
         standard = [streams[0], streams[3], streams[5]]
         files = {number: number if given == -1 else given for number, given in enumerate(standard)}

@@ -48,10 +48,14 @@ _starter = ThreadPoolExecutor(1)  # a child dies with the thread that started th
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    # TRANSFORMERS_VERBOSITY as a run in this process sets it: another environment would need another launcher.
+    ours = {"PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return os.environ | ours | {"TRANSFORMERS_VERBOSITY": "error"}
 
 
-_AT_FIRST = environment()
+@functools.cache
+def _first_environment() -> dict[str, str]:
+    return environment()
 
 
 class Run:
@@ -124,12 +128,13 @@ class Forked(subprocess.Popen):
         files = {number: number if given == -1 else given for number, given in enumerate(standard)}
         files |= {number: number for number in pass_fds}
         request = {"child": args[4:], "line": args, "variables": env, "session": session, "group": group}
-        self.pid = _fork(request | {"numbers": list(files)}, list(files.values()), _AT_FIRST)
+        self.pid = _fork(request | {"numbers": list(files)}, list(files.values()), _first_environment())
         self._child_created = True
         self._close_pipe_fds(*streams)  # type: ignore[attr-defined]
 
 
 def _fork(request: dict[str, Any], files: list[int], variables: dict[str, str]) -> int:
+    _first_environment()
     with _asking:
         launcher, _ = _launcher(frozenset((k, v) for k, v in variables.items() if k != "PYTEST_CURRENT_TEST"))
         socket.send_fds(launcher, [json.dumps(request).encode()], files)

@@ -84,8 +84,10 @@ def resolve(mode: Mode, mine: Path, overrides: dict[str, str] | None = None) -> 
     return load_config(files, list((values | (overrides or {})).items()))
 
 
-def prepare(folder: Path, steps: int) -> Path:
-    """Tiny model, dataset, reward and own order in `folder`; returns the configuration of all but [rollout]'s mode."""
+def prepare(folder: Path, steps: int, **rollout: Any) -> Path:
+    """Tiny model, dataset, reward and own order in `folder`; returns the configuration of all but [rollout]'s mode.
+
+    rollout: values that replace those of recipes."""
     import runs
 
     import tiny
@@ -96,7 +98,7 @@ def prepare(folder: Path, steps: int) -> Path:
     return runs.write(
         folder,
         steps=steps,
-        rollout=dict.fromkeys(unset) | {"stop_token_ids": ids},
+        rollout=dict.fromkeys(unset) | {"stop_token_ids": ids} | rollout,
         engine={"max_running": 64, "kv_memory_gb": 0.2},
         train={"learning_rate": 1e-4, "micro_batch_tokens": 2048},
         checkpoint={"every_steps": 0, "save_final_model": False},

@@ -93,7 +93,7 @@ def measure(tool: str, steps: int, folder: Path) -> dict[str, float]:
         setattr(Worker, name, written.counted(function))
     ExternalTrackers.close = ended.counted(ExternalTrackers.close)
     track = {"trackers": [tool], "finish_s": FINISH_S, "live": "off"}
-    recipe = runs.write(folder / tool, steps=steps, track=track)
+    recipe = runs.write(folder / tool, steps=steps, rollout={"max_new_tokens": 48}, track=track)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     if code := rollover(["train", str(recipe)]):
         raise SystemExit(f"{tool}: exit code {code}")

@@ -87,7 +87,7 @@ def test_a_run_is_followed_killed_and_gone_on_with(tmp_path: Path, open_page: Op
         tmp_path,
         steps=10_000,
         rows=20_000,
-        rollout={"overlap": True, "interrupt": "on_weight_update"},
+        rollout={"overlap": True, "interrupt": "on_weight_update", "max_new_tokens": 48},
         engine={"max_running": SLOTS},
         checkpoint={"every_steps": 3, "journal_s": journal_s, "save_final_model": False},
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections.abc import Iterator
 
+import launcher
 import pytest
 import torch
 
@@ -17,3 +19,10 @@ def own_signal_handlers() -> Iterator[None]:
     torch.set_num_threads(threads)
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_children() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(subprocess, "Popen", launcher.Forked)
+        yield

@@ -41,7 +41,7 @@ def write(folder: Path, *, steps: int = 4, rows: int = 400, family: str = "llama
         "rollout": {
             "groups_per_step": 3,
             "group_size": 3,
-            "max_new_tokens": 48,
+            "max_new_tokens": 16,
             "in_flight_groups": 8,
             "interrupt": "when_enough",
             "max_staleness": 2,

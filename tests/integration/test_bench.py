@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import runs
 
 import benchmarks as bench
 import tiny
@@ -134,6 +135,7 @@ def test_engine_measures_the_kind_that_is_named(tmp_path: Path, monkeypatch: pyt
     """In a process of its own, which has ended when the benchmark has."""
     small_engine_bench(monkeypatch)
     overrides = [("model.path", str(tiny.save(tmp_path / "model"))), ("engine.kind", "process")]
+    runs.rollover("--help")  # the launcher starts, and stays
     before = descendants(os.getpid())
     seen: dict[psutil.Process, list[str]] = {}
 

@@ -96,7 +96,8 @@ def test_colocated_server_killed_asleep_starts_after_the_step(tmp_path: Path) ->
     assert rows[-1]["engine/ejections"] == 1
 
 
-@pytest.mark.parametrize("fault", ["stop", pytest.param("kill", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["stop", "kill"])
 def test_colocated_run_ended_while_servers_sleep_resumes_whole(tmp_path: Path, fault: str) -> None:
     path = recipe(tmp_path, fault)
     first = runs.rollover("train", path, timeout=LIMIT_S)

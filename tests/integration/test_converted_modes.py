@@ -14,7 +14,7 @@ from rollover.track.trace import TraceEvent
 
 OPTIONS = (
     "algorithm.adv_estimator=grpo data.train_files={folder}/tasks.jsonl data.train_batch_size=3"
-    " data.max_prompt_length=64 data.max_response_length=48 actor_rollout_ref.actor.ppo_mini_batch_size=3"
+    " data.max_prompt_length=64 data.max_response_length=24 actor_rollout_ref.actor.ppo_mini_batch_size=3"
     " actor_rollout_ref.model.path={folder}/model actor_rollout_ref.rollout.n=3"
     " actor_rollout_ref.rollout.max_num_seqs=8 actor_rollout_ref.actor.optim.lr=1e-3 trainer.total_training_steps=5"
     " custom_reward_function.path={folder}/reward.py custom_reward_function.name=reward"

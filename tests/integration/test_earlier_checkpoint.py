@@ -19,6 +19,7 @@ SMALL = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_atte
 SETTINGS = dict(
     checkpoint={"every_steps": 2, "keep": 1, "save_final_model": False},
     algorithm={"correction": "token_truncate"},
+    rollout={"max_new_tokens": 48},
     replay={"size": 2, "max_staleness": 4},
     reroll={"max_groups": 1, "start_fraction": 0.0, "failed_at_most": 0.0},
     eval={"num_tasks": 0},

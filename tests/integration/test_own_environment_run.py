@@ -94,7 +94,7 @@ def recipe(folder: Path, name: str, steps: int = 2) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "mine.py").write_text(ENVIRONMENTS)
     environment = f"{folder}/mine.py:{name}"
-    return runs.write(folder, steps=steps, rollout={"environment": environment})
+    return runs.write(folder, steps=steps, rollout={"environment": environment, "max_new_tokens": 48})
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def dialogue(folder: Path) -> Path:
     folder.mkdir()
     (folder / "mine.py").write_text(DIALOGUE)
     # Turns of eight tokens in the mean: every twelfth token ends one.
-    rollout = {"environment": f"{folder}/mine.py:Dialogue", "stop_token_ids": list(range(2, 14))}
+    rollout = {"environment": f"{folder}/mine.py:Dialogue", "stop_token_ids": list(range(2, 14)), "max_new_tokens": 48}
     return runs.write(folder, steps=2, rollout=rollout, checkpoint={"every_steps": 0})
 
 

@@ -44,7 +44,7 @@ python3 -m recipe.partial_rollout.main_ppo \\
     algorithm.rollout_correction.rollout_is_threshold=2.0 \\
     data.train_files="${{HOME_DIR}}/tasks.jsonl" \\
     data.train_batch_size=3 \\
-    data.max_prompt_length=64 data.max_response_length=48 \\
+    data.max_prompt_length=64 data.max_response_length=24 \\
     data.filter_overlong_prompts=True data.truncation='error' \\
     actor_rollout_ref.model.path="${{HOME_DIR}}/model" \\
     actor_rollout_ref.actor.optim.lr=1e-3 \\
@@ -81,7 +81,7 @@ torchrun --nproc-per-node $GPUS_PER_NODE \\
     --micro_rollout_batch_size $N_SAMPLES --rollout_batch_size ${{RBS}} \\
     --max_epochs 1 --num_episodes 30 --lr_warmup_ratio 0.03 \\
     --n_samples_per_prompt $N_SAMPLES \\
-    --prompt_max_len 64 --generate_max_len 48 \\
+    --prompt_max_len 64 --generate_max_len 24 \\
     --use_partial --partial_percent 0.125 --max_budget 40 \\
     --bf16 --actor_learning_rate $LR \\
     --prompt_data "${{DATA}}" --input_key "prompt" --label_key "label" \\
@@ -111,7 +111,7 @@ trl:
   streaming_min_groups: 1
   skip_zero_advantage_batches: true
   num_generations: 3
-  max_completion_length: 48
+  max_completion_length: 24
   temperature: 0.7
   reward_funcs: [reward.reward]
 datasets:

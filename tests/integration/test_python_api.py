@@ -23,7 +23,7 @@ SETTINGS: dict[str, Any] = {
     "threads": 1,
     "groups_per_step": 3,
     "group_size": 3,
-    "max_new_tokens": 48,
+    "max_new_tokens": 16,
     "engine": {"max_running": 8, "kv_memory_gb": 0.1},
     "train": {"num_steps": 4, "learning_rate": 1e-3, "micro_batch_tokens": 256},
     "checkpoint": {"every_steps": 2, "keep": 2},

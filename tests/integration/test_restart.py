@@ -54,7 +54,7 @@ def test_counters_and_summary_cover_the_whole_run(tmp_path: Path, capsys: pytest
 
 
 def test_held_rollouts_must_suit_the_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = runs.write(tmp_path, steps=2)
+    recipe = runs.write(tmp_path, steps=2, rollout={"max_new_tokens": 48})
     assert run(capsys, "train", recipe)[0] == 0
     more = ["--resume", "--train.num_steps", "3"]
     code, text = run(capsys, "train", recipe, *more, "--engine.kv_memory_gb", "0.00005")

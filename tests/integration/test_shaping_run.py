@@ -15,7 +15,9 @@ DR_GRPO = {"advantage": "dr_grpo"}  # to which the scale of rewards matters
 
 def test_it_is_trained_and_in_no_figure_of_the_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evaluation = {"every_steps": 1, "num_tasks": 2}
-    recipe = runs.write(tmp_path, steps=2, rewards=REWARDS, algorithm=DR_GRPO, eval=evaluation)
+    recipe = runs.write(
+        tmp_path, steps=2, rollout={"max_new_tokens": 48}, rewards=REWARDS, algorithm=DR_GRPO, eval=evaluation
+    )
     code, text = train(capsys, recipe)
     assert code == 0, text
     rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
@@ -35,7 +37,9 @@ def test_eval_shaped_adds_the_penalty_and_passes_by_task_score(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evaluation = {"num_tasks": 4, "samples_per_task": 2, "shaped": True, "pass_threshold": 0.0}
-    recipe = runs.write(tmp_path, steps=1, rewards=REWARDS, algorithm=DR_GRPO, eval=evaluation)
+    recipe = runs.write(
+        tmp_path, steps=1, rollout={"max_new_tokens": 48}, rewards=REWARDS, algorithm=DR_GRPO, eval=evaluation
+    )
     code, text = train(capsys, recipe)
     assert code == 0, text
     answers = runs.json_lines(tmp_path / "run" / "evaluations" / "step-000001.jsonl")

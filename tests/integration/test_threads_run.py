@@ -75,7 +75,8 @@ def test_how_threads_wait_reaches_the_openmp_library(tmp_path: Path, monkeypatch
     assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
 
 
-@pytest.mark.parametrize("kinds", [("decode",), pytest.param(("decode", "train"), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [("decode",), ("decode", "train")], ids=str)
 def test_the_script_for_a_busy_machine_compares_both_ways(tmp_path: Path, kinds: tuple[str, ...]) -> None:
     """Its speeds are not tested."""
     tiny.save(tmp_path / "model")

@@ -33,6 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     recipe = runs.write(
         folder,
         steps=STEPS,
+        rollout={"max_new_tokens": 32},
         algorithm={"correction": "token_truncate", "correction_cap": CAP, "proximal": "step_start"},
         checkpoint={"every_steps": 1, "keep": STEPS + 1, "save_final_model": True},
         track={"format": ["jsonl", "parquet"]},

@@ -6,6 +6,7 @@ The tables of exceptions only shrink: an entry that is no longer needed fails, t
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +20,13 @@ PRIVATE: dict[str, set[str]] = {
 }
 
 
+@functools.lru_cache(1)
+def tree(path: Path) -> ast.AST:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def nodes(path: Path) -> Iterator[ast.AST]:
-    return ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return ast.walk(tree(path))
 
 
 def file_of(module: str) -> str | None:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -96,6 +95,8 @@ def test_peft_loads_the_saved_adapters_over_the_base_model(family: str, tmp_path
     for folder in (tmp_path / "merged", tmp_path / "merged" / "adapter"):
         assert all(file.stat().st_mode & 0o044 == 0o044 for file in folder.glob("*.safetensors"))
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    from peft import PeftModel  # which takes seconds to import
+
     model = PeftModel.from_pretrained(base, tmp_path / "merged" / "adapter").eval()
     assert model.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")
     ours = t.backend.compute_logprobs(SAMPLES)

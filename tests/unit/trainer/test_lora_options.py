@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -109,6 +108,8 @@ def test_what_is_saved_is_the_trained_policy_for_peft_and_merged(kind: str, fami
     t.backend.save_model(tmp_path / "saved")
     options: dict[str, Any] = {"attn_implementation": "eager"}
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", **options)
+    from peft import PeftModel  # which takes seconds to import
+
     assert_same(plain_logprobs(PeftModel.from_pretrained(base, tmp_path / "saved" / ADAPTER).eval()), ours)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
     assert_same(plain_logprobs(merged.eval()), ours)

@@ -40,7 +40,7 @@ def _multiplied(first: str, row: str) -> str:
         ("a.yaml", _SOUND + "algorithm: {adv_estimator: [1]}", "is not understood"),
         ("a.sh", _RUN + "${a:-" * 20_000 + "}" * 20_000, "nested too deeply"),
         ("a.sh", "f() { f; f; }\nf\n" + _RUN + "5", "call each other without an end"),
-        ("a.sh", "for i in 1 2 3 4 5 6 7 8; do " * 8 + "X=$X$X1;" + " done;" * 8 + "\n" + _RUN + "5", "does too much"),
+        ("a.sh", "for i in 1 2 3 4 5 6 7 8; do " * 8 + "X=$X1;" + " done;" * 8 + "\n" + _RUN + "5", "does too much"),
         ("a.sh", "A=(a.b=1)\n" + 'A+=("${A[@]}" "${A[@]}")\n' * 40 + _RUN + '5 "${A[@]}"', "does too much"),
         ("a.sh", f"X={'a' * 9000}\n{_RUN}${{X##*a*a*a*b}}", "is not evaluated"),
         ("a.py", "GRPOTrainer(args=GRPOConfig(max_steps=9**9**9))", "`9 ** 9 ** 9` (line 1) is not evaluated"),

@@ -1,0 +1,3 @@
+"""What every contract test gets."""
+
+from integration.conftest import forked_children as forked_children

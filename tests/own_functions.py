@@ -33,7 +33,7 @@ from rollover.envs.build import build_environment
 from rollover.envs.class_environment import ClassEnvironment
 from rollover.envs.protocol import EnvironmentSetup, Keep, keeps_nothing
 from rollover.envs.tools import Call, build_tool_format
-from rollover.functions import load_function, own_function
+from rollover.functions import custom_function, load_function
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rollout.order import RolloutView, load_order
 from rollover.run.metrics_row import custom_metrics
@@ -141,7 +141,7 @@ def check_before_produce(spec: str) -> None:
             return {"left": len(self.left)}
 
     for version, expected in ((9, ["t200"]), (10, ["t201", "t200"])):
-        own = own_function("tasks.before_produce", spec, TASK_OR_NONE)
+        own = custom_function("tasks.before_produce", spec, TASK_OR_NONE)
         prompts = PromptSource(Stream(), encoder(tiny.tokenizer()), 500, own)  # type: ignore[arg-type]
         prompts.on_step(version)
         assert [task.task_id for task, _ in iter(prompts, None)] == expected

@@ -1,7 +1,7 @@
 """User functions, named in the configuration as `module:function`, `path.py:function` or `<python>:name`.
 
 Loads them, and turns their errors into one line that names the option, the function, file:line and the expected result
-(`OwnFunction`). `<python>:name` is an object of a program (live_objects.py). Rewards are called in another process,
+(`CustomFunction`). `<python>:name` is an object of a program (live_objects.py). Rewards are called in another process,
 which uses `explained` alone. No torch.
 """
 
@@ -48,7 +48,7 @@ class FunctionError(ValueError):
     """A user function raised, or returned an invalid value."""
 
 
-class OwnFunction:
+class CustomFunction:
     """A user function that the option `key` names as `spec`. `returns`: description of its result, for messages.
 
     It is called like the function, and has its signature. Errors become FunctionError.
@@ -91,15 +91,15 @@ class OwnFunction:
         )
 
     @classmethod
-    def over(cls, function: Callable[..., Any], key: str, returns: str) -> OwnFunction:
+    def over(cls, function: Callable[..., Any], key: str, returns: str) -> CustomFunction:
         """Wrap a function that a program passed directly, which no configuration names."""
         return function if isinstance(function, cls) else cls(function, key, _name(function), returns)
 
 
-def own_function(key: str, spec: str, returns: str) -> OwnFunction:
+def custom_function(key: str, spec: str, returns: str) -> CustomFunction:
     """Load the function that the option `key` names as `spec`, relative to the working directory (`load_function`)."""
     try:
-        return OwnFunction(load_function(spec, "."), key, spec, returns)
+        return CustomFunction(load_function(spec, "."), key, spec, returns)
     except ValueError as error:
         raise ValueError(f"{key} = {spec!r}: {error}") from error
 
@@ -115,14 +115,14 @@ def make_named(key: str, name: str, built_in: Mapping[str, str], setup: object, 
         return load_function(built_in[name], ".")(setup)
     members = sorted(member for member in vars(protocol) if not member.startswith("_"))
     file = protocol.__module__.removeprefix("rollover.").replace(".", "/") + ".py"
-    make = own_function(key, name, f"{what} with {', '.join(members)} ({file})")
+    make = custom_function(key, name, f"{what} with {', '.join(members)} ({file})")
     made = make(setup)
     if missing := [member for member in members if not _has(made, member)]:
         raise make.refused(f"a {type(made).__name__} without {', '.join(missing)}")
     return made
 
 
-class OwnObject:
+class CustomObject:
     """Base of the wrappers around a custom engine or backend, which option `key` names as `spec`.
 
     Subclasses call the members of the contract within `_calling`; others are read through `__getattr__`. `_must`:

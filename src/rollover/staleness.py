@@ -6,7 +6,7 @@ rollout.groups_per_step. The rules are derived and proved in docs/staleness.md. 
     age             trainer version - policy version, when the batch is formed
     deadline        oldest policy version of a group + S: the last trainer version whose step may train it
     feasibility     at most k * B of the groups left behind by the step at v are due by v + k, for every k >= 0
-    most_in_bound   (1 + S) * B groups may be held, fewer while the engine's weights lag
+    max_groups_in_bound   (1 + S) * B groups may be held, fewer while the engine's weights lag
     bound           S, or less where nothing rolls over
 """
 
@@ -78,7 +78,7 @@ def staleness_bound(
     return min(max_staleness, waits + publish_every - 1)
 
 
-def most_in_bound(max_staleness: int, groups_per_step: int, lag: int = 0) -> int:
+def max_groups_in_bound(max_staleness: int, groups_per_step: int, lag: int = 0) -> int:
     """Return the limit of held groups so that each can be trained within the bound; <= 0: none may be admitted.
 
     `lag`: versions that the next sampled token is behind the trainer at the next step. A step at lag l may leave as
@@ -140,11 +140,11 @@ def urgencies(due: Mapping[float, int], trainer_version: int, groups_per_step: i
     return urgency
 
 
-def beyond_bound(groups: Iterable[Group], trainer_version: int, bound: int, groups_per_step: int) -> list[int]:
+def excess_groups(groups: Iterable[Group], trainer_version: int, bound: int, groups_per_step: int) -> list[int]:
     """Return the ids of the fewest groups to drop so that all others can be trained within the bound; oldest first.
 
     Of the others at most (k + 1) * groups_per_step are due by trainer_version + k, for every k >= 0, and no more than
-    most_in_bound are held. No group may be running.
+    max_groups_in_bound are held. No group may be running.
     """
     due = sorted((deadline(g.min_version, bound), -g.group_id) for g in groups)
     num_beyond = 0

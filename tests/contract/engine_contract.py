@@ -385,13 +385,13 @@ async def check_a_turn_goes_on_from_what_was_appended(subject: Subject) -> None:
         if sampling.temperature > 0 and not subject.resumes_exactly:
             continue
         first = subject.request(0, sampling, rollout_id=f"{i}-0", stop=StopCriteria(), max_new_tokens=8)
-        turn = tokens_of(await engine.extend(dataclasses.replace(first, may_go_on=True)))
+        turn = tokens_of(await engine.extend(dataclasses.replace(first, may_continue=True)))
         stop = frozenset({turn[4]})  # the first turn ends there, or earlier
         engine.release([first.rollout_id])
         first = dataclasses.replace(first, stop=StopCriteria(stop), max_new_tokens=subject.max_new_tokens)
         answers, growth = [], []
-        for may_go_on in (True, False):
-            turn = tokens_of(await engine.extend(dataclasses.replace(first, may_go_on=may_go_on)))
+        for may_continue in (True, False):
+            turn = tokens_of(await engine.extend(dataclasses.replace(first, may_continue=may_continue)))
             so_far = (*turn, *subject.prompts[1])
             second = dataclasses.replace(first, generated_ids=so_far, max_new_tokens=4, text_start=len(so_far))
             before = engine.stats()

@@ -15,7 +15,7 @@ from rollover.config.backend import BACKENDS
 from rollover.config.rollout import ENVIRONMENTS
 from rollover.config.tasks import SOURCES
 from rollover.config.train import ENGINES
-from rollover.functions import Causes, FunctionError, OwnFunction, as_json, described, explained, load_function
+from rollover.functions import Causes, CustomFunction, FunctionError, as_json, described, explained, load_function
 
 COUNTS = "calls = []\ndef add(x):\n    calls.append(x)\n    return list(calls)\ndef seen():\n    return list(calls)\n"
 
@@ -83,7 +83,7 @@ async def cancels_itself() -> None:
 def test_a_function_that_cancels_itself_failed_and_who_awaits_it_goes_on(function) -> None:
     async def run() -> str:
         with pytest.raises(FunctionError, match="run.hooks = 'mine' failed: CancelledError"):
-            await OwnFunction(function, "run.hooks", "mine", "nothing").awaited()
+            await CustomFunction(function, "run.hooks", "mine", "nothing").awaited()
         await asyncio.sleep(0)
         return "goes on"
 
@@ -100,7 +100,7 @@ def test_who_awaits_a_function_can_be_cancelled_with_it() -> None:
             ended.append("waits")
 
     async def run() -> None:
-        task = asyncio.ensure_future(OwnFunction(waits, "run.hooks", "mine", "nothing").awaited())
+        task = asyncio.ensure_future(CustomFunction(waits, "run.hooks", "mine", "nothing").awaited())
         await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.wait([task])

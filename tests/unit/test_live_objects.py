@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollover.functions import load_function, own_function
+from rollover.functions import custom_function, load_function
 from rollover.live_objects import hold, is_live, live_object, name_of, release
 
 SRC = Path(__file__).parents[2] / "src"
@@ -41,11 +41,11 @@ def test_a_live_function_is_loaded_as_any_other() -> None:
     spec = hold(lambda x: x + 1, "plus")
     try:
         assert load_function(spec, ".")(1) == 2
-        assert own_function("rollout.order", spec, "a number")(2) == 3
+        assert custom_function("rollout.order", spec, "a number")(2) == 3
     finally:
         release(spec)
     with pytest.raises(ValueError, match="^rollout.order = '<python>:plus': .*Hand it over again"):
-        own_function("rollout.order", spec, "a number")
+        custom_function("rollout.order", spec, "a number")
 
 
 def test_what_is_no_function_is_refused() -> None:

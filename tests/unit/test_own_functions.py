@@ -21,7 +21,7 @@ from rollover.algorithms.filters import group_filters
 from rollover.algorithms.loss import TokenBatch
 from rollover.config import AlgorithmConfig, Config, FiltersConfig, TasksConfig, TaskSourceConfig
 from rollover.config.schema import leaves
-from rollover.functions import FunctionError, explained, own_function
+from rollover.functions import FunctionError, custom_function, explained
 from rollover.rollout.order import RolloutView, load_order
 from rollover.run.metrics_row import custom_metrics
 from rollover.run.producer import CustomProducer
@@ -140,7 +140,7 @@ KINDS: dict[str, tuple[str, Callable[[str], Any], str, dict[str, str]]] = {
             Stream(),  # type: ignore[arg-type]
             encoder(tiny.tokenizer()),
             100,
-            own_function("tasks.before_produce", spec, TASK_OR_NONE),
+            custom_function("tasks.before_produce", spec, TASK_OR_NONE),
         )(),
         "the Task to use, or None",
         {"return 'task'": "returned 'task' (str) for t0"},
@@ -255,7 +255,7 @@ def test_a_name_that_is_not_there_is_said_with_its_option(
 
 def test_the_place_is_the_users_line_and_not_that_of_a_library(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import json\ndef own(text):\n    return json.loads(text)\n")
-    own = own_function("filters.custom", f"{tmp_path / 'mine.py'}:own", "nothing")
+    own = custom_function("filters.custom", f"{tmp_path / 'mine.py'}:own", "nothing")
     with pytest.raises(FunctionError, match=r"JSONDecodeError: .* \(.*mine\.py:3\)"):
         own("{")
 

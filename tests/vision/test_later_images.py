@@ -105,7 +105,7 @@ def test_log_probs_and_gradients_are_those_of_transformers(case: Case) -> None:
 def extend(rollout: Rollout, name: str, pause_after: int = 0) -> ExtendRequest:
     return ExtendRequest(
         name, rollout.prompt, tuple(rollout.token_ids()), NEW, 7, SamplingParams(), pause_after=pause_after,
-        may_go_on=True, later_media=rollout.later_media,
+        may_continue=True, later_media=rollout.later_media,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ import torch
 from rollover.algorithms.token_batch import masked
 from rollover.config import AlgorithmConfig
 from rollover.config.traits import ADVANTAGES
-from rollover.functions import OwnFunction, described, own_function
+from rollover.functions import CustomFunction, custom_function, described
 from rollover.types import Reward
 
 
@@ -554,7 +554,7 @@ def _built_in(algorithm: AlgorithmConfig, name: str) -> Callable[[ScoredBatch], 
 
 def _custom(spec: str) -> Callable[[ScoredBatch], torch.Tensor]:
     """Wrap a custom function of rewards and groups."""
-    function = own_function("algorithm.advantage", spec, "one finite advantage for each reward that is not NaN")
+    function = custom_function("algorithm.advantage", spec, "one finite advantage for each reward that is not NaN")
 
     def estimate(scored: ScoredBatch) -> torch.Tensor:
         missing_N = torch.isnan(scored.rewards_N)
@@ -564,7 +564,7 @@ def _custom(spec: str) -> Callable[[ScoredBatch], torch.Tensor]:
 
 
 def checked_advantages(
-    value: object, num: int, function: OwnFunction, missing_N: torch.Tensor | None = None
+    value: object, num: int, function: CustomFunction, missing_N: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return what a custom function returned as advantages [N], 0 where `missing_N`.
 

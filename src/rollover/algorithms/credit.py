@@ -32,7 +32,7 @@ from rollover.algorithms.precomputed import count_precomputed_turns, precomputed
 from rollover.algorithms.shaping import Shaped, Shaping
 from rollover.config import AlgorithmConfig, DistillConfig, WorkflowConfig
 from rollover.config.traits import AdvantageTraits, estimator
-from rollover.functions import own_function
+from rollover.functions import custom_function
 from rollover.trajectories import Trajectory, TrajectoryGroup, Turn, episodes_of
 from rollover.types import Group, Reward, Rollout
 
@@ -299,7 +299,7 @@ class AfterScoring:
 
     def __init__(self, spec: str) -> None:
         returns = "None, or one finite advantage for each of the rollouts"
-        self._function = own_function("algorithm.after_scoring", spec, returns)
+        self._function = custom_function("algorithm.after_scoring", spec, returns)
 
     def __call__(self, rollouts: Sequence[Rollout], advantages_N: torch.Tensor) -> torch.Tensor:
         """Return the changed advantages [N]. FunctionError if it raises or returns anything else."""

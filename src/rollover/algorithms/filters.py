@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from rollover.config import FiltersConfig
-from rollover.functions import OwnFunction, described, own_function
+from rollover.functions import CustomFunction, custom_function, described
 from rollover.trajectories import Trajectory, episodes_of
 from rollover.types import Group, Rollout, StopReason
 
@@ -85,7 +85,7 @@ def group_filters(
         chosen.append(zero_variance(metric, has_signal))
     chosen = [_of_trained(each, untrained) for each in chosen]
     if config.custom:
-        chosen.append(custom(own_function("filters.custom", config.custom, _WHY), "custom"))
+        chosen.append(custom(custom_function("filters.custom", config.custom, _WHY), "custom"))
     if config.masks:
         chosen.append(_of_trained(all_masked(rollout_filters(config), taught=taught), untrained))
     return chosen
@@ -195,7 +195,7 @@ def custom(function: Callable[[Group], str | None], reason: str | None = None) -
     `reason` defaults to the function's name.
     """
     name = reason or getattr(function, "__name__", "custom")
-    own = OwnFunction.over(function, "filter", _WHY)
+    own = CustomFunction.over(function, "filter", _WHY)
 
     def why(group: Group) -> str | None:
         answer = own(replace(group, rollouts=list(group.rollouts)))  # a copy: it may sort the list

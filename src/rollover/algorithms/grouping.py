@@ -15,7 +15,7 @@ import numpy as np
 from rollover.algorithms.filters import Metric, value_of
 from rollover.algorithms.precomputed import is_precomputed
 from rollover.config import DistillConfig, RoleConfig, WorkflowConfig
-from rollover.functions import OwnFunction, described, own_function
+from rollover.functions import CustomFunction, custom_function, described
 from rollover.suggest import did_you_mean
 from rollover.trajectories import Episode, Trajectory, TrajectoryGroup, by_role, episodes_of
 from rollover.types import Group
@@ -37,10 +37,10 @@ class Grouping:
 
     def __init__(self, workflow: WorkflowConfig, distill: DistillConfig | None = None) -> None:
         self.workflow, self.distill = workflow, distill or DistillConfig()
-        self._own: OwnFunction | None = None
+        self._own: CustomFunction | None = None
         if workflow.group_by:
             returns = "a list of TrajectoryGroups that have every trained trajectory exactly once"
-            self._own = own_function("workflow.group_by", workflow.group_by, returns)
+            self._own = custom_function("workflow.group_by", workflow.group_by, returns)
 
     def __call__(self, group: Group) -> Grouped:
         """Group the trajectories. ValueError for an undeclared role, or a grouping that is no partition."""
@@ -102,7 +102,7 @@ class Grouping:
     def _num_valid(self, compared: TrajectoryGroup) -> int:
         return sum(t.valid or self.distill.replaces_for(t.role) for t in compared.trajectories)
 
-    def _partition(self, function: OwnFunction, episodes: list[Episode]) -> list[TrajectoryGroup]:
+    def _partition(self, function: CustomFunction, episodes: list[Episode]) -> list[TrajectoryGroup]:
         groups = function(episodes)
         if not isinstance(groups, list | tuple) or not all(isinstance(g, TrajectoryGroup) for g in groups):
             raise function.refused(described(groups))

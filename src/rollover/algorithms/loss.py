@@ -30,7 +30,7 @@ from rollover.algorithms.token_batch import (
 )
 from rollover.config.traits import LOSSES as TRAITS
 from rollover.config.traits import Aggregation
-from rollover.functions import OwnFunction, described, own_function
+from rollover.functions import CustomFunction, custom_function, described
 
 
 def _outside(ratio_BT: torch.Tensor, advantages_BT: torch.Tensor, low: float, high: float) -> torch.Tensor:
@@ -343,7 +343,7 @@ class CustomLoss:
     """
 
     def __init__(self, spec: str) -> None:
-        self._function: OwnFunction = own_function("algorithm.loss", spec, _LOSS_RETURNS)
+        self._function: CustomFunction = custom_function("algorithm.loss", spec, _LOSS_RETURNS)
         functools.update_wrapper(self, self._function, updated=())
 
     def __call__(self, t: TokenBatch, **options: Any) -> LossAndClipped:

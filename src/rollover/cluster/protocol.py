@@ -19,12 +19,12 @@ class Cluster(Protocol):
     """Hosts the parts of a run. Whoever uses a host closes it, before the cluster is closed."""
 
     @property
-    def own_server(self) -> Callable[[int], ServerHost] | None:
+    def make_server_host(self) -> Callable[[int], ServerHost] | None:
         """Function from a server's number to its host; None: processes of this machine."""
         ...
 
     @property
-    def own_ranks(self) -> Callable[[], Ranks] | None:
+    def make_ranks(self) -> Callable[[], Ranks] | None:
         """Function that starts connected ranks; None: processes of this machine."""
         ...
 
@@ -52,7 +52,7 @@ class ClusterSetup:
 class ThisMachine:
     """A Cluster whose roles are child processes of this process."""
 
-    own_server = own_ranks = None
+    make_server_host = make_ranks = None
 
     def reward_pool(self) -> ScoringPool | None:
         return None

@@ -145,14 +145,14 @@ class RolloutConfig(Table):
         """See staleness.oldest_in_loss."""
         return staleness.oldest_in_loss(trainer_version, self.max_staleness, masks=self.masks)
 
-    def most_in_bound(self, lag: int = 0) -> int:
-        """See staleness.most_in_bound."""
-        return staleness.most_in_bound(self.max_staleness, self.groups_per_step, lag)
+    def max_groups_in_bound(self, lag: int = 0) -> int:
+        """See staleness.max_groups_in_bound."""
+        return staleness.max_groups_in_bound(self.max_staleness, self.groups_per_step, lag)
 
     @property
     def holds_the_bound(self) -> bool:
         """Whether a step that waits for every group that gets too old becomes possible at last (docs/staleness.md)."""
-        return not self.finish_first or self.most_held <= self.most_in_bound()
+        return not self.finish_first or self.most_held <= self.max_groups_in_bound()
 
     @property
     def most_in_flight(self) -> int:
@@ -325,7 +325,7 @@ RULES: tuple[Rule, ...] = (
                 else ""
             )
             + " is above (1 + rollout.max_staleness) *"
-            f" rollout.groups_per_step = {c.rollout.most_in_bound()}: with"
+            f" rollout.groups_per_step = {c.rollout.max_groups_in_bound()}: with"
             ' rollout.on_stale = "finish_first" the bound could not be held. Lower it, raise rollout.max_staleness, or'
             ' set rollout.on_stale = "drop" to lose groups that get too old'
         ),

@@ -46,7 +46,7 @@ class EngineSetup:
     threads: int
     beside_trainer: bool = True
     logs: Path | None = None
-    own_server: Callable[[int], ServerHost] | None = None
+    make_server_host: Callable[[int], ServerHost] | None = None
     """Creates server number n of those that the run starts; None: processes of this machine."""
 
 
@@ -101,6 +101,6 @@ def make_remote(setup: EngineSetup) -> RemoteEngine:
             vocab_size=lambda: setup.model().vocab_size,
             placeholders=lambda: placeholder_ids(setup.model().model.config),
             logs=setup.logs,
-            own_server=setup.own_server,
+            make_server_host=setup.make_server_host,
         )
     )

@@ -71,8 +71,8 @@ class ExtendRequest:
     engine/stop.py decides when it stops: strings and repetition of `stop` are searched in the generated part from index
     `text_start`, the first token of the present turn (0 for a single turn, however often it was interrupted).
     `processing` changes the logits before `sampling`; its answer begins at `text_start`.
-    `may_go_on`: after the turn an environment may append tokens, and the rollout be extended again. Engines should keep
-    its KV for that until `release`, and prefill only the appended tokens.
+    `may_continue`: after the turn an environment may append tokens, and the rollout be extended again. Engines should
+    keep its KV for that until `release`, and prefill only the appended tokens.
     """
 
     rollout_id: str
@@ -84,7 +84,7 @@ class ExtendRequest:
     stop: StopCriteria = StopCriteria()
     pause_after: int = 0
     text_start: int = 0
-    may_go_on: bool = False
+    may_continue: bool = False
     processing: LogitsProcessing = LogitsProcessing()
     later_media: tuple[Media, ...] = ()
 

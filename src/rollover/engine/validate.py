@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, InvalidAnswer, WeightLoad
-from rollover.functions import FunctionError, OwnObject, described, explained, is_number, shortened, was_cancelled
+from rollover.functions import CustomObject, FunctionError, described, explained, is_number, shortened, was_cancelled
 from rollover.logs import terminal
 from rollover.openai_wire import NO_LOGPROB
 from rollover.types import Segment, StopReason, why_not_in_vocabulary
@@ -133,7 +133,7 @@ _MUST = {
 }
 
 
-class CustomEngine(OwnObject):
+class CustomEngine(CustomObject):
     """A user's `engine`, made by the function `spec` of engine.kind, with validated answers.
 
     `vocab_size()`: every token id is below it; called at the first answer, as it may load a model. `newest_version`:

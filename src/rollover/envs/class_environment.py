@@ -43,7 +43,7 @@ from rollover.envs.tools import (
     with_system_text,
 )
 from rollover.envs.user_code import Outcome, UserCode
-from rollover.functions import OwnFunction, described, own_function
+from rollover.functions import CustomFunction, custom_function, described
 from rollover.images import BadImage
 from rollover.rewards.registry import to_result
 from rollover.suggest import did_you_mean
@@ -383,7 +383,7 @@ class UserClass:
     """
 
     def __init__(self, spec: str, prompt_columns: Iterable[str] = (), resume: str = "auto") -> None:
-        self.make: OwnFunction = own_function(KEY, spec, _RETURNS)
+        self.make: CustomFunction = custom_function(KEY, spec, _RETURNS)
         self.spec, self._prompt_columns = spec, ("prompt", *prompt_columns)
         probe = self.make()
         methods = _public_methods(probe)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from rollover.config.workflow import TOOL_FORMATS
 from rollover.envs.user_code import Outcome, UserCode
-from rollover.functions import OwnFunction, described, own_function, said_by
+from rollover.functions import CustomFunction, custom_function, described, said_by
 from rollover.images import NotStored, is_image
 from rollover.tasks.image_parts import holds_media, with_images_of_program
 from rollover.text import printable, whole_characters
@@ -143,13 +143,13 @@ class _CustomFormat:
     """The user's format. FunctionError for an invalid return value."""
 
     def __init__(self, spec: str) -> None:
-        make = own_function(KEY, spec, "a format of calls: an object with definitions(schemas) and read(text)")
+        make = custom_function(KEY, spec, "a format of calls: an object with definitions(schemas) and read(text)")
         made = make()
         for name in ("definitions", "read"):
             if not callable(getattr(made, name, None)):
                 raise make.refused(f"a {type(made).__name__} without a method {name}")
-        self._definitions = OwnFunction(made.definitions, KEY, spec, "the text that tells the policy of the tools")
-        self._read = OwnFunction(made.read, KEY, spec, "a list of Call and MalformedCall (rollover.envs.tools)")
+        self._definitions = CustomFunction(made.definitions, KEY, spec, "the text that tells the policy of the tools")
+        self._read = CustomFunction(made.read, KEY, spec, "a list of Call and MalformedCall (rollover.envs.tools)")
 
     def definitions(self, schemas: Schemas, /) -> str:
         text = self._definitions([dict(schema) for schema in schemas])

@@ -80,7 +80,7 @@ class Driver:
     @property
     def has_turns(self) -> bool:
         """Return whether an environment may answer the policy."""
-        return self.player.requests.may_go_on
+        return self.player.requests.may_continue
 
     async def collect(self, version: int) -> list[Group] | None:
         """Generate until there is enough for the step at trainer `version`; return its groups, in group-id order.

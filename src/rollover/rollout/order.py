@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rollover.config.rollout import ORDERS as NAMES
-from rollover.functions import described, own_function
+from rollover.functions import custom_function, described
 
 
 class RolloutView(NamedTuple):
@@ -60,7 +60,7 @@ def load_order(name: str) -> Callable[[RolloutView], OrderKey]:
     """Return the order of that name, or the custom function `module:function`. Raises ValueError if missing."""
     if name in ORDERS:
         return ORDERS[name]
-    function = own_function("rollout.order", name, "a tuple of integers for a RolloutView, smallest first")
+    function = custom_function("rollout.order", name, "a tuple of integers for a RolloutView, smallest first")
 
     def key(view: RolloutView) -> OrderKey:
         own = function(view)

@@ -255,7 +255,9 @@ class Player:
 
     def _end_extend(self, task: ExtendTask, segments: list[Segment]) -> None:
         rollout = self.extends.pop(task)
-        acts = self.requests.may_go_on and environment_is_next(rollout, segments, self.requests.config.max_new_tokens)
+        acts = self.requests.may_continue and environment_is_next(
+            rollout, segments, self.requests.config.max_new_tokens
+        )
         if self.episode_runner is not None:  # the agent gets the result of every turn
             acts = segments[-1].stop_reason is not StopReason.PAUSED
         complete = self.lifecycle.append(rollout, segments, acts=acts)
@@ -270,7 +272,7 @@ class Player:
             self.failure_limit.on_complete()
             self._dropping.pop(complete.group_id, None)  # the stalled rollout finished at the last moment
         if rollout.state is RolloutState.SCORING:
-            if self.requests.may_go_on:
+            if self.requests.may_continue:
                 self.engine.release([rollout.rollout_id])
             self._score(self.lifecycle.cache.groups[rollout.group_id])
 

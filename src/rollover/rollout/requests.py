@@ -40,13 +40,13 @@ _GREEDY = SamplingParams(temperature=0.0)
 class Requests:
     """Builder of a run's requests.
 
-    `stop_token_ids` (EOS) add to those of the config. `may_go_on`: see ExtendRequest.
+    `stop_token_ids` (EOS) add to those of the config. `may_continue`: see ExtendRequest.
     """
 
     def __init__(
-        self, config: RolloutConfig, run_seed: int, stop_token_ids: Iterable[int] = (), *, may_go_on: bool = False
+        self, config: RolloutConfig, run_seed: int, stop_token_ids: Iterable[int] = (), *, may_continue: bool = False
     ) -> None:
-        self.config, self.run_seed, self.may_go_on = config, run_seed, may_go_on
+        self.config, self.run_seed, self.may_continue = config, run_seed, may_continue
         self._sampling = config.sampling
         self._processing = config.logits.processing()
         self._stop_token_ids = frozenset(stop_token_ids)
@@ -71,7 +71,7 @@ class Requests:
             stop=StopCriteria.of(self.config, self._stop_token_ids, turn.stop),
             pause_after=token_budget(rollout, self.config),
             text_start=_turn_start(rollout),
-            may_go_on=self.may_go_on,
+            may_continue=self.may_continue,
             processing=self._processing,
             later_media=rollout.later_media,
         )

@@ -60,7 +60,7 @@ class Scheduler:
             places = min(places + len(held.ready) + held.num_scoring, self.config.most_held - len(held))
         if self.lag:
             # A first token is already `lag` versions old at the next step (docs/staleness.md).
-            most = self.config.most_in_bound(self.lag)
+            most = self.config.max_groups_in_bound(self.lag)
             if not self.config.masks:
                 places = min(places, most - len(held))
             elif most <= 0:

@@ -191,7 +191,7 @@ class HeldGroups:
         """Return whether all groups that the step at `version` leaves behind can still be trained in bound."""
         num = self.config.groups_per_step
         # A group without tokens may get its first one under the oldest version before the next step.
-        if len(self.groups) - min(num, len(self.ready)) > self.config.most_in_bound(lag + 1):
+        if len(self.groups) - min(num, len(self.ready)) > self.config.max_groups_in_bound(lag + 1):
             return False
         left, taken_before, next_taken = {}, 0, self.next_taken()
         for due in sorted(self._due):

@@ -83,7 +83,7 @@ async def play_groups(
         engine,
         lambda: next(waiting, None),
         environment,
-        Requests(rollout, seed, stop_token_ids, may_go_on=environment.has_turns),
+        Requests(rollout, seed, stop_token_ids, may_continue=environment.has_turns),
         watchdog,
         config.workflow,
     )

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rollover.config import Config
-from rollover.functions import FunctionError, OwnFunction, own_function
+from rollover.functions import CustomFunction, FunctionError, custom_function
 from rollover.run import blocked_warning
 from rollover.run.stop import Stop
 from rollover.suggest import did_you_mean
@@ -45,10 +45,10 @@ class Hooks:
 
     def __init__(self, config: Config, stop: Stop) -> None:
         self.spec, self.watchdog, self.stop = config.run.hooks, config.watchdog, stop
-        self._hooks: dict[str, OwnFunction] = {}
+        self._hooks: dict[str, CustomFunction] = {}
         if not self.spec:
             return
-        make = own_function(_KEY, self.spec, f"an object with some of {', '.join(HOOKS)}")
+        make = custom_function(_KEY, self.spec, f"an object with some of {', '.join(HOOKS)}")
         own = make()
         for name in (name for name in dir(own) if name.startswith("on_")):
             if name not in HOOKS:
@@ -92,7 +92,7 @@ class Hooks:
         await self.call("on_train_end", None)
 
 
-def _checked(make: OwnFunction, own: Any, name: str) -> OwnFunction:
+def _checked(make: CustomFunction, own: Any, name: str) -> CustomFunction:
     """Return the hook of this name. FunctionError where it does not take one argument."""
     method = getattr(own, name)
     try:
@@ -101,4 +101,4 @@ def _checked(make: OwnFunction, own: Any, name: str) -> OwnFunction:
         raise make.refused(f"a {type(own).__name__} whose {name} cannot be called as {name}({HOOKS[name]})") from error
     except ValueError:
         pass  # not written in Python: no signature
-    return OwnFunction(method, _KEY, f"{make.spec}.{name}", _RETURNS)
+    return CustomFunction(method, _KEY, f"{make.spec}.{name}", _RETURNS)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from numbers import Real
 
 from rollover.algorithms.grouping import Grouping
-from rollover.functions import described, own_function
+from rollover.functions import custom_function, described
 from rollover.rollout.lifecycle import acting_in
 from rollover.run.batch_metrics import (
     advantage_metrics,
@@ -279,7 +279,7 @@ def custom_metrics(spec: str) -> CustomMetrics:
     """
     if not spec:
         return lambda groups: {}
-    own = own_function("track.metrics", spec, "a number for each name, as {'name': 1.0}")
+    own = custom_function("track.metrics", spec, "a number for each name, as {'name': 1.0}")
 
     def metrics(groups: list[Group]) -> dict[str, float]:
         found = own([copied(group) for group in groups])

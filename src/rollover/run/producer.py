@@ -20,7 +20,7 @@ import numpy as np
 from rollover.config import Config
 from rollover.engine.protocol import Engine
 from rollover.files import did_you_mean_path, local_path
-from rollover.functions import OwnFunction, described, own_function
+from rollover.functions import CustomFunction, custom_function, described
 from rollover.run.stop import Stop
 from rollover.run.supervised import Examples, SupervisedExamples
 from rollover.staleness import group_staleness
@@ -161,11 +161,11 @@ class CustomProducer(Producer):
         self.max_staleness, self.vocab_size = config.rollout.max_staleness, vocab_size
         self.grace_s = config.watchdog.grace_s
         self._last_group_id = -1
-        make = own_function("tasks.producer", self.name, "an object with a method produce(step, version)")
+        make = custom_function("tasks.producer", self.name, "an object with a method produce(step, version)")
         own = make(config, tokenizer, engine)
         if not callable(getattr(own, "produce", None)):
             raise make.refused(f"{described(own)}, which has no method produce")
-        self._produce = OwnFunction(own.produce, "tasks.producer", self.name, "a list of Groups (of ready_group)")
+        self._produce = CustomFunction(own.produce, "tasks.producer", self.name, "a list of Groups (of ready_group)")
 
     async def produce(self, step: int, version: int) -> list[Group] | None:
         groups = await self.stop.unless_requested(self._produce.awaited(step, version), self.grace_s)

@@ -106,7 +106,9 @@ class KeptComponents:
         cluster, threads = open_cluster(ClusterSetup(config, logs)), most_threads(config)
         async with AsyncExitStack() as on_error:
             on_error.push_async_callback(cluster.close)
-            engine = build_engine(EngineSetup(config, model, threads, logs=logs, own_server=cluster.own_server))
+            engine = build_engine(
+                EngineSetup(config, model, threads, logs=logs, make_server_host=cluster.make_server_host)
+            )
             observed = build_rewarder(config, training=True, pool=cluster.reward_pool())
             on_error.pop_all()
         return cls(model, cluster, engine, observed)
@@ -183,7 +185,7 @@ class Components:
             loaded, engine, observed = kept.model.reload() if is_restart else kept.model(), kept.engine, kept.observed
             stops = stop_token_ids(loaded, config.rollout.stop_token_ids)
             examples = load_examples(config, loaded) if config.algorithm.supervised else None
-            trainer = build_trainer(config, loaded, engine, logs, kept.cluster.own_ranks)
+            trainer = build_trainer(config, loaded, engine, logs, kept.cluster.make_ranks)
             on_error.callback(trainer.close)
             pool = observed.rewarder
             trace = trace or Trace(RunClock())
@@ -207,7 +209,7 @@ class Components:
                 scoring_blocked=lambda: pool.is_stalled,
                 max_filtered_steps=config.filters.give_up_after_steps,
             )
-            requests = Requests(config.rollout, config.run.seed, stops, may_go_on=environment.has_turns)
+            requests = Requests(config.rollout, config.run.seed, stops, may_continue=environment.has_turns)
             driver = Driver(lifecycle, engine, reroll, environment, requests, watchdog, config.workflow, on_abandon)
             reuse = Reuse(config, reroll, prompts.curriculum)
             lifecycle.clock.resume()

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from rollover.config import Config
 from rollover.config.curriculum import CurriculumConfig
-from rollover.functions import OwnFunction, described, own_function
+from rollover.functions import CustomFunction, custom_function, described
 from rollover.tasks.source import column_of
 from rollover.tasks.split import key_of
 from rollover.types import Group, Task
@@ -98,7 +98,7 @@ class CustomWeigher:
 
     def __init__(self, config: Config) -> None:
         spec = config.tasks.curriculum.kind
-        make = own_function(_KIND, spec, "an object with weight(task, seen)")
+        make = custom_function(_KIND, spec, "an object with weight(task, seen)")
         made = make(config)
         methods = {n: getattr(made, n, None) for n in ("weight", "update", "state_dict", "load_state_dict")}
         if not callable(methods["weight"]):
@@ -111,7 +111,9 @@ class CustomWeigher:
             )
         self.learns = bool(learns)
         returns = {"weight": _WEIGHT, "state_dict": "what JSON can hold"}
-        self._own = {n: OwnFunction(m, _KIND, spec, returns.get(n, "None")) for n, m in methods.items() if callable(m)}
+        self._own = {
+            n: CustomFunction(m, _KIND, spec, returns.get(n, "None")) for n, m in methods.items() if callable(m)
+        }
 
     def weight(self, task: Task, seen: Seen | None) -> float:
         own = self._own["weight"]

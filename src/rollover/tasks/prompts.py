@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 
 from rollover.config import Config
 from rollover.config.tasks import Truncation
-from rollover.functions import OwnFunction, described, own_function
+from rollover.functions import CustomFunction, custom_function, described
 from rollover.images import BadImage
 from rollover.models.chat_template import prompt_arguments
 from rollover.tasks.curriculum import Curriculum, build_curriculum
@@ -96,7 +96,7 @@ class PromptSource:
         whole_steps: int = 0,
     ) -> None:
         self.stream, self.encode, self.max_prompt_tokens = stream, encode, max_prompt_tokens
-        self.replace = replace and OwnFunction.over(replace, "tasks.before_produce", TASK_OR_NONE)
+        self.replace = replace and CustomFunction.over(replace, "tasks.before_produce", TASK_OR_NONE)
         self.version = 0  # of the trainer, for `replace` alone
         self.truncation: Truncation = truncation
         self.curriculum = curriculum
@@ -235,7 +235,7 @@ def build_prompts(config: Config) -> Callable[[Encode, int], PromptSource]:
         may_be_empty=config.algorithm.supervised,
     )
     name = config.tasks.before_produce
-    before_produce = own_function("tasks.before_produce", name, TASK_OR_NONE) if name else None
+    before_produce = custom_function("tasks.before_produce", name, TASK_OR_NONE) if name else None
     whole_steps = config.rollout.groups_per_step if config.tasks.drop_last else 0
     return lambda encode, max_prompt_tokens: PromptSource(
         stream, encode, max_prompt_tokens, before_produce, config.tasks.truncation, curriculum, whole_steps
@@ -254,7 +254,7 @@ def prompt_limit(config: Config, max_tokens: int) -> int:
     return min(config.tasks.max_prompt_tokens, left)
 
 
-def _replaced(task: Task, replace: OwnFunction, version: int) -> Task | None:
+def _replaced(task: Task, replace: CustomFunction, version: int) -> Task | None:
     other = replace(task, version)
     if other is not None and not isinstance(other, Task):
         raise replace.refused(f"{described(other)} for {task.task_id}")

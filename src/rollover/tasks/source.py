@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 from typing import Any, Protocol
 
 from rollover.config import TaskSourceConfig
-from rollover.functions import FunctionError, OwnFunction, described, load_function, own_function
+from rollover.functions import CustomFunction, FunctionError, custom_function, described, load_function
 from rollover.images import BadImage, no_media_kept
 from rollover.rewards.routing import RewardChoice
 from rollover.tasks.image_parts import shows_images, task_with_images
@@ -185,14 +185,14 @@ class CustomSource:
 
     def __init__(self, setup: SourceSetup) -> None:
         self.label, self.spec = setup.label, setup.config.kind
-        make = own_function(_KEY, self.spec, "an object with problem(index), and a length if its problems end")
+        make = custom_function(_KEY, self.spec, "an object with problem(index), and a length if its problems end")
         made = make(setup)
         if not callable(getattr(made, "problem", None)):
             raise make.refused(f"a {type(made).__name__} without a method problem")
         self.endless = not hasattr(made, "__len__")
         self.num_problems = None if self.endless else _length(made, make)
         self.same = problem_text
-        self._problem = OwnFunction(made.problem, _KEY, self.spec, "a Task for every number below its length")
+        self._problem = CustomFunction(made.problem, _KEY, self.spec, "a Task for every number below its length")
 
     def problem(self, index: int) -> Task:
         try:
@@ -227,7 +227,7 @@ class CustomSource:
         return fingerprint_of(self)
 
 
-def _length(made: Any, make: OwnFunction) -> int:
+def _length(made: Any, make: CustomFunction) -> int:
     try:
         num = len(made)
     except (Exception, SystemExit) as error:  # boundary: the user's source

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rollover.functions import described, own_function
+from rollover.functions import custom_function, described
 from rollover.types import Task, content_text
 
 SplitName = Literal["train", "eval"]
@@ -125,7 +125,7 @@ def _of_column(problem: Task, column: str) -> str:
 
 
 def _by_function(spec: str) -> Comparison:
-    own = own_function("tasks.sources.problem_key", spec, "a text, the same for problems that are the same")
+    own = custom_function("tasks.sources.problem_key", spec, "a text, the same for problems that are the same")
 
     def same(problem: Task) -> str:
         text = own(replace(problem, columns=dict(problem.columns)))  # columns that it may change

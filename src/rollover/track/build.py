@@ -9,7 +9,7 @@ from pathlib import Path
 from rollover import registry
 from rollover.config import Config
 from rollover.config.run import TOOLS
-from rollover.functions import own_function
+from rollover.functions import custom_function
 from rollover.rollout.lifecycle import RunClock
 from rollover.track.health import Health, ignored_figures
 from rollover.track.jsonl import EvalFile, MetricsFile
@@ -76,7 +76,7 @@ def build_trackers(config: Config, path: Path) -> Trackers:
     for spec in config.track.trackers:
         if spec in TOOLS:
             continue
-        make_custom = own_function("track.trackers", spec, CUSTOM)
+        make_custom = custom_function("track.trackers", spec, CUSTOM)
         tracker = make_custom()
         if not isinstance(tracker, Tracker):
             raise make_custom.refused(repr(tracker))

@@ -193,5 +193,5 @@ class BackendSetup:
     """The engine that `sample` may generate with."""
     logs: Path | None = None
     """Folder for the output of its processes; None: they inherit this process's output."""
-    own_ranks: Callable[[], Any] | None = None
+    make_ranks: Callable[[], Any] | None = None
     """Starts connected `Ranks` (ranks/group.py) for backend.type = "ranks"; None: processes of this machine."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from rollover.engine.protocol import EngineDied, ExtendRequest
-from rollover.functions import OwnObject, described, is_number
+from rollover.functions import CustomObject, described, is_number
 from rollover.trainer.backend import BackendLost, Stream, TrainerBackend, Version
 from rollover.trainer.objective import Counts
 from rollover.trainer.stored_tensors import StoredTensors
@@ -51,7 +51,7 @@ def _parameters(verb: Callable[..., object]) -> Container[str]:
         return ()
 
 
-class CustomBackend(OwnObject):
+class CustomBackend(CustomObject):
     """Wrapper of `backend`, which the function `spec` of backend.type made. Each verb: see `TrainerBackend`.
 
     FunctionError if a verb raises or returns an invalid result; it names the verb and the contract. BackendLost is

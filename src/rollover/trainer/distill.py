@@ -21,7 +21,7 @@ import numpy as np
 
 from rollover.config import Config, DistillConfig
 from rollover.envs.protocol import RunEnvironment
-from rollover.functions import described, own_function
+from rollover.functions import custom_function, described
 from rollover.models.load import LoadedModel, ModelLimits
 from rollover.trainer.reward_kl import bounded_ratio
 from rollover.types import Group, Prompt, Sample, Task
@@ -113,7 +113,7 @@ class TeacherPrompts:
 
     def __init__(self, config: Config, encode: EncodePrompt, positions: int | None) -> None:
         self.encode, self.positions = encode, positions
-        self._privileged = own_function("distill.privileged", config.distill.privileged, _RETURNS)
+        self._privileged = custom_function("distill.privileged", config.distill.privileged, _RETURNS)
 
     def for_samples(self, groups: Iterable[Group], samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples with their teacher's prompt: the task's, then the rest of the policy's prompt.

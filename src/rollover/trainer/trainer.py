@@ -469,17 +469,17 @@ def build_trainer(
     loaded: LoadedModel,
     engine: Engine | None = None,
     logs: Path | None = None,
-    own_ranks: Callable[[], Ranks] | None = None,
+    make_ranks: Callable[[], Ranks] | None = None,
 ) -> Trainer:
     """Build the trainer, on the backend that backend.type names, with the model `loaded` (float32).
 
-    `engine`: what the backend may sample with. `logs`, `own_ranks`: see BackendSetup. ValueError if a custom function
+    `engine`: what the backend may sample with. `logs`, `make_ranks`: see BackendSetup. ValueError if a custom function
     returns no backend; BackendLost if the backend fails while it starts.
     """
     staleness = max(config.staleness_bound, config.replay.max_staleness if config.replay.size else 0)
     team = Team.from_config(config.run, pick_device(config.model.device))
     refuse_uncorrected(config.train, config.algorithm, staleness)
-    setup = BackendSetup(config, loaded, team, staleness, engine, logs, own_ranks)
+    setup = BackendSetup(config, loaded, team, staleness, engine, logs, make_ranks)
     kind = config.backend.type
     try:
         backend = make_named("backend.type", kind, BACKENDS, setup, TrainerBackend, "a trainer's backend")

@@ -8,7 +8,7 @@ from functools import partial
 from rollover import registry
 from rollover.config import WorkflowConfig
 from rollover.envs.protocol import EnvironmentSetup, Keep, keeps_nothing
-from rollover.functions import own_function
+from rollover.functions import custom_function
 from rollover.rewards.protocol import Rewarder, ScoreRequest
 from rollover.rewards.registry import TrainerState
 from rollover.rewards.scorer import trainer_state
@@ -76,7 +76,7 @@ def build_workflow(
 
         memory_bytes = int(workflow.memory_gb * 1e9)
         return WorkflowCommand(workflow.command, score, workflow.num_processes, memory_bytes, workflow.env)
-    spec, function = workflow.function, own_function(KEY, workflow.function, RETURNS).function
+    spec, function = workflow.function, custom_function(KEY, workflow.function, RETURNS).function
     if not workflow.num_processes:
         return WorkflowFunction(function, spec)
     if is_async(function):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from rollover.functions import OwnFunction
+from rollover.functions import CustomFunction
 from rollover.processes import ALL, child_environment
 from rollover.rewards.serialization import packed
 from rollover.workers.framing import BadMessage
@@ -55,7 +55,7 @@ class WorkflowPool(AsksByKey):
         visible: Sequence[str] = ALL,
     ) -> None:
         self.spec = spec
-        own = OwnFunction.over(function, KEY, RETURNS)
+        own = CustomFunction.over(function, KEY, RETURNS)
         self._wanted = wanted_by(own.function, spec, IN_WORKER, "it lives in the run's own process. Ask by client")
         self._load = {"op": "load", "spec": spec, **packed(spec, "workflow")}
         self._workers = PerLane(lambda: _Workers(num_processes, memory_gb, visible))

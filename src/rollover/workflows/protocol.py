@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
-from rollover.functions import OwnFunction, described, is_score
+from rollover.functions import CustomFunction, described, is_score
 from rollover.types import Reward
 
 _Places = TypeVar("_Places")
@@ -115,8 +115,8 @@ class WorkflowFunction(AsksByKey):
     function."""
 
     def __init__(self, function: Callable[..., Any], spec: str) -> None:
-        own, self.spec = OwnFunction.over(function, KEY, RETURNS), spec
-        self._own = OwnFunction(own.function, KEY, spec, RETURNS)
+        own, self.spec = CustomFunction.over(function, KEY, RETURNS), spec
+        self._own = CustomFunction(own.function, KEY, spec, RETURNS)
         if not is_async(own.function):
             raise ValueError(
                 f"{KEY} = {spec!r} is no async def: it would stop every other episode while it runs. Set"
@@ -185,7 +185,7 @@ def as_answer(value: Any) -> Answer:
     return {role: reward for role, reward in rewards.items() if reward is not None}
 
 
-def checked_answer(value: Any, own: OwnFunction) -> Answer:
+def checked_answer(value: Any, own: CustomFunction) -> Answer:
     """Convert the return value of `own`. FunctionError if it is invalid."""
     try:
         return as_answer(value)

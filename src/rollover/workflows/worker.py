@@ -13,7 +13,7 @@ import os
 import sys
 from typing import Any
 
-from rollover.functions import OwnFunction, own_function
+from rollover.functions import CustomFunction, custom_function
 from rollover.processes import limit_memory
 from rollover.rewards.serialization import unpacked
 from rollover.types import Reward, Task
@@ -47,9 +47,9 @@ class _Loaded:
     def __init__(self, request: dict[str, Any]) -> None:
         spec = request["spec"]
         if "functions" in request:
-            self._own = OwnFunction(unpacked(request)[spec], KEY, spec, RETURNS)
+            self._own = CustomFunction(unpacked(request)[spec], KEY, spec, RETURNS)
         else:
-            self._own = own_function(KEY, spec, RETURNS)
+            self._own = custom_function(KEY, spec, RETURNS)
         self._wanted = wanted_by(self._own.function, spec, IN_WORKER)
         self._client: Any = None
 

@@ -309,7 +309,7 @@ def test_environment_tokens_after_lost_kv_are_no_reprefill(how: str) -> None:
     """The turn's tokens are computed again, and those that were appended to it are not."""
     memory = engine().kv_bytes_per_token * 1000 / 1e9
     target = engine(kv_memory_gb=memory)
-    first = dataclasses.replace(request("0-0", PROMPTS[1], 8), may_go_on=True)
+    first = dataclasses.replace(request("0-0", PROMPTS[1], 8), may_continue=True)
     appended = prompt_ids(PROMPTS[3])
 
     async def go() -> tuple[int, dict[str, float]]:

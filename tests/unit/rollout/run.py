@@ -62,7 +62,7 @@ class Run:
         )
         self.num_tasks, self.cursor, self.version = num_tasks, 0, 0
         self.environment = environment or SingleTurn(scorer)
-        requests = Requests(self.config, 3, [EOS], may_go_on=self.environment.has_turns)
+        requests = Requests(self.config, 3, [EOS], may_continue=self.environment.has_turns)
         watchdog = watchdog or Watchdog(max_filtered_steps=3)
         self.driver = Driver(
             self.lifecycle, self.engine, self.next_task, self.environment, requests, watchdog, workflow

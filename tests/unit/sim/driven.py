@@ -79,7 +79,7 @@ def driver_over(
     if turns is not None:
         tools = Tools(workload, turns)
         return Driver(
-            lifecycle, make_engine(tools), next_task, tools, Requests(lifecycle.config, 0, may_go_on=tools.has_turns)
+            lifecycle, make_engine(tools), next_task, tools, Requests(lifecycle.config, 0, may_continue=tools.has_turns)
         )
     return Driver(
         lifecycle, make_engine(Lengths(workload)), next_task, SingleTurn(score), Requests(lifecycle.config, 0)

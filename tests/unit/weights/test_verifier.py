@@ -198,12 +198,12 @@ def test_one_file_is_verified_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
     """A client that names many costs one thread; the others wait for their turn."""
     paths = [tmp_path / f"{i}.safetensors" for i in range(5)]
     sums = [written(path, float(i)) for i, path in enumerate(paths)]
-    verifier, may_go_on, reading = Verifier(MODEL_BYTES), threading.Event(), []
+    verifier, may_continue, reading = Verifier(MODEL_BYTES), threading.Event(), []
     digest = hashlib.file_digest
 
     def wait(file: Any, name: Any) -> Any:
         reading.append(file)
-        assert may_go_on.wait(60)
+        assert may_continue.wait(60)
         return digest(file, name)
 
     monkeypatch.setattr(hashlib, "file_digest", wait)
@@ -211,7 +211,7 @@ def test_one_file_is_verified_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
     for _ in range(3):
         assert {verifier.status(str(path), sha256) for path, sha256 in zip(paths, sums, strict=True)} == {"verifying"}
     assert threading.active_count() <= before + 1 and len(reading) <= 1
-    may_go_on.set()
+    may_continue.set()
     for path, sha256 in zip(paths, sums, strict=True):
         assert settled(verifier, path, sha256) == "verified"
 

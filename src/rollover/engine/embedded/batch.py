@@ -109,7 +109,7 @@ class Sequence(RowOwner):
 
     def keeps_kv(self, reason: StopReason) -> bool:
         """Return whether its KV may be used again after it ended for this reason."""
-        return reason is StopReason.PAUSED or (self.request.may_go_on and reason is not StopReason.LENGTH)
+        return reason is StopReason.PAUSED or (self.request.may_continue and reason is not StopReason.LENGTH)
 
     def open_segment(self, version: int, reason: StopReason) -> Segment:
         """Return the tokens of the open segment as a Segment of `version`."""

@@ -56,7 +56,7 @@ class RemoteSetup:
     """For tests; None: those of the configuration."""
     logs: Path | None = None
     """Folder for the output of our servers; None: a temporary one."""
-    own_server: Callable[[int], ServerHost] | None = None
+    make_server_host: Callable[[int], ServerHost] | None = None
     """See `make_hosts`."""
     names: Callable[[NamedTensors], NamedTensors] = lambda tensors: tensors
     """Renames the weights for the servers: vLLM's loaders need the names of the model's files."""
@@ -82,7 +82,7 @@ class RemoteEngine:
         self._beginning = asyncio.Lock()
         self._longest: int | None = None
         self._closing = threading.Event()
-        self.hosts = make_hosts(config, setup.logs, setup.own_server) if setup.hosts is None else setup.hosts
+        self.hosts = make_hosts(config, setup.logs, setup.make_server_host) if setup.hosts is None else setup.hosts
         self._router = Router(config.engine.max_running)
         self._run = run
         settings = ServerSettings(

@@ -82,11 +82,11 @@ class RayCluster:
 
     # Builders ask for these
 
-    def own_server(self, number: int) -> ServerHost:
+    def make_server_host(self, number: int) -> ServerHost:
         return ActorHost(self, number)
 
     @property
-    def own_ranks(self) -> Callable[[], Ranks] | None:
+    def make_ranks(self) -> Callable[[], Ranks] | None:
         return self._start_ranks if self._assignment.needs.ranks else None
 
     def _start_ranks(self) -> Ranks:

@@ -65,7 +65,7 @@ def start_ranks(config: Config, logs: Path | None = None) -> LocalRanks:
 
 def make_ranks(setup: BackendSetup) -> RanksBackend:
     """Make a backend on new ranks."""
-    ranks = start_ranks(setup.config, setup.logs) if setup.own_ranks is None else setup.own_ranks()
+    ranks = start_ranks(setup.config, setup.logs) if setup.make_ranks is None else setup.make_ranks()
     return RanksBackend(setup, ranks)
 
 

@@ -223,7 +223,7 @@ def test_a_process_that_dies_is_started_again_with_the_last_weights(model: Path,
         return [so_far + tokens_of(answers[0]), tokens_of(answers[1])]
 
     assert asyncio.run(run()) == uninterrupted(model, changed, cut, late)
-    assert len(said) == 1 and "exit code -9" in said[0] and "started again, and 2 rollouts go on" in said[0]
+    assert len(said) == 1 and "exit code -9" in said[0] and "restarted, and 2 rollouts continue" in said[0]
 
 
 def test_a_process_that_hangs_is_killed_and_started_again(model: Path, made: list[ProcessEngine]) -> None:
@@ -270,7 +270,7 @@ def test_a_process_that_hangs_is_killed_and_started_again(model: Path, made: lis
 
     assert asyncio.run(run()) == [*uninterrupted(model, (), goes_on), *uninterrupted(model, changed, request)]
     assert said[0] == "watchdog: the engine process has not answered for 2 s: it is killed"
-    assert "exit code -9" in said[1] and "1 rollouts go on" in said[1]
+    assert "exit code -9" in said[1] and "1 rollouts continue" in said[1]
 
 
 def test_one_that_dies_at_its_start_is_started_once_more_but_not_for_ever(

@@ -114,7 +114,7 @@ def test_images_travel_as_content_parts_and_the_served_prompt_comes_back() -> No
         "mm_placeholders": {"image": [{"offset": 1, "length": 2}]},
     }
     assert parse_event(json.dumps(first)) == Chunk((5,), (-0.5,), shown=ShownPrompt((1, 9, 9, 2), ((1, 3),)))
-    with pytest.raises(ServerFailed, match="no chunk of tokens"):
+    with pytest.raises(ServerFailed, match="invalid chunk of tokens"):
         parse_event(json.dumps(first | {"mm_placeholders": {"image": [{"offset": -1, "length": 2}]}}))
 
 

@@ -126,5 +126,5 @@ def test_an_answer_beyond_the_budget_does_not_end_the_run() -> None:
     run = Run(engine=Overruns("none"), watchdog=watchdog())
     assert ids(steps(run, 1)) == [[0, 1]]
     assert_said(
-        run, r"the engine failed at rollout 0-0 \(.* it has 41 tokens, and the rollout may get 40\): it is asked .*"
+        run, r"the engine failed at rollout 0-0 \(.* it has 41 tokens, and the rollout may get 40\): retry in .*"
     )

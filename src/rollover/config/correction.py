@@ -56,7 +56,7 @@ def _forgets_minibatches(config: Any) -> bool:
     return config.train.updates_per_step > 1 and not config.algorithm.follows_updates
 
 
-def several_updates(train: Any) -> tuple[str, str]:
+def _several_updates(train: Any) -> tuple[str, str]:
     """(the options because of which a step has several updates, with their values; the same, set so that it has
     one)."""
     counts = {name: getattr(train, name) for name in ("minibatches_per_step", "epochs_per_step")}
@@ -78,7 +78,7 @@ OF_RATIO = ("algorithm.loss", "algorithm.clip_low", "algorithm.clip_high", "algo
 
 
 def _forgotten(config: Any) -> str:
-    several, one = several_updates(config.train)
+    several, one = _several_updates(config.train)
     nothing_else = f"accounts for what the earlier updates of a step changed. Set {one},"
     if config.algorithm.loss_traits.ratio is None:
         return (

@@ -21,9 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from rollover.algorithms.token_batch import MAX_LOG_RATIO
-from rollover.config import AlgorithmConfig, Config, TrainConfig
+from rollover.config import Config, TrainConfig
 from rollover.config.backend import BACKENDS
-from rollover.config.correction import several_updates
 from rollover.engine.protocol import Engine
 from rollover.functions import FunctionError, make_named
 from rollover.models.devices import pick_device
@@ -478,7 +477,6 @@ def build_trainer(
     """
     staleness = max(config.staleness_bound, config.replay.max_staleness if config.replay.size else 0)
     team = Team.from_config(config.run, pick_device(config.model.device))
-    refuse_uncorrected(config.train, config.algorithm, staleness)
     setup = BackendSetup(config, loaded, team, staleness, engine, logs, make_ranks)
     kind = config.backend.type
     try:
@@ -490,20 +488,3 @@ def build_trainer(
     if kind not in BACKENDS:
         backend = CustomBackend(backend, kind)
     return Trainer(backend, config, team)
-
-
-def refuse_uncorrected(train: TrainConfig, algorithm: AlgorithmConfig, max_staleness: int) -> None:
-    """Raise ValueError if tokens may be trained off-policy and the loss does not correct for it."""
-    if max_staleness > 0 and not (algorithm.corrects or algorithm.allow_uncorrected):
-        raise ValueError(
-            f"max_staleness = {max_staleness}: tokens may have been sampled with older weights, and the loss does not"
-            " correct for that (for a loss of your own it is not known). Set algorithm.correction, with"
-            ' algorithm.proximal = "step_start", or algorithm.allow_uncorrected = true'
-        )
-    if train.updates_per_step > 1 and not (algorithm.follows_updates or algorithm.allow_uncorrected):
-        several, one = several_updates(train)
-        raise ValueError(
-            f"{several}: each update changes the weights that the next one begins with, and the loss does not correct"
-            f" for that (for a loss of your own it is not known). Set {one}, algorithm.correction, or"
-            " algorithm.allow_uncorrected = true"
-        )

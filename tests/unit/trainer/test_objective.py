@@ -394,19 +394,3 @@ def test_decoupled_weighs_once_however_it_is_made() -> None:
     for correction_ in ("none", "sequence_mask"):
         with pytest.raises(ValueError, match="algorithm.correction has no effect"):
             AlgorithmConfig(loss="decoupled", correction=correction_)
-
-
-def test_a_trainer_of_stale_tokens_needs_a_loss_that_corrects() -> None:
-    for algorithm in ({"correction": "none"}, {"proximal": "behavior", "loss": "mine.py:loss"}):
-        with pytest.raises(ValueError, match="max_staleness = 1: tokens may have been sampled with older weights"):
-            trainer(algorithm, staleness=1)
-    trainer({"correction": "none", "allow_uncorrected": True}, staleness=1)
-    trainer({"correction": "none", "proximal": "behavior"}, staleness=1)
-
-
-def test_a_trainer_of_several_minibatches_needs_a_loss_that_holds_what_the_earlier_ones_changed() -> None:
-    for algorithm in ({"loss": "reinforce", "correction": "none"}, {"loss": "mine.py:loss"}):
-        with pytest.raises(ValueError, match="minibatches_per_step = 3: each update changes the weights"):
-            trainer(algorithm, minibatches_per_step=3)
-    trainer({"loss": "reinforce", "correction": "none", "allow_uncorrected": True}, minibatches_per_step=3)
-    trainer({"correction": "none"}, minibatches_per_step=3)

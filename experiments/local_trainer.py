@@ -25,7 +25,7 @@ from rollover.staleness import EVERY_VERSION
 from rollover.trainer.backend import BackendSetup
 from rollover.trainer.batch import Batch, make_batch
 from rollover.trainer.local_backend import LocalBackend
-from rollover.trainer.trainer import Trainer, refuse_uncorrected
+from rollover.trainer.trainer import Trainer
 from rollover.types import Group
 
 
@@ -51,7 +51,6 @@ def local_trainer(  # noqa: PLR0913 - keyword-only; the parts of the trainer
 
     `merges_lora`: the engine takes no adapters. The models: see `LocalBackend`.
     """
-    refuse_uncorrected(train, algorithm, max_staleness)
     plain, team = Config(), team or Team()
     model = {"dtype": str(dtype).removeprefix("torch."), "lora": lora or LoraConfig()}
     config = plain.model_copy(

@@ -81,7 +81,7 @@ torchrun --nproc-per-node $GPUS_PER_NODE \\
     --micro_rollout_batch_size $N_SAMPLES --rollout_batch_size ${{RBS}} \\
     --max_epochs 1 --num_episodes 30 --lr_warmup_ratio 0.03 \\
     --n_samples_per_prompt $N_SAMPLES \\
-    --prompt_max_len 64 --generate_max_len 24 \\
+    --prompt_max_len 64 --generate_max_len 48 \\
     --use_partial --partial_percent 0.125 --max_budget 40 \\
     --bf16 --actor_learning_rate $LR \\
     --prompt_data "${{DATA}}" --input_key "prompt" --label_key "label" \\

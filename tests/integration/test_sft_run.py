@@ -54,16 +54,16 @@ def some_groups() -> list[Group]:
     """Three examples, one with an answer in two turns; and one of two answers to one prompt, which they share."""
     rng = np.random.default_rng(0)
 
-    def ids(num: int) -> tuple[int, ...]:
-        return tuple(rng.integers(4, 90, num).tolist())
+    def ids(num: int) -> np.ndarray:
+        return rng.integers(4, 90, num).astype(np.int32)
 
     task, groups = Task("t", "s", "", prompt=""), []
     for i in range(3):
-        parts = [TokenSpan.of(ids(4 + i), True)]
+        parts = [TokenSpan(ids(4 + i), True)]
         if i == 1:
-            parts += [TokenSpan.of(ids(3), False), TokenSpan.of(ids(5), True)]
+            parts += [TokenSpan(ids(3), False), TokenSpan(ids(5), True)]
         groups.append(as_group(Example(task, Prompt.of(ids(3 + i)), tuple(parts)), i, 0))
-    twice = [as_group(Example(task, Prompt.of(range(10, 16)), (TokenSpan.of(ids(4), True),)), 3, 0) for _ in range(2)]
+    twice = [as_group(Example(task, Prompt.of(range(10, 16)), (TokenSpan(ids(4), True),)), 3, 0) for _ in range(2)]
     twice[1].rollouts[0].sibling, twice[1].rollouts[0].rollout_id = 1, "3-1"
     groups.append(Group(3, task, twice[0].prompt, [g.rollouts[0] for g in twice]))
     return groups

@@ -50,7 +50,7 @@ class Evaluation:
         self.said: list[str] = hear([])
 
     async def found(self) -> EvalAnswers:
-        end = frozenset([CHATS.of(()).end_of_turn])
+        end = frozenset([CHATS.for_tools(()).end_of_turn])
         try:
             return await answer_tasks(TASKS, self.engine, self.training, TOKENIZER, self.config, end)
         finally:

@@ -128,7 +128,7 @@ def _why_not(folder: Path, probe: str) -> str:
 
 
 def check_output_file(path: Path, name: str) -> None:
-    """As `check_writable`, for a file that an option names: its folder must exist."""
+    """Check a file that an option names (see `check_writable`): its folder must exist."""
     if path.is_dir():
         raise ValueError(f"{name} {path} is a folder: give the name of a file in it")
     if not path.absolute().parent.is_dir():

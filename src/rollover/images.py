@@ -54,8 +54,8 @@ class BadImage(ValueError):
 
 @dataclass(frozen=True)
 class Places:
-    """What the values of a table may name. `folder`: where relative paths begin; None: paths are refused, as the table
-    is not on this machine. `urls`: http and https are fetched (tasks.allow_image_urls)."""
+    """Places that the values of a table may name. `folder`: base of relative paths; None: paths are refused, because
+    the table is not on this machine. `urls`: http and https are fetched (tasks.allow_image_urls)."""
 
     folder: Path | None
     urls: bool = False
@@ -195,7 +195,7 @@ def _located(text: str, places: Places) -> Path:
 
 @functools.lru_cache(maxsize=100_000)
 def _hash_of(path: Path, size: int, modified_ns: int) -> str:
-    """Of a file's content, once its header was read."""
+    """Return the hash of a file's content, after a look at its header."""
     content = _content_of(path)
     _header(content)
     return hashlib.sha256(content).hexdigest()
@@ -367,5 +367,5 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
 
 
 def _folder() -> Path:
-    """Where `stored` writes now."""
+    """Return the folder that `stored` writes to."""
     return _kept_in[-1] if _kept_in else Path(_temporary().name)

@@ -179,7 +179,7 @@ class ChatRequest(_Request):
 
     @property
     def most_tokens(self) -> int | None:
-        """Of the answer, by the newer name of the field or the older one."""
+        """Return the limit of the answer, by the newer name of the field or the older one."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -303,7 +303,7 @@ DONE = "data: [DONE]\n\n"
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Of some tokens: their texts, log-probs, and the log-probs by text of each and of those beside it."""
+    """Texts and log-probs of tokens, and for each position the log-probs of its alternatives by text."""
 
     tokens: list[str] = field(default_factory=list)
     values: list[float | None] = field(default_factory=list)

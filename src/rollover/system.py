@@ -1,4 +1,4 @@
-"""What the machine offers that we run on: an operating system that we know, cores, and a way to the hub.
+"""Properties of this machine: a supported operating system, cores, and access to the hub.
 
 Owns the words for what is missing. Imports nothing heavy: the command line asks before it does anything.
 """

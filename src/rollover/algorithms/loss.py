@@ -187,7 +187,7 @@ def dppo_tv(t: TokenBatch, *, clip_low: float = 0.2, clip_high: float = 0.2, rat
 
 
 def dppo_kl(t: TokenBatch, *, clip_low: float = 0.2, clip_high: float = 0.2, ratio_cap: float = 20.0) -> LossAndClipped:
-    """As `dppo_tv`, bounded by the KL between the two coins (this token or any other) of old and current policy.
+    """Return the loss of `dppo_tv`, bounded by the KL of old and current policy between this token and all others.
 
     KL = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)); blocked where it exceeds clip_high (A > 0) or
     clip_low (else) and p moved in A's direction. Qi et al. 2026 (arXiv 2602.04879), DPPO-Binary-KL.

@@ -57,7 +57,7 @@ async def train_async(
     trust: bool = False,
     **overrides: Any,
 ) -> Run:
-    """As `train`, on the running event loop. A training step holds up the loop, unless rollout.overlap is on."""
+    """Train on the running event loop (see `train`). A training step blocks the loop unless rollout.overlap is on."""
     arguments = Arguments(model, tasks, reward, eval_tasks, config, resume, overrides, trust=trust)
     return after_training(*await train_here(arguments))
 

@@ -1,4 +1,4 @@
-"""Where the roles of a run are: on this machine, or on the nodes of a cluster."""
+"""Placement of the roles of a run: on this machine, or on the nodes of a cluster."""
 
 from __future__ import annotations
 

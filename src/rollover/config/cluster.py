@@ -68,9 +68,9 @@ def num_ranks(config: Any) -> int:
 
 
 def planned_devices(config: Any) -> dict[str, tuple[int, str]]:
-    """What `rollover plan` simulates where [plan] does not say: (plan.engines or plan.trainers, the key that says so).
+    """Return the devices that `rollover plan` derives: plan.engines or plan.trainers -> (number, source key).
 
-    What is not in it keeps its default: one engine, whose device trains, too.
+    Other keys keep their default: one engine, whose device trains, too.
     """
     engine, found = config.engine, {}
     if engine.kind == "remote":
@@ -112,7 +112,7 @@ def check_is_here(config: Any) -> None:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Of `host:port`. ValueError for anything else."""
+    """Return host and port of `host:port`. ValueError for anything else."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f"{address!r} is not host:port")

@@ -26,7 +26,7 @@ _UPDATES = ("train.minibatches_per_step", "train.epochs_per_step")
 
 
 def _wrong_bound(name: str, bound: Any) -> str:
-    """What is wrong with a bound of algorithm.rejection, and what it may be; "" if nothing."""
+    """Return the error of a bound of algorithm.rejection, with the allowed values; "" if it is valid."""
     if name not in REJECTIONS:
         return f"it is none of {', '.join(REJECTIONS)}{did_you_mean(name, REJECTIONS)}"
     if is_number(bound):

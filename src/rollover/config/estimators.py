@@ -8,7 +8,7 @@ from rollover.functions import is_number
 
 
 class Estimation:
-    """What algorithm.advantage, and what comes with it, asks of a step: a part of the table."""
+    """Requirements of algorithm.advantage on a step: a part of the table [algorithm]."""
 
     @property
     def advantage_traits(self: Any) -> AdvantageTraits:

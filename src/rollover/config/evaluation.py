@@ -114,7 +114,7 @@ class EvalConfig(Table):
 
 
 def _wrong_settings(config: Any) -> Iterator[str]:
-    """What is wrong with the first of [[eval.settings]] that cannot be used."""
+    """Return the error of the first invalid row of [[eval.settings]]; "" if all are valid."""
     names: set[str] = set()
     for i, setting in enumerate(config.eval.settings):
         key = f"eval.settings.{i}"

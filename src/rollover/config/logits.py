@@ -13,9 +13,9 @@ _MOST_BIAS = 100.0  # as in OpenAI's and vLLM's APIs; a server takes no more
 
 @dataclass(frozen=True, slots=True)
 class LogitsProcessing:
-    """What is done to logits before temperature and truncation, in this order; by default nothing.
+    """Processing of logits before temperature and truncation, in this order; by default nothing.
 
-    The answer is what was generated since the prompt, or since an environment wrote last.
+    The answer is the text generated since the prompt, or since the environment's last text.
     """
 
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -105,7 +105,7 @@ def _schema(given: str) -> str:
 
 
 def _no_schema(config: Any) -> str:
-    """What is wrong with the schema; "" if it can be read."""
+    """Return the error of the schema; "" if it can be read."""
     try:
         config.rollout.logits.processing()
     except ValueError as error:

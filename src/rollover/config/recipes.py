@@ -21,7 +21,7 @@ def recipes() -> dict[str, Path]:
 
 
 def about(path: Path) -> str:
-    """What a recipe is for: the first sentence of the comment that it begins with."""
+    """Return the purpose of a recipe: the first sentence of its leading comment."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("# "):

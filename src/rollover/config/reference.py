@@ -12,7 +12,7 @@ def default_kl_kind(kl_in: object) -> Literal["k1", "k3"]:
 
 
 class ReferencePolicy:
-    """What follows from the options of [algorithm], of whose table this is a part."""
+    """Properties of the reference policy: a part of the table [algorithm]."""
 
     @property
     def needs_reference(self: Any) -> bool:

@@ -1,7 +1,7 @@
-"""What of a configuration may change when a run is resumed (all but FIXED), and while it goes on (IN_RUN).
+"""Options that may change when a run is resumed (all but FIXED), and while it runs (IN_RUN).
 
-Owns the table, and how two configurations are compared. What the rollouts of a checkpoint cannot go on with under the
-new values is said where they are known (rollout/restored.py), and another stream of tasks by the stream itself.
+Owns the table, and the comparison of two configurations. run/resume.py checks that the rollouts of a checkpoint can
+continue under the new values, and the stream of tasks checks that it is the same.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ class Change(NamedTuple):
 
 
 def changes(old: Mapping[str, Any], new: Config) -> list[Change]:
-    """What `new` has otherwise than `old`, a config.resolved.json; nothing if that is gone ({}).
+    """Return the options of `new` that differ from `old`, a config.resolved.json; none if that is missing ({}).
 
-    Options that are newer than that are left out.
+    Options that `old` does not have yet are left out.
     """
     if not old:
         return []

@@ -156,7 +156,7 @@ def shaping_terms(config: Any) -> list[str]:
 
 
 def _not_weighed(config: Any) -> str:
-    """What of the shaping algorithm.reward_weights leaves out; "" if nothing."""
+    """Return the error for shaping terms that algorithm.reward_weights leaves out; "" without one."""
     weights = config.algorithm.reward_weights
     if not weights or "score" in weights:
         return ""
@@ -168,7 +168,7 @@ def _not_weighed(config: Any) -> str:
 
 
 def _wrong_row(config: Any) -> str:
-    """What is wrong with the rows of rewards.functions; "" if nothing."""
+    """Return the error of the rows of rewards.functions; "" if they are valid."""
     rows = config.rewards.functions
     for i, row in enumerate(rows):
         key = f"rewards.functions.{i}"

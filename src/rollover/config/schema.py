@@ -244,7 +244,7 @@ def takes_text(annotation: Any) -> bool:
 
 
 def expected(info: FieldInfo) -> str:
-    """What a field takes, in words: `an integer, at least 1`."""
+    """Return the values that a field takes, in words: `an integer, at least 1`."""
     choices = choices_of(info.annotation)
     if choices:
         words = "one of " + ", ".join(json.dumps(c) for c in choices)

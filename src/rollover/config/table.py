@@ -1,4 +1,4 @@
-"""What every table of the configuration is made of: the base class, rules over options, and how rules are applied.
+"""Base of every table of the configuration: the class, rules over options, and their application.
 
 Owns no option and no rule: the tables stand in files of their own, each with its rules below it, and `schema` puts them
 together. Rules are functions of the whole configuration, which is above this file: they take it as `Any`.
@@ -166,7 +166,7 @@ Rule = Inert | Refused
 
 @dataclass(frozen=True)
 class Needs:
-    """What one condition of an option says; see `option`."""
+    """One condition of an option; see `option`."""
 
     key: str
     values: tuple[Any, ...]

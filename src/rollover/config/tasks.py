@@ -127,7 +127,7 @@ class TaskSourceConfig(Table):
 
     @property
     def about(self) -> SourceKind:
-        """What holds of every source of this kind."""
+        """Return the properties of every source of this kind."""
         return SOURCES.get(self.kind, _OWN)
 
     @property
@@ -230,7 +230,7 @@ def source_rules(sources: list[TaskSourceConfig]) -> list[Inert]:
 
 
 def _no_source(config: Any) -> str:
-    """What is wrong with the first source that is none; "" if all are."""
+    """Return the error of the first invalid source; "" if all are valid."""
     one_of = "one of " + ", ".join(map(json.dumps, SOURCES)) + ", or a function (module:function or path.py:function)"
     for i, source in enumerate(config.tasks.sources):
         key = f"tasks.sources.{i}"

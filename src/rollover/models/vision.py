@@ -33,7 +33,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class Pixels(Protocol):
-    """What gives the pixels of an image, as arguments of the model's `get_image_features` (models/processor.py)."""
+    """Source of the pixels of an image, as arguments of the model's `get_image_features` (models/processor.py)."""
 
     def pixels(self, media: Media) -> dict[str, torch.Tensor]: ...
 

@@ -1,4 +1,4 @@
-"""What the scheduler keeps: the held groups by deadline, and the engine's slots with the queue for them.
+"""State of the scheduler: the held groups by deadline, and the engine's slots with the queue for them.
 
     HeldGroups   deadlines, how many groups are due when, READY groups in the order of consumption
     StartQueue   rollouts that may start, one heap per deadline

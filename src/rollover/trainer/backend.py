@@ -1,4 +1,4 @@
-"""What a training backend must do: the six verbs of a training step, and their types.
+"""Contract of a training backend: the six verbs of a training step, and their types.
 
     compute_logprobs, forward_backward, optim_step       called by the step over minibatches (trainer.py)
     publish, save_state                                  called by the run to sync weights and write checkpoints

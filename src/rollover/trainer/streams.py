@@ -42,7 +42,7 @@ Minibatches = Sequence[list[Sample]]
 
 
 class StreamContext(Protocol):
-    """What a stream is computed with: the trainer, at the start of a step."""
+    """Inputs of a stream's computation: the trainer, at the start of a step."""
 
     backend: TrainerBackend
     whole_config: Config

@@ -1,4 +1,4 @@
-"""What the transports of weights share. No torch: remote engines import this too.
+"""Common parts of the transports of weights. No torch: remote engines import this too.
 
     engine/embedded/runner.py   into the model of an engine in this process
     shared_file.py              to an engine in a child process

@@ -1,4 +1,4 @@
-"""What differs between kinds of servers: requests, events and weights.
+"""Differences between kinds of servers: requests, events and weights.
 
     RemoteEngine ──GenerateRequest──▶ ServerDialect ──path, JSON──▶ ServerClient ──HTTP──▶ server
                  ◀──────Chunk─────────              ◀─JSON, events──

@@ -1,4 +1,4 @@
-"""What the page shows of metrics.jsonl: curves, the ledger's accounts, pace and health warnings. Pure."""
+"""The page's view of metrics.jsonl: curves, the ledger's accounts, pace and health warnings. Pure."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def _result_of(text: bytes) -> dict[str, Any]:
 
 
 class FusionJudge:
-    """As `judge.Judge`, with a service instead of local sandboxes.
+    """A `judge.Judge` with a service instead of local sandboxes.
 
     Tests as code run in the program's process there, so that a program can fake them; local sandboxes prevent that.
     """

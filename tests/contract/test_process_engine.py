@@ -65,6 +65,15 @@ def weights(model: Path) -> list[tuple[str, torch.Tensor]]:
     return [(name, p.detach()) for name, p in loaded.model.named_parameters()]
 
 
+def inline_engine(model: Path) -> EmbeddedEngine:
+    """An engine in this process that rounds as the one in a process does: its weights are aligned in memory, too."""
+    torch.set_num_threads(1)
+    loaded = load_model(config(model).model)
+    for parameter in loaded.model.parameters():
+        parameter.data = parameter.data.clone()
+    return EmbeddedEngine.over(loaded.model, loaded, config(model))
+
+
 class Reused(ProcessEngine):
     """One process for all checks: starting one takes seconds."""
 
@@ -86,10 +95,8 @@ SUBJECT = engine_contract.Subject(make_engine=lambda: None, prompts=PROMPTS)  # 
 
 async def check_the_bits_are_those_of_the_embedded_engine(engine: ProcessEngine, model: Path) -> None:
     """Same weights, new weights in flight too."""
-    torch.set_num_threads(1)
     changed = [(name, tensor * 1.05) for name, tensor in weights(model)]
-    loaded = load_model(config(model).model)
-    inline = EmbeddedEngine.over(loaded.model, loaded, config(model))
+    inline = inline_engine(model)
     requests = [SUBJECT.request(i, SamplingParams(), max_new_tokens=12) for i in range(3)]
 
     async def run(engine) -> list:
@@ -162,9 +169,7 @@ def uninterrupted(
     model: Path, tensors: Iterable[tuple[str, torch.Tensor]], *requests: ExtendRequest
 ) -> list[list[int]]:
     """Tokens of each request under these weights, generated in this process."""
-    torch.set_num_threads(1)
-    loaded = load_model(config(model).model)
-    inline = EmbeddedEngine.over(loaded.model, loaded, config(model))
+    inline = inline_engine(model)
 
     async def run() -> list[list[int]]:
         await inline.load_weights(5, tensors)

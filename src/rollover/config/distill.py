@@ -8,6 +8,8 @@ from rollover.config.table import Inert, Refused, Rule, Table, option
 class DistillConfig(Table):
     """[distill]: on-policy distillation. A teacher gives every sampled token an advantage."""
 
+    only_if = ("distill.teacher",)
+
     teacher: str = option(
         "",
         "initial: the weights that the run begins with. policy: the policy itself, as of refresh_steps. Or another"
@@ -18,24 +20,17 @@ class DistillConfig(Table):
         "Your own function (module:function or path.py:function) of a task and its messages: the messages that the"
         " teacher reads in their place, with the answer among them, say. With tasks.chat = false: of its text, to a"
         " text.",
-        only_if=("distill.teacher",),
         entry_points="privileged",
     )
-    coef: float = option(1.0, "Weight of the teacher's advantages.", gt=0, only_if=("distill.teacher",))
+    coef: float = option(1.0, "Weight of the teacher's advantages.", gt=0)
     discount: float = option(
         0.0,
         "What log teacher/policy of a later token counts in a token's advantage, for each loss token between; 0 = the"
         " token's own alone.",
         ge=0,
         le=1,
-        only_if=("distill.teacher",),
     )
-    clip: float = option(
-        10.0,
-        "Bound of a token's log teacher/policy on either side; 0 = none.",
-        ge=0,
-        only_if=("distill.teacher",),
-    )
+    clip: float = option(10.0, "Bound of a token's log teacher/policy on either side; 0 = none.", ge=0)
     refresh_steps: int = option(
         0,
         "Steps after which the teacher takes the policy's weights again; 0 or 1 = it always has the current ones.",
@@ -46,13 +41,10 @@ class DistillConfig(Table):
         "replace",
         "replace: the teacher's advantages are all there is, and no reward is needed. add: they are added to those of"
         " algorithm.advantage.",
-        only_if=("distill.teacher",),
     )
 
     roles: list[str] = option(
-        [],
-        "The roles that are taught; the others are trained by their rewards alone. Empty: all.",
-        only_if=("distill.teacher",),
+        [], "The roles that are taught; the others are trained by their rewards alone. Empty: all."
     )
 
     def teaches(self, role: str) -> bool:

@@ -36,62 +36,48 @@ class EvalSettingConfig(Table):
 class EvalConfig(Table):
     """[eval]: evaluation on held-out tasks, before, during and after training."""
 
+    only_if = ("eval.num_tasks",)
+
     num_tasks: int = option(0, "Held-out tasks; 0 = no evaluation.", ge=0)
     samples_per_task: int = option(
         1,
         "Rollouts per held-out task; pass@k up to this k.",
         ge=1,
-        only_if=[("eval.num_tasks",), ("eval.temperature",)],
+        only_if=("eval.temperature",),
     )
-    every_steps: int = option(
-        0,
-        "Steps between two evaluations; 0 = only before (at_start) and after training.",
-        ge=0,
-        only_if=("eval.num_tasks",),
-    )
-    at_start: bool = option(True, "Evaluate before the first step, too.", only_if=("eval.num_tasks",))
-    temperature: float = option(
-        1.0, "Sampling temperature of evaluation; 0 = greedy.", ge=0, only_if=("eval.num_tasks",)
-    )
+    every_steps: int = option(0, "Steps between two evaluations; 0 = only before (at_start) and after training.", ge=0)
+    at_start: bool = option(True, "Evaluate before the first step, too.")
+    temperature: float = option(1.0, "Sampling temperature of evaluation; 0 = greedy.", ge=0)
     top_p: float = option(
         1.0,
         "Nucleus sampling of evaluation; 1 = off.",
         gt=0,
         le=1,
-        only_if=[("eval.num_tasks",), ("eval.temperature",)],
+        only_if=("eval.temperature",),
     )
-    max_new_tokens: int = option(
-        0,
-        "Limit of an answer's tokens; 0 = rollout.max_new_tokens.",
-        ge=0,
-        only_if=("eval.num_tasks",),
-    )
+    max_new_tokens: int = option(0, "Limit of an answer's tokens; 0 = rollout.max_new_tokens.", ge=0)
     settings: list[EvalSettingConfig] = option(
         [], "Further sampling settings, in which the same held-out tasks are answered as well."
     )
     majority: bool = option(
-        False,
-        "maj@k too: most of k answers decide. What an answer votes for is read by tasks.answer_rule.",
-        only_if=("eval.num_tasks",),
+        False, "maj@k too: most of k answers decide. What an answer votes for is read by tasks.answer_rule."
     )
-    pass_threshold: float = option(1.0, "A rollout passes if its score is at least this.", only_if=("eval.num_tasks",))
+    pass_threshold: float = option(1.0, "A rollout passes if its score is at least this.")
     shaped: bool = option(
         False,
         "Add the shaping terms of [rewards] (overlong, repetition, shaping = true) to the scores of evaluations, as"
         " verl's DAPO manager does. pass@k and maj@k still compare the score of the task.",
-        only_if=("eval.num_tasks",),
     )
     metric: str = option(
         "mean",
         "What the best evaluation is the best in: a figure of eval.jsonl (mean, pass@4, maj@8), or its place there"
         " (settings/greedy/mean, sources/math500/pass@1).",
-        only_if=("eval.num_tasks",),
     )
     patience: int = option(
         0,
         "Training ends after this many evaluations in a row that are no better than the best one before; 0 = off.",
         ge=0,
-        only_if=[("eval.num_tasks",), ("eval.every_steps",)],
+        only_if=("eval.every_steps",),
     )
     min_improvement: float = option(
         0.0,
@@ -99,7 +85,7 @@ class EvalConfig(Table):
         ge=0,
         only_if=("eval.patience",),
     )
-    seed: int = option(1_000_003, "Seed of the held-out tasks and of their sampling.", only_if=("eval.num_tasks",))
+    seed: int = option(1_000_003, "Seed of the held-out tasks and of their sampling.")
 
     @property
     def every_setting(self) -> list[EvalSettingConfig]:
@@ -155,13 +141,6 @@ def _wrong_metric(config: Any) -> str:
 
 
 RULES: tuple[Rule, ...] = (
-    Inert(
-        ("eval.settings",),
-        ("eval.num_tasks",),
-        lambda c: c.eval.num_tasks == 0,
-        "with eval.num_tasks = 0",
-        "Set eval.num_tasks",
-    ),
     Inert(
         ("eval.max_new_tokens",),
         ("workflow.function", "workflow.command", "workflow.verifiers"),

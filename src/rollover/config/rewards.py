@@ -72,7 +72,6 @@ class RewardsConfig(Table):
         "Processes that score groups at the same time, one group each; 0 = one less than there are cores,"
         " at least 1 and at most 4.",
         ge=0,
-        unless=("run.train_on_recorded",),
     )
     streaming: bool = option(
         True,
@@ -85,20 +84,17 @@ class RewardsConfig(Table):
         " missing. 0 = no limit.",
         ge=0,
         le=MOST_GB,
-        unless=("run.train_on_recorded",),
     )
     retries: int = option(
         0,
         "Further tries of a call that exceeded its limit or died with its worker. An exception is an"
         " answer: it is not tried again.",
         ge=0,
-        unless=("run.train_on_recorded",),
     )
     quarantine_after: int = option(
         3,
         "A task whose calls ended this many workers is not scored any more: its rewards are missing. 0 = never.",
         ge=0,
-        unless=("run.train_on_recorded",),
     )
     repetition_penalty: float = option(
         0.0,

@@ -129,11 +129,7 @@ class TrackConfig(Table):
     entity: str = option(
         "", "Team or user that the project belongs to: W&B's entity, SwanLab's workspace.", only_if=_TRACKERS
     )
-    tags: list[str] = Field(
-        default_factory=list,
-        description="Tags of the run in its trackers.",
-        json_schema_extra={"only_if": {"track.trackers": "set"}},
-    )
+    tags: list[str] = option([], "Tags of the run in its trackers.", only_if=_TRACKERS)
     tracker_rollouts: int = option(
         4, "So many rollouts of each step, and answers of each evaluation, go to the trackers as a table.", ge=0,
         only_if=_TRACKERS,
@@ -144,11 +140,11 @@ class TrackConfig(Table):
         ge=0,
         only_if=_TRACKERS,
     )
-    artifacts: list[Literal["model", "best_model", "records"]] = Field(
-        default_factory=list,
-        description="What of a finished run goes to the tools of track.trackers that keep files (all but tensorboard):"
+    artifacts: list[Literal["model", "best_model", "records"]] = option(
+        [],
+        "What of a finished run goes to the tools of track.trackers that keep files (all but tensorboard):"
         " the folders model and best_model, and records: metrics, evaluations, rollouts and trace.",
-        json_schema_extra={"only_if": {"track.trackers": "set"}},
+        only_if=_TRACKERS,
     )
     artifacts_s: float = option(
         600.0,
@@ -313,6 +309,9 @@ RULES: tuple[Rule, ...] = (
             "eval.num_tasks",
             "track.rollouts",
             "track.token_stats",
+            *("tasks.drop_last", "reroll.max_groups"),
+            *(f"workflow.{name}" for name in ("environment", "function", "command", "verifiers")),
+            *(f"rewards.{name}" for name in ("num_workers", "memory_gb", "retries", "quarantine_after")),
             *(f"watchdog.{name}" for name in WatchdogConfig.model_fields if name != "train_timeout_s"),
         ),
         ("run.train_on_recorded",),

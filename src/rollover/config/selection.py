@@ -87,41 +87,32 @@ class FiltersConfig(Table):
 class ReplayConfig(Table):
     """[replay]: trained groups of high signal, trained again in place of groups without any (docs/replay.md)."""
 
+    only_if = ("replay.size",)
+
     size: int = option(0, "Trained groups that are kept, those of the largest score; 0 = off.", ge=0)
     max_staleness: int = option(
         4,
         "Bound on trainer_version - policy_version of every replayed token in the loss. It is above the"
         " bound of fresh ones (rollout.max_staleness).",
         ge=1,
-        only_if=("replay.size",),
     )
 
 
 class RerollConfig(Table):
     """[reroll]: tasks whose rollouts all failed are given again, later in the run (docs/replay.md)."""
 
-    max_groups: int = option(
-        0, "Failed tasks given again per step, at most; 0 = off.", ge=0, unless=("run.train_on_recorded",)
-    )
+    only_if = ("reroll.max_groups",)
+
+    max_groups: int = option(0, "Failed tasks given again per step, at most; 0 = off.", ge=0)
     start_fraction: float = option(
-        0.5,
-        "Share of train.num_steps after which failed tasks are given again.",
-        ge=0,
-        lt=1,
-        only_if=("reroll.max_groups",),
+        0.5, "Share of train.num_steps after which failed tasks are given again.", ge=0, lt=1
     )
     failed_at_most: float | Literal["equal_zero"] = option(
         0.0,
         "A task has failed if all its rollouts have the same reward, and it is not above this. equal_zero: the same"
         " score of every function of rewards.functions, and it is 0 (Axolotl's rule).",
-        only_if=("reroll.max_groups",),
     )
-    size: int = option(
-        1000,
-        "Failed tasks that wait, each once; a further one is dropped and counted.",
-        ge=1,
-        only_if=("reroll.max_groups",),
-    )
+    size: int = option(1000, "Failed tasks that wait, each once; a further one is dropped and counted.", ge=1)
 
 
 _BY_METRIC = ("filters.zero_variance", "filters.pass_rate_above", "filters.pass_rate_below")

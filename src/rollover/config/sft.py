@@ -8,7 +8,6 @@ from rollover.config.presets import PRESETS
 from rollover.config.rollout import GENERATION, SAMPLING
 from rollover.config.table import Inert, Layer, Refused, Rule, Table, option
 
-_ON = ("algorithm.loss", "nll")
 _OF_PATH = ("sft.path",)
 _OF_ROLLOUTS = ("sft.rollouts",)
 
@@ -22,18 +21,17 @@ SUPERVISED = Layer(
 class SftConfig(Table):
     """[sft]: the examples of supervised training (algorithm.preset = "sft")."""
 
+    only_if = ("algorithm.loss", "nll")
+
     path: str = option(
         "",
         "Examples: a JSONL, Parquet or CSV file (local path or fsspec URL), a folder of such files, or a data set of"
         " the hub (owner/name). A row has messages that end with the assistant's; a prompt and a completion (each a"
         " text or messages); or a text.",
-        only_if=_ON,
     )
     subset: str = option("", "Subset (configuration) of a data set of the hub; empty = the only one.", only_if=_OF_PATH)
     split: str = option("train", "Split of a folder or of the hub.", only_if=_OF_PATH)
-    eval_path: str = option(
-        "", "Held-out examples, as `path`; empty = a share of all examples (sft.eval_fraction).", only_if=_ON
-    )
+    eval_path: str = option("", "Held-out examples, as `path`; empty = a share of all examples (sft.eval_fraction).")
     prompt_column: str = option(
         "",
         "Column of the prompt, the messages or the text; empty = prompt, question, problem, messages or text.",
@@ -46,7 +44,6 @@ class SftConfig(Table):
         "",
         "Examples: the recorded rollouts of this run (its directory), of sft.min_reward or more, that ended by"
         " themselves, each once.",
-        only_if=_ON,
     )
     min_reward: float = option(1.0, "Lowest reward of a rollout that is an example.", only_if=_OF_ROLLOUTS)
     per_task: int = option(
@@ -59,16 +56,15 @@ class SftConfig(Table):
         only_if=_OF_PATH,
     )
     epochs: int = option(
-        0, "Passes over the examples, which decide train.num_steps; 0 = train.num_steps decides.", ge=0, only_if=_ON
+        0, "Passes over the examples, which decide train.num_steps; 0 = train.num_steps decides.", ge=0
     )
-    batch_examples: int = option(8, "Examples of one step.", ge=1, only_if=_ON)
-    max_tokens: int = option(2048, "A longer example (prompt and answer) is skipped, and counted.", ge=2, only_if=_ON)
+    batch_examples: int = option(8, "Examples of one step.", ge=1)
+    max_tokens: int = option(2048, "A longer example (prompt and answer) is skipped, and counted.", ge=2)
     eval_fraction: float = option(
         0.0,
         "Share of the examples that is held out, by a hash of the conversation; 0 = none.",
         ge=0,
         lt=1,
-        only_if=_ON,
         unless=("sft.eval_path",),
     )
     eval_every_steps: int = option(

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args, get_origin
+from typing import Any, ClassVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
@@ -20,6 +20,13 @@ from rollover import registry
 # Validation context of values that are not settled yet: options that a later layer switches off may still be there, so
 # nothing is refused. load_config refuses by itself, and tells which layer set what.
 UNSETTLED = object()
+
+
+OWN = "module:function"  # among the values of a condition: any function of the user's own
+Condition = tuple[Any, ...]
+"""(key, value, ...): the option behind the key has one of these values. (key,) alone: it is set, which 0, "", "none"
+and false are not."""
+_GROUP = "rollover."
 
 
 class ConfigError(ValueError):
@@ -50,6 +57,17 @@ class Table(BaseModel):
         ser_json_inf_nan="constants",  # a run's config.resolved.json is read back
     )
 
+    only_if: ClassVar[Condition] = ()
+    """A condition of every option of this table, but for the option that it is about."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for name, info in cls.model_fields.items() if cls.only_if else ():
+            key, *values = cls.only_if
+            if not key.endswith(f".{name}"):
+                conditions: Any = info.json_schema_extra
+                conditions["only_if"] = {key: values or "set", **conditions.get("only_if", {})}
+
     @field_validator("*", mode="after")
     @classmethod
     def _with_places(cls, value: Any, info: ValidationInfo) -> Any:
@@ -60,14 +78,6 @@ class Table(BaseModel):
     def neutral(self, name: str) -> tuple[Any, ...]:
         """Values of an option that mean the same as leaving it out: setting one is never an option without effect."""
         return (type(self).model_fields[name].get_default(call_default_factory=True),)
-
-
-_GROUP = "rollover."
-OWN = "module:function"  # among the values of a condition: any function of the user's own
-
-Condition = tuple[Any, ...]
-"""(key, value, ...): the option behind the key has one of these values. (key,) alone: it is set, which 0, "", "none"
-and false are not."""
 
 
 def option(  # noqa: PLR0913 - pydantic's four bounds, and ours
@@ -96,7 +106,7 @@ def option(  # noqa: PLR0913 - pydantic's four bounds, and ours
     if entry_points:
         conditions["entry_points"] = f"{_GROUP}{entry_points}"
     bounds: Any = {"gt": gt, "ge": ge, "lt": lt, "le": le} | ({"allow_inf_nan": True} if unlimited else {})
-    return Field(default=default, description=doc, json_schema_extra=conditions or None, **bounds)
+    return Field(default=default, description=doc, json_schema_extra=conditions, **bounds)
 
 
 def _listed(conditions: Condition | list[Condition]) -> list[Condition]:

@@ -182,7 +182,6 @@ class TasksConfig(Table):
         False,
         "Drop the last tasks of a pass that are too few for a step of rollout.groups_per_step, as verl does, so that"
         " every step has as many groups. With several sources only the tasks at the end of all passes.",
-        unless=("run.train_on_recorded",),
     )
     shuffle: bool = option(True, "Shuffle datasets each epoch (seeded).")
     mixing_temperature: float = option(

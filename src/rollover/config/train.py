@@ -24,34 +24,24 @@ _SGD = ("train.optimizer", "sgd")
 class LoraConfig(Table):
     """[model.lora]: train low-rank adapters instead of all weights (peft)."""
 
+    only_if = ("model.lora.rank",)
+
     rank: int = option(0, "Rank of the adapters; 0 = off, all weights are trained.", ge=0)
-    alpha: float = option(
-        32.0, "Scale of the adapters: their output is multiplied by alpha / rank.", gt=0, only_if=("model.lora.rank",)
-    )
-    dropout: float = option(
-        0.0, "Dropout on the adapters' input during training.", ge=0, lt=1, only_if=("model.lora.rank",)
-    )
+    alpha: float = option(32.0, "Scale of the adapters: their output is multiplied by alpha / rank.", gt=0)
+    dropout: float = option(0.0, "Dropout on the adapters' input during training.", ge=0, lt=1)
     target_modules: list[str] = option(
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         'Names of the linear layers that get an adapter; ["all-linear"]: all but the output layer.',
-        only_if=("model.lora.rank",),
     )
-    exclude_modules: list[str] = option(
-        [], "Names of layers that get none, though target_modules names them.", only_if=("model.lora.rank",)
-    )
-    rslora: bool = option(
-        False, "Multiply the adapters' output by alpha / sqrt(rank) instead (rsLoRA).", only_if=("model.lora.rank",)
-    )
+    exclude_modules: list[str] = option([], "Names of layers that get none, though target_modules names them.")
+    rslora: bool = option(False, "Multiply the adapters' output by alpha / sqrt(rank) instead (rsLoRA).")
     dora: bool = option(
         False,
         "Train the length of each row of the adapted weights besides, and by the adapters its direction (DoRA). The"
         " engine is then given whole weights.",
-        only_if=("model.lora.rank",),
     )
     path: str = option(
-        "",
-        "Folder of the adapters to begin with, as peft saves them (model/adapter of a run); empty = new ones.",
-        only_if=("model.lora.rank",),
+        "", "Folder of the adapters to begin with, as peft saves them (model/adapter of a run); empty = new ones."
     )
 
 

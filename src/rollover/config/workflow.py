@@ -51,7 +51,6 @@ class WorkflowConfig(Table):
         "",
         "Your own class (module:Class or path.py:Class), of which every rollout has an object: its public methods are"
         " tools that the policy calls, or it has step(message), a game.",
-        unless=("run.train_on_recorded",),
         entry_points="tool_environments",
     )
     function: str = option(
@@ -59,7 +58,6 @@ class WorkflowConfig(Table):
         "Your own async function (module:function or path.py:function), of which every rollout of a group is a run: it"
         " asks the policy as often as it wants to and returns a reward. Its parameters are found by their names: task,"
         " episode, client, base_url, api_key, model. A plain def needs workflow.num_processes.",
-        unless=("run.train_on_recorded",),
         entry_points="workflows",
     )
     command: Annotated[list[str], BeforeValidator(_words)] = option(
@@ -67,7 +65,6 @@ class WorkflowConfig(Table):
         "A program and its arguments, of which every rollout of a group is a run: it finds the policy by"
         " OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, reads its task as JSON from its input, and its last line is"
         ' \'{"reward": 1.0}\' or \'{"answer": "42"}\'. A single text is split into words; no shell reads it.',
-        unless=("run.train_on_recorded",),
     )
     num_processes: int = option(
         0,
@@ -86,7 +83,6 @@ class WorkflowConfig(Table):
         "",
         "Id of a taskset of the package verifiers (0.4), which is installed or can be imported: its tasks are those of"
         " the run, its environment plays every rollout of a group, and its rewards score them.",
-        unless=("run.train_on_recorded",),
     )
     verifiers_args: dict[str, Any] = option(
         {},

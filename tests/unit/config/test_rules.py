@@ -105,11 +105,13 @@ VALUES = (
     ["wandb"],
     ["q_proj"],
     ["model"],
+    [{"name": "greedy"}],
 )
 BESIDE = {  # what else an option needs
     "filters.mask_in_baseline": {"filters.mask_truncated": True},
     "eval.metric": {"checkpoint.keep_best": True},
     "eval.majority": {"eval.samples_per_task": 3},
+    "sft.eval_every_steps": {"sft.eval_fraction": 0.25},
     "eval.shaped": {"rewards.overlong_buffer_tokens": 8},
 }
 

@@ -19,8 +19,9 @@ from rollover import system
 from rollover.config import Config, ConfigError, Table
 from rollover.config.load import PYTHON, Resolved, load_config
 from rollover.config.presets import PRESETS
+from rollover.config.renames import RENAMED, upgraded
 from rollover.config.resume import OF_THE_START
-from rollover.config.schema import RENAMED, default_of, leaves, renamed, tables
+from rollover.config.schema import default_of, leaves, tables
 from rollover.config.sft import SUPERVISED
 from rollover.config.table import row_of
 from rollover.config.trust import OfRun
@@ -237,8 +238,8 @@ def key_of(name: str, *, supervised: bool = False) -> str:
             f"{name} may be {' or '.join(found)}: write **{{{json.dumps(found[0])}: ...}}, or"
             f" {found[0].partition('.')[0]}={{{json.dumps(name)}: ...}}"
         )
-    if now := [new for old, new in RENAMED.items() if old.rpartition(".")[2] == name]:
-        raise ConfigError(f"there is no option {name}: it is called {now[0]} now. Write that")
+    if former := [old for old in RENAMED if old.rpartition(".")[2] == name]:
+        return former[0]  # read with a notice
     raise ConfigError(f"there is no option {name}{did_you_mean(name, [k.rpartition('.')[2] for k in known])}")
 
 
@@ -292,7 +293,7 @@ def settings_of_run(folder: Path, option: str) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{option}: {str(folder)!r} holds no run: there is no config.resolved.json")
     try:
-        saved: Any = renamed(read_tables(path))
+        saved: Any = upgraded(read_tables(path))
         saved = {table: {} for table, _ in tables()} | saved
     except ValueError as error:
         raise ConfigError(f"{option}: {error}") from error

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from rollover.config.presets import PRESETS
 from rollover.config.recipes import located
+from rollover.config.renames import FORMER_NAMES, RENAMED, upgrade
 from rollover.config.schema import Config, choices_of, default_of, expected, field_at, leaves, takes_text
 from rollover.config.settle import Layers, Values, derive, notices_of_ratio, refuse, settle, shown
 from rollover.config.suggest import unknown_key, unknown_table
@@ -64,17 +65,18 @@ def load_config(
     without effect (see `settle`) and a refused combination.
     """
     stack: list[tuple[str, Values]] = []
+    renames: list[str] = []
     for source in files:
         if isinstance(source, OfRun):
-            stack.append((source.label, _dotted(source.settings, source.label)))
+            stack.append((source.label, _dotted(source.settings, source.label, renames)))
         elif isinstance(source, Mapping):
             label = source.label if isinstance(source, Layer) else PYTHON
-            stack.append((label, _dotted(source, label)))
+            stack.append((label, _dotted(source, label, renames)))
         else:
             label, path = located(source)
-            stack.append((label, dict(_flatten(read_toml(path), Config, "", label))))
+            stack.append((label, dict(_flattened(read_toml(path), label, renames))))
     for key, text in overrides:
-        stack.append((COMMAND_LINE, _override(key, text)))
+        stack.append((COMMAND_LINE, _override(key, text, renames)))
     of_runs = [source for source in files if isinstance(source, OfRun)]
     given = [values for label, values in stack if label not in {of.label for of in of_runs}]
     stack.insert(0, _preset(stack))
@@ -83,7 +85,7 @@ def load_config(
     for of in of_runs:
         of.refuse_unless_given(config.model_dump(), given)
     if under is not None and (values := under(config)):
-        stack.insert(1, (DECORATED, _dotted(values, DECORATED)))
+        stack.insert(1, (DECORATED, _dotted(values, DECORATED, renames)))
         layers = _layers(stack)
         config = _validate(layers)
     config, notices, problems = settle(config, layers)
@@ -92,7 +94,7 @@ def load_config(
     credits = [values["workflow.credit"] for _, values in stack if "workflow.credit" in values]
     if credits[-1:] == [PER_STEP]:
         notices.append(PER_STEP_IS)
-    return Resolved(config, [*notices, *notices_of_ratio(config, layers)], origin)
+    return Resolved(config, [*renames, *notices, *notices_of_ratio(config, layers)], origin)
 
 
 # Layers
@@ -110,6 +112,16 @@ def _layers(stack: Sequence[tuple[str, Values]]) -> Layers:
             else:
                 layers.put(key, value, len(layers.labels) - 1)
     return layers
+
+
+def _flattened(data: Values, label: str, renames: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and values of the tables of a layer; appends a notice for each key of an earlier version."""
+    try:
+        messages = upgrade(data)
+    except ConfigError as error:
+        raise ConfigError(f"{label}: {error}") from None
+    renames += [f"{label}: {message}. {FORMER_NAMES}" for message in messages]
+    return _flatten(data, Config, "", label)
 
 
 def _flatten(data: Values, table: type[Table], prefix: str, label: str) -> Iterator[tuple[str, Any]]:
@@ -149,18 +161,18 @@ def _check_plain(key: str, value: Any, label: str) -> None:
         raise ConfigError(f"{label}: {key} = {shown(value)}: integers have 64 bits. Give one up to {_MOST}")
 
 
-def _override(key: str, text: str) -> Values:
+def _override(key: str, text: str, renames: list[str]) -> Values:
     """One override as dotted values. Text for a string option needs no quotes; anything else is a TOML value."""
-    info = field_at(key)
+    info = field_at(RENAMED.get(key, key))
     value = _parse(text)
     if info is None and not isinstance(value, dict) and not _is_element(key):
         raise ConfigError(f"{COMMAND_LINE}: {unknown_key(key)}")
     if info is not None and takes_text(info.annotation) and not isinstance(value, str):
         value = text
-    return _dotted({key: value}, COMMAND_LINE)
+    return _dotted({key: value}, COMMAND_LINE, renames)
 
 
-def _dotted(values: Mapping[str, Any], label: str) -> Values:
+def _dotted(values: Mapping[str, Any], label: str, renames: list[str]) -> Values:
     """Values by their whole dotted names, of tables or of dotted keys."""
     out: Values = {}
     for key, value in values.items():
@@ -169,8 +181,8 @@ def _dotted(values: Mapping[str, Any], label: str) -> Values:
             out[key] = value
             continue
         nested: Values = {}
-        put(nested, key, value)
-        for name, flat in _flatten(nested, Config, "", label):
+        put(nested, key, copy.deepcopy(value) if isinstance(value, dict) else value)
+        for name, flat in _flattened(nested, label, renames):
             both = isinstance(flat, dict) and isinstance(out.get(name), dict)  # two keys of one free table
             out[name] = {**out[name], **flat} if both else flat
     return out

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from rollover.config.schema import Config, default_of, expected, field_at, leaves, renamed
+from rollover.config.renames import upgraded
+from rollover.config.schema import Config, default_of, expected, field_at, leaves
 from rollover.config.suggest import unknown_key
 from rollover.config.table import ConfigError, put
 from rollover.live_objects import is_live, is_same_but_for_code
@@ -130,7 +131,7 @@ def changes(old: Mapping[str, Any], new: Config) -> list[Change]:
     """
     if not old:
         return []
-    before, now = dict(_flat(renamed(old))), dict(_flat(new.model_dump(mode="json")))
+    before, now = dict(_flat(upgraded(old))), dict(_flat(new.model_dump(mode="json")))
     rows = set(map(_row_of, before)) & set(map(_row_of, now))  # one that is in either alone is a change
     options = {name for name, _ in leaves()} | {k for k in {**now, **before} if field_at(k) and _row_of(k) in rows}
     keys = [

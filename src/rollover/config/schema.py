@@ -4,10 +4,9 @@ Owns the mapping between `rollout.group_size` and the pydantic field behind it. 
 """
 
 import json
-import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import Field, ValidationInfo, model_validator
@@ -164,32 +163,6 @@ def default_of(key: str) -> Any:
     info = field_at(key)
     assert info is not None, key
     return info.get_default(call_default_factory=True)
-
-
-# Names that keys once had
-
-RENAMED = {
-    "run.replay_rollouts": "run.train_on_recorded",
-    "algorithm.critic_learning_rate": "critic.head_learning_rate",
-    "algorithm.value_clip": "critic.value_clip",
-    "algorithm.off_policy_mask_threshold": "algorithm.off_policy_mask_above",
-}
-
-
-def renamed(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables of a run's config.resolved.json, which an earlier version may have written, with today's keys."""
-    tables = {name: dict(table) if isinstance(table, Mapping) else table for name, table in saved.items()}
-    for old, new in RENAMED.items():
-        (table, _, name), (new_table, _, new_name) = old.rpartition("."), new.rpartition(".")
-        if name in tables.get(table, {}):
-            tables.setdefault(new_table, {})[new_name] = tables[table].pop(name)
-            if name == "off_policy_mask_threshold":
-                tables[new_table][new_name] = tables[new_table][new_name] or math.inf  # 0 was off
-    algorithm = tables.get("algorithm", {})
-    if isinstance(name := algorithm.get("rejection"), str):  # one, whose bound was an option of its own
-        bound = algorithm.pop("rejection_high", 0.1)
-        algorithm["rejection"] = {} if name == "none" else {name: bound}
-    return tables
 
 
 # Rules

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
-from rollover.config.schema import RENAMED, Config, leaves, names, tables
+from rollover.config.schema import Config, leaves, names, tables
 from rollover.config.table import row_of
 from rollover.suggest import alike, similarity
 
@@ -35,8 +35,6 @@ def unknown_table(key: str) -> str:
 def unknown_key(key: str) -> str:
     """The message about a key that does not exist: with the nearest of its own table, else the same name in another."""
     table, _, name = key.rpartition(".")
-    if key in RENAMED:
-        return f"unknown key {key}: it is called {RENAMED[key]} now. Write that"
     for array, info in leaves():
         if (row := row_of(info.annotation)) and array.rpartition(".")[0] == table and name in row.model_fields:
             return f"unknown key {key}. Did you mean {name} in [[{array}]]?"

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 
-from rollover.api.settings import key_of
-from rollover.config import Config, ConfigError
-from rollover.config.load import load_config
+from rollover.config import Config
 from rollover.config.resume import FIXED, Change, changes, refuse
-from rollover.config.schema import RENAMED, field_at, renamed
 from rollover.config.table import UNSETTLED
 
 SOURCE = {"kind": "reasoning_gym", "name": "chain_sum", "params": {"max_digits": 1}}
@@ -152,26 +148,3 @@ def test_an_earlier_file_is_read_by_todays_names() -> None:
     older["run"]["replay_rollouts"] = "runs/x/rollouts"
     with pytest.raises(ValueError, match='run.train_on_recorded = "": it was "runs/x/rollouts"'):
         refuse(changes(older, BEFORE))
-
-
-@pytest.mark.parametrize(("recorded", "now"), [(0.0, math.inf), (0.5, 0.5)])
-def test_an_off_policy_mask_of_zero_was_off(recorded: float, now: float) -> None:
-    older = BEFORE.model_dump(mode="json")
-    del older["algorithm"]["off_policy_mask_above"]
-    older["algorithm"]["off_policy_mask_threshold"] = recorded
-    assert renamed(older)["algorithm"]["off_policy_mask_above"] == now
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_the_former_name_of_a_key_is_refused_with_the_name_of_today(old: str, new: str) -> None:
-    assert field_at(new) and not field_at(old)
-    for given in ([({old: "x"})], []):
-        with pytest.raises(ConfigError) as error:
-            load_config(given, [] if given else [(old, "x")], require_sources=False)
-        assert f"unknown key {old}: it is called {new} now" in str(error.value)
-    last = old.rpartition(".")[2]
-    if last == new.rpartition(".")[2]:
-        assert key_of(last) == new
-        return
-    with pytest.raises(ConfigError, match=f"it is called {new} now"):
-        key_of(last)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollover.config import Config
-from rollover.config.schema import renamed
+from rollover.config.renames import upgraded
 from rollover.plugins.dashboard.columns import Columns
 from rollover.plugins.dashboard.numbers import number, numbers
 from rollover.track.health import RANGES, Health, ignored_figures
@@ -212,7 +212,7 @@ class LiveWarnings:
 
 def _health_of(config: Mapping[str, Any]) -> Health:
     try:
-        return Health(ignored_figures(Config.model_validate(renamed(config)))) if config else Health()
+        return Health(ignored_figures(Config.model_validate(upgraded(config)))) if config else Health()
     except ValueError:  # a removed key, for example
         return Health()
 

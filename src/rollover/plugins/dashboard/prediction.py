@@ -12,7 +12,7 @@ from typing import Any
 
 from rollover.config import Config
 from rollover.config.load import Resolved
-from rollover.config.schema import renamed
+from rollover.config.renames import upgraded
 from rollover.config.table import value_of
 from rollover.config.trust import without_functions
 from rollover.plugins.dashboard.indexed_run import IndexedRun
@@ -34,7 +34,7 @@ def predict(files: IndexedRun) -> dict[str, Any]:
     defaults, because a reader runs no code that a directory names. Reads the directory again, and takes seconds.
     """
     try:
-        config = Config.model_validate(renamed(files.config))
+        config = Config.model_validate(upgraded(files.config))
         rollout, left_out = without_functions(config.rollout, "rollout")
         resolved = Resolved(config.model_copy(update={"rollout": rollout}), [], {})
         plan, sources, *_ = plan_config(resolved, files.directory)
